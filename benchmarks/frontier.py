@@ -141,7 +141,7 @@ def figure(found: Sequence[Row], path: Path) -> None:
     Filled points are judged (mean, best and worst seed), hollow points are tuning runs. The grey band around AdamW with
     full synchronisation is the `NOISE` of single runs.
     """
-    from detonation.report.figures import LIGHT
+    from detonation.report.figures import COLOURS
 
     asked = [row for row in found if row["study"] in ("bytes", "tuning") and row["recipe"] == QUICK]
     shown = [row for row in asked if row["val_loss"]]
@@ -152,7 +152,7 @@ def figure(found: Sequence[Row], path: Path) -> None:
         axes.axhspan(full - NOISE / 2, full + NOISE / 2, color="0.92", zorder=0)
         for (method, study, _), same in groups(shown, "method", "study", "sets").items():
             losses = [row["val_loss"] for row in same]
-            mean, x, colour = statistics.fmean(losses), per_parameter(same[0]), LIGHT[methods.index(method) % 6]
+            mean, x, colour = statistics.fmean(losses), per_parameter(same[0]), COLOURS[methods.index(method) % 6]
             bar = [[mean - min(losses)], [max(losses) - mean]]
             face = colour if study == "bytes" else "white"
             axes.errorbar(

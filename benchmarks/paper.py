@@ -217,7 +217,7 @@ def curves(task: str, done: Rows) -> dict[str, dict[int, Row]]:
 
 def figure(path: Path, done: Rows) -> None:
     """Validation loss, mean and range over seeds, against seconds: a row per task and a panel per link."""
-    from detonation.report.figures import LIGHT
+    from detonation.report.figures import COLOURS
 
     with drawn(path, 11, 0.4 + 2.6 * len(TASKS), dpi=80) as drawing:
         panels = drawing.subplots(len(TASKS), len(LINKS), sharex=True, sharey="row", squeeze=False)
@@ -225,7 +225,7 @@ def figure(path: Path, done: Rows) -> None:
             found = curves(name, done)
             for axes, link in zip(row, LINKS, strict=True):
                 seconds = step_seconds(name, link)
-                for (method, runs), colour in zip(found.items(), LIGHT, strict=False):
+                for (method, runs), colour in zip(found.items(), COLOURS, strict=False):
                     if method in seconds:
                         steps, losses = mean_curve(runs)
                         x = [step * seconds[method] for step in steps]
@@ -244,13 +244,13 @@ def figure(path: Path, done: Rows) -> None:
 
 def gain(path: Path) -> None:
     """Bars: the seconds of a step of the T5 on each link, in full and as one sign of 64, and their ratio."""
-    from detonation.report.figures import LIGHT
+    from detonation.report.figures import COLOURS
 
     names = {BASELINE: "full synchronisation", "demo 1/64, sign": "demo, one sign of 64"}
     seconds = [[step_seconds("T5", link)[name] for name in names] for link in LINKS]
     with drawn(path, 7, 2.6, dpi=120) as drawing:
         axes = drawing.subplots()
-        for offset, (label, colour) in enumerate(zip(names.values(), LIGHT, strict=False)):
+        for offset, (label, colour) in enumerate(zip(names.values(), COLOURS, strict=False)):
             places = [place + 0.36 * offset for place in range(len(LINKS))]
             axes.barh(places, [pair[offset] for pair in seconds], 0.34, label=label, color=colour)
         for place, pair in enumerate(seconds):

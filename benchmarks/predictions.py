@@ -120,8 +120,8 @@ class Trained:
         from detonation.cluster.processes.signals import Stop
         from detonation.plan.cost import Work, cost
         from detonation.train.loop.fit import fit
-        from detonation.train.loop.timing import forward_backward, optimizer_step
         from detonation.train.recipe.sizes import shard_shapes
+        from detonation.train.run.decide import forward_backward, optimizer_step
 
         compute_s, _ = forward_backward(probed)
         steps = {self.scheme.name: optimizer_step(probed, self.config)}

@@ -37,14 +37,14 @@ def figure(done: Rows, path: Path) -> None:
 
     A dense method computes the same with any number of replicas but for the last bits, so its band is in each panel.
     """
-    from detonation.report.figures import LIGHT
+    from detonation.report.figures import COLOURS
 
     dense = [name for _, name, _ in REFERENCES["text"]]
     shown = [each for each in methods() if each.study == "text" and len(each.judged(done)) >= 3]
     with drawn(path, 12, 5.5) as drawing:
         panels = drawing.subplots(1, len(PANELS), sharex=True, sharey=True)
         for axes, replicas in zip(panels, PANELS, strict=True):
-            for name, colour in zip(dense, LIGHT, strict=False):
+            for name, colour in zip(dense, COLOURS, strict=False):
                 (reference,) = (each for each in shown if each.name == name)
                 mean, half = _judged(reference, done)
                 axes.axhspan(mean - half, mean + half, color=colour, alpha=0.25, linewidth=0)
@@ -57,7 +57,7 @@ def figure(done: Rows, path: Path) -> None:
             axes.set_xlabel("bytes per parameter and step, sent by a replica")
             axes.grid(alpha=0.2)
         panels[0].set_ylabel("validation loss (nats per byte)")
-        for name, colour in zip(OPTIMIZERS, LIGHT, strict=False):
+        for name, colour in zip(OPTIMIZERS, COLOURS, strict=False):
             band = f"{name}; band: in full" if name in " ".join(dense) else name
             panels[0].plot([], [], linewidth=6, color=colour, alpha=0.6, label=band)
         for family, marker in FAMILIES.items():
@@ -67,7 +67,7 @@ def figure(done: Rows, path: Path) -> None:
 
 def _points(axes: Any, shown: Sequence[Method], done: Rows) -> None:
     """Draws the methods of a panel, with labels that keep apart from those below them."""
-    from detonation.report.figures import LIGHT
+    from detonation.report.figures import COLOURS
 
     taken: list[tuple[float, float]] = []
     for each in sorted(shown, key=lambda each: _judged(each, done)[0]):
@@ -78,7 +78,7 @@ def _points(axes: Any, shown: Sequence[Method], done: Rows) -> None:
         label = each.name.replace("muloco", "every").replace("64 sign", "64")
         for pattern, text in SHORTER.items():
             label = re.sub(pattern, text, label)
-        colour = LIGHT[OPTIMIZERS.index(optimizer)]
+        colour = COLOURS[OPTIMIZERS.index(optimizer)]
         axes.errorbar([sent], [mean], [half], fmt="none", color=colour, capsize=2, linewidth=1)
         axes.plot([sent], [mean], FAMILIES[scheme], color=colour, markersize=5, zorder=4)
         height = mean

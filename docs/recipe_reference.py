@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from detonation.core.schemes.registry import schemes
+from detonation.core.schemes.registry import SCHEMES
 from detonation.data import TASKS
 from detonation.models import MODELS, model_function
 from detonation.train.recipe import schema
@@ -67,7 +67,7 @@ DESCRIBED: dict[str, Callable[..., Any]] = {
     **MODELS,
     "hf:...": model_function("hf:..."),
     **TASKS,
-    **schemes(),
+    **SCHEMES,
     "auto": Auto,
 }
 """The code whose docstring says what a table, or a choice in it, is."""
@@ -103,7 +103,7 @@ def recipe_keys() -> list[RecipeKey]:
     chosen: dict[str, Mapping[str, Callable[..., Any]]] = {
         "model": {**MODELS, "hf:...": model_function("hf:...")},
         "data": TASKS,
-        "scheme": {name: function for name, function in schemes().items() if ":" not in name},
+        "scheme": {name: function for name, function in SCHEMES.items() if ":" not in name},
     }
     for table, functions in chosen.items():
         chooser = "task" if table == "data" else "name"

@@ -59,28 +59,3 @@ def record(step, sent, steps):
         "step_s": 0.02,
     }
     return line | ({"val_loss": loss + 0.1} if step % 10 == 0 or step == steps else {})
-
-
-def option(spelled, seconds, cost="unknown"):
-    """A row of a plan."""
-    sizes = {"bytes_per_step": 120_000, "bytes_per_day": 10**9, "memory_bytes": 4_000_000, "efficiency": 0.9}
-    return {
-        "spelled": spelled,
-        "seconds": seconds,
-        "loss_text": cost,
-        "scheme": spelled.partition("(")[0],
-        "changed": {},
-        **sizes,
-    }
-
-
-PLAN = {
-    "options": [option("demo(topk=4)", 0.1, "+1.0% ±0.4%"), *(option(f"diloco(every={n})", 0.2) for n in range(12))],
-    "first": option("demo(topk=4)", 0.1),
-    "reason": "demo(topk=4) waits 0.01 s for the network in a step of 0.1 s",
-    "if_half_the_rate": option("demo(topk=4)", 0.12),
-    "if_twice_the_rate": option("full()", 0.09),
-    "rate_bits_per_s": 1e8,
-    "budget": 0.1,
-    "parameters": 1000,
-}

@@ -33,6 +33,9 @@ class Terminal:
         elif command == "J":
             self._lines[self._row] = self._lines[self._row][: self._column]
             del self._lines[self._row + 1 :]
+        elif command == "K":
+            assert number == "2", number  # the whole line
+            self._lines[self._row] = []
         else:
             assert command == "m", command  # colours
 

@@ -1,12 +1,12 @@
-"""Choosing by name: a table of functions, "package.module:function", or an entry point. Pure Python, a leaf."""
+"""Choosing by name: from a table of functions, or as "package.module:function". Pure Python, a leaf."""
 
 import difflib
 import functools
 import importlib
-import importlib.metadata
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from types import ModuleType, NoneType, UnionType
+from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -27,6 +27,7 @@ GONE_KEYS = {
 }
 """Keys and data of recipes that version 0.2 has no more, and what to do in their place."""
 
+_PLAIN: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -60,6 +61,27 @@ def still_known(arguments: Any) -> Any:
         return arguments
     ahead = str(arguments.get("lookahead")) == "True" and str(arguments.get("delay")) != "0"
     return {name: value for name, value in arguments.items() if ahead or name != "lookahead"}
+
+
+def needs(module: str, extra: str) -> ModuleType:
+    """Imports an optional module; raises `ValueError` with the `extra` that installs it where it is missing.
+
+    >>> needs("json", "data").__name__
+    'json'
+    >>> needs("no_such_package", "data")
+    Traceback (most recent call last):
+    ValueError: this needs no_such_package: pip install 'detonation-torch[data]'
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0].replace("PIL", "pillow")
+        raise ValueError(f"this needs {package}: pip install 'detonation-torch[{extra}]'") from error
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error, of libraries that write many; its kind, where it says nothing."""
+    return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 def checks_keywords(kind: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
@@ -110,33 +132,37 @@ def make(kind: str, table: Mapping[str, Callable[..., _T]], name: str, arguments
     return table[name](**arguments)
 
 
-def find_function(kind: str, name: str, table: Mapping[str, Callable[..., _T]], group: str) -> Callable[..., _T]:
-    """The function called `name`: of `table`, of an installed package, or of a module that the name spells.
+def plain_types(value: object, hint: Any) -> str:
+    """The plain types of annotation `hint` in words, where `value` has none of them; "" where it has, or none is plain.
 
-    Args:
-        kind: The noun for errors, such as "model".
-        name: A key of `table`, an entry point of `group`, or "package.module:function".
-        table: The functions of this library.
-        group: The entry-point group of other packages, such as "detonation.models".
+    An int is a float, too, and a bool is no int.
 
-    Raises:
-        ValueError: The name does not exist; the message lists the valid ones.
+    >>> plain_types("x", int | None), plain_types(3, float), plain_types(True, int)
+    ('a whole number', '', 'a whole number')
+    """
+    kinds = set(get_args(hint)) if get_origin(hint) in (Union, UnionType) else {hint}
+    accepted = kinds | ({int} if float in kinds else set())
+    if not kinds <= {*_PLAIN, NoneType} or type(value) in accepted:
+        return ""
+    return " or ".join(sorted(_PLAIN[kind] for kind in kinds if kind is not NoneType))
 
-    Example:
-        >>> find_function("number", "math:floor", {"int": int}, "detonation.numbers")(2.5)
-        2
-        >>> find_function("number", "imt", {"int": int}, "detonation.numbers")
-        Traceback (most recent call last):
-        ValueError: unknown number 'imt', did you mean 'int'? Valid: int; or package.module:function
+
+def find_function(kind: str, name: str, table: Mapping[str, Callable[..., _T]]) -> Callable[..., _T]:
+    """The function called `name`: of `table`, or of a module that the name spells.
+
+    Raises `ValueError` for a name that is no key of `table`, nor "package.module:function"; `kind` is the noun for it.
+
+    >>> find_function("number", "math:floor", {"int": int})(2.5)
+    2
+    >>> find_function("number", "imt", {"int": int})
+    Traceback (most recent call last):
+    ValueError: unknown number 'imt', did you mean 'int'? Valid: int; or package.module:function
     """
     if ":" in name:
         return imported(name)
-    if name in table:
-        return table[name]
-    offered = entry_points(group)
-    if name not in offered:
-        raise ValueError(f"{unknown(kind, name, (*table, *offered))}; or package.module:function")
-    return offered[name]()
+    if name not in table:
+        raise ValueError(f"{unknown(kind, name, table)}; or package.module:function")
+    return table[name]
 
 
 def imported(name: str) -> Callable[..., Any]:
@@ -162,9 +188,3 @@ def imported(name: str) -> Callable[..., Any]:
     if not callable(found):
         raise ValueError(f"{name} is {found!r}, must be a function")
     return found  # type: ignore[no-any-return]
-
-
-@functools.cache
-def entry_points(group: str) -> dict[str, Callable[[], Callable[..., Any]]]:
-    """The functions that installed packages offer in `group`: for each name a function that loads it."""
-    return {point.name: point.load for point in importlib.metadata.entry_points(group=group)}

@@ -10,13 +10,14 @@ from detonation.core.memory import Feedback
 from detonation.core.round import Round
 from detonation.core.schemes.gradients import momentum
 from detonation.core.schemes.parameters import outer_sgd
-from detonation.core.schemes.registry import register
+from detonation.core.schemes.registry import SCHEMES, register
 from detonation.core.schemes.scheme import GradientScheme, Outer, ParameterScheme, Scheme
 
 __all__ = [
     "AGGREGATIONS",
     "DCT",
     "PRECISIONS",
+    "SCHEMES",
     "Aggregation",
     "Basis",
     "BlockCodebook",

@@ -332,7 +332,7 @@ MISTAKES = {
         train("--publish", "127.0.0.1:7"), "need a token", ("DETONATION_TOKEN", "need a token", "openssl rand")
     ),
     "a report of nothing": Mistake(
-        run("report", "none"), "does not exist: give", ("none", "does not exist", "the directory of a run")
+        run("report", "none"), "holds no finished run", ("none", "no finished run", "give the directory of one")
     ),
     "a check of nothing": Mistake(run("verify", "none"), "there is no directory", ("none", "no directory", "give")),
     "a check where nothing is saved": Mistake(
@@ -479,7 +479,7 @@ MISTAKES = {
         ("of 1 replicas, not 2", "without an exchange", "resume with 1"),
     ),
     "no transformers": Mistake(
-        without("transformers", train()), "pip install", ("models", "need transformers", "'detonation-torch[models]'")
+        without("transformers", train()), "pip install", ("needs", "transformers", "'detonation-torch[models]'")
     ),
     "no datasets": Mistake(
         without("datasets", train("--data", "hf:a/b")), "pip install", ("datasets", "needs", "'detonation-torch[hub]'")

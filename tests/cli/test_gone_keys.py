@@ -54,7 +54,25 @@ def test_a_verb_that_is_not_there_any_more_names_the_new_one(arguments, instead,
     assert (instead in printed.out) == ("--json" in arguments)
 
 
-def test_a_flag_that_is_not_there_any_more_names_what_to_say(capsys):
-    assert run_command(["simulate", QUICK, "--profile=profile.json"]) == 2
-    line = "detonation simulate --profile is gone: say detonation plan RECIPE --link RATE --replicas INT"
-    assert capsys.readouterr().err == f"error: {line} --step-time SECONDS\n"
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            ["simulate", QUICK, "--profile=profile.json"],
+            "simulate --profile is gone: say detonation plan RECIPE --link RATE --replicas INT --step-time SECONDS",
+        ),
+        (
+            ["plan", "--shard-nodes", "2"],
+            "plan --shard-nodes is gone: the tutorial larger-than-a-node has the bytes and the memory of a shard wire "
+            "by formula",
+        ),
+        (
+            ["report", "runs/first", "--plan=plan.json"],
+            "report --plan is gone: detonation plan prints it, and that of scheme auto is in plan.json of the run",
+        ),
+        (["--completion", "zsh"], "--completion is gone: say detonation --tyro-print-completion bash, zsh or fish"),
+    ],
+)
+def test_a_flag_that_is_not_there_any_more_names_what_to_say(arguments, line, capsys):
+    assert run_command(arguments) == 2
+    assert capsys.readouterr().err == f"error: detonation {line}\n"

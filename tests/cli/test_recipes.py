@@ -14,7 +14,7 @@ from detonation.link_speed import LinkSpeed
 from detonation.models import MODELS
 from detonation.train.output import directory
 from detonation.train.recipe.optimizers import REFUSED, optimizer_classes
-from detonation.train.recipe.resolve import read_recipe, resolve, shipped_recipes
+from detonation.train.recipe.resolve import read_recipe, shipped_recipes
 from detonation.train.run.request import Request, configure
 from detonation.version import __version__
 
@@ -57,19 +57,6 @@ def test_flags_stand_for_settings_and_set_counts_more():
     assert (config.scheme.name, config.train.steps, config.optimizer.lr) == ("random_sign", 7, 0.25)
     assert (config.model.name, config.data.arguments["source"]) == ("vit", "fashion-mnist")
     assert config.optimizer.name == "SignSGD"  # as the recipe has tuned it for that scheme
-
-
-def test_the_name_of_an_optimizer_is_known_in_any_case():
-    verb = Train(recipe=Path("quick-lm"), scheme="full", set=(("optimizer.name=adamw",),))
-    optimizer = configure(requested(Request, verb), None).optimizer
-    assert (optimizer.name, optimizer.lr) == ("AdamW", 3e-3)  # the same as the recipe has tuned, with its lr
-    recipe = {
-        **packaged("quick-lm"),
-        "optimizer": {"name": "signsgd", "lr": 1e-3},
-        "tuned": {"demo": {"optimizer": {"name": "SIGNSGD", "momentum": 0.5}}},
-    }
-    found = resolve(recipe, {"optimizer": {"name": "SignSgd"}}).optimizer
-    assert (found.name, found.lr, found.arguments) == ("SignSGD", 1e-3, {"momentum": 0.5})
 
 
 def test_train_alone_lists_all_that_a_run_can_be_made_of(capsys):

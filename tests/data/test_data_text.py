@@ -1,11 +1,9 @@
 """Text as bytes: the shipped sample, fetched sets, and text files."""
 
-import math
-
 import pytest
 import torch
 
-from detonation.data import batch, bigram_loss, load_dataset
+from detonation.data import batch, load_dataset
 from detonation.data.packages import locate
 from detonation.data.text import PIECE, TEXT_SAMPLE, hold_out
 
@@ -43,21 +41,6 @@ def test_nothing_held_out_is_trained_on_and_nothing_is_lost(context):
     # Held-out pieces are long enough to be nowhere in the train text by chance.
     pieces = held_out[: len(held_out) // PIECE * PIECE].view(-1, PIECE)
     assert all(decoded(piece) not in decoded(train) for piece in pieces)
-
-
-def test_a_bigram_is_far_better_than_nothing_and_the_held_out_part_like_the_rest():
-    loss = bigram_loss(load_dataset("text", {"source": "sotu-sample"}))
-    assert 2.3 < loss < 2.6 < math.log(256)
-    whole = bigram_loss(load_dataset("text", {"source": "sotu"}))
-    assert abs(loss - whole) < 0.1
-
-
-def test_bigram_against_counting_by_hand(tmp_path):
-    (tmp_path / "a.txt").write_text("ab" * 100)
-    data = load_dataset("text", {"source": str(tmp_path / "a.txt"), "context": 10})
-    # 18 blocks of "ababababab": a is followed by b 90 times, b by a 72 times; add one for each of 256 bytes.
-    nats = [math.log((90 + 256) / 91)] * 5 + [math.log((72 + 256) / 73)] * 4
-    assert bigram_loss(data) == pytest.approx(sum(nats) / 9)
 
 
 def test_a_directory_of_text_files(tmp_path):

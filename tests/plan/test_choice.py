@@ -12,10 +12,9 @@ import worlds
 from detonation.cluster.network.throttled import ThrottledCommunicator
 from detonation.link_speed import LinkSpeed
 from detonation.plan import auto, losses
-from detonation.plan.advice import advise, why
 from detonation.plan.cost import Network, Work, cost
 from detonation.plan.losses import Goal, Loss, estimate, loss_table, relative
-from detonation.plan.search import candidate_settings, largest_within, options, pairs
+from detonation.plan.search import advise, candidate_settings, largest_within, options, pairs, why
 
 ROOT = Path(__file__).parents[2]
 WORK = Work([{"w": (600, 700), "b": (700,)}], compute_s=0.1)
@@ -76,8 +75,7 @@ def test_sixteen_replicas_of_a_large_model_on_a_slow_link_are_told_that_they_do_
     found = advise(options(pairs(goal), work, far, goal), work, far, goal)
     assert found["pays"] is False and found["reason"].startswith("No second machine pays: one machine with Muon")
     helps = [note.partition(":")[0] for note in found["notes"]]
-    assert helps == ["evidence", "more work per step", "longer rounds"]
-    assert found["notes"][-1].endswith("its loss is not measured here")
+    assert helps == ["evidence", "more work per step"]
     near = Network.of_link_speed(LinkSpeed(1e11, 0.0), 2, 1)
     goal = Goal(2, 1_200_000_000)
     found = advise(options(pairs(goal), work, near, goal), work, near, goal)

@@ -17,10 +17,9 @@ from detonation.core.schemes.registry import SCHEMES, register
 from detonation.core.schemes.scheme import GradientScheme
 from detonation.core.schemes.traffic import buckets_of, exchange_bytes
 from detonation.link_speed import LinkSpeed
-from detonation.plan.advice import advise, row
 from detonation.plan.cost import Network, Work, cost
 from detonation.plan.losses import Goal
-from detonation.plan.search import candidate_settings, options, pairs
+from detonation.plan.search import advise, candidate_settings, options, pairs, row
 from detonation.report.terminal import plan_rows, plan_words
 from detonation.train.verbs.plan import count
 

@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 
 from detonation.report import figures
 from detonation.report.figures import buckets, charts
-from detonation.report.page import in_common, tiles, what_differs, write_page
+from detonation.report.page import what_differs, write_page
 from detonation.report.read import read_all
-from made import PLAN, made
+from made import made
 
 BLINDNESS = {  # Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB
     "none": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
@@ -50,15 +50,10 @@ def contrast(colour, background):
     return (high + 0.05) / (low + 0.05)
 
 
-@pytest.mark.parametrize(
-    ("runs", "parts", "background"),
-    [(figures.LIGHT, figures.PART_COLOURS, figures.PAPER), (figures.DARK, figures.PARTS_DARK, figures.NIGHT)],
-    ids=["day", "night"],
-)
-def test_colours_differ_for_every_eye_and_from_the_background(runs, parts, background):
-    assert least_distance(runs) > 0.95 * least_distance(OKABE_ITO) > 0.05
-    assert least_distance(parts) > 0.15
-    assert all(contrast(colour, background) >= 3 for colour in runs)
+def test_colours_differ_for_every_eye_and_from_the_background():
+    assert least_distance(figures.COLOURS) > 0.95 * least_distance(OKABE_ITO) > 0.05
+    assert least_distance(figures.PART_COLOURS) > 0.15
+    assert all(contrast(colour, figures.PAPER) >= 3 for colour in figures.COLOURS)
 
 
 def test_a_long_curve_is_thinned_to_means_and_ends_where_it_ended():
@@ -77,34 +72,30 @@ def test_figures_without_content_are_left_out(tmp_path):
     silent, sending = made(tmp_path / "none", "none", sent=0), made(tmp_path / "demo")
     assert names(silent) == ["loss-steps", "loss-seconds", "step-time"]
     virtual = made(tmp_path / "virtual", simulated=True)
-    assert names(virtual) == ["loss-steps", "loss-bytes", "loss-seconds", "bytes-per-step"]
-    assert names(silent, sending) == ["loss-steps", "loss-bytes", "loss-seconds", "step-time", "bytes-per-step"]
+    assert names(virtual) == ["loss-steps", "loss-bytes", "loss-seconds"]
+    assert names(silent, sending) == ["loss-steps", "loss-bytes", "loss-seconds", "step-time"]
     note = next(chart.note for chart in charts(read_all([silent, sending]))[0] if chart.name == "loss-bytes")
     assert note.endswith("nothing was sent: none.")
 
 
-def test_a_figure_labels_the_bytes_of_the_run(tmp_path):
-    drawn = charts(read_all([made(tmp_path / "demo", sent=120_000)]))[1][1]
-    assert "120.0 kB, x33.3 less" in drawn.svg() and "<script" not in drawn.svg()
-
-
-def test_the_page_shows_what_differs_and_what_does_not():
+def test_the_page_shows_what_differs():
     one, other = {"a": 1, "b": {"c": True, "d": []}}, {"a": 1, "b": {"c": False, "d": []}, "e": "<"}
     assert what_differs(["first", "second"], [one, other]).rows == [["b.c", "yes", "no"], ["e", "-", "<"]]
     assert what_differs(["first", "second"], [one, one]).rows == []
-    assert in_common([one, other]).rows == [("a", "1"), ("b.d", "none")]
 
 
 def test_the_page_gives_rates_per_step_node_and_second(tmp_path):
     run = made(tmp_path / "demo")
-    (run / "plan.json").write_text(json.dumps(PLAN))
     (run / "config.toml").write_text('[mesh]\nlink = "100mbit,5ms"\n')
-    text = write_page([run]).page.read_text()
+    text = write_page([run]).read_text()
     assert "over an emulated link of 100mbit,5ms" in text
-    for phrase in ("sent per step, x33.3 less than full", "120.0 kB per step", "examples per second", "Bytes per step"):
+    for phrase in ("<b>x33.3</b><span>reduction", "<b>120.0 kB per step</b><span>sent per replica", "examples/s"):
         assert phrase in text
-    assert "at 50 Mbit/s per node: the same first choice, 120 ms per step" in text
     assert not re.findall(r"\d \w+ a (?:step|node|second)|sent a step", text)
+
+
+def texts(axes):
+    return [text.get_text() for text in axes.texts]
 
 
 def with_waits(path, agreeing_s):
@@ -123,7 +114,7 @@ def test_waiting_for_the_slowest_replica_is_a_part_of_its_own_and_no_compute(tmp
     axes = Figure().add_subplot()
     chart.draw(axes)
     assert [bar.get_width() for bar in axes.patches] == pytest.approx([0.02, 0.01, 0.06, 0.01])
-    assert "100 ms, 70% waiting" in chart.svg() and ("70.0%", "of the time waiting for others") in tiles(run)
+    assert "100 ms, 70% waiting" in texts(axes)
 
 
 def test_a_run_from_before_it_was_measured_has_the_other_parts(tmp_path):
@@ -131,4 +122,6 @@ def test_a_run_from_before_it_was_measured_has_the_other_parts(tmp_path):
     (chart,) = [chart for chart in charts([run])[1] if chart.name == "step-time"]
     assert [key.text for key in chart.keys][1:] == ["encode, decode, update", "waiting for the network"]
     assert chart.keys[2].colour == figures.PART_COLOURS[3]
-    assert "100 ms, 10% waiting" in chart.svg() and ("10.0%", "of the time waiting for others") in tiles(run)
+    axes = Figure().add_subplot()
+    chart.draw(axes)
+    assert "100 ms, 10% waiting" in texts(axes)

@@ -8,7 +8,7 @@ import pytest
 
 from commands import Command, write_recipe
 from detonation.cli.command import run_command
-from made import PLAN, made
+from made import made
 
 HTML = "</pre></script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&amp;"
 FORMULA = "$\\frac{$_^"
@@ -37,15 +37,11 @@ def hostile(path):
     environment = {"packages": {"torch": EVIL, EVIL: EVIL}, "platform": EVIL, "gpus": [EVIL]}
     (path / "environment.json").write_text(json.dumps(environment))
     (path / "config.toml").write_text(f"seed = 0\n[model]\nname = {json.dumps(EVIL)}\n")
-    options = [{**PLAN["options"][0], "spelled": EVIL}, *PLAN["options"][1:]]
-    (path / "plan.json").write_text(json.dumps({**PLAN, "options": options, "reason": EVIL, "why": EVIL}))
     return path
 
 
 def test_a_page_about_hostile_runs_has_the_tags_of_any_page(tmp_path):
     plain, other = made(tmp_path / "plain"), made(tmp_path / "other")
-    for path in (plain, other):
-        (path / "plan.json").write_text(json.dumps({**PLAN, "why": "it is fast"}))
     first = hostile(tmp_path / EVIL.replace("/", "|"))
     second = hostile(tmp_path / NO_TEXT)
     pages = []

@@ -137,7 +137,7 @@ def test_a_run_whose_replicas_must_agree_is_not_offered_those_that_never_do(sett
 
 def test_what_hides_a_message_is_the_last_micro_batch_of_the_run(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(buckets, "SMALLEST", 2**10)  # also in the ranks, which are forks
-    monkeypatch.setattr(decide, "schemes", lambda: {"full": dt.full})
+    monkeypatch.setattr(decide, "SCHEMES", {"full": dt.full})
     monkeypatch.setattr(decide, "settings", lambda name: [{}])
     sets = ["--set", "scheme.name=auto", "train.accumulate=4", "train.batch_size=1", "train.steps=2"]
     out = tmp_path / "run"

@@ -50,7 +50,7 @@ def test_a_model_and_rows_of_ones_own_resume_exactly(train, here, capfd, streami
     resumed = train("parts", *sets, resume=True, **said)[0]
     assert (resumed["fingerprint"], resumed["val_loss"]) == (whole["fingerprint"], whole["val_loss"])
     curves = [[r.loss for r in metrics.read_metrics(here / run / "metrics.jsonl")] for run in ("whole", "parts")]
-    assert curves[0] == curves[1] and whole["replicas_equal"] and "bigram_loss" not in whole
+    assert curves[0] == curves[1] and whole["replicas_equal"]
     assert curves[0][-1] < curves[0][0]
     if streaming:
         train("other", *sets, stop_after=3, **said)
@@ -182,27 +182,23 @@ CONSTANT = ("schedule.name=constant", "optimizer.name=SGD", "optimizer.lr=0.05")
 
 
 @pytest.mark.parametrize(
-    ("sets", "difference"),
+    ("sets", "equal"),
     [
-        (CONSTANT, ""),
-        (["scheme.name=diloco", "scheme.every=2", *CONSTANT], ""),
-        (
-            ["scheme.name=diloco", "scheme.every=3"],
-            "its first 4 steps had the learning rates of a run of 4 and the replicas agreed on weights at the end",
-        ),
+        (CONSTANT, True),
+        (["scheme.name=diloco", "scheme.every=2", *CONSTANT], True),
+        (["scheme.name=diloco", "scheme.every=3"], False),
     ],
     ids=["demo", "diloco", "cosine-in-mid-round"],
 )
-def test_a_finished_run_goes_on_as_if_more_steps_had_been_asked_for(train, tmp_path, capfd, sets, difference):
+def test_a_finished_run_goes_on_as_if_more_steps_had_been_asked_for(train, tmp_path, capfd, sets, equal):
     whole = train("whole", *sets, "train.steps=8")[0]
     train("more", *sets, "train.steps=4")
     capfd.readouterr()
     resumed = train("more", *sets, "train.steps=8", resume=True)[0]
     said = capfd.readouterr().out
-    assert (resumed["fingerprint"] == whole["fingerprint"]) == (not difference)
+    assert (resumed["fingerprint"] == whole["fingerprint"]) == equal
     assert resumed["steps"] == 8 and len(metrics.read_metrics(tmp_path / "more" / "metrics.jsonl")) == 8
     assert "train.steps is 8, was 4" in said
-    assert ("not what a run of 8 steps from the start would be" in said) == bool(difference) and difference in said
 
 
 def test_a_finished_run_is_not_begun_again(train, tmp_path, capsys, monkeypatch):

@@ -14,19 +14,16 @@ from functools import partial
 
 import pytest
 import torch
-from rich.console import Console
 
-from commands import RECIPE, free_port, write_recipe
+from commands import free_port, write_recipe
 from covering import covered
 from detonation.cli.command import run_command
 from detonation.cluster.network.simulated import simulate_replicas
-from detonation.train.loop.timing import flops
 from detonation.train.output import screen as screens
 from detonation.train.output import trackers
 from detonation.train.output.metrics import Portion, Record, log_line, read_metrics
-from detonation.train.output.screen import Gauges
 from detonation.train.run import recorder
-from detonation.train.verbs.simulate import Simulation, simulate, virtual
+from detonation.train.verbs.simulate import virtual
 from limits import LIMIT_S
 from terminal import Terminal
 
@@ -85,7 +82,7 @@ def test_steps_between_two_frames_cost_no_frame(screen):
         for step in range(1, 101):
             clock[0] += 0.001
             live.advance(record(step))
-    assert stream.getvalue().count(" steps") == 1  # that of the start
+    assert stream.getvalue().count(" steps") == 2  # those of the start and of the end
 
 
 def test_a_pipe_and_a_dumb_terminal_get_plain_lines(screen, monkeypatch):
@@ -102,47 +99,37 @@ def test_a_pipe_and_a_dumb_terminal_get_plain_lines(screen, monkeypatch):
         assert stream.getvalue() == "step 1\n"
 
 
-def gauges_of(steps):
-    """Gauges from the first step on, and the clock that they read."""
-    clock = [0.0]
-    return Gauges(0, steps, lambda: clock[0]), clock
-
-
-def drawn(shown, width, plain=False):
-    """The lines of gauges on a terminal of that width; `plain`: one that takes ASCII only."""
-    written = io.BytesIO()
-    stream = io.TextIOWrapper(written, encoding="ascii" if plain else "utf-8")
-    Console(file=stream, width=width, soft_wrap=True, color_system=None).print(shown)
-    stream.flush()
-    return written.getvalue().decode().splitlines()
-
-
 @pytest.mark.parametrize("width", [10, 20, 40, 79, 200])
-@pytest.mark.parametrize("plain", [False, True])
-def test_no_line_is_wider_than_the_terminal(width, plain):
-    shown, _ = gauges_of(steps=10**6)
-    assert all(len(line) <= width for line in drawn(shown, width, plain))
-    for step in range(1, 300):
-        shown.add(record(step, loss=1e3 / step, sent=10**12))
-    (line,) = drawn(shown, width, plain)
-    assert 0 < len(line) <= width and (line.isascii() or not plain)
+def test_no_line_is_wider_than_the_terminal(screen, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    _, stream, clock = screen
+    monkeypatch.setattr("sys.stdout", stream)
+    with screens.Screen(silent=False, to_stderr=False) as live:
+        live.start(0, 10**6)
+        for step in range(1, 300):
+            clock[0] += 0.6
+            live.advance(record(step, loss=1e3 / step, sent=10**12))
+        (line,) = shown(stream).lines
+    assert 0 < len(line) <= width
 
 
-def test_the_time_left_is_that_of_the_steps_after_the_first_which_sets_up():
-    shown, clock = gauges_of(steps=100)
-    assert drawn(shown, 80)[0].endswith(" 0/100 steps, --:-- left")
-    for step, now in {1: 1000.0, 2: 1060.0, 3: 1120.0}.items():
-        clock[0] = now
-        shown.add(record(step))
-    assert drawn(shown, 80)[0].endswith(" 3/100 steps, 1:37:00 left, loss 2.0000, 20% waiting")
+def test_the_time_left_is_that_of_the_steps_after_the_first_which_sets_up(screen):
+    live, stream, clock = screen
+    with live:
+        live.start(0, 100)
+        assert shown(stream).lines[0].endswith(" 0/100 steps, --:-- left")
+        for step, now in {1: 1000.0, 2: 1060.0, 3: 1120.0}.items():
+            clock[0] = now
+            live.advance(record(step))
+        assert shown(stream).lines[0].endswith(" 3/100 steps, 1:37:00 left, loss 2.0000, 20% waiting")
 
 
 def test_a_line_says_how_fast_how_full_and_how_long():
-    latest = Record(40, 2.0, 1e-3, 0.5, 1_000_000, grad_norm=0.5, memory=31 * 10**9, mfu=0.414)
+    latest = Record(40, 2.0, 1e-3, 0.5, 1_000_000, grad_norm=0.5, memory=31 * 10**9)
     line = log_line([record(39, seconds=1.5), latest], 100, 8_000_000, Portion(4096, "tokens"))
     assert line == (
         "step  40/100  loss 2.0000  lr 1.00e-03  grad norm 0.5  sent 1.0 MB/step (x8.0 less)"
-        "  1 s/step  4,096 tokens/s  MFU 41%  31.0 GB  60 s left"
+        "  1 s/step  4,096 tokens/s  31.0 GB  60 s left"
     )
 
 
@@ -154,12 +141,14 @@ def test_the_speed_is_that_of_the_replicas_that_took_the_steps():
         assert f"  {speed} tokens/s  " in log_line(steps, 100, 8_000_000, portion)
 
 
-def test_waiting_for_the_losses_of_others_is_waiting():
-    shown, _ = gauges_of(steps=100)
-    shown.add(record(1, seconds=0.5, waited=0.1, agreeing_s=0.3))
-    assert drawn(shown, 80)[0].endswith(", 80% waiting")
-    shown.add(record(2, seconds=0.5, waited=0.1))  # of which it is not known
-    assert drawn(shown, 80)[0].endswith(", 50% waiting")
+def test_waiting_for_the_losses_of_others_is_waiting(screen):
+    live, stream, clock = screen
+    with live:
+        live.start(0, 100)
+        for step, more, said in ((1, {"agreeing_s": 0.3}, 80), (2, {}, 50)):  # of the second it is not known
+            clock[0] += 1.0
+            live.advance(record(step, seconds=0.5, waited=0.1, **more))
+            assert shown(stream).lines[0].endswith(f", {said}% waiting")
 
 
 class Second:
@@ -198,30 +187,6 @@ def test_one_that_came_in_goes_on_with_the_records_of_those_before_it(tiny, tmp_
     assert written == came.records and [each.step for each in written] == [*range(1 if shared else 21, last + 2)]
     assert [each.loss for each in written if each.step in own] == [3.0] * len(own)
     assert opened == [last] and started == [20, last]
-
-
-def test_a_step_that_a_replica_sits_out_is_no_use_of_its_device(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(recorder, "peak_flops", lambda device: 1e12)
-    kept, session = recorded(tiny("train.log_every=3"), tmp_path, done=0)
-    session.world.rank = 0
-    kept.take_over()
-    for step, taking in enumerate((2, 1, 1, 2, 2, 2), 1):
-        kept.add(record(step, seconds=0.5, taking=taking))
-    kept.close()
-    once = flops(session) / 1e12
-    assert [each.mfu for each in kept.records] == [None, None, 2 * once / 1.5, None, None, 3 * once / 1.5]
-
-
-def test_the_share_of_the_peak_is_that_of_the_arithmetic_of_a_step(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(recorder, "peak_flops", lambda device: 1e12)
-    recipe = write_recipe(tmp_path / "tiny.toml")
-    summary = simulate(Simulation(recipe, out=tmp_path / "run"))
-    last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
-    tokens = RECIPE["train"]["batch_size"] * RECIPE["data"]["context"]
-    # one product forward and two backward with every weight but those of embedding and norms
-    matrices = summary["num_parameters"] - (256 + 5) * RECIPE["model"]["hidden_size"]
-    assert last.mfu * last.seconds * 1e12 == pytest.approx(6 * tokens * matrices)
-    assert " MFU " in capsys.readouterr().out and "mfu" in summary
 
 
 class Typed:

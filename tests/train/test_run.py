@@ -3,7 +3,6 @@
 import errno
 import json
 import math
-import os
 import tomllib
 
 import pytest
@@ -18,7 +17,7 @@ from detonation.train.recipe.schema import ScheduleConfig
 from detonation.train.recipe.tables import from_table
 
 FIELDS = {
-    "scheme", "replicas", "shards", "num_parameters", "steps", "train_loss", "val_loss", "bigram_loss", "seconds",
+    "scheme", "replicas", "shards", "num_parameters", "steps", "train_loss", "val_loss", "seconds",
     "bytes_sent_per_step", "bytes_full_sync_per_step", "reduction", "replicas_equal", "fingerprint",
 }  # fmt: skip
 
@@ -39,14 +38,6 @@ def test_a_run_leaves_its_directory_and_learns(train, tiny, tmp_path):
     assert config == tiny("mesh.shards=2", "train.steps=30", "train.validate_every=10")
     environment = (run / "environment.json").read_text()
     assert json.loads(environment)["packages"]["torch"]
-
-
-def test_one_rank_counts_pairs_of_bytes_and_all_know_the_loss(train, tmp_path, monkeypatch):
-    (tmp_path / "counted").mkdir()
-    counted = "detonation.train.loop.summary.bigram_loss"
-    monkeypatch.setattr(counted, lambda data: (tmp_path / "counted" / str(os.getpid())).touch() or 2.1)
-    assert [each["bigram_loss"] for each in train("run", "train.steps=1")] == [2.1, 2.1]
-    assert len(list((tmp_path / "counted").iterdir())) == 1
 
 
 def test_bytes_are_those_of_one_replica_with_all_its_shards(train):

@@ -32,10 +32,6 @@ MISFITS = {
         "scheme.name=diloco",
         "scheme.every=9",
     ],
-    "random sends 100% of what full synchronisation sends, which leaves nothing out": [
-        "scheme.name=random",
-        "scheme.rate=1.0",
-    ],
 }
 
 

@@ -7,7 +7,6 @@ import pytest
 import tomli_w
 from safetensors.torch import load_model
 
-from detonation import choices
 from detonation.cli.command import run_command
 from detonation.core.schemes.registry import SCHEMES, register
 from detonation.core.schemes.scheme import Scheme
@@ -91,24 +90,6 @@ def recipe(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def installed(tmp_path, monkeypatch):
-    """A package of the user's that offers the same parts as entry points."""
-    site = tmp_path / "site"
-    info = site / "own-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1.0\n")
-    groups = {"schemes": "half", "models": "Line", "datasets": "points", "optimizers": "sgd"}
-    (info / "entry_points.txt").write_text(
-        "\n".join(f"[detonation.{group}]\n{name} = own_parts:{name}" for group, name in groups.items())
-    )
-    monkeypatch.syspath_prepend(site)
-    choices.entry_points.cache_clear()
-    yield
-    choices.entry_points.cache_clear()
-    SCHEMES.pop("half", None)
-
-
-@pytest.fixture
 def registered():
     """A scheme that this process has registered."""
 
@@ -144,14 +125,6 @@ def test_a_model_that_returns_no_loss_is_one_line(recipe, capfd):
     assert capfd.readouterr().err.endswith(line)
 
 
-def test_installed_parts_go_by_their_names(recipe, installed, capfd):
-    sets = ["model.name=Line", "model.width=6", "data.task=points", "scheme.name=half"]
-    sets += ["optimizer.name=sgd", "optimizer.lr=0.1"]
-    assert run_command(["train", recipe, "--out", "run", "--json", "--set", *sets]) == 0
-    summary = json.loads(capfd.readouterr().out.splitlines()[-1])
-    assert (summary["scheme"], summary["model"], summary["optimizer"]) == ("half", "Line", "sgd")
-
-
 def test_schemes_of_ones_own_are_compared_simulated_and_planned(recipe, registered, capfd):
     schemes = ["--schemes", "full,quarter,own_parts:half", "--out", "all", "--json"]
     assert run_command(["compare", recipe, *schemes, "--set", "train.steps=1"]) == 0
@@ -166,11 +139,11 @@ def test_schemes_of_ones_own_are_compared_simulated_and_planned(recipe, register
     assert found["own_parts:half"]["arguments"]["topk"] == 4 and found["quarter"]["seconds"] > 0.1
 
 
-def test_train_lists_registered_schemes(registered, installed, recipe, capsys):
+def test_train_lists_registered_schemes(registered, capsys):
     assert run_command(["train"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "schemes: decoupled_adamw, demo, demo_diloco" in shown
-    assert ", half, " in shown and ", quarter, random, " in shown
+    assert ", quarter, random, " in shown
 
 
 @pytest.mark.parametrize(

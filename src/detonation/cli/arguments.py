@@ -209,8 +209,6 @@ class Plan(Overrides):
     """Accelerators in a node; of the recipe or the profile, or 1, when left out."""
     parameters: Annotated[str | None, shown("COUNT")] = None
     """Trained parameters, such as 1.2b, instead of a recipe."""
-    shard_nodes: Integer = None
-    """Nodes that the shards of one copy lie on; adds the traffic between them."""
     optimizer: Text = None
     """Keep this optimizer, such as AdamW, and compare with its full synchronisation."""
     steps: Integer = None
@@ -221,7 +219,7 @@ class Plan(Overrides):
 
 @verb()
 class Report(Common):
-    """Write a page that shows a run or compares several, and each figure as PNG.
+    """Write a page that shows a run or compares several.
 
     Example: detonation report runs/first
 
@@ -232,8 +230,6 @@ class Report(Common):
     """Run directories."""
     out: File = None
     """The page; DIR/report.html for one run and report.html for several when left out."""
-    plan: File = None
-    """Show this plan too, as detonation plan --json printed it."""
 
 
 @verb()

@@ -1,7 +1,6 @@
 """The command `detonation`: parse, call, print."""
 
 import contextlib
-import io
 import json
 import os
 import select
@@ -18,26 +17,22 @@ from detonation.cli.verbs import VERBS, explain, fail
 from detonation.report.words import printable
 from detonation.version import __version__
 
-_SHELLS = {
-    "bash": '_detonation() { _tyro_detonation; [[ -n "${COMPREPLY[*]}" ]] || COMPREPLY=(); }\n'
-    "complete -o default -F _detonation detonation",
-    "zsh": "",
-    "fish": "complete --command detonation --condition 'test (count (commandline -opc)) -gt 1' --force-files",
-}
-"""What follows tyro's script of a shell, so that file names are offered where nothing else fits; zsh needs a marker."""
 _INTERFACE: dict[str, Any] = {
     "prog": "detonation",
     "description": "Train PyTorch models over slow links: sharded inside a node, compressed between nodes.\n\n"
     "--version prints all versions, for a bug report, or with --compare FILE what differs from the --version --json\n"
-    "of another machine; --completion bash|zsh|fish a script for the shell.",
+    "of another machine.",
     "config": (FlagCreatePairsOff,),
 }
 """The look of the verbs, as tyro takes it."""
 _GONE = {
-    "replay": "detonation follow DIR",
-    "recipes": "detonation train, which lists them, and detonation train NAME --print",
-    "env": "detonation --version",
-    "simulate --profile": "detonation plan RECIPE --link RATE --replicas INT --step-time SECONDS",
+    "replay": "say detonation follow DIR",
+    "recipes": "say detonation train, which lists them, and detonation train NAME --print",
+    "env": "say detonation --version",
+    "--completion": "say detonation --tyro-print-completion bash, zsh or fish",
+    "simulate --profile": "say detonation plan RECIPE --link RATE --replicas INT --step-time SECONDS",
+    "plan --shard-nodes": "the tutorial larger-than-a-node has the bytes and the memory of a shard wire by formula",
+    "report --plan": "detonation plan prints it, and that of scheme auto is in plan.json of the run",
 }
 """Verbs and flags of earlier versions, and what to say in their place."""
 
@@ -64,11 +59,9 @@ def _command(arguments: list[str]) -> int:
     name = arguments[0] if arguments else "--help"
     if name == "--version":
         return _print_versions(arguments)
-    if name == "--completion":
-        return _print_completion(" ".join(arguments[1:]))
     for gone in (name, *(f"{name} {flag.partition('=')[0]}" for flag in arguments)):
         if gone in _GONE:
-            return fail(f"detonation {gone} is gone: say {_GONE[gone]}", 2, "--json" in arguments)
+            return fail(f"detonation {gone} is gone: {_GONE[gone]}", 2, "--json" in arguments)
     if name in ("-h", "--help"):
         arguments = ["--help"]
     verb: Any = tyro.cli(verbs(brief=arguments == ["--help"]), args=arguments, **_INTERFACE)
@@ -101,17 +94,6 @@ def _print_versions(arguments: list[str]) -> int:
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return fail(f"--compare is {name!r}, must be a file of detonation --version --json", 2, as_json)
     print(json.dumps(found) if as_json else "\n".join(map(printable, lines)))
-    return 0
-
-
-def _print_completion(shell: str) -> int:
-    """Prints tyro's script, which offers file names where it would offer nothing."""
-    if shell not in _SHELLS:
-        return fail(f"--completion takes {', '.join(_SHELLS)}, not {shell!r}", 2, False)
-    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
-        tyro.cli(verbs(), args=["--tyro-print-completion", shell], **_INTERFACE)
-    nothing = "words, current_index, COMPLETION_SPEC)"
-    print(printed.getvalue().replace(nothing, f"{nothing} or ['__TYRO_COMPLETE_FILES__']") + _SHELLS[shell])
     return 0
 
 

@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from textwrap import fill
 from types import ModuleType
@@ -87,15 +88,10 @@ def requested(kind: type[_R], verb: of.Common) -> _R:
     # --set counts over a shortcut, and any other flag over --set
     settings = assignments({flag: key for flag, key in SETTING_FLAGS.items() if flag not in known}, flags)
     renamed = {
-        "overrides": (*shortcuts(flags), *flat_sets(flags.pop("set", ())), *settings),
+        "overrides": (*assignments(SHORTCUTS, flags), *chain(*flags.pop("set", ())), *settings),
         "to_stderr": flags.pop("json"),
     }
     return kind(**{name: value for name, value in {**flags, **renamed}.items() if name in known and value is not None})
-
-
-def shortcuts(flags: Mapping[str, Any]) -> tuple[str, ...]:
-    """The assignments that the given flags of `Shortcuts` stand for."""
-    return assignments(SHORTCUTS, flags)
 
 
 def assignments(keys: Mapping[str, str], flags: Mapping[str, Any]) -> tuple[str, ...]:
@@ -106,11 +102,6 @@ def assignments(keys: Mapping[str, str], flags: Mapping[str, Any]) -> tuple[str,
     return tuple(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items())
 
 
-def flat_sets(groups: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
-    """The assignments of all --set flags, in order."""
-    return tuple(assignment for group in groups for assignment in group)
-
-
 def _train(verb: of.Train) -> dict[str, Any] | None:
     if verb.recipe is None or verb.print:
         return _print_recipe(verb)
@@ -119,9 +110,6 @@ def _train(verb: of.Train) -> dict[str, Any] | None:
     from detonation.train.run.request import Request
     from detonation.train.run.start import is_first, run_training
 
-    for flag, value in {"--checkpoint-every": verb.checkpoint_every, "--keep": verb.keep}.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{flag} is {value}, but must be at least 1")
     summary = run_training(requested(Request, verb), lambda error: explain(verb, error))
     if not is_first():
         return None
@@ -158,7 +146,7 @@ def _compare(verb: of.Compare) -> dict[str, Any]:
     from detonation.train.verbs.compare import compare_runs
 
     schemes = [name.strip() for name in verb.schemes.split(",") if name.strip()]
-    summaries = compare_runs(requested(Request, verb), schemes, flat_sets(verb.vary))
+    summaries = compare_runs(requested(Request, verb), schemes, [*chain(*verb.vary)])
     page = Path(summaries[0]["directory"]).parent / "report.html"
     finished = [Path(summary["directory"]) for summary in summaries if "error" not in summary]
     show_all(summaries, [try_write(finished, page)] if finished else [], sys.stderr if verb.json else sys.stdout)
@@ -230,9 +218,9 @@ def _plan(verb: of.Plan) -> dict[str, Any]:
 def _report(verb: of.Report) -> dict[str, Any]:
     from detonation.report.page import write_page
 
-    written = write_page(list(verb.directories), verb.out, verb.plan)
-    say(verb, f"{written.page}, and each figure as PNG in {written.pictures[0].parent}")
-    return {"report": str(written.page), "figures": [str(path) for path in written.pictures]}
+    page = str(write_page(verb.directories, verb.out))
+    say(verb, f"report: {page}")
+    return {"report": page}
 
 
 def _verify(verb: of.Verify) -> dict[str, Any]:

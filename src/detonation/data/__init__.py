@@ -11,7 +11,6 @@ from detonation.choices import find_function, make
 from detonation.data import images, text, translation
 from detonation.data.dataset import Augmented, Data, DataKind, Examples, Streamed, batch, batches, predictions
 from detonation.data.packages import SOURCES, MissingData
-from detonation.data.text import bigram_loss
 
 __all__ = [
     "SOURCES",
@@ -24,7 +23,6 @@ __all__ = [
     "Streamed",
     "batch",
     "batches",
-    "bigram_loss",
     "load_dataset",
     "predictions",
 ]  # fmt: skip
@@ -39,17 +37,13 @@ TASKS: Mapping[str, Callable[..., Data]] = {
 def dataset_function(task: str) -> Callable[..., Data]:
     """The function that makes the data of `task`; `ValueError` for a name that does not exist.
 
-    Besides `TASKS`, a name may be an entry point of `detonation.datasets`, or "package.module:function".
+    Besides `TASKS`, a name may be "package.module:function".
     """
-    return find_function("data", task, TASKS, "detonation.datasets")
+    return find_function("data", task, TASKS)
 
 
 def load_dataset(task: str, arguments: Mapping[str, Any]) -> Data:
-    """Makes a data set by the name of its task.
-
-    Args:
-        task: See `dataset_function`.
-        arguments: Of the task's function: `images`, `text` or `translation`.
+    """Makes a data set by the name of its task, with the arguments of `images`, `text`, `translation` or one's own.
 
     Raises:
         ValueError: Unknown task or argument, or a value out of range.

@@ -102,10 +102,7 @@ def batches(examples: Examples, size: int, limit: int | None = None) -> Iterator
     """Iterates over batches for validation, in a fixed order.
 
     The last batch may be short, and rows may hold different numbers of predictions: a mean over batches must weight
-    the loss of each by its `predictions`.
-
-    Args:
-        limit: Number of examples, spread evenly over all; None for all.
+    the loss of each by its `predictions`. Of the examples `limit` are taken, spread evenly, or all.
     """
     if size < 1 or (limit is not None and limit < 1):
         raise ValueError(f"size and limit of validation batches must be at least 1, not {size} and {limit}")

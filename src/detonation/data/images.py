@@ -1,18 +1,29 @@
-"""Labelled images, normalised by mean and standard deviation of the training images."""
+"""Labelled images, of files, named data sets and the hub: decoded when a batch asks for them, normalised by channel."""
 
+import gzip
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from detonation.choices import needs
 from detonation.data import readers
 from detonation.data.dataset import Data
 from detonation.data.packages import check_source, locate
-from detonation.data.pictures import Decoded, Form, Pictures, Split, cifar10, fashion_mnist, from_folder, from_hub
 
-NAMED = {"cifar10": cifar10, "fashion-mnist": fashion_mnist}
+if TYPE_CHECKING:
+    import numpy
+
+SUFFIXES = {".png", ".jpg", ".jpeg"}
+_AT_ONCE = 8
+"""Pictures from which on threads decode; they are gone before anything forks."""
 
 
 def images(
@@ -72,7 +83,7 @@ def images(
 class Images:
     """Images as bytes, possibly mapped from disk; a batch is converted to normalised floats when it is drawn."""
 
-    split: Split
+    split: "Split"
     mean: Tensor  # [C], of bytes
     std: Tensor  # [C]
     flip: bool
@@ -111,7 +122,7 @@ def _random_crop(values: Tensor, border: int, generator: torch.Generator) -> Ten
     return windows.permute(0, 3, 1, 2).contiguous()
 
 
-def statistics(split: Split) -> tuple[Tensor, Tensor]:
+def statistics(split: "Split") -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of each channel, in units of bytes: over all images, or 1000 that are decoded.
 
     Shapes: `[N, H, W, C]` uint8 -> `[C]` fp32, twice.
@@ -134,10 +145,245 @@ def statistics(split: Split) -> tuple[Tensor, Tensor]:
     return mean.float(), torch.where(std > 0, std, 1.0).float()
 
 
-def _read(source: str, form: Form) -> tuple[str, Decoded]:
+def _read(source: str, form: "Form") -> tuple[str, "Decoded"]:
     """Reads a local source: its label and its images."""
     if source in NAMED:
         found = NAMED[source](locate(source))
         return source, replace(found, train=found.train.fitted(form), validation=found.validation.fitted(form))
     path = check_source(source, NAMED)
     return path.name, from_folder(path, form)
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of all images of a data set.
+
+    Args:
+        size: Side of the square that images are scaled to; None leaves them as they are.
+        channels: 1 (grey) or 3 (colour); None for those of the images.
+        shape: Height and width, of images that all have them already.
+    """
+
+    size: int | None = None
+    channels: int | None = None
+    shape: tuple[int, int] = (0, 0)
+
+    def whole(self) -> tuple[int, int, int]:
+        """Height, width and channels."""
+        height, width = (self.size, self.size) if self.size else self.shape
+        return height, width, self.channels or 3
+
+
+@final
+class Pictures:
+    """Images as an array that is not in memory: `pictures[indices]` is `[B, H, W, C]` uint8.
+
+    Args:
+        open_picture: Returns the picture of a number, as pillow has it.
+        name: Names it in errors.
+    """
+
+    def __init__(self, open_picture: Callable[[int], Any], count: int, form: Form, name: Callable[[int], str]) -> None:
+        self._open, self._form, self._name = open_picture, form, name
+        self.shape = (count, *form.whole())
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, indices: Any) -> "numpy.ndarray[Any, Any]":
+        numbers = [int(i) for i in indices]
+        if len(numbers) < _AT_ONCE:
+            arrays = [self._decoded(i) for i in numbers]
+        else:
+            with ThreadPoolExecutor(min(_AT_ONCE, os.cpu_count() or 1)) as threads:
+                arrays = list(threads.map(self._decoded, numbers))
+        stacked: numpy.ndarray[Any, Any] = needs("numpy", "data").stack(arrays)
+        return stacked
+
+    def _decoded(self, number: int) -> Any:
+        np, ops = needs("numpy", "data"), needs("PIL.ImageOps", "data")
+        height, width, channels = self._form.whole()
+        picture = self._open(number)
+        if picture.mode.startswith(("F", "I")):  # pillow would clip them
+            raise ValueError(f"{self._name(number)} has pixels of more than 8 bits: save it with 8")
+        picture = picture.convert("L" if channels == 1 else "RGB")
+        if self._form.size and picture.size != (width, height):
+            picture = ops.fit(picture, (width, height), needs("PIL.Image", "data").Resampling.BICUBIC)
+        _require_size(self._name(number), picture, (height, width))
+        return np.asarray(picture).reshape(height, width, channels)
+
+
+@dataclass(frozen=True, repr=False)
+class Split:
+    """Images `[N, H, W, C]` uint8 and labels `[N]` int64."""
+
+    images: "numpy.ndarray[Any, Any] | Pictures"
+    labels: "numpy.ndarray[Any, Any]"
+
+    def fitted(self, form: Form) -> "Split":
+        """The same in another form, where these images have not got it."""
+        array, (_, height, width, channels) = self.images, self.images.shape
+        if form.size in (None, height, width) and form.channels in (None, channels):
+            return self
+        image, form = needs("PIL.Image", "data"), replace(form, channels=form.channels or channels)
+
+        def opened(number: int) -> Any:
+            return image.fromarray(array[number][:, :, 0] if channels == 1 else array[number])
+
+        form = replace(form, shape=(height, width))
+        return replace(self, images=Pictures(opened, len(array), form, lambda i: f"image {i}"))
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Both splits, with images of one shape, and the number of classes."""
+
+    train: Split
+    validation: Split
+    classes: int
+
+    def __post_init__(self) -> None:
+        train, validation = self.train.images.shape[1:], self.validation.images.shape[1:]
+        if train != validation:
+            raise ValueError(f"train images are {train}, validation images {validation} (height, width, channels)")
+
+
+def fashion_mnist(directory: Path) -> Decoded:
+    """Reads Fashion-MNIST (Xiao, Rasul, Vollgraf, 2017, arXiv 1708.07747) in the idx format."""
+    np = needs("numpy", "data")
+
+    def idx(name: str, header: int) -> Any:
+        """The bytes after the header as one flat array."""
+        return np.frombuffer(gzip.decompress((directory / name).read_bytes()), dtype="uint8", offset=header)
+
+    train, validation = (
+        Split(
+            idx(f"{part}-images-idx3-ubyte.gz", 16).reshape(-1, 28, 28, 1),
+            idx(f"{part}-labels-idx1-ubyte.gz", 8).astype("int64"),
+        )
+        for part in ("train", "t10k")
+    )
+    return Decoded(train, validation, classes=10)
+
+
+def cifar10(directory: Path) -> Decoded:
+    """Maps CIFAR-10 (Krizhevsky, 2009) from disk, so that all processes of a machine share one copy."""
+    np = needs("numpy", "data")
+    train, validation = (
+        Split(
+            np.load(directory / f"{part}-images.npy", mmap_mode="r", allow_pickle=False),
+            np.load(directory / f"{part}-labels.npy", allow_pickle=False),
+        )
+        for part in ("train", "validation")
+    )
+    return Decoded(train, validation, classes=10)
+
+
+def from_folder(path: Path, form: Form) -> Decoded:
+    """Images in `train/CLASS/` and `validation/CLASS/`, or in `CLASS/`: every tenth of a class is then held out.
+
+    Classes are numbered in the order of their names.
+    """
+    parts: tuple[list[Path], list[Path]] = ([], [])
+    if not (path / "train").is_dir():
+        seen = Counter[Path]()
+        for file in _files(path):
+            parts[seen[file.parent] % 10 == 9].append(file)
+            seen[file.parent] += 1
+        if not all(parts):
+            raise ValueError(f"{path} needs CLASS/*.png, ten images at least, or train/CLASS and validation/CLASS")
+    elif (path / "validation").is_dir():
+        parts = (_files(path / "train"), _files(path / "validation"))
+    else:
+        raise ValueError(f"{path} has train/CLASS and no validation/CLASS: both, or CLASS alone")
+    classes = sorted({file.parent.name for file in parts[0]})
+    other = sorted({file.parent.name for file in parts[1]} - {*classes})
+    if other:
+        raise ValueError(f"{path / 'validation'} has classes that train has not: {', '.join(other)}")
+    form = _agreed([*parts[0], *parts[1]], form)
+
+    def split(files: Sequence[Path]) -> Split:
+        images = Pictures(lambda i: _readable(files[i], form), len(files), form, lambda i: str(files[i]))
+        return Split(images, _labels(classes.index(file.parent.name) for file in files))
+
+    return Decoded(split(parts[0]), split(parts[1]), len(classes))
+
+
+def _files(path: Path) -> list[Path]:
+    files = sorted(file for file in path.glob("*/*") if file.suffix.lower() in SUFFIXES)
+    if not files:
+        raise ValueError(f"{path} holds no images in folders of classes ({', '.join(sorted(SUFFIXES))})")
+    return files
+
+
+def from_hub(
+    source: str,
+    split: str | None,
+    validation_split: str | None,
+    column: str | None,
+    label_column: str | None,
+    form: Form,
+) -> Decoded:
+    """Images from the hub; the arguments are those of `images`."""
+
+    def loaded(part: str) -> Split:
+        found = readers.hub_rows(source, part)
+        labels = _labels(int(label) for label in readers.column_of(found, label_column, ["label", "labels"]))
+        pictures = readers.column_of(found, column, ["image", "img"])
+        if not len(labels):
+            raise ValueError(f"{source} {part} holds no images")
+        first = pictures[0]
+        own = replace(form, channels=form.channels or _channels(first), shape=(first.height, first.width))
+        return Split(Pictures(pictures.__getitem__, len(labels), own, lambda i: f"image {i} of {part}"), labels)
+
+    train, validation = loaded(split or "train"), loaded(validation_split or "test")
+    return Decoded(train, validation, classes=int(max(train.labels.max(), validation.labels.max())) + 1)
+
+
+def _labels(numbers: Any) -> Any:
+    return needs("numpy", "data").fromiter(numbers, dtype="int64")
+
+
+def _require_size(name: str, picture: Any, shape: tuple[int, int]) -> None:
+    """Raises `ValueError` for a picture of another size than the first one."""
+    if (picture.height, picture.width) != shape:
+        raise ValueError(
+            f"{name} is {picture.width}x{picture.height}, the first image {shape[1]}x{shape[0]}: "
+            "set data.size to scale all of them to one size"
+        )
+
+
+def _readable(file: Path, form: Form, whole: bool = True) -> Any:
+    """The picture in a file, or its head alone; raises `ValueError` where pillow cannot read it."""
+    try:
+        with needs("PIL.Image", "data").open(file) as picture:
+            if not whole:
+                return picture
+            if form.size:
+                picture.draft(None, (2 * form.size, 2 * form.size))  # JPEG decodes to less than all, where less will do
+            picture.load()
+            return picture.copy()
+    except OSError as error:
+        raise ValueError(f"{file} is no image that pillow can read: {error}") from error
+
+
+def _agreed(files: Sequence[Path], form: Form) -> Form:
+    """The form of all `files`, of which no more than the head is read: colour where one of them has it.
+
+    Raises `ValueError` for a file that is no image and, where the form has no size, for one of another size.
+    """
+    colours, shape = set(), (0, 0)
+    for file in files:
+        picture = _readable(file, form, whole=False)
+        colours.add(_channels(picture))
+        shape = shape if shape != (0, 0) else (picture.height, picture.width)
+        if form.size is None:
+            _require_size(str(file), picture, shape)
+    return replace(form, channels=form.channels or max(colours), shape=shape)
+
+
+def _channels(picture: Any) -> int:
+    return 1 if picture.mode in ("1", "L", "LA") else 3
+
+
+NAMED = {"cifar10": cifar10, "fashion-mnist": fashion_mnist}

@@ -7,6 +7,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from detonation.data import readers
 from detonation.data.dataset import Data
@@ -58,11 +59,8 @@ class LabelledTexts:
 
     def __getitem__(self, indices: Tensor) -> dict[str, Tensor]:
         texts = [self._ids[i] for i in indices.tolist()]
-        width = max((len(text) for text in texts), default=1)
-        ids = torch.full((len(texts), width), self._pad, dtype=torch.int64)
-        real = torch.zeros_like(ids)
-        for row, text in enumerate(texts):
-            ids[row, : len(text)], real[row, : len(text)] = text, 1
+        ids = pad_sequence(texts, batch_first=True, padding_value=self._pad).long()
+        real = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True).long()
         return {"input_ids": ids, "attention_mask": real, "labels": self._labels[indices]}
 
 

@@ -14,12 +14,10 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
-from detonation.choices import unknown
+from detonation.choices import needs, unknown
 
 TIMEOUT_S = 900
 
@@ -49,22 +47,6 @@ SOURCES = {name: Source(**table) for name, table in _TABLES.items()}
 
 _SYSTEM = {"fashion-mnist": Path("/usr/share/datasets/fashion-mnist")}
 """Directories of installed Debian packages that hold the same files as a fetch leaves."""
-
-
-def needs(module: str, extra: str) -> ModuleType:
-    """Imports an optional module; raises `ValueError` with the `extra` that installs it where it is missing.
-
-    >>> needs("json", "data").__name__
-    'json'
-    >>> needs("no_such_package", "data")
-    Traceback (most recent call last):
-    ValueError: this data needs no_such_package: pip install 'detonation-torch[data]'
-    """
-    try:
-        return import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0].replace("PIL", "pillow")
-        raise ValueError(f"this data needs {package}: pip install 'detonation-torch[{extra}]'") from error
 
 
 def cache_dir() -> Path:

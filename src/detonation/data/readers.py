@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from detonation.data.packages import needs
+from detonation.choices import first_line, needs
 
 Row = Mapping[str, Any]
 PREFIX = "hf:"
@@ -49,7 +49,7 @@ def _parquet(path: Path) -> Iterator[Row]:
             for batch in parquet.ParquetFile(file).iter_batches():
                 yield from batch.to_pylist()
         except (damaged, OSError) as error:  # of either kind, by the place of the damage
-            reason = _first_line(error).rstrip(".")
+            reason = first_line(error).rstrip(".")
             raise ValueError(f"{path} is no whole Parquet file: {reason}; copy or download it again") from error
 
 
@@ -192,13 +192,9 @@ def one_line(source: str) -> Iterator[None]:
     try:
         yield
     except ConnectionError as error:
-        raise ValueError(f"{source}: the hub cannot be reached from here ({_first_line(error)})") from error
+        raise ValueError(f"{source}: the hub cannot be reached from here ({first_line(error)})") from error
     except (ValueError, OSError, KeyError) as error:
-        raise ValueError(f"{source}: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+        raise ValueError(f"{source}: {first_line(error)}") from error
 
 
 def refuse(source: str, **settings: Any) -> None:

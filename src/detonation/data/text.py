@@ -9,18 +9,17 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from detonation.choices import needs
 from detonation.data import labels, readers
 from detonation.data.dataset import Data
-from detonation.data.packages import check_source, locate, needs
-from detonation.data.tokens import TEXT_VOCAB, all_ids, document_encoder, vocabulary
+from detonation.data.packages import check_source, locate
+from detonation.data.tokens import all_ids, document_encoder, vocabulary
 
 PIECE = 8192
 """Ids per piece of the split. Context that crosses a border of held-out and training text is negligible."""
 HELD_OUT = 200
 """Documents that a stream holds out."""
 TEXT_SAMPLE = Path(__file__).with_name("sotu_sample.txt")
-_AT_ONCE = 1 << 20
-"""Bytes whose pairs are counted at once."""
 _NAMED = ["sotu-sample", "sotu"]
 
 
@@ -104,29 +103,6 @@ def hold_out(text: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([tens[:, :9].reshape(-1), text[end:]]), tens[:, 9].reshape(-1)
 
 
-def bigram_loss(data: Data) -> float | None:
-    """Validation loss in nats per byte of a bigram model with add-one smoothing: a baseline for trained models.
-
-    It predicts what a model predicts, so the first byte of each block does not count. None unless data are such blocks.
-    """
-    train, held_out = data.train, data.validation
-    if not (isinstance(train, TextBlocks) and isinstance(held_out, TextBlocks) and train.ids.dtype == torch.uint8):
-        return None
-    counts = _pairs(train.ids) + 1.0
-    nats = (counts.sum(1, keepdim=True) / counts).log()  # [first, second]
-    occurring = _pairs(held_out.ids)
-    return float((occurring * nats).sum() / occurring.sum())
-
-
-def _pairs(blocks: Tensor) -> Tensor:
-    """Counts each pair of neighbouring bytes inside the blocks."""  # [blocks, context] -> [vocab, vocab] float64
-    counts = torch.zeros(TEXT_VOCAB * TEXT_VOCAB, dtype=torch.float64)
-    for part in torch.split(blocks, max(1, _AT_ONCE // blocks.shape[1])):  # a code has eight times the bytes
-        codes = part[:, :-1].long() * TEXT_VOCAB + part[:, 1:].long()
-        counts += torch.bincount(codes.flatten(), minlength=TEXT_VOCAB * TEXT_VOCAB)
-    return counts.view(TEXT_VOCAB, TEXT_VOCAB)
-
-
 def _label(source: str) -> str:
     if readers.is_hub(source):
         return readers.label(source)
@@ -179,8 +155,6 @@ class TextStream:
         source: The name of the data, for errors.
         stream: Anything that iterates over rows, and that `split_dataset_by_node` can divide.
         column: The column of the text.
-        encode: Makes ids of a document.
-        context: Ids per block.
         held_out: Documents to leave out, wherever they occur.
     """
 

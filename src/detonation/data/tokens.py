@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from detonation.data.packages import cache_dir, needs
+from detonation.choices import first_line, needs
+from detonation.data.packages import cache_dir
 from detonation.whole_files import write_whole
 
 TEXT_VOCAB = 256
@@ -33,8 +34,8 @@ def load_tokenizer(name: str) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(name.removeprefix("hf:"), trust_remote_code=False)
     except Exception as error:  # of many kinds, also of the libraries that read the files
-        line = (str(error).strip() or type(error).__name__).split("\n")[0]
-        raise ValueError(f"data.tokenizer {name} is no directory, and nothing the hub gives us: {line}") from error
+        problem = f"data.tokenizer {name} is no directory, and nothing the hub gives us"
+        raise ValueError(f"{problem}: {first_line(error)}") from error
 
 
 def tokenizer_of(task: str, arguments: Mapping[str, Any]) -> Any:

@@ -23,13 +23,12 @@ TASK_OF = {"olmo2": "text", "olmoe": "text", "t5": "translation", "vit": "images
 def model_function(name: str) -> Callable[..., nn.Module]:
     """The function that builds the model called `name`; `ValueError` for a name that does not exist.
 
-    Besides `MODELS`, a name may be `hf:` and a directory or an id of the hub, an entry point of `detonation.models`,
-    or "package.module:function".
+    Besides `MODELS`, a name may be `hf:` and a directory or an id of the hub, or "package.module:function".
     """
     if name.startswith(HUB_PREFIX):
         return transformers_model(name.removeprefix(HUB_PREFIX))
     try:
-        return find_function("model", name, MODELS, "detonation.models")
+        return find_function("model", name, MODELS)
     except ValueError as error:
         if ":" in name:
             raise
@@ -47,9 +46,7 @@ def image_arguments(name: str, arguments: Mapping[str, Any]) -> dict[str, int]:
 def build_model(name: str, arguments: Mapping[str, Any]) -> nn.Module:
     """Builds a model by name, in training mode and with random weights.
 
-    Args:
-        name: See `model_function`.
-        arguments: Of the model's function: `olmo2`, `olmoe`, `t5`, `vit`, or as `transformers_model` lists them.
+    The arguments are those of the model's function: `olmo2`, `olmoe`, `t5`, `vit`, or as `transformers_model` lists.
 
     Raises:
         ValueError: Unknown name or argument, sizes that do not fit together, or a function that makes no module.

@@ -1,45 +1,28 @@
 """Models of the package: language models (dense, and with experts), T5 and a vision transformer."""
 
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
-
-def transformers_or_error() -> ModuleType:
-    """Imports transformers, which takes seconds; raises `ValueError` with the extra where it is missing."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise ValueError("models need transformers: pip install 'detonation-torch[models]'") from error
-    return transformers
+from detonation.choices import needs
 
 
-def require_positive(**sizes: int) -> None:
-    """Raises `ValueError` for the first size that is below 1."""
+def checked(dropout: float, **sizes: int) -> int:
+    """Returns the width of an attention head of a model with these `sizes`, `hidden_size` and `heads` among them.
+
+    Raises `ValueError` for a size below 1, a `dropout` that is no probability below 1, and `heads` that do not divide
+    `hidden_size`.
+    """
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} must be at least 1, not {size}")
-
-
-def require_dropout(dropout: float) -> None:
-    """Raises `ValueError` unless `dropout` is a probability below 1."""
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout must be at least 0 and below 1, not {dropout}")
-
-
-def head_width(hidden_size: int, heads: int) -> int:
-    """Returns the width of an attention head; raises `ValueError` unless `heads` divides `hidden_size`."""
-    require_positive(hidden_size=hidden_size, heads=heads)
-    if hidden_size % heads:
+    heads, hidden_size = sizes["heads"], sizes["hidden_size"]
+    width, left = divmod(hidden_size, heads)
+    if left:
         raise ValueError(f"heads {heads} does not divide hidden_size {hidden_size}: each head takes an equal share")
-    return hidden_size // heads
-
-
-def require_even(head_dim: int, heads: int, hidden_size: int) -> None:
-    """Raises `ValueError` where attention heads have an odd width, which rotary positions cannot turn."""
-    if head_dim % 2:
-        raise ValueError(f"heads {heads} of hidden_size {hidden_size} are {head_dim} wide: rotary positions need even")
+    return width
 
 
 def fp32_logits(head: nn.Module) -> None:
@@ -78,21 +61,24 @@ def olmo2(
 
     Reference: OLMo team, 2025, arXiv 2501.00656.
     """
-    head_dim = head_width(hidden_size, heads)
-    require_positive(vocab=vocab, layers=layers, feed_forward=feed_forward)
-    require_dropout(dropout)
-    require_even(head_dim, heads, hidden_size)
-    transformers = transformers_or_error()
-    config = transformers.Olmo2Config(
-        vocab_size=vocab, hidden_size=hidden_size, intermediate_size=feed_forward, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=heads, tie_word_embeddings=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        attention_dropout=dropout,
-        # Every byte is text: the embedding of a padding token would be zero and get no gradient.
-        pad_token_id=None, eos_token_id=None, use_cache=False, attn_implementation="sdpa",
-    )  # fmt: skip
-    model: nn.Module = transformers.Olmo2ForCausalLM(config)
+    shared = _causal(vocab, hidden_size, layers, heads, feed_forward, dropout)
+    transformers = needs("transformers", "models")
+    model: nn.Module = transformers.Olmo2ForCausalLM(transformers.Olmo2Config(tie_word_embeddings=False, **shared))
     return model
+
+
+def _causal(vocab: int, hidden_size: int, layers: int, heads: int, feed_forward: int, dropout: float) -> dict[str, Any]:
+    """The configuration that both language models share."""
+    sizes = {"hidden_size": hidden_size, "heads": heads, "vocab": vocab, "layers": layers, "feed_forward": feed_forward}
+    if (width := checked(dropout, **sizes)) % 2:
+        raise ValueError(f"heads {heads} of hidden_size {hidden_size} are {width} wide: rotary positions need even")
+    return {
+        "vocab_size": vocab, "hidden_size": hidden_size, "intermediate_size": feed_forward,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}, "attention_dropout": dropout,
+        # Every byte is text: the embedding of a padding token would be zero and get no gradient.
+        "pad_token_id": None, "eos_token_id": None, "use_cache": False, "attn_implementation": "sdpa",
+    }  # fmt: skip
 
 
 def olmoe(
@@ -130,23 +116,17 @@ def olmoe(
 
     Reference: Muennighoff et al., OLMoE, 2024, arXiv 2409.02060.
     """
-    head_dim = head_width(hidden_size, heads)
-    require_positive(vocab=vocab, layers=layers, experts=experts, active=active, feed_forward=feed_forward)
-    require_dropout(dropout)
+    shared = _causal(vocab, hidden_size, layers, heads, feed_forward, dropout)
+    if experts < 1 or active < 1:
+        raise ValueError(f"experts and active must be at least 1, not {experts} and {active}")
     if active > experts:
         raise ValueError(f"active {active} is above experts {experts}: a token goes to some of the experts")
     if balance < 0:
         raise ValueError(f"balance must be at least 0, not {balance}")
-    require_even(head_dim, heads, hidden_size)
-    transformers = transformers_or_error()
+    transformers = needs("transformers", "models")
     config = transformers.OlmoeConfig(
-        vocab_size=vocab, hidden_size=hidden_size, intermediate_size=feed_forward, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=heads, num_experts=experts, num_experts_per_tok=active,
-        router_aux_loss_coef=balance, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        attention_dropout=dropout,
-        # Every byte is text: the embedding of a padding token would be zero and get no gradient.
-        pad_token_id=None, eos_token_id=None, use_cache=False, attn_implementation="sdpa",
-    )  # fmt: skip
+        num_experts=experts, num_experts_per_tok=active, router_aux_loss_coef=balance, **shared
+    )
     model: nn.Module = transformers.OlmoeForCausalLM(config)
     model.register_forward_pre_hook(_balanced_in_training, with_kwargs=True)
     return model
@@ -187,10 +167,10 @@ def t5(
 
     Reference: T5, Raffel et al., 2020, arXiv 1910.10683; ByT5, Xue et al., 2022, arXiv 2105.13626.
     """
-    head_dim = head_width(hidden_size, heads)
-    require_positive(vocab=vocab, layers=layers, feed_forward=feed_forward)
-    require_dropout(dropout)
-    transformers = transformers_or_error()
+    head_dim = checked(
+        dropout, hidden_size=hidden_size, heads=heads, vocab=vocab, layers=layers, feed_forward=feed_forward
+    )
+    transformers = needs("transformers", "models")
     config = transformers.T5Config(
         vocab_size=vocab, d_model=hidden_size, d_kv=head_dim, d_ff=feed_forward, num_layers=layers, num_heads=heads,
         feed_forward_proj="relu", dropout_rate=dropout,
@@ -243,15 +223,13 @@ def vit(
 
     Reference: Dosovitskiy et al., 2021, arXiv 2010.11929.
     """
-    head_width(hidden_size, heads)
-    require_positive(image_size=image_size, patch_size=patch_size, channels=channels, classes=classes)
-    require_positive(layers=layers, feed_forward=feed_forward)
-    require_dropout(dropout)
+    sizes = {"image_size": image_size, "patch_size": patch_size, "channels": channels, "classes": classes}
+    checked(dropout, hidden_size=hidden_size, heads=heads, layers=layers, feed_forward=feed_forward, **sizes)
     if image_size % patch_size:
         raise ValueError(
             f"patch_size {patch_size} does not divide image_size {image_size}: the image is cut into whole patches"
         )
-    transformers = transformers_or_error()
+    transformers = needs("transformers", "models")
     config = transformers.ViTConfig(
         image_size=image_size, patch_size=patch_size, num_channels=channels, num_labels=classes,
         hidden_size=hidden_size, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=feed_forward,

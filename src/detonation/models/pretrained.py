@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from detonation.choices import unknown
-from detonation.models.built_in import fp32_logits, transformers_or_error
+from detonation.choices import first_line, needs, unknown
+from detonation.models.built_in import fp32_logits
 
 HUB_PREFIX = "hf:"
 _LOADERS = {
@@ -84,7 +84,7 @@ def image_size_of(name: str, settings: dict[str, Any]) -> dict[str, int]:
 
 def _built(name: str, config: Any, task: str, pretrained: bool, dtype: str, classes: int | None) -> nn.Module:
     loader, noun = _LOADERS[task]
-    auto = getattr(transformers_or_error(), loader)
+    auto = getattr(needs("transformers", "models"), loader)
     if type(config) not in auto._model_mapping:
         raise ValueError(f"{HUB_PREFIX}{name} is a {config.model_type}, which is no {noun}: the data are {task}")
     try:
@@ -100,7 +100,7 @@ def _built(name: str, config: Any, task: str, pretrained: bool, dtype: str, clas
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError, AssertionError) as error:
-        raise ValueError(f"{HUB_PREFIX}{name} cannot be built: {_first_line(error)}") from error
+        raise ValueError(f"{HUB_PREFIX}{name} cannot be built: {first_line(error)}") from error
     new = {*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}
     head = {key for key, tensor in model.named_parameters() if task in CLASSIFIES and tensor.shape[0] == classes}
     if new - head:
@@ -135,7 +135,8 @@ def _configured(name: str, settings: dict[str, Any], sizes: dict[str, int]) -> A
             config.to_dict(), **settings, **{key: size for key, size in sizes.items() if hasattr(config, key)}
         )
     except Exception as error:  # the configurations check types with errors of their own
-        raise ValueError(f"{HUB_PREFIX}{name} does not take {settings}: {_last_line(error)}") from error
+        *_, last = str(error).strip().splitlines()
+        raise ValueError(f"{HUB_PREFIX}{name} does not take {settings}: {last.strip()}") from error
     text = config.get_text_config()
     if isinstance(getattr(text, "pad_token_id", None), int) and text.pad_token_id >= text.vocab_size:
         text.pad_token_id = None  # of a larger vocabulary
@@ -146,7 +147,7 @@ def _configured(name: str, settings: dict[str, Any], sizes: dict[str, int]) -> A
 
 @functools.cache
 def _config(name: str) -> Any:
-    transformers = transformers_or_error()
+    transformers = needs("transformers", "models")
     transformers.utils.logging.set_verbosity_error()  # the lines of the run say what is needed
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of each try
@@ -157,13 +158,5 @@ def _config(name: str) -> Any:
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{HUB_PREFIX}{name} is no directory with a config.json, and no model that the hub gives us: "
-            f"{_first_line(error)}"
+            f"{first_line(error)}"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__
-
-
-def _last_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[-1].strip()

@@ -20,10 +20,9 @@ from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.setup_checks import check_arguments
 from detonation.core.schemes.registry import scheme
 from detonation.core.schemes.scheme import Scheme
-from detonation.plan.advice import why
 from detonation.plan.cost import Network, Shapes, Work
 from detonation.plan.losses import GOAL_STEPS, TEXT, Goal, optimizers, recipes, trained_by
-from detonation.plan.search import BUDGET, Option, candidate_settings, check_budget, options, pairs
+from detonation.plan.search import BUDGET, Option, candidate_settings, check_budget, options, pairs, why
 
 PROBE_S = 3.0
 """Approximate seconds of measuring the links."""

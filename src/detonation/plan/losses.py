@@ -186,13 +186,8 @@ def trained_by(name: str, settings: Mapping[str, Any]) -> str:
 
     Under a scheme that remembers a momentum that makes a large difference (docs/findings.md).
 
-    Args:
-        name: Of its class.
-        settings: Its defaults, or those that a recipe gives.
-
-    Example:
-        >>> trained_by("AdamW", {"lr": 1e-3, "betas": (0.0, 0.95)})
-        'AdamW without momentum'
+    >>> trained_by("AdamW", {"lr": 1e-3, "betas": (0.0, 0.95)})
+    'AdamW without momentum'
     """
     without = settings.get("betas", (None,))[0] == 0 or (name == "Muon" and settings.get("momentum") == 0)
     return f"{name} without momentum" if without else name

@@ -1,27 +1,20 @@
-"""The figures, drawn by matplotlib: loss against steps, bytes and time, the parts of a step, and bytes per step."""
+"""The figures, drawn by matplotlib: loss against steps, bytes and time, and the parts of a step."""
 
+import base64
 import io
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, isfinite
 from typing import Any
 
 from detonation.report.read import Run, agreeing_s
-from detonation.report.words import duration, factor, shortened, size_text
+from detonation.report.words import duration, shortened, size_text
 
-LIGHT = ("#1861cd", "#c94f00", "#006a50", "#a3508a", "#c8870b", "#3a9dd5")
-"""Colours of runs: the hues of Okabe and Ito, darkened to a contrast of 3 with a white background."""
-DARK = ("#45a9fb", "#d76100", "#009a6d", "#cd81b6", "#ffbd46", "#7fd9ff")
-"""The same hues for a dark background."""
+COLOURS = ("#1861cd", "#c94f00", "#006a50", "#a3508a", "#c8870b", "#3a9dd5")
+"""Colours of runs: the hues of Okabe and Ito, darkened to a contrast of 3 with the background, `PAPER`."""
 PART_COLOURS = ("#a9b4c4", "#b87400", "#1f6fd0", "#5e1f57")
 """Parts of a step, light to dark: compute, the optimizer's own work, waiting for the slowest, for the network."""
-PARTS_DARK = ("#4d5866", "#ffc552", "#b2e0ff", "#d07fb8")
-"""The same parts for a dark background."""
-PAPER, NIGHT = "#ffffff", "#16181c"
-"""The two backgrounds."""
-_INK = "#010203"
-"""Placeholder for the colour of text: near black in a PNG, the page's text colour in an SVG."""
+PAPER, _INK = "#ffffff", "#1a1c20"
 
 _DASHES = ("-", "--", "-.", ":")
 _MARKERS = "os^DvP"
@@ -30,7 +23,7 @@ _STYLE: dict[Any, Any] = {
     **{"axes.axisbelow": True, "axes.grid": True, "axes.linewidth": 0.6, "figure.subplot.left": 0.14},
     **{"axes.spines.top": False, "axes.spines.right": False, "font.size": 10},
     **{"grid.color": _INK, "grid.alpha": 0.15, "grid.linewidth": 0.6, "legend.frameon": False, "legend.fontsize": 9},
-    **{"svg.fonttype": "none", "svg.hashsalt": "detonation", "text.parse_math": False},  # a name may hold dollar signs
+    "text.parse_math": False,  # a name may hold dollar signs
 }
 _WIDTH, _HEIGHT = 4.0, 2.9
 """Inches: near the width of a figure on a phone, so that its text is as large as the text around it."""
@@ -52,21 +45,15 @@ class Key:
     dash: str = ""
     marker: str = ""
 
-    def line(self, **more: Any) -> Any:
-        """The entry as an artist of matplotlib."""
+    def artist(self) -> Any:
+        """The entry for matplotlib."""
         from matplotlib.lines import Line2D
         from matplotlib.patches import Patch
 
         if not self.dash:
             return Patch(color=self.colour, label=self.text)
-        look: dict[str, Any] = {"color": self.colour, "linestyle": self.dash, "marker": self.marker, "markersize": 5}
-        return Line2D(**{"xdata": [], "ydata": [], "label": self.text, **look, **more})
-
-    def svg(self) -> str:
-        """The line with its marker, for a name in a table."""
-        line = self.line(xdata=[0, 0.5, 1], ydata=[0.5] * 3, markevery=[1], markersize=7)
-        element: str = _saved(lambda figure: figure.add_artist(line), 0.42, 0.14, "svg")
-        return element.replace("<svg", '<svg class="key" aria-hidden="true"', 1)
+        look: dict[str, Any] = {"linestyle": self.dash, "marker": self.marker, "markersize": 5}
+        return Line2D([], [], color=self.colour, label=self.text, **look)
 
 
 _Curve = tuple[Run, Key, list[float]]
@@ -77,7 +64,6 @@ class Chart:
     """A figure.
 
     Args:
-        name: Of its file, without suffix.
         note: Explains how to read it.
         keys: Entries of the legend.
         draw: Draws into matplotlib axes.
@@ -91,23 +77,17 @@ class Chart:
     draw: Callable[[Any], None]
     height: float = _HEIGHT
 
-    def svg(self) -> str:
-        """The `<svg>` element, as wide as its container and in the colours of the page."""
-        element: str = self._saved("svg")
-        return element.replace("<svg", f'<svg role="img" aria-label="{self.title}"', 1)
+    def image(self) -> str:
+        """The figure, 240 dots per inch, as the `data:` address of its PNG."""
+        import matplotlib
+        from matplotlib.figure import Figure
 
-    def png(self) -> bytes:
-        """The figure on white, 240 dots per inch."""
-        content: bytes = self._saved("png")
-        return content
-
-    def _saved(self, kind: str) -> Any:
         longest = max((len(key.text) for key in self.keys), default=0)
         columns = 1 if longest > 20 else 4 if longest < 8 else 2
         legend = 0.12 + 0.19 * ceil(len(self.keys) / columns) if self.keys else 0.0
-        height = self.height + legend + 0.28
-
-        def fill(figure: Any) -> None:
+        height, file = self.height + legend + 0.28, io.BytesIO()
+        with matplotlib.rc_context(_STYLE):
+            figure = Figure(figsize=(_WIDTH, height))
             axes = figure.add_subplot()
             self.draw(axes)
             # Fixed margins in inches: an automatic layout costs more than the drawing.
@@ -115,46 +95,17 @@ class Chart:
             figure.subplots_adjust(right=0.955, bottom=bottom / height, top=1 - 0.4 / height)
             figure.suptitle(self.title, x=0.03, y=1 - 0.09 / height, ha="left", fontsize=11.5, fontweight="bold")
             if self.keys:
-                handles = [key.line() for key in self.keys]
+                handles = [key.artist() for key in self.keys]
                 figure.legend(handles=handles, loc="lower left", ncols=columns, borderaxespad=0.2)
-
-        return _saved(fill, _WIDTH, height, kind)
-
-
-def _saved(fill: Callable[[Any], None], width: float, height: float, kind: str) -> Any:
-    """The file of a figure in the style that all share: bytes of a PNG, or an element of SVG for the page."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    file = io.BytesIO()
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(width, height))
-        fill(figure)
-        if kind == "png":
             figure.savefig(file, format="png", dpi=240, facecolor=PAPER, metadata={"Software": None})
-            return file.getvalue()
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(file, format="svg", transparent=True, metadata=nothing)
-    svg = file.getvalue().decode()
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', r"\1", svg[svg.index("<svg") :], count=1)
-    # matplotlib writes a font into each text that few systems have; the page has its own.
-    svg = re.sub(r"(font(?:-family)?: [^;\"]*?)'DejaVu Sans'[^;\"]*", r"\1system-ui, sans-serif", svg)
-    for colour, name in zip((*LIGHT, *PART_COLOURS), variables(dark=False), strict=True):
-        svg = svg.replace(colour, f"var({name})")
-    return svg.replace(_INK, "currentColor")
-
-
-def variables(dark: bool) -> dict[str, str]:
-    """The CSS variables that stand in the figures of a page for the colours, in one mode."""
-    colours = (*DARK, *PARTS_DARK) if dark else (*LIGHT, *PART_COLOURS)
-    return {f"--colour-{i}": colour for i, colour in enumerate(colours)}
+        return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def keys(runs: Sequence[Run]) -> list[Key]:
     """Chooses colour, dash and marker of each run."""
-    many = len(LIGHT)
+    many = len(COLOURS)
     return [
-        Key(shortened(run.name), LIGHT[i % many], _DASHES[i // many % len(_DASHES)], _MARKERS[i % len(_MARKERS)])
+        Key(shortened(run.name), COLOURS[i % many], _DASHES[i // many % len(_DASHES)], _MARKERS[i % len(_MARKERS)])
         for i, run in enumerate(runs)
     ]
 
@@ -177,7 +128,7 @@ def charts(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
         loss += [_curves("loss-bytes", title, _LOSS + unsent, sent, "sent by one replica", _bytes_text)]
     loss += [_curves("loss-seconds", "Loss against time", f"{_LOSS} Time is that of steps alone.", seconds, time)]
     timed = [run for run in runs if run.timed]
-    return loss, [*([breakdown(timed)] if timed else []), *([_sent(shown)] if senders else [])]
+    return loss, [breakdown(timed)] if timed else []
 
 
 def breakdown(runs: Sequence[Run]) -> Chart:
@@ -208,32 +159,6 @@ def breakdown(runs: Sequence[Run]) -> Chart:
     else:
         del legend[2]  # which was not measured
     return Chart("step-time", "Time of a step by part", note, legend, draw, 0.57 + 0.44 * len(runs))
-
-
-def _sent(shown: Sequence[tuple[Run, Key]]) -> Chart:
-    """Bytes per step against full synchronisation, one row for each level of each run."""
-    levels = [(run.name, key, level) for run, key in shown for level in run.summary.get("levels") or [run.summary]]
-
-    def draw(axes: Any) -> None:
-        axes.set_xscale("log")
-        counts: list[float] = []
-        for y, (name, key, level) in enumerate(levels):
-            sent, full = level["bytes_sent_per_step"], level["bytes_full_sync_per_step"]
-            counts += [count for count in (sent, full) if count]
-            if sent:
-                axes.plot([sent, full], [y, y], "-", color=key.colour, alpha=0.45, linewidth=2.5)
-                axes.plot([sent], [y], "o", color=key.colour, markersize=8)
-            axes.plot([full], [y], "|", color=_INK, markersize=13, markeredgewidth=1.8)
-            less = f", {factor(level['reduction'])} less" if (level["reduction"] or 0) > 1.005 else ""
-            label = f"{name}, {level['axis']}" if "axis" in level else name
-            _label(axes, y, label, f"{size_text(sent)}{less}" if sent else "nothing")
-        _rows(axes, len(levels))
-        axes.set_xlim(min(counts) / 2, 2 * max(counts))
-        axes.xaxis.set_major_formatter(_bytes_text)
-        axes.minorticks_off()
-
-    note = "Points are mean bytes per step that one replica sends; upright strokes are full synchronisation in fp32."
-    return Chart("bytes-per-step", "Bytes per step", note, [], draw, 0.57 + 0.44 * len(levels))
 
 
 def _curves(name: str, title: str, note: str, curves: Sequence[_Curve], label: str, form: Any = "{x:,g}") -> Chart:

@@ -35,7 +35,6 @@ def html(directory: Path) -> str:
     run = replace(run, records=records(directory / FILES[0]))
     loss, costs = charts([run])
     waits = next((record["waits"] for record in reversed(run.records) if "waits" in record), None)
-    costs = [chart for chart in costs if chart.name == "step-time"]
     return rendered(**page, tiles=progress(run), loss=loss, costs=costs, waits=waits_grid(waits))
 
 

@@ -5,7 +5,6 @@ Imports nothing else of the package but words.
 
 import json
 import math
-import os
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,14 +14,10 @@ from typing import Any
 
 from detonation.report.words import printable
 
-FILES = ("metrics.jsonl", "summary.json", "config.toml", "environment.json", "plan.json")
-"""The raw data of a run; the last two may be missing."""
-_MAKE = "make one with detonation train RECIPE.toml --out DIR"
-_SHARED_PREFIX = 12
-"""Run names that share at least so many characters at the beginning are shown without them."""
+FILES = ("metrics.jsonl", "summary.json", "config.toml", "environment.json")
+"""The raw data of a run; the last may be missing."""
 _STEP = ("bytes_sent", "loss", "seconds", "step")
 _LOSSES = {"loss", "val_loss"}
-_PLAN = {"options", "first", "reason", "if_half_the_rate", "if_twice_the_rate", "rate_bits_per_s"}
 _SUMMARY = {
     *("scheme", "optimizer", "replicas", "shards", "model", "data", "num_parameters", "steps", "train_loss"),
     *("val_loss", "seconds", "median_step_seconds", "examples_per_second", "bytes_sent_per_step"),
@@ -41,7 +36,6 @@ class Run:
     settings: dict[str, Any]
     records: list[dict[str, Any]]
     environment: dict[str, Any] = field(default_factory=dict)
-    plan: dict[str, Any] | None = None
 
     @property
     def timed(self) -> bool:
@@ -92,7 +86,7 @@ def read_begun(directory: Path) -> Run:
 def read_run(directory: Path) -> Run:
     """Reads the run in `directory`. Raises `ValueError`, with the remedy, where it holds no finished run."""
     _require_finished_run(directory)
-    metrics, summary, config, environment, plan = (directory / name for name in FILES)
+    metrics, summary, config, environment = (directory / name for name in FILES)
     table, text = _table(summary), config.read_text(encoding="utf-8", errors="replace")
     if missing := sorted(_SUMMARY - table.keys()):
         raise ValueError(f"{summary} is damaged, it lacks {', '.join(missing[:3])}: restore it, or leave this run out")
@@ -108,7 +102,6 @@ def read_run(directory: Path) -> Run:
         settings,
         records(metrics),
         _table(environment) if environment.exists() else {},
-        read_plan(plan) if plan.exists() else None,
     )
 
 
@@ -123,10 +116,8 @@ def records(path: Path) -> list[dict[str, Any]]:
         record = record if isinstance(record, dict) else {}
         losses = {key: record[key] if _is_finite(record[key]) else math.nan for key in _LOSSES & record.keys()}
         if "loss" not in record or not all(_is_finite(record.get(key)) for key in {*_STEP} - _LOSSES):
-            needs = ", ".join(_STEP)
-            raise ValueError(
-                f"{path} is damaged in line {number}, which is no JSON object with {needs}: remove the line"
-            )
+            problem = f"is damaged in line {number}, which is no JSON object with {', '.join(_STEP)}"
+            raise ValueError(f"{path} {problem}: remove the line")
         parsed.append(_printable(record | losses))
     if not parsed:
         raise ValueError(f"{path} holds no step: give the directory of a run that has trained")
@@ -137,24 +128,11 @@ def _is_finite(value: object) -> bool:
     return isinstance(value, int | float) and abs(value) < 1e300
 
 
-def read_plan(path: Path) -> dict[str, Any]:
-    """Reads the output of `detonation plan --json`. Raises `ValueError` for another file."""
-    try:
-        plan = _table(path)
-    except OSError as error:
-        raise ValueError(f"cannot read the plan {path}: {error.strerror}") from error
-    if not plan.keys() >= _PLAN:
-        raise ValueError(f"{path} is no plan: make one with detonation plan RECIPE.toml ... --json > {path.name}")
-    return plan
-
-
 def distinct_names(paths: Sequence[Path]) -> list[str]:
-    """Names each path by its last parts, as few as make it distinct, and cuts a long prefix that all names share.
+    """Names each path by its last parts, as few as make it distinct.
 
     >>> distinct_names([Path("/runs/a/full"), Path("/runs/b/full"), Path("/runs/b/demo")])
     ['a/full', 'b/full', 'demo']
-    >>> distinct_names([Path("vit-cifar10-demo-20261120"), Path("vit-cifar10-full-20261120")])
-    ['…demo-20261120', '…full-20261120']
     """
     names = []
     for path in paths:
@@ -163,24 +141,20 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
         while depth < len(path.parts) and any(other.parts[-depth:] == path.parts[-depth:] for other in others):
             depth += 1
         names.append("/".join(path.parts[-depth:]))
-    if len(set(names)) == 1:
-        return names
-    shared = os.path.commonprefix(names)  # noqa: RUF071, characters are meant
-    cut = max(shared.rfind(mark) for mark in "-_/.") + 1
-    return [f"…{name[cut:]}" if cut >= _SHARED_PREFIX else name for name in names]
+    return names
 
 
 def _require_finished_run(directory: Path) -> None:
     """Raises `ValueError`, with the remedy, unless `directory` holds a finished run."""
-    if not directory.is_dir():
-        found = "is a file" if directory.exists() else "does not exist"
-        remedy = "give the directory of a run, which detonation train names in its last line"
-    elif all((directory / name).is_file() for name in FILES[:3]):
+    if all((directory / name).is_file() for name in FILES[:3]):
         return
-    elif inner := len([*directory.glob("*/summary.json")]):
+    if inner := len([*directory.glob("*/summary.json")]):
         found, remedy = f"holds {inner} runs, not one", f"detonation report {directory}/*/"
     elif not (directory / "config.toml").is_file():
-        found, remedy = "holds no finished run" if any(directory.iterdir()) else "is empty", _MAKE
+        found, remedy = (
+            "holds no finished run",
+            "give the directory of one, which detonation train names in its last line",
+        )
     elif not (directory / "metrics.jsonl").exists():
         found = "holds a run without its metrics"
         remedy = "without a shared file system metrics and summary are on the node of rank 0: run report there"

@@ -16,10 +16,8 @@ from detonation.report.words import duration, equality, factor, less_text, loss_
 HEADS = ("scheme and optimizer", "to the loss", "step", "waiting", "sent per step", "loss to the baseline")
 """Of a plan; the last is AdamW with full synchronisation, or the optimizer that must stay."""
 MORE_HEADS = (*HEADS, "sent per day", "state per rank", "measured on")
-_SHARD_HEADS = (
-    *("weights, gradients between nodes", "step, nothing hidden", "of it transfer", "sent per node and step"),
-    *("held by the shard wire", "per rank with AdamW in fp32"),
-)
+RESULTS = ("scheme, optimizer", "validation loss", "sent per step", "less", "step time", "replicas equal")
+"""Titles of the table of several runs, after that of their names."""
 _SHOWN = 5
 """Rows of a plan; --all, --json and the page have all of them."""
 _WIDTH, _WIDE = 100, 180
@@ -41,6 +39,10 @@ class PlainConsole(Console):
         if self.file is sys.stdout:
             raise
         discard(self.file)
+
+    def show_cursor(self, show: bool = True) -> bool:
+        """Called by rich around a bar; a process that is killed would leave a terminal without a cursor."""
+        return False
 
     def lines(self, texts: Iterable[str]) -> None:
         """Prints each text as one line; names in it may come from elsewhere."""
@@ -77,27 +79,31 @@ def show(summary: dict[str, Any], notes: Iterable[str], stream: IO[str]) -> None
 
 
 def show_all(summaries: Sequence[dict[str, Any]], notes: Iterable[str], stream: IO[str]) -> None:
-    """Prints several runs in one table, one row per run, and `notes`. The run with the lowest loss is marked.
-
-    A run that failed has a row and a line with its error.
-    """
-    console = PlainConsole(stream)
-    losses = [loss for loss in (summary.get("val_loss") for summary in summaries) if loss is not None]
-    lowest = min(filter(isfinite, losses), default=None)
-    rows, failed = [], []
-    for summary in summaries:
-        head = (Path(summary["directory"]).name, summary["optimizer"])
-        if "error" in summary:
-            rows.append((*head, "diverged" if summary["diverged"] else "failed", *["-"] * 4))
-            failed.append(f"{head[0]}: {summary['error']}")
-            continue
-        loss, sent = summary.get("val_loss"), summary["bytes_sent_per_step"]
-        marked = f"{loss_text(loss)}{' (lowest)' if loss is not None and loss == lowest else ''}"
-        step, equal = duration(summary["median_step_seconds"]), equality(summary)
-        rows.append((*head, marked, size_text(sent), factor(summary["reduction"]), step, equal))
-    titles = ("optimizer", "validation loss", "sent per step", "less", "step time", "replicas equal")
-    console.table([Column("run", overflow="fold"), *titles], rows)
+    """Prints several runs in one table, one row per run, the errors of those that failed, and `notes`."""
+    console, names = PlainConsole(stream), [Path(summary["directory"]).name for summary in summaries]
+    rows = ((name, *row) for name, row in zip(names, results(summaries), strict=True))
+    console.table([Column("run", overflow="fold"), *RESULTS], rows)
+    failed = [f"{name}: {run['error']}" for name, run in zip(names, summaries, strict=True) if "error" in run]
     console.lines([*failed, *notes])
+
+
+def results(summaries: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """The texts of a table of several runs, below `RESULTS`; the lowest loss is marked, and a failed run has none."""
+    losses = [summary["val_loss"] for summary in summaries if summary.get("val_loss") is not None]
+    lowest = min(filter(isfinite, losses), default=None)
+    rows: list[tuple[str, ...]] = []
+    for summary in summaries:
+        trained = f"{summary['scheme']}, {summary['optimizer']}"
+        if "error" in summary:
+            rows.append((trained, "diverged" if summary["diverged"] else "failed", *["-"] * 4))
+            continue
+        loss, step_s = summary["val_loss"], summary["median_step_seconds"]
+        text = loss_text(loss) + (f", {summary['val_accuracy']:.1%} right" if "val_accuracy" in summary else "")
+        text += " (lowest)" if loss is not None and loss == lowest else ""
+        equal = equality(summary)
+        sent, less = size_text(summary["bytes_sent_per_step"]), factor(summary["reduction"])
+        rows.append((trained, text, sent, less, duration(step_s), equal))
+    return rows
 
 
 def run_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -108,7 +114,6 @@ def run_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
     speed = if_there("tokens_per_second", "{:,.0f} tokens/s, ") + f"{summary['examples_per_second']:,.1f} examples/s"
     time = f"{summary['seconds']:.1f} s, median step {1000 * summary['median_step_seconds']:.0f} ms"
-    bigram = if_there("bigram_loss", " nats/byte (a bigram model: {:.4f})")
     virtual = ", virtual, in one process" if summary.get("simulated") else ""
     wire = summary.get("shard_wire", "")
     counts, skipped = summary.get("local_steps", []), summary.get("skipped", {})
@@ -121,11 +126,11 @@ def run_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("model", f"{summary['model']}, {summary['num_parameters']:,} parameters, on {summary['data']}"),
         ("steps", f"{summary['steps']:,}"),
         ("training loss", loss_text(summary["train_loss"])),
-        ("validation loss", loss_text(summary["val_loss"]) + bigram),
+        ("validation loss", loss_text(summary["val_loss"])),
         ("validation accuracy", f"{summary['val_accuracy']:.1%}" if "val_accuracy" in summary else ""),
         ("BLEU", f"{summary['val_bleu']:.2f}" if "val_bleu" in summary else ""),
         ("time in steps", time),
-        ("throughput", speed + if_there("mfu", ", MFU {:.0%}")),
+        ("throughput", speed),
         ("waiting", _waits(summary)),
         ("local steps", f"{shown} per round of replicas 0 to {len(counts) - 1}" if counts else ""),
         ("peak memory", f"{size_text(summary['peak_memory'])} on a rank" if "peak_memory" in summary else ""),
@@ -178,16 +183,9 @@ def _level(level: dict[str, Any]) -> str:
 def show_plan(plan: Mapping[str, Any], stream: IO[str], everything: bool = False) -> None:
     """Prints the answer in a sentence, the first rows, the flags of the first, and what else is known of it.
 
-    Of copies that lie on several nodes the costs of their shard wires come first, and nothing else where there is one.
     everything: Print all rows, and all columns.
     """
     console = PlainConsole(stream)
-    if shards := shard_rows(plan):
-        size = f"{plan['shards']} shards, {plan['parameters']:,} parameters"
-        console.lines([f"a copy on {plan['shard_nodes']} nodes, {size}"])
-        console.table(_SHARD_HEADS, shards, _WIDTH)
-        if plan["replicas"] == 1:
-            return
     reason, flags, *notes = plan_words(plan)
     console.lines(wrap(reason, _WIDTH))
     first = Column(HEADS[0], overflow="fold", min_width=20)
@@ -211,55 +209,38 @@ def _five(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """One row of texts per option, in the order of `MORE_HEADS`; a plan of an older version has less of them."""
+    """One row of texts per option, in the order of `MORE_HEADS`."""
     return [
         (
-            named(option),
-            option.get("time_to_loss", "-"),
+            _named(option),
+            option["time_to_loss"],
             duration(option["seconds"]),
             f"{1 - option['efficiency']:.0%}",
             size_text(option["bytes_per_step"]),
             option["loss_text"],
             size_text(option["bytes_per_day"]),
             size_text(option["memory_bytes"]),
-            option.get("loss_source", "-"),
+            option["loss_source"],
         )
         for option in plan["options"]
-    ]
-
-
-def shard_rows(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """One row of texts per shard wire; none for copies that lie on one node."""
-    return [
-        (
-            cost["precisions"],
-            *(duration(cost[key]) for key in ("total_s", "transfer_s")),
-            *(size_text(cost[key]) for key in ("bytes_sent", "wire_bytes", "memory_bytes")),
-        )
-        for cost in plan.get("shard_wires", [])
     ]
 
 
 def plan_words(plan: Mapping[str, Any]) -> list[str]:
     """The text beside the table, in lines: the reason, how to take the first, and what else is known of it."""
     speed, first = plan["rate_bits_per_s"], plan["first"]
-    chosen = {"name": first["scheme"], **first["changed"]}
-    settings = plan.get("settings", chosen)  # a page of an older run has none
-    tables = {"scheme": settings, "optimizer": plan.get("optimizer", {})}
+    tables = {"scheme": plan["settings"], "optimizer": plan.get("optimizer", {})}
     flags = [f"{name}.{key}={_toml(value)}" for name, table in tables.items() for key, value in table.items()]
-    lines = [plan["reason"], f"to take it: --set {' '.join(flags)}"]
-    lines += plan.get("notes", [])
+    lines = [plan["reason"], f"to take it: --set {' '.join(flags)}", *plan["notes"]]
     for key, part in (("if_half_the_rate", 0.5), ("if_twice_the_rate", 2.0)) if speed is not None else ():
         other = plan[key]
-        same = [other[name] == first[name] for name in ("spelled", "optimizer") if name in first]
-        choice = "the same first choice" if all(same) else f"first {named(other)}"
+        choice = "the same first choice" if _named(other) == _named(first) else f"first {_named(other)}"
         lines.append(f"at {rate(part * speed)} per node: {choice}, {duration(other['seconds'])} per step")
-    return lines + ([plan["device"]] if plan.get("device") else [])
+    return lines
 
 
-def named(option: Mapping[str, Any]) -> str:
-    """A scheme with its optimizer, which a plan of an older version has not."""
-    return f"{option['spelled']} with {option['optimizer']}" if "optimizer" in option else str(option["spelled"])
+def _named(option: Mapping[str, Any]) -> str:
+    return f"{option['spelled']} with {option['optimizer']}"
 
 
 def _toml(value: object) -> str:

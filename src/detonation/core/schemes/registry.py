@@ -2,12 +2,11 @@
 
 import functools
 import inspect
-import types
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
-from detonation.choices import checks_keywords, entry_points, find_function, make
+from detonation.choices import checks_keywords, find_function, make, plain_types
 from detonation.core.schemes.scheme import Scheme
 
 P = ParamSpec("P")
@@ -15,8 +14,6 @@ S = TypeVar("S", bound=Scheme)
 
 SCHEMES: dict[str, Callable[..., Scheme]] = {}
 """Every registered scheme, in the order of registration."""
-
-_PLAIN: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 def register(function: Callable[P, S]) -> Callable[P, S]:
@@ -70,14 +67,6 @@ def _recorded(function: Callable[P, S], name: str) -> Callable[P, S]:
     return made
 
 
-def schemes() -> Mapping[str, Callable[..., Scheme]]:
-    """Every scheme by name, including the schemes of installed packages (entry points `detonation.schemes`)."""
-    for name, load in entry_points("detonation.schemes").items():
-        if name not in SCHEMES:
-            SCHEMES[name] = _recorded(load(), name)
-    return SCHEMES
-
-
 def scheme(name: str, arguments: Mapping[str, Any] | None = None) -> Scheme:
     """Makes a scheme by its name, as a recipe spells it.
 
@@ -92,7 +81,7 @@ def scheme(name: str, arguments: Mapping[str, Any] | None = None) -> Scheme:
         >>> scheme("demo", {"topk": 2}).arguments["chunk"]
         64
     """
-    function = find_function("scheme", name, SCHEMES, "detonation.schemes")
+    function = find_function("scheme", name, SCHEMES)
     made: Scheme = make(
         "scheme", {name: function if name in SCHEMES else _recorded(function, name)}, name, arguments or {}
     )
@@ -100,16 +89,11 @@ def scheme(name: str, arguments: Mapping[str, Any] | None = None) -> Scheme:
 
 
 def _require_type(name: str, value: object, hint: Any) -> None:
-    """Raises `ValueError` unless `value` has a plain type that `hint` names; an int is a float, a bool is no int."""
+    """Raises `ValueError` unless `value` is one of a `Literal`, or has a plain type that `hint` names."""
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
             raise ValueError(f"{name} is {value!r}, must be one of {', '.join(map(str, get_args(hint)))}")
         return
-    kinds = set(get_args(hint)) if get_origin(hint) in (Union, types.UnionType) else {hint}
-    if not kinds <= {*_PLAIN, type(None)}:
-        return
-    accepted = kinds | ({int} if float in kinds else set())
-    if type(value) not in accepted:
-        allowed = " or ".join(sorted(_PLAIN[kind] for kind in kinds if kind in _PLAIN))
+    if allowed := plain_types(value, hint):
         remedy = f": pass its .item(), not a {type(value).__name__}" if hasattr(value, "item") else ""
         raise ValueError(f"{name} is {value!r}, must be {allowed}{remedy}")

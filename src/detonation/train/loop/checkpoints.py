@@ -13,11 +13,9 @@ from detonation.checkpoint.files.retention import checkpoint_name
 from detonation.checkpoint.newest import Loaded, NoCheckpoint, find, load_found
 from detonation.checkpoint.shard_saver import NotSaved
 from detonation.choices import still_known
-from detonation.core.agreement.buffers import persistent_buffers
 from detonation.core.flat.tensors import digest
 from detonation.core.link.elastic_communicator import PeerLost
 from detonation.core.schemes.registry import scheme
-from detonation.core.schemes.scheme import ParameterScheme
 from detonation.data import Data, Streamed
 from detonation.train.loop.session import Session
 from detonation.train.loop.summary import Counts, counted
@@ -35,9 +33,7 @@ logging.getLogger("detonation.checkpoint").addHandler(logging.NullHandler())
 def save_async(session: Session, checkpoints: Checkpoints, before: Counts, followed: Table | None = None) -> None:
     """Starts saving; all ranks call it.
 
-    Args:
-        before: Faults in earlier starts of the run.
-        followed: State of the adapter, in a run that follows its link.
+    Beside the state are the faults `before` this start and, in a run that follows its link, the state of its adapter.
     """
     _, outermost = session.optimizer.levels[-1]
     extra = {
@@ -89,8 +85,7 @@ def resume(
     extra, here = found.manifest.extra, json.loads(json.dumps(to_table(session.config)))  # lists, as those of a file
     was = extra["config"] if isinstance(extra.get("config"), dict) else {}
     _check(found.path, was, here)
-    changed = [*_changes(was, here), *_more_steps(session, was, found.manifest.step)]
-    changed += _other_data(extra.get("data"), session.data)
+    changed = [*_changes(was, here), *_other_data(extra.get("data"), session.data)]
     _restore_setting(session, found.manifest.extra.get("setting"))
     loaded = load_found(found, session.model, session.optimizer)
     positions = extra.get("positions")
@@ -132,31 +127,6 @@ def _changes(saved: Table, here: Table) -> list[str]:
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in _ANNOUNCED]
     texts = [f"{key} is {now.get(key)}, was {before.get(key)}" for key in keys]
     return [f"changed since the checkpoint: {'; '.join(texts)}"] if texts else []
-
-
-def _more_steps(session: Session, saved: Table, step: int) -> list[str]:
-    """A line where a run of as many steps as this one, from the start, would not be equal to the resumed one."""
-    train = saved.get("train")
-    was, now = train.get("steps") if isinstance(train, dict) else None, session.config.train.steps
-    differing = []
-    if session.config.schedule.name != "constant":
-        differing.append(f"its first {step} steps had the learning rates of a run of {was}")
-    if step == was and not _rests(session, step):
-        differing.append(f"the replicas agreed on weights at the end, after step {step}")
-    why = " and ".join(differing)
-    return [f"not what a run of {now} steps from the start would be: {why}"] if was != now and why else []
-
-
-def _rests(session: Session, step: int) -> bool:
-    """True where `synchronize` after `step` changes nothing: no open rounds, and no updates in flight."""
-    for _, chosen in session.optimizer.levels:
-        if chosen.round.delay:
-            return False
-        if isinstance(chosen, ParameterScheme):
-            plain = chosen.fragments == 1 and not chosen.keep and chosen.resume_from == "anchor"
-            if not plain or not chosen.round.sends(step - 1):
-                return False
-    return not persistent_buffers(session.model)
 
 
 def _data_mark(data: Data) -> list[object]:

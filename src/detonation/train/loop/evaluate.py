@@ -18,7 +18,7 @@ def validate(session: Session) -> dict[str, float]:
     """Mean `val_loss` over all predictions and, for classes, `val_accuracy`. Collective; each rank takes its share."""
     train = session.config.train
     session.model.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=session.device)  # loss, predictions, right
+    sums = torch.zeros(3, dtype=torch.float64, device=session.device)  # loss, predictions, right: NaN without classes
     held_out = list(batches(session.data.validation, train.batch_size, train.validation_batches * train.batch_size))
     rounds = -(-len(held_out) // session.world_size)
     for i in range(rounds):
@@ -28,20 +28,14 @@ def validate(session: Session) -> dict[str, float]:
         with autocast(session):
             output = session.model(**batch)
         if index < len(held_out):
-            sums += _sums(session, batch, output.loss, getattr(output, "logits", None))
+            count, right, logits = predictions(session.data.kind, batch), math.nan, getattr(output, "logits", None)
+            if session.data.kind in CLASSIFIES and logits is not None:
+                right = float((logits.argmax(-1) == batch["labels"]).sum())
+            sums += torch.tensor([output.loss.item() * count, count, right], dtype=sums.dtype, device=session.device)
     session.model.train()
     loss, count, right = torch.tensor(session.world.all_gather(sums)(), dtype=sums.dtype).sum(0).tolist()
     result = {"val_loss": loss / count}
     return result if math.isnan(right) else {**result, "val_accuracy": right / count}
-
-
-def _sums(session: Session, batch: dict[str, Tensor], loss: Tensor, logits: Tensor | None) -> Tensor:
-    """The sum of the losses, the number of predictions, and of right ones: NaN where there are no classes."""
-    count = predictions(session.data.kind, batch)
-    right = math.nan
-    if session.data.kind in CLASSIFIES and logits is not None:
-        right = float((logits.argmax(-1) == batch["labels"]).sum())
-    return torch.tensor([loss.item() * count, count, right], dtype=torch.float64, device=session.device)
 
 
 @torch.no_grad()

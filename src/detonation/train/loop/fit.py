@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 
 from detonation.cluster.processes.failure import RunError
 from detonation.cluster.processes.signals import Stop
@@ -63,7 +62,9 @@ def fit(session: Session, done: int, until: int, report: Callable[[Record], None
         with _safely():
             loss, asked, agreeing = rounds.gradients(step) if rounds else _gradients(session, step, stop)
             computed = time.perf_counter()
-            _update(session, schedule)
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+            schedule.step()
             if rounds and rounds.ends(step):
                 loss, asked, agreeing = rounds.agreed(stop)
             if step + 1 == train.steps:
@@ -226,12 +227,6 @@ def _agreed(session: Session, step: int, reports: list[list[float]]) -> float:
         if not math.isfinite(value):
             raise NonFiniteLoss(f"the loss is {value} at step {step + 1} on {rank_in_words(rank, session.world.sizes)}")
     return sum(value for value, *_ in reports) / len(reports)
-
-
-def _update(session: Session, schedule: LambdaLR) -> None:
-    session.optimizer.step()
-    session.optimizer.zero_grad()
-    schedule.step()
 
 
 @contextmanager

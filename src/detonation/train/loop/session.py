@@ -7,15 +7,14 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
 
-from detonation.choices import find_function
+from detonation.choices import find_function, plain_types
 from detonation.cluster.mesh import checkpoint_activations, compile_layers, init_mesh, shard, slow_axis_backend
 from detonation.cluster.network.throttled import ThrottledCommunicator
 from detonation.cluster.survive.elastic_axis import elastic, place
@@ -25,7 +24,7 @@ from detonation.core.link.communicator import Axis
 from detonation.core.optimizer.replicate import check_order, replicate
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.optimizer.setup_checks import check_balance
-from detonation.core.schemes.registry import scheme, schemes
+from detonation.core.schemes.registry import SCHEMES, scheme
 from detonation.core.schemes.scheme import Scheme
 from detonation.data import Data, Streamed, dataset_function, load_dataset
 from detonation.data.translation import TranslationPairs
@@ -35,8 +34,6 @@ from detonation.train.loop.world import ElasticRanks, Ranks, Waits, World, requi
 from detonation.train.recipe import optimizers
 from detonation.train.recipe.schema import Choice, Config, LevelConfig, TrainConfig, described_mesh, require
 from detonation.train.recipe.tables import REPLICATE
-
-_PLAIN: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: ""}
 
 
 @dataclass(frozen=True)
@@ -126,8 +123,7 @@ def _with_steps(config: Config, loaded: Data) -> TrainConfig:
 def start_session(config: Config, device: torch.device, axis: Axis | None = None) -> Session:
     """The session of this rank. Collective; raises `ValueError` where replicas or sizes do not agree.
 
-    Args:
-        axis: In the place of the one that joins the replicas, of a run with one level.
+    `axis` takes the place of the one that joins the replicas, of a run with one level.
     """
     slow = config.mesh.slow_backend or None
     replicas = 1 if config.mesh.elastic else config.mesh.replicas  # of the process group
@@ -179,12 +175,11 @@ def _with_layers(model: nn.Module, train: TrainConfig) -> nn.Module:
 def check_levels(levels: Sequence[LevelConfig], balance: bool = False) -> tuple[LevelConfig, ...]:
     """`levels` with the defaults of their schemes. Raises `ValueError` for a bad name, argument or order.
 
-    Args:
-        balance: Whether replicas are to take different numbers of steps.
+    With `balance` replicas are to take different numbers of steps.
     """
     for level in levels:
         where = "scheme" if level.axis == REPLICATE else f"scheme.{level.axis}"
-        function = find_function("scheme", level.scheme.name, schemes(), "detonation.schemes")
+        function = find_function("scheme", level.scheme.name, SCHEMES)
         check_types(where, function, level.scheme.arguments)
     made = [scheme_of(level) for level in levels]
     check_order(made)
@@ -229,12 +224,8 @@ def check_types(key: str, function: Callable[..., object], arguments: Mapping[st
     except NameError:  # annotations of another package that only a type checker can resolve
         return
     for name, value in arguments.items():
-        plain = set(get_args(hints.get(name))) or {hints.get(name)}
-        if not plain <= set(_PLAIN):
-            continue
-        accepted = plain | ({int} if float in plain else set())
-        names = " or ".join(sorted(_PLAIN[kind] for kind in plain if kind is not NoneType))
-        require(type(value) in accepted, f"{key}.{name}", value, names)
+        if allowed := plain_types(value, hints.get(name)):
+            require(False, f"{key}.{name}", value, allowed)
 
 
 def scheduler(session: Session, done: int) -> LambdaLR:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from detonation.cluster.devices import peak_memory
-from detonation.data import bigram_loss
 from detonation.gates.closeness import Closeness
 from detonation.train.loop.session import Session
 from detonation.train.output.metrics import Portion, Record, reduction
@@ -57,7 +56,7 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
     `train_loss` is the mean of the last 20 steps; `seconds` is the time spent in steps, without validation.
     `bytes_sent_per_step` is the mean over steps of the bytes that one replica sends, all its shards together.
     `shard_bytes_per_step` is what the replica sends between the nodes that its shards lie on.
-    `peak_memory` is that of the rank that needed most; `mfu` is the median over the records that have it.
+    `peak_memory` is that of the rank that needed most.
     `waits` is `Waits.table` of the steps since the last start, `local_steps` those that replicas agreed on last.
     `adapted_to` is the last scheme of a run that followed its link. `replicas_apart` is how far apart close ones are.
     """
@@ -67,7 +66,7 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
     seconds = sum(record.seconds for record in records)
     fingerprint, equal = session.world.fingerprint(session.model)
     moves = [record.setting for record in records if record.setting]
-    data, (memory, mfu, bigram) = portion(session), _gathered(session, records)
+    data, memory = portion(session), _most(session, peak_memory(session.device))
     taken = data.times(records)
     examples = _examples(session) * taken
     session.waits.meet(
@@ -89,13 +88,11 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
         "val_loss": last.val_loss,
         **({} if last.val_accuracy is None else {"val_accuracy": last.val_accuracy}),
         **({} if last.val_bleu is None else {"val_bleu": last.val_bleu}),
-        **({"bigram_loss": bigram} if bigram else {}),
         "seconds": seconds,
         "median_step_seconds": statistics.median(record.seconds for record in records),
         "examples_per_second": examples / seconds,
         **({"tokens_per_second": data.count * taken / seconds} if data.unit == "tokens" else {}),
         **({"peak_memory": memory} if memory else {}),
-        **({"mfu": mfu} if mfu else {}),
         **({"waits": waits} if (waits := session.waits.table()) else {}),
         **({"local_steps": counts} if (counts := session.optimizer.stats.local_steps) else {}),
         "bytes_sent_per_step": sent,
@@ -145,16 +142,9 @@ def _examples(session: Session) -> int:
     return train.batch_size * train.accumulate * sum(sizes) // len(sizes)
 
 
-def _gathered(session: Session, records: Sequence[Record]) -> tuple[int, float, float]:
-    """The peak of memory of the rank that needed most, and the MFU and the bigram loss, which rank 0 finds.
-
-    0 where unknown.
-    """
-    shares = [record.mfu for record in records if record.mfu is not None]
-    bigram = bigram_loss(session.data) if session.rank == 0 else None
-    own = [peak_memory(session.device), statistics.median(shares) if shares else 0, bigram or 0]
-    everyone = session.world.all_gather(torch.tensor(own, dtype=torch.float64, device=session.device))()
-    return int(max(memory for memory, *_ in everyone)), everyone[0][1], everyone[0][2]
+def _most(session: Session, count: int) -> int:
+    """The largest `count` of all ranks."""
+    return int(max(count for (count,) in session.world.all_gather(torch.tensor([count], device=session.device))()))
 
 
 def _levels(session: Session, records: Sequence[Record]) -> dict[str, Any]:

@@ -27,7 +27,6 @@ class Record:
         levels: `bytes_sent` over each axis.
         grad_norm: The global norm before clipping, where the run clips; measured where a line is shown, as is `memory`.
         memory: The bytes that the process of rank 0 has held at most, see `peak_memory`.
-        mfu: The share of the peak in bf16 that forward and backward used since the last line, mean over replicas.
         waits: Who has waited for whom, `Waits.table`; where a line is shown, of up to 16 replicas.
         setting: The scheme from the next step on, where it changes.
         taking: The replicas that took this step, where their number may change: slow ones sit steps out, and `loss` is
@@ -48,7 +47,6 @@ class Record:
     val_bleu: float | None = None
     grad_norm: float | None = None
     memory: int | None = None
-    mfu: float | None = None
     setting: str | None = None
     shard_bytes_sent: int | None = None
     taking: int | None = None
@@ -137,8 +135,7 @@ def reduction(sent: float, full: float) -> float | None:
 class Portion:
     """The data that one replica takes in in one step: `count` of `unit`, such as 4096 tokens.
 
-    Args:
-        replicas: That take a step whose record does not say how many.
+    `replicas` take a step whose record does not say how many.
     """
 
     count: int
@@ -176,7 +173,6 @@ def log_line(records: Sequence[Record], steps: int, full_sync: int, portion: Por
     text += "" if last.grad_norm is None else f"  grad norm {last.grad_norm:.3g}"
     text += f"  sent {size_text(sent)}/step ({less})" if sent else "  sent nothing"
     text += f"  {duration(seconds)}/step  {portion.per_second(records)}"
-    text += "" if last.mfu is None else f"  MFU {last.mfu:.0%}"
     text += "" if last.memory is None else f"  {size_text(last.memory)}"
     text += "" if last.val_loss is None else f"  validation {last.val_loss:.4f}"
     return f"{text}  {duration(seconds * (steps - last.step))} left" if last.step < steps else text

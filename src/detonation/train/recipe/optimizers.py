@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from detonation.choices import entry_points, find_function, make
+from detonation.choices import find_function, make
 from detonation.core.optim.muon import Muon
 from detonation.core.optim.signsgd import SignSGD
 from detonation.train.recipe.schema import OptimizerConfig, ScheduleConfig
@@ -21,28 +21,22 @@ REFUSED = {
 
 
 def optimizer_classes() -> dict[str, Callable[..., torch.optim.Optimizer]]:
-    """The optimizers by name: the classes of torch.optim, SignSGD, and a Muon that takes all shapes."""
-    classes = {name: value for name, value in vars(torch.optim).items() if inspect.isclass(value)}
-    usable = {n: c for n, c in classes.items() if issubclass(c, torch.optim.Optimizer) and n != "Optimizer"}
-    return {**usable, "SignSGD": SignSGD, "Muon": Muon}
+    """The usable optimizers by name: classes of torch.optim, SignSGD, and a Muon that takes all shapes."""
+    classes = {
+        name: value
+        for name, value in vars(torch.optim).items()
+        if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer)
+    }
+    own: dict[str, Callable[..., torch.optim.Optimizer]] = {"SignSGD": SignSGD, "Muon": Muon}
+    return {name: made for name, made in (classes | own).items() if name not in (*REFUSED, "Optimizer")}
 
 
-def optimizer_name(name: str) -> str:
-    """`name` as the optimizer of that name is spelled: AdamW for adamw; names of one's own stay as they are.
-
-    Raises `ValueError` for a name that does not exist, or that cannot be used.
-    """
-    usable = {n: c for n, c in optimizer_classes().items() if n not in REFUSED}
-    if ":" in name or name in usable or name in entry_points("detonation.optimizers"):
-        return name
-    for known in usable:
-        if known.lower() == name.lower():
-            return known
-    for refused, why in REFUSED.items():
-        if name.lower() == refused.lower():
-            raise ValueError(f"optimizer {refused} cannot be used: {why}")
-    find_function("optimizer", name, usable, "detonation.optimizers")  # raises
-    return name
+def require_optimizer(name: str) -> None:
+    """Raises `ValueError` for an optimizer that does not exist or cannot be used; imports none of one's own."""
+    if name in REFUSED:
+        raise ValueError(f"optimizer {name} cannot be used: {REFUSED[name]}")
+    if ":" not in name:
+        find_function("optimizer", name, optimizer_classes())
 
 
 def check_optimizer(chosen: OptimizerConfig) -> None:
@@ -53,11 +47,11 @@ def check_optimizer(chosen: OptimizerConfig) -> None:
 def build_optimizer(chosen: OptimizerConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
     """The optimizer that `chosen` describes, over all parameters of `model`.
 
-    Besides `optimizer_classes`, a name may be an entry point of `detonation.optimizers`, or "package.module:function"
-    for a class or a function that takes parameter groups and `lr`. Raises `ValueError` for a wrong name or argument.
+    Besides `optimizer_classes`, a name may be "package.module:function" for a class or a function that takes parameter
+    groups and `lr`. Raises `ValueError` for a wrong name or argument.
     """
     arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in chosen.arguments.items()}
-    found = find_function("optimizer", optimizer_name(chosen.name), optimizer_classes(), "detonation.optimizers")
+    found = find_function("optimizer", chosen.name, optimizer_classes())
     function = partial(found, _groups(chosen, model))
     try:
         made = make("optimizer", {chosen.name: function}, chosen.name, {"lr": chosen.lr, **arguments})

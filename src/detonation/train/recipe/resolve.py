@@ -11,9 +11,8 @@ from typing import Any, Literal
 
 from detonation.choices import unknown
 from detonation.cluster.init import LaunchPosition
-from detonation.core.schemes.registry import SCHEMES, schemes
+from detonation.core.schemes.registry import SCHEMES
 from detonation.models.pretrained import HUB_PREFIX
-from detonation.train.recipe.optimizers import optimizer_name
 from detonation.train.recipe.schema import Config, Table, require
 from detonation.train.recipe.tables import CHOSEN_BY, TABLES, from_table
 
@@ -52,11 +51,6 @@ class Layers:
     def config(self) -> Config:
         """The configuration. Raises `ValueError` as `resolve` does."""
         return resolve(self.tables, self.overrides)
-
-    def tunes(self, scheme: str) -> bool:
-        """True where the recipe has settings that it has tuned for `scheme`, and another scheme as its own."""
-        own = self.tables.get("scheme")
-        return scheme in self.tables.get("tuned", {}) and isinstance(own, dict) and own.get("name") != scheme
 
     def under(self, name: str, arguments: Mapping[str, Any]) -> Config:
         """The configuration under another scheme, with the settings that the recipe has tuned for it."""
@@ -131,9 +125,7 @@ def resolve(recipe: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
     A table that chooses another name keeps nothing of the arguments below it. Raises `ValueError` for a key, a name in
     [tuned], or a value that is not valid.
     """
-    table, overrides = (
-        {k: _spelled(k, v) for k, v in tables.items() if k != "tuned"} for tables in (recipe, overrides)
-    )
+    table = {key: value for key, value in recipe.items() if key != "tuned"}
     if isinstance(table.get("scheme"), list):
         require("tuned" not in recipe, "tuned", "given", "left out: it is for recipes of one [scheme]")
         levels = merge_levels(table["scheme"], _sub(overrides, "scheme"))
@@ -238,8 +230,8 @@ def parse_sets(assignments: Iterable[str]) -> Table:
 
 def require_scheme(kind: str, name: str) -> None:
     """Raises `ValueError` unless `name` is a registered scheme, or spells a function of some module."""
-    if ":" not in name and name not in SCHEMES and name not in schemes():
-        raise unknown(kind, name, schemes())
+    if ":" not in name and name not in SCHEMES:
+        raise unknown(kind, name, SCHEMES)
 
 
 def _value(text: str) -> Any:
@@ -264,14 +256,7 @@ def _checked_tuned(tuned: object) -> dict[str, Table]:
         for key in tables:
             if key not in _TUNABLE:
                 raise unknown(f"table of [tuned.{scheme}]", key, _TUNABLE)
-    return {scheme: {k: _spelled(k, v) for k, v in tables.items()} for scheme, tables in tuned.items()}
-
-
-def _spelled(key: str, table: Any) -> Any:
-    """A table of the recipe with the name of its optimizer as that is spelled, so that names can be compared."""
-    if key != "optimizer" or not isinstance(table, dict) or not isinstance(table.get("name"), str):
-        return table
-    return {**table, "name": optimizer_name(table["name"])}
+    return tuned
 
 
 Section = Literal["model", "data", "optimizer", "scheme"]
@@ -298,14 +283,13 @@ def require_trust(trusted: bool, config: Config, where: str, verb: str, *section
 
 def names_of_parts() -> dict[str, list[str]]:
     """The names of all that a recipe can be made of."""
-    from detonation.choices import entry_points
     from detonation.data import SOURCES
     from detonation.models import MODELS
-    from detonation.train.recipe.optimizers import REFUSED, optimizer_classes
+    from detonation.train.recipe.optimizers import optimizer_classes
 
     return {
-        "schemes": sorted({*SCHEMES, *entry_points("detonation.schemes")}),
-        "optimizers": sorted(optimizer_classes().keys() - REFUSED),
-        "models": sorted({*MODELS, *entry_points("detonation.models")}),
+        "schemes": sorted(SCHEMES),
+        "optimizers": sorted(optimizer_classes()),
+        "models": sorted(MODELS),
         "data sets": sorted(SOURCES),
     }

@@ -4,13 +4,9 @@ import torch
 from torch import nn
 
 from detonation.core.schemes.registry import scheme
-from detonation.core.schemes.scheme import Scheme
-from detonation.core.schemes.traffic import dense_bytes, mean_bytes, require_below_dense
+from detonation.core.schemes.traffic import require_below_dense
 from detonation.models import build_model
 from detonation.train.recipe.schema import Config
-
-LITTLE_GAIN = 2 / 3
-"""The share of full synchronisation from which on a scheme that leaves something out is hardly worth it."""
 
 
 def check_sizes(config: Config) -> None:
@@ -56,16 +52,4 @@ def misfits(config: Config) -> list[str]:
                 f"{chosen.name} exchanges every {every} steps, but there are {steps}: replicas meet at the end alone; "
                 "choose a smaller every"
             )
-        if chosen.name not in ("full", "none") and (share := _share(config, chosen, level.replicas)) > LITTLE_GAIN:
-            found.append(
-                f"{chosen.name} sends {share:.0%} of what full synchronisation sends, which leaves nothing out"
-            )
     return found
-
-
-def _share(config: Config, chosen: Scheme, replicas: int) -> float:
-    """The bytes per step of `chosen`, as a share of those of full synchronisation."""
-    layouts = [chosen.codec.layout(shapes) for shapes in shard_shapes(config)]
-    sent = sum(mean_bytes(chosen, layout, replicas) for layout in layouts)
-    dense = sum(dense_bytes(layout.numel, replicas) for layout in layouts)
-    return sent / dense if dense else 0.0

@@ -5,7 +5,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
-from detonation.choices import unknown
+from detonation.choices import plain_types, unknown
+from detonation.train.recipe.optimizers import require_optimizer
 from detonation.train.recipe.schema import (
     Choice,
     Config,
@@ -131,6 +132,7 @@ def _choice(key: str, table: Mapping[str, Any]) -> Choice:
 def _optimizer(table: Mapping[str, Any]) -> OptimizerConfig:
     arguments = dict(table.get("optimizer", {}))
     name = _typed(str, "optimizer.name", _needed("optimizer", "name", arguments))
+    require_optimizer(name)  # before what it lacks
     lr = _typed(float, "optimizer.lr", _needed("optimizer", "lr", arguments))
     return OptimizerConfig(name, lr, arguments)
 
@@ -163,8 +165,6 @@ def _typed(kind: Any, setting: str, value: Any) -> Any:
         numbers = isinstance(value, list | tuple) and all(type(item) in taken for item in value)
         require(numbers, setting, value, "a list of numbers" if float in taken else "a list of whole numbers")
         return tuple(map(taken[-1], value))
-    names = {int: "a whole number", float: "a number", str: "text in quotes", bool: "true or false"}
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    require(isinstance(value, kind) and (kind is bool or not isinstance(value, bool)), setting, value, names[kind])
-    return value
+    if allowed := plain_types(value, kind):
+        require(False, setting, value, allowed)
+    return float(value) if kind is float else value

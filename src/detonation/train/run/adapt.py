@@ -145,10 +145,7 @@ class Adapter:
 def explained(waited_s: float, predicted: Callable[[float], float], certain_s: float) -> float:
     """The factor of the rate that explains a wait, as near to 1 as possible; 1 where no rate explains it.
 
-    Args:
-        waited_s: The wait that was measured.
-        predicted: The wait at a factor of the rate.
-        certain_s: A smaller difference in waiting is noise.
+    `predicted` is the wait at a factor of the rate; a difference in waiting below `certain_s` is noise.
 
     >>> explained(0.1, lambda times: 0.2 / times, 0.001), explained(0.2, lambda times: 0.2 / times, 0.001)
     (2.0, 1.0)

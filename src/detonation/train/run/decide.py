@@ -1,28 +1,30 @@
 """`[scheme] name = "auto"`: what a recipe asks for, and the choice for the links that are there, alike on all ranks."""
 
 import json
+import statistics
+import time
 import tomllib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from detonation.choices import unknown
-from detonation.cluster.network.measure import probe_axis
+from detonation.choices import make
+from detonation.cluster.network.loopback import LoopbackCommunicator
+from detonation.cluster.network.measure import probe_axis, slowest
 from detonation.cluster.network.profile import Step
-from detonation.core.link.link import Link
-from detonation.core.schemes.registry import schemes
+from detonation.core.optimizer.replicate import replicate
+from detonation.core.schemes.registry import SCHEMES
 from detonation.core.schemes.scheme import Scheme
-from detonation.plan.advice import advise, row, why
 from detonation.plan.auto import PROBE_S, world_link
 from detonation.plan.cost import Network, Work, changed, spelled
 from detonation.plan.losses import GOAL_STEPS, Goal, task_of, trained_by
-from detonation.plan.search import BUDGET, Candidate, Option, check_budget, options, settings
+from detonation.plan.search import BUDGET, Candidate, Option, advise, check_budget, options, row, settings, why
+from detonation.train.loop.fit import backward
 from detonation.train.loop.session import Session, check_config, check_levels, scheme_of, start_session
-from detonation.train.loop.timing import forward_backward, optimizer_step
 from detonation.train.output import directory
 from detonation.train.recipe import optimizers
 from detonation.train.recipe.resolve import Layers
@@ -32,6 +34,8 @@ from detonation.train.recipe.tables import to_table
 from detonation.train.run.adapt import Followed
 
 AUTO = "auto"
+_REPEATS = 5
+"""Of each measurement on this machine."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +66,7 @@ class Auto:
             return None
         if len(names) > 1:
             raise ValueError("scheme auto is for a recipe of one [scheme]: name the scheme of each [[scheme]]")
-        known = [field.name for field in fields(cls)]
-        for key in config.scheme.arguments:
-            if key not in known:
-                raise unknown(f"argument of scheme {AUTO}", key, known)
-        return cls(**config.scheme.arguments)
+        return make("scheme", {AUTO: cls}, AUTO, config.scheme.arguments)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Asked:
         made: dict[str, Config] = {}
         full = self.layers.under("full", {})
         agreeing = full.train.log_updates or full.train.publish or full.mesh.elastic
-        for name in [name for name in schemes() if name != "none" or not agreeing]:
+        for name in [name for name in SCHEMES if name != "none" or not agreeing]:
             for arguments in settings(name):
                 config = self.layers.under(name, arguments)
                 try:
@@ -104,11 +104,10 @@ class Asked:
 
 def trained(candidates: Mapping[str, Config]) -> dict[str, Candidate]:
     """Each scheme that may be chosen, with the optimizer that the recipe trains it with."""
-    found = {}
-    for name, config in candidates.items():
-        optimizer = trained_by(config.optimizer.name, config.optimizer.arguments)
-        found[name] = (scheme_of(config.levels[-1]), optimizer)
-    return found
+    return {
+        name: (scheme_of(config.levels[-1]), trained_by(config.optimizer.name, config.optimizer.arguments))
+        for name, config in candidates.items()
+    }
 
 
 def goal_of(config: Config, work: Work, optimizer: str | None = None) -> Goal:
@@ -206,7 +205,8 @@ def _search(
         name = world.send_to_all(spelled(found[0].cost.scheme), device)[0]  # the first rank decides
         if name in steps:
             best = next(option for option in found if spelled(option.cost.scheme) == name)
-            _agree(world, candidates[name], device)
+            text = json.dumps(to_table(candidates[name]), sort_keys=True)
+            world.require_same({"chosen": text}, device, {})  # raises `Mismatch` on all ranks where one has another
             return best, found, work
         step = optimizer_step(session, candidates[name])
         if step is None:  # the optimizer refuses it
@@ -215,6 +215,47 @@ def _search(
             steps[name] = step
 
 
-def _agree(world: Link, config: Config, device: torch.device) -> None:
-    """Raises `Mismatch` on all ranks where one has another configuration of the choice."""
-    world.require_same({"chosen": json.dumps(to_table(config), sort_keys=True)}, device, {})
+def forward_backward(session: Session) -> tuple[float, float]:
+    """The median time of the forward and backward passes of a step, and their spread (IQR / median). Collective."""
+    backward(session, 0)
+    low, median, high = statistics.quantiles(_times(lambda: backward(session, 0)), n=4)
+    return median, (high - low) / median
+
+
+def optimizer_step(session: Session, config: Config) -> Step | None:
+    """The time of the optimizer's step of `config` on the model of `session`, over a loopback. Collective.
+
+    None where the optimizer refuses it, such as a scheme that is larger than dense.
+    """
+    scheme = scheme_of(config.levels[-1])
+    base = optimizers.build_optimizer(config.optimizer, session.model)
+    try:
+        communicator = LoopbackCommunicator(session.config.mesh.replicas)
+        optimizer = replicate(base, session.model, communicator, scheme, clip=config.train.clip or None)
+        optimizer.step()
+    except ValueError:
+        return None
+
+    def at(step: int) -> float:
+        def again() -> None:
+            optimizer.step_count = step
+            optimizer.step()
+
+        return statistics.median(_times(again))
+
+    last = scheme.round.every - 1
+    return Step(at(last), at(last - 1) if last else 0.0)
+
+
+def _times(function: Callable[[], object]) -> list[float]:
+    """The seconds that `function` takes, several times over; of all ranks, which begin together, the slowest counts."""
+    times = []
+    for _ in range(_REPEATS):
+        dist.barrier()
+        began = time.perf_counter()
+        function()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    agreed: list[float] = slowest(torch.tensor(times, dtype=torch.float64)).tolist()
+    return agreed

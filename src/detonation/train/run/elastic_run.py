@@ -28,8 +28,7 @@ _WAIT_S = 300.0
 def check_place(request: Request, config: Config, place: LaunchPosition | None, asked: bool) -> None:
     """Raises `ValueError` where an elastic run cannot start as `request` wants it.
 
-    Args:
-        asked: The scheme is still to be chosen by measuring the links.
+    `asked`: the scheme is still to be chosen by measuring the links.
     """
     number, mesh = request.replica, config.mesh
     if mesh.elastic and asked:

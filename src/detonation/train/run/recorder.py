@@ -1,6 +1,5 @@
 """Records of a run: each step's, the log of its updates, and the feed of its weights."""
 
-import math
 import os
 import secrets
 from collections.abc import Sequence
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from detonation.checkpoint.files import retention
-from detonation.cluster.devices import peak_flops, peak_memory
+from detonation.cluster.devices import peak_memory
 from detonation.cluster.position import addresses_of
 from detonation.cluster.processes.rendezvous import GLOO_INTERFACE
 from detonation.core.integrity.tape import Tape
@@ -19,7 +18,6 @@ from detonation.log.records import Tapes
 from detonation.log.writer import UpdateLog
 from detonation.train.loop.session import Session
 from detonation.train.loop.summary import NOTHING, Counts, portion
-from detonation.train.loop.timing import flops
 from detonation.train.output import directory, metrics, trackers
 from detonation.train.output.screen import Screen
 from detonation.train.recipe.schema import described_mesh
@@ -37,7 +35,6 @@ class Recorder:
         done: Steps of earlier starts.
         before: Faults in earlier starts.
         kept: Records of earlier starts.
-        tuned: The recipe has tuned settings for the scheme, which is not its own.
     """
 
     def __init__(
@@ -48,7 +45,6 @@ class Recorder:
         done: int,
         before: Counts = NOTHING,
         kept: Sequence[metrics.Record] = (),
-        tuned: bool = False,
     ) -> None:
         self.before = before
         self._session, self._train, self._screen = session, session.config.train, screen
@@ -56,10 +52,8 @@ class Recorder:
         self.records, self._path, self._done = list(kept), path, done
         self._loggers: list[trackers.Logger] = []
         self._logged = len(self.records)
-        screen.line(_title(session, path, tuned))
-        self._least_s = math.inf  # of a step of this rank at the peak of its device
+        screen.line(_title(session, path))
         self._portion = portion(session)
-        self._passes = 0.0  # of each replica, on average, since the last line
         if session.rank == 0:
             self._open(done)
             self.warn(misfits(session.config))
@@ -67,8 +61,6 @@ class Recorder:
 
     def _open(self, done: int) -> None:
         """Writes from now on, after `done` steps."""
-        peak = peak_flops(self._session.device)
-        self._least_s = (flops(self._session) or math.inf) / peak if peak else math.inf
         self._loggers = [metrics.MetricsFile(self._path / directory.METRICS, self.records)]
         opened = trackers.open_trackers(self._path, self._session.config, done, lambda line: self.warn([line]))
         self._loggers += opened
@@ -83,7 +75,7 @@ class Recorder:
         self._open(done)
         self._screen.speak()
         self._screen.start(done, self._train.steps)
-        self._logged, self._passes = len(self.records), 0.0
+        self._logged = len(self.records)
         return True
 
     def _earlier(self) -> list[metrics.Record]:
@@ -94,9 +86,8 @@ class Recorder:
     def add(self, record: metrics.Record) -> None:
         """Takes in the record of one more step."""
         shown = record.step % self._train.log_every == 0 or record.val_loss is not None
-        self._passes += 1.0 if record.taking is None else record.taking / len(self._session.world.sizes)
         if shown and self._loggers:
-            record = replace(record, **self._measured(record))
+            record = replace(record, **self._measured())
         self.records.append(record)
         for logger in self._loggers:
             logger.write(record)
@@ -104,17 +95,13 @@ class Recorder:
         if shown:
             latest = self.records[self._logged :]
             self._screen.line(metrics.log_line(latest, self._train.steps, self._full_sync, self._portion))
-            self._logged, self._passes = len(self.records), 0.0
+            self._logged = len(self.records)
 
-    def _measured(self, record: metrics.Record) -> dict[str, Any]:
+    def _measured(self) -> dict[str, Any]:
         """The measurements for which the host may wait for a device, and which are therefore not of every step."""
         norm, memory = self._session.optimizer.stats.grad_norm, peak_memory(self._session.device)
         waits = self._session.waits.table(most=_MOST_REPLICAS) or None
-        found = {"memory": memory, "grad_norm": None if norm is None else float(norm), "waits": waits}
-        if self._least_s == math.inf:
-            return found
-        seconds = sum(each.seconds for each in [*self.records[self._logged :], record])
-        return {**found, "mfu": self._least_s * self._passes / seconds}
+        return {"memory": memory, "grad_norm": None if norm is None else float(norm), "waits": waits}
 
     def warn(self, lines: Sequence[str]) -> None:
         """Shows faults that do not stop the run."""
@@ -132,13 +119,12 @@ class Recorder:
             logger.close()
 
 
-def _title(session: Session, path: Path, tuned: bool) -> str:
+def _title(session: Session, path: Path) -> str:
     config, numel = session.config, sum(parameter.numel() for parameter in session.model.parameters())
     world = described_mesh(config.mesh)
     world += f" and an emulated link of {config.mesh.link}" if config.mesh.link else ""
     model = f"{config.model.name} with {numel:,} parameters"
     optimizer = f"{config.optimizer.name} at lr {config.optimizer.lr:g}"
-    optimizer += f" (as the recipe has tuned it for {config.scheme.name})" if tuned else ""
     return f"{config.schemes} over {world}: {model} on {session.data.name}, by {optimizer}, in {path}"
 
 
@@ -146,9 +132,7 @@ class Recording:
     """Logs and publishes a run, as its configuration says. Collective: all ranks construct it.
 
     Each rank of the first replica has a feed. Where that replica is lost, those of the next one take its place.
-
-    Args:
-        came_later: This replica came in while others trained; the rest is not collective then.
+    For a replica that `came_later`, while others trained, it is not collective.
     """
 
     def __init__(self, session: Session, path: Path, came_later: bool = False) -> None:

@@ -33,7 +33,6 @@ def run_training(request: Request, fail: Callable[[Exception], int]) -> Table:
     """Trains in the world that a launcher started, or in one of its own; returns the summary.
 
     Args:
-        request: The run.
         fail: Shows an error and returns the exit code, for a rank under a launcher that cannot raise because its main
             thread waits for a lost rank.
 
@@ -109,7 +108,7 @@ def make_task(request: Request, place: LaunchPosition | None) -> RunTask:
     if config.train.publish:
         host_and_port(config.train.publish)
         read_token()
-    return RunTask(request, config, asked, request.resume or restarted(os.environ), restartable(os.environ), layers)
+    return RunTask(request, config, asked, request.resume or restarted(os.environ), restartable(os.environ))
 
 
 def run_task(task: RunTask) -> Table:

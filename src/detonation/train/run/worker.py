@@ -26,7 +26,6 @@ from detonation.train.loop.summary import saved_counts, summarise
 from detonation.train.output import directory, metrics
 from detonation.train.output.directory import environment
 from detonation.train.output.screen import Screen
-from detonation.train.recipe.resolve import Layers
 from detonation.train.recipe.schema import Config, Table
 from detonation.train.recipe.tables import to_table
 from detonation.train.run.adapt import Adapter, Followed
@@ -46,7 +45,6 @@ class RunTask:
         asked: How to choose the scheme, where that is still to be done.
         resume: Continue the run in the directory: asked for, or because the launcher has started it again.
         may_start: `resume` starts from the beginning where no checkpoint was saved yet.
-        layers: The recipe that `config` is of.
     """
 
     request: Request
@@ -54,7 +52,6 @@ class RunTask:
     asked: Asked | None = None
     resume: bool = False
     may_start: bool = False
-    layers: Layers | None = None
 
 
 def train_on_rank(task: RunTask) -> Table:
@@ -102,8 +99,7 @@ def train_on_rank(task: RunTask) -> Table:
             if volumes.leads(session.rank):  # only now: what is refused leaves the directory as it was
                 plan = chosen.plan if chosen is not None and session.rank == 0 else None
                 directory.begin_run(path, to_table(session.config), environment(), plan)
-            tuned = task.layers is not None and task.layers.tunes(session.config.scheme.name)
-            with contextlib.closing(Recorder(session, path, screen, done, before, kept, tuned)) as recorder:
+            with contextlib.closing(Recorder(session, path, screen, done, before, kept)) as recorder:
                 recorder.show([*resumed, *more])
                 recorder.warn(damage)
                 recording = Recording(session, path)

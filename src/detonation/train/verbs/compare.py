@@ -13,7 +13,6 @@ import tomli_w
 
 from detonation.cluster.init import launch_position
 from detonation.cluster.processes.failure import RunError, WorldError, describe
-from detonation.report.words import duration
 from detonation.train.loop.fit import NonFiniteLoss
 from detonation.train.output import directory
 from detonation.train.output.screen import Screen
@@ -91,16 +90,12 @@ def runs_of(schemes: Sequence[str], varied: Sequence[str]) -> Mapping[str, tuple
 
 
 def _one_after_another(tasks: Sequence[RunTask], finished: Sequence[Table | None], screen: Screen) -> list[Table]:
-    """The summaries of all runs; a line before each says which one it is, and how long all will take."""
+    """The summaries of all runs; a line before each that is left says which one it is."""
     summaries: list[Table] = []
-    began, runs = time.monotonic(), 0
     for number, (task, summary) in enumerate(zip(tasks, finished, strict=True), start=1):
         if summary is None:
-            left = (time.monotonic() - began) / runs * finished[number - 1 :].count(None) if runs else 0.0
-            rest = f"; about {duration(left)} to go, as the runs before took" if runs else ""
-            screen.line(f"run {number} of {len(tasks)}: {_directory(task).name}{rest}")
-            summary, runs = _run(task), runs + 1
-        summaries.append(summary)
+            screen.line(f"run {number} of {len(tasks)}: {_directory(task).name}")
+        summaries.append(summary or _run(task))
     return summaries
 
 

@@ -59,8 +59,9 @@ def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, An
         numel, for_transformers = _write_state_dict(reader.shards(here[0]), source, out), False
     else:
         numel, for_transformers = _write_model(config, source, out)
+    os.umask(mask := os.umask(0))
     for file in out.iterdir():
-        file.chmod(0o666 & ~_umask())  # some libraries write through private temporary files
+        file.chmod(0o666 & ~mask)  # some libraries write through private temporary files
     mean = "" if manifest.alike or len(here) == manifest.replicas else f"{len(here)} of {manifest.replicas}"
     return {
         "exported": str(out),
@@ -83,7 +84,9 @@ def _write_model(config: Config, source: Elastic, out: Path) -> tuple[int, bool]
     """Writes a recipe's model and tokenizer; returns the number of parameters, and True for a model of transformers."""
     with torch.device("meta"):
         planned = weights(build_model(config.model.name, config.model.arguments))
-    parts = {name: source.agreed(f"{_MODEL}{name}", _box(tensor)) for name, tensor in planned.items()}
+    # a parameter may be cut; a buffer is whole on every shard
+    boxes = {name: Box.of(each) if isinstance(each, torch.nn.Parameter) else None for name, each in planned.items()}
+    parts = {name: source.agreed(f"{_MODEL}{name}", box) for name, box in boxes.items()}
     random = {key: value for key, value in config.model.arguments.items() if key != "pretrained"}
     model: Any = build_model(config.model.name, random)
     tokenizer = tokenizer_of(config.data.name, config.data.arguments)
@@ -110,14 +113,3 @@ def _write_state_dict(shards: Sequence[ShardReader], source: Elastic, out: Path)
     out.mkdir(parents=True, exist_ok=True)
     save_file({key.removeprefix(_MODEL): tensor.contiguous() for key, tensor in found.items()}, out / EXPORTED)
     return numel
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _box(tensor: torch.Tensor) -> Box | None:
-    """A parameter may be cut; a buffer is whole on every shard."""
-    return Box.of(tensor) if isinstance(tensor, torch.nn.Parameter) else None

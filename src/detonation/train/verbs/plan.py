@@ -2,25 +2,21 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from detonation.choices import unknown
 from detonation.cluster.network.profile import Compute, Profile
-from detonation.core.schemes.registry import scheme, schemes
+from detonation.core.schemes.registry import SCHEMES, scheme
 from detonation.core.schemes.scheme import Scheme
 from detonation.link_speed import LinkSpeed
-from detonation.plan.advice import advise
-from detonation.plan.cost import SHARD_NODE, Network, Work, changed, shard_costs
-from detonation.plan.losses import GOAL_STEPS, Goal, optimizers, trained_by
-from detonation.plan.search import Candidate, options, pairs
-from detonation.train.recipe.schema import Config, require
-
-if TYPE_CHECKING:
-    from detonation.train.recipe.resolve import Layers
+from detonation.plan.cost import Network, Shapes, Work, changed
+from detonation.plan.losses import GOAL_STEPS, TEXT, Goal, optimizers, task_of, trained_by
+from detonation.plan.search import Candidate, advise, options, pairs
+from detonation.train.recipe.schema import require
 
 _ROUNDED = 0.05
 """Numbers of parameters that differ by no more may be of one model: people write 1.2b."""
@@ -39,7 +35,6 @@ class Question:
     replicas: int | None = None
     shards: int | None = None
     parameters: str | None = None
-    shard_nodes: int | None = None
     optimizer: str | None = None
     steps: int | None = None
 
@@ -53,21 +48,19 @@ def plan(question: Question) -> dict[str, Any]:
     profile = Profile.read(question.profile) if question.profile else None
     if profile is not None:
         _same_world(question, profile)
-    layers = _layers(question, profile) if question.recipe else None
-    config = _config(layers) if layers else None
-    network = _network(question, profile, config)
-    work = _work(question, profile, config, network)
-    goal = _goal(question, config, work, network)
-    tuned = _tuned(layers, config, goal)
-    ranked = options(tuned or pairs(goal), work, network, goal)
-    found = advise(ranked, work, network, goal, settings=_settings(layers))
-    nodes = question.shard_nodes
-    if nodes is None:
-        nodes = config.mesh.shard_nodes if config else 1
-    if nodes != 1:
-        between = _between_nodes(question, profile, network.shards, nodes)
-        costs = shard_costs(work.shards, nodes, work.compute_s, between, accumulate=work.accumulate)
-        found |= {"shard_nodes": nodes, "shard_wires": [asdict(cost) for cost in costs]}
+    training = _of_recipe(question, profile) if question.recipe else _of_parameters(question, profile)
+    if profile is not None:
+        network = Network(profile.replicas, profile.shards, profile.axes["replicate"].operations)
+    else:
+        network = Network.of_link_speed(LinkSpeed.parse(question.link or ""), training.replicas, training.shards)
+    work, optimizer = _work(question, profile, training), question.optimizer
+    if optimizer is not None and optimizer not in optimizers():
+        raise unknown("--optimizer", optimizer, optimizers())
+    require(question.steps is None or question.steps >= 1, "--steps", question.steps, "at least 1")
+    steps = question.steps or training.steps
+    goal = Goal(training.replicas, sum(work.sizes.values()), steps, training.losses_of, optimizer)
+    tuned = [pair for pair in training.tuned if optimizer in (None, pair[1])]
+    found = advise(options(tuned or pairs(goal), work, network, goal), work, network, goal, settings=training.settings)
     if not tuned:  # the flags must name the optimizer; a learning rate does not carry over
         best = found["first"]
         kept = {key: value for key, value in best["optimizer_settings"].items() if key != "lr"}
@@ -102,106 +95,79 @@ def _same_world(question: Question, profile: Profile) -> None:
             raise ValueError(f"--{name} is {given}, but {was}: measure again with detonation probe, or say --link")
 
 
-def _layers(question: Question, profile: Profile | None) -> "Layers":
-    # imported for a recipe alone, as models and FSDP below: they take a second, and arithmetic needs none of it
-    from detonation.train.recipe.resolve import read_layers
+@dataclass(frozen=True)
+class _Training:
+    """What a plan has to know of a training.
 
-    assert question.recipe is not None
-    replicas, shards = question.replicas, question.shards
-    if profile is not None:
-        replicas, shards = profile.replicas, profile.shards
-    mesh = {"replicas": replicas, "shards": shards, "shard_nodes": question.shard_nodes}
-    return read_layers(question.recipe, question.overrides, mesh=mesh)
+    Args:
+        shapes: Of the parameters on each shard.
+        examples: Of a rank in a step; 0 where nothing is said of them.
+        steps, losses_of: Its length, and the recipe whose losses count for it.
+        tuned: Each scheme with the optimizer that trains with it in the recipe; empty without one.
+        settings: The arguments that choose a scheme: over the recipe, or else over the scheme's defaults.
+    """
 
-
-def _config(layers: "Layers") -> Config:
-    from detonation.train.loop.session import check_config
-    from detonation.train.run.decide import standing
-
-    return check_config(standing(layers))
-
-
-def _goal(question: Question, config: Config | None, work: Work, network: Network) -> Goal:
-    """The training that is asked about: of the recipe, or else of text."""
-    optimizer = question.optimizer
-    if optimizer is not None and optimizer not in optimizers():
-        raise unknown("--optimizer", optimizer, optimizers())
-    steps = question.steps
-    require(steps is None or steps >= 1, "--steps", steps, "at least 1")
-    if config is None:
-        return Goal(network.replicas, sum(work.sizes.values()), steps or GOAL_STEPS, optimizer=optimizer)
-    from detonation.train.run.decide import goal_of
-
-    goal = goal_of(config, work, optimizer)
-    return goal if steps is None else replace(goal, steps=steps)
+    replicas: int
+    shards: int
+    shapes: Sequence[Shapes]
+    accumulate: int = 1
+    examples: int = 0
+    steps: int = GOAL_STEPS
+    losses_of: str = TEXT
+    tuned: Sequence[Candidate] = ()
+    settings: Callable[[Scheme], Mapping[str, object]] = changed
 
 
-def _tuned(layers: "Layers | None", config: Config | None, goal: Goal) -> list[Candidate]:
-    """Each scheme with the optimizer that trains with it in the recipe, as in auto; empty without a recipe."""
-    if layers is None or config is None:
-        return []
-    from detonation.train.run.decide import Asked, Auto, trained
-
-    found = list(trained(Asked(Auto(), layers).candidates()).values())
-    if config.scheme.name not in schemes():
-        chosen = config.levels[-1].scheme
-        own = trained_by(config.optimizer.name, config.optimizer.arguments)
-        found.append((scheme(chosen.name, chosen.arguments), own))
-    return [pair for pair in found if goal.optimizer in (None, pair[1])]
-
-
-def _settings(layers: "Layers | None") -> Callable[[Scheme], Mapping[str, object]]:
-    """The arguments that choose a scheme: over the recipe that was asked about, or else over a scheme's defaults."""
-    if layers is None:
-        return changed
-    from detonation.train.run.decide import settings_in
-
-    return partial(settings_in, layers)
-
-
-def _network(question: Question, profile: Profile | None, config: Config | None) -> Network:
-    if profile is not None:
-        return Network.of_profile(profile)
-    assert question.link is not None
-    asked = (2 if question.replicas is None else question.replicas, 1 if question.shards is None else question.shards)
-    replicas, shards = (config.mesh.replicas, config.mesh.shards) if config else asked
+def _of_parameters(question: Question, profile: Profile | None) -> _Training:
+    """A training of text, whose parameters are one long one."""
+    world = question if profile is None else profile
+    replicas, shards = 2 if world.replicas is None else world.replicas, 1 if world.shards is None else world.shards
     require(replicas >= 1, "--replicas", replicas, "at least 1")
     require(shards >= 1, "--shards", shards, "at least 1")
-    return Network.of_link_speed(LinkSpeed.parse(question.link), replicas, shards)
+    return _Training(replicas, shards, [{"all": (-(-count(question.parameters or "") // shards),)}] * shards)
 
 
-def _between_nodes(question: Question, profile: Profile | None, shards: int, nodes: int) -> Network:
-    """The network between the nodes that the shards of one replica lie on."""
-    allowed = f"a divisor of the {shards} shards, from 1 to {shards}"
-    require(1 <= nodes <= shards and shards % nodes == 0, "--shard-nodes", nodes, allowed)
-    if profile is None:
-        return Network.of_link_speed(LinkSpeed.parse(question.link or ""), nodes, shards // nodes)
-    if SHARD_NODE not in profile.axes:
-        known = ", ".join(profile.axes)
-        raise ValueError(
-            f"{question.profile} measured {known}: probe a recipe with mesh.shard_nodes = {nodes}, or say --link"
-        )
-    return Network(nodes, shards // nodes, profile.axes[SHARD_NODE].operations)
+def _of_recipe(question: Question, profile: Profile | None) -> _Training:
+    # imported for a recipe alone: models and FSDP take a second, and arithmetic needs none of it
+    from detonation.train.loop.session import check_config
+    from detonation.train.recipe.resolve import read_layers
+    from detonation.train.recipe.sizes import shard_shapes
+    from detonation.train.run.decide import Asked, Auto, settings_in, standing, trained
+
+    assert question.recipe is not None
+    world = question if profile is None else profile
+    mesh = {"replicas": world.replicas, "shards": world.shards}
+    layers = read_layers(question.recipe, question.overrides, mesh=mesh)
+    config = check_config(standing(layers))
+    tuned, chosen, train = [*trained(Asked(Auto(), layers).candidates()).values()], config.scheme, config.train
+    if chosen.name not in SCHEMES:
+        own = trained_by(config.optimizer.name, config.optimizer.arguments)
+        tuned.append((scheme(chosen.name, chosen.arguments), own))
+    return _Training(
+        config.mesh.replicas,
+        config.mesh.shards,
+        shard_shapes(config),
+        train.accumulate,
+        train.batch_size * train.accumulate,
+        train.steps,
+        task_of(config.model.name),
+        tuned,
+        partial(settings_in, layers),
+    )
 
 
-def _work(question: Question, profile: Profile | None, config: Config | None, network: Network) -> Work:
-    shapes = _shapes(question, config, network.shards)
+def _work(question: Question, profile: Profile | None, training: _Training) -> Work:
     measured = profile.compute if profile and question.step_time is None else None
+    seconds = question.step_time
     if measured is not None:
-        _same_model(question, measured, sum(math.prod(shape) for shard in shapes for shape in shard.values()))
-    seconds = _measured_s(measured, config) if measured else question.step_time
+        _same_model(question, measured, sum(math.prod(shape) for shard in training.shapes for shape in shard.values()))
+        seconds = measured.forward_backward_s
+        if training.examples and measured.examples:
+            seconds *= training.examples / measured.examples
     if seconds is None:
         raise ValueError("plan needs --step-time, the seconds of forward and backward, or a profile of the recipe")
     require(0 < seconds < math.inf, "--step-time", seconds, "above 0")
-    accumulate = config.train.accumulate if config else 1
-    return Work(shapes, seconds, measured.steps if measured else {}, accumulate=accumulate)
-
-
-def _measured_s(measured: Compute, config: Config | None) -> float:
-    """Seconds of forward and backward in proportion to the examples of the recipe, where both numbers are known."""
-    if config is None or not measured.examples:
-        return measured.forward_backward_s
-    return measured.forward_backward_s * (config.train.batch_size * config.train.accumulate / measured.examples)
+    return Work(training.shapes, seconds, measured.steps if measured else {}, accumulate=training.accumulate)
 
 
 def _same_model(question: Question, measured: Compute, parameters: int) -> None:
@@ -213,12 +179,3 @@ def _same_model(question: Question, measured: Compute, parameters: int) -> None:
     if not same:
         was = f"{question.profile} is of the recipe {measured.recipe} with {measured.parameters:,} parameters"
         raise ValueError(f"{was}, and this model has {parameters:,}: probe again, or say --step-time")
-
-
-def _shapes(question: Question, config: Config | None, shards: int) -> list[dict[str, tuple[int, ...]]]:
-    """The shapes of the parameters on each shard; without a recipe they are one long parameter."""
-    if config is None:
-        return [{"all": (-(-count(question.parameters or "") // shards),)}] * shards
-    from detonation.train.recipe.sizes import shard_shapes
-
-    return shard_shapes(config)

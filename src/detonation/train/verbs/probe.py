@@ -10,16 +10,15 @@ import torch.distributed as dist
 
 from detonation.cluster.init import LaunchPosition, launch_position, local_device
 from detonation.cluster.launch import run_under_launcher
-from detonation.cluster.mesh import init_mesh, split_shards
+from detonation.cluster.mesh import init_mesh
 from detonation.cluster.network.measure import probe_axis
 from detonation.cluster.network.profile import Compute, Profile
-from detonation.core.schemes.registry import schemes
+from detonation.core.schemes.registry import SCHEMES
 from detonation.train.loop.session import Session, check_config, slowed, start_session
-from detonation.train.loop.timing import forward_backward, optimizer_step
 from detonation.train.output.directory import environment
 from detonation.train.recipe.resolve import Layers, fill_mesh, merge, read_layers
 from detonation.train.recipe.schema import Config, MeshConfig, Table, require
-from detonation.train.run.decide import standing
+from detonation.train.run.decide import forward_backward, optimizer_step, standing
 from detonation.train.run.request import from_plain, to_plain
 from detonation.train.run.start import compute_with_one_thread, on_ranks
 
@@ -56,13 +55,7 @@ class ProbeTask:
 def probe(request: ProbeRequest, fail: Callable[[Exception], int]) -> Profile | None:
     """Measures in the world that a launcher started, or in one of its own; None on all ranks but the first.
 
-    Args:
-        request: What to measure.
-        fail: As in `train.run.start.run_training`.
-
-    Raises:
-        ValueError: Bad input, before any process starts.
-        WorldError: A rank failed.
+    `fail` and errors are those of `train.run.start.run_training`.
     """
     place = launch_position(os.environ)
     if place is None:
@@ -106,9 +99,6 @@ def probe_on_rank(task: ProbeTask) -> Table:
         "replicate": probe_axis(slowed(mesh["replicate"], task.mesh.link), device, _AXIS_S),
         "shard": probe_axis(mesh["shard"], device, _AXIS_S / 2),
     }
-    if (nodes := task.mesh.shard_nodes) > 1:
-        between = slowed(split_shards(mesh, nodes)["shard_node"], task.mesh.link)
-        axes["shard_node"] = probe_axis(between, device, _AXIS_S)
     compute = None
     if task.config is not None and task.layers is not None:
         compute = _compute(start_session(task.config, device), task.name, task.layers)
@@ -121,7 +111,7 @@ def _compute(session: Session, name: str, layers: Layers) -> Compute:
     median, spread = forward_backward(session)
     # Each scheme as the recipe has tuned it, without `--set`.
     plain = Layers(layers.tables, {**_OFF, "mesh": asdict(session.config.mesh)})
-    names = dict.fromkeys([*schemes(), session.config.scheme.name])
+    names = dict.fromkeys([*SCHEMES, session.config.scheme.name])
     every = {scheme: optimizer_step(session, plain.under(scheme, {})) for scheme in names}
     steps = {scheme: step for scheme, step in every.items() if step is not None}
     numel = sum(parameter.numel() for parameter in session.model.parameters() if parameter.requires_grad)
