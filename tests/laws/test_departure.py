@@ -21,14 +21,28 @@ REMEMBERING = [name for name, scheme in TALKING.items() if scheme.feedback]
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
-def threads_of(act, min_replicas=1):
+class Clumsy(SurvivingCommunicator):
+    """A replica that cannot use the first group that is formed after all have agreed that one leaves."""
+
+    failed = False
+
+    def _formed(self):
+        group = super()._formed()
+        if self.departing[1] and not self.failed:
+            self.failed = True
+            group.abandon()
+            raise RuntimeError
+        return group
+
+
+def threads_of(act, min_replicas=1, clumsy=-1):
     """What `act(communicator)` returns on each replica, a thread of its own."""
     store, results, errors = HashStore(), {}, []
 
     def run(replica):
         try:
             membership = Membership(store, replica, REPLICAS, 0, 1, 30.0, min_replicas, print, confirm_s=30.0)
-            communicator = SurvivingCommunicator(membership, 30.0)
+            communicator = (Clumsy if replica == clumsy else SurvivingCommunicator)(membership, 30.0)
             results[replica] = act(communicator, replica)
             if replica in communicator._membership.members and communicator.error is None:
                 communicator.close()
@@ -110,6 +124,11 @@ def test_a_round_ends_before_a_replica_leaves_and_its_movement_counts():
     for number in range(4):
         mean = sum(ends[replica][0][number] for replica in range(REPLICAS)) / REPLICAS
         torch.testing.assert_close(ends[0][1][number], mean, **CLOSE)
+
+
+def test_all_know_who_leaves_where_some_have_to_agree_twice():
+    ends = threads_of(lambda axis, replica: trained(axis, replica, dt.diloco(every=4), 2, weights), clumsy=1)
+    assert ends[2][2].startswith("replica 2 has left before step ") and ends[0][2] == ends[1][2]
 
 
 def test_nobody_leaves_where_too_few_would_be_left():

@@ -93,6 +93,8 @@ FOLLOWED = (
     + """
 import time
 from pathlib import Path
+
+import pytest
 from detonation.log.records import Tapes
 token, steps = b"a token for tests only", 12
 address, log, files = Path(folder) / "address", Path(folder) / "log", Path(folder) / "weights"
@@ -264,6 +266,7 @@ def test_newcomers_of_other_kinds_join_a_run_with_equal_bits_and_a_close_one(tmp
     assert 0 < float(far) < 1e-5 and len({each["apart"].split()[1] for each in lines}) == 1, (far, steps)
 
 
+@pytest.mark.long
 def test_where_bits_must_be_equal_a_newcomer_of_another_kind_is_refused_and_the_others_train_on(tmp_path):
     said = run_unlike(NEWCOMERS, [0, 0, 1], tmp_path, "bits", "1")
     first, second, newcomer = (dict(line.partition(" ")[::2] for line in out.splitlines()) for out, _ in said)
@@ -294,6 +297,7 @@ dt.leave()
 )
 
 
+@pytest.mark.long
 def test_several_levels_of_unlike_processors_train_close(tmp_path):
     """Two kinds inside each site, and three kinds among the sites."""
     for out, _ in run_unlike(LEVELS, [0, 1, 0, 2], tmp_path):
@@ -313,6 +317,7 @@ sys.exit(run_command(["train", recipe, "--out", out, "--init-from", begin, *worl
 """
 
 
+@pytest.mark.long
 def test_a_run_says_how_far_its_replicas_are_apart_and_its_checkpoints_are_good(tmp_path):
     recipe = write_recipe(tmp_path / "tiny.toml")
     begin = Command(tmp_path / "begin", "train", recipe, "--out", tmp_path / "begin" / "run", "--steps", 1)

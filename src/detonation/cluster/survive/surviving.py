@@ -220,6 +220,7 @@ class SurvivingCommunicator(ElasticCommunicator):
             noticed = min(noticed, membership.noticed_at)
         for _ in range(_MOST_TRIES):
             agreement = membership.agree(self._report())
+            self._note_departures(agreement)  # of each, also where no group can be formed after it
             if agreement.awaited >= 0:
                 self.guest, self.awaits = None, -1
             self._group.abandon()
@@ -234,7 +235,6 @@ class SurvivingCommunicator(ElasticCommunicator):
         if before != membership.members:
             for pending in (self.pending, *(user.pending for user in self._users)):
                 pending.append(agreement)
-        self._note_departures(agreement)
         if agreement.guest >= 0:
             self.guest = agreement.next_step, agreement.guest
             membership.store.set(axis_key("admit", agreement.guest), str(agreement.next_step))
