@@ -5,6 +5,8 @@ The processors are emulated, each by a process of its own (`unlike.py`); the las
 
 import json
 
+import pytest
+
 from commands import Command, free_port, write_recipe
 from unlike import run_unlike
 
