@@ -20,7 +20,7 @@ from detonation.core.integrity.message import Message
 from detonation.core.link.link import Link
 from detonation.core.memory import Memory
 from detonation.core.replicator.local_state import LocalState
-from detonation.core.replicator.transfer import BucketPipeline, OwnPart, Transfer
+from detonation.core.replicator.transfer import BucketPipeline, Transfer, Update
 from detonation.core.runtime import Runtime
 from detonation.core.schemes.buckets import codec_of
 from detonation.core.schemes.scheme import Scheme
@@ -252,7 +252,7 @@ class Channel:
             selected = self._empty(transfer, pipeline)
             engine.codec.write(selected, run)
         if self._needs_own_update:
-            transfer.own.append(OwnPart(pipeline, engine.own_message(run.copy() if run.is_summed else run, selected)))
+            transfer.own.append(Update(engine, engine.own_message(run.copy() if run.is_summed else run, selected)))
 
     def _release(self, transfer: Transfer) -> None:
         """Removes what was sent from memory, while the collective runs."""

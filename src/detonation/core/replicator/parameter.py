@@ -16,11 +16,11 @@ from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.channel import Channel
 from detonation.core.replicator.local_state import LocalState
 from detonation.core.replicator.outer import EagerStart, OuterSGD
-from detonation.core.replicator.transfer import BucketPipeline, OwnPart, Transfer
+from detonation.core.replicator.transfer import BucketPipeline, Transfer, Update
 from detonation.core.round import Round
 from detonation.core.schemes.scheme import ParameterScheme
 
-Unsent = Tensor | tuple[OwnPart, float] | None
+Unsent = Tensor | tuple[Update, float] | None
 """The part of a bucket's movement that was not sent, if the parameters keep it: as it is, or the message and the weight
 of the movement, from which it can be computed as long as the parameters stay where they were."""
 Part = tuple[BucketPipeline, Unsent]
@@ -174,12 +174,12 @@ class ParameterReplicator(Replicator):
             self._lost[pipeline.bucket.first] = lost.any() if isinstance(lost, Tensor) else lost
         unsent: Unsent = None
         if transfer.own and self._start:
-            self._depart(transfer.own.pop(), weights)
+            self._depart(pipeline.bucket, transfer.own.pop(), weights)
         elif transfer.own:
             own = transfer.own.pop()
             # an accelerator has less memory and more time: it subtracts once more when the message lands
             kept = delay > 0 or not self.channel.runtime.decides_on_device
-            unsent = torch.sub(moved, self._decoded(own), out=moved) if kept else (own, weight)
+            unsent = torch.sub(moved, self._decoded(pipeline.bucket, own), out=moved) if kept else (own, weight)
         self._in_flight[-1][1].append((pipeline, unsent))
 
     def _movement(self, bucket: Bucket, weights: Sequence[Tensor], weight: float) -> Tensor:
@@ -188,23 +188,22 @@ class ParameterReplicator(Replicator):
         torch.sub(self._rounded((self._start or self._anchor).flat, bucket, weights), moved, out=moved)
         return moved.mul_(weight) if weight != 1.0 else moved
 
-    def _rest(self, unsent: Unsent, weights: Sequence[Tensor]) -> Tensor | None:
+    def _rest(self, bucket: Bucket, unsent: Unsent, weights: Sequence[Tensor]) -> Tensor | None:
         """The part of a bucket's movement that was not sent, before the anchor moves."""  # [rows of the bucket, chunk]
         if unsent is None or isinstance(unsent, Tensor):
             return unsent
         own, weight = unsent
-        moved = self._movement(own.pipeline.bucket, weights, weight)
-        return torch.sub(moved, self._decoded(own), out=moved)
+        moved = self._movement(bucket, weights, weight)
+        return torch.sub(moved, self._decoded(bucket, own), out=moved)
 
-    def _decoded(self, own: OwnPart) -> Tensor:
+    def _decoded(self, bucket: Bucket, own: Update) -> Tensor:
         """The part of a bucket that this replica has sent."""  # [rows of the bucket, chunk]
-        return own.decode()
+        return own.flat()
 
-    def _depart(self, own: OwnPart, weights: Sequence[Tensor]) -> None:
+    def _depart(self, bucket: Bucket, own: Update, weights: Sequence[Tensor]) -> None:
         """Lets the parameters follow what was just sent."""
         assert self._start
-        bucket = own.pipeline.bucket
-        self._start.advance(bucket.rows, self._anchor.flat[bucket.rows], self._decoded(own))
+        self._start.advance(bucket.rows, self._anchor.flat[bucket.rows], self._decoded(bucket, own))
         copy(bucket.cut(weights), bucket.layout.parts(self._start.flat[bucket.rows]))
 
     def _land(self) -> None:
@@ -224,7 +223,7 @@ class ParameterReplicator(Replicator):
         transfer, parts = self._in_flight.popleft()
         update = transfer.receive()
         for pipeline, unsent in parts:
-            rest = self._rest(unsent, weights)
+            rest = self._rest(pipeline.bucket, unsent, weights)
             self._follow(pipeline.bucket, update.rows_of(pipeline, transfer.pipeline.bucket.first), rest, weights)
             del rest  # before the next one is made
 
@@ -290,8 +289,8 @@ class HoldingReplicator(ParameterReplicator):
     def _follow(self, bucket: Bucket, update: Tensor, unsent: Tensor | None, weights: Sequence[Tensor]) -> None:
         super()._follow(bucket, self._held(bucket, update), unsent, weights)
 
-    def _decoded(self, own: OwnPart) -> Tensor:
-        return self._held(own.pipeline.bucket, own.decode())
+    def _decoded(self, bucket: Bucket, own: Update) -> Tensor:
+        return self._held(bucket, own.flat())
 
     def _held(self, bucket: Bucket, flat: Tensor) -> Tensor:
         """`flat` with zeros in the padding rows."""  # [rows of the bucket, chunk]

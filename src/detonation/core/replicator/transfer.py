@@ -23,35 +23,21 @@ class BucketPipeline:
     exchange: Exchange
 
 
-@dataclass(frozen=True)
-class OwnPart:
-    """The part of this replica's message in one bucket, as every receiver decodes it."""
-
-    pipeline: BucketPipeline
-    received: Received
-
-    def decode(self) -> Tensor:
-        """The update of these rows if all replicas had sent this message.
-
-        Shapes: -> `[rows of the bucket, chunk]` fp32.
-        """
-        return self.pipeline.engine.decode(self.received)
-
-
 @dataclass
 class Transfer:
     """The message of one replica at one step, encoded bucket by bucket, in flight until it becomes an update.
 
     However many collectives it takes, it is one message with one header: all replicas decide once whether to use it.
     pipeline: of the bucket that is the message, which may be the whole.
-    own: what this replica sent, bucket by bucket; only for a scheme that needs it. is_empty: True if a part of it is
-    zeros because of values that are not finite; `[]` bool where only the device knows. unreleased: the selections that
-    are still to leave the memory, with their values as every receiver decodes them, where these differ.
+    own: the update of each bucket if all replicas had sent what this one did; only for a scheme that needs it.
+    is_empty: True if a part of it is zeros because of values that are not finite; `[]` bool on a device that decides.
+    unreleased: the selections that are still to leave the memory, with their values as every receiver decodes them,
+    where these differ.
     """
 
     pipeline: BucketPipeline
     message: Message
-    own: list[OwnPart] = field(default_factory=list)
+    own: "list[Update]" = field(default_factory=list)
     is_empty: bool | Tensor = False
     forwarded: bool = False
     status: int = 0
