@@ -96,7 +96,7 @@ def trained(
             optimizer.zero_grad()
         synchronize(job.device)
         seconds = time.monotonic() - began
-        with optimizer.agreed_weights(), torch.no_grad():
+        with torch.no_grad():
             judged = torch.stack([model(batch("judge", -1 - number)) for number in range(8)]).mean()
         return float(judged), seconds, optimizer.stats.bytes_sent, sum(p.numel() for p in model.parameters())
 

@@ -152,7 +152,7 @@ def test_every_kernel_is_compared_with_torch_and_a_wrong_bit_is_seen(kernel, mon
 
 
 def test_every_kernel_of_the_package_is_started_first():
-    sources = (children.ROOT / "src/detonation/kernels/gpu").rglob("*.py")
+    sources = (children.ROOT / "src/detonation/kernels").rglob("*.py")
     assert {name for file in sources for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.M)} == set(
         first.KERNELS
     )
@@ -173,7 +173,7 @@ def test_a_checksum_that_is_wrong_is_told(kind, at, monkeypatch):
     from benchmarks.gpu import seals
 
     monkeypatch.setenv("DETONATION_KERNELS", "triton")
-    inspect, seal = seals.launches.Inspector.inspect, seals.Header.seal
+    inspect, seal = seals.inspection.Inspector.inspect, seals.Header.seal
 
     def inspected(*arguments):
         table = inspect(*arguments)
@@ -185,7 +185,7 @@ def test_a_checksum_that_is_wrong_is_told(kind, at, monkeypatch):
         seal(header, messages, nbytes)
         messages[0, 60] ^= kind == "unlike_torch"
 
-    monkeypatch.setattr(seals.launches.Inspector, "inspect", inspected)
+    monkeypatch.setattr(seals.inspection.Inspector, "inspect", inspected)
     monkeypatch.setattr(seals.Header, "seal", sealed)
     found = seals.agreed(CPU, at + 1, LIMIT_S)
     assert found == {"rounds": at + 1, "disagree": -1, "missed": -1, "unlike_torch": -1, kind: at}

@@ -20,8 +20,7 @@ from detonation.version import __version__
 _INTERFACE: dict[str, Any] = {
     "prog": "detonation",
     "description": "Train PyTorch models over slow links: sharded inside a node, compressed between nodes.\n\n"
-    "--version prints all versions, for a bug report, or with --compare FILE what differs from the --version --json\n"
-    "of another machine.",
+    "--version prints all versions; with --compare FILE, what differs from a --version --json elsewhere.",
     "config": (FlagCreatePairsOff,),
 }
 """The look of the verbs, as tyro takes it."""
