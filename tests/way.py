@@ -51,7 +51,7 @@ CEILINGS = {
 """Python calls of one `optimizer.step()`, moves from one file to another, and files: at most. They only fall."""
 
 SIZES = {
-    "lines of core": 12_367,
+    "lines of core": 12_351,
     "files of core": 101,
     "lines of src": 38_469,
     "files of src": 267,
@@ -60,7 +60,7 @@ SIZES = {
     "recipe keys": 118,
     "private names of core that the application imports": 21,
     "words of README": 842,
-    "words of docs": 39_532,
+    "words of docs": 39_530,
 }
 """The size of the package, at most. The numbers only fall."""
 

@@ -5,9 +5,9 @@ from functools import partial
 import torch
 from benchmarks.gpu.common import Job, median_s
 from benchmarks.gpu.olmo2 import SHAPES, OLMo2
+from benchmarks.gpu.peaks import peak_flops
 
 import detonation as dt
-from detonation.cluster.devices import peak_flops
 from detonation.cluster.network.loopback import LoopbackCommunicator
 
 TITLE = "A whole training step"

@@ -116,7 +116,7 @@ def test_the_wheel_holds_what_is_used_and_nothing_else(built):
     tracked = subprocess.run(["git", "ls-files", "src"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
     if tracked:
         assert names == {name.removeprefix("src/") for name in tracked.split()}
-    beside = {"py.typed", "__init__.pyi", "plan/losses.json", "data/sources.toml", "cluster/peaks.toml"}
+    beside = {"py.typed", "__init__.pyi", "plan/losses.json", "data/sources.toml"}
     assert {f"detonation/{name}" for name in beside} < names
     recipes = {f"detonation/recipes/{path.name}" for path in ROOT.glob("recipes/*.toml")}
     assert recipes and recipes < names

@@ -226,7 +226,7 @@ def test_one_node_has_no_rate_in_the_plan(capsys, tmp_path):
     assert found["reason"] in " ".join(printed.err.split()) and found["pays"] is None
 
 
-OF_TWO = {"format": 2, **asdict(Profile(2, 2, "gloo", {"replicate": AxisProfile(2, 2, {})}))}
+OF_TWO = {"format": 1, **asdict(Profile(2, 2, "gloo", {"replicate": AxisProfile(2, 2, {})}))}
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ OF_TWO = {"format": 2, **asdict(Profile(2, 2, "gloo", {"replicate": AxisProfile(
         (OF_TWO, ["--replicas", "16"], "--replicas is 16, but profile.json was measured with 2: measure again with"),
         (OF_TWO, ["--shards", "8"], "--shards is 8, but profile.json was measured with 2: measure again with"),
         (OF_TWO, [], "plan needs --step-time, the seconds of forward and backward, or a profile of the recipe"),
-        (OF_TWO | {"format": 1}, [], "profile.json has format 1, this version reads 2: measure again with probe"),
+        (OF_TWO | {"format": 2}, [], "profile.json has format 2, this version reads 1: measure again with probe"),
         (OF_TWO, ["--link", "1gbit"], "plan needs --profile (made by detonation probe) or --link RATE[,LATENCY], one"),
     ],
 )

@@ -1,11 +1,11 @@
-"""The probe measures the link that it is given; profiles are read as they were written."""
+"""The probe measures the link that it is given; each pair once; profiles are read as they were written."""
 
 import pytest
 import torch
 
 import worlds
 from detonation.cluster.network import measure
-from detonation.cluster.network.profile import AxisProfile, Operation, Profile, Sample
+from detonation.cluster.network.profile import AxisProfile, LinkSample, Operation, Profile, Sample
 from detonation.cluster.network.throttled import ThrottledCommunicator
 from detonation.link_speed import LinkSpeed
 
@@ -20,13 +20,18 @@ def probed(mesh, speed):
 def test_a_probe_measures_a_throttled_link():
     """20 Mbit/s per node, two ranks per node: each rank sees half at most, and the latency of the collective's hops."""
     found = worlds.run(probed, 2, 2, LinkSpeed(2e7, 0.02))[0]
-    assert (found.size, found.per_node) == (2, 2)
+    assert (found.size, found.per_node) == (2, 2) and found.pairs == ()
     assert set(found.operations) == {"all-reduce", "all-gather", "all-to-all"}
     for name, hops in {"all-reduce": 2, "all-gather": 1, "all-to-all": 1}.items():
         operation = found.operations[name]
         assert len(operation.samples) >= 2
         for sample in operation.samples:  # under any load, a message takes its time on the link
             assert sample.seconds >= 0.02 * hops + 8 * sample.bytes_sent / 2e7
+
+
+def test_every_pair_of_three_or_more_is_measured_once():
+    found = worlds.run(probed, 4, 1, None)[0]
+    assert [(p.first, p.second) for p in found.pairs] == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
 
 
 def test_the_fit_is_the_line_through_the_samples():
@@ -44,7 +49,7 @@ def test_a_fit_of_noise_stays_a_link():
 
 
 GATHER = Operation(0.001, 1e8, 0.1, [Sample(10, 0.1, 0.0)])
-PROFILE = Profile(2, 1, "gloo", {"replicate": AxisProfile(2, 1, {"all-gather": GATHER})})
+PROFILE = Profile(2, 1, "gloo", {"replicate": AxisProfile(2, 1, {"all-gather": GATHER}, [LinkSample(0, 1, 0.1, 1e6)])})
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path):
@@ -57,9 +62,9 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
     [
         ("", "is no profile"),
         ("[]", "has format None"),
-        ('{"format": 1}', "has format 1, this version reads 2: measure again"),
-        ('{"format": 2}', "is damaged"),
-        ('{"format": 2, "axes": {"a": 3}, "compute": null}', "is damaged"),
+        ('{"format": 2}', "has format 2, this version reads 1: measure again"),
+        ('{"format": 1}', "is damaged"),
+        ('{"format": 1, "axes": {"a": 3}, "compute": null}', "is damaged"),
     ],
 )
 def test_another_file_is_no_profile(tmp_path, text, complaint):

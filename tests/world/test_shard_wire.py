@@ -15,7 +15,7 @@ import detonation as dt
 import worlds
 from detonation.core.flat.tensors import digest, local
 from detonation.wire.units import mend_references, shard_units
-from detonation.wire.wire import gradient_bytes, weight_bytes
+from detonation.wire.wire import WIDTHS, quantized_bytes
 from zoo import Menagerie, Plain, batch, built
 
 pytestmark = pytest.mark.usefixtures("lasting_worlds")
@@ -28,6 +28,25 @@ WIRES = {
     "gradients": {"weights": "fp32"},
     "resync": {"resync_every": 2},
 }
+
+
+def weight_bytes(wire, sizes, nodes, itemsize=4, exact=False):
+    """Bytes that a rank sends to other nodes in one exchange of weights of `itemsize` bytes.
+
+    `sizes` are the numbers of a rank's shard of each FSDP unit, as FSDP2 pads them. They travel `exact` in the first
+    exchange and in a resync.
+    """
+    width = 0 if exact else WIDTHS[wire.weights]
+    return (nodes - 1) * sum(quantized_bytes(size, width) if width else size * itemsize for size in sizes)
+
+
+def gradient_bytes(wire, sizes, nodes):
+    """Bytes that a rank sends to other nodes in one reduce-scatter of all units; 0 where torch's own carries them.
+
+    `sizes` are those of `weight_bytes`, of trained parameters alone.
+    """
+    width = WIDTHS[wire.gradients]
+    return (nodes - 1) * sum(quantized_bytes(size, width) for size in sizes) if width else 0
 
 
 def start(mesh, kind, wire, scheme="none", **policy):

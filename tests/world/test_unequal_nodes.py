@@ -422,7 +422,7 @@ REFUSED = {
     "bf16": "SGD of torch.bfloat16: its bits depend on the cut",
     "auto": "joins nodes of [1, 2] ranks",
     "wire": "shard wire",
-    "record": "update log",
+    "record": "keep no log and publish nothing",
 }
 
 

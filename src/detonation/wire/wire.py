@@ -1,6 +1,5 @@
 """The wire between the nodes of one replica: the choice that `shard_wire` makes, its bytes and its memory."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_type_hints
 
@@ -91,39 +90,3 @@ def quantized_bytes(count: int, width: int) -> int:
     (132, 130)
     """
     return -(-count // BLOCK) * (BLOCK * width // 8 + 2)
-
-
-def weight_bytes(wire: ShardWire, sizes: Sequence[int], nodes: int, itemsize: int = 4, exact: bool = False) -> int:
-    """Bytes that a rank sends to other nodes in one exchange of weights of `itemsize` bytes.
-
-    `sizes` are the numbers of a rank's shard of each FSDP unit, as FSDP2 pads them. They travel `exact` in the first
-    exchange and in a resync.
-
-    >>> weight_bytes(ShardWire(), [256], nodes=2), weight_bytes(ShardWire(), [256], nodes=2, exact=True)
-    (132, 1024)
-    """
-    width = 0 if exact else WIDTHS[wire.weights]
-    return (nodes - 1) * sum(quantized_bytes(size, width) if width else size * itemsize for size in sizes)
-
-
-def gradient_bytes(wire: ShardWire, sizes: Sequence[int], nodes: int) -> int:
-    """Bytes that a rank sends to other nodes in one reduce-scatter of all units; 0 where torch's own carries them.
-
-    `sizes` are those of `weight_bytes`, of trained parameters alone.
-
-    >>> gradient_bytes(ShardWire(gradients="8bit"), [256], nodes=3)
-    520
-    """
-    width = WIDTHS[wire.gradients]
-    return (nodes - 1) * sum(quantized_bytes(size, width) for size in sizes) if width else 0
-
-
-def wire_memory(wire: ShardWire, size: int, nodes: int, itemsize: int = 4) -> int:
-    """Bytes that a rank holds for a shard wire between steps: the reference, and the residual of gradients.
-
-    `size` counts the numbers of its shard of all parameters, which have `itemsize` bytes when they are gathered.
-
-    >>> wire_memory(ShardWire(), 100, nodes=2), wire_memory(ShardWire(gradients="fp32"), 100, nodes=2, itemsize=2)
-    (1200, 400)
-    """
-    return nodes * size * itemsize + (4 * (nodes - 1) * size if WIDTHS[wire.gradients] else 0)

@@ -7,13 +7,16 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from detonation.cluster.network.profile import AxisProfile, Operation, Sample
+from detonation.cluster.network.profile import AxisProfile, LinkSample, Operation, Sample
 from detonation.core.link.communicator import Axis
 from detonation.core.link.link import Link
 
 _SIZES = tuple(4**power for power in range(5, 13))  # 1 KiB to 16 MiB
 _REPEATS = 5
+_PAIR_SIZES = (1024, 2**18)
+_PAIR_REPEATS = 3
 
 
 def probe_axis(axis: Axis, device: torch.device, budget_s: float = 6.0) -> AxisProfile:
@@ -35,7 +38,9 @@ def probe_axis(axis: Axis, device: torch.device, budget_s: float = 6.0) -> AxisP
         }
         for name, start in starts.items():
             operations[name] = fit_line(_samples(link, start, device, budget_s / (len(starts) + 1)))
-    return AxisProfile(axis.size(), per_node, operations)
+    # a throttled link has the same speed between all pairs
+    pairs = _pairs(axis) if axis.size() > 2 and isinstance(axis, DeviceMesh) else ()
+    return AxisProfile(axis.size(), per_node, operations, pairs)
 
 
 def fit_line(samples: Sequence[Sample]) -> Operation:
@@ -85,3 +90,61 @@ def slowest(times: Tensor) -> Tensor:
     worst = times.to("cuda") if dist.get_backend() == "nccl" else times.clone()
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return worst.cpu()
+
+
+def _pairs(axis: DeviceMesh) -> list[LinkSample]:
+    """Measures every pair of replicas of the axis with a short and a long message, both ways at once.
+
+    In rounds like those of a tournament, in which each replica sends to one other: as many rounds as replicas.
+    """
+    replica, size, ranks = axis.get_local_rank(), axis.size(), dist.get_process_group_ranks(axis.get_group())
+    samples: list[LinkSample] = []
+    for pairs in _rounds(size):
+        other = next((b if a == replica else a for a, b in pairs if replica in (a, b)), None)
+        peer = None if other is None else ranks[other]
+        times = torch.zeros(2, size, dtype=torch.float64)  # [short and long, lower replica of the pair]
+        for i, nbytes in enumerate(_PAIR_SIZES):
+            seconds = statistics.median(_both_ways(peer, nbytes, axis) for _ in range(_PAIR_REPEATS))
+            if other is not None:
+                times[i, min(replica, other)] = seconds
+        short, long = slowest(times)
+        for a, b in pairs:
+            # where two times differ by less than they vary, their difference means nothing
+            seconds = max(float(long[a] - short[a]), 0.1 * float(long[a]))
+            rate = 8 * (_PAIR_SIZES[1] - _PAIR_SIZES[0]) / seconds
+            samples.append(LinkSample(a, b, float(short[a]), rate))
+    return sorted(samples, key=lambda pair: (pair.first, pair.second))
+
+
+def _rounds(size: int) -> list[list[tuple[int, int]]]:
+    """All pairs of `size` replicas in rounds that use each replica at most once (the circle method).
+
+    >>> _rounds(4)
+    [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
+    """
+    circle: list[int | None] = [*range(size), *([None] if size % 2 else [])]
+    rounds = []
+    for _ in range(len(circle) - 1):
+        half = len(circle) // 2
+        pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
+        rounds.append(sorted((min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None))
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+    return rounds
+
+
+def _both_ways(peer: int | None, nbytes: int, axis: DeviceMesh) -> float:
+    """Seconds to send `nbytes` to `peer` and receive as many from it at the same time; a rank without a peer waits."""
+    # gloo sends from host memory alone
+    device = torch.device("cpu" if dist.get_backend(axis.get_group()) == "gloo" else axis.device_type)
+    outgoing = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    incoming = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    dist.barrier()
+    began = time.perf_counter()
+    if peer is not None:
+        group = axis.get_group()
+        operations = [dist.P2POp(dist.isend, outgoing, peer, group), dist.P2POp(dist.irecv, incoming, peer, group)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    return time.perf_counter() - began

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-PROFILE_FORMAT = 2
+PROFILE_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,23 @@ class Operation:
 
 
 @dataclass(frozen=True)
+class LinkSample:
+    """Two replicas that sent to each other at once, while all others were silent."""
+
+    first: int
+    second: int
+    latency_s: float
+    rate_bits_per_s: float
+
+
+@dataclass(frozen=True)
 class AxisProfile:
     """One axis of the mesh: `size` nodes, each with `per_node` ranks that share its link."""
 
     size: int
     per_node: int
     operations: Mapping[str, Operation]
+    pairs: Sequence[LinkSample] = ()
 
 
 @dataclass(frozen=True)
@@ -117,7 +128,7 @@ def _axis(table: Mapping[str, Any]) -> AxisProfile:
         name: Operation(**{**operation, "samples": [Sample(**sample) for sample in operation["samples"]]})
         for name, operation in table["operations"].items()
     }
-    return AxisProfile(**{**table, "operations": operations})
+    return AxisProfile(**{**table, "operations": operations, "pairs": [LinkSample(**pair) for pair in table["pairs"]]})
 
 
 def _compute(table: Mapping[str, Any]) -> Compute:

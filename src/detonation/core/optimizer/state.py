@@ -39,7 +39,7 @@ def replica_state(optimizer: "Replicated") -> dict[str, Tensor]:
     Example:
         >>> import detonation as dt
         >>> from detonation.cluster.network.loopback import LoopbackCommunicator
-        >>> model = nn.Linear(2, 1)
+        >>> model = torch.nn.Linear(2, 1)
         >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> optimizer = dt.replicate(sgd, model, LoopbackCommunicator(), dt.demo(topk=1, chunk=2))
         >>> model(torch.ones(1, 2)).sum().backward()
@@ -67,7 +67,7 @@ def load_replica_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> 
     Example:
         >>> import detonation as dt
         >>> from detonation.cluster.network.loopback import LoopbackCommunicator
-        >>> model = nn.Linear(2, 1)
+        >>> model = torch.nn.Linear(2, 1)
         >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> optimizer = dt.replicate(sgd, model, LoopbackCommunicator(), dt.none())
         >>> load_replica_state(optimizer, {"step": torch.tensor(7)})

@@ -28,11 +28,10 @@ class Transfer:
     """The message of one replica at one step, encoded bucket by bucket, in flight until it becomes an update.
 
     However many collectives it takes, it is one message with one header: all replicas decide once whether to use it.
-    pipeline: of the bucket that is the message, which may be the whole.
-    own: the update of each bucket if all replicas had sent what this one did; only for a scheme that needs it.
-    is_empty: True if a part of it is zeros because of values that are not finite; `[]` bool on a device that decides.
-    unreleased: the selections that are still to leave the memory, with their values as every receiver decodes them,
-    where these differ.
+    pipeline: of the bucket that is the message, which may be the whole. own: the update of each bucket if all replicas
+    had sent what this one did, for a scheme that needs it. is_empty: True if a part of it is zeros because of values
+    that are not finite; `[]` bool on a device that decides. unreleased: the selections that are still to leave the
+    memory, with their values as every receiver decodes them, if these differ.
     """
 
     pipeline: BucketPipeline

@@ -40,8 +40,7 @@ def counted(session: Session, before: Counts) -> Counts:
     names = [name for name, _ in session.model.named_parameters()]
     skipped, refused = session.optimizer.stats.skipped_by_parameter, session.optimizer.stats.refused
     mine = torch.tensor([*(skipped.get(name, 0) for name in names), refused], device=session.device)
-    everyone = torch.tensor(session.world.all_gather(mine)())
-    replicas = torch.split_with_sizes(everyone, session.world.sizes)
+    replicas = torch.split_with_sizes(torch.tensor(session.world.all_gather(mine)()), session.world.sizes)
     if len({*session.world.sizes}) > 1:  # which cut a parameter at other rows
         replicas = tuple(each.sum(0, keepdim=True) for each in replicas)
     # All replicas see the faults of a shard, except those that its owner alone sees: the maximum over replicas counts.

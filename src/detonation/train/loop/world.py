@@ -127,8 +127,7 @@ class ElasticRanks:
     def stopped_by(self, numbers: Sequence[float], mine: int) -> int:
         """As of all ranks, but SIGTERM to some replicas ends these alone, where enough are left."""
         told = torch.tensor(numbers).view(-1, self._shards) == signal.SIGTERM
-        others = any(number not in (0, signal.SIGTERM) for number in numbers)
-        if others or int((~told.any(1)).sum()) < max(1, self._axis.least):
+        if {*numbers} - {0, signal.SIGTERM} or int((~told.any(1)).sum()) < max(1, self._axis.least):
             return int(max(numbers))
         if mine and self._asked:  # where all are told, some hear of it a step before the others
             self._axis.depart()

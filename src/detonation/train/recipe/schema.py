@@ -158,7 +158,6 @@ class MeshConfig:
     Args:
         replicas: Copies of the model, usually nodes.
         shards: Parts of each copy, usually the accelerators of a node.
-        nodes: Ranks of each node where nodes have different numbers, such as [4, 2]; each is then a replica.
         link: Emulated speed of the links between nodes, such as "100mbit,5ms"; "" leaves the network as it is.
         shard_nodes: Nodes that the shards of one copy lie on; above 1 their traffic crosses a link between nodes.
         shard_weights: Weights between those nodes: "4bit" or "8bit" differences, or "fp32" as they are.
@@ -168,6 +167,7 @@ class MeshConfig:
         elastic: Train on without a replica that is lost, in the same processes, over gloo.
         min_replicas: The run ends when fewer are left.
         meet: "HOST:PORT" where the replicas of an elastic run meet; "" on this machine alone.
+        nodes: Ranks of each node where nodes have different numbers, such as [4, 2]; each is then a replica.
 
     Raises:
         ValueError: A value is out of range, or a setting would be ignored.
@@ -175,7 +175,6 @@ class MeshConfig:
 
     replicas: int = 2
     shards: int = 2
-    nodes: tuple[int, ...] = ()
     link: str = ""
     shard_nodes: int = 1
     shard_weights: str = "fp32"
@@ -184,6 +183,7 @@ class MeshConfig:
     elastic: bool = False
     min_replicas: int = 1
     meet: str = ""
+    nodes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         require(self.slow_backend in ("", *SLOW_BACKENDS), "mesh.slow_backend", self.slow_backend, '"gloo" or ""')

@@ -219,8 +219,8 @@ def _train(
         saved = save_now(session, checkpoints, recorder.before, followed())
         raise NonFiniteLoss(f"{error}; the state without it is saved in {saved}") from error
     except ReplicaLeft:  # the others save, and train on
-        taken = session.optimizer.step_count
-        return {"stopped_after": taken, "stopped_by": "SIGTERM", "left": True, "directory": str(path)}
+        after = session.optimizer.step_count
+        return {"stopped_after": after, "stopped_by": "SIGTERM", "left": True, "directory": str(path)}
     except Stopped as stopped:
         save_now(session, checkpoints, recorder.before, followed())
         return {"stopped_after": stopped.after, "stopped_by": stopped.signal, "directory": str(path)}

@@ -37,8 +37,7 @@ _LEFT_OUT = {
 class Simulation:
     """A simulation that a user asks for; the fields are named like the flags of `detonation simulate`.
 
-    Args:
-        total_batch: Examples per step over all replicas; `train.batch_size` for each replica when None.
+    total_batch: Examples per step over all replicas; `train.batch_size` for each replica when None.
     """
 
     recipe: Path
