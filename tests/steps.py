@@ -1,11 +1,15 @@
 """Steps that change all that may change between steps: learning rates, and a gradient that is missing."""
 
+import queue
+import threading
 from contextlib import nullcontext
 
 import torch
 
 import detonation as dt
+from detonation.cluster.network.simulated import wait_until_gone
 from detonation.core.exchange.two_stage import TwoStage
+from limits import LIMIT_S
 from zoo import SCHEMES, Plain, batch, built
 
 STEPS = 8
@@ -47,3 +51,26 @@ def unsent(optimizer):
         owned = [channel.exchange.residual * (replica == link.replica) for replica in range(link.replicas)]
         flat += link.replicas * channel.scheme.codec.basis.inverse(channel.exchange.owners.collect(owned))
     return channel.layout.parts(flat)
+
+
+def together(*acts):
+    """What each act returns, in a thread of its own; the first error of any ends the test."""
+    ended = queue.Queue()
+
+    def run(number, act):
+        try:
+            ended.put((number, act(), None))
+        except BaseException as error:
+            ended.put((number, None, error))
+
+    threads = [threading.Thread(target=run, args=each, daemon=True) for each in enumerate(acts)]
+    for thread in threads:
+        thread.start()
+    results = {}
+    for _ in acts:
+        number, result, error = ended.get(timeout=LIMIT_S)
+        if error:
+            raise error
+        results[number] = result
+    wait_until_gone(threads)
+    return [results[number] for number in range(len(acts))]

@@ -1,7 +1,6 @@
 """The law of admission: a replica that comes in while others train is one of them from an agreed step on."""
 
 import copy
-import queue
 import threading
 
 import pytest
@@ -9,13 +8,12 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 import detonation as dt
-from detonation.cluster.network.simulated import wait_until_gone
 from detonation.cluster.survive.agreement import ReplicaLost, next_axis_store
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
 from limits import LIMIT_S
-from steps import bases, unsent
+from steps import bases, together, unsent
 from zoo import TALKING, Plain, batch, built
 
 REPLICAS, AFTER = 2, 4
@@ -100,29 +98,6 @@ def left_behind(store):
         while guest.step() is None:
             follower.update(wait_s=0.01)
     guest.membership.leave(0)
-
-
-def together(*acts):
-    """What each act returns, in a thread of its own; the first error of any ends the test."""
-    ended = queue.Queue()
-
-    def run(act):
-        try:
-            ended.put((act(), None))
-        except BaseException as error:
-            ended.put((None, error))
-
-    threads = [threading.Thread(target=run, args=[act], daemon=True) for act in acts]
-    for thread in threads:
-        thread.start()
-    results = []
-    for _ in acts:
-        result, error = ended.get(timeout=LIMIT_S)
-        if error:
-            raise error
-        results.append(result)
-    wait_until_gone(threads)
-    return results
 
 
 @pytest.mark.parametrize(

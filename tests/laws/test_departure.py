@@ -1,7 +1,7 @@
 """A replica that is asked to leave takes part up to a step on which all agree, and hands over what it has not sent."""
 
 import copy
-import threading
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from detonation.cluster.survive.agreement import ReplicaLeft
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
-from steps import unsent
+from steps import together, unsent
 from zoo import TALKING, Plain, batch, built
 
 REPLICAS = 3
@@ -37,26 +37,17 @@ class Clumsy(SurvivingCommunicator):
 
 def threads_of(act, min_replicas=1, clumsy=-1):
     """What `act(communicator)` returns on each replica, a thread of its own."""
-    store, results, errors = HashStore(), {}, []
+    store = HashStore()
 
     def run(replica):
-        try:
-            membership = Membership(store, replica, REPLICAS, 0, 1, 30.0, min_replicas, print, confirm_s=30.0)
-            communicator = (Clumsy if replica == clumsy else SurvivingCommunicator)(membership, 30.0)
-            results[replica] = act(communicator, replica)
-            if replica in communicator._membership.members and communicator.error is None:
-                communicator.close()
-        except BaseException as error:
-            errors.append(error)
+        membership = Membership(store, replica, REPLICAS, 0, 1, 30.0, min_replicas, print, confirm_s=30.0)
+        communicator = (Clumsy if replica == clumsy else SurvivingCommunicator)(membership, 30.0)
+        result = act(communicator, replica)
+        if replica in communicator._membership.members and communicator.error is None:
+            communicator.close()
+        return result
 
-    threads = [threading.Thread(target=run, args=(replica,), daemon=True) for replica in range(REPLICAS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
+    return dict(enumerate(together(*(partial(run, replica) for replica in range(REPLICAS)))))
 
 
 def trained(communicator, replica, scheme, leaves, look):

@@ -14,7 +14,6 @@ from torch._C._distributed_c10d import HashStore
 
 import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
-from detonation.cluster.network.simulated import wait_until_gone
 from detonation.cluster.processes.failure import Failure
 from detonation.cluster.survive.agreement import (
     EPOCH,
@@ -31,7 +30,7 @@ from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
 from detonation.core.integrity.fault_counts import BadPeer, Desync
 from limits import LIMIT_S
-from steps import step_on, unsent
+from steps import step_on, together, unsent
 from zoo import TALKING, Plain, batch, built
 
 REPLICAS, STEPS = 4, 8
@@ -68,29 +67,19 @@ def die(communicator):
 
 def survivors(act, min_replicas=1, replicas=REPLICAS):
     """What `act(communicator)` returns on each replica, a thread of its own; nothing for one that died."""
-    store, results, errors = HashStore(), {}, []
+    store, results = HashStore(), {}
 
     def run(replica):
+        membership = Membership(store, replica, replicas, 0, 1, 30.0, min_replicas, print, confirm_s=30.0)
+        communicator = Mortal(membership, 30.0)
         try:
-            membership = Membership(store, replica, replicas, 0, 1, 30.0, min_replicas, print, confirm_s=30.0)
-            communicator = Mortal(membership, 30.0)
-            try:
-                results[replica] = act(communicator)
-            except Died:
-                die(communicator)
-            else:
-                communicator.close()
-        except BaseException as error:
-            errors.append(error)
+            results[replica] = act(communicator)
+        except Died:
+            die(communicator)
+        else:
+            communicator.close()
 
-    threads = [threading.Thread(target=run, args=(replica,), daemon=True) for replica in range(replicas)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    wait_until_gone(threads)
-    if errors:
-        raise errors[0]
+    together(*(partial(run, replica) for replica in range(replicas)))
     return results
 
 
@@ -634,11 +623,7 @@ def test_a_store_that_is_far_away_hides_no_loss_and_makes_none(away):
         found[replica] = membership.agree(report).members
         membership.stop()
 
-    threads = [threading.Thread(target=run, args=(replica,), daemon=True) for replica in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*(partial(run, replica) for replica in range(3)))
     assert found == ({0: [0, 1], 1: [0, 1]} if min(away) else {replica: [0, 1, 2] for replica in range(3)})
 
 

@@ -242,7 +242,7 @@ class SurvivingCommunicator(ElasticCommunicator):
         if lost:
             note_loss()
         came = tuple(member for member in membership.members if member not in before)
-        seconds, left = time.monotonic() - noticed, {*lost} <= {*departing}
+        seconds, left = time.monotonic() - noticed, bool(lost) and {*lost} <= {*departing}
         self.losses.append(SurvivedLoss(lost, agreement.next_step, seconds, came, left))
         if lost and membership.rank == membership.members[0] * membership.shards:
             _log.warning("%s", self.losses[-1].text(len(membership.members), len(self.layout)))
