@@ -51,39 +51,6 @@ class Module:
             ):
                 yield node, node.value.value
 
-    def tensor_functions(self) -> Iterator[tuple[ast.stmt, Function]]:
-        """Public functions, and public methods of public classes with their class, that take or return a Tensor."""
-        for node in self.public.values():
-            for function in node.body if isinstance(node, ast.ClassDef) else [node]:
-                if isinstance(function, Function) and (function.name == "__call__" or function.name[0] != "_"):
-                    every = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-                    hints = [function.returns, function.args.vararg, *(each.annotation for each in every)]
-                    if any(hint is not None and re.search(r"\bTensor\b", ast.unparse(hint)) for hint in hints):
-                        yield node, function
-
-    def states_shapes(self, function: Function) -> bool:
-        """True for a `Shapes:` section, or a comment with a shape up to the end of the docstring."""
-        if "Shapes:" in (ast.get_docstring(function) or ""):
-            return True
-        first = function.body[0]
-        last = max(first.end_lineno or 0 if ast.get_docstring(function) else first.lineno - 1, function.lineno)
-        return any("[" in self.comments.get(line, "") for line in range(function.lineno, last + 1))
-
-
-def inherits_shapes(modules: list[Module], owner: ast.stmt, function: Function) -> bool:
-    """True for a method without a docstring that overrides a method of a base class which states its shapes."""
-    bases = {ast.unparse(base) for base in owner.bases} if isinstance(owner, ast.ClassDef) else set()
-    if ast.get_docstring(function) or not bases:
-        return False
-    return any(
-        isinstance(method, Function)
-        and method.name == function.name
-        and (module.states_shapes(method) or inherits_shapes(modules, parent, method))
-        for module in modules
-        for parent in (module.public[name] for name in bases & module.public.keys())
-        for method in (parent.body if isinstance(parent, ast.ClassDef) else [])
-    )
-
 
 def defined(node: ast.stmt) -> list[str]:
     """Names that a statement at the top of a module defines; type variables are left out."""
@@ -130,14 +97,6 @@ def names(modules: dict[str, Module]) -> Iterator[tuple[str, object, bool, list[
     public = exported(modules)
     without = [place for place, example in public.values() if not example]
     yield "public names with an Example", percent(len(without), len(public)), not without, without
-    core = [m for name, m in modules.items() if name.startswith("detonation.core.")]
-    tensors = [(m, owner, function) for m in core for owner, function in m.tensor_functions()]
-    bare = [
-        f"{m.place(function)} {function.name}"
-        for m, owner, function in tensors
-        if not m.states_shapes(function) and not inherits_shapes(core, owner, function)
-    ]
-    yield "tensor functions of core that state shapes", percent(len(bare), len(tensors)), not bare, bare
     defining, files = defaultdict(list), defaultdict(list)
     for module in modules.values():
         for name, node in module.public.items():

@@ -100,10 +100,16 @@ def test_two_machines_are_compared_before_a_run(capsys, tmp_path):
 
 
 def test_what_differs_between_two_machines_is_named():
-    here = {"platform": "Linux 6 x86_64", "gpus": [], "packages": {"torch": "2.13"}, "steps": {"SGD": "1", "Muon": "2"}}
-    told = directory.compare_machines(here, {**here, "steps": {"SGD": "1", "Muon": "3"}, "platform": "Linux 5 x86_64"})
-    assert told[0] == "- platform: Linux 6 x86_64 here, Linux 5 x86_64 there"
-    assert told[1].startswith("Under schemes of gradients they will train alike with SGD; not with Muon")
+    here = {"platform": "Linux 6 x86_64", "gpus": [], "packages": {"torch": "2.13"}}
+    steps = {"SGD": "1", "Muon": "2", "AdamW": "3", "AdamW rounded singly": "4"}
+    other = {**steps, "AdamW": "5", "Muon": "6"}
+    told = directory.compare_machines({**here, "steps": steps}, {**here, "steps": other, "platform": "Linux 5 aarch64"})
+    assert told[0] == "- platform: Linux 6 x86_64 here, Linux 5 aarch64 there"
+    alike = (
+        "Under schemes of gradients they will train alike with SGD (bit for bit); with AdamW in steps that take longer"
+    )
+    assert told[1] == f"{alike}; closely, not alike, with Muon."
+    here["steps"] = steps
     other = directory.compare_machines(here, {**here, "packages": {"torch": "2.12"}, "gpus": ["H100"]})
     assert other[-1] == "They will not train together: other torch, GPUs. Make these alike."
 

@@ -20,6 +20,7 @@ from detonation.core.agreement.selftest import NORM_SELFTEST, SELFTEST, STEP_SEL
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.flat.tensors import local, locals_of
 from detonation.gates import closeness
+from detonation.plan.cost import close_bytes
 from worlds import caught
 from zoo import GRADIENT, SCHEMES, TALKING, Plain, batch, built
 
@@ -122,6 +123,9 @@ def test_like_replicas_have_equal_bits_and_send_nothing_for_it():
     assert auto == bits and auto[0] and auto[3] and not close[0] and [auto, bits, close] == other
     numbers = 2 * (32 * 64 + 64 * 32 + 64 + 32) + sum(p.numel() for p in built(Plain).parameters()) + 4  # and 4 counts
     assert close[2:] == auto[2:] and close[1] - auto[1] == 4 * -(-numbers // closeness.PERIOD) + 1
+    planned = close_bytes(dt.loco(), "AdamW", sum(p.numel() for p in built(Plain).parameters()), replicas=2)
+    assert abs(close[1] - auto[1] - planned) < 4 * 2  # a number more at the end, and the mark
+    assert close_bytes(dt.diloco(), "Muon", 1000, replicas=4) == 12 and close_bytes(dt.none(), "AdamW", 1000, 4) == 0
 
 
 def flipped(tensor, bit):
@@ -144,17 +148,17 @@ def faulty(mesh, scheme, on_desync, what):
         elif what == "anchor":
             flipped(optimizer.build()[0]._anchor.flat, 29)
         elif what == "own":  # its own gradient in the place of what all agreed on
-            take = optimizer._base_step.optimizer.step
-            optimizer._base_step.optimizer.step = lambda: [p.grad.mul_(-1) for p in model.parameters()] and take()
+            take = optimizer.base_step.optimizer.step
+            optimizer.base_step.optimizer.step = lambda: [p.grad.mul_(-1) for p in model.parameters()] and take()
         else:
-            take = optimizer._base_step.optimizer.step
+            take = optimizer.base_step.optimizer.step
 
             def faster():
                 optimizer.param_groups[0]["lr"] *= 1.25
                 take()
                 optimizer.param_groups[0]["lr"] /= 1.25
 
-            optimizer._base_step.optimizer.step = faster
+            optimizer.base_step.optimizer.step = faster
     return caught(advance, mesh, model, optimizer, range(8, 12)), optimizer.step_count
 
 

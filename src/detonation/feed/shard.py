@@ -25,7 +25,7 @@ from detonation.feed import shared_state
 from detonation.feed.stream import Joined, Stepped
 from detonation.log.records import MESSAGE, SYNCHRONIZE, LogRecord
 from detonation.log.repeat import Player, repeat_step
-from detonation.log.writer import arithmetic, identity
+from detonation.log.writer import identity, round_like
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes the base optimizer of the training over parameter groups."""
@@ -126,7 +126,7 @@ class ShardFollower:
             if key not in ("shards", "clip", "arguments", "optimizer") and here != about.get(key):
                 raise ValueError(f"training has {key} {about.get(key)}, this model has {here}")
         may_differ = self._joins and about.get("equal", "bits") != "bits"
-        if arithmetic(optimizer) != about["selftest"] and not may_differ:
+        if round_like(about, optimizer) != about["selftest"] and not may_differ:
             there = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
             raise ValueError(
                 f"this process would round otherwise than training ({there}) does: it needs the same version of torch, "

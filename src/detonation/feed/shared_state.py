@@ -19,7 +19,7 @@ from detonation.core.optimizer.replicated import Replicated
 from detonation.core.optimizer.trained import note_padding
 from detonation.core.schemes.traffic import collective_for
 from detonation.feed.frames import encoded, table_of
-from detonation.log.writer import arithmetic, identity
+from detonation.log.writer import identity, rounding
 
 BUFFERS, NORM = 1 << 31, (1 << 32) - 1
 """The places, among those of messages, of the model's buffers from the first one on, and of the norm for clipping."""
@@ -61,7 +61,7 @@ def describe_training(optimizer: Replicated) -> dict[str, Any]:
         "kernels": settings.kernels,
         "balance": settings.balance,
         "trained": [slot.name for each in replicators for slot in each.layout.slots],
-        "selftest": arithmetic(optimizer),
+        **rounding(optimizer),
         "equal": settings.safety.equal,
         "versions": versions(),
         "memory_norm": memory_norm(optimizer),

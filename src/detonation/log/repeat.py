@@ -13,7 +13,7 @@ from torch import Tensor
 
 from detonation.core.optimizer.replicated import Replicated
 from detonation.log.records import LOG_VERSION, MESSAGE, START, STEP, DamagedLog, LogRecord, whole_records
-from detonation.log.writer import arithmetic, identity, segments
+from detonation.log.writer import identity, round_like, segments
 
 _log = logging.getLogger("detonation")
 _NEAR = "%s: %s, so replay ends near the weights of training, not at their bits: for those %s"
@@ -99,7 +99,7 @@ class Playback(Player):
             none = f"there is no log of {self._rank} in {directory}"
             raise ValueError(f"{known or none}, and replay would begin after {first}: it needs a checkpoint between")
         self._files = [(begun, path) for begun, path in files if usable[-1] <= begun < max(self._to, first + 1)]
-        self._identity, self._arithmetic = identity(optimizer), arithmetic(optimizer)
+        self._identity, self._optimizer = identity(optimizer), optimizer
         ((self._axis, scheme),) = optimizer.levels
         self._delay = scheme.round.delay
         self._records = self._read()
@@ -139,7 +139,8 @@ class Playback(Player):
         about = start.table()
         if about.get("version") != LOG_VERSION:
             raise ValueError(f"{path} is in version {about.get('version')} of the format, here it is {LOG_VERSION}")
-        mine, theirs = self._arithmetic, about.get("selftest") or self._arithmetic
+        mine = round_like(about, self._optimizer)
+        theirs = about.get("selftest") or mine
         if odd := next((key for key in mine if theirs.get(key) != mine[key]), ""):
             why = f"training rounds otherwise than this process ({odd} is {theirs.get(odd)} there, {mine[odd]} here)"
             _log.warning(_NEAR, path, why, "replay on a machine of its kind")

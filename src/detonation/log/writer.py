@@ -4,7 +4,7 @@ import hashlib
 import logging
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import pairwise
@@ -224,8 +224,19 @@ def arithmetic(optimizer: Replicated) -> dict[str, str]:
     return {k: v for r in optimizer.build()[:1] for k, v in selftest(scheme, r.channel.runtime, r.stepped).items()}
 
 
+def rounding(optimizer: Replicated) -> dict[str, Any]:
+    """What another process must know to round as this one."""
+    return {"rounds_singly": optimizer.base_step.rounds_singly, "selftest": arithmetic(optimizer)}
+
+
+def round_like(about: Mapping[str, Any], optimizer: Replicated) -> dict[str, str]:
+    """Takes the steps of `optimizer` in the way of a run that `about` describes; returns `arithmetic`."""
+    optimizer.base_step.round_singly(about.get("rounds_singly", False))
+    return arithmetic(optimizer)
+
+
 def _settings(optimizer: Replicated) -> dict[str, Any]:
-    return {**identity(optimizer), "close": optimizer.closeness is not None, "selftest": arithmetic(optimizer)}
+    return {**identity(optimizer), "close": optimizer.closeness is not None, **rounding(optimizer)}
 
 
 def segments(directory: Path, rank: str) -> list[tuple[str, int, Path]]:

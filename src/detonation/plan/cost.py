@@ -142,6 +142,21 @@ def cost(scheme: Scheme, work: Work, network: Network) -> Cost:
     return Cost(scheme, work.compute_s, step_s, exposed, sent, _memory_bytes(scheme, largest, network.replicas))
 
 
+_STATE_BYTES = {"SignSGD": 0, "SGD": 4, "SGD without momentum": 0, "Muon": 4}
+"""Of an optimizer's fp32 state, per parameter; of others as of Adam."""
+
+
+def close_bytes(scheme: Scheme, optimizer: str, parameters: int, replicas: int) -> float:
+    """What a node sends more per step where replicas are kept close, which cannot have equal bits.
+
+    A thousandth of weights and optimizer state, or of anchor and outer momentum, is summed up at each step.
+    """
+    if scheme.signal == "nothing":
+        return 0.0
+    state = 4 * (scheme.outer.momentum > 0) if isinstance(scheme, ParameterScheme) else _STATE_BYTES.get(optimizer, 8)
+    return (4 + state) * parameters / 1000 * 2 * (replicas - 1) / replicas
+
+
 def _round_bytes(scheme: Scheme, layout: Layout, work: Work, replicas: int) -> int:
     if work.overlap and scheme.worth_overlapping:
         return traffic.overlapped_bytes(scheme, layout, replicas)

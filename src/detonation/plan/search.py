@@ -9,7 +9,7 @@ from detonation.core.schemes.registry import SCHEMES, scheme
 from detonation.core.schemes.scheme import Scheme
 from detonation.core.schemes.traffic import LargerThanDense
 from detonation.link_speed import LinkSpeed
-from detonation.plan.cost import Cost, Network, Work, changed, cost, spelled
+from detonation.plan.cost import Cost, Network, Work, changed, close_bytes, cost, spelled
 from detonation.plan.losses import Estimate, Goal, estimate, loss_table, optimizers
 from detonation.report.words import duration
 
@@ -212,6 +212,7 @@ def row(option: Option, goal: Goal) -> dict[str, Any]:
         "efficiency": 1 - cost.waiting,
         "bytes_per_step": cost.bytes_sent,
         "bytes_per_day": cost.bytes_per_day,
+        "close_bytes_per_step": close_bytes(cost.scheme, option.optimizer, goal.parameters, goal.replicas),
         "memory_bytes": cost.memory_bytes,
         "time_to_loss_s": seconds,
         "time_to_loss": "unknown" if seconds is None else duration(seconds),

@@ -18,8 +18,6 @@ _log = logging.getLogger("detonation")
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers of `model` that belong to its state dict, by name.
 
-    Shapes: any.
-
     Example:
         >>> sorted(persistent_buffers(nn.BatchNorm1d(3)))
         ['num_batches_tracked', 'running_mean', 'running_var']

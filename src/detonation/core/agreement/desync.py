@@ -47,8 +47,6 @@ def differences(
 
     Args:
         options: Texts that must be equal, too, by name.
-
-    Shapes: any.
     """
     options = options or {}
     names = torch.tensor([hash63(repr([*tensors, *options]))], dtype=torch.int64, device=device)

@@ -25,7 +25,8 @@ class Safety:
         equal: What replicas must be. With "bits" those that round differently are refused at the first step. With
             "close" they stay within rounding of each other: each step makes a thousandth of the agreed state equal, and
             comparisons measure distances. With "auto" the self-test of the first step decides: "bits" where all
-            processes round alike, otherwise "close", with a warning.
+            processes round alike, or do so once each operation of the optimizer is rounded by itself; otherwise
+            "close". A warning says so.
 
     Raises:
         TypeError: verify_every is no whole number.

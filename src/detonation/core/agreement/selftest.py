@@ -1,6 +1,7 @@
 """The self-test: hashes of how this process decodes fixed messages and steps the optimizer, because threads, processors
 and libraries round differently."""
 
+import platform
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from detonation.core.engine.choice import engine_for
 from detonation.core.flat.layout import Layout
 from detonation.core.flat.tensors import digest
 from detonation.core.memory import Memory
+from detonation.core.optim.base_step import BaseStep
 from detonation.core.optim.muon import Muon
 from detonation.core.optim.signsgd import SignSGD
 from detonation.core.runtime import Runtime
@@ -30,14 +32,14 @@ _PROBED = SGD, Adam, AdamW, Muon, SignSGD
 """The optimizers of which steps are taken; for others stand the operations that optimizers are made of."""
 
 
-def selftest(scheme: Scheme, runtime: Runtime, base: Optimizer | None) -> dict[str, str]:
-    """Hashes of two fixed messages, decoded as in training, and of steps of the optimizer with the settings of `base`.
+def selftest(scheme: Scheme, runtime: Runtime, base: BaseStep | None) -> dict[str, str]:
+    """Hashes of two fixed messages, decoded as in training, and of steps of the optimizer with the settings in `base`.
 
     Two processes with equal hashes turn the same messages into the same weights, as far as 262,144 numbers can tell.
 
     Args:
-        base: The optimizer whose steps must be alike; None where each replica steps by itself. Steps by signs round
-            alike on all processors.
+        base: The steps that must be alike; None where each replica steps by itself. Steps by signs round alike on all
+            processors.
     """
     with runtime.exact_arithmetic():
         layout = scheme.codec.layout({"selftest": _SHAPE})
@@ -48,9 +50,10 @@ def selftest(scheme: Scheme, runtime: Runtime, base: Optimizer | None) -> dict[s
         received = scheme.codec.received(messages, layout.rows, shared, scheme.aggregation)
         engine_for(scheme.codec, layout, memory, runtime).write(received, [update])
         found = {SELFTEST: digest([update])[:16]}
-        if base is not None and not (isinstance(base, SignSGD) and base.moves_by_signs_alone):
+        if base and not (isinstance(base.optimizer, SignSGD) and base.optimizer.moves_by_signs_alone):
             gradient = _ramp(update.numel(), runtime.device).view(_SHAPE).flip(0)
-            found[STEP_SELFTEST] = digest([_stepped(gradient, base)])[:16]
+            with base.rounding:
+                found[STEP_SELFTEST] = digest([_stepped(gradient, base.optimizer)])[:16]
         return found
 
 
@@ -113,7 +116,8 @@ def norm_selftest(device: torch.device) -> str:
 
 def selftest_conditions(device: torch.device) -> str:
     """The settings on which such a hash is known to depend, as text: of a GPU its model and CUDA."""
-    settings = [f"threads={torch.get_num_threads()}", f"cpu={torch.backends.cpu.get_cpu_capability()}"]
+    processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    settings = [f"threads={torch.get_num_threads()}", f"cpu={processor}"]
     if device.type == "cuda":
         settings += [f"gpu={torch.cuda.get_device_name(device)}", f"cuda={torch.version.cuda or torch.version.hip}"]
     return ", ".join(settings)

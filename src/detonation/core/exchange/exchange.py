@@ -56,10 +56,7 @@ class Exchange(Protocol):
         ...
 
     def state(self) -> dict[str, Tensor]:
-        """The tensors that stay between steps, by name.
-
-        Shapes: any.
-        """
+        """The tensors that stay between steps, by name."""
         ...
 
 

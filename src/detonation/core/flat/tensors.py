@@ -68,18 +68,12 @@ class Piece(Tensor):
 
 
 def whole_of(parameter: Tensor) -> Tensor:
-    """The parameter of which a `Piece` is a part; any other tensor itself.
-
-    Shapes: any.
-    """
+    """The parameter of which a `Piece` is a part; any other tensor itself."""
     return parameter.whole if isinstance(parameter, Piece) else parameter
 
 
 def state_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """The tensors that `optimizer` keeps of a parameter, as they lie on this rank; of a `Piece` its rows of them.
-
-    Shapes: any.
-    """
+    """The tensors that `optimizer` keeps of a parameter, as they lie on this rank; of a `Piece` its rows of them."""
     state = optimizer.state.get(whole_of(parameter), {})
     found = {key: local(tensor) for key, tensor in sorted(state.items()) if isinstance(tensor, Tensor)}
     if isinstance(parameter, Piece):
@@ -97,10 +91,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole_numel(tensor: Tensor) -> int:
-    """The elements of `tensor` over all shards: of a DTensor, or of a plain tensor that says so as `whole_numel`.
-
-    Shapes: any.
-    """
+    """The elements of `tensor` over all shards: of a DTensor, or of a plain tensor that says so as `whole_numel`."""
     return int(getattr(tensor, "whole_numel", tensor.numel()))
 
 
@@ -108,17 +99,12 @@ def padding_row(tensor: Tensor) -> int | None:
     """The row of this local shard that no gradient ever reaches, the padding of an embedding; None without one.
 
     Whoever knows the modules writes it to the tensor, as `padding_row`.
-
-    Shapes: any.
     """
     return getattr(tensor, "padding_row", None)
 
 
 def largest_local_shape(tensor: Tensor) -> tuple[int, ...]:
-    """The local shape of `tensor` on the rank that holds the largest shard, which all ranks can tell.
-
-    Shapes: any.
-    """
+    """The local shape of `tensor` on the rank that holds the largest shard, which all ranks can tell."""
     if isinstance(tensor, Piece):
         return tensor.largest_shape
     shape = [*tensor.shape]
@@ -130,10 +116,7 @@ def largest_local_shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """The sha256 (hex) of the bytes of the local shards of `tensors`, in order. Waits for the device.
-
-    Shapes: any.
-    """
+    """The sha256 (hex) of the bytes of the local shards of `tensors`, in order. Waits for the device."""
     content = hashlib.sha256()
     for tensor in tensors:
         raw = local(tensor.detach()).contiguous().view(-1).view(torch.uint8).cpu()
@@ -142,10 +125,7 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 
 def octets(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous host tensor, which lives as long as a view of it.
-
-    Shapes: any.
-    """
+    """The memory of a contiguous host tensor, which lives as long as a view of it."""
     array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr() or 1)
     array.owner = tensor  # type: ignore[attr-defined]
     return memoryview(array).cast("B")

@@ -125,10 +125,7 @@ def resent(message: Tensor, sender: int) -> Tensor:
 
 
 def put(place: Tensor, value: int | Tensor) -> None:
-    """Writes `value` to `place`. A number goes to the device with the call; for a list the host would wait.
-
-    Shapes: any.
-    """
+    """Writes `value` to `place`. A number goes to the device with the call; for a list the host would wait."""
     if isinstance(value, torch.Tensor):
         place.copy_(value)
     else:

@@ -19,8 +19,6 @@ class Tape(Protocol):
         Args:
             place: The channel and the bucket of which they are.
             step: At which they were sent.
-
-        Shapes: any.
         """
         ...
 

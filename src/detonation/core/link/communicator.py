@@ -63,8 +63,6 @@ def divided(axis: Axis, parameters: Mapping[str, Tensor]) -> list[tuple[int, Axi
     """The parts of `parameters` that replicate by themselves, in the order in which all ranks exchange them.
 
     Of each its number, its axis, and its tensors: all, unless the axis has a method `divide`.
-
-    Shapes: any.
     """
     divide = getattr(axis, "divide", None)
     return divide(parameters) if divide else [(0, axis, parameters)]

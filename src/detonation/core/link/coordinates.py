@@ -34,8 +34,6 @@ def coordinates_of(
 
     Replicas are counted along the innermost level first. Ranks whose parameters are no DTensors are shard 0 of 1, or
     with `intra_node` as many shards as the node has ranks, each of which holds the whole model.
-
-    Shapes: any.
     """
     replica, replicas = 0, 1
     axes = dict(_axis(axis) for axis, _ in levels)  # two levels may share an axis

@@ -68,8 +68,6 @@ def split_by_sharding(
     """Splits `parameters`: first the parameters of which each rank of the node holds a shard, then all others.
 
     With each part comes the number of local ranks that share one message: 1, or as many as `intra_node` has.
-
-    Shapes: any.
     """
     if intra_node is None:
         return [(dict(parameters), 1)]
@@ -80,10 +78,7 @@ def split_by_sharding(
 
 
 def is_sharded_over(parameter: Tensor, others: set[int]) -> bool:
-    """True if `parameter` is sharded over one of the ranks `others`.
-
-    Shapes: any.
-    """
+    """True if `parameter` is sharded over one of the ranks `others`."""
     if not isinstance(parameter, DTensor):
         return False
     return any(others & ranks for ranks in sharding_ranks(parameter))

@@ -133,10 +133,7 @@ class Link:
 
 
 def links_of_shards(parameters: Iterable[Tensor]) -> tuple[Link, ...]:
-    """The links to the other shards of this replica: one per mesh axis of `parameters` that has several ranks.
-
-    Shapes: any.
-    """
+    """The links to the other shards of this replica: one per mesh axis of `parameters` that has several ranks."""
     meshes = dict.fromkeys(p.device_mesh for p in map(whole_of, parameters) if isinstance(p, DTensor))
     axes = [a for m in meshes for a in ([m] if m.ndim == 1 else [m[name] for name in m.mesh_dim_names or ()])]
     return tuple(Link(axis) for axis in axes if axis.size() > 1)

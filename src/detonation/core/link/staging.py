@@ -17,10 +17,7 @@ class HostStaging:
         return torch.accelerator.is_available()
 
     def needed(self, tensor: Tensor) -> bool:
-        """True where `tensor` is not in host memory.
-
-        Shapes: any.
-        """
+        """True where `tensor` is not in host memory."""
         return tensor.device.type != "cpu"
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:

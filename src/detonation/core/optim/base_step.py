@@ -1,13 +1,18 @@
 """The step of the base optimizer, which replicas take together or not at all."""
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 from weakref import WeakSet
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from detonation.choices import imported
 from detonation.core.flat.tensors import local, padding_row
+
+SINGLE_ROUNDING = "detonation.gates.single_rounding:SingleRounding"
+"""For `choices.imported`: no earlier than it is needed."""
 
 
 class Clipping(Protocol):
@@ -22,7 +27,7 @@ class BaseStep:
     """Steps a base optimizer on the gradients that are agreed on; raises where somebody else steps it.
 
     clip: runs before each step, if set; see `Clip`. overflow: a GradScaler's finding about gradients that nobody
-    replaces by an agreed update; where it is not 0 the step is left out.
+    replaces by an agreed update; where it is not 0 the step is left out. rounding: the context of each step.
 
     Args:
         optimizer: The base optimizer. It gets a hook, which looks at every step of it.
@@ -32,6 +37,7 @@ class BaseStep:
         self.optimizer = optimizer
         self.clip: Clipping | None = None
         self.overflow: Tensor | None = None
+        self.rounding: AbstractContextManager[object] = nullcontext()
         self._held: dict[int, tuple[Tensor, int]] = {}
         self._lookout = _lookout_of(optimizer)
         self._lookout.users.add(self)
@@ -44,15 +50,22 @@ class BaseStep:
             self.clip()
         self._lookout.is_away = True
         try:
-            self.optimizer.step()
+            with self.rounding:
+                self.optimizer.step()
         finally:
             self._lookout.is_away = False
 
-    def hold(self, parameters: Iterable[Tensor]) -> None:
-        """Takes zeros for the updates of the padding rows of `parameters` from now on.
+    @property
+    def rounds_singly(self) -> bool:
+        """Whether steps have the same bits on all kinds of processor, at some cost."""
+        return not isinstance(self.rounding, nullcontext)
 
-        Shapes: any.
-        """
+    def round_singly(self, on: bool = True) -> None:
+        """Takes steps whose every operation is rounded by itself from now on, or steps as torch takes them."""
+        self.rounding = imported(SINGLE_ROUNDING)() if on else nullcontext()
+
+    def hold(self, parameters: Iterable[Tensor]) -> None:
+        """Takes zeros for the updates of the padding rows of `parameters` from now on."""
         found = {id(p): (p, row) for p in parameters if (row := padding_row(p)) is not None}
         if found and not self._held:
             self.optimizer.register_step_pre_hook(self._hold)

@@ -1,6 +1,6 @@
 """From levels to replicators, and the comparison of replicas before their first message."""
 
-import platform
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,7 +16,15 @@ from detonation.core.agreement.clipping import Clip
 from detonation.core.agreement.consensus import StopConsensus
 from detonation.core.agreement.desync import options_of
 from detonation.core.agreement.safety import Safety
-from detonation.core.agreement.selftest import CLOSE, NORM_SELFTEST, TESTS, norm_selftest, selftest, selftest_conditions
+from detonation.core.agreement.selftest import (
+    CLOSE,
+    NORM_SELFTEST,
+    STEP_SELFTEST,
+    TESTS,
+    norm_selftest,
+    selftest,
+    selftest_conditions,
+)
 from detonation.core.compute.checksum import checksum
 from detonation.core.flat.tensors import Piece, digest, largest_local_shape, local, padding_row, whole_numel
 from detonation.core.integrity.fault_counts import NEW_PARAMETER, OPTIONS, FaultCounts
@@ -78,8 +86,6 @@ def build_levels(
     Args:
         names: Of all parameters of the model.
         routes: By level and number of local ranks; those that are missing are added.
-
-    Shapes: any.
     """
     if not parameters:
         raise ValueError("no parameter of the optimizer requires a gradient: at least one must, to be replicated")
@@ -143,10 +149,7 @@ def _ways(
 def replicator_of(
     parameters: Mapping[str, Tensor], channel: Channel, base: BaseStep, fragment: int, last: bool
 ) -> Replicator:
-    """The replicator of one fragment of a level. last: whether no later level exchanges gradients.
-
-    Shapes: any.
-    """
+    """The replicator of one fragment of a level. last: whether no later level exchanges gradients."""
     scheme, leaks = channel.scheme, not channel.scheme.codec.keeps_zeros or channel.exchange.secluded
     if isinstance(scheme, GradientScheme):
         last = last and not any(isinstance(each, Piece) for each in parameters.values())  # no optimizer knows pieces
@@ -166,6 +169,7 @@ def compare_replicas(
     frozen: Mapping[str, Tensor] | None = None,
     begun: bool = False,
     close: bool = False,
+    again: bool = False,
 ) -> str:
     """Raises `Mismatch` on all replicas where one differs in a setting that must be the same. Collective.
 
@@ -175,14 +179,14 @@ def compare_replicas(
         frozen: Weights that no step moves, which are compared too.
         begun: Whether steps were taken, so that weights may differ where replicas round differently.
         close: Whether this replica knows that they do.
+        again: Whether they found before that they do, and now round steps singly.
 
     Returns: how they round differently, in words that are the same on all ranks; empty where they round alike.
-
-    Shapes: any.
     """
     if not replicators:
         return ""
-    free = () if settings.safety.equal == "bits" else TESTS
+    bits = settings.safety.equal == "bits"
+    free = TESTS if not bits else () if again else (STEP_SELFTEST,)
     tested: dict[int, dict[str, str]] = {}  # by scheme: its fragments decode alike
     found: dict[str, str] = {}
     refused, compared = list[Mismatch](), set[Link]()
@@ -216,6 +220,8 @@ def compare_replicas(
     rounding, weights = ([text for key, text in found.items() if (key in TESTS) == tests] for tests in (True, False))
     rounded = first_text(others, "; ".join(rounding), device)
     if begun and (apart := first_text(others, "; ".join(weights[:3]), device)) and not (rounded or close):
+        if again and not bits:
+            return apart
         raise Mismatch(f'replicas differ: {apart}. {SAME_START}; or go on with Safety(equal="close")')
     return rounded
 
@@ -231,7 +237,7 @@ def _cut_like(replicator: Replicator, frozen: Mapping[str, Tensor]) -> Mapping[s
 def _description(replicator: Replicator, chosen: Settings, joining: Collection[str] | None) -> dict[str, str]:
     """All settings that must be the same, by their names in an error."""
     scheme, channel = replicator.scheme, replicator.channel
-    settings = {"detonation": __version__, "torch": torch.__version__, "machine": platform.machine()}
+    settings = {"detonation": __version__, "torch": torch.__version__, "byte order": sys.byteorder}
     settings |= {"scheme": scheme.name, "seed": str(channel.runtime.seed)}
     settings["decisions on the device"] = str(channel.runtime.decides_on_device)  # which stop a step later
     settings["products of fp32 matrices"] = chosen.products

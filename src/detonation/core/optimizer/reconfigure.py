@@ -70,8 +70,6 @@ def agree_on_parameters(
     Args:
         before: The parameters in the layouts of `replicators`.
         in_buckets: See `StopConsensus.announce`.
-
-    Shapes: any.
     """
     changed = next(name for name in [*now, *before] if now.get(name) is not before.get(name))
     consensus.announce(replicators, step, changed, in_buckets)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class Replicated(OptimizerWrapper):
         self.closeness: ClosenessGate | None = None  # where bits are equal
         if settings.safety.equal == "close":
             self.closeness = imported(CLOSENESS)()
-        self._base_step, self._buffers = BaseStep(base), BufferSync(model)
+        self.base_step, self._buffers = BaseStep(base), BufferSync(model)
         self._trained = TrainedParameters(model, base)
         self.memory_lost = False  # until a step: a loaded state dict had no replica state, which may still come
         self._routes: dict[tuple[int, int], Route] = {}
@@ -72,7 +73,7 @@ class Replicated(OptimizerWrapper):
     def stats(self) -> Stats:
         """Bytes, waiting, and contributions that were left out, so far."""
         links = [[link for (n, _), (link, _) in self._routes.items() if n == i] for i in range(len(self.levels))]
-        return Stats(links, self._consensus, self.step_count, getattr(self._base_step.clip, "norm", None))
+        return Stats(links, self._consensus, self.step_count, getattr(self.base_step.clip, "norm", None))
 
     @property
     def dense_bytes_by_level(self) -> list[int]:
@@ -102,11 +103,11 @@ class Replicated(OptimizerWrapper):
         overlapping = any(replicator.overlapping for replicator in self._replicators or [])
         without_state = not overlapping and not self.base.state
         if without_state and not self.base.param_groups[0].get("lr") and states.only_creates_state():
-            self._base_step(clips=False)
+            self.base_step(clips=False)
             return loss
         if self.memory_lost:
             states.warn_of_lost_memory(self)
-        self._base_step.overflow = self.unscale() if "grad_scale" in vars(self) else None
+        self.base_step.overflow = self.unscale() if "grad_scale" in vars(self) else None
         PROGRESS.steps, PROGRESS.inside = PROGRESS.steps + 1, True
         try:
             if self._replicators is None:
@@ -134,9 +135,9 @@ class Replicated(OptimizerWrapper):
         for replicator in (each for each in replicators if each.acts_before):
             replicator.before(step)
         if "gradients" in signals:  # before the weights move
-            self._base_step.overflow = None  # the agreed update has taken the place of gradients that overflowed
+            self.base_step.overflow = None  # the agreed update has taken the place of gradients that overflowed
             consensus.end(step)
-        consensus.step_base(self._base_step, step)
+        consensus.step_base(self.base_step, step)
         for replicator in (each for each in replicators if not each.acts_before):
             replicator.after(step)
         if "parameters" in signals:
@@ -199,7 +200,7 @@ class Replicated(OptimizerWrapper):
         """
         self.set_up()
         self.synchronize()
-        step, consensus = self._base_step, self._consensus
+        step, consensus = self.base_step, self._consensus
         self.levels, self._by_level = changes.with_scheme(self.levels, self._by_level, level, scheme, step, consensus)
         self._replicators = [replicator for made in self._by_level for replicator in made]
         self._compare()
@@ -316,7 +317,7 @@ class Replicated(OptimizerWrapper):
     def _lay_out(self, parameters: Mapping[str, Tensor]) -> list[Replicator]:
         """Builds the levels anew for `parameters`, with the links and fault counts that there are."""
         check_layout(self._trained.model, parameters, self.levels, self.settings.intra_node)
-        made = build_levels(parameters, self._trained.names, self._base_step, self.levels, self.settings, self._routes)
+        made = build_levels(parameters, self._trained.names, self.base_step, self.levels, self.settings, self._routes)
         self._by_level, self._consensus, self._replicators = *made, [each for level in made[0] for each in level]
         self._trained.lay_out(parameters)
         self.record(self.tape)
@@ -325,11 +326,18 @@ class Replicated(OptimizerWrapper):
         return self._replicators
 
     def _compare(self, joining: Collection[str] | None = None, frozen: Mapping[str, Tensor] | None = None) -> None:
-        """Compares the replicas; those that round differently go on as close ones. Collective."""
+        """Compares the replicas; where they round differently, they round steps singly or stay close. Collective."""
         made, begun, close = self._replicators or [], self.step_count > 0, self.closeness is not None
-        found = compare_replicas(made, self.settings, self.param_groups, joining, frozen, begun, close)
+        compare = partial(compare_replicas, made, self.settings, self.param_groups, joining, frozen, begun, close)
+        found, singly = compare(), self.base_step.rounds_singly
+        if found and self.settings.safety.equal != "close":
+            self.base_step.round_singly()
+            why, found = found, compare(again=True)
+            self.base_step.round_singly(not found)
+            if not (found or singly):
+                warn_of_rounding(why, self.coordinates, closely=False)
         if found and not self.closeness:
             self.closeness = imported(CLOSENESS)()
-            warn_of_rounding(found, self.coordinates)
+            warn_of_rounding(found, self.coordinates, closely=True)
         if self.closeness and self._consensus:
             self.closeness.attach(self._consensus, made, self.step_count)

@@ -141,14 +141,20 @@ def warn_of_second_momentum(optimizer: Optimizer, levels: Sequence[Level], since
         _log.warning(text, sparse[0].name, type(optimizer).__name__, own, remedy)
 
 
-def warn_of_rounding(found: str, here: Coordinates) -> None:
+def warn_of_rounding(found: str, here: Coordinates, closely: bool) -> None:
     """Warns on the first rank that replicas round differently, as `found` says, and how they train then."""
     if (here.replica, here.shard) == (0, 0):
-        _log.warning(
-            "replicas round differently, so their weights stay close, not equal to the last bit: %s. Each step makes a "
-            'part of them equal to those of replica 0; Safety(equal="bits") refuses such replicas',
-            found,
-        )
+        _log.warning(_CLOSE if closely else _SINGLY, found)
+
+
+_CLOSE = (
+    "replicas round differently, so their weights stay close, not equal to the last bit: %s. Each step makes a part of "
+    'them equal to those of replica 0; Safety(equal="bits") refuses such replicas'
+)
+_SINGLY = (
+    "replicas round differently: %s. Each operation of the optimizer's steps is rounded by itself now, which takes "
+    'longer and keeps the replicas equal to the last bit; with Safety(equal="close") torch takes the steps'
+)
 
 
 _warned: WeakSet[Optimizer] = WeakSet()
@@ -175,8 +181,6 @@ def check_layout(
 
     Replicas that share a sharded or averaged parameter would exchange its whole gradient over the slow link, and the
     scheme would run on top of that. Warns where ranks of the world are joined by nothing.
-
-    Shapes: any.
     """
     axes = [axis for axis, _ in levels if isinstance(axis, DeviceMesh)]
     if not axes:

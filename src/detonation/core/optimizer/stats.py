@@ -85,10 +85,7 @@ class Stats:
 def dense_bytes_by_level(
     parameters: Mapping[str, Tensor], levels: Sequence[tuple[Axis, Scheme]], intra_node: DeviceMesh | None
 ) -> list[int]:
-    """Bytes that this rank would send in one step of full fp32 synchronisation, per level.
-
-    Shapes: any.
-    """
+    """Bytes that this rank would send in one step of full fp32 synchronisation, per level."""
     ways = [(sum(local(p).numel() for p in way.values()), n) for way, n in split_by_sharding(parameters, intra_node)]
     return [sum(dense_bytes(numel, axis.size(), n) for numel, n in ways) for axis, _ in levels]
 

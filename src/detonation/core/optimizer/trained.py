@@ -31,10 +31,7 @@ class TrainedParameters:
 
     @property
     def everyone(self) -> list[Tensor]:
-        """All parameters of the optimizer, frozen or not.
-
-        Shapes: any.
-        """
+        """All parameters of the optimizer, frozen or not."""
         return [parameter for group in self._base.param_groups for parameter in group["params"]]
 
     @property
@@ -46,8 +43,6 @@ class TrainedParameters:
         """The parameters that require a gradient, in the model's order.
 
         Raises `ValueError` where one is not in the model.
-
-        Shapes: any.
         """
         parameters = local_parameters(self.model)
         self._take_shards()
@@ -68,8 +63,6 @@ class TrainedParameters:
 
         One that another replicated optimizer trains may be frozen for the moment, as Lightning's `toggle_optimizer`
         does; one that requires a gradient may belong to a plain optimizer, and differ between replicas.
-
-        Shapes: any.
         """
         trained = {id(p) for each in _TRAINED for p in each.everyone}
         return {
@@ -79,10 +72,7 @@ class TrainedParameters:
         }
 
     def named(self, names: Collection[str]) -> dict[str, Tensor]:
-        """The parameters of the optimizer with these `names`, frozen or not, in the model's order.
-
-        Shapes: any.
-        """
+        """The parameters of the optimizer with these `names`, frozen or not, in the model's order."""
         everyone, parameters = {id(p) for p in self.everyone}, local_parameters(self.model)
         note_padding(self.model)
         return {name: p for name, p in parameters.items() if name in names and id(p) in everyone}
@@ -98,10 +88,7 @@ class TrainedParameters:
             raise ValueError("some parameters appear in more than one parameter group of the optimizer")
 
     def lay_out(self, parameters: Mapping[str, Tensor]) -> None:
-        """Notes that the layouts hold `parameters` from now on.
-
-        Shapes: any.
-        """
+        """Notes that the layouts hold `parameters` from now on."""
         self.laid_out, mine, self._units = parameters, {id(p) for p in parameters.values()}, shown_units(self.model)
         self._ids = [id(p) for p in self.everyone if id(p) in mine]
 

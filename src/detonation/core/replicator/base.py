@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
-from torch.optim import Optimizer
 
+from detonation.core.optim.base_step import BaseStep
 from detonation.core.replicator.channel import Channel
 from detonation.core.replicator.local_state import LocalState
 from detonation.core.replicator.transfer import Transfer
@@ -22,7 +22,7 @@ class Replicator(ABC):
 
     acts_before = True
     """Whether it acts in `before`; otherwise in `after`."""
-    stepped: Optimizer | None = None
+    stepped: BaseStep | None = None
     """The optimizer whose steps all replicas must take alike; None where each steps by itself."""
 
     def __init__(self, parameters: Mapping[str, Tensor], channel: Channel) -> None:

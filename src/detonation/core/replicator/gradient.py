@@ -42,7 +42,7 @@ class GradientReplicator(Replicator):
         self._overlap: Overlap | None = None
         self._equal: Readback | None = None  # whether gradients stayed as they were sent in the last overlapped step
         self._stream: CommStream | None = None
-        self.stepped = base.optimizer
+        self.stepped = base
 
     def before(self, step: int) -> None:
         if self._overlap or self._equal:

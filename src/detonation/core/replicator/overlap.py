@@ -40,8 +40,6 @@ class CommStream:
 
         Args:
             used: Tensors that the comm stream reads; the caller may release them at once.
-
-        Shapes: any.
         """
         if self._module:
             self._stream.wait_stream(self._module.current_stream(self._device))

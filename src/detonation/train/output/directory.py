@@ -8,6 +8,7 @@ import os
 import platform
 import time
 import tomllib
+from contextlib import nullcontext
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -48,23 +49,29 @@ def environment_lines(found: dict[str, Any]) -> list[str]:
     return [f"- {key}: {'none' if value is None else value}" for key, value in flat.items()]
 
 
+_SINGLY = " rounded singly"
+
+
 def bits_of_steps() -> dict[str, str]:
     """A hash of three steps of each optimizer on fixed numbers, by name: what rounds alike trains replicas together."""
     import torch
 
+    from detonation.gates.single_rounding import SingleRounding
     from detonation.train.recipe.optimizers import optimizer_classes
 
     classes = optimizer_classes()
     optimizers: dict[str, Any] = {name: classes[name] for name in ("SignSGD", "SGD", "AdamW", "Muon")}
     optimizers["AdamW(fused=True)"] = partial(classes["AdamW"], fused=True)
+    contexts = dict.fromkeys(optimizers, nullcontext) | {f"{name}{_SINGLY}": SingleRounding for name in optimizers}
     numbers = (torch.arange(2**16, dtype=torch.int64) * 2654435761 % 1048573 - 524286).float() / 65536
     found = {}
-    for name, make in optimizers.items():
+    for name, context in contexts.items():
         weight = torch.nn.Parameter(numbers.view(256, 256).clone())
-        optimizer = make([weight], lr=1e-3)
+        optimizer = optimizers[name.removesuffix(_SINGLY)]([weight], lr=1e-3)
         for scale in (1.0, 0.7, 0.3):
             weight.grad = numbers.flip(0).view(256, 256) * scale
-            optimizer.step()
+            with context():
+                optimizer.step()
         found[name] = hashlib.sha256(bytes(weight.detach().view(torch.uint8).view(-1).tolist())).hexdigest()[:16]
     return found
 
@@ -78,18 +85,21 @@ def compare_machines(here: dict[str, Any], there: dict[str, Any]) -> list[str]:
         for key in mine.keys() - {"packages", "steps"}
         if mine.get(key) != theirs.get(key)
     ]
-    machines = [found["platform"].rpartition(" ")[2] for found in (here, there)]
     kinds = [bool(found["gpus"]) for found in (here, there)]
     odd = [key for key in ("torch", "detonation-torch") if mine.get(key) != theirs.get(key)]
-    if odd or len({*machines}) > 1 or len({*kinds}) > 1:
-        what = [*odd, *["kind of processor"] * (machines[0] != machines[1]), *["GPUs"] * (kinds[0] != kinds[1])]
+    if odd or len({*kinds}) > 1:
+        what = [*odd, *["GPUs"] * (kinds[0] != kinds[1])]
         return [*sorted(lines), f"They will not train together: other {', '.join(what)}. Make these alike."]
-    alike = [name for name in own if own[name] == other.get(name)]
-    rest = [name for name in own if name not in alike]
+    same = [name for name in own if own[name] == other.get(name)]
+    names = [name for name in own if not name.endswith(_SINGLY)]
+    alike = [name for name in names if name in same]
+    slower = [name for name in names if name not in same and name + _SINGLY in same]
+    rest = [name for name in names if name not in same and name not in slower]
     scope = "on their CPUs; the first step compares their GPUs" if any(kinds) else "bit for bit"
-    unlike = f"; not with {', '.join(rest)}" if rest else ""
-    last = f"Under schemes of gradients they will train alike with {', '.join(alike) or 'none'}{unlike} ({scope})."
-    return [*sorted(lines), last, "Under schemes of rounds (diloco, ...) any optimizer will do."]
+    last = f"Under schemes of gradients they will train alike with {', '.join(alike) or 'none'} ({scope})"
+    last += f"; with {', '.join(slower)} in steps that take longer" if slower else ""
+    last += f"; closely, not alike, with {', '.join(rest)}" if rest else ""
+    return [*sorted(lines), f"{last}.", "Under schemes of rounds (diloco, ...) any optimizer will do."]
 
 
 def _version(package: str) -> str | None:
