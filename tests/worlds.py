@@ -22,6 +22,7 @@ import torch._dynamo  # FSDP2 imports it where it shards: half a second, here on
 import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 import detonation as dt
@@ -189,5 +190,9 @@ def _rank(rank: int, folder: str, pipe: Connection, replicas: int, shards: int, 
         while True:
             pipe.send((True, function(mesh, *arguments)))
             function, arguments = pipe.recv()  # it stays for its peers until it is killed
+            # a group of gloo has three threads, which wake a hundred times a second while the world lasts; those of meshes
+            # stay, because torch remembers meshes
+            for group in [each for each in distributed_c10d._world.pg_map if "/detonation/" in each.group_name]:
+                dist.destroy_process_group(group)
     except BaseException:
         pipe.send((False, traceback.format_exc()))

@@ -44,11 +44,17 @@ def _called(_: Any, function: Any, sizes: Sizes, *arguments: Any) -> Any:
     return function(sizes, *arguments)
 
 
+@lru_cache
+def mesh_of(sizes: Sizes) -> Any:
+    """One for all functions that a rank runs: groups of processes that nobody uses cost time as long as they are."""
+    return dt.init_mesh(shards=sizes, device="cpu")
+
+
 class Run:
     """A model and its optimizer on nodes of some sizes; the ranks of a node see the same batches."""
 
     def __init__(self, sizes: Sizes, scheme: Any, base: str = "adamw", model: str = "Plain", **options: Any) -> None:
-        self.mesh = dt.init_mesh(shards=sizes, device="cpu")
+        self.mesh = mesh_of(sizes)
         self.model = dt.shard(zoo.built(getattr(zoo, model)), self.mesh)
         scheme = zoo.SCHEMES[scheme] if isinstance(scheme, str) else scheme
         made = BASES[base](self.model.parameters())
