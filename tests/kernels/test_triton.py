@@ -23,8 +23,8 @@ from detonation.core.compute.nonfinite import LIMIT, SIGNAL_LIMIT, first_nonfini
 from detonation.core.engine.choice import engine_for
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.integrity.header import HEADER_BYTES, IDENTITY, Header, unsealed
+from detonation.core.integrity.message import Workspace
 from detonation.core.integrity.validate import FORGET, LOUDER, Expected, Facts, decide_usable
-from detonation.core.integrity.workspace import Workspace
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
 from detonation.core.schemes import buckets

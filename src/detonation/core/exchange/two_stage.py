@@ -17,8 +17,7 @@ from detonation.core.exchange.exchange import negative_zeros, played, workspace_
 from detonation.core.flat.owners import RowOwners
 from detonation.core.integrity.guard import Guard
 from detonation.core.integrity.header import HEADER_BYTES
-from detonation.core.integrity.message import Message
-from detonation.core.integrity.tape import Tape
+from detonation.core.integrity.message import Message, Tape
 from detonation.core.link.link import Link
 from detonation.core.schemes.scheme import Scheme
 

@@ -9,15 +9,14 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from detonation.core import runtime
 from detonation.core.codec.aggregate import Aggregation
 from detonation.core.codec.arrived import Arrived
 from detonation.core.codec.message_rows import MessageRows, SharedIndices, joined
 from detonation.core.compute import kernel_library
-from detonation.core.integrity import readback
 from detonation.core.integrity.fault_counts import FaultCounts
 from detonation.core.integrity.header import DIGITS, HEADER_BYTES, Header, hash63, put, unsealed
-from detonation.core.integrity.message import Message
-from detonation.core.integrity.tape import Tape
+from detonation.core.integrity.message import Message, Tape, Workspace
 from detonation.core.integrity.validate import (
     TOO_LARGE,
     TOO_LOUD,
@@ -27,7 +26,6 @@ from detonation.core.integrity.validate import (
     explain_faults,
     statuses_of_sum,
 )
-from detonation.core.integrity.workspace import Workspace
 
 
 class Guard:
@@ -183,7 +181,7 @@ class Guard:
         refused, table = decide_usable(Facts(*unsealed(messages), *content), expected, self.usual)
         if self._on_device:
             report = partial(self._report, expected=expected, last=not phase, absent=absent)
-            self._counts.report_later(step + self._delay, readback.Readback(table), report)
+            self._counts.report_later(step + self._delay, runtime.Readback(table), report)
             return refused
         return None if self._report(table.tolist(), expected, not phase, absent) else refused
 
@@ -220,7 +218,7 @@ class Guard:
         if self._on_device:
             norms = torch.stack([torch.linalg.vector_norm(each, torch.inf) for each in values])
             finite = norms.isfinite().all().view(1)
-            found = readback.Readback(torch.cat([finite.to(torch.float32), digits.to(torch.float32)]))
+            found = runtime.Readback(torch.cat([finite.to(torch.float32), digits.to(torch.float32)]))
             self._counts.report_later(step + self._delay, found, partial(self._report_sum, step, absent))
             for each in values:
                 each.masked_fill_(finite.logical_not(), 0.0)

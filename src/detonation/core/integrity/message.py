@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,66 @@ from detonation.core.codec.codec import Codec
 from detonation.core.codec.indices import Unpackable, narrow
 from detonation.core.codec.message_rows import MessageRows, SharedIndices, joined
 from detonation.core.integrity.header import HEADER_BYTES
+
+
+class Tape(Protocol):
+    """Takes in what was agreed on, or plays it back in the place of an exchange.
+
+    plays: Whether it plays back. Replicas then encode and send nothing, and receive from the tape.
+    """
+
+    plays: bool
+
+    def put(self, place: int, step: int, message: Tensor) -> None:
+        """Takes in the messages of all replicas, or their sum, which may be overwritten afterwards.
+
+        Args:
+            place: The channel and the bucket of which they are.
+            step: At which they were sent.
+
+        Shapes: any.
+        """
+        ...
+
+    def take(self, place: int, step: int) -> Tensor:
+        """The next messages of a place, as they were put in.
+
+        Shapes: -> `[bytes]` uint8.
+        """
+        ...
+
+    def end(self, what: str, optimizer: Any) -> None:
+        """Ends what moved the weights of a `Replicated` with the messages before: a "step", or "synchronize"."""
+        ...
+
+
+@dataclass
+class Workspace:
+    """Buffers of messages, by name; new ones each time with a `depth` of 0.
+
+    A message lies in its buffer until the collective that carries it has ended. The next one is encoded on the same
+    stream, after that stream has waited for the collective; so there are as many buffers as messages may be in flight.
+
+    Args:
+        depth: The messages of one name that may be in flight together.
+    """
+
+    depth: int = 0
+    _buffers: dict[Hashable, list[Tensor]] = field(default_factory=dict)
+
+    def take(self, name: Hashable, shape: Sequence[int], device: torch.device) -> Tensor:
+        """The buffer that was taken longest ago.
+
+        Shapes: -> `shape` uint8, of any content.
+        """
+        if not self.depth:
+            return torch.empty(*shape, dtype=torch.uint8, device=device)
+        buffers = self._buffers.setdefault(name, [])
+        oldest = buffers.pop(0) if len(buffers) == self.depth else None
+        if oldest is None or oldest.shape != torch.Size(shape):
+            oldest = torch.empty(*shape, dtype=torch.uint8, device=device)
+        buffers.append(oldest)
+        return oldest
 
 
 class Arriving(Protocol):

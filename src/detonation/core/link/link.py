@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from detonation.core.flat.tensors import whole_of
-from detonation.core.integrity.tape import Tape
+from detonation.core.integrity.message import Tape
 from detonation.core.link.communicator import Axis, communicator_of
 from detonation.core.link.elastic_communicator import RenumberedCommunicator, present_rows
 from detonation.core.link.handshake import SAME_START, Mismatch, require_same, send_to_all

@@ -10,10 +10,9 @@ from torch.optim import Optimizer
 
 from detonation.choices import imported
 from detonation.core.agreement.buffers import BufferSync
-from detonation.core.agreement.consensus import StopConsensus
+from detonation.core.agreement.consensus import CLOSENESS, ClosenessGate, StopConsensus
 from detonation.core.agreement.desync import options_of
-from detonation.core.agreement.gates import CLOSENESS, ClosenessGate
-from detonation.core.integrity.tape import Tape
+from detonation.core.integrity.message import Tape
 from detonation.core.link.coordinates import Coordinates, coordinates_of
 from detonation.core.optim.base_step import BaseStep
 from detonation.core.optim.wrapper import OptimizerWrapper, evaluated

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from detonation.core.link.coordinates import alike
+from detonation.core.memory import require_same_keys
 from detonation.core.replicator.base import Replicator
-from detonation.core.replicator.local_state import require_same_keys
 
 if TYPE_CHECKING:
     from detonation.core.optimizer.replicated import Replicated

@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from torch import Tensor
 from torch.optim import Optimizer
 
-from detonation.core.replicator.channel import Channel
-from detonation.core.replicator.local_state import LocalState
-from detonation.core.replicator.transfer import Transfer
+from detonation.core.memory import LocalState
+from detonation.core.replicator.channel import Channel, Transfer
 
 
 class Replicator(ABC):

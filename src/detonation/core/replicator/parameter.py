@@ -12,11 +12,10 @@ from torch import Tensor
 from detonation.core.flat.layout import copy
 from detonation.core.flat.rows import Bucket
 from detonation.core.flat.tensors import locals_of, padding_row
+from detonation.core.memory import LocalState
 from detonation.core.replicator.base import Replicator
-from detonation.core.replicator.channel import Channel
-from detonation.core.replicator.local_state import LocalState
+from detonation.core.replicator.channel import BucketPipeline, Channel, Transfer, Update
 from detonation.core.replicator.outer import EagerStart, OuterSGD
-from detonation.core.replicator.transfer import BucketPipeline, Transfer, Update
 from detonation.core.round import Round
 from detonation.core.schemes.scheme import ParameterScheme
 

@@ -6,17 +6,15 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from detonation.core import runtime
 from detonation.core.codec.aggregate import Aggregation, ClippedMean, WeightedMean
 from detonation.core.codec.arrived import Arrived
 from detonation.core.codec.message_rows import MessageRows, SharedIndices
 from detonation.core.compute.nonfinite import LIMIT
-from detonation.core.integrity import readback
 from detonation.core.integrity.guard import Guard
 from detonation.core.integrity.header import DIGITS, HEADER_BYTES, IDENTITY, Header, constant
-from detonation.core.integrity.message import Message
-from detonation.core.integrity.tape import Tape
+from detonation.core.integrity.message import Message, Tape, Workspace
 from detonation.core.integrity.validate import FORGET, LOUDER, Expected
-from detonation.core.integrity.workspace import Workspace
 from detonation.engines.triton.coding import coding_of, places_of, row_run
 from detonation.kernels.gpu import inspection
 
@@ -112,6 +110,6 @@ class TritonGuard(Guard):
         return inspection.SumInspector(self.usual.device)
 
 
-def _readback(numbers: Tensor) -> readback.Readback:
+def _readback(numbers: Tensor) -> runtime.Readback:
     """The readback of numbers over which a later inspection writes: of a CPU that plays an accelerator, of a copy."""
-    return readback.Readback(numbers.clone() if numbers.device.type == "cpu" else numbers)
+    return runtime.Readback(numbers.clone() if numbers.device.type == "cpu" else numbers)
