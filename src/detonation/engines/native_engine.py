@@ -6,12 +6,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from detonation.core.codec.aggregate import Mean, MeanNonzero, Received
+from detonation.core.codec.aggregate import Mean, MeanNonzero
 from detonation.core.codec.basis import DCT, dct_waves
 from detonation.core.codec.codec import Codec, Selected
 from detonation.core.codec.indices import PackedIndices
 from detonation.core.codec.message_rows import MessageRows
 from detonation.core.codec.precision import FP32
+from detonation.core.codec.received import Received
 from detonation.core.codec.selection import TopK
 from detonation.core.compute.kernel_library import KERNEL_CHUNKS, Library, SignRate, load_library
 from detonation.core.compute.scatter_sum import most_summed

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from detonation.core.codec.aggregate import Aggregation, Received
-from detonation.core.codec.arrived import Arrived
+from detonation.core.codec.aggregate import Aggregation
 from detonation.core.codec.basis import Basis, Identity
+from detonation.core.codec.codebooks import Sign, TwoBit
 from detonation.core.codec.indices import IndexCoding, Unpackable, narrow
-from detonation.core.codec.message_rows import MessageRows, indices_by_rule, numbers, zero_byte
-from detonation.core.codec.precision import Float, Precision, Sign, TwoBit
+from detonation.core.codec.message_rows import MessageRows, indices_by_rule, zero_byte
+from detonation.core.codec.precision import Float, Precision, numbers
+from detonation.core.codec.received import Arrived, Received
 from detonation.core.codec.selection import Selection
 from detonation.core.compute.checksum import LINE_BYTES
 from detonation.core.flat.layout import Layout, copy
@@ -240,7 +241,10 @@ class Codec:
         body = torch.empty(len(messages), -(-nbytes // 8) * 8, dtype=torch.uint8, device=device)[:, :nbytes]
         copy(body.unbind(), messages)
         known = None if shared is None else narrow(shared)
-        return Arrived(self, body, rows, known, aggregation).received(self.unit)
+        arrived = Arrived(self, body, rows, known, aggregation, self.unit)
+        if not aggregation.rowwise:
+            arrived.weigh()
+        return arrived
 
     @cached_property
     def dense(self) -> bool:

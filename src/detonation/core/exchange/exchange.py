@@ -1,25 +1,24 @@
 """The contract of all exchanges, what they share, and those of one collective: an all-reduce or an all-gather."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
-from typing import ClassVar, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
-from detonation.core.codec.aggregate import Coefficients, MajorityVote, Received
-from detonation.core.codec.indices import narrow
-from detonation.core.codec.message_rows import MessageRows, SharedIndices, Sums
+from detonation.core.codec.aggregate import MajorityVote
+from detonation.core.codec.message_rows import MessageRows
 from detonation.core.codec.precision import Float
-from detonation.core.codec.zeros import zeros_are_negative
-from detonation.core.integrity.guard import Guard
+from detonation.core.codec.received import Received, Sums
+from detonation.core.integrity.guard import Guard, Stage
 from detonation.core.integrity.header import DIGITS, HEADER_BYTES
 from detonation.core.integrity.message import Message, Tape, Workspace
 from detonation.core.link.link import Link
 from detonation.core.schemes.buckets import aligned_rows
 from detonation.core.schemes.scheme import Scheme
+
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
 
 
 class Exchange(Protocol):
@@ -76,6 +75,46 @@ def negative_zeros(scheme: Scheme, step: int, replica: int = 0, replicas: int = 
     return zeros_are_negative(sending, replica, replicas, proportional or isinstance(scheme.aggregation, MajorityVote))
 
 
+def zeros_are_negative(sending: int, replica: int = 0, replicas: int = 1, cancel: bool = True) -> bool:
+    """True where a replica sends zeros as negative numbers: over replicas and sendings they cancel.
+
+    One bit has no zero: a coordinate without a signal reads as one magnitude, and moves if its sign is always the same.
+    Successive sendings 2 n and 2 n + 1 have opposite signs. The order within a pair follows multiples of the golden
+    ratio, so that a coordinate that is zero only at every second or third sending is balanced, too.
+
+    Args:
+        sending: How often the coordinate was sent before, as far as that is independent of the data. The step does not
+            do: at an even period the coordinate is sent at steps of one parity.
+        replica: From 0 to below `replicas`.
+        cancel: Whether an even number of replicas cancels at once: right for votes, which tie, and where the update is
+            used in proportion. The magnitudes of replicas differ, so that under a mean an arbitrary small number
+            remains; an optimizer that looks at its sign would walk at random. With `cancel=False` one sign has the
+            majority among the replicas, and such an optimizer moves to and fro.
+
+    Example:
+        >>> [zeros_are_negative(sending) for sending in range(6)]
+        [False, True, True, False, False, True]
+        >>> [zeros_are_negative(0, replica, 4) for replica in range(4)]
+        [False, True, False, True]
+        >>> [zeros_are_negative(0, replica, 4, cancel=False) for replica in range(4)]
+        [False, True, False, False]
+    """
+    opposed = replica % 2 == 1 and (cancel or replica < replicas - 1)
+    return ((sending // 2 * _GOLDEN >> 63) + sending + opposed) % 2 == 1
+
+
+def wait_for(message: Message, link: Link) -> None:
+    """Waits for all runs of `message`; see `Message.arrived` and `Message.absent`."""
+    for each in message.arriving:
+        message.arrived.append(link.wait(each))
+        if link.elastic:
+            message.absent.update(link.elastic.absent)
+    if link.tape and link.tape.plays:
+        message.absent = {row for row, octets in enumerate(message.arrived[0]) if not octets[:HEADER_BYTES].any()}
+    else:
+        message.recycle = link.recycle
+
+
 def played(tape: Tape, guard: Guard, step: int, replicas: int) -> Callable[[], Tensor]:
     """Takes the messages of `step` from the tape, to the device of `guard`."""
     return lambda: tape.take(guard.place, step).to(guard.usual.device).view(replicas, -1)  # [replicas, 64 + nbytes]
@@ -90,17 +129,6 @@ def workspace_for(scheme: Scheme, link: Link, guard: Guard) -> Workspace:
     """
     kept = guard.on_kernels and scheme.signal == "gradients" and link.elastic is None
     return Workspace(scheme.round.delay + 1 if kept else 0)
-
-
-@dataclass(frozen=True)
-class Divided:
-    """The mean of messages that the network has added up already."""
-
-    replicas: int
-    rowwise: ClassVar[bool] = True
-
-    def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:  # [1, rows, k] -> [rows, k]
-        return values[0] / self.replicas
 
 
 class OneStage:
@@ -144,57 +172,42 @@ class AllReduce(OneStage):
         values = run.octets[0].view(self._dtype)
         if status is not None:
             self._guard.seal_sum(values[run.rows * self._k :], status, message.step)
-        message.sums.append(self._link.all_reduce(values))
+        message.arriving.append(self._link.all_reduce(values))
 
     def receive(self, message: Message) -> Received:
         rows = message.rows or [(0, self._rows)]
-        elastic, totals = self._link.elastic, list[tuple[int, Tensor]]()
-        for (at, count), wait in zip(rows, message.sums, strict=True):
-            total = wait()
+        elastic, link, totals = self._link.elastic, self._link, dict[int, Tensor]()
+        for (at, count), each in zip(rows, message.arriving, strict=True):
+            total = link.wait(each)
             if elastic and (lost := len(elastic.absent)):
                 # as if they had sent the mean of the others; of a copy, as another replica may still need the sum
                 total = total.clone()
-                total[: count * self._k] *= self._link.replicas / (self._link.replicas - lost)
-            totals.append((at, total))
-        digits = totals[-1][1][rows[-1][1] * self._k :]
-        absent = elastic.absent if elastic else ()
-        if self._link.tape and self._link.tape.plays:
-            absent = range(self._link.replicas)  # the tape does not say who was
-        ordered = sorted(totals, key=itemgetter(0))
+                total[: count * self._k] *= link.replicas / (link.replicas - lost)
+            totals[at] = total
+        digits = total[count * self._k :]
         counts = dict(rows)
-        runs = {at: total[: counts[at] * self._k].view(counts[at], self._k) for at, total in ordered}
-        if self._link.tape and not self._link.tape.plays:
-            whole = torch.cat([*(run.view(-1) for run in runs.values()), digits]) if len(runs) > 1 else totals[0][1]
-            self._link.tape.put(self._guard.place, message.step, whole)
-        shared, replicas, source = message.indices if message.shared else None, self._link.replicas, None
-        fine = self._guard.open_sum(list(runs.values()), digits, message.step, absent, self._workspace)
-        if isinstance(fine, Tensor):
-            source = Sums(list(runs.items()), fine, replicas, shared)
-        elif not fine:
-            runs = {first: torch.zeros_like(run) for first, run in runs.items()}
-        read = partial(_read_sums, runs, shared, None if source is None else source.report)
-        return Received(self._rows, read, Divided(replicas), source=source)
+        runs = [(at, totals[at][: counts[at] * self._k].view(counts[at], self._k)) for at in sorted(totals)]
+        absent = elastic.absent if elastic else ()
+        if link.tape and link.tape.plays:
+            absent = range(link.replicas)  # the tape does not say who was
+        elif link.tape:
+            whole = torch.cat([*(run.view(-1) for _, run in runs), digits]) if len(runs) > 1 else total
+            link.tape.put(self._guard.place, message.step, whole)
+        values = [run for _, run in runs]
+        fine = self._guard.open_sum(values, digits, message.step, absent, self._workspace)
+        if not isinstance(fine, Tensor) and not fine:
+            runs = [(first, torch.zeros_like(run)) for first, run in runs]
+        report = fine if isinstance(fine, Tensor) else None
+        return Sums(runs, self._rows, link.replicas, message.indices if message.shared else None, report)
 
     def play(self, message: Message, tape: Tape) -> None:
         def take() -> Tensor:  # [rows * k + digits]
             return tape.take(self._guard.place, message.step).to(self._guard.usual.device).view(self._dtype)
 
-        message.sums.append(take)
+        message.arriving.append(take)
 
     def state(self) -> dict[str, Tensor]:  # none: a sum has no norm of each replica
         return {}
-
-
-def _read_sums(
-    runs: dict[int, Tensor], shared: Tensor | SharedIndices | None, report: Tensor | None, first: int, end: int
-) -> Coefficients:
-    """The sums of the rows from `first` to below `end`."""  # runs [rows, k] each; report as in `Sums`
-    cut = [run[max(0, first - at) : max(0, end - at)] for at, run in runs.items()]
-    parts = [part for part in cut if len(part)] or cut[:1]
-    values = (torch.cat(parts) if len(parts) > 1 else parts[0]).to(torch.float32)
-    if report is not None:
-        values = values.masked_fill(report[0] == 0, 0.0)
-    return Coefficients(values.unsqueeze(0), None if shared is None else narrow(shared)[first:end])
 
 
 class AllGather(OneStage):
@@ -202,7 +215,8 @@ class AllGather(OneStage):
 
     def __init__(self, scheme: Scheme, link: Link, guard: Guard, rows: int) -> None:
         super().__init__(scheme, link, guard, rows)
-        self._unit, self._width = aligned_rows(self._codec), self._codec.width(rows, HEADER_BYTES)
+        self._width, unit = self._codec.width(rows, HEADER_BYTES), aligned_rows(self._codec)
+        self._stage = Stage(self._codec, rows, scheme.aggregation, unit, workspace=self._workspace)
         self._has_codes = not isinstance(self._codec.precision, Float)
 
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
@@ -221,13 +235,15 @@ class AllGather(OneStage):
         message.arriving.append(self._link.all_gather(octets[0]))
 
     def receive(self, message: Message) -> Received:
+        wait_for(message, self._link)
         shared = message.indices if message.shared else None
-        rule = self._scheme.aggregation
-        arrived = self._guard.open(message, self._rows, shared, rule, tape=self._link.tape, workspace=self._workspace)
-        return arrived.received(self._unit, message.release)
+        arrived = self._guard.open(message, self._stage, shared, self._link.tape)
+        if not arrived.aggregation.rowwise:
+            arrived.weigh()
+        return arrived
 
     def play(self, message: Message, tape: Tape) -> None:
-        message.played = played(tape, self._guard, message.step, self._link.replicas)
+        message.arriving.append(played(tape, self._guard, message.step, self._link.replicas))
 
     def state(self) -> dict[str, Tensor]:  # [1] fp32
         return {"usual_norm": self._guard.usual}

@@ -7,9 +7,9 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from detonation.core.codec.aggregate import Received
 from detonation.core.codec.codec import Selected
 from detonation.core.codec.message_rows import MessageRows
+from detonation.core.codec.received import Received
 from detonation.core.compute.kernel_library import SignRate
 from detonation.core.compute.nonfinite import first_nonfinite, first_outside, signals_within
 from detonation.core.engine.choice import engine_for
