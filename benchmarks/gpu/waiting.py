@@ -11,6 +11,7 @@ from benchmarks.gpu.common import SIZES, Job, no_waits, numel, stepper, synchron
 
 import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
+from detonation.core.codec.aggregate import Divided
 from detonation.core.codec.message_rows import MessageRows
 from detonation.core.codec.precision import Float, numbers
 from detonation.core.codec.received import Sums
@@ -110,7 +111,7 @@ def graphs(job: Job, scheme: dt.schemes.Scheme) -> None:
         received.shared = shared
         if scheme.summable and isinstance(codec.precision, Float) and engine.reads_status:  # the network adds in place
             values = numbers(run.parts[0], codec.precision.dtype).view(layout.rows, -1)
-            received = Sums([(0, values)], layout.rows, 2, shared, torch.ones(1, device=job.device))
+            received = Sums([(0, values)], layout.rows, Divided(2), shared, torch.ones(1, device=job.device))
         decode = partial(engine.write, received, targets)
         decode()
         acts = [played(act) if held and job.on_gpu else act for act in (encode, decode)]

@@ -13,7 +13,7 @@ import detonation as dt
 from covering import some
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.agreement import selftest
-from detonation.core.codec.aggregate import ClippedMean
+from detonation.core.codec.aggregate import ClippedMean, Divided
 from detonation.core.codec.basis import Identity
 from detonation.core.codec.message_rows import MessageRows, SharedIndices
 from detonation.core.codec.received import Arrived, Sums
@@ -293,7 +293,7 @@ def test_a_sum_that_is_not_finite_is_reported_and_counts_as_zeros(dtype):
         report = torch.empty(10)
         inspector.inspect([run for _, run in runs], digits, report)
         assert report.tolist() == [float(fault == 0), *digits.tolist()]
-        received = Sums(runs, rows, 3, shared, report)
+        received = Sums(runs, rows, Divided(3), shared, report)
         wanted = torch.zeros(rows, scheme.codec.selection.chunk)
         if not fault:
             wanted.scatter_(1, shared.unpacked.to(torch.int64), total.float() / 3)

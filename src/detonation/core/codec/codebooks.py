@@ -32,8 +32,8 @@ class BlockCodebook:
         messages, count = values.shape[:-2], values.shape[-2] * values.shape[-1]
         blocks, counts = blocked(values.reshape(*messages, count), self.block)
         codes, statistics = self.quantise(blocks, counts, negative_zeros)
-        packed = pack(line_of(codes, messages)[..., :count], self.width)
-        return torch.cat([packed, line_of(statistics.to(torch.bfloat16), messages).view(torch.uint8)], -1)
+        line, stated = line_of(codes, messages), line_of(statistics.to(torch.bfloat16), messages)
+        return torch.cat([pack(line[..., :count], self.width), stated.view(torch.uint8)], -1)
 
     def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor:  # [..., nbytes] uint8 -> [..., rows, k] fp32
         packed, statistics = torch.split(encoded, list(self.lengths(rows, k)), -1)
@@ -255,17 +255,14 @@ def decoded(packed: Tensor, levels: Tensor, first: int, shape: tuple[int, int], 
     missing = -count % block
     filled = torch.nn.functional.pad(codes, (0, missing)) if missing else codes
     blocks = filled.shape[-1] // block
-    values = _looked_up(levels, slice(first, first + blocks), filled.view(*messages, blocks, block))
-    return values.view(*messages, blocks * block)[..., :count].view(*messages, *shape)
-
-
-def _looked_up(levels: Tensor, some: slice, codes: Tensor) -> Tensor:
-    """The level of each code of some blocks of each message."""  # codes [..., some blocks, block]
+    codes, some = filled.view(*messages, blocks, block), slice(first, first + blocks)
     if codes.device.type == "cpu":
-        return levels[..., some, :].gather(-1, codes.to(torch.int64))
-    firsts = _firsts(levels.numel() // levels.shape[-1], levels.shape[-1], levels.device)
-    places = firsts.view(*levels.shape[:-1], 1)[..., some, :] + codes  # which take half the memory of int64
-    return levels.view(-1).index_select(0, places.view(-1)).view(codes.shape)
+        values = levels[..., some, :].gather(-1, codes.to(torch.int64))
+    else:
+        firsts = _firsts(levels.numel() // levels.shape[-1], levels.shape[-1], levels.device)
+        places = firsts.view(*levels.shape[:-1], 1)[..., some, :] + codes  # which take half the memory of int64
+        values = levels.view(-1).index_select(0, places.view(-1)).view(codes.shape)
+    return values.view(*messages, blocks * block)[..., :count].view(*messages, *shape)
 
 
 @lru_cache(maxsize=64)

@@ -172,7 +172,7 @@ class Codec:
         if indices is not None and not self.selection.shared:
             encoded.append(self.index_coding.encode(indices).view(count, -1))
             targets += run.parts[len(targets) :]
-        if (run.room or run.whole) and (padding := run.padding) is not None:
+        if values.device.type != "cpu" and (run.room or run.whole) and (padding := run.padding) is not None:
             targets.append(padding)
             encoded.append(zero_byte(padding.device).expand_as(padding))
         copy(targets, encoded)
@@ -194,7 +194,7 @@ class Codec:
         if run.whole or isinstance(self.precision, Float):
             values = self.values(run.parts, run.rows)
         else:
-            encoded = run.body[:, : self.precision.nbytes(run.rows, self.selection.k)]
+            encoded = run.octets[:, run.room : run.room + sum(self.precision.lengths(run.rows, self.selection.k))]
             values = self.precision.decode(encoded, run.rows, self.selection.k)
         return run.owners.collect(values) if run.owners else values[0]
 

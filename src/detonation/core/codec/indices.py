@@ -129,7 +129,7 @@ class IndexCoding:
         """
         if isinstance(indices, PackedIndices):
             return indices.encoded
-        indices = narrow(indices)
+        indices = indices if isinstance(indices, torch.Tensor) else indices.unpacked
         if self.bitmap:
             return mark(indices, self.chunk)
         *messages, rows, k = indices.shape

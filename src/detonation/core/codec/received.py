@@ -42,7 +42,7 @@ class Received:
     """
 
     rows: int
-    aggregation: Aggregation = Mean()
+    aggregation: Aggregation
     unit: int = 1
     width: int = 0
     release: Callable[[], None] | None = None
@@ -75,7 +75,7 @@ class Received:
 
     def rows_of(self, first: int, rows: int) -> Received:
         """The same messages, of which only `rows` rows are of interest, from row `first` on, where they can be cut."""
-        return self if (first, rows) == (0, self.rows) else Some(self, first, rows)
+        return Some(self, first, rows)
 
     def blocks(self, rows: int, read: int = 0) -> Iterator[Coefficients]:
         """Yields `rows` rows or a few more at a time.
@@ -116,7 +116,7 @@ class Decoded(Received):
     """
 
     def __init__(self, values: Tensor, indices: Tensor | None) -> None:
-        self._coefficients, self.rows = Coefficients(values, indices), values.shape[1]
+        self._coefficients, self.rows, self.aggregation = Coefficients(values, indices), values.shape[1], Mean()
 
     def read(self, first: int, end: int) -> Coefficients:
         return self._coefficients.part(first, end)
@@ -134,8 +134,9 @@ class Arrived(Received):
     unit: int = 1
     release: Callable[[], None] | None = None
 
-    def __post_init__(self) -> None:
-        self.width = len(self.body) * self.codec.selection.k
+    @property
+    def width(self) -> int:  # type: ignore[override]
+        return len(self.body) * self.codec.selection.k
 
     @property
     def source(self) -> Arrived:
@@ -147,11 +148,12 @@ class Arrived(Received):
         Shapes: -> faults `[replicas]` int64: those of `IndexCoding.faults`, or 3 for statistics that no encoder
         produces; and the norm `[replicas]` fp32.
         """
+        packed = None if self.codec.selection.shared else self._packed
         lawful, norms = self.codec.precision.check(self._encoded, self.rows, self.codec.selection.k)
-        if self._packed is None:
+        if packed is None:
             faults = torch.zeros(len(norms), dtype=torch.int64, device=norms.device)
         else:
-            faults = self.codec.index_coding.faults(self._packed)
+            faults = self.codec.index_coding.faults(packed)
         return faults if lawful is None else faults.masked_fill_(lawful.logical_not(), 3), norms
 
     def blank(self, skipped: Tensor) -> None:
@@ -176,8 +178,9 @@ class Arrived(Received):
         """
         precision, shape = self.codec.precision, (end - first, self.codec.selection.k)
         if isinstance(precision, BlockCodebook):
-            packed, begin = self.codec.cut(self._parts, first, end)[0], first * shape[1] // precision.block
-            return decoded(packed, self._levels, begin, shape, precision.width, precision.block)
+            some = self._parts if end - first == self.rows else self.codec.cut(self._parts, first, end)
+            begin = first * shape[1] // precision.block
+            return decoded(some[0], self._levels, begin, shape, precision.width, precision.block)
         if isinstance(precision, Float):
             return self._encoded[:, first:end].to(torch.float32)
         return self.codec.values(self.codec.cut(self._parts, first, end), end - first)
@@ -228,7 +231,7 @@ class Collected(Received):
 
     def __init__(self, replies: Arrived, owners: RowOwners) -> None:
         self._replies, self.owners, self.rows, self.release = replies, owners, owners.rows, replies.release
-        self.unit, self.width = owners.run * owners.replicas, replies.codec.selection.k
+        self.unit, self.width, self.aggregation = owners.run * owners.replicas, replies.codec.selection.k, Mean()
 
     @property
     def source(self) -> Arrived:
@@ -236,7 +239,7 @@ class Collected(Received):
 
     def read(self, first: int, end: int) -> Coefficients:
         assert self.owners
-        owners = self.owners.of_bucket(end - first)
+        owners = self.owners if end - first == self.rows else self.owners.of_bucket(end - first)
         of_each = first // owners.replicas, first // owners.replicas + owners.owned
         indices = self._replies.indices(*of_each)
         unpacked = [] if indices is None else [narrow(indices)]  # before the values, beside which bitmaps would lie
@@ -252,7 +255,7 @@ class Sums(Received):
     Args:
         runs: The first row of each run of rows, and its values `[rows, k]`; in the order of the rows.
         rows: Of all runs.
-        replicas: Of the mean.
+        aggregation: The mean of them.
         shared: The indices of all rows, None where the values are whole rows.
         report: `[1 + digits]` fp32, whose first number is 1 where all values are finite; the sum counts as zeros where
             it is 0. None where nobody needs to ask.
@@ -260,12 +263,9 @@ class Sums(Received):
 
     runs: Sequence[tuple[int, Tensor]]
     rows: int
-    replicas: int
+    aggregation: Divided
     shared: Tensor | SharedIndices | None
     report: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        self.aggregation = Divided(self.replicas)
 
     @property
     def source(self) -> Sums | None:

@@ -7,7 +7,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from detonation.core.codec.aggregate import MajorityVote
+from detonation.core.codec.aggregate import Divided, MajorityVote
 from detonation.core.codec.message_rows import MessageRows
 from detonation.core.codec.precision import Float
 from detonation.core.codec.received import Received, Sums
@@ -103,18 +103,6 @@ def zeros_are_negative(sending: int, replica: int = 0, replicas: int = 1, cancel
     return ((sending // 2 * _GOLDEN >> 63) + sending + opposed) % 2 == 1
 
 
-def wait_for(message: Message, link: Link) -> None:
-    """Waits for all runs of `message`; see `Message.arrived` and `Message.absent`."""
-    for each in message.arriving:
-        message.arrived.append(link.wait(each))
-        if link.elastic:
-            message.absent.update(link.elastic.absent)
-    if link.tape and link.tape.plays:
-        message.absent = {row for row, octets in enumerate(message.arrived[0]) if not octets[:HEADER_BYTES].any()}
-    else:
-        message.recycle = link.recycle
-
-
 def played(tape: Tape, guard: Guard, step: int, replicas: int) -> Callable[[], Tensor]:
     """Takes the messages of `step` from the tape, to the device of `guard`."""
     return lambda: tape.take(guard.place, step).to(guard.usual.device).view(replicas, -1)  # [replicas, 64 + nbytes]
@@ -176,10 +164,10 @@ class AllReduce(OneStage):
 
     def receive(self, message: Message) -> Received:
         rows = message.rows or [(0, self._rows)]
-        elastic, link, totals = self._link.elastic, self._link, dict[int, Tensor]()
+        link, totals = self._link, dict[int, Tensor]()
         for (at, count), each in zip(rows, message.arriving, strict=True):
-            total = link.wait(each)
-            if elastic and (lost := len(elastic.absent)):
+            (total,), absent = link.wait(each)
+            if lost := len(absent):
                 # as if they had sent the mean of the others; of a copy, as another replica may still need the sum
                 total = total.clone()
                 total[: count * self._k] *= link.replicas / (link.replicas - lost)
@@ -187,9 +175,8 @@ class AllReduce(OneStage):
         digits = total[count * self._k :]
         counts = dict(rows)
         runs = [(at, totals[at][: counts[at] * self._k].view(counts[at], self._k)) for at in sorted(totals)]
-        absent = elastic.absent if elastic else ()
         if link.tape and link.tape.plays:
-            absent = range(link.replicas)  # the tape does not say who was
+            absent = {*range(link.replicas)}  # the tape does not say who was
         elif link.tape:
             whole = torch.cat([*(run.view(-1) for _, run in runs), digits]) if len(runs) > 1 else total
             link.tape.put(self._guard.place, message.step, whole)
@@ -198,7 +185,7 @@ class AllReduce(OneStage):
         if not isinstance(fine, Tensor) and not fine:
             runs = [(first, torch.zeros_like(run)) for first, run in runs]
         report = fine if isinstance(fine, Tensor) else None
-        return Sums(runs, self._rows, link.replicas, message.indices if message.shared else None, report)
+        return Sums(runs, self._rows, Divided(link.replicas), message.indices if message.shared else None, report)
 
     def play(self, message: Message, tape: Tape) -> None:
         def take() -> Tensor:  # [rows * k + digits]
@@ -235,7 +222,7 @@ class AllGather(OneStage):
         message.arriving.append(self._link.all_gather(octets[0]))
 
     def receive(self, message: Message) -> Received:
-        wait_for(message, self._link)
+        message.arrived, message.absent = self._link.wait(*message.arriving)
         shared = message.indices if message.shared else None
         arrived = self._guard.open(message, self._stage, shared, self._link.tape)
         if not arrived.aggregation.rowwise:

@@ -13,7 +13,7 @@ from detonation.core.codec.precision import Float
 from detonation.core.codec.received import Collected, Received
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.engine.rows_at_once import Room, replied_at_once
-from detonation.core.exchange.exchange import negative_zeros, played, wait_for, workspace_for
+from detonation.core.exchange.exchange import negative_zeros, played, workspace_for
 from detonation.core.flat.owners import RowOwners
 from detonation.core.integrity.guard import Guard, Stage
 from detonation.core.integrity.header import HEADER_BYTES
@@ -63,13 +63,19 @@ class TwoStage:
         self._asked = Stage(codec, owners.owned, scheme.aggregation, turn, phase=1, workspace=space[0])
         self._answered = Stage(self._answer, owners.owned, Mean(), turn, signals=False, workspace=space[1])
         self._room, on_cpu = room, residual.device.type == "cpu"
-        self._block = owners.owned if on_cpu else replied_at_once(codec, self._answer, link.replicas, room)
+        some = owners.owned if on_cpu else replied_at_once(codec, self._answer, link.replicas, room)
+        self._block = -(-max(1, some) // turn) * turn  # messages and replies can be cut there
+        self._fresh = partial(torch.empty, dtype=torch.uint8, device=residual.device)
 
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
-        owners, room = self.owners.of_bucket(rows), 0 if first else HEADER_BYTES
-        whole = rows == self.owners.rows and not self._guard.on_kernels  # sealed where it lies
-        width = self._widths[0] if whole else room + self._codec.nbytes(owners.owned)
-        memory = partial(self._workspace.take, ("run", first), (owners.replicas, width), self.residual.device)
+        whole, room = rows == self.owners.rows, 0 if first else HEADER_BYTES
+        owners = self.owners if whole else self.owners.of_bucket(rows)
+        # without kernels a whole message is sealed where it lies
+        aligned = whole and not self._guard.on_kernels
+        shape = owners.replicas, self._widths[0] if aligned else room + self._codec.nbytes(owners.owned)
+        memory = partial(self._fresh, shape)
+        if self._workspace.depth:
+            memory = partial(self._workspace.take, ("run", first), shape, self.residual.device)
         zeros = self._has_codes and negative_zeros(self._scheme, message.step, self._link.replica, owners.replicas)
         message.waiting = run = MessageRows(
             self._codec, owners.owned, memory, first // owners.replicas, room, owners, zeros
@@ -84,24 +90,21 @@ class TwoStage:
         owned, mine = self.owners.owned, self._shared(message) if message.shared else None
         if isinstance(mine, Tensor):
             mine, message.shared = mine[self._link.replica], {0: mine}
-        wait_for(message, self._link)
+        zeros, shape = negative_zeros(self._scheme, message.step), (1, self._widths[1])
+        message.arrived, message.absent = self._link.wait(*message.arriving)
         received = self._guard.open(message, self._asked, mine)
-        reply = Message(message.step, self._answer, self._guard.on_kernels)
-        shape = 1, self._widths[1]
-        memory = partial(self._answers.take, "reply", shape, self.residual.device)
-        zeros = negative_zeros(self._scheme, message.step)
+        message.reply = reply = self._reply_to(message.step)
+        memory = partial(self._fresh, shape)
+        if self._answers.depth:
+            memory = partial(self._answers.take, "reply", shape, self.residual.device)
         reply.waiting = run = MessageRows(self._answer, owned, memory, 0, HEADER_BYTES, negative_zeros=zeros)
         if self._replier is not None and self._replier.reads(received):
             self._replier.reply(received, run, message.step)
             message.release()
         else:
-            first = 0
-            for block in received.blocks(self._block):
-                rows = block.values.shape[1]
-                self._reply(block, run.of_rows(first, rows))
-                first += rows
-                del block  # before the next one is read
-        message.reply = reply
+            for first in range(0, max(1, owned), self._block):
+                rows = min(self._block, owned - first)
+                self._reply(received.read(first, first + rows), run if rows == owned else run.of_rows(first, rows))
         sent = self._guard.seal(reply, 0)
         reply.arriving.append(self._link.all_gather(sent[0]))
 
@@ -120,7 +123,7 @@ class TwoStage:
     def receive(self, message: Message) -> Received:
         reply = message.reply
         assert reply is not None
-        wait_for(reply, self._link)
+        reply.arrived, reply.absent = self._link.wait(*reply.arriving)
         shared = self._shared(message) if message.shared else None
         return Collected(self._guard.open(reply, self._answered, shared, self._link.tape), self.owners)
 
@@ -134,8 +137,11 @@ class TwoStage:
         padding = torch.arange(self._codec.selection.k, dtype=torch.int64, device=self.residual.device)
         return self.owners.deal(narrow(shared), padding if self.owners.missing else None)  # [replicas, owned, k]
 
+    def _reply_to(self, step: int) -> Message:
+        return Message(step, self._answer, self._guard.on_kernels, recycle=self._link.recycle)
+
     def play(self, message: Message, tape: Tape) -> None:
-        message.reply = Message(message.step, self._answer, self._guard.on_kernels)
+        message.reply = self._reply_to(message.step)
         message.reply.arriving.append(played(tape, self._guard, message.step, self._link.replicas))
 
     def for_rows(self, first: int, rows: int, guard: Guard) -> "TwoStage":

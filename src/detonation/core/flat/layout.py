@@ -240,6 +240,18 @@ class Layout:
         sources = [slot.tiles.cut(t) if slot.tiles and t is not None else t for slot, t in pairs]
         copy(self._row_views(flat), sources)
 
+    def fill(self, flat: Tensor, tensors: Sequence[Tensor | None]) -> None:
+        """Makes `flat` hold `tensors`; an absent tensor and the padding are zero.
+
+        Shapes: one local shape per parameter -> `[rows, chunk]`.
+        """
+        if flat.numel() != self.numel or any(tensor is None for tensor in tensors):
+            flat.zero_()
+        if self.tiled:
+            self.write(flat, tensors)
+        else:
+            copy(self.views(flat), tensors)
+
     def padding(self, device: torch.device) -> Tensor:
         """Positions in the flattened matrix that belong to no parameter.
 
@@ -265,8 +277,8 @@ class Layout:
 
         Shapes: one local shape per parameter -> `[rows, chunk]` fp32.
         """
-        flat = self.zeros(device)
-        self.write(flat, tensors)
+        flat = torch.empty(self.rows, self.chunk, dtype=torch.float32, device=device)
+        self.fill(flat, tensors)
         return flat
 
     @cached_property

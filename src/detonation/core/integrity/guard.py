@@ -250,7 +250,11 @@ class Guard(SumGuard):
             shared: Their indices, where all replicas know them.
             tape: Takes in the messages, unless they come from it.
         """
-        arrived, absent = message.arrived, message.absent
+        arrived = message.arrived
+        if tape is not None and tape.plays:  # to whom the messages belong; lost replicas have an empty header
+            message.recycle = None
+            message.absent = {row for row, octets in enumerate(arrived[0]) if not octets[:HEADER_BYTES].any()}
+        absent = message.absent
         whole = arrived[0] if len(arrived) == 1 and arrived[0].device.type == "cpu" else message.whole()
         nbytes = sum(stage.codec.lengths[stage.rows])
         if tape is not None and not tape.plays:

@@ -75,15 +75,18 @@ class Link:
         self.bytes_sent += bytes_per_rank(messages.shape[1], self.local_ranks) * (self.replicas - 1)
         return self._communicator.all_to_all(messages.view(-1))
 
-    def wait(self, arriving: Callable[[], Tensor]) -> Tensor:
-        """What arrives in a collective; the time that it takes counts as waiting.
+    def wait(self, *arriving: Callable[[], Tensor]) -> tuple[list[Tensor], set[int]]:
+        """What arrives in collectives, and the replicas that had no part in one; the time until then is waiting.
 
         Shapes: any.
         """
-        began = time.perf_counter()
-        arrived = arriving()
+        began, arrived, absent = time.perf_counter(), list[Tensor](), set[int]()
+        for wait in arriving:
+            arrived.append(wait())
+            if self.elastic:
+                absent.update(self.elastic.absent)
         self.waited_s += time.perf_counter() - began
-        return arrived
+        return arrived, absent
 
     def renumber(self) -> None:
         """Takes the numbers of the replicas that are left."""
@@ -114,7 +117,8 @@ class Link:
             weights = torch.arange(1, 2 * len(local), 2, dtype=torch.int64, device=words.device)
             words = (local * weights[:, None]).sum(0)
         lines = self._inter_node.all_gather(words.contiguous().view(torch.uint8))()
-        lines = present_rows(self._inter_node, lines)
+        if self.elastic and self.elastic.absent:
+            lines = present_rows(self._inter_node, lines)
         return lines.reshape(-1).view(words.dtype).view(self.replicas, -1)
 
     def send_to_all(self, value: Any, device: torch.device) -> list[Any]:

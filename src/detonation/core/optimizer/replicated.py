@@ -120,31 +120,29 @@ class Replicated(OptimizerWrapper):
                     self._consensus.enter_step(self.step_count)
                 if not overlapping and changed:
                     self._change_trained(in_buckets=begun)
-                self._agreed_step(self._replicators or [], self._consensus)
+                step, consensus, replicators = self.step_count, self._consensus, self._replicators or []
+                signals = [scheme.signal for _, scheme in self.levels]
+                for replicator in (each for each in replicators if each.acts_before):
+                    replicator.before(step)
+                if "gradients" in signals:  # before the weights move
+                    self._base_step.overflow = None  # the agreed update has replaced gradients that overflowed
+                    consensus.end(step)
+                consensus.step_base(self._base_step, step)
+                for replicator in (each for each in replicators if not each.acts_before):
+                    replicator.after(step)
+                if "parameters" in signals:
+                    consensus.end(step)
+                self.step_count += 1
+                if self.tape:
+                    self.tape.end("step", self)
+                if (every := self.settings.safety.verify_every) and self.step_count % every == 0:
+                    self.verify()
         except BaseException as error:
             PROGRESS.explain(error)
             raise
         finally:
             PROGRESS.inside = False
         return loss
-
-    def _agreed_step(self, replicators: Sequence[Replicator], consensus: StopConsensus) -> None:
-        step, signals = self.step_count, [scheme.signal for _, scheme in self.levels]
-        for replicator in (each for each in replicators if each.acts_before):
-            replicator.before(step)
-        if "gradients" in signals:  # before the weights move
-            self._base_step.overflow = None  # the agreed update has taken the place of gradients that overflowed
-            consensus.end(step)
-        consensus.step_base(self._base_step, step)
-        for replicator in (each for each in replicators if not each.acts_before):
-            replicator.after(step)
-        if "parameters" in signals:
-            consensus.end(step)
-        self.step_count += 1
-        if self.tape:
-            self.tape.end("step", self)
-        if (every := self.settings.safety.verify_every) and self.step_count % every == 0:
-            self.verify()
 
     @contextmanager
     def overlap(self) -> Iterator[None]:

@@ -91,8 +91,10 @@ class Update:
 
         Shapes: -> `[rows of the bucket, chunk]` fp32.
         """
-        bucket = pipeline.bucket
-        return pipeline.engine.decode(self.received.rows_of(bucket.first - first, bucket.layout.rows))
+        bucket, received = pipeline.bucket, self.received
+        if bucket.layout.rows != received.rows:
+            received = received.rows_of(bucket.first - first, bucket.layout.rows)
+        return pipeline.engine.decode(received)
 
     def write(self, targets: Sequence[Tensor]) -> None:
         """Decodes the update into `targets`.
@@ -148,11 +150,15 @@ class Channel:
         self.engine = engine_for(scheme.codec, layout, self.memory, runtime, self._room)
         self.counts = counts or FaultCounts([slot.name for slot in layout.slots], link.replica)
         self._usual = torch.zeros(1, dtype=torch.float32, device=runtime.device)  # of all guards: norms are alike
+        knows = scheme.codec.selection.shared and not scheme.codec.dense
+        self._keeps = knows or scheme.needs_own_update or not self.engine.releases_at_once
         self.exchange = exchange_for(scheme, link, layout, self.engine, self._guard(layout, 0), self._room)
         if runtime.decides_on_device:  # the basis copies its matrix to the device now, and not in the first round's end
             row = torch.zeros(1, scheme.codec.selection.chunk, dtype=torch.float32, device=runtime.device)
             scheme.codec.basis.inverse(scheme.codec.basis.forward(row))
-        self._message = partial(Message, codec=scheme.codec, keeps_buffers=self.engine.guard.on_kernels)
+        self._message = partial(
+            Message, codec=scheme.codec, keeps_buffers=self.engine.guard.on_kernels, recycle=link.recycle
+        )
         self._whole = BucketPipeline(Bucket.whole(layout), self.engine, self.exchange)
 
     @cached_property
@@ -204,7 +210,13 @@ class Channel:
         at_once = pipeline or self.runtime.device.type == "cpu" or self.engine.reads_status
         for each in [transfer.pipeline] if at_once else self.pipelines:
             part = run if at_once else run.of_rows(each.bucket.first, each.bucket.layout.rows)
-            self._encode(transfer, each, part, signals if at_once else each.bucket.cut(signals), bad)
+            if bad is True:
+                self._write_zeros(transfer, each, part)
+            else:
+                pieces = signals if at_once else each.bucket.cut(signals)
+                selected = each.engine.encode_into(part, pieces, step, bad if isinstance(bad, Tensor) else None)
+                if self._keeps:
+                    self._keep(transfer, each, part, selected)
             if each.engine.is_heavy or (self._needs_own_update and self.runtime.decides_on_device):
                 self._release(transfer)
         del run, part  # the exchange may send a copy
@@ -242,7 +254,13 @@ class Channel:
             if found and not transfer.status:
                 transfer.status = 1 + bucket.pieces[found - 1].index
         run = self.exchange.run(transfer.message, bucket.first, bucket.layout.rows)
-        self._encode(transfer, pipeline, run, pieces, bad)
+        if bad is True:
+            self._write_zeros(transfer, pipeline, run)
+        else:
+            step = transfer.message.step
+            selected = pipeline.engine.encode_into(run, pieces, step, bad if isinstance(bad, Tensor) else None)
+            if self._keeps:
+                self._keep(transfer, pipeline, run, selected)
         del run  # the exchange may send a copy
         status: int | Tensor | None = None
         if is_last and self.engine.reads_status:
@@ -293,7 +311,7 @@ class Channel:
     def _play(self, transfer: Transfer, pipelines: Sequence[BucketPipeline], is_last: bool = True) -> None:
         """Takes the message from the tape, once its last bucket comes, in the place of all collectives."""
         for pipeline in pipelines:
-            self._empty(transfer, pipeline)  # whose indices may be needed
+            self._know(transfer, pipeline, pipeline.engine.empty(transfer.message.step))
         if is_last:
             assert self.link.tape is not None
             transfer.pipeline.exchange.play(transfer.message, self.link.tape)
@@ -309,43 +327,37 @@ class Channel:
             )
             for pipeline, bucket in zip(pipelines, buckets, strict=True):
                 part = run.of_rows(bucket.first - first, bucket.layout.rows)
-                pipeline.engine.codec.write(self._empty(transfer, pipeline), part)
+                self._write_zeros(transfer, pipeline, part)
             transfer.pipeline.exchange.send(transfer.message, status if pipelines is collectives[-1] else None)
 
-    def _empty(self, transfer: Transfer, pipeline: BucketPipeline) -> Selected:
-        """The content of a bucket without a signal."""
+    def _write_zeros(self, transfer: Transfer, pipeline: BucketPipeline, run: MessageRows) -> None:
+        """Encodes zeros into `run`, in the place of a signal."""
         selected = pipeline.engine.empty(transfer.message.step)
-        self._know(transfer, pipeline, selected)
-        return selected
+        pipeline.engine.codec.write(selected, run)
+        self._keep(transfer, pipeline, run, selected, sent=False)
+
+    def _keep(
+        self, transfer: Transfer, pipeline: BucketPipeline, run: MessageRows, selected: Selected, sent: bool = True
+    ) -> None:
+        """Keeps of what was selected what is needed later.
+
+        Args:
+            sent: Whether it is of a signal.
+        """
+        engine = pipeline.engine
+        if selected.indices is not None:
+            self._know(transfer, pipeline, selected)
+        if sent and not engine.releases_at_once:
+            own = engine.codec.written(run) if engine.needs_own_values else None
+            kept = selected if own is None else replace(selected, values=own)  # without the values as they were
+            transfer.unreleased.append((engine, kept, own))
+        if self._needs_own_update:
+            transfer.own.append(Update(engine, engine.own_message(run.copy() if run.is_summed else run, selected)))
 
     def _know(self, transfer: Transfer, pipeline: BucketPipeline, selected: Selected) -> None:
         """Keeps the indices that all replicas know."""
         if self.scheme.codec.selection.shared:
             transfer.message.know(pipeline.bucket.first - transfer.pipeline.bucket.first, selected.indices)
-
-    def _encode(
-        self,
-        transfer: Transfer,
-        pipeline: BucketPipeline,
-        run: MessageRows,
-        pieces: Sequence[Tensor | None],
-        bad: bool | Tensor,
-    ) -> None:
-        """Encodes the pieces of a signal in a bucket into `run`, or zeros where the signal is not finite."""
-        engine, step = pipeline.engine, transfer.message.step
-        if isinstance(bad, Tensor) or not bad:
-            selected = engine.encode_into(run, pieces, step, bad if isinstance(bad, Tensor) else None)
-            if selected.indices is not None and self.scheme.codec.selection.shared:
-                self._know(transfer, pipeline, selected)
-            if not engine.releases_at_once:
-                own = engine.codec.written(run) if engine.needs_own_values else None
-                kept = selected if own is None else replace(selected, values=own)  # without the values as they were
-                transfer.unreleased.append((engine, kept, own))
-        else:
-            selected = self._empty(transfer, pipeline)
-            engine.codec.write(selected, run)
-        if self._needs_own_update:
-            transfer.own.append(Update(engine, engine.own_message(run.copy() if run.is_summed else run, selected)))
 
     def _release(self, transfer: Transfer) -> None:
         """Removes what was sent from memory, while the collective runs."""

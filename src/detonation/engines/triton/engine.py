@@ -234,10 +234,9 @@ class TritonEngine(ReferenceEngine):
         # kernels write unseen by autograd; a graph that holds old values must not be used
         torch.autograd.graph.increment_version(targets)
         if isinstance(source, Sums):
-            of_sum = source.runs[0][1].flatten().unsqueeze(0), places_of(codec, received.rows)
-            self._coder(codec).decode(
-                *of_sum, source.replicas, "sum", into, addresses, flat, rates, None, source.runs, source.report
-            )
+            values, mean, runs = source.runs[0][1].flatten().unsqueeze(0), source.aggregation, source.runs
+            kept = places_of(codec, received.rows), mean.replicas, "sum", into, addresses, flat, rates, None
+            self._coder(codec).decode(values, *kept, runs, source.report)
             return
         replicas = 1 if received.owners else len(source.body)
         places = places_of(source.codec, source.rows, received.owners)
