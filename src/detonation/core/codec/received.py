@@ -109,7 +109,7 @@ class Some(Received):
         return self._whole.read(self._first + first, self._first + end)
 
 
-class Decoded(Received):
+class DecodedMessages(Received):
     """Messages that are decoded already.
 
     Shapes: as in `Coefficients`.

@@ -13,7 +13,7 @@ from detonation.core.codec.codec import Codec, Selected
 from detonation.core.codec.indices import narrow
 from detonation.core.codec.message_rows import MessageRows
 from detonation.core.codec.precision import FP32, Float
-from detonation.core.codec.received import Decoded, Received
+from detonation.core.codec.received import DecodedMessages, Received
 from detonation.core.compute.kernel_library import SignRate
 from detonation.core.engine.rows_at_once import Room, decoded_at_once, is_heavy, released_at_once, selected_at_once
 from detonation.core.engine.rule import Rule
@@ -200,7 +200,7 @@ class ReferenceEngine(Rule):
         Shapes: `[rows, k]` fp32.
         """
         indices = selected.indices
-        return Decoded(values.unsqueeze(0), None if indices is None else narrow(indices).unsqueeze(0))
+        return DecodedMessages(values.unsqueeze(0), None if indices is None else narrow(indices).unsqueeze(0))
 
     def decode(self, received: Received) -> Tensor:
         """The update in the coordinates of the parameters; its padding is undefined.
