@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import detonation as dt
+from detonation.core import runtime
 from detonation.core.codec import selection
-from detonation.core.integrity import readback
 from detonation.core.integrity.fault_counts import FaultCounts
 
 Base = Callable[[Any], torch.optim.Optimizer]
@@ -192,7 +192,7 @@ class Nothing:
 def accelerator() -> Iterator[None]:
     """Gives `meta` what it lacks to be an accelerator: a way to the host, and generators."""
     with (
-        patch.object(readback, "Readback", Nothing),
+        patch.object(runtime, "Readback", Nothing),
         patch.object(FaultCounts, "refuse", lambda *_: None),
         patch.object(FaultCounts, "misplace", lambda *_: None),
         patch.object(selection, "_generator", lambda device, *key: None, create=True),

@@ -19,8 +19,8 @@ from torch import Tensor
 
 import detonation as dt
 from detonation.cluster.network.simulated import SimulatedCommunicator, simulate_replicas
-from detonation.core.codec.arrived import Arrived
 from detonation.core.codec.indices import narrow
+from detonation.core.codec.received import Arrived
 from detonation.core.integrity.header import HEADER_BYTES
 from detonation.models import build_model
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 import detonation as dt
-from detonation.core.codec.aggregate import Coefficients, Received, aggregate
-from detonation.core.codec.arrived import Arrived
+from detonation.core.codec.aggregate import Coefficients, aggregate
 from detonation.core.codec.codec import Codec
 from detonation.core.codec.message_rows import joined
 from detonation.core.codec.precision import Float
+from detonation.core.codec.received import Arrived, Received
 from detonation.core.integrity.fault_counts import FaultCounts
 from detonation.core.integrity.guard import Guard
 from detonation.core.integrity.header import HEADER_BYTES, Header, hash63
@@ -292,11 +292,13 @@ def opened(scheme: dt.schemes.Scheme, guard: Guard, arrived: list[Parts], shared
     messages = joined([[lines[:, HEADER_BYTES:]]], HEADER_BYTES, lines[:, :HEADER_BYTES])
     nbytes = lines.shape[1] - HEADER_BYTES
     body = messages[:, HEADER_BYTES : HEADER_BYTES + nbytes]
-    content = Arrived(scheme.codec, body, ROWS, shared, scheme.aggregation)
+    content = Arrived(scheme.codec, body, ROWS, shared, scheme.aggregation, ROWS)
     refused = guard.admit(messages, nbytes, content.facts(), step)
     if refused is not None:
         content.blank(refused)
-    return content.received(ROWS)
+    if not scheme.aggregation.rowwise:
+        content.weigh()
+    return content
 
 
 @cache

@@ -190,8 +190,8 @@ def _rank(rank: int, folder: str, pipe: Connection, replicas: int, shards: int, 
         while True:
             pipe.send((True, function(mesh, *arguments)))
             function, arguments = pipe.recv()  # it stays for its peers until it is killed
-            # a group of gloo has three threads, which wake a hundred times a second while the world lasts; those of meshes
-            # stay, because torch remembers meshes
+            # a group of gloo has three threads, which wake a hundred times a second as long as it lives; those of
+            # meshes stay, because torch remembers meshes
             for group in [each for each in distributed_c10d._world.pg_map if "/detonation/" in each.group_name]:
                 dist.destroy_process_group(group)
     except BaseException:

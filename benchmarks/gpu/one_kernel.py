@@ -13,7 +13,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -24,14 +23,14 @@ from torch import Tensor
 
 import detonation as dt
 from detonation.core.codec.aggregate import ClippedMean
-from detonation.core.codec.arrived import Arrived
 from detonation.core.codec.message_rows import MessageRows
+from detonation.core.codec.received import Arrived
 from detonation.core.codec.selection import Random, Slicing, Striding, random_start
 from detonation.core.compute.nonfinite import LIMIT, SIGNAL_LIMIT
 from detonation.core.engine.choice import engine_for
 from detonation.core.engine.reference import ReferenceEngine
-from detonation.core.integrity.header import HEADER_BYTES, IDENTITY, Header, unsealed
-from detonation.core.integrity.validate import FORGET, LOUDER, Expected, Facts, decide_usable
+from detonation.core.integrity.guard import FORGET, LOUDER, Expected, Facts, decide_usable, unsealed
+from detonation.core.integrity.header import HEADER_BYTES, IDENTITY, Header
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
 from detonation.engines.triton.coding import coding_of, places_of, row_run
@@ -269,10 +268,9 @@ def decode(device: torch.device, number: int) -> list[Compared]:
         if codec.selection.shared:
             shared = engine.empty(0).indices if engine is mine else selected.indices
         sent = message.to(each)
-        received = codec.received([sent, sent], rows, shared, aggregation)
+        received: Any = codec.received([sent, sent], rows, shared, aggregation)
         if engine is mine:
-            source: Any = received.source
-            received = replace(received, source=replace(source, shared=shared))
+            received.shared = shared
         updates.append([torch.zeros(shape, device=each) for shape in SHAPES[number]])
         engine.write(received, updates[-1])
     return [(f"update of {SHAPES[number][i]}", *pair, 1e-5) for i, pair in enumerate(zip(*updates, strict=True))]

@@ -3,7 +3,6 @@ and the profile of one step."""
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,8 +11,10 @@ from benchmarks.gpu.common import SIZES, Job, no_waits, numel, stepper, synchron
 
 import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
-from detonation.core.codec.message_rows import MessageRows, Sums, numbers
-from detonation.core.codec.precision import Float
+from detonation.core.codec.aggregate import Divided
+from detonation.core.codec.message_rows import MessageRows
+from detonation.core.codec.precision import Float, numbers
+from detonation.core.codec.received import Sums
 from detonation.core.engine.choice import engine_for
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
@@ -106,12 +107,11 @@ def graphs(job: Job, scheme: dt.schemes.Scheme) -> None:
         selected = encode()  # compiles, and copies tables to the device
         message = run.body[0]
         shared = selected.indices if codec.selection.shared else None
-        received = codec.received([message, message], layout.rows, shared, scheme.aggregation)
-        source: Any = replace(received.source, shared=shared)
+        received: Any = codec.received([message, message], layout.rows, shared, scheme.aggregation)
+        received.shared = shared
         if scheme.summable and isinstance(codec.precision, Float) and engine.reads_status:  # the network adds in place
             values = numbers(run.parts[0], codec.precision.dtype).view(layout.rows, -1)
-            source = Sums([(0, values)], torch.ones(1, device=job.device), 2, shared)
-        received = replace(received, source=source)
+            received = Sums([(0, values)], layout.rows, Divided(2), shared, torch.ones(1, device=job.device))
         decode = partial(engine.write, received, targets)
         decode()
         acts = [played(act) if held and job.on_gpu else act for act in (encode, decode)]

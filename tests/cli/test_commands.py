@@ -44,7 +44,7 @@ def test_the_command_of_the_package_is_this_one(tmp_path):
 
 @some(
     "recipe",
-    ["quick-lm", "moe-lm", "vit-fashion", "vit-cifar10", "t5-translation"],
+    ["quick-lm", "moe-lm", "vit-fashion", "t5-translation"],
     keep=["quick-lm", "vit-fashion", "t5-translation"],
 )
 def test_every_recipe_trains_on_two_replicas_of_two_shards(recipe, tmp_path):

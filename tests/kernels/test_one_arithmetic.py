@@ -15,10 +15,10 @@ import torch
 import detonation as dt
 from detonation.core.agreement import selftest
 from detonation.core.agreement.clipping import Clip, norms_of
-from detonation.core.codec.aggregate import Received
 from detonation.core.codec.basis import dct_matrix
 from detonation.core.codec.codec import Selected
 from detonation.core.codec.precision import PRECISIONS
+from detonation.core.codec.received import Received
 from detonation.core.compute.scatter_sum import most_summed
 from detonation.core.engine.choice import engine_for
 from detonation.core.engine.reference import ReferenceEngine

@@ -1,7 +1,6 @@
 """The Triton kernels, by Triton's interpreter on the CPU: each equals the engine and the guard of ordinary torch."""
 
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,17 +13,17 @@ import detonation as dt
 from covering import some
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.agreement import selftest
-from detonation.core.codec.aggregate import ClippedMean, Received
-from detonation.core.codec.arrived import Arrived
+from detonation.core.codec.aggregate import ClippedMean, Divided
 from detonation.core.codec.basis import Identity
-from detonation.core.codec.message_rows import MessageRows, SharedIndices, Sums
+from detonation.core.codec.message_rows import MessageRows, SharedIndices
+from detonation.core.codec.received import Arrived, Sums
 from detonation.core.codec.selection import Random, Rotation, Slicing, Striding, TopK, random_start
 from detonation.core.compute.nonfinite import LIMIT, SIGNAL_LIMIT, first_nonfinite
 from detonation.core.engine.choice import engine_for
 from detonation.core.engine.reference import ReferenceEngine
-from detonation.core.integrity.header import HEADER_BYTES, IDENTITY, Header, unsealed
-from detonation.core.integrity.validate import FORGET, LOUDER, Expected, Facts, decide_usable
-from detonation.core.integrity.workspace import Workspace
+from detonation.core.integrity.guard import FORGET, LOUDER, Expected, Facts, decide_usable, unsealed
+from detonation.core.integrity.header import HEADER_BYTES, IDENTITY, Header
+from detonation.core.integrity.message import Workspace
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
 from detonation.core.schemes import buckets
@@ -87,7 +86,7 @@ def sent_and_read(scheme, engine, given, step, zeros):
     shared = selected.indices if codec.selection.shared else None
     received = codec.received([message, message], rows, shared, scheme.aggregation)
     if isinstance(engine, TritonEngine):  # which need the step of shared indices, not the indices
-        received = replace(received, source=replace(received.source, shared=shared))
+        received.shared = shared
     update = [torch.zeros(shape, dtype=torch.bfloat16 if name == "odd" else None) for name, shape in SHAPES.items()]
     engine.write(received, update)
     return values, None if codec.selection.shared else run.parts[-1][0].clone(), update
@@ -294,7 +293,7 @@ def test_a_sum_that_is_not_finite_is_reported_and_counts_as_zeros(dtype):
         report = torch.empty(10)
         inspector.inspect([run for _, run in runs], digits, report)
         assert report.tolist() == [float(fault == 0), *digits.tolist()]
-        received = Received(rows, len, source=Sums(runs, report, 3, shared))
+        received = Sums(runs, rows, Divided(3), shared, report)
         wanted = torch.zeros(rows, scheme.codec.selection.chunk)
         if not fault:
             wanted.scatter_(1, shared.unpacked.to(torch.int64), total.float() / 3)

@@ -13,19 +13,18 @@ from hypothesis import strategies as st
 
 import detonation as dt
 from detonation.core.codec.aggregate import Mean
-from detonation.core.codec.arrived import Arrived
 from detonation.core.codec.indices import IndexCoding, PackedIndices
 from detonation.core.codec.message_rows import MessageRows, joined
 from detonation.core.codec.precision import PRECISIONS
+from detonation.core.codec.received import Arrived
 from detonation.core.compute import checksum as summing
 from detonation.core.compute import kernel_library
 from detonation.core.compute.nonfinite import LIMIT, SIGNAL_LIMIT, first_nonfinite
 from detonation.core.integrity import header
 from detonation.core.integrity.fault_counts import IN_A_ROW, STRIKES, BadPeer, Desync, FaultCounts, NonFiniteGradient
-from detonation.core.integrity.guard import Guard
+from detonation.core.integrity.guard import Expected, Facts, Guard, decide_usable, explain_faults
 from detonation.core.integrity.header import hash63
 from detonation.core.integrity.message import Message
-from detonation.core.integrity.validate import Expected, Facts, decide_usable, explain_faults
 from detonation.core.runtime import Runtime
 from payloads import (
     CLASSES,

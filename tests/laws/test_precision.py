@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from detonation.core.codec.aggregate import AGGREGATIONS, Coefficients, aggregate
+from detonation.core.codec.codebooks import BlockCodebook
 from detonation.core.codec.indices import IndexCoding
-from detonation.core.codec.precision import PRECISIONS, BlockCodebook
+from detonation.core.codec.precision import PRECISIONS
 from detonation.core.compute import kernel_library
 from detonation.core.compute.bitpack import pack, packed_bytes, unpack
 from zoo import PRECISION_ERRORS

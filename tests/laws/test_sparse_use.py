@@ -10,8 +10,8 @@ from torch import nn
 import detonation as dt
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.integrity.fault_counts import FORGIVEN, STRIKES, FaultCounts
+from detonation.core.integrity.guard import FORGET, LOUDER, Expected, Facts, decide_usable
 from detonation.core.integrity.header import IDENTITY, Header
-from detonation.core.integrity.validate import FORGET, LOUDER, Expected, Facts, decide_usable
 from detonation.core.schemes import buckets
 from zoo import SCHEMES, TALKING
 

@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
-from detonation.core.compute import kernel_library, sign_step
+from detonation.core.compute import kernel_library
+from detonation.core.optim import signsgd
 from detonation.core.compute.checksum import checksums
 from detonation.core.compute.nonfinite import first_nonfinite
 from detonation.core.engine.choice import engine_for
@@ -138,11 +139,11 @@ def test_the_plain_step_needs_no_temporary_larger_than_the_model(plain):
 
 
 def test_signs_in_groups_are_those_of_all_at_once(plain, monkeypatch):
-    monkeypatch.setattr(sign_step, "SMALLEST_GROUP", 8)
+    monkeypatch.setattr(signsgd, "SMALLEST_GROUP", 8)
     weights, directions = ([torch.randn(shape) for shape in [(40, 3), (5,), (), (2, 2)]] for _ in range(2))
     wanted = [weight - 0.5 * direction.sign() for weight, direction in zip(weights, directions, strict=True)]
     monkeypatch.setattr(kernel_library, "library_for", lambda *_: None)
-    sign_step.sign_step(weights, directions, 0.5, 0.0)
+    signsgd._sign_step(weights, directions, 0.5, 0.0)
     assert all(map(torch.equal, weights, wanted))
 
 

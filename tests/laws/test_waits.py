@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import detonation as dt
+from detonation.core import runtime
 from detonation.core.codec import selection
-from detonation.core.integrity import readback
 from detonation.core.integrity.fault_counts import FaultCounts
 from detonation.core.link.link import Link
 from detonation.core.schemes import buckets
@@ -91,7 +91,7 @@ class Posted:
 @pytest.fixture(autouse=True)
 def accelerator(monkeypatch):
     """What `meta` lacks to be one: a way to the host."""
-    monkeypatch.setattr(readback, "Readback", Posted)
+    monkeypatch.setattr(runtime, "Readback", Posted)
     for fault in ("refuse", "misplace"):  # of messages that say nothing
         monkeypatch.setattr(FaultCounts, fault, lambda *_: None)
     norm = torch.linalg.vector_norm

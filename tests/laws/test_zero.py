@@ -13,9 +13,8 @@ from covering import covered
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.codec.aggregate import aggregate
 from detonation.core.codec.precision import PRECISIONS
-from detonation.core.codec.zeros import zeros_are_negative
 from detonation.core.engine.reference import ReferenceEngine
-from detonation.core.exchange.exchange import negative_zeros
+from detonation.core.exchange.exchange import negative_zeros, zeros_are_negative
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
 from zoo import TALKING, Padded, batch, built

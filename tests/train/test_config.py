@@ -38,7 +38,7 @@ def test_every_recipe_resolves_for_every_scheme_and_round_trips(path, scheme):
     assert from_table(tomllib.loads(tomli_w.dumps(to_table(config)))) == config
 
 
-def test_there_are_eleven_recipes():
+def test_there_are_ten_recipes():
     assert [path.stem for path in RECIPES] == [
         "finetune-minilm",
         "moe-lm",
@@ -49,7 +49,6 @@ def test_there_are_eleven_recipes():
         "t5-translation",
         "three-tiers",
         "vit-b-cifar100",
-        "vit-cifar10",
         "vit-fashion",
     ]
 

@@ -12,7 +12,7 @@ from detonation.cluster import mesh as meshes
 from detonation.cluster.mesh import slow_axis_backend
 from detonation.cluster.network.measure import probe_axis
 from detonation.core.flat.tensors import digest
-from detonation.core.link.staging import HostStaging
+from detonation.core.link.communicator import HostStaging
 from zoo import DEVICE, KINDS, SCHEMES, Plain, batch, built
 
 NAMES = ["full", "demo", "demo-owner", "random-late", "diloco"]

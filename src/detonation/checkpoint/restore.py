@@ -24,11 +24,11 @@ from detonation.checkpoint.snapshot import (
 from detonation.choices import still_known
 from detonation.core.flat.tensors import local
 from detonation.core.link.coordinates import Coordinates
+from detonation.core.memory import require_same_keys
 from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.optimizer.state import local_state_of, parameters_of
 from detonation.core.replicator.base import Replicator
-from detonation.core.replicator.local_state import require_same_keys
 from detonation.gates.closeness import Closeness
 from detonation.wire.units import load_shard_state, shard_units
 

@@ -290,7 +290,7 @@ class Fetch(Common):
     """Download data sets to this machine; detonation train alone lists them."""
 
     names: Positional[Annotated[tuple[str, ...], shown("NAME...")]]
-    """Data sets, such as fashion-mnist, cifar10, sotu, bible-en-es."""
+    """Data sets, such as fashion-mnist, sotu, bible-en-es."""
 
 
 _KINDS = (Train, Compare, Simulate, Probe, Plan, Report, Verify, Export, Follow, Meet, Fetch)

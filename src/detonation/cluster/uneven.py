@@ -48,7 +48,7 @@ class UnevenAxis:
         return len(self._nodes)
 
     def cut(self, parameters: Mapping[str, Tensor]) -> dict[Owners, Pieces]:
-        """For the owners of each part in order, its pieces of all parameters, some empty; none where this rank is none."""
+        """For the owners of each part in order, its pieces of all parameters, some empty; none where it owns none."""
         runs = {name: self._runs(parameter.shape[0]) for name, parameter in parameters.items()}
         parts: dict[Owners, Pieces] = {ranks: {} for ranks in sorted({ranks for run in runs.values() for ranks in run})}
         for ranks in (ranks for ranks in parts if self._rank in ranks):
@@ -77,7 +77,7 @@ class UnevenAxis:
         return [(numbers[r], on, part) for r, part in parts.items() if (on := self._groups[r]) is not None]
 
     def broadcast(self, parameters: Mapping[str, Tensor], buffers: Sequence[Tensor]) -> None:
-        """Gives all replicas the weights and buffers of the first, in place; whole ones of its first rank. Collective."""
+        """Gives all replicas the weights and buffers of the first, in place; whole ones of its first rank."""
         sharded = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
         for tensor in (*(p for name, p in parameters.items() if name not in sharded), *buffers):
             dist.broadcast(tensor, 0)
@@ -86,7 +86,7 @@ class UnevenAxis:
                 dist.broadcast(piece, dist.get_global_rank(on.get_group(), 0), on.get_group())
 
     def norms(self, parameters: Mapping[str, Tensor]) -> list[tuple[list[Communicator], Pieces]]:
-        """The pieces of all owners, for `Clip`, in an order that all replicas share; empty where another rank has them."""
+        """The pieces of all owners, for `Clip`, in an order that all share; empty where another rank has them."""
         empty = local(next(iter(parameters.values())))[:0].detach()
         parts = self.cut(parameters).items()
         every = {f"{ranks} {name}": part.get(name, empty) for ranks, part in parts for name in parameters}

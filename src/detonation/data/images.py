@@ -40,7 +40,7 @@ def images(
     """Loads labelled images; those of files are decoded when a batch needs them.
 
     Args:
-        source: `fashion-mnist` (28x28, grey), `cifar10` (32x32, colour), a directory with `CLASS/*.png` (or .jpg; every
+        source: `fashion-mnist` (28x28, grey), a directory with `CLASS/*.png` (or .jpg; every
             tenth image of a class is held out) or with `train/CLASS` and `validation/CLASS`, a directory of
             `save_to_disk`, or `hf:NAME[:CONFIG]` of the hub.
         flip: Mirrors a training image left to right with probability 1/2.
@@ -266,19 +266,6 @@ def fashion_mnist(directory: Path) -> Decoded:
     return Decoded(train, validation, classes=10)
 
 
-def cifar10(directory: Path) -> Decoded:
-    """Maps CIFAR-10 (Krizhevsky, 2009) from disk, so that all processes of a machine share one copy."""
-    np = needs("numpy", "data")
-    train, validation = (
-        Split(
-            np.load(directory / f"{part}-images.npy", mmap_mode="r", allow_pickle=False),
-            np.load(directory / f"{part}-labels.npy", allow_pickle=False),
-        )
-        for part in ("train", "validation")
-    )
-    return Decoded(train, validation, classes=10)
-
-
 def from_folder(path: Path, form: Form) -> Decoded:
     """Images in `train/CLASS/` and `validation/CLASS/`, or in `CLASS/`: every tenth of a class is then held out.
 
@@ -386,4 +373,4 @@ def _channels(picture: Any) -> int:
     return 1 if picture.mode in ("1", "L", "LA") else 3
 
 
-NAMED = {"cifar10": cifar10, "fashion-mnist": fashion_mnist}
+NAMED = {"fashion-mnist": fashion_mnist}

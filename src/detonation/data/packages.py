@@ -4,7 +4,6 @@ A fetch makes the files that the loaders read, in a cache: slow formats are deco
 """
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -197,20 +196,6 @@ def _fashion_mnist(raw: Path, ready: Path) -> None:
         shutil.move(file, ready / file.name)
 
 
-def _cifar10(raw: Path, ready: Path) -> None:
-    np, image = needs("numpy", "data"), needs("PIL.Image", "data")
-
-    def rows(name: str) -> Any:  # [10000, 32, 32, 3] uint8; the file is a picture with one image per row
-        with image.open(raw / "package" / f"{name}.png") as picture:
-            return np.asarray(picture.convert("RGB")).reshape(-1, 32, 32, 3)
-
-    train = np.concatenate([rows(f"data_batch_{number}") for number in range(1, 6)])
-    for part, spelled, images in (("train", "train", train), ("validation", "test", rows("test_batch"))):
-        labels = json.loads((raw / "package" / f"{spelled}_lables.json").read_text())
-        np.save(ready / f"{part}-images.npy", images, allow_pickle=False)
-        np.save(ready / f"{part}-labels.npy", np.array(labels, dtype=np.int64), allow_pickle=False)
-
-
 _NOTE_BETWEEN_WORDS = re.compile(r"</note>(?=(?:<[qw][^>]*>)*[\w\u201c\u2018(])")
 """A footnote that replaces the space between two words, or before a quotation; the space must stay."""
 
@@ -247,7 +232,6 @@ def _bible(raw: Path, ready: Path) -> None:
 
 PREPARE: Mapping[str, Callable[[Path, Path], None]] = {
     "bible-en-es": _bible,
-    "cifar10": _cifar10,
     "fashion-mnist": _fashion_mnist,
     "sotu": _sotu,
 }

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from detonation.core.codec.aggregate import Mean, MeanNonzero, Received
+from detonation.core.codec.aggregate import Mean, MeanNonzero
 from detonation.core.codec.basis import DCT, dct_waves
 from detonation.core.codec.codec import Codec, Selected
 from detonation.core.codec.indices import PackedIndices
 from detonation.core.codec.message_rows import MessageRows
 from detonation.core.codec.precision import FP32
+from detonation.core.codec.received import Received
 from detonation.core.codec.selection import TopK
 from detonation.core.compute.kernel_library import KERNEL_CHUNKS, Library, SignRate, load_library
 from detonation.core.compute.scatter_sum import most_summed
@@ -40,19 +41,25 @@ class NativeEngine(ReferenceEngine):
     def encode(
         self, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None, out: Tensor | None = None
     ) -> Selected:
-        values = torch.empty(self.layout.rows, self.codec.selection.k, dtype=torch.float32, device="cpu")
-        return self._encoded(signals, values, torch.empty(self._index_bytes, dtype=torch.uint8, device="cpu"))
+        return self._encoded(signals, None)
 
     def encode_into(
         self, run: MessageRows, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None
     ) -> Selected:
-        if run.owners or self.codec.precision != FP32:
-            return super().encode_into(run, signals, step, bad)
-        values, indices = run.parts
-        return self._encoded(signals, values[0].view(torch.float32).view(run.rows, -1), indices[0])
+        if run.owners is None and self.codec.precision == FP32:
+            return self._encoded(signals, run)
+        selected = self._encoded(signals, None)
+        self.codec.write(selected, run)
+        return selected
 
-    def _encoded(self, signals: Sequence[Tensor | None], values: Tensor, indices: Tensor) -> Selected:
-        """Absorbs a signal, and selects into `values` and `indices`."""  # [rows, k] fp32, [nbytes] uint8
+    def _encoded(self, signals: Sequence[Tensor | None], run: MessageRows | None) -> Selected:
+        """Absorbs a signal, and selects what leaves: into `run`, or into memory of its own."""
+        if run is None:
+            values = torch.empty(self.layout.rows, self.codec.selection.k, dtype=torch.float32, device="cpu")
+            indices = torch.empty(self._index_bytes, dtype=torch.uint8, device="cpu")
+        else:
+            (octets,), (indices,) = run.parts
+            values = octets.view(torch.float32).view(run.rows, -1)
         self._library.encode(
             self._memory.residual,
             [None if s is None or not s.numel() else s.to(torch.float32).contiguous() for s in signals],

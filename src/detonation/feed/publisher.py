@@ -14,8 +14,8 @@ from torch import nn
 from detonation.checkpoint.snapshot import take_snapshot
 from detonation.core.agreement.buffers import persistent_buffers
 from detonation.core.flat.tensors import local
-from detonation.core.integrity.readback import Readback
 from detonation.core.optimizer.replicated import Replicated
+from detonation.core.runtime import Readback
 from detonation.feed.frames import ABOUT, BYE, FrameSocket, Listener, Subscription, encoded, host_and_port
 from detonation.feed.shared_state import BUFFERS, NORM, describe_training, require_followable, shared_content
 from detonation.feed.token import checked_token

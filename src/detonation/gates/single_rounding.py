@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,12 +63,8 @@ def _move(name: str, own: Any, way: Any, factor: Any) -> Any:
     return _apply(_like(name, "add"), own, _apply(_apart(name, "mul"), way, factor))
 
 
-def _add_product(name: str, own: Any, one: Any, other: Any, value: Any = 1) -> Any:
-    return _move(name, own, _apply(_apart(name, "mul"), one, other), value)
-
-
-def _add_quotient(name: str, own: Any, one: Any, other: Any, value: Any = 1) -> Any:
-    return _move(name, own, _apply(_apart(name, "div"), one, other), value)
+def _combine(operation: str, name: str, own: Any, one: Any, other: Any, value: Any = 1) -> Any:
+    return _move(name, own, _apply(_apart(name, operation), one, other), value)
 
 
 def _lerp(name: str, own: Any, end: Any, weight: Any) -> Any:
@@ -85,7 +82,7 @@ def _divide(name: str, own: Any, by: Any, **rest: Any) -> Any:
 def _root(name: str, own: Any) -> Any:
     """In fp64 and back, which is the root rounded once."""
     several = name.startswith("_foreach_")
-    roots = [(each, torch.sqrt(each.double()).to(each.dtype)) for each in (own if several else [own])]
+    roots = [(each, each.double().sqrt().to(each.dtype)) for each in (own if several else [own])]
     found = [each.copy_(root) if name.endswith("_") else root for each, root in roots]
     return found if several else found[0]
 
@@ -119,8 +116,8 @@ def _norm(name: str, own: Tensor, order: float = 2, dim: Any = None, **rest: Any
 _RULES: dict[str, Callable[..., Any]] = {
     "add": _add,
     "sub": _add,
-    "addcmul": _add_product,
-    "addcdiv": _add_quotient,
+    "addcmul": partial(_combine, "mul"),
+    "addcdiv": partial(_combine, "div"),
     "lerp": _lerp,
     "div": _divide,
     "sqrt": _root,

@@ -20,14 +20,6 @@ def warn_unless_shared(directory: Path, model: nn.Module) -> Volumes:
 
     Each node has its own part of our state. The library's own part is missing somewhere, which it says when it resumes.
     Returns the ranks that see the same directory; raises `OSError` on all ranks where one cannot write there.
-
-    Example:
-        >>> import tempfile, torch.distributed as dist
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     warn_unless_shared(Path(folder), nn.Linear(1, 1)).shared
-        True
-        >>> dist.destroy_process_group()
     """
     disks = survey(directory, Texts(device_of(model)))
     if dist.get_rank() == 0 and not disks.shared:
@@ -45,13 +37,6 @@ class CheckpointsElsewhere:
 
     All ranks make it before training, with the line of `warn_unless_shared`. Only what rank 0 had and has no more is
     removed, on each other disk once, and only where it holds our `part`.
-
-    Example:
-        >>> import tempfile, torch.distributed as dist
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     CheckpointsElsewhere(Path(folder), nn.Linear(1, 1), "detonation").follow()
-        >>> dist.destroy_process_group()
     """
 
     def __init__(self, directory: Path, model: nn.Module, part: str) -> None:

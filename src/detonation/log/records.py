@@ -13,9 +13,9 @@ from torch import Tensor
 
 from detonation.core.base_error import DetonationError
 from detonation.core.flat.tensors import octets
-from detonation.core.integrity.readback import Readback
-from detonation.core.integrity.tape import Tape
+from detonation.core.integrity.message import Tape
 from detonation.core.optimizer.replicated import Replicated
+from detonation.core.runtime import Readback
 
 LOG_VERSION = 1
 _MAGIC = b"DTLG"

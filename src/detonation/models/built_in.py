@@ -203,7 +203,7 @@ def vit(
     """Builds an image classifier.
 
     The loss is the mean over B images. Compute grows with the square of `image_size / patch_size`. The defaults suit
-    Fashion-MNIST; for CIFAR-10 use image_size 32, patch_size 4, channels 3.
+    Fashion-MNIST; for images of 32 pixels use patch_size 4.
 
     Args:
         image_size: Height and width of an image, in pixels.

@@ -147,10 +147,7 @@ _STATE_BYTES = {"SignSGD": 0, "SGD": 4, "SGD without momentum": 0, "Muon": 4}
 
 
 def close_bytes(scheme: Scheme, optimizer: str, parameters: int, replicas: int) -> float:
-    """What a node sends more per step where replicas are kept close, which cannot have equal bits.
-
-    A thousandth of weights and optimizer state, or of anchor and outer momentum, is summed up at each step.
-    """
+    """Bytes that a node sends more per step where replicas are kept close: of a thousandth of their agreed state."""
     if scheme.signal == "nothing":
         return 0.0
     state = 4 * (scheme.outer.momentum > 0) if isinstance(scheme, ParameterScheme) else _STATE_BYTES.get(optimizer, 8)

@@ -3,25 +3,48 @@
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from detonation.choices import imported
+from detonation.core import runtime
 from detonation.core.agreement.desync import CHANGE, announce_change, differences, numbers_of, repaired
-from detonation.core.agreement.gates import BALANCE, BalanceGate
 from detonation.core.agreement.safety import Safety
 from detonation.core.base_error import DetonationError
 from detonation.core.flat.tensors import Piece
-from detonation.core.integrity import readback
 from detonation.core.integrity.fault_counts import NEW_PARAMETER, FaultCounts
 from detonation.core.link.communicator import Axis
 from detonation.core.link.link import Link, links_of_shards
 from detonation.core.replicator.base import Replicator
-from detonation.core.replicator.transfer import Transfer
-from detonation.core.runtime import Runtime
+from detonation.core.replicator.channel import Transfer
+from detonation.core.round import LocalSteps
+from detonation.core.runtime import Readback, Runtime
 from detonation.core.schemes.scheme import Scheme
+
+BALANCE, CLOSENESS = "detonation.gates.balance:Balance", "detonation.gates.closeness:Closeness"
+"""The classes of the gates, for `choices.imported`: no earlier than one is needed."""
+
+
+class BalanceGate(Protocol):
+    """Lets slow replicas sit steps out."""
+
+    local_steps: LocalSteps
+
+    def idle(self, step: int) -> bool: ...  # this replica sits the step out
+
+    def stepped(self) -> None: ...  # a local step was taken
+
+    def end(self, step: int) -> None: ...  # collective
+
+
+class ClosenessGate(Protocol):
+    """Keeps replicas that round differently close to each other."""
+
+    def attach(self, consensus: Any, replicators: Sequence[Replicator], step: int) -> None: ...  # from `step` on
+
 
 _log = logging.getLogger("detonation")
 
@@ -51,7 +74,7 @@ class StopConsensus:
         self._shards = links_of_shards(parameters.values())
         self._others, self._asks = self._shards, False
         self.balance: BalanceGate | None = None
-        self._asked: tuple[readback.Readback, int] | None = None  # the gravest reason of all ranks, and its step
+        self._asked: tuple[Readback, int] | None = None  # the gravest reason of all ranks, and its step
 
     def add_level(self, names: Sequence[str], link: Link, gradients: bool, level: int = 0) -> FaultCounts:
         """Adds a link of a level, and returns its fault counts. names: of all parameters of the model."""
@@ -114,7 +137,7 @@ class StopConsensus:
         self._raise_asked()
         fatal = self._gravest_here(step - 1)
         if fatal is not None and self._asks:
-            self._asked = readback.Readback(self._gravest_anywhere(fatal)), step - 1
+            self._asked = runtime.Readback(self._gravest_anywhere(fatal)), step - 1
         elif fatal:
             self._raise(fatal, step - 1)
 

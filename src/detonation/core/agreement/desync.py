@@ -119,8 +119,6 @@ def repaired(link: Link, difference: Difference, tensor: Tensor) -> Tensor:
     """The source's tensor, on every replica. Collective.
 
     The others add zeros to its bytes, so that all get the same bits.
-
-    Shapes: any -> the same.
     """
     mine = tensor.contiguous().view(-1).view(torch.uint8).clone()
     total = link.all_reduce(mine if link.replica == difference.source else mine.zero_())()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Protocol, cast
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
@@ -17,7 +17,6 @@ from detonation.core.compute.scatter_sum import (
     scatter_sum,
     square_root,
 )
-from detonation.core.flat.owners import RowOwners
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -175,6 +174,17 @@ AGGREGATIONS: dict[str, Aggregation] = {
 
 
 @dataclass(frozen=True)
+class Divided:
+    """The mean of messages that the network has added up already."""
+
+    replicas: int
+    rowwise: ClassVar[bool] = True
+
+    def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:  # [1, rows, k] -> [rows, k]
+        return values[0] / self.replicas
+
+
+@dataclass(frozen=True)
 class Coefficients:
     """The coefficients that the replicas sent of some rows.
 
@@ -215,83 +225,6 @@ class Coefficients:
             return self.values[0], narrow(self.indices)[0]
         values, indices = beside_each_other(list(self.values), list(narrow(self.indices)))
         return values.mul_(1 / replicas), indices
-
-
-@dataclass(frozen=True)
-class Received:
-    """The messages that all replicas received, the same on each, read block of rows by block of rows.
-
-    Args:
-        rows: Of each message.
-        read: The coefficients of the rows from one up to another, both multiples of `unit`, or up to the last row.
-        aggregation: Makes one update of them.
-        unit: The rows after which messages can be cut.
-        width: The coefficients of a row, of all replicas together; 0 if that is not known.
-        release: Returns the receive buffer; called once all of it is decoded.
-        source: The messages as they arrived (`Arrived`), for an engine that decodes their bytes itself.
-        owners: Of the rows, where each message holds those of one owner.
-    """
-
-    rows: int
-    read: Callable[[int, int], Coefficients]
-    aggregation: Aggregation = Mean()
-    unit: int = 1
-    width: int = 0
-    release: Callable[[], None] | None = None
-    source: object = None
-    owners: RowOwners | None = None
-
-    def weighed(self) -> Received:
-        """The same messages with an aggregation of blocks of rows, which needs the norms of the whole messages."""
-        rows = max(-(-self.rows // NORM_BLOCKS), NORM_BLOCK // max(1, self.width))
-        norms = message_norms((block.values for block in self._read_in(rows)), self.rows)
-        return replace(self, aggregation=WeightedMean(cast(NormWeighing, self.aggregation).weights(norms)))
-
-    @classmethod
-    def of(cls, values: Tensor, indices: Tensor | None, aggregation: Aggregation = Mean()) -> Received:
-        """Messages that are decoded already.
-
-        Shapes: as in `Coefficients`.
-        """
-        return cls(values.shape[1], Coefficients(values, indices).part, aggregation)
-
-    def whole(self) -> Coefficients:
-        """The coefficients of all rows."""
-        return self.read(0, self.rows)
-
-    def part(self, first: int, end: int) -> Coefficients:
-        """The coefficients of the rows from `first` to below `end`, wherever these are."""
-        start = first // self.unit * self.unit
-        stop = min(self.rows, -(-end // self.unit) * self.unit)
-        return self.read(start, stop).part(first - start, end - start)
-
-    def rows_of(self, first: int, rows: int) -> Received:
-        """The same messages, of which only `rows` rows are of interest, from row `first` on, where they can be cut."""
-        if (first, rows) == (0, self.rows):
-            return self
-        return Received(
-            rows, lambda at, end: self.read(first + at, first + end), self.aggregation, self.unit, self.width
-        )
-
-    def blocks(self, rows: int, read: int = 0) -> Iterator[Coefficients]:
-        """Yields `rows` rows or a few more at a time.
-
-        Args:
-            read: The rows that are read at once, to be cut afterwards; `rows` where it is less.
-        """
-        for some in self._read_in(max(rows, read)):
-            count = some.values.shape[1]
-            if count <= rows or read <= rows:
-                yield some
-            else:
-                yield from (some.part(first, min(first + rows, count)) for first in range(0, count, rows))
-            del some  # before the next one is read
-
-    def _read_in(self, rows: int) -> Iterator[Coefficients]:
-        """Reads `rows` rows or a few more at a time."""
-        step = max(1, -(-rows // self.unit)) * self.unit
-        for first in range(0, max(1, self.rows), step):
-            yield self.read(first, min(first + step, self.rows))
 
 
 def aggregate(coefficients: Coefficients, aggregation: Aggregation, chunk: int) -> Tensor:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from detonation.core.codec.aggregate import Aggregation, Received
-from detonation.core.codec.arrived import Arrived
+from detonation.core.codec.aggregate import Aggregation
 from detonation.core.codec.basis import Basis, Identity
+from detonation.core.codec.codebooks import Sign, TwoBit
 from detonation.core.codec.indices import IndexCoding, Unpackable, narrow
-from detonation.core.codec.message_rows import MessageRows, indices_by_rule, numbers, zero_byte
-from detonation.core.codec.precision import Float, Precision, Sign, TwoBit
+from detonation.core.codec.message_rows import MessageRows, indices_by_rule, zero_byte
+from detonation.core.codec.precision import Float, Precision, numbers
+from detonation.core.codec.received import Arrived, Received
 from detonation.core.codec.selection import Selection
 from detonation.core.compute.checksum import LINE_BYTES
 from detonation.core.flat.layout import Layout, copy
@@ -171,7 +172,7 @@ class Codec:
         if indices is not None and not self.selection.shared:
             encoded.append(self.index_coding.encode(indices).view(count, -1))
             targets += run.parts[len(targets) :]
-        if (run.room or run.whole) and (padding := run.padding) is not None:
+        if values.device.type != "cpu" and (run.room or run.whole) and (padding := run.padding) is not None:
             targets.append(padding)
             encoded.append(zero_byte(padding.device).expand_as(padding))
         copy(targets, encoded)
@@ -193,7 +194,7 @@ class Codec:
         if run.whole or isinstance(self.precision, Float):
             values = self.values(run.parts, run.rows)
         else:
-            encoded = run.body[:, : self.precision.nbytes(run.rows, self.selection.k)]
+            encoded = run.octets[:, run.room : run.room + sum(self.precision.lengths(run.rows, self.selection.k))]
             values = self.precision.decode(encoded, run.rows, self.selection.k)
         return run.owners.collect(values) if run.owners else values[0]
 
@@ -240,7 +241,10 @@ class Codec:
         body = torch.empty(len(messages), -(-nbytes // 8) * 8, dtype=torch.uint8, device=device)[:, :nbytes]
         copy(body.unbind(), messages)
         known = None if shared is None else narrow(shared)
-        return Arrived(self, body, rows, known, aggregation).received(self.unit)
+        arrived = Arrived(self, body, rows, known, aggregation, self.unit)
+        if not aggregation.rowwise:
+            arrived.weigh()
+        return arrived
 
     @cached_property
     def dense(self) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from detonation.core.codec.indices import IndexCoding
-from detonation.core.codec.precision import Float
+from detonation.core.codec.precision import Float, numbers
 from detonation.core.codec.selection import Selection
 from detonation.core.compute.checksum import LINE_BYTES
 from detonation.core.flat.layout import copy
@@ -20,18 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from detonation.core.codec.codec import Codec
-
-
-def numbers(octets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes as numbers: in place where they lie at addresses for `dtype`, else of a copy.
-
-    Shapes: `[messages, nbytes]` uint8 -> `[messages, n]` of `dtype`.
-    """
-    lines = octets[0] if len(octets) == 1 else octets  # torch refuses the odd stride of a single one
-    size = dtype.itemsize
-    if lines.storage_offset() % size or any(stride % size for stride in lines.stride()[:-1]):
-        lines = lines.clone(memory_format=torch.contiguous_format)
-    return lines.view(dtype).view(len(octets), -1) if octets.numel() else octets.new_empty(len(octets), 0, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -159,24 +147,6 @@ def zero_byte(device: torch.device) -> Tensor:
     Shapes: -> `[1, 1]` uint8.
     """
     return torch.zeros(1, 1, dtype=torch.uint8, device=device)
-
-
-@dataclass(frozen=True)
-class Sums:
-    """The sum of all replicas' messages, as the network has added it up, for an engine that decodes it itself.
-
-    Args:
-        runs: The first row of each run of rows, and its values `[rows, k]`; in the order of the rows.
-        report: `[1 + digits]` fp32, whose first number is 1 where all values are finite; the sum counts as zeros where
-            it is 0.
-        replicas: Of the mean.
-        shared: The indices of all rows, None where the values are whole rows.
-    """
-
-    runs: Sequence[tuple[int, Tensor]]
-    report: Tensor
-    replicas: int
-    shared: Tensor | SharedIndices | None
 
 
 def indices_by_rule(selection: Selection, rows: int, step: int, seed: int, device: torch.device) -> Tensor:

@@ -7,12 +7,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from detonation.core.codec.aggregate import Aggregation, Mean, Received
+from detonation.core.codec.aggregate import Aggregation, Mean
 from detonation.core.codec.basis import Identity
 from detonation.core.codec.codec import Codec, Selected
 from detonation.core.codec.indices import narrow
 from detonation.core.codec.message_rows import MessageRows
-from detonation.core.codec.precision import FP32
+from detonation.core.codec.precision import FP32, Float
+from detonation.core.codec.received import DecodedMessages, Received
 from detonation.core.compute.kernel_library import SignRate
 from detonation.core.engine.rows_at_once import Room, decoded_at_once, is_heavy, released_at_once, selected_at_once
 from detonation.core.engine.rule import Rule
@@ -56,6 +57,9 @@ class ReferenceEngine(Rule):
         self._block = cache(partial(Bucket.of, layout))  # messages cannot be cut everywhere
         self.is_heavy = not self._on_cpu and is_heavy(codec)
         """True if what `encode` returns is so large that it is to be released before the message is sent."""
+        # signals that travel whole, in a floating-point type (fp64 by way of fp32), are written where they leave
+        self._as_it_is = memory is None and codec.dense and isinstance(codec.basis, Identity)
+        self._as_it_is = self._as_it_is and isinstance(codec.precision, Float) and not layout.tiled
         # whether the part that leaves memory is known at selection: the others read it exactly, or all of it leaves
         self._exact = codec.precision == FP32 or not (memory and memory.feedback.error_feedback)
         self.needs_own_values = not self._exact
@@ -122,10 +126,12 @@ class ReferenceEngine(Rule):
     def encode_into(
         self, run: MessageRows, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None
     ) -> Selected:
-        """`encode`, and writes the coefficients into `run`.
-
-        Shapes: one local shape per parameter.
-        """
+        """`encode`, and writes the coefficients into `run`."""
+        if self._as_it_is and not run.owners and not any(s is not None and s.dtype == torch.float64 for s in signals):
+            values = run.numbers
+            assert values is not None
+            self.layout.fill(values, signals)
+            return Selected(values if bad is None else values.masked_fill_(bad, 0.0), None)
         # what the network adds up is still needed as it was, to release it
         fits = self.codec.precision == FP32 and not (run.is_summed or self.codec.dense)
         selected = self.encode(signals, step, bad, run.numbers if fits else None)
@@ -191,14 +197,14 @@ class ReferenceEngine(Rule):
         Shapes: `[rows, k]` fp32.
         """
         indices = selected.indices
-        return Received.of(values.unsqueeze(0), None if indices is None else narrow(indices).unsqueeze(0))
+        return DecodedMessages(values.unsqueeze(0), None if indices is None else narrow(indices).unsqueeze(0))
 
     def decode(self, received: Received) -> Tensor:
         """The update in the coordinates of the parameters; its padding is undefined.
 
         Shapes: -> `[rows, chunk]` fp32.
         """
-        if received.rows <= self._decoded_at_once(received, into_flat=True):
+        if received.rows <= (self._some if self._on_cpu else self._decoded_at_once(received, into_flat=True)):
             return self.update(received.read(0, received.rows), received.aggregation)
         flat, first = torch.empty(self.layout.rows, self.layout.chunk, device=self.device, dtype=torch.float32), 0
         for part in self._decoded_parts(received):
@@ -208,10 +214,7 @@ class ReferenceEngine(Rule):
         return flat
 
     def write(self, received: Received, targets: Sequence[Tensor]) -> None:
-        """Decodes the update into `targets`.
-
-        Shapes: one local shape per parameter.
-        """
+        """Decodes the update into `targets`."""
         at_once = self._some if self._on_cpu else self._decoded_at_once(received)
         if received.rows <= at_once and not self.layout.tiled:
             copy(targets, self.layout.views(self.update(received.read(0, received.rows), received.aggregation)))
@@ -226,17 +229,11 @@ class ReferenceEngine(Rule):
             self.layout.scatter(self._decoded_parts(received), targets)
 
     def can_apply_signs(self, received: Received, weights: Sequence[Tensor]) -> bool:
-        """True if `apply_signs` supports these messages and weights.
-
-        Shapes: one local shape per parameter.
-        """
+        """True if `apply_signs` supports these messages and weights."""
         return all(w.dtype == torch.float32 and w.is_contiguous() for w in weights)
 
     def apply_signs(self, received: Received, weights: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
-        """Moves `weights` by the signs of the update, which is never stored.
-
-        Shapes: one local shape per parameter.
-        """
+        """Moves `weights` by the signs of the update, which is never stored."""
         if self.layout.tiled:
             for strip, part in self._decoded_tiles(received):
                 index = strip.pieces[0].index

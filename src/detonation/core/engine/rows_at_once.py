@@ -9,15 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from detonation.core.codec.arrived import Arrived
 from detonation.core.codec.basis import DCT, Identity
 from detonation.core.codec.codec import Codec
 from detonation.core.codec.precision import FP32, Float
+from detonation.core.codec.received import Arrived
 from detonation.core.compute.scatter_sum import ONE_PASS_CHUNK, most_summed
 from detonation.core.flat.rows import BUCKETS
 
 if TYPE_CHECKING:
-    from detonation.core.codec.aggregate import Received
+    from detonation.core.codec.received import Received
 
 UNIT = 64
 """The rows that are always worked on together: a product of few rows may round differently."""

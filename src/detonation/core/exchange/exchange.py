@@ -1,19 +1,24 @@
-"""The contract of all exchanges, and what they share."""
+"""The contract of all exchanges, what they share, and those of one collective: an all-reduce or an all-gather."""
 
 from collections.abc import Callable
-from typing import Protocol
+from functools import partial
+from typing import Protocol, Self
 
+import torch
 from torch import Tensor
 
-from detonation.core.codec.aggregate import MajorityVote, Received
+from detonation.core.codec.aggregate import Divided, MajorityVote
 from detonation.core.codec.message_rows import MessageRows
-from detonation.core.codec.zeros import zeros_are_negative
-from detonation.core.integrity.guard import Guard
-from detonation.core.integrity.message import Message
-from detonation.core.integrity.tape import Tape
-from detonation.core.integrity.workspace import Workspace
+from detonation.core.codec.precision import Float
+from detonation.core.codec.received import Received, Sums
+from detonation.core.integrity.guard import Guard, Stage
+from detonation.core.integrity.header import DIGITS, HEADER_BYTES
+from detonation.core.integrity.message import Message, Tape, Workspace
 from detonation.core.link.link import Link
+from detonation.core.schemes.buckets import aligned_rows
 from detonation.core.schemes.scheme import Scheme
+
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
 
 
 class Exchange(Protocol):
@@ -67,6 +72,34 @@ def negative_zeros(scheme: Scheme, step: int, replica: int = 0, replicas: int = 
     return zeros_are_negative(sending, replica, replicas, proportional or isinstance(scheme.aggregation, MajorityVote))
 
 
+def zeros_are_negative(sending: int, replica: int = 0, replicas: int = 1, cancel: bool = True) -> bool:
+    """True where a replica sends zeros as negative numbers: over replicas and sendings they cancel.
+
+    One bit has no zero: a coordinate without a signal reads as one magnitude, and moves if its sign is always the same.
+    Successive sendings 2 n and 2 n + 1 have opposite signs. The order within a pair follows multiples of the golden
+    ratio, so that a coordinate that is zero only at every second or third sending is balanced, too.
+
+    Args:
+        sending: How often the coordinate was sent before, as far as that is independent of the data. The step does not
+            do: at an even period the coordinate is sent at steps of one parity.
+        replica: From 0 to below `replicas`.
+        cancel: Whether an even number of replicas cancels at once: right for votes, which tie, and where the update is
+            used in proportion. The magnitudes of replicas differ, so that under a mean an arbitrary small number
+            remains; an optimizer that looks at its sign would walk at random. With `cancel=False` one sign has the
+            majority among the replicas, and such an optimizer moves to and fro.
+
+    Example:
+        >>> [zeros_are_negative(sending) for sending in range(6)]
+        [False, True, True, False, False, True]
+        >>> [zeros_are_negative(0, replica, 4) for replica in range(4)]
+        [False, True, False, True]
+        >>> [zeros_are_negative(0, replica, 4, cancel=False) for replica in range(4)]
+        [False, True, False, False]
+    """
+    opposed = replica % 2 == 1 and (cancel or replica < replicas - 1)
+    return ((sending // 2 * _GOLDEN >> 63) + sending + opposed) % 2 == 1
+
+
 def played(tape: Tape, guard: Guard, step: int, replicas: int) -> Callable[[], Tensor]:
     """Takes the messages of `step` from the tape, to the device of `guard`."""
     return lambda: tape.take(guard.place, step).to(guard.usual.device).view(replicas, -1)  # [replicas, 64 + nbytes]
@@ -81,3 +114,120 @@ def workspace_for(scheme: Scheme, link: Link, guard: Guard) -> Workspace:
     """
     kept = guard.on_kernels and scheme.signal == "gradients" and link.elastic is None
     return Workspace(scheme.round.delay + 1 if kept else 0)
+
+
+class OneStage:
+    """What exchanges of one collective share: a message of `rows` rows at most, in the codec of the scheme."""
+
+    secluded = False
+
+    def __init__(self, scheme: Scheme, link: Link, guard: Guard, rows: int) -> None:
+        self._scheme, self._codec, self._link, self._guard, self._rows = scheme, scheme.codec, link, guard, rows
+        self._workspace = workspace_for(scheme, link, guard)
+
+    def forward(self, message: Message) -> None:
+        pass
+
+    def for_rows(self, first: int, rows: int, guard: Guard) -> Self:
+        return type(self)(self._scheme, self._link, guard, rows)
+
+
+class AllReduce(OneStage):
+    """The network adds the messages: all carry the same coordinates, in a type that can be added."""
+
+    def __init__(self, scheme: Scheme, link: Link, guard: Guard, rows: int) -> None:
+        super().__init__(scheme, link, guard, rows)
+        assert isinstance(self._codec.precision, Float)
+        self._dtype, self._k = self._codec.precision.dtype, self._codec.selection.k
+        self._digits = DIGITS * link.replicas
+
+    def run(self, message: Message, first: int, rows: int) -> MessageRows:
+        # the digits of all replicas leave with the first rows
+        nbytes = (rows * self._k + (0 if first else self._digits)) * self._dtype.itemsize
+        memory = partial(torch.empty, 1, nbytes, dtype=torch.uint8, device=self._guard.usual.device)
+        if self._guard.on_kernels:  # which allocate nothing
+            memory = partial(self._workspace.take, ("sum", first), (1, nbytes), self._guard.usual.device)
+        message.waiting = run = MessageRows(self._codec, rows, memory, first, is_summed=True)
+        return run
+
+    def send(self, message: Message, status: int | Tensor | None) -> None:
+        run, message.waiting = message.waiting, None
+        assert run is not None
+        message.rows.append((run.first, run.rows))
+        values = run.octets[0].view(self._dtype)
+        if status is not None:
+            self._guard.seal_sum(values[run.rows * self._k :], status, message.step)
+        message.arriving.append(self._link.all_reduce(values))
+
+    def receive(self, message: Message) -> Received:
+        rows = message.rows or [(0, self._rows)]
+        link, totals = self._link, dict[int, Tensor]()
+        for (at, count), each in zip(rows, message.arriving, strict=True):
+            (total,), absent = link.wait(each)
+            if lost := len(absent):
+                # as if they had sent the mean of the others; of a copy, as another replica may still need the sum
+                total = total.clone()
+                total[: count * self._k] *= link.replicas / (link.replicas - lost)
+            totals[at] = total
+        digits = total[count * self._k :]
+        counts = dict(rows)
+        runs = [(at, totals[at][: counts[at] * self._k].view(counts[at], self._k)) for at in sorted(totals)]
+        if link.tape and link.tape.plays:
+            absent = {*range(link.replicas)}  # the tape does not say who was
+        elif link.tape:
+            whole = torch.cat([*(run.view(-1) for _, run in runs), digits]) if len(runs) > 1 else total
+            link.tape.put(self._guard.place, message.step, whole)
+        values = [run for _, run in runs]
+        fine = self._guard.open_sum(values, digits, message.step, absent, self._workspace)
+        if not isinstance(fine, Tensor) and not fine:
+            runs = [(first, torch.zeros_like(run)) for first, run in runs]
+        report = fine if isinstance(fine, Tensor) else None
+        return Sums(runs, self._rows, Divided(link.replicas), message.indices if message.shared else None, report)
+
+    def play(self, message: Message, tape: Tape) -> None:
+        def take() -> Tensor:  # [rows * k + digits]
+            return tape.take(self._guard.place, message.step).to(self._guard.usual.device).view(self._dtype)
+
+        message.arriving.append(take)
+
+    def state(self) -> dict[str, Tensor]:  # none: a sum has no norm of each replica
+        return {}
+
+
+class AllGather(OneStage):
+    """Every replica receives every message."""
+
+    def __init__(self, scheme: Scheme, link: Link, guard: Guard, rows: int) -> None:
+        super().__init__(scheme, link, guard, rows)
+        self._width, unit = self._codec.width(rows, HEADER_BYTES), aligned_rows(self._codec)
+        self._stage = Stage(self._codec, rows, scheme.aggregation, unit, workspace=self._workspace)
+        self._has_codes = not isinstance(self._codec.precision, Float)
+
+    def run(self, message: Message, first: int, rows: int) -> MessageRows:
+        room = 0 if first else HEADER_BYTES
+        # a whole message is sealed where it lies
+        shape = 1, self._width if rows == self._rows else room + self._codec.nbytes(rows)
+        memory = partial(torch.empty, shape, dtype=torch.uint8, device=self._guard.usual.device)
+        if self._guard.on_kernels:  # which allocate nothing
+            memory = partial(self._workspace.take, ("run", first), shape, self._guard.usual.device)
+        zeros = self._has_codes and negative_zeros(self._scheme, message.step, self._link.replica, self._link.replicas)
+        message.waiting = run = MessageRows(self._codec, rows, memory, first, room, negative_zeros=zeros)
+        return run
+
+    def send(self, message: Message, status: int | Tensor | None) -> None:
+        octets = self._guard.seal(message, status)
+        message.arriving.append(self._link.all_gather(octets[0]))
+
+    def receive(self, message: Message) -> Received:
+        message.arrived, message.absent = self._link.wait(*message.arriving)
+        shared = message.indices if message.shared else None
+        arrived = self._guard.open(message, self._stage, shared, self._link.tape)
+        if not arrived.aggregation.rowwise:
+            arrived.weigh()
+        return arrived
+
+    def play(self, message: Message, tape: Tape) -> None:
+        message.arriving.append(played(tape, self._guard, message.step, self._link.replicas))
+
+    def state(self) -> dict[str, Tensor]:  # [1] fp32
+        return {"usual_norm": self._guard.usual}

@@ -5,8 +5,7 @@ import torch
 from detonation.core.engine import rows_at_once
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.engine.rows_at_once import Room
-from detonation.core.exchange.exchange import Exchange
-from detonation.core.exchange.one_stage import AllGather, AllReduce
+from detonation.core.exchange.exchange import AllGather, AllReduce, Exchange
 from detonation.core.exchange.two_stage import TwoStage
 from detonation.core.flat.layout import Layout
 from detonation.core.flat.owners import RowOwners

@@ -6,19 +6,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from detonation.core.codec.aggregate import Coefficients, Mean, Received, aggregate
-from detonation.core.codec.arrived import Arrived
+from detonation.core.codec.aggregate import Coefficients, Mean, aggregate
 from detonation.core.codec.indices import narrow
 from detonation.core.codec.message_rows import MessageRows, SharedIndices
 from detonation.core.codec.precision import Float
+from detonation.core.codec.received import Collected, Received
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.engine.rows_at_once import Room, replied_at_once
 from detonation.core.exchange.exchange import negative_zeros, played, workspace_for
 from detonation.core.flat.owners import RowOwners
-from detonation.core.integrity.guard import Guard
+from detonation.core.integrity.guard import Guard, Stage
 from detonation.core.integrity.header import HEADER_BYTES
-from detonation.core.integrity.message import Message
-from detonation.core.integrity.tape import Tape
+from detonation.core.integrity.message import Message, Tape
 from detonation.core.link.link import Link
 from detonation.core.schemes.scheme import Scheme
 
@@ -60,14 +59,23 @@ class TwoStage:
         self._engine, self._replier = engine, engine.replier(answer, scheme.aggregation, residual, owners, self.replica)
         self._workspace, self._answers = workspace_for(scheme, link, guard), workspace_for(scheme, link, guard)
         self._widths = [each.width(owners.owned, HEADER_BYTES) for each in (codec, self._answer)]
+        turn, space = owners.run, (self._workspace, self._answers)
+        self._asked = Stage(codec, owners.owned, scheme.aggregation, turn, phase=1, workspace=space[0])
+        self._answered = Stage(self._answer, owners.owned, Mean(), turn, signals=False, workspace=space[1])
         self._room, on_cpu = room, residual.device.type == "cpu"
-        self._block = owners.owned if on_cpu else replied_at_once(codec, self._answer, link.replicas, room)
+        some = owners.owned if on_cpu else replied_at_once(codec, self._answer, link.replicas, room)
+        self._block = -(-max(1, some) // turn) * turn  # messages and replies can be cut there
+        self._fresh = partial(torch.empty, dtype=torch.uint8, device=residual.device)
 
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
-        owners, room = self.owners.of_bucket(rows), 0 if first else HEADER_BYTES
-        whole = rows == self.owners.rows and not self._guard.on_kernels  # sealed where it lies
-        width = self._widths[0] if whole else room + self._codec.nbytes(owners.owned)
-        memory = partial(self._workspace.take, ("run", first), (owners.replicas, width), self.residual.device)
+        whole, room = rows == self.owners.rows, 0 if first else HEADER_BYTES
+        owners = self.owners if whole else self.owners.of_bucket(rows)
+        # without kernels a whole message is sealed where it lies
+        aligned = whole and not self._guard.on_kernels
+        shape = owners.replicas, self._widths[0] if aligned else room + self._codec.nbytes(owners.owned)
+        memory = partial(self._fresh, shape)
+        if self._workspace.depth:
+            memory = partial(self._workspace.take, ("run", first), shape, self.residual.device)
         zeros = self._has_codes and negative_zeros(self._scheme, message.step, self._link.replica, owners.replicas)
         message.waiting = run = MessageRows(
             self._codec, owners.owned, memory, first // owners.replicas, room, owners, zeros
@@ -79,27 +87,24 @@ class TwoStage:
         message.arriving.append(self._link.all_to_all(octets))
 
     def forward(self, message: Message) -> None:
-        owned, mine = self.owners.owned, self._shared(message)
+        owned, mine = self.owners.owned, self._shared(message) if message.shared else None
         if isinstance(mine, Tensor):
             mine, message.shared = mine[self._link.replica], {0: mine}
-        weighing = self._scheme.aggregation
-        arrived = self._guard.open(message, owned, mine, weighing, 1, workspace=self._workspace)
-        received, reply = arrived.received(self.owners.run), Message(message.step, self._answer, self._guard.on_kernels)
-        shape = 1, self._widths[1]
-        memory = partial(self._answers.take, "reply", shape, self.residual.device)
-        zeros = negative_zeros(self._scheme, message.step)
+        zeros, shape = negative_zeros(self._scheme, message.step), (1, self._widths[1])
+        message.arrived, message.absent = self._link.wait(*message.arriving)
+        received = self._guard.open(message, self._asked, mine)
+        message.reply = reply = self._reply_to(message.step)
+        memory = partial(self._fresh, shape)
+        if self._answers.depth:
+            memory = partial(self._answers.take, "reply", shape, self.residual.device)
         reply.waiting = run = MessageRows(self._answer, owned, memory, 0, HEADER_BYTES, negative_zeros=zeros)
         if self._replier is not None and self._replier.reads(received):
             self._replier.reply(received, run, message.step)
             message.release()
         else:
-            first = 0
-            for block in received.blocks(self._block):
-                rows = block.values.shape[1]
-                self._reply(block, run.of_rows(first, rows))
-                first += rows
-                del block  # before the next one is read
-        message.reply = reply
+            for first in range(0, max(1, owned), self._block):
+                rows = min(self._block, owned - first)
+                self._reply(received.read(first, first + rows), run if rows == owned else run.of_rows(first, rows))
         sent = self._guard.seal(reply, 0)
         reply.arriving.append(self._link.all_gather(sent[0]))
 
@@ -116,14 +121,11 @@ class TwoStage:
             residual -= sent
 
     def receive(self, message: Message) -> Received:
-        reply, owners = message.reply, self.owners
+        reply = message.reply
         assert reply is not None
-        shared, tape = self._shared(message), self._link.tape
-        mean, space = Mean(), self._answers
-        arrived = self._guard.open(reply, owners.owned, shared, mean, signals=False, tape=tape, workspace=space)
-        unit, width = owners.run * owners.replicas, self._answer.selection.k
-        read = partial(self._collected, arrived)
-        return Received(owners.rows, read, unit=unit, width=width, release=reply.release, source=arrived, owners=owners)
+        reply.arrived, reply.absent = self._link.wait(*reply.arriving)
+        shared = self._shared(message) if message.shared else None
+        return Collected(self._guard.open(reply, self._answered, shared, self._link.tape), self.owners)
 
     def _shared(self, message: Message) -> Tensor | SharedIndices | None:
         """The indices that all replicas know: of all rows by their rule, or of those of each owner."""
@@ -135,19 +137,12 @@ class TwoStage:
         padding = torch.arange(self._codec.selection.k, dtype=torch.int64, device=self.residual.device)
         return self.owners.deal(narrow(shared), padding if self.owners.missing else None)  # [replicas, owned, k]
 
-    def _collected(self, arrived: Arrived, first: int, end: int) -> Coefficients:
-        """The replies of all owners about the rows from `first` to below `end`, as one message."""
-        owners = self.owners.of_bucket(end - first)
-        of_each = first // owners.replicas, first // owners.replicas + owners.owned
-        indices = arrived.indices(*of_each)
-        unpacked = [] if indices is None else [narrow(indices)]  # before the values, beside which bitmaps would lie
-        sent = [arrived.values(*of_each), *unpacked]
-        values, *collected = (lines.unsqueeze(0) for lines in owners.collect_each(sent))
-        return Coefficients(values, collected[0] if collected else None)
+    def _reply_to(self, step: int) -> Message:
+        return Message(step, self._answer, self._guard.on_kernels, recycle=self._link.recycle)
 
     def play(self, message: Message, tape: Tape) -> None:
-        take = played(tape, self._guard, message.step, self._link.replicas)
-        message.reply = Message(message.step, self._answer, self._guard.on_kernels, played=take)
+        message.reply = self._reply_to(message.step)
+        message.reply.arriving.append(played(tape, self._guard, message.step, self._link.replicas))
 
     def for_rows(self, first: int, rows: int, guard: Guard) -> "TwoStage":
         owners = self.owners.of_bucket(rows)

@@ -1,4 +1,4 @@
-"""Flat: the local shards of many parameters seen as one `[rows, chunk]` matrix."""
+"""Flat: the local shards of many parameters seen as one `[rows, chunk]` matrix, in chunks or in tiles."""
 
 from __future__ import annotations
 
@@ -11,10 +11,62 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from detonation.core.flat.tiles import Tiles
-
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The squares of `side` x `side` coordinates that cover a matrix, zero-padded at its lower and right edge.
+
+    Tile [i, j] is row i * across + j, in row-major order.
+    """
+
+    height: int
+    width: int
+    side: int
+
+    @classmethod
+    def of(cls, shape: Sequence[int], side: int) -> Tiles | None:
+        """The tiles of a parameter, folded to [first, rest]; None for one that does not fill a single tile.
+
+        >>> Tiles.of((65, 64), 64).rows, Tiles.of((128, 3, 5, 5), 64).rows, Tiles.of((63, 999), 64)
+        (2, 4, None)
+        """
+        height, width = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (0, 0)
+        return cls(height, width, side) if side and min(height, width) >= side else None
+
+    @property
+    def down(self) -> int:
+        return -(-self.height // self.side)
+
+    @property
+    def across(self) -> int:
+        return -(-self.width // self.side)
+
+    @property
+    def rows(self) -> int:
+        return self.down * self.across
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """The tiles of `tensor`, in memory of their own.
+
+        Shapes: any of height * width elements -> `[rows, side * side]`.
+        """
+        side = self.side
+        missing = (0, self.across * side - self.width, 0, self.down * side - self.height)
+        padded = torch.nn.functional.pad(tensor.reshape(self.height, self.width), missing)
+        return padded.view(self.down, side, self.across, side).transpose(1, 2).reshape(self.rows, side * side)
+
+    def join(self, tiles: Tensor) -> Tensor:
+        """The inverse of `cut`, in memory of its own.
+
+        Shapes: `[rows, side * side]` -> `[height, width]`.
+        """
+        side = self.side
+        squares = tiles.view(self.down, self.across, side, side).transpose(1, 2)
+        return squares.reshape(self.down * side, self.across * side)[: self.height, : self.width]
+
 
 FragmentUnit = Literal["parameter", "block"]
 
@@ -188,6 +240,18 @@ class Layout:
         sources = [slot.tiles.cut(t) if slot.tiles and t is not None else t for slot, t in pairs]
         copy(self._row_views(flat), sources)
 
+    def fill(self, flat: Tensor, tensors: Sequence[Tensor | None]) -> None:
+        """Makes `flat` hold `tensors`; an absent tensor and the padding are zero.
+
+        Shapes: one local shape per parameter -> `[rows, chunk]`.
+        """
+        if flat.numel() != self.numel or any(tensor is None for tensor in tensors):
+            flat.zero_()
+        if self.tiled:
+            self.write(flat, tensors)
+        else:
+            copy(self.views(flat), tensors)
+
     def padding(self, device: torch.device) -> Tensor:
         """Positions in the flattened matrix that belong to no parameter.
 
@@ -213,8 +277,8 @@ class Layout:
 
         Shapes: one local shape per parameter -> `[rows, chunk]` fp32.
         """
-        flat = self.zeros(device)
-        self.write(flat, tensors)
+        flat = torch.empty(self.rows, self.chunk, dtype=torch.float32, device=device)
+        self.fill(flat, tensors)
         return flat
 
     @cached_property

@@ -132,17 +132,12 @@ def octets(tensor: Tensor) -> memoryview:
 
 
 def locals_of(parameters: Mapping[str, Tensor]) -> list[Tensor]:
-    """The part of each parameter that lives on this rank.
-
-    Shapes: -> the local shape of each parameter.
-    """
+    """The part of each parameter that lives on this rank."""
     return [p.to_local() if isinstance(p, DTensor) else p for p in parameters.values()]
 
 
 def local_gradients(parameters: Mapping[str, Tensor]) -> list[Tensor | None]:
     """The local gradient of each parameter, laid out as the parameter is; None where there is none.
-
-    Shapes: -> the local shape of each parameter.
 
     Raises:
         ValueError: A gradient is sparse.
@@ -161,10 +156,7 @@ def local_gradients(parameters: Mapping[str, Tensor]) -> list[Tensor | None]:
 
 
 def gradients_to_fill(parameters: Mapping[str, Tensor]) -> list[Tensor]:
-    """The local gradient of each parameter, to write into; created with zeros where there is none.
-
-    Shapes: -> the local shape of each parameter.
-    """
+    """The local gradient of each parameter, to write into; created with zeros where there is none."""
     found = []
     for parameter in parameters.values():
         if parameter.grad is None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from detonation.core.base_error import DetonationError
-from detonation.core.integrity.readback import Readback
+from detonation.core.runtime import Readback
 
 Policy = Literal["stop", "skip"]
 POLICIES: tuple[str, ...] = get_args(Policy)

@@ -1,36 +1,195 @@
 """The guard seals the messages of a replica, and decides which received messages may be used."""
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
-from functools import partial
+import struct
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from operator import attrgetter
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
+from detonation.core import runtime
 from detonation.core.codec.aggregate import Aggregation
-from detonation.core.codec.arrived import Arrived
+from detonation.core.codec.codec import Codec
 from detonation.core.codec.message_rows import MessageRows, SharedIndices, joined
-from detonation.core.compute import kernel_library
-from detonation.core.integrity import readback
-from detonation.core.integrity.fault_counts import FaultCounts
-from detonation.core.integrity.header import DIGITS, HEADER_BYTES, Header, hash63, put, unsealed
-from detonation.core.integrity.message import Message
-from detonation.core.integrity.tape import Tape
-from detonation.core.integrity.validate import (
-    TOO_LARGE,
-    TOO_LOUD,
-    Expected,
-    Facts,
-    decide_usable,
-    explain_faults,
-    statuses_of_sum,
-)
-from detonation.core.integrity.workspace import Workspace
+from detonation.core.codec.received import Arrived
+from detonation.core.compute.checksum import checksums
+from detonation.core.compute.nonfinite import LIMIT
+from detonation.core.integrity.header import CHECKSUM_AT, HEADER_BYTES, IDENTITY, MAGIC, VERSION, Header, hash63
+from detonation.core.integrity.message import Message, Tape, Workspace
+from detonation.core.integrity.sums import SumGuard
+
+LOUDER = 1000.0
+"""The largest allowed ratio of a norm to the usual norm: a momentum at decay 0.999 is at most 1000 gradients."""
+FORGET = 0.9999
+"""The share of the usual norm that stays from one exchange to the next, where most messages are quieter."""
 
 
-class Guard:
+TOO_LARGE = f"has values that are not finite, or above {LIMIT:g}"
+TOO_LOUD = f"is more than {LOUDER:g} times as loud as most are, or were before"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One collective of an exchange: what is the same of its messages at every step.
+
+    Args:
+        codec, rows, aggregation, unit: Of the messages that arrive, see `Arrived`.
+        phase: Which of the collectives of an exchange; the last is 0.
+        signals: See `Expected`.
+        workspace: Where messages in several runs are put together.
+    """
+
+    codec: Codec
+    rows: int
+    aggregation: Aggregation
+    unit: int
+    phase: int = 0
+    signals: bool = True
+    workspace: Workspace = field(default_factory=Workspace)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The properties that all messages of an exchange must have, whoever sends them.
+
+    Args:
+        header: Of replica 0; status and received digest are not compared.
+        nbytes: The bytes after the header.
+        parameters: The largest status.
+        signals: Whether each message carries its sender's own signal, so that all norms are of similar size; an
+            owner's aggregate is not.
+    """
+
+    header: Header
+    nbytes: int
+    parameters: int
+    signals: bool
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The content of messages, as far as it decides whether they may be used.
+
+    Args:
+        words: Of the headers, `[replicas, 8]` int64.
+        checksums: Of the bytes that arrived, `[replicas]` int64.
+        content: Faults of the content, see `Arrived.facts`, `[replicas]` int64.
+        norms: `[replicas]` fp32.
+    """
+
+    words: Tensor
+    checksums: Tensor
+    content: Tensor
+    norms: Tensor
+
+
+def unsealed(messages: Tensor) -> tuple[Tensor, Tensor]:
+    """The words of each header, and the checksum of each message, as if it stated none.
+
+    Shapes: `[messages, nbytes]` uint8 -> `[messages, 8]` and `[messages]` int64.
+    """
+    words = messages[:, :HEADER_BYTES].clone(memory_format=torch.contiguous_format).view(torch.int64)
+    return words, checksums(messages, CHECKSUM_AT)
+
+
+def decide_usable(facts: Facts, expected: Expected, usual: Tensor) -> tuple[Tensor, Tensor]:
+    """Decides which messages are refused: the ones with a fault.
+
+    A message is too loud if its norm is more than `LOUDER` times that of most messages, now *and* before: replicas that
+    train sparsely are silent for long, but for the rounding that is left in their memory, and loud again as they were.
+    `usual` is the largest such median so far. It is forgotten slowly, and not at all while most are silent. Only a norm
+    that most messages reach counts, so that no single replica can raise it.
+
+    Args:
+        usual: The usual norm before this exchange, 0 at first; updated.
+
+    Returns the refused messages, and a table for `explain_faults`: the eight words of the header, the checksum, faults
+    of the content, the bits of the norm and of its bound in float64, and 1 where the message is refused.
+
+    Shapes: usual `[1]` fp32 -> `[replicas]` bool, `[replicas, 13]` int64.
+    """
+    words, norms, header = facts.words, facts.norms, expected.header
+    # the bits of numbers that are not negative rise as they do, and those of NaN are above all
+    bits = norms.abs().double().view(torch.int64)
+    found = torch.cat([words, torch.stack([facts.checksums, facts.content, bits], 1)], 1)
+    limits, of_step = _limits(
+        header.schema, header.place, expected.nbytes, expected.parameters, len(words), words.device
+    )
+    limits = limits.add(of_step, alpha=header.step)
+    limits[:, :, 8].copy_(words[:, 7])  # the checksum is the one that the header states
+    refused = (found < limits[0]).logical_or_(found > limits[1]).any(1)
+    if expected.signals:
+        heard = norms.masked_fill(refused, 0.0)
+        senders = (heard > 0).sum(0, keepdim=True)
+        # of two replicas the larger: none is accused; 0 if nobody sends anything
+        middle = heard.sort(descending=True).values.gather(0, senders.sub_(1).div_(2, rounding_mode="trunc"))
+        bound = torch.maximum(middle, usual).mul_(LOUDER)
+        refused.logical_or_(norms > bound)
+        remembered = torch.where(middle * LOUDER < usual, usual, usual * FORGET)
+        torch.maximum(middle, remembered, out=usual)
+    else:
+        bound = _infinity(words.device)
+    of_all = bound.double().view(torch.int64).expand(len(words), 1)
+    return refused, torch.cat([found, of_all, refused.unsqueeze(1)], 1)
+
+
+@lru_cache(maxsize=64)
+def _limits(
+    schema: int, place: int, nbytes: int, parameters: int, replicas: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The least and the largest of the first columns of a right table, but for step and checksum; and 1 in the column
+    of the step."""  # [2, replicas, 11] and [11] int64
+    anything = torch.iinfo(torch.int64)
+    loudest = struct.unpack("q", struct.pack("d", LIMIT))[0]
+    lowest = [IDENTITY, schema, 0, place, nbytes, 0, anything.min, anything.min, 0, 0, 0]
+    highest = [IDENTITY, schema, 0, place, nbytes, parameters, anything.max, anything.max, 0, 0, loudest]
+    found = torch.empty(2, replicas, len(lowest), dtype=torch.int64, device=device)
+    of_step = torch.zeros(len(lowest), dtype=torch.int64, device=device)
+    of_step[2].fill_(1)
+    for words, limits in zip((lowest, highest), found, strict=True):
+        for word, column in zip(words, limits.unbind(1), strict=True):
+            column.fill_(word)
+    found[:, :, 3].add_(torch.arange(replicas, dtype=torch.int64, device=device) << 32)
+    return found, of_step
+
+
+@lru_cache(maxsize=16)
+def _infinity(device: torch.device) -> Tensor:
+    return torch.full((1,), torch.inf, dtype=torch.float64, device=device)
+
+
+def explain_faults(table: Sequence[Sequence[int]], expected: Expected) -> list[str]:
+    """The fault of each message of `table` (see `decide_usable`), in replica order; "" for a message without one."""
+    return [_fault(sender, row, expected) for sender, row in enumerate(table)]
+
+
+def _fault(replica: int, row: Sequence[int], expected: Expected) -> str:
+    identity, schema, step, origin, length, status, _, stated, added, content, *_ = row
+    norm, bound = struct.unpack("2d", struct.pack("2q", *row[10:12]))
+    sender, place, header = origin >> 32, origin & 0xFFFFFFFF, expected.header
+    reasons = {
+        "is no message of this library": identity & 2**56 - 1 != MAGIC,
+        "does not add up: it was damaged on its way": stated != added,
+        f"is in version {identity >> 56} of the format, here it is {VERSION}": identity >> 56 != VERSION,
+        "follows another schema: its sender has other settings": schema != header.schema,
+        f"is of step {step}, expected was step {header.step}": step != header.step,
+        f"says that it is from replica {sender}": sender != replica,
+        "is of another level, part or phase of the step": place != header.place,
+        f"says that it has {length} bytes, expected were {expected.nbytes}": length != expected.nbytes,
+        f"has status {status}, which does not exist": not 0 <= status <= expected.parameters,
+        "has an index outside of its row": content == 1,
+        "has an index twice or out of order": content == 2,
+        "has statistics that no encoder makes": content == 3,
+        TOO_LARGE: not norm <= LIMIT,
+        TOO_LOUD: norm > bound,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+class Guard(SumGuard):
     """Seals and validates the messages between one channel and its link.
 
     The decision on a message is a function of its bytes and of the other messages of the exchange, so replicas that
@@ -38,48 +197,11 @@ class Guard:
     received. A refused message counts as zeros: the mean stays a mean over all replicas, so that no replica gains
     weight because the message of another was lost.
 
-    place: Which of the messages of a step these are.
-
     A subclass may seal and inspect on the device: an engine brings it (`ReferenceEngine.guard`).
-
-    Args:
-        names: Of the parameters.
-        schema: All settings that sender and receiver must share to read a message.
-        place: As above.
-        replica: The number of this replica.
-        delay: Steps that a message may be in flight.
-        counts: Counts every fault.
-        on_device: Whether the device decides. Faulty messages are then never used either, but counts, warnings and
-            reasons to stop follow only in `FaultCounts.catch_up`.
-        usual: The usual norm of messages, see `decide_usable`; several guards may share it. `[1]` fp32.
-        forget: Empties the memory that messages come from: after one that was too loud, the next ones would be, too.
     """
 
     on_kernels = False
     """True if kernels seal and inspect, so that the memory of messages is kept from step to step."""
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        schema: str,
-        place: int,
-        replica: int,
-        delay: int,
-        counts: FaultCounts,
-        on_device: bool = False,
-        usual: Tensor | None = None,
-        forget: Callable[[], object] = lambda: None,
-    ) -> None:
-        self._names, self._counts, self.place = list(names), counts, place
-        self._schema, self._place, self._replica = hash63(schema), place << 2, replica
-        self._delay, self._on_device = delay, on_device
-        self.usual = torch.zeros(1, dtype=torch.float32, device="cpu") if usual is None else usual
-        self._forget = forget
-        self._high = 1 + (len(self._names) >> 16)  # statuses have as many highest digits; marks take the rest of 256
-        marks, first = min(251, 256 // self._high - 1), (self._schema + 5 * place) % 251
-        self._marks = [(1 + (first + step) % marks) * self._high for step in range(marks)]  # of steps, in turns
-        self._sent = self._opened = 0
-        self._received: dict[int, int] = {}  # digests by number of the exchange
 
     def seal(self, message: Message, status: int | Tensor | None, phase: int = 0) -> Tensor:
         """The bytes of the run that waits, for its collective; the last one of its message begins with the header.
@@ -120,43 +242,37 @@ class Guard:
             octets[:, :HEADER_BYTES] = whole[:, :HEADER_BYTES]
 
     def open(
-        self,
-        message: Message,
-        rows: int,
-        shared: Tensor | SharedIndices | None,
-        aggregation: Aggregation,
-        phase: int = 0,
-        signals: bool = True,
-        tape: Tape | None = None,
-        workspace: Workspace | None = None,
+        self, message: Message, stage: Stage, shared: Tensor | SharedIndices | None, tape: Tape | None = None
     ) -> Arrived:
-        """Waits for one sealed message per replica, validates and counts them; zeros replace unusable ones.
+        """Validates and counts the sealed messages that have arrived, one per replica; zeros replace unusable ones.
 
         Args:
-            rows: Of each message.
             shared: Their indices, where all replicas know them.
-            phase, signals: See `seal` and `Expected`.
             tape: Takes in the messages, unless they come from it.
-            workspace: Where messages in several runs are put together.
         """
-        octets = message.wait()
-        whole = octets[0] if len(octets) == 1 and octets[0].device.type == "cpu" else message.whole(octets)
-        codec, absent, nbytes = message.codec, message.absent, sum(message.codec.lengths[rows])
+        arrived = message.arrived
+        if tape is not None and tape.plays:  # to whom the messages belong; lost replicas have an empty header
+            message.recycle = None
+            message.absent = {row for row, octets in enumerate(arrived[0]) if not octets[:HEADER_BYTES].any()}
+        absent = message.absent
+        whole = arrived[0] if len(arrived) == 1 and arrived[0].device.type == "cpu" else message.whole()
+        nbytes = sum(stage.codec.lengths[stage.rows])
         if tape is not None and not tape.plays:
             for sender in absent:  # which a replay finds by its empty header
                 whole[sender, :HEADER_BYTES] = 0
             tape.put(self.place, message.step, whole[:, : HEADER_BYTES + nbytes])
-        arrived = Arrived(codec, whole[:, HEADER_BYTES : HEADER_BYTES + nbytes], rows, shared, aggregation)
-        refused = self.admit(whole, nbytes, arrived.facts(), message.step, phase, signals, absent)
-        if absent and signals:  # the aggregate is that of the others; an owner that is absent leaves its rows
+        body = whole[:, HEADER_BYTES : HEADER_BYTES + nbytes]
+        found = Arrived(stage.codec, body, stage.rows, shared, stage.aggregation, stage.unit, message.release)
+        refused = self.admit(whole, nbytes, found.facts(), message.step, stage.phase, stage.signals, absent)
+        if absent and stage.signals:  # the aggregate is that of the others; an owner that is absent leaves its rows
             present = [sender for sender in range(len(whole)) if sender not in absent]
-            arrived = replace(arrived, body=arrived.body[present])
+            found = replace(found, body=body[present])
             refused = None if refused is None else refused[present]
         if refused is not None:
-            if arrived.body.device.type == "cpu":  # simulated replicas receive one buffer together
-                arrived = replace(arrived, body=arrived.body.clone())
-            arrived.blank(refused)
-        return arrived
+            if found.body.device.type == "cpu":  # simulated replicas receive one buffer together
+                found = replace(found, body=found.body.clone())
+            found.blank(refused)
+        return found
 
     def admit(
         self,
@@ -183,54 +299,9 @@ class Guard:
         refused, table = decide_usable(Facts(*unsealed(messages), *content), expected, self.usual)
         if self._on_device:
             report = partial(self._report, expected=expected, last=not phase, absent=absent)
-            self._counts.report_later(step + self._delay, readback.Readback(table), report)
+            self._counts.report_later(step + self._delay, runtime.Readback(table), report)
             return refused
         return None if self._report(table.tolist(), expected, not phase, absent) else refused
-
-    def seal_sum(self, digits: Tensor, status: int | Tensor, step: int) -> None:
-        """Writes this replica's status after the values of an all-reduce, and a mark of schema, place and step.
-
-        Each replica writes three numbers for itself and zeros for the others, so that no header is needed. The last
-        number has room for the mark, which is never 0.
-
-        Shapes: `[3 * replicas]`, of any content.
-        """
-        mark = self._marks[step % len(self._marks)]
-        digits.zero_()
-        if isinstance(status, Tensor) or status:
-            for i in range(DIGITS):
-                put(digits[DIGITS * self._replica + i], (status >> 8 * i & 255) + mark * (i == DIGITS - 1))
-        else:
-            digits[DIGITS * self._replica + DIGITS - 1].fill_(mark)
-
-    def open_sum(
-        self,
-        values: Sequence[Tensor],
-        digits: Tensor,
-        step: int,
-        absent: Collection[int] = (),
-        workspace: Workspace | None = None,
-    ) -> bool | Tensor:
-        """Counts the statuses in a sum; False where zeros must replace the values: not all are finite, or the messages
-        do not belong together (`absent` ones may be missing). On an accelerator the device replaces what is not finite,
-        or who decodes the values asks the report (`Sums`) that is returned, which lies in `workspace`.
-
-        Shapes: values any, digits `[3 * replicas]` -> report `[1 + 3 * replicas]` fp32.
-        """
-        if self._on_device:
-            norms = torch.stack([torch.linalg.vector_norm(each, torch.inf) for each in values])
-            finite = norms.isfinite().all().view(1)
-            found = readback.Readback(torch.cat([finite.to(torch.float32), digits.to(torch.float32)]))
-            self._counts.report_later(step + self._delay, found, partial(self._report_sum, step, absent))
-            for each in values:
-                each.masked_fill_(finite.logical_not(), 0.0)
-            return True
-        kernel = kernel_library.load_library() if values[0].dtype == torch.float32 else None
-        if kernel:
-            fine = kernel.beyond(values, torch.finfo(torch.float32).max) < 0
-        else:
-            fine = all(bool(each.isfinite().all()) for each in values)
-        return self._report_sum(step, absent, [fine, *digits.tolist()])
 
     def _report(
         self, rows: Sequence[Sequence[int]], expected: Expected, last: bool, absent: Collection[int] = ()
@@ -263,25 +334,3 @@ class Guard:
         digests = {sender: row[6] for sender, row in enumerate(rows) if not faults[sender]}
         if len(set(digests.values())) > 1:
             self._counts.differ(digests, step)
-
-    def _report_sum(self, step: int, absent: Collection[int], found: Sequence[float]) -> bool:
-        """Counts the status of each replica, and a sum that is not finite; False for that, and for another mark."""
-        finite, *digits = found
-        replicas, statuses = len(digits) // DIGITS, list[int]()
-        mark = self._marks[step % len(self._marks)]
-        if digits != [0, 0, mark] * replicas:
-            statuses = statuses_of_sum(digits, self._replica, mark, self._high, absent)
-        statuses = statuses or [0] * replicas
-        self._counts.accept([sender for sender, status in enumerate(statuses) if not status], self._place)
-        for sender, status in enumerate(statuses):
-            if not status:
-                continue
-            if status < 0:
-                self._counts.misplace(sender, step)
-            elif status > len(self._names):
-                self._counts.refuse(sender, "has a status that does not exist", step)
-            else:
-                self._counts.skip(sender, self._place, self._names[status - 1], step)
-        if not finite:
-            self._counts.refuse_sum(step)
-        return bool(finite) and min(statuses, default=0) >= 0

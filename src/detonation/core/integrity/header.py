@@ -98,15 +98,6 @@ def constant(number: int, device: torch.device) -> Tensor:
     return _constants((number,), device)[0]
 
 
-def unsealed(messages: Tensor) -> tuple[Tensor, Tensor]:
-    """The words of each header, and the checksum of each message, as if it stated none.
-
-    Shapes: `[messages, nbytes]` uint8 -> `[messages, 8]` and `[messages]` int64.
-    """
-    words = messages[:, :HEADER_BYTES].clone(memory_format=torch.contiguous_format).view(torch.int64)
-    return words, checksums(messages, CHECKSUM_AT)
-
-
 def resent(message: Tensor, sender: int) -> Tensor:
     """The bytes of a sealed message as `sender` would have sent it; other bytes without a change.
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,15 +15,62 @@ from detonation.core.codec.message_rows import MessageRows, SharedIndices, joine
 from detonation.core.integrity.header import HEADER_BYTES
 
 
-class Arriving(Protocol):
-    """The messages that one collective carries, in flight."""
+class Tape(Protocol):
+    """Takes in what was agreed on, or plays it back in the place of an exchange.
 
-    rows: Tensor | None
-    absent: Collection[int]
+    plays: Whether it plays back. Replicas then encode and send nothing, and receive from the tape.
+    """
 
-    def __call__(self) -> Tensor: ...  # waits: [replicas, nbytes] uint8
+    plays: bool
 
-    def release(self) -> None: ...  # returns the receive buffer
+    def put(self, place: int, step: int, message: Tensor) -> None:
+        """Takes in the messages of all replicas, or their sum, which may be overwritten afterwards.
+
+        Args:
+            place: The channel and the bucket of which they are.
+            step: At which they were sent.
+        """
+        ...
+
+    def take(self, place: int, step: int) -> Tensor:
+        """The next messages of a place, as they were put in.
+
+        Shapes: -> `[bytes]` uint8.
+        """
+        ...
+
+    def end(self, what: str, optimizer: Any) -> None:
+        """Ends what moved the weights of a `Replicated` with the messages before: a "step", or "synchronize"."""
+        ...
+
+
+@dataclass
+class Workspace:
+    """Buffers of messages, by name; new ones each time with a `depth` of 0.
+
+    A message lies in its buffer until the collective that carries it has ended. The next one is encoded on the same
+    stream, after that stream has waited for the collective; so there are as many buffers as messages may be in flight.
+
+    Args:
+        depth: The messages of one name that may be in flight together.
+    """
+
+    depth: int = 0
+    _buffers: dict[Hashable, list[Tensor]] = field(default_factory=dict)
+
+    def take(self, name: Hashable, shape: Sequence[int], device: torch.device) -> Tensor:
+        """The buffer that was taken longest ago.
+
+        Shapes: -> `shape` uint8, of any content.
+        """
+        if not self.depth:
+            return torch.empty(*shape, dtype=torch.uint8, device=device)
+        buffers = self._buffers.setdefault(name, [])
+        oldest = buffers.pop(0) if len(buffers) == self.depth else None
+        if oldest is None or oldest.shape != torch.Size(shape):
+            oldest = torch.empty(*shape, dtype=torch.uint8, device=device)
+        buffers.append(oldest)
+        return oldest
 
 
 @dataclass
@@ -37,11 +84,11 @@ class Message:
         waiting: The run that the next collective carries, if it has been made.
         sent: The runs of the collectives that were started, until the last one is sealed.
         rows: The first row of each of those, and its rows.
-        arriving: What arrives in each of those.
-        sums: In the place of `arriving`, the sum that arrives in each collective of an all-reduce.
+        arriving: Waits for what arrives in each of those, such as `[replicas, nbytes]` uint8.
+        arrived: What has arrived in each, until it is released.
         shared: The indices of the rows from each row on, where all replicas know them.
-        absent: After `wait`, the replicas whose messages did not arrive whole, because they were lost.
-        played: What arrives in the place of all collectives: header and bytes.
+        absent: Once all has arrived, the replicas whose messages did not arrive whole, because they were lost.
+        recycle: Takes back receive buffers, if the link has a use for them.
         reply: Of a stage that owners answer, their answer.
         keeps_buffers: Whether an accelerator keeps receive buffers for the next step: where torch allocates for it,
             its allocator has others for them until then.
@@ -53,11 +100,11 @@ class Message:
     waiting: MessageRows | None = None
     sent: list[MessageRows] = field(default_factory=list)
     rows: list[tuple[int, int]] = field(default_factory=list)
-    arriving: list[Arriving] = field(default_factory=list)
-    sums: list[Callable[[], Tensor]] = field(default_factory=list)
+    arriving: list[Callable[[], Tensor]] = field(default_factory=list)
+    arrived: list[Tensor] = field(default_factory=list)
     shared: dict[int, Tensor | SharedIndices] = field(default_factory=dict)
     absent: set[int] = field(default_factory=set)
-    played: Callable[[], Tensor] | None = None
+    recycle: Callable[[Tensor], None] | None = None
     reply: Message | None = None
 
     def know(self, first: int, indices: Tensor | Unpackable | None) -> None:
@@ -76,26 +123,13 @@ class Message:
             return rules[0].of_all(sum(each.rows for each in rules))
         return torch.cat([narrow(each) for each in found])
 
-    def wait(self) -> list[Tensor]:
-        """Waits for all runs, if nobody has yet.
-
-        Shapes: -> of each `[messages of all replicas, bytes]` uint8.
-        """
-        if self.played:
-            octets = self.played()
-            self.absent = {row for row, header in enumerate(octets[:, :HEADER_BYTES]) if not header.any()}
-            return [octets]
-        arrived = [each() if each.rows is None else each.rows for each in self.arriving]
-        for each in self.arriving:
-            self.absent.update(each.absent)
-        return arrived
-
-    def whole(self, arrived: Sequence[Tensor]) -> Tensor:
-        """The output of `wait`, put together.
+    def whole(self) -> Tensor:
+        """What has arrived, put together.
 
         Shapes: -> `[messages of all replicas, 64 + nbytes + padding]` uint8.
         """
         runs: list[Sequence[Tensor]]
+        arrived = self.arrived
         if len(arrived) == 1:
             octets = arrived[0]
             if octets.device.type == "cpu" or octets.shape[1] % 8 == 0:  # torch reads numbers at their addresses alone
@@ -112,8 +146,8 @@ class Message:
         return whole
 
     def release(self) -> None:
-        """Returns the receive buffers."""
-        for each in self.arriving:
-            if self.keeps_buffers or (each.rows is not None and each.rows.device.type == "cpu"):
-                each.release()
-        self.arriving.clear()
+        """Returns the receive buffers; what they hold must not be used afterwards."""
+        for each in self.arrived if self.recycle else ():
+            if self.recycle and (self.keeps_buffers or each.device.type == "cpu"):
+                self.recycle(each)
+        self.arrived.clear()

@@ -59,10 +59,7 @@ class RenumberedCommunicator(ABC):
 
     @abstractmethod
     def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
-        """See `Communicator`.
-
-        Shapes: any -> the same.
-        """
+        """See `Communicator`."""
 
     @abstractmethod
     def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:

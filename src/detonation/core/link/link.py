@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from detonation.core.flat.tensors import whole_of
-from detonation.core.integrity.tape import Tape
+from detonation.core.integrity.message import Tape
 from detonation.core.link.communicator import Axis, communicator_of
 from detonation.core.link.elastic_communicator import RenumberedCommunicator, present_rows
 from detonation.core.link.handshake import SAME_START, Mismatch, require_same, send_to_all
@@ -25,7 +24,7 @@ class Link:
     bytes_sent: bytes that this rank has sent to the other replicas, by the arithmetic of ring collectives; over the
     axis itself, not inside the node. waited_s: seconds for which the host was blocked by an unfinished exchange. A
     network library that waits on the device (NCCL) does not block the host, and the device's waiting is not counted.
-    recycle: Takes back a receive buffer, `[replicas, bytes]` uint8, that nobody reads any more; None where nobody does.
+    recycle: Takes back a receive buffer, `[replicas, bytes]` uint8, that nobody reads any more.
     tape: Where received messages are recorded, or played back from.
 
     Args:
@@ -43,7 +42,7 @@ class Link:
         if self._intra_node is not None:
             self._communicator = HierarchicalCommunicator(self._inter_node, self._intra_node)
         self.replicas, self.replica = self._inter_node.size(), self._inter_node.replica
-        self.recycle: Callable[[Tensor], None] | None = getattr(self._communicator, "recycle", None)
+        self.recycle: Callable[[Tensor], None] = getattr(self._communicator, "recycle", lambda _: None)
         self.local_ranks = 1 if self._intra_node is None else self._intra_node.size()
         self.bytes_sent = 0
         self.waited_s = 0.0
@@ -53,36 +52,36 @@ class Link:
         """Starts the sum of `values` over all replicas; the result is bitwise the same on each.
 
         `values` belongs to the link from here on.
-
-        Shapes: any -> the same.
         """
         nbytes = bytes_per_rank(values.nbytes, self.local_ranks, values.itemsize)
         self.bytes_sent += ring_bytes("all-reduce", nbytes, self.replicas)
-        arriving = self._communicator.all_reduce(values)
+        return self._communicator.all_reduce(values)
 
-        def wait() -> Tensor:
-            began = time.perf_counter()
-            total = arriving()
-            self.waited_s += time.perf_counter() - began
-            return total
-
-        return wait
-
-    def all_gather(self, message: Tensor) -> "InFlight":
+    def all_gather(self, message: Tensor) -> Callable[[], Tensor]:
         """Starts sending `message` to all replicas.
 
-        Shapes: `[nbytes]` uint8, the same on all replicas.
+        Shapes: `[nbytes]` uint8, the same on all replicas -> `[replicas, nbytes]`.
         """
         self.bytes_sent += ring_bytes("all-gather", bytes_per_rank(len(message), self.local_ranks), self.replicas)
-        return InFlight(self, self._communicator.all_gather(message))
+        return self._communicator.all_gather(message)
 
-    def all_to_all(self, messages: Tensor) -> "InFlight":
+    def all_to_all(self, messages: Tensor) -> Callable[[], Tensor]:
         """Starts sending message r to replica r; each replica's message for this one arrives.
 
-        Shapes: `[replicas, nbytes]` uint8, the same on all replicas.
+        Shapes: `[replicas, nbytes]` uint8, the same on all replicas -> the same.
         """
         self.bytes_sent += bytes_per_rank(messages.shape[1], self.local_ranks) * (self.replicas - 1)
-        return InFlight(self, self._communicator.all_to_all(messages.view(-1)))
+        return self._communicator.all_to_all(messages.view(-1))
+
+    def wait(self, *arriving: Callable[[], Tensor]) -> tuple[list[Tensor], set[int]]:
+        """What arrives in collectives, and the replicas that had no part in one; the time until then is waiting."""
+        began, arrived, absent = time.perf_counter(), list[Tensor](), set[int]()
+        for wait in arriving:
+            arrived.append(wait())
+            if self.elastic:
+                absent.update(self.elastic.absent)
+        self.waited_s += time.perf_counter() - began
+        return arrived, absent
 
     def renumber(self) -> None:
         """Takes the numbers of the replicas that are left."""
@@ -113,7 +112,8 @@ class Link:
             weights = torch.arange(1, 2 * len(local), 2, dtype=torch.int64, device=words.device)
             words = (local * weights[:, None]).sum(0)
         lines = self._inter_node.all_gather(words.contiguous().view(torch.uint8))()
-        lines = present_rows(self._inter_node, lines)
+        if self.elastic and self.elastic.absent:
+            lines = present_rows(self._inter_node, lines)
         return lines.reshape(-1).view(words.dtype).view(self.replicas, -1)
 
     def send_to_all(self, value: Any, device: torch.device) -> list[Any]:
@@ -159,30 +159,3 @@ def first_text(links: Iterable[Link], text: str, device: torch.device) -> str:
     for link in links:
         text = next(filter(None, link.send_to_all(text, device)), "")
     return text
-
-
-@dataclass
-class InFlight:
-    """The message that every replica sent, in flight, in replica order: an `Arriving`."""
-
-    link: Link
-    wait: Callable[[], Tensor]
-    rows: Tensor | None = None
-    absent: Collection[int] = ()
-
-    def __call__(self) -> Tensor:
-        """Waits for all messages.
-
-        Shapes: -> `[replicas, nbytes]` uint8.
-        """
-        began = time.perf_counter()
-        self.rows = self.wait()
-        self.link.waited_s += time.perf_counter() - began
-        self.absent = self.link.elastic.absent if self.link.elastic else ()
-        return self.rows
-
-    def release(self) -> None:
-        """Returns the receive buffer; the messages must not be used afterwards."""
-        rows, self.rows = self.rows, None
-        if rows is not None and self.link.recycle:
-            self.link.recycle(rows)

@@ -11,9 +11,6 @@ from torch.optim import Optimizer
 from detonation.choices import imported
 from detonation.core.flat.tensors import local, padding_row
 
-SINGLE_ROUNDING = "detonation.gates.single_rounding:SingleRounding"
-"""For `choices.imported`: no earlier than it is needed."""
-
 
 class Clipping(Protocol):
     """Scales the gradients before a step."""
@@ -62,7 +59,7 @@ class BaseStep:
 
     def round_singly(self, on: bool = True) -> None:
         """Takes steps whose every operation is rounded by itself from now on, or steps as torch takes them."""
-        self.rounding = imported(SINGLE_ROUNDING)() if on else nullcontext()
+        self.rounding = imported("detonation.gates.single_rounding:SingleRounding")() if on else nullcontext()
 
     def hold(self, parameters: Iterable[Tensor]) -> None:
         """Takes zeros for the updates of the padding rows of `parameters` from now on."""

@@ -1,6 +1,6 @@
 """SignSGD: every weight moves by lr against the sign of its update."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -8,27 +8,24 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from detonation.core.compute import kernel_library
 from detonation.core.compute.kernel_library import SignRate
-from detonation.core.compute.sign_step import sign_step
 from detonation.core.flat.tensors import local
 from detonation.core.optim.wrapper import evaluated
+
+GROUPS, SMALLEST_GROUP = 4, 2**18
+"""The groups of neighbouring coordinates whose signs are in memory in turn, and the least coordinates of a group."""
 
 
 class SignedUpdate(Protocol):
     """An update that moves weights by its signs while it is decoded, without being stored."""
 
     def can_apply_signs(self, weights: Sequence[Tensor]) -> bool:
-        """True if the update can move these weights.
-
-        Shapes: one local shape per parameter.
-        """
+        """True if the update can move these weights."""
         ...
 
     def apply_signs(self, weights: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
-        """`weight = shrink * weight - lr * sign(update)`, with shrink and lr of each weight.
-
-        Shapes: one local shape per parameter.
-        """
+        """`weight = shrink * weight - lr * sign(update)`, with shrink and lr of each weight."""
         ...
 
 
@@ -116,7 +113,7 @@ class SignSGD(Optimizer):
                 directions = [local(p.grad) for p in rest]
                 if group["momentum"]:
                     directions = self._momentum(rest, directions, group["momentum"])
-                sign_step([local(p) for p in rest], directions, float(group["lr"]), group["weight_decay"])
+                _sign_step([local(p) for p in rest], directions, float(group["lr"]), group["weight_decay"])
         return loss
 
     def _momentum(self, parameters: list[Tensor], gradients: list[Tensor], momentum: float) -> list[Tensor]:
@@ -127,3 +124,40 @@ class SignSGD(Optimizer):
         torch._foreach_mul_(buffers, momentum)
         torch._foreach_add_(buffers, gradients)
         return buffers
+
+
+def _sign_step(weights: list[Tensor], directions: list[Tensor], lr: float, weight_decay: float) -> None:
+    """`weights = (1 - lr * weight_decay) * weights - lr * sign(directions)`, in place.
+
+    Shapes: each direction as its weight.
+    """
+    shrink = 1 - lr * weight_decay
+    kernel = kernel_library.library_for(*weights, *directions)
+    if kernel and all(tensor.dtype == torch.float32 for tensor in (*weights, *directions)):
+        for weight, direction in zip(weights, directions, strict=True):
+            kernel.sign_step(weight, direction, shrink, lr)  # one pass, and no temporary of the model's size
+        return
+    if weight_decay:
+        torch._foreach_mul_(weights, shrink)
+    most = max(SMALLEST_GROUP, -(-sum(weight.numel() for weight in weights) // GROUPS))
+    for moved, against in _groups(weights, directions, most):
+        torch._foreach_add_(moved, torch._foreach_sign(against), alpha=-lr)
+
+
+def _groups(weights: list[Tensor], directions: list[Tensor], most: int) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Weights and directions in groups of up to `most` coordinates; a larger tensor is cut where it is contiguous."""
+    moved, against, room = list[Tensor](), list[Tensor](), most
+    for weight, direction in zip(weights, directions, strict=True):
+        if weight.numel() > most and weight.is_contiguous() and direction.is_contiguous():
+            pieces = list(zip(torch.split(weight.view(-1), most), torch.split(direction.view(-1), most), strict=True))
+        else:
+            pieces = [(weight, direction)]
+        for one, other in pieces:
+            if moved and one.numel() > room:
+                yield moved, against
+                moved, against, room = [], [], most
+            moved.append(one)
+            against.append(other)
+            room -= one.numel()
+    if moved:
+        yield moved, against

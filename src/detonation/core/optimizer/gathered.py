@@ -121,7 +121,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def local_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters of `model` by name, as shards; a name is that in the bare model, wherever a wrapper is around it."""
+    """The parameters of `model` by name, as shards; a name is that in the bare model, without wrappers."""
     reshard(model)
     return {bare_name(name): parameter for name, parameter in model.named_parameters()}
 

@@ -11,10 +11,9 @@ from torch.optim import Optimizer
 
 from detonation.choices import imported
 from detonation.core.agreement.buffers import BufferSync
-from detonation.core.agreement.consensus import StopConsensus
+from detonation.core.agreement.consensus import CLOSENESS, ClosenessGate, StopConsensus
 from detonation.core.agreement.desync import options_of
-from detonation.core.agreement.gates import CLOSENESS, ClosenessGate
-from detonation.core.integrity.tape import Tape
+from detonation.core.integrity.message import Tape
 from detonation.core.link.coordinates import Coordinates, coordinates_of
 from detonation.core.optim.base_step import BaseStep
 from detonation.core.optim.wrapper import OptimizerWrapper, evaluated
@@ -122,31 +121,29 @@ class Replicated(OptimizerWrapper):
                     self._consensus.enter_step(self.step_count)
                 if not overlapping and changed:
                     self._change_trained(in_buckets=begun)
-                self._agreed_step(self._replicators or [], self._consensus)
+                step, consensus, replicators = self.step_count, self._consensus, self._replicators or []
+                signals = [scheme.signal for _, scheme in self.levels]
+                for replicator in (each for each in replicators if each.acts_before):
+                    replicator.before(step)
+                if "gradients" in signals:  # before the weights move
+                    self.base_step.overflow = None  # the agreed update has replaced gradients that overflowed
+                    consensus.end(step)
+                consensus.step_base(self.base_step, step)
+                for replicator in (each for each in replicators if not each.acts_before):
+                    replicator.after(step)
+                if "parameters" in signals:
+                    consensus.end(step)
+                self.step_count += 1
+                if self.tape:
+                    self.tape.end("step", self)
+                if (every := self.settings.safety.verify_every) and self.step_count % every == 0:
+                    self.verify()
         except BaseException as error:
             PROGRESS.explain(error)
             raise
         finally:
             PROGRESS.inside = False
         return loss
-
-    def _agreed_step(self, replicators: Sequence[Replicator], consensus: StopConsensus) -> None:
-        step, signals = self.step_count, [scheme.signal for _, scheme in self.levels]
-        for replicator in (each for each in replicators if each.acts_before):
-            replicator.before(step)
-        if "gradients" in signals:  # before the weights move
-            self.base_step.overflow = None  # the agreed update has taken the place of gradients that overflowed
-            consensus.end(step)
-        consensus.step_base(self.base_step, step)
-        for replicator in (each for each in replicators if not each.acts_before):
-            replicator.after(step)
-        if "parameters" in signals:
-            consensus.end(step)
-        self.step_count += 1
-        if self.tape:
-            self.tape.end("step", self)
-        if (every := self.settings.safety.verify_every) and self.step_count % every == 0:
-            self.verify()
 
     @contextmanager
     def overlap(self) -> Iterator[None]:
@@ -233,10 +230,7 @@ class Replicated(OptimizerWrapper):
         states.from_state_dict(self, state_dict)
 
     def local_state(self) -> dict[str, Tensor]:
-        """The state private to this replica and shard, to read; waits for messages in flight.
-
-        Shapes: -> local shapes.
-        """
+        """The state private to this replica and shard, to read; waits for messages in flight."""
         self.refuse_overlap()
         return states.local_state_of(self._replicators or [])
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from detonation.core.agreement.safety import Safety
-from detonation.core.codec.precision import Sign
+from detonation.core.codec.codebooks import Sign
 from detonation.core.link.communicator import Axis
 from detonation.core.link.coordinates import Coordinates
 from detonation.core.link.hierarchical import is_sharded_over, sharding_ranks

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from detonation.core.link.coordinates import alike
+from detonation.core.memory import require_same_keys
 from detonation.core.replicator.base import Replicator
-from detonation.core.replicator.local_state import require_same_keys
 
 if TYPE_CHECKING:
     from detonation.core.optimizer.replicated import Replicated
@@ -92,10 +92,7 @@ def load_replica_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> 
 
 
 def local_state_of(replicators: Sequence[Replicator]) -> dict[str, Tensor]:
-    """See `Replicated.local_state`.
-
-    Shapes: -> local shapes.
-    """
+    """See `Replicated.local_state`."""
     found = enumerate(replicator.local_state().named() for replicator in replicators)
     return {f"{index}.{key}": tensor for index, named in found for key, tensor in named.items()}
 

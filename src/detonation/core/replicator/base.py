@@ -6,10 +6,9 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from detonation.core.memory import LocalState
 from detonation.core.optim.base_step import BaseStep
-from detonation.core.replicator.channel import Channel
-from detonation.core.replicator.local_state import LocalState
-from detonation.core.replicator.transfer import Transfer
+from detonation.core.replicator.channel import Channel, Transfer
 
 
 class Replicator(ABC):
@@ -83,10 +82,7 @@ class Replicator(ABC):
 
     @abstractmethod
     def shared_weights(self) -> list[Tensor]:
-        """One tensor per parameter that must be bitwise equal on all replicas between steps.
-
-        Shapes: one local shape per parameter.
-        """
+        """One tensor per parameter that must be bitwise equal on all replicas between steps."""
 
     @abstractmethod
     def replicated(self) -> dict[str, Tensor]:

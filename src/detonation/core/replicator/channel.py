@@ -1,7 +1,7 @@
 """The channel: takes a signal through memory, codec, guard and link to an update."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import torch
@@ -9,8 +9,12 @@ from torch import Tensor
 
 from detonation.core.codec.codec import Selected
 from detonation.core.codec.message_rows import MessageRows
+from detonation.core.codec.received import Received
+from detonation.core.compute.kernel_library import SignRate
 from detonation.core.compute.nonfinite import first_nonfinite, first_outside, signals_within
 from detonation.core.engine.choice import engine_for
+from detonation.core.engine.reference import ReferenceEngine
+from detonation.core.exchange.exchange import Exchange
 from detonation.core.exchange.kinds import exchange_for, room_of
 from detonation.core.flat.layout import Layout
 from detonation.core.flat.rows import Bucket
@@ -18,13 +22,95 @@ from detonation.core.integrity.fault_counts import Changed, FaultCounts
 from detonation.core.integrity.guard import Guard
 from detonation.core.integrity.message import Message
 from detonation.core.link.link import Link
-from detonation.core.memory import Memory
-from detonation.core.replicator.local_state import LocalState
-from detonation.core.replicator.transfer import BucketPipeline, Transfer, Update
+from detonation.core.memory import LocalState, Memory
 from detonation.core.runtime import Runtime
 from detonation.core.schemes.buckets import codec_of
 from detonation.core.schemes.scheme import Scheme
 from detonation.core.schemes.traffic import buckets_of
+
+
+@dataclass(frozen=True)
+class BucketPipeline:
+    """A bucket, the engine that encodes it into its rows of a message, and the exchange that sends this message."""
+
+    bucket: Bucket
+    engine: ReferenceEngine
+    exchange: Exchange
+
+
+@dataclass
+class Transfer:
+    """The message of one replica at one step, encoded bucket by bucket, in flight until it becomes an update.
+
+    However many collectives it takes, it is one message with one header: all replicas decide once whether to use it.
+    pipeline: of the bucket that is the message, which may be the whole. own: the update of each bucket if all replicas
+    had sent what this one did, for a scheme that needs it. is_empty: True if a part of it is zeros because of values
+    that are not finite; `[]` bool on a device that decides. unreleased: the selections that are still to leave the
+    memory, with their values as every receiver decodes them, if these differ.
+    """
+
+    pipeline: BucketPipeline
+    message: Message
+    own: "list[Update]" = field(default_factory=list)
+    is_empty: bool | Tensor = False
+    forwarded: bool = False
+    status: int = 0
+    within: list[tuple[list[int], Tensor]] = field(default_factory=list)
+    unreleased: list[tuple[ReferenceEngine, Selected, Tensor | None]] = field(default_factory=list)
+
+    def forward(self) -> None:
+        """Starts the second collective, if there is one and it was not started yet."""
+        if not self.forwarded:
+            self.pipeline.exchange.forward(self.message)
+        self.forwarded = True
+
+    def receive(self) -> "Update":
+        """Waits for the update that all replicas agree on."""
+        exchange = self.pipeline.exchange
+        if exchange.secluded:
+            self.forward()
+        return Update(self.pipeline.engine, exchange.receive(self.message))
+
+
+@dataclass(frozen=True)
+class Update:
+    """The messages that all replicas received, decoded where the update is needed: the same bits on every replica."""
+
+    engine: ReferenceEngine
+    received: Received
+
+    def flat(self) -> Tensor:
+        """Decodes the update.
+
+        Shapes: -> `[rows, chunk]` fp32; its padding is undefined.
+        """
+        return self.engine.decode(self.received)  # which may share memory with the messages
+
+    def rows_of(self, pipeline: BucketPipeline, first: int) -> Tensor:
+        """Decodes the rows of a bucket; `first` is the first row of the message.
+
+        Shapes: -> `[rows of the bucket, chunk]` fp32.
+        """
+        bucket, received = pipeline.bucket, self.received
+        if bucket.layout.rows != received.rows:
+            received = received.rows_of(bucket.first - first, bucket.layout.rows)
+        return pipeline.engine.decode(received)
+
+    def write(self, targets: Sequence[Tensor]) -> None:
+        """Decodes the update into `targets`."""
+        self.engine.write(self.received, targets)
+        if self.received.release:  # nobody looks at the messages again
+            self.received.release()
+
+    def can_apply_signs(self, weights: Sequence[Tensor]) -> bool:
+        """True if `apply_signs` supports these weights."""
+        return self.engine.can_apply_signs(self.received, weights)
+
+    def apply_signs(self, weights: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
+        """Moves `weights` by the signs of the update while it is decoded."""
+        self.engine.apply_signs(self.received, weights, rates)
+        if self.received.release:
+            self.received.release()
 
 
 class Channel:
@@ -55,11 +141,15 @@ class Channel:
         self.engine = engine_for(scheme.codec, layout, self.memory, runtime, self._room)
         self.counts = counts or FaultCounts([slot.name for slot in layout.slots], link.replica)
         self._usual = torch.zeros(1, dtype=torch.float32, device=runtime.device)  # of all guards: norms are alike
+        knows = scheme.codec.selection.shared and not scheme.codec.dense
+        self._keeps = knows or scheme.needs_own_update or not self.engine.releases_at_once
         self.exchange = exchange_for(scheme, link, layout, self.engine, self._guard(layout, 0), self._room)
         if runtime.decides_on_device:  # the basis copies its matrix to the device now, and not in the first round's end
             row = torch.zeros(1, scheme.codec.selection.chunk, dtype=torch.float32, device=runtime.device)
             scheme.codec.basis.inverse(scheme.codec.basis.forward(row))
-        self._message = partial(Message, codec=scheme.codec, keeps_buffers=self.engine.guard.on_kernels)
+        self._message = partial(
+            Message, codec=scheme.codec, keeps_buffers=self.engine.guard.on_kernels, recycle=link.recycle
+        )
         self._whole = BucketPipeline(Bucket.whole(layout), self.engine, self.exchange)
 
     @cached_property
@@ -111,7 +201,13 @@ class Channel:
         at_once = pipeline or self.runtime.device.type == "cpu" or self.engine.reads_status
         for each in [transfer.pipeline] if at_once else self.pipelines:
             part = run if at_once else run.of_rows(each.bucket.first, each.bucket.layout.rows)
-            self._encode(transfer, each, part, signals if at_once else each.bucket.cut(signals), bad)
+            if bad is True:
+                self._write_zeros(transfer, each, part)
+            else:
+                pieces = signals if at_once else each.bucket.cut(signals)
+                selected = each.engine.encode_into(part, pieces, step, bad if isinstance(bad, Tensor) else None)
+                if self._keeps:
+                    self._keep(transfer, each, part, selected)
             if each.engine.is_heavy or (self._needs_own_update and self.runtime.decides_on_device):
                 self._release(transfer)
         del run, part  # the exchange may send a copy
@@ -149,7 +245,13 @@ class Channel:
             if found and not transfer.status:
                 transfer.status = 1 + bucket.pieces[found - 1].index
         run = self.exchange.run(transfer.message, bucket.first, bucket.layout.rows)
-        self._encode(transfer, pipeline, run, pieces, bad)
+        if bad is True:
+            self._write_zeros(transfer, pipeline, run)
+        else:
+            step = transfer.message.step
+            selected = pipeline.engine.encode_into(run, pieces, step, bad if isinstance(bad, Tensor) else None)
+            if self._keeps:
+                self._keep(transfer, pipeline, run, selected)
         del run  # the exchange may send a copy
         status: int | Tensor | None = None
         if is_last and self.engine.reads_status:
@@ -200,7 +302,7 @@ class Channel:
     def _play(self, transfer: Transfer, pipelines: Sequence[BucketPipeline], is_last: bool = True) -> None:
         """Takes the message from the tape, once its last bucket comes, in the place of all collectives."""
         for pipeline in pipelines:
-            self._empty(transfer, pipeline)  # whose indices may be needed
+            self._know(transfer, pipeline, pipeline.engine.empty(transfer.message.step))
         if is_last:
             assert self.link.tape is not None
             transfer.pipeline.exchange.play(transfer.message, self.link.tape)
@@ -216,43 +318,37 @@ class Channel:
             )
             for pipeline, bucket in zip(pipelines, buckets, strict=True):
                 part = run.of_rows(bucket.first - first, bucket.layout.rows)
-                pipeline.engine.codec.write(self._empty(transfer, pipeline), part)
+                self._write_zeros(transfer, pipeline, part)
             transfer.pipeline.exchange.send(transfer.message, status if pipelines is collectives[-1] else None)
 
-    def _empty(self, transfer: Transfer, pipeline: BucketPipeline) -> Selected:
-        """The content of a bucket without a signal."""
+    def _write_zeros(self, transfer: Transfer, pipeline: BucketPipeline, run: MessageRows) -> None:
+        """Encodes zeros into `run`, in the place of a signal."""
         selected = pipeline.engine.empty(transfer.message.step)
-        self._know(transfer, pipeline, selected)
-        return selected
+        pipeline.engine.codec.write(selected, run)
+        self._keep(transfer, pipeline, run, selected, sent=False)
+
+    def _keep(
+        self, transfer: Transfer, pipeline: BucketPipeline, run: MessageRows, selected: Selected, sent: bool = True
+    ) -> None:
+        """Keeps of what was selected what is needed later.
+
+        Args:
+            sent: Whether it is of a signal.
+        """
+        engine = pipeline.engine
+        if selected.indices is not None:
+            self._know(transfer, pipeline, selected)
+        if sent and not engine.releases_at_once:
+            own = engine.codec.written(run) if engine.needs_own_values else None
+            kept = selected if own is None else replace(selected, values=own)  # without the values as they were
+            transfer.unreleased.append((engine, kept, own))
+        if self._needs_own_update:
+            transfer.own.append(Update(engine, engine.own_message(run.copy() if run.is_summed else run, selected)))
 
     def _know(self, transfer: Transfer, pipeline: BucketPipeline, selected: Selected) -> None:
         """Keeps the indices that all replicas know."""
         if self.scheme.codec.selection.shared:
             transfer.message.know(pipeline.bucket.first - transfer.pipeline.bucket.first, selected.indices)
-
-    def _encode(
-        self,
-        transfer: Transfer,
-        pipeline: BucketPipeline,
-        run: MessageRows,
-        pieces: Sequence[Tensor | None],
-        bad: bool | Tensor,
-    ) -> None:
-        """Encodes the pieces of a signal in a bucket into `run`, or zeros where the signal is not finite."""
-        engine, step = pipeline.engine, transfer.message.step
-        if isinstance(bad, Tensor) or not bad:
-            selected = engine.encode_into(run, pieces, step, bad if isinstance(bad, Tensor) else None)
-            if selected.indices is not None and self.scheme.codec.selection.shared:
-                self._know(transfer, pipeline, selected)
-            if not engine.releases_at_once:
-                own = engine.codec.written(run) if engine.needs_own_values else None
-                kept = selected if own is None else replace(selected, values=own)  # without the values as they were
-                transfer.unreleased.append((engine, kept, own))
-        else:
-            selected = self._empty(transfer, pipeline)
-            engine.codec.write(selected, run)
-        if self._needs_own_update:
-            transfer.own.append(Update(engine, engine.own_message(run.copy() if run.is_summed else run, selected)))
 
     def _release(self, transfer: Transfer) -> None:
         """Removes what was sent from memory, while the collective runs."""

@@ -12,9 +12,7 @@ from torch import Tensor
 from detonation.core import runtime
 from detonation.core.base_error import DetonationError
 from detonation.core.flat.tensors import local, local_gradients
-from detonation.core.integrity import readback
-from detonation.core.replicator.channel import Channel
-from detonation.core.replicator.transfer import Transfer
+from detonation.core.replicator.channel import Channel, Transfer
 
 SAMPLED_VALUES = 1024
 
@@ -94,7 +92,7 @@ class Overlap:
             for hook in hooks:
                 hook.remove()
 
-    def finish(self) -> tuple[Transfer, readback.Readback | None]:
+    def finish(self) -> tuple[Transfer, runtime.Readback | None]:
         """Sends the rest. Raises `OverlapError` for changed gradients, or returns the numbers for `refuse_unequal`."""
         for name, seen in self._versions.items():
             gradient = self._parameters[name].grad
@@ -107,7 +105,7 @@ class Overlap:
         while self._left:
             self._send_next()
         self._stream.join()
-        return self._transfer, readback.Readback(self._equal().view(1)) if on_device else None
+        return self._transfer, runtime.Readback(self._equal().view(1)) if on_device else None
 
     @torch.no_grad()
     def _on_gradient(self, index: int, parameter: Tensor) -> None:

@@ -2,8 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -12,11 +11,10 @@ from torch import Tensor
 from detonation.core.flat.layout import copy
 from detonation.core.flat.rows import Bucket
 from detonation.core.flat.tensors import locals_of, padding_row
+from detonation.core.memory import LocalState
 from detonation.core.replicator.base import Replicator
-from detonation.core.replicator.channel import Channel
-from detonation.core.replicator.local_state import LocalState
+from detonation.core.replicator.channel import BucketPipeline, Channel, Transfer, Update
 from detonation.core.replicator.outer import EagerStart, OuterSGD
-from detonation.core.replicator.transfer import BucketPipeline, Transfer, Update
 from detonation.core.round import Round
 from detonation.core.schemes.scheme import ParameterScheme
 
@@ -52,6 +50,7 @@ class ParameterReplicator(Replicator):
         self._steps_left = torch.zeros((), dtype=torch.int64, device="cpu")
         self._anchor = OuterSGD(self.layout.flatten(locals_of(parameters), channel.runtime.device), scheme.outer)
         self._local_steps = channel.runtime.local_steps
+        self._rounds = any(parameter.dtype == torch.bfloat16 for parameter in parameters.values())
         # by replica, since the last message: the local steps that are in it
         self._taken = torch.zeros(channel.link.replicas if self._local_steps else 0, dtype=torch.int64, device="cpu")
         eager = scheme.resume_from == "own_share"
@@ -144,16 +143,17 @@ class ParameterReplicator(Replicator):
         """
         self._arrived = None
         self._steps_left.fill_(delay)
-        weight = self._weight()
-        with self._weights() as weights:
-            if not self._divides:
-                self._in_flight.append((self.channel.start(step), []))
-            for pipeline in self.channel.pipelines:
-                self._send(pipeline, weights, step, weight, delay)
-                if not delay and len(self._in_flight) > 1:
-                    self._land_next(weights)
-            if not delay:
+        weight, (found, weights) = self._weight() if self._local_steps else 1.0, self._weights()
+        if not self._divides:
+            self._in_flight.append((self.channel.start(step), []))
+        for pipeline in self.channel.pipelines:
+            self._send(pipeline, weights, step, weight, delay)
+            if not delay and len(self._in_flight) > 1:
                 self._land_next(weights)
+        if not delay:
+            self._land_next(weights)
+        if weights is not found:
+            copy(found, weights)
         self._taken.zero_()
 
     def _weight(self) -> float:
@@ -184,13 +184,13 @@ class ParameterReplicator(Replicator):
 
     def _movement(self, bucket: Bucket, weights: Sequence[Tensor], weight: float) -> Tensor:
         """The movement of a bucket in this round, times `weight`."""  # [rows of the bucket, chunk]
-        moved = self._position(bucket, weights)
-        torch.sub(self._rounded((self._start or self._anchor).flat, bucket, weights), moved, out=moved)
+        moved, start = self._position(bucket, weights), (self._start or self._anchor).flat
+        torch.sub(self._rounded(start, bucket, weights) if self._rounds else start[bucket.rows], moved, out=moved)
         return moved.mul_(weight) if weight != 1.0 else moved
 
-    def _rest(self, bucket: Bucket, unsent: Unsent, weights: Sequence[Tensor]) -> Tensor | None:
+    def _rest(self, bucket: Bucket, unsent: Tensor | tuple[Update, float], weights: Sequence[Tensor]) -> Tensor:
         """The part of a bucket's movement that was not sent, before the anchor moves."""  # [rows of the bucket, chunk]
-        if unsent is None or isinstance(unsent, Tensor):
+        if isinstance(unsent, Tensor):
             return unsent
         own, weight = unsent
         moved = self._movement(bucket, weights, weight)
@@ -208,14 +208,16 @@ class ParameterReplicator(Replicator):
 
     def _land(self) -> None:
         """Moves the anchor by the update that arrived, and the parameters after it."""
-        with self._weights() as weights:
-            if self._arrived is not None:
-                for pipeline in self.channel.pipelines:
-                    self._follow(pipeline.bucket, self._arrived[pipeline.bucket.rows], None, weights)
-            for transfer, _ in self._in_flight:
-                transfer.forward()
-            while self._in_flight:
-                self._land_next(weights)
+        found, weights = self._weights()
+        if self._arrived is not None:
+            for pipeline in self.channel.pipelines:
+                self._follow(pipeline.bucket, self._arrived[pipeline.bucket.rows], None, weights)
+        for transfer, _ in self._in_flight:
+            transfer.forward()
+        while self._in_flight:
+            self._land_next(weights)
+        if weights is not found:
+            copy(found, weights)
         self._arrived = None
         self._steps_left.zero_()
 
@@ -223,7 +225,7 @@ class ParameterReplicator(Replicator):
         transfer, parts = self._in_flight.popleft()
         update = transfer.receive()
         for pipeline, unsent in parts:
-            rest = self._rest(pipeline.bucket, unsent, weights)
+            rest = None if unsent is None else self._rest(pipeline.bucket, unsent, weights)
             self._follow(pipeline.bucket, update.rows_of(pipeline, transfer.pipeline.bucket.first), rest, weights)
             del rest  # before the next one is made
 
@@ -237,7 +239,8 @@ class ParameterReplicator(Replicator):
             return
         target = anchor = self._anchor.flat[bucket.rows]
         if unsent is not None:
-            target = torch.sub(self._rounded(self._anchor.flat, bucket, weights), unsent, out=unsent)
+            begun = self._rounded(self._anchor.flat, bucket, weights) if self._rounds else anchor
+            target = torch.sub(begun, unsent, out=unsent)
         elif self._keep:
             position = self._position(bucket, weights)
             target = torch.lerp(anchor, position, self._keep, out=position)
@@ -268,19 +271,14 @@ class ParameterReplicator(Replicator):
     def _rounded(self, flat: Tensor, bucket: Bucket, weights: Sequence[Tensor]) -> Tensor:
         """The rows of a bucket as the parameters hold them: rounding is no movement, and need not be sent."""
         rows, types = flat[bucket.rows], [weight.dtype for weight in bucket.cut(weights)]
-        if torch.bfloat16 not in types:
-            return rows
         parts = [part.to(dtype) for part, dtype in zip(bucket.layout.parts(rows), types, strict=True)]
         return bucket.layout.flatten(parts, rows.device)
 
-    @contextmanager
-    def _weights(self) -> Iterator[list[Tensor]]:
-        """The local parameters, contiguous, so that a piece of one can be written to."""
+    def _weights(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The local parameters, and the same contiguous, so that a piece of one can be written to: to be copied back
+        where they are others."""
         found = locals_of(self.parameters)
-        weights = [weight.contiguous() for weight in found]
-        yield weights
-        copied = [i for i, weight in enumerate(weights) if weight is not found[i]]
-        copy([found[i] for i in copied], [weights[i] for i in copied])
+        return found, found if all(each.is_contiguous() for each in found) else [each.contiguous() for each in found]
 
 
 class HoldingReplicator(ParameterReplicator):

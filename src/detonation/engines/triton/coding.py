@@ -2,12 +2,12 @@
 
 from torch import Tensor
 
-from detonation.core.codec.aggregate import Aggregation, MajorityVote, Mean, MeanNonzero, Received, WeightedMean
-from detonation.core.codec.arrived import Arrived
+from detonation.core.codec.aggregate import Aggregation, MajorityVote, Mean, MeanNonzero, WeightedMean
 from detonation.core.codec.basis import DCT, Identity
 from detonation.core.codec.codec import Codec
-from detonation.core.codec.message_rows import SharedIndices, Sums
+from detonation.core.codec.message_rows import SharedIndices
 from detonation.core.codec.precision import PRECISIONS
+from detonation.core.codec.received import Arrived, Received, Sums
 from detonation.core.codec.selection import Everything, Random, Slicing, Striding, TopK
 from detonation.core.flat.owners import RowOwners
 from detonation.kernels.gpu.inspection import RowRun

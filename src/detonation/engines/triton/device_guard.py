@@ -6,17 +6,14 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from detonation.core.codec.aggregate import Aggregation, ClippedMean, WeightedMean
-from detonation.core.codec.arrived import Arrived
+from detonation.core import runtime
+from detonation.core.codec.aggregate import ClippedMean, WeightedMean
 from detonation.core.codec.message_rows import MessageRows, SharedIndices
+from detonation.core.codec.received import Arrived
 from detonation.core.compute.nonfinite import LIMIT
-from detonation.core.integrity import readback
-from detonation.core.integrity.guard import Guard
+from detonation.core.integrity.guard import FORGET, LOUDER, Expected, Guard, Stage
 from detonation.core.integrity.header import DIGITS, HEADER_BYTES, IDENTITY, Header, constant
-from detonation.core.integrity.message import Message
-from detonation.core.integrity.tape import Tape
-from detonation.core.integrity.validate import FORGET, LOUDER, Expected
-from detonation.core.integrity.workspace import Workspace
+from detonation.core.integrity.message import Message, Tape, Workspace
 from detonation.engines.triton.coding import coding_of, places_of, row_run
 from detonation.kernels.gpu import inspection
 
@@ -38,43 +35,33 @@ class TritonGuard(Guard):
         )
 
     def open(
-        self,
-        message: Message,
-        rows: int,
-        shared: Tensor | SharedIndices | None,
-        aggregation: Aggregation,
-        phase: int = 0,
-        signals: bool = True,
-        tape: Tape | None = None,
-        workspace: Workspace | None = None,
+        self, message: Message, stage: Stage, shared: Tensor | SharedIndices | None, tape: Tape | None = None
     ) -> Arrived:
-        octets = [] if tape is not None else message.wait()
-        if message.absent or not octets:  # rare, and told apart by the host
-            return super().open(message, rows, shared, aggregation, phase, signals, tape)
-        codec, workspace = message.codec, workspace or Workspace()
-        body = self._inspected(message, octets, rows, workspace, phase, signals)
+        if message.absent or tape is not None:  # rare, and told apart by the host
+            return super().open(message, stage, shared, tape)
+        codec, aggregation, body = stage.codec, stage.aggregation, self._inspected(message, stage)
         if isinstance(aggregation, ClippedMean):  # kernels know it as a mean with weights
-            weights = workspace.take(("weights", phase), (4 * len(body),), body.device).view(torch.float32)
-            self._inspector(len(body)).weigh(body, places_of(codec, rows), coding_of(codec), weights)
+            weights = stage.workspace.take(("weights", stage.phase), (4 * len(body),), body.device).view(torch.float32)
+            self._inspector(len(body)).weigh(body, places_of(codec, stage.rows), coding_of(codec), weights)
             aggregation = WeightedMean(weights)
-        return Arrived(codec, body, rows, shared, aggregation)
+        return Arrived(codec, body, stage.rows, shared, aggregation, stage.unit, message.release)
 
-    def _inspected(
-        self, message: Message, octets: Sequence[Tensor], rows: int, workspace: Workspace, phase: int, signals: bool
-    ) -> Tensor:
+    def _inspected(self, message: Message, stage: Stage) -> Tensor:
         """The messages that arrived run by run, put together; zeros replace unusable ones."""  # [replicas, nbytes]
-        codec, step, nbytes = message.codec, message.step, message.codec.nbytes(rows)
+        codec, step, octets, rows = stage.codec, message.step, message.arrived, stage.rows
+        nbytes, phase = codec.nbytes(rows), stage.phase
         pairs = sorted(zip(message.rows, octets, strict=True), key=lambda pair: pair[0])
         parts = [row_run(codec, each, each.shape[1] - codec.nbytes(count), count) for (_, count), each in pairs]
         whole = octets[0]
         # the replicas of a simulation receive one buffer together, in which none may write
         if len(parts) > 1 or whole.device.type == "cpu" or not inspection.is_aligned(whole, 16):
-            whole = workspace.take(("whole", phase), (len(whole), codec.width(rows, HEADER_BYTES)), whole.device)
+            width = codec.width(rows, HEADER_BYTES)
+            whole = stage.workspace.take(("whole", phase), (len(whole), width), whole.device)
         header = Header(self._schema, step, self._place | phase, 0)
-        expected = Expected(header, nbytes, len(self._names), signals)
+        expected = Expected(header, nbytes, len(self._names), stage.signals)
         table = self._inspector(len(whole)).inspect(
             parts, whole, nbytes, coding_of(codec), places_of(codec, rows), IDENTITY, header.schema, step, header.place,
-            expected.parameters, self.usual, signals, inspection.Limits(LIMIT, LOUDER, FORGET),
+            expected.parameters, self.usual, stage.signals, inspection.Limits(LIMIT, LOUDER, FORGET),
         )  # fmt: skip
         report = partial(self._report, expected=expected, last=not phase)
         self._counts.report_later(step + self._delay, _readback(table), report)
@@ -112,6 +99,6 @@ class TritonGuard(Guard):
         return inspection.SumInspector(self.usual.device)
 
 
-def _readback(numbers: Tensor) -> readback.Readback:
+def _readback(numbers: Tensor) -> runtime.Readback:
     """The readback of numbers over which a later inspection writes: of a CPU that plays an accelerator, of a copy."""
-    return readback.Readback(numbers.clone() if numbers.device.type == "cpu" else numbers)
+    return runtime.Readback(numbers.clone() if numbers.device.type == "cpu" else numbers)

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from detonation.core.codec.aggregate import Aggregation, Mean, Received
-from detonation.core.codec.arrived import Arrived
+from detonation.core.codec.aggregate import Aggregation, Mean
 from detonation.core.codec.basis import DCT, Identity, dct_matrix, dct_waves
 from detonation.core.codec.codec import Codec, Selected
 from detonation.core.codec.indices import PackedIndices
-from detonation.core.codec.message_rows import MessageRows, SharedIndices, Sums
+from detonation.core.codec.message_rows import MessageRows, SharedIndices
 from detonation.core.codec.precision import FP32, PRECISIONS
+from detonation.core.codec.received import Arrived, Collected, Received, Sums
 from detonation.core.codec.selection import Random, Rotation, random_start
 from detonation.core.compute.kernel_library import SignRate
 from detonation.core.compute.nonfinite import SIGNAL_LIMIT
@@ -119,8 +119,8 @@ class TritonEngine(ReferenceEngine):
 
     def own_message(self, run: MessageRows, selected: Selected) -> Received:
         shared = selected.indices if isinstance(selected.indices, SharedIndices) else None
-        source = Arrived(self.codec, run.body, run.rows, shared, Mean())
-        return Received(self.layout.rows, source.read, source=source, owners=run.owners)  # a kernel reads it in place
+        mine = Arrived(self.codec, run.body, run.rows, shared, Mean())  # a kernel reads it in place
+        return Collected(mine, run.owners) if run.owners else mine
 
     def decode(self, received: Received) -> Tensor:
         if not self.reads(received):
@@ -234,10 +234,9 @@ class TritonEngine(ReferenceEngine):
         # kernels write unseen by autograd; a graph that holds old values must not be used
         torch.autograd.graph.increment_version(targets)
         if isinstance(source, Sums):
-            of_sum = source.runs[0][1].flatten().unsqueeze(0), places_of(codec, received.rows)
-            self._coder(codec).decode(
-                *of_sum, source.replicas, "sum", into, addresses, flat, rates, None, source.runs, source.report
-            )
+            values, mean, runs = source.runs[0][1].flatten().unsqueeze(0), source.aggregation, source.runs
+            kept = places_of(codec, received.rows), mean.replicas, "sum", into, addresses, flat, rates, None
+            self._coder(codec).decode(values, *kept, runs, source.report)
             return
         replicas = 1 if received.owners else len(source.body)
         places = places_of(source.codec, source.rows, received.owners)

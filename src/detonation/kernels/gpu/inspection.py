@@ -31,7 +31,7 @@ RUNS = 4
 
 @dataclass(frozen=True)
 class Limits:
-    """The constants of `validate.decide_usable`: what a norm may be, and how the usual norm is remembered."""
+    """The constants of `guard.decide_usable`: what a norm may be, and how the usual norm is remembered."""
 
     limit: float
     louder: float

@@ -251,7 +251,7 @@ def inspect_message(
 def decide_messages(
     message, stride, nbytes, usual, louder, forget, table, replicas, REPLICAS: tl.constexpr, SIGNALS: tl.constexpr
 ):
-    """Decides which messages are refused, as `validate.decide_usable` and `Arrived.facts`, and replaces these by zeros.
+    """Decides which messages are refused, as `guard.decide_usable` and `Arrived.facts`, and replaces these by zeros.
 
     Args:
         usual: `[1]` fp32, updated; louder, forget: constants of `validate`.

@@ -18,7 +18,6 @@ from detonation.cluster.survive.groups import SurvivedLoss
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core import runtime
-from detonation.core.integrity import readback
 from detonation.core.link.communicator import Communicator
 from detonation.core.link.elastic_communicator import TextExchange
 from detonation.core.replicator.overlap import CommStream
@@ -57,7 +56,7 @@ class Ranks(_Together):
             if not runtime.decides_on_device(values.device):
                 return partial(_arrived, work, everyone)
             work.wait()  # makes the comm stream wait, not the host
-            return readback.Readback(torch.stack(everyone)).read
+            return runtime.Readback(torch.stack(everyone)).read
 
     def over_shards(self, count: int) -> int:
         """The sum of `count` over the shards of this rank's replica."""

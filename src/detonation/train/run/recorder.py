@@ -11,7 +11,7 @@ from detonation.checkpoint.files import retention
 from detonation.cluster.devices import peak_memory
 from detonation.cluster.position import addresses_of
 from detonation.cluster.processes.rendezvous import GLOO_INTERFACE
-from detonation.core.integrity.tape import Tape
+from detonation.core.integrity.message import Tape
 from detonation.feed.admission import Admission
 from detonation.feed.publisher import Feed
 from detonation.log.records import Tapes

@@ -1,0 +1,280 @@
+"""Received: the messages of all replicas, the same on each, read block of rows by block of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from detonation.core.codec.aggregate import (
+    Aggregation,
+    Coefficients,
+    Divided,
+    Mean,
+    NormWeighing,
+    WeightedMean,
+    message_norms,
+)
+from detonation.core.codec.codebooks import BlockCodebook, decoded
+from detonation.core.codec.indices import PackedIndices, narrow
+from detonation.core.codec.message_rows import SharedIndices
+from detonation.core.codec.precision import Float, numbers
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from detonation.core.codec.codec import Codec
+    from detonation.core.flat.owners import RowOwners
+
+NORM_BLOCKS, NORM_BLOCK = 4, 2**18
+"""The most blocks of rows in which messages are read for their norms, and the least coefficients of a block."""
+
+
+class Received:
+    """The messages that all replicas received, wherever their coefficients come from.
+
+    rows: Of each message. aggregation: Makes one update of them. unit: The rows after which messages can be cut. width:
+    The coefficients of a row, of all replicas together; 0 if that is not known. release: Returns the receive buffer;
+    called once all of it is decoded. owners: Of the rows, where each message holds those of one owner.
+    """
+
+    rows: int
+    aggregation: Aggregation
+    unit: int = 1
+    width: int = 0
+    release: Callable[[], None] | None = None
+    owners: RowOwners | None = None
+
+    @property
+    def source(self) -> Arrived | Sums | None:
+        """The messages as they arrived, for an engine that decodes their bytes itself."""
+        return None
+
+    def read(self, first: int, end: int) -> Coefficients:
+        """The coefficients of the rows from `first` to below `end`, both multiples of `unit`, or up to the last row."""
+        raise NotImplementedError
+
+    def weigh(self) -> None:
+        """Makes of the aggregation one of blocks of rows, which needs the norms of the whole messages."""
+        rows = max(-(-self.rows // NORM_BLOCKS), NORM_BLOCK // max(1, self.width))
+        norms = message_norms((block.values for block in self._read_in(rows)), self.rows)
+        self.aggregation = WeightedMean(cast(NormWeighing, self.aggregation).weights(norms))
+
+    def whole(self) -> Coefficients:
+        """The coefficients of all rows."""
+        return self.read(0, self.rows)
+
+    def part(self, first: int, end: int) -> Coefficients:
+        """The coefficients of the rows from `first` to below `end`, wherever these are."""
+        start = first // self.unit * self.unit
+        stop = min(self.rows, -(-end // self.unit) * self.unit)
+        return self.read(start, stop).part(first - start, end - start)
+
+    def rows_of(self, first: int, rows: int) -> Received:
+        """The same messages, of which only `rows` rows are of interest, from row `first` on, where they can be cut."""
+        return Some(self, first, rows)
+
+    def blocks(self, rows: int, read: int = 0) -> Iterator[Coefficients]:
+        """Yields `rows` rows or a few more at a time.
+
+        Args:
+            read: The rows that are read at once, to be cut afterwards; `rows` where it is less.
+        """
+        for some in self._read_in(max(rows, read)):
+            count = some.values.shape[1]
+            if count <= rows or read <= rows:
+                yield some
+            else:
+                yield from (some.part(first, min(first + rows, count)) for first in range(0, count, rows))
+            del some  # before the next one is read
+
+    def _read_in(self, rows: int) -> Iterator[Coefficients]:
+        """Reads `rows` rows or a few more at a time."""
+        step = max(1, -(-rows // self.unit)) * self.unit
+        for first in range(0, max(1, self.rows), step):
+            yield self.read(first, min(first + step, self.rows))
+
+
+class Some(Received):
+    """Some rows of messages, which can be cut there."""
+
+    def __init__(self, whole: Received, first: int, rows: int) -> None:
+        self._whole, self._first, self.rows = whole, first, rows
+        self.aggregation, self.unit, self.width = whole.aggregation, whole.unit, whole.width
+
+    def read(self, first: int, end: int) -> Coefficients:
+        return self._whole.read(self._first + first, self._first + end)
+
+
+class DecodedMessages(Received):
+    """Messages that are decoded already.
+
+    Shapes: as in `Coefficients`.
+    """
+
+    def __init__(self, values: Tensor, indices: Tensor | None) -> None:
+        self._coefficients, self.rows, self.aggregation = Coefficients(values, indices), values.shape[1], Mean()
+
+    def read(self, first: int, end: int) -> Coefficients:
+        return self._coefficients.part(first, end)
+
+
+@dataclass(eq=False)
+class Arrived(Received):
+    """The messages of all replicas, as bytes: decoded block of rows by block of rows, so that no copy is larger."""
+
+    codec: Codec
+    body: Tensor  # [replicas, nbytes] uint8
+    rows: int
+    shared: Tensor | SharedIndices | None  # [rows, k], or [replicas, rows, k] where each replica has rows of its own
+    aggregation: Aggregation
+    unit: int = 1
+    release: Callable[[], None] | None = None
+
+    @property
+    def width(self) -> int:  # type: ignore[override]
+        return len(self.body) * self.codec.selection.k
+
+    @property
+    def source(self) -> Arrived:
+        return self
+
+    def facts(self) -> tuple[Tensor, Tensor]:
+        """The facts that decide whether a message may be used, computed on the device.
+
+        Shapes: -> faults `[replicas]` int64: those of `IndexCoding.faults`, or 3 for statistics that no encoder
+        produces; and the norm `[replicas]` fp32.
+        """
+        packed = None if self.codec.selection.shared else self._packed
+        lawful, norms = self.codec.precision.check(self._encoded, self.rows, self.codec.selection.k)
+        if packed is None:
+            faults = torch.zeros(len(norms), dtype=torch.int64, device=norms.device)
+        else:
+            faults = self.codec.index_coding.faults(packed)
+        return faults if lawful is None else faults.masked_fill_(lawful.logical_not(), 3), norms
+
+    def blank(self, skipped: Tensor) -> None:
+        """Replaces each of the messages `skipped` by zeros.
+
+        Shapes: `[replicas]` bool.
+        """
+        self.body.masked_fill_(skipped.unsqueeze(1), 0)
+        for known in ("_levels", "_encoded"):  # the second may be a copy
+            vars(self).pop(known, None)
+        if self._packed is not None:
+            self._packed.blank(skipped)
+
+    def read(self, first: int, end: int) -> Coefficients:
+        """The coefficients of the rows from `first`, where messages can be cut, to below `end`."""
+        return Coefficients(self.values(first, end), self.indices(first, end))
+
+    def values(self, first: int, end: int) -> Tensor:
+        """The values of these rows.
+
+        Shapes: -> `[replicas, end - first, k]` fp32.
+        """
+        precision, shape = self.codec.precision, (end - first, self.codec.selection.k)
+        if isinstance(precision, BlockCodebook):
+            some = self._parts if end - first == self.rows else self.codec.cut(self._parts, first, end)
+            begin = first * shape[1] // precision.block
+            return decoded(some[0], self._levels, begin, shape, precision.width, precision.block)
+        if isinstance(precision, Float):
+            return self._encoded[:, first:end].to(torch.float32)
+        return self.codec.values(self.codec.cut(self._parts, first, end), end - first)
+
+    def indices(self, first: int, end: int) -> Tensor | PackedIndices | None:
+        """Their indices; see `Coefficients`.
+
+        Shapes: -> `[..., end - first, k]` integer.
+        """
+        if self._packed is not None:
+            return self._packed if end - first == self.rows else self._packed.part(first, end)
+        return None if self.shared is None else narrow(self.shared)[..., first:end, :]
+
+    @cached_property
+    def _parts(self) -> tuple[Tensor, ...]:
+        """The parts of each message; see `Codec.lengths`."""  # [replicas, length] uint8 each
+        return torch.split(self.body, list(self.codec.lengths[self.rows]), 1)
+
+    @cached_property
+    def _encoded(self) -> Tensor:
+        """The values as they travelled."""  # [replicas, rows, k] of a floating-point type, or [replicas, nbytes] uint8
+        precision = self.codec.precision
+        if isinstance(precision, Float):
+            values = self.body[:, : self.codec.lengths[self.rows][0]]
+            return numbers(values, precision.dtype).view(len(self.body), self.rows, self.codec.selection.k)
+        return self.body[:, : precision.nbytes(self.rows, self.codec.selection.k)]
+
+    @cached_property
+    def _levels(self) -> Tensor:
+        """The levels of all blocks, where values are codes."""
+        assert isinstance(self.codec.precision, BlockCodebook)
+        return self.codec.precision.all_levels(self._parts[1])
+
+    @cached_property
+    def _packed(self) -> PackedIndices | None:
+        if self.codec.selection.shared:
+            return None
+        packed = self.body[:, self.body.shape[1] - self.codec.lengths[self.rows][-1] :]
+        return PackedIndices(self.codec.index_coding, packed, self.rows)
+
+
+class Collected(Received):
+    """The replies of all owners of rows, as one message.
+
+    Args:
+        replies: Of each owner about its rows.
+    """
+
+    def __init__(self, replies: Arrived, owners: RowOwners) -> None:
+        self._replies, self.owners, self.rows, self.release = replies, owners, owners.rows, replies.release
+        self.unit, self.width, self.aggregation = owners.run * owners.replicas, replies.codec.selection.k, Mean()
+
+    @property
+    def source(self) -> Arrived:
+        return self._replies
+
+    def read(self, first: int, end: int) -> Coefficients:
+        assert self.owners
+        owners = self.owners if end - first == self.rows else self.owners.of_bucket(end - first)
+        of_each = first // owners.replicas, first // owners.replicas + owners.owned
+        indices = self._replies.indices(*of_each)
+        unpacked = [] if indices is None else [narrow(indices)]  # before the values, beside which bitmaps would lie
+        sent = [self._replies.values(*of_each), *unpacked]
+        values, *collected = (lines.unsqueeze(0) for lines in owners.collect_each(sent))
+        return Coefficients(values, collected[0] if collected else None)
+
+
+@dataclass(eq=False)
+class Sums(Received):
+    """The sum of all replicas' messages, as the network has added it up.
+
+    Args:
+        runs: The first row of each run of rows, and its values `[rows, k]`; in the order of the rows.
+        rows: Of all runs.
+        aggregation: The mean of them.
+        shared: The indices of all rows, None where the values are whole rows.
+        report: `[1 + digits]` fp32, whose first number is 1 where all values are finite; the sum counts as zeros where
+            it is 0. None where nobody needs to ask.
+    """
+
+    runs: Sequence[tuple[int, Tensor]]
+    rows: int
+    aggregation: Divided
+    shared: Tensor | SharedIndices | None
+    report: Tensor | None = None
+
+    @property
+    def source(self) -> Sums | None:
+        return None if self.report is None else self
+
+    def read(self, first: int, end: int) -> Coefficients:
+        cut = [run[max(0, first - at) : max(0, end - at)] for at, run in self.runs]
+        parts = [part for part in cut if len(part)] or cut[:1]
+        values = (torch.cat(parts) if len(parts) > 1 else parts[0]).to(torch.float32)
+        if self.report is not None:
+            values = values.masked_fill(self.report[0] == 0, 0.0)
+        return Coefficients(values.unsqueeze(0), None if self.shared is None else narrow(self.shared)[first:end])
