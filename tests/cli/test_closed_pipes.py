@@ -40,7 +40,8 @@ def test_a_run_trains_on_without_its_screen(tmp_path, verb):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "key"), [(["plan"], 2, "error"), (PLAN, 0, "first"), (["--version"], 0, "packages")]
+    ("arguments", "code", "key"),
+    [(["plan"], 2, "error"), (PLAN, 0, "first"), pytest.param(["--version"], 0, "packages", marks=pytest.mark.long)],
 )
 def test_the_object_for_a_program_comes_without_a_reader_of_stderr(arguments, code, key):
     """As in `detonation plan ... --json 2>&1 >plan.json | head`."""

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from commands import Command, outliving, write_recipe
-from covering import covered
+from covering import covered, some
 from detonation.checkpoint.files import manifest, retention
 from detonation.cluster.processes.signals import Stop
 from detonation.train.output import metrics
@@ -62,7 +62,7 @@ def test_a_run_asked_to_stop_saves_one_step_and_ends_well(start, tmp_path, name,
     assert outliving(ranks, 0) == []
 
 
-@pytest.mark.parametrize("how", ["twice", "ctrl-c"])
+@some("how", ["twice", "ctrl-c"], keep=["twice"])
 def test_told_twice_or_interrupted_it_ends_at_once_and_another_can_go_on(start, tmp_path, how):
     first = start("--set", "train.steps=3", "--stop-after", 2)
     assert first.wait() == 0

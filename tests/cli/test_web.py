@@ -12,7 +12,9 @@ from commands import Command, free_port, listening, outliving, write_recipe
 from detonation.cli.command import run_command
 
 
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed"])
+@pytest.mark.parametrize(
+    "stop", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGKILL], ids=["ctrl-c", "killed"]
+)
 def test_the_page_is_there_while_the_run_trains_and_ends_with_it(tmp_path, stop):
     port, recipe = free_port(), write_recipe(tmp_path / "tiny.toml")
     train = ["train", recipe, "--steps", 100_000, "--logger", f"web:{port}", "--out", tmp_path / "run"]

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 import detonation as dt
 import worlds
+from covering import covered, some
 from detonation.checkpoint.files import manifest
 from detonation.checkpoint.files.reader import ShardReader
 from detonation.checkpoint.files.shard_file import ShardSummary
@@ -195,7 +196,7 @@ def equal_on_all(optimizer):
     return not any(closeness.differences(r.link, r.replicated(), consensus.runtime.device) for r in optimizer.build())
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@some("shards", [1, 2], keep=[1])
 def test_everything_is_made_equal_in_turn(shards):
     names = ["loco", "full", *(name for name in OTHERS if "tiles" not in name)]
     for found in worlds.run_alone(mended, 2, shards, names, 12):
@@ -269,8 +270,7 @@ def loaded(mesh, folder, scheme):
 CLOSE_SCHEMES = {"loco": dt.loco(), "diloco": dt.diloco(every=2)}
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("name", CLOSE_SCHEMES)
+@covered("name, shards", CLOSE_SCHEMES, [1, 2])
 def test_a_checkpoint_of_a_close_run_is_verified_and_loaded_as_one(name, shards, tmp_path):
     scheme = CLOSE_SCHEMES[name]
     path = worlds.run_alone(saved, 2, shards, tmp_path, scheme)[0]

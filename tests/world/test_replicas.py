@@ -9,7 +9,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import detonation as dt
 import worlds
-from covering import some
+from covering import covered, some
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.flat.tensors import local
 from detonation.core.schemes import traffic
@@ -254,9 +254,7 @@ def agreed_by_levels(mesh, still, inner, outer):
     return agreed.tolist(), [weights.tolist() for weights in found]
 
 
-@pytest.mark.parametrize("still", [0, 1, 2])
-@pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("outer", OUTER)
+@covered("still, inner, outer", [0, 1, 2], INNER, OUTER)
 def test_law_8_what_an_outer_round_agreed_on_stays(inner, outer, still):
     for agreed, found in worlds.run(agreed_by_levels, 4, 1, still, INNER[inner], OUTER[outer]):
         for weights in found:

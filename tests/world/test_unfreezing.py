@@ -185,6 +185,7 @@ def test_parameters_join_and_leave_in_every_kind_of_world(how):
     assert first[:3] == (True, True, True) and [rank[:3] for rank in others] == [first[:3]] * 3
 
 
+@pytest.mark.long  # the bits of each scheme; the case `overlap` above is the path
 def test_overlap_with_parameters_that_change_has_the_same_bits():
     assert worlds.run(unfreezing, 2, 2, "overlap") == worlds.run(unfreezing, 2, 2, "demo")
 
