@@ -73,7 +73,7 @@ HOUSE = {
     "plan": ("report/words cluster wire core", ANY),
     "integrations": ("checkpoint cluster core", ANY),
     "train/recipe": ("cluster/init wire core models data", NONE),
-    "train/output": ("train/recipe cluster data report", NONE),
+    "train/output": ("train/recipe gates cluster data report", NONE),
     "train/loop": ("train/output gates checkpoint cluster wire core data models", ANY),
     "train/run": ("train/loop plan checkpoint log feed cluster core", ANY),
     "train/verbs": ("train/run plan checkpoint log feed cluster core data models report", ANY),
