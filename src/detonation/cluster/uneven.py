@@ -140,7 +140,7 @@ class UnevenAxis:
         return piece
 
     def _problem(self, parameters: Mapping[str, Tensor]) -> str:
-        """What is wrong with the parameters of this rank; "" where nothing is."""
+        """The fault in the parameters of this rank, in words; "" without one."""
         node = [*self._nodes[self.replica]]
         for name, parameter in parameters.items():
             cut = parameter.ndim > 0 and len(node) == 1

@@ -1,4 +1,4 @@
-"""What a replica keeps to itself: the memory of its signals, and the state that is saved of it."""
+"""The private state of a replica: the memory of its signals, and the parts of it that are saved."""
 
 from __future__ import annotations
 

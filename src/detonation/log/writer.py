@@ -225,7 +225,7 @@ def arithmetic(optimizer: Replicated) -> dict[str, str]:
 
 
 def rounding(optimizer: Replicated) -> dict[str, Any]:
-    """What another process must know to round as this one."""
+    """Facts that another process needs to round as this one."""
     return {"rounds_singly": optimizer.base_step.rounds_singly, "selftest": arithmetic(optimizer)}
 
 

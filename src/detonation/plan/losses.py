@@ -72,7 +72,7 @@ class Loss:
 
     @property
     def task(self) -> tuple[str, str, int, int]:
-        """What was trained, and for how long: losses of one task can be compared."""
+        """The training and its length: losses of one task can be compared."""
         return self.study, self.recipe, self.parameters, self.steps
 
     def doublings(self, replicas: int) -> float:
@@ -116,7 +116,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a measurement says about a run.
+    """The expectation of a run from a measurement.
 
     Args:
         loss: The measurement.
@@ -158,7 +158,7 @@ class Estimate:
 
 
 def estimate(scheme: Scheme, optimizer: str, goal: Goal) -> Estimate | None:
-    """What is expected of `scheme` under `optimizer` in `run`; None where nothing comparable was measured.
+    """The expectation of `scheme` under `optimizer` in `run`; None where nothing comparable was measured.
 
     Of several measurements the nearest counts, never the best: first by replicas, then by steps, then the one of most
     seeds, then by size, which changes least. Losses of another recipe than the run's do not count.

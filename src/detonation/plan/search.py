@@ -264,7 +264,7 @@ def _evidence(best: Option) -> list[str]:
 
 
 def _help(ranked: Sequence[Option]) -> list[str]:
-    """What would help where the first choice waits more than half of its time."""
+    """Remedies where the first choice waits more than half of its time."""
     best = ranked[0]
     if best.cost.waiting <= LONG_WAIT:
         return []

@@ -1,4 +1,4 @@
-"""What a terminal shows of a run, of several, of a plan and of a profile: lines and tables of rich. Plain values in."""
+"""Lines and tables of a terminal, by rich: of a run, of several, of a plan and of a profile. They take plain values."""
 
 import os
 import sys

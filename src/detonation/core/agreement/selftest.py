@@ -26,7 +26,7 @@ STEP_SELFTEST = "optimizer's steps on a test vector"
 NORM_SELFTEST = "norm of a test vector"
 CLOSE = "replicas that stay close"
 TESTS = SELFTEST, STEP_SELFTEST, NORM_SELFTEST, CLOSE
-"""What may differ between replicas that need not have equal bits."""
+"""Entries that may differ between replicas that need not have equal bits."""
 _SHAPE = (512, 512)
 _PROBED = SGD, Adam, AdamW, Muon, SignSGD
 """The optimizers of which steps are taken; for others stand the operations that optimizers are made of."""
@@ -90,7 +90,7 @@ def rounds_by_place(base: Optimizer, dtype: torch.dtype, device: torch.device) -
 
 
 def _steps(before: Sequence[Tensor], updates: Sequence[Tensor], base: Optimizer | None) -> list[Tensor]:
-    """What two steps of an optimizer like `base` make of each tensor, or the operations of which others are made."""
+    """Each tensor after two steps of an optimizer like `base`, or after the operations of which others are made."""
     kind: Any = type(base)
     if base is not None and kind in _PROBED:
         weights = [torch.nn.Parameter(each.clone()) for each in before]

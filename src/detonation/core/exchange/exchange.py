@@ -117,7 +117,7 @@ def workspace_for(scheme: Scheme, link: Link, guard: Guard) -> Workspace:
 
 
 class OneStage:
-    """What exchanges of one collective share: a message of `rows` rows at most, in the codec of the scheme."""
+    """The base of exchanges in one collective: a message of `rows` rows at most, in the codec of the scheme."""
 
     secluded = False
 

@@ -124,7 +124,7 @@ class Message:
         return torch.cat([narrow(each) for each in found])
 
     def whole(self) -> Tensor:
-        """What has arrived, put together.
+        """The bytes that have arrived, put together.
 
         Shapes: -> `[messages of all replicas, 64 + nbytes + padding]` uint8.
         """

@@ -1,4 +1,4 @@
-"""What a replica says in a sum of the network: three numbers after the values, in the place of a header."""
+"""Sums of the network: three numbers after the values say, in the place of a header, what a replica has to say."""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial

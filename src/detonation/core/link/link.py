@@ -74,7 +74,7 @@ class Link:
         return self._communicator.all_to_all(messages.view(-1))
 
     def wait(self, *arriving: Callable[[], Tensor]) -> tuple[list[Tensor], set[int]]:
-        """What arrives in collectives, and the replicas that had no part in one; the time until then is waiting."""
+        """The tensors that arrive in collectives, and the replicas that had no part in one; that time is waiting."""
         began, arrived, absent = time.perf_counter(), list[Tensor](), set[int]()
         for wait in arriving:
             arrived.append(wait())

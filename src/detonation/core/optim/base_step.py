@@ -54,7 +54,7 @@ class BaseStep:
 
     @property
     def rounds_singly(self) -> bool:
-        """Whether steps have the same bits on all kinds of processor, at some cost."""
+        """True where steps have the same bits on all kinds of processor, at some cost."""
         return not isinstance(self.rounding, nullcontext)
 
     def round_singly(self, on: bool = True) -> None:

@@ -20,7 +20,7 @@ _Place = tuple[dict[str, nn.Parameter | None], str]
 
 
 class ShownUnit:
-    """What one FSDP unit shows of its own parameters: the shards, or copies of all shards together.
+    """The parameters of one FSDP unit as it shows them: the shards, or copies of all shards together.
 
     place: Of one sharded parameter. shard: The shard of it, shown there unless the unit is gathered; None where the
     unit has no sharded parameter. copies: Those that were seen last, each with its shard; FSDP2 fills the same again.

@@ -20,7 +20,7 @@ class Replicator(ABC):
     """
 
     acts_before = True
-    """Whether it acts in `before`; otherwise in `after`."""
+    """True where it acts in `before`; otherwise in `after`."""
     stepped: BaseStep | None = None
     """The optimizer whose steps all replicas must take alike; None where each steps by itself."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from detonation.kernels.parts.addressing import BF16, FP16, FP32
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether Triton's interpreter runs the kernels, which takes as long for few numbers as for many."""
+"""True where Triton's interpreter runs the kernels, which takes as long for few numbers as for many."""
 KIND_OF = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 """The types of tensors that kernels read and write."""
 _DIRECT = not INTERPRETED and torch.version.hip is None  # whose JIT compiles for the sizes of tensors, too
@@ -146,4 +146,4 @@ def _kind(value: int) -> int:
 
 
 _COMPILED_FOR: dict[type, Callable[[Any], Hashable]] = {int: _kind, float: type, bool: type}
-"""What the JIT compiles for, of an argument: more kinds than it has are harmless, fewer are not. Others are tensors."""
+"""The kind of an argument that the JIT compiles for; more kinds than it has are harmless, fewer not. Others are tensors."""

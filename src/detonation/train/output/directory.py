@@ -77,7 +77,7 @@ def bits_of_steps() -> dict[str, str]:
 
 
 def compare_machines(here: dict[str, Any], there: dict[str, Any]) -> list[str]:
-    """What differs between the environments of two machines, with their `bits_of_steps`, and what to expect of it."""
+    """Differences between the environments of two machines, with their `bits_of_steps`, and what to expect of them."""
     mine, theirs = ({**found, **found["packages"]} for found in (here, there))
     own, other = here["steps"], there["steps"]
     lines = [

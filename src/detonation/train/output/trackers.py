@@ -150,7 +150,7 @@ class Forgiving:
 
     @property
     def said(self) -> str:
-        """What a person should know of the logger; "" for nothing."""
+        """Words of the logger for people; "" for none."""
         return getattr(self._inner, "said", "")
 
     def write(self, record: Record) -> None:

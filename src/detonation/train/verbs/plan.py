@@ -97,7 +97,7 @@ def _same_world(question: Question, profile: Profile) -> None:
 
 @dataclass(frozen=True)
 class _Training:
-    """What a plan has to know of a training.
+    """The facts about a training that a plan needs.
 
     Args:
         shapes: Of the parameters on each shard.
