@@ -146,4 +146,4 @@ def _kind(value: int) -> int:
 
 
 _COMPILED_FOR: dict[type, Callable[[Any], Hashable]] = {int: _kind, float: type, bool: type}
-"""The kind of an argument that the JIT compiles for; more kinds than it has are harmless, fewer not. Others are tensors."""
+"""The kind of an argument that the JIT compiles for: too many kinds are harmless, too few not. Others are tensors."""
