@@ -27,7 +27,7 @@ train: $(VENV)/.train
 
 # Types are checked beside the tests, which leave a core idle now and then.
 test test-all: $(VENV)/.test
-	$(VENV)/bin/detonation fetch fashion-mnist cifar10 bible-en-es sotu
+	$(VENV)/bin/detonation fetch fashion-mnist bible-en-es sotu
 	$(MAKE) --no-print-directory --jobs=2 $(if $(PART),,lint) pytest \
 		SELECT='$(if $(filter test-all,$@),-m "" --hypothesis-profile=long)'
 
