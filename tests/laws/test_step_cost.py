@@ -10,13 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.compute import kernel_library
-from detonation.core.optim import signsgd
 from detonation.core.compute.checksum import checksums
 from detonation.core.compute.nonfinite import first_nonfinite
 from detonation.core.engine.choice import engine_for
 from detonation.core.flat.layout import Layout, copy
 from detonation.core.flat.rows import Bucket
 from detonation.core.memory import Memory
+from detonation.core.optim import signsgd
 from detonation.core.runtime import Runtime
 from detonation.core.schemes import buckets
 from zoo import TALKING

@@ -8,14 +8,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from detonation.core.flat.layout import Layout
 from detonation.core.flat.rows import Bucket
 
 if TYPE_CHECKING:
     from torch import Tensor
-
 
 STRIPS = 16
 """The parts in which signals are cut into tiles, which takes two copies."""
@@ -168,13 +166,10 @@ class LocalState:
         }
         return parts | dict(self.others)
 
-    @torch.no_grad()
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Restores what `named` returned earlier.
-
-        Shapes: as `named`.
-        """
-        for kind, flat in self.flats.items():
-            self.layout.write(flat, [saved[f"{kind}.{slot.name}"] for slot in self.layout.slots])
-        for name, tensor in self.others.items():
-            tensor.copy_(saved[name])
+        """Restores what `named` returned earlier."""
+        with torch.no_grad():  # no decorator, which needs torch at import
+            for kind, flat in self.flats.items():
+                self.layout.write(flat, [saved[f"{kind}.{slot.name}"] for slot in self.layout.slots])
+            for name, tensor in self.others.items():
+                tensor.copy_(saved[name])

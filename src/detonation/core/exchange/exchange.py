@@ -220,6 +220,7 @@ class AllGather(OneStage):
 
     def receive(self, message: Message) -> Received:
         message.arrived, message.absent = self._link.wait(*message.arriving)
+        message.arriving.clear()  # which hold what has arrived
         shared = message.indices if message.shared else None
         arrived = self._guard.open(message, self._stage, shared, self._link.tape)
         if not arrived.aggregation.rowwise:

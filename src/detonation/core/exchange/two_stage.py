@@ -92,6 +92,7 @@ class TwoStage:
             mine, message.shared = mine[self._link.replica], {0: mine}
         zeros, shape = negative_zeros(self._scheme, message.step), (1, self._widths[1])
         message.arrived, message.absent = self._link.wait(*message.arriving)
+        message.arriving.clear()  # which hold what has arrived
         received = self._guard.open(message, self._asked, mine)
         message.reply = reply = self._reply_to(message.step)
         memory = partial(self._fresh, shape)
@@ -124,6 +125,7 @@ class TwoStage:
         reply = message.reply
         assert reply is not None
         reply.arrived, reply.absent = self._link.wait(*reply.arriving)
+        reply.arriving.clear()  # which hold what has arrived
         shared = self._shared(message) if message.shared else None
         return Collected(self._guard.open(reply, self._answered, shared, self._link.tape), self.owners)
 

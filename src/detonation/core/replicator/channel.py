@@ -141,7 +141,7 @@ class Channel:
         self.engine = engine_for(scheme.codec, layout, self.memory, runtime, self._room)
         self.counts = counts or FaultCounts([slot.name for slot in layout.slots], link.replica)
         self._usual = torch.zeros(1, dtype=torch.float32, device=runtime.device)  # of all guards: norms are alike
-        knows = scheme.codec.selection.shared and not scheme.codec.dense
+        knows = scheme.codec.selection.shared and not (scheme.codec.dense and not self.engine.guard.on_kernels)
         self._keeps = knows or scheme.needs_own_update or not self.engine.releases_at_once
         self.exchange = exchange_for(scheme, link, layout, self.engine, self._guard(layout, 0), self._room)
         if runtime.decides_on_device:  # the basis copies its matrix to the device now, and not in the first round's end
@@ -208,6 +208,7 @@ class Channel:
                 selected = each.engine.encode_into(part, pieces, step, bad if isinstance(bad, Tensor) else None)
                 if self._keeps:
                     self._keep(transfer, each, part, selected)
+                del pieces, selected  # the next bucket takes as much memory
             if each.engine.is_heavy or (self._needs_own_update and self.runtime.decides_on_device):
                 self._release(transfer)
         del run, part  # the exchange may send a copy
@@ -252,6 +253,7 @@ class Channel:
             selected = pipeline.engine.encode_into(run, pieces, step, bad if isinstance(bad, Tensor) else None)
             if self._keeps:
                 self._keep(transfer, pipeline, run, selected)
+            del selected
         del run  # the exchange may send a copy
         status: int | Tensor | None = None
         if is_last and self.engine.reads_status:
