@@ -149,7 +149,9 @@ def reduced(cluster):
     dist.barrier()
     before, began = cluster.counters(dist.get_rank()), time.monotonic()
     dist.all_reduce(values, group=mesh["replicate"].get_group())
-    seconds, counted = time.monotonic() - began, cluster.counters(dist.get_rank()).since(before)
+    seconds = time.monotonic() - began
+    dist.barrier()  # what this node has sent last may still wait in its kernel until the other one has its sum
+    counted = cluster.counters(dist.get_rank()).since(before)
     return values.tolist(), seconds, counted.sent_data_bytes
 
 
