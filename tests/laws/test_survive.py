@@ -29,6 +29,7 @@ from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
 from detonation.core.integrity.fault_counts import BadPeer, Desync
+from detonation.core.optimizer.trained import TrainedParameters
 from limits import LIMIT_S
 from steps import step_on, together, unsent
 from zoo import TALKING, Plain, batch, built
@@ -437,6 +438,20 @@ def test_a_second_replica_is_lost_while_the_others_renumber_after_the_first():
 def test_arguments_out_of_range_are_refused(arguments, text):
     with pytest.raises(ValueError, match=text):
         dt.elastic(**{"replica": 0, "replicas": 2, "store": HashStore()} | arguments)
+
+
+def test_the_frozen_parameters_are_found_while_another_thread_makes_an_optimizer(monkeypatch):
+    mine = TrainedParameters(MODEL, torch.optim.SGD(MODEL.parameters(), lr=0.1))
+    everyone, others = TrainedParameters.everyone, []
+
+    def interrupted(each):  # by a thread that makes one in just that moment
+        if not others:
+            others.append(each)
+            others[0] = TrainedParameters(MODEL, each._base)
+        return everyone.fget(each)
+
+    monkeypatch.setattr(TrainedParameters, "everyone", property(interrupted))
+    assert not mine.frozen and others[0] is not mine
 
 
 def test_nobody_writes_to_a_sum_of_which_another_replica_may_need_a_copy():

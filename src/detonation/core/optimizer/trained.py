@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from detonation.core.flat.tensors import local
 from detonation.core.optimizer.gathered import local_parameters, reshard, shown_units
 
-_TRAINED = weakref.WeakSet["TrainedParameters"]()
-"""Of all replicated optimizers of this process."""
+_TRAINED = weakref.WeakKeyDictionary["TrainedParameters", None]()
+"""Of all replicated optimizers of this process, as keys: another thread may make one while this one reads them."""
 
 
 class TrainedParameters:
@@ -27,7 +27,7 @@ class TrainedParameters:
         self._ids: list[int] = []
         self._units = shown_units(model)
         self._take_shards()
-        _TRAINED.add(self)
+        _TRAINED[self] = None
 
     @property
     def everyone(self) -> list[Tensor]:
@@ -64,7 +64,7 @@ class TrainedParameters:
         One that another replicated optimizer trains may be frozen for the moment, as Lightning's `toggle_optimizer`
         does; one that requires a gradient may belong to a plain optimizer, and differ between replicas.
         """
-        trained = {id(p) for each in _TRAINED for p in each.everyone}
+        trained = {id(p) for each in _TRAINED.keyrefs() if (one := each()) for p in one.everyone}
         return {
             name: parameter
             for name, parameter in local_parameters(self.model).items()
