@@ -123,9 +123,9 @@ class Training:
         from detonation.train.loop.session import Session, check_config, load_data
         from detonation.train.loop.world import Ranks
         from detonation.train.recipe import optimizers
-        from detonation.train.run.request import Request, configure
+        from detonation.train.recipe.resolve import Request
 
-        config = check_config(configure(Request(Path(subject.recipe), subject.sets, *mesh.shape), None))
+        config = check_config(Request(Path(subject.recipe), subject.sets, *mesh.shape).layers(None).config())
         torch.manual_seed(config.seed)
         model = dt.shard(models.build_model(config.model.name, config.model.arguments), mesh)
         base = optimizers.build_optimizer(config.optimizer, model)

@@ -71,11 +71,11 @@ def measure_all(names: list[str], rates: list[int], results: Path) -> None:
 def configured(name: str, scheme: str, rate: int) -> Any:
     """The checked configuration of a recipe under a scheme, over a throttled link of `rate` Mbit/s."""
     from detonation.train.loop.session import check_config
-    from detonation.train.run.request import Request, configure
+    from detonation.train.recipe.resolve import Request
 
     path, sets = RECIPES[name]
     sets = (*sets, *SCHEMES[scheme].split(), "train.validate_every=0", "train.steps=100000")
-    return check_config(configure(Request(Path(path), (*sets, f'mesh.link="{rate}mbit,1ms"'), **WORLD), None))
+    return check_config(Request(Path(path), (*sets, f'mesh.link="{rate}mbit,1ms"'), **WORLD).layers(None).config())
 
 
 def measure(name: str, rate: int) -> list[dict[str, Any]]:

@@ -123,12 +123,12 @@ def _rank(cluster: Any, wires: list[str], turns: int) -> tuple[int, dict[str, li
     from detonation.cluster.processes.signals import Stop
     from detonation.train.loop.fit import fit
     from detonation.train.loop.session import check_config, start_session
-    from detonation.train.run.request import Request, configure
+    from detonation.train.recipe.resolve import Request
 
     sessions = {}
     for wire in wires:
         sets = (*T5.split(), *(("mesh.shard_nodes=2", *WIRES[wire]) if WIRES[wire] else ()))
-        config = check_config(configure(Request(Path(T5_RECIPE), sets, 1, NODES * RANKS), None))
+        config = check_config(Request(Path(T5_RECIPE), sets, 1, NODES * RANKS).layers(None).config())
         sessions[wire] = start_session(config, torch.device("cpu"))
     rows = dict[str, list[tuple[float, float, float]]]({wire: [] for wire in wires})
     for turn in range(turns + WARM):

@@ -14,8 +14,7 @@ from detonation.link_speed import LinkSpeed
 from detonation.models import MODELS
 from detonation.train.output import directory
 from detonation.train.recipe.optimizers import REFUSED, optimizer_classes
-from detonation.train.recipe.resolve import read_recipe, shipped_recipes
-from detonation.train.run.request import Request, configure
+from detonation.train.recipe.resolve import Request, read_recipe, shipped_recipes
 from detonation.version import __version__
 
 
@@ -53,7 +52,7 @@ def test_a_name_that_is_no_recipe_gets_the_names_of_those_that_are(tmp_path, mon
 def test_flags_stand_for_settings_and_set_counts_more():
     flags = {"scheme": "random_sign", "steps": 7, "lr": 0.5, "model": "vit", "data": "fashion-mnist"}
     verb = Train(recipe=Path("vit-fashion"), set=(("optimizer.lr=0.25",),), **flags)
-    config = configure(requested(Request, verb), None)
+    config = requested(Request, verb).layers(None).config()
     assert (config.scheme.name, config.train.steps, config.optimizer.lr) == ("random_sign", 7, 0.25)
     assert (config.model.name, config.data.arguments["source"]) == ("vit", "fashion-mnist")
     assert config.optimizer.name == "SignSGD"  # as the recipe has tuned it for that scheme

@@ -12,8 +12,8 @@ from detonation.cli.arguments import Verb
 from detonation.cli.command import run_command
 from detonation.cli.verbs import requested
 from detonation.cluster import launch
+from detonation.train.recipe.resolve import Request, from_plain, to_plain
 from detonation.train.run import start
-from detonation.train.run.request import Request, from_plain, to_plain
 from detonation.train.verbs.plan import Question
 from detonation.train.verbs.probe import ProbeRequest
 from detonation.train.verbs.simulate import Simulation

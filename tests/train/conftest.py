@@ -6,8 +6,7 @@ import pytest
 
 from detonation.cluster.launch import run_local
 from detonation.train.loop.session import check_config
-from detonation.train.recipe.resolve import parse_sets, resolve
-from detonation.train.run.request import Request
+from detonation.train.recipe.resolve import Request, parse_sets, resolve
 from detonation.train.run.worker import RunTask, train_on_rank
 from limits import LIMIT_S
 

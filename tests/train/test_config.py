@@ -7,9 +7,8 @@ import pytest
 import tomli_w
 
 from detonation.core.schemes.registry import SCHEMES
-from detonation.train.recipe.resolve import parse_sets, read_recipe, resolve
+from detonation.train.recipe.resolve import Request, parse_sets, read_recipe, resolve
 from detonation.train.recipe.tables import from_table, to_table
-from detonation.train.run.request import Request, configure
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 TIERS = Path(__file__).parents[2] / "recipes" / "three-tiers.toml"
@@ -145,4 +144,4 @@ def test_a_recipe_that_is_not_there_or_not_toml(tmp_path):
 def test_a_variant_tuned_for_no_scheme_is_not_ignored(tmp_path):
     (tmp_path / "recipe.toml").write_text("[tuned.dilocco.train]\nsteps = 3\n")
     with pytest.raises(ValueError, match=r"unknown scheme in \[tuned\] 'dilocco', did you mean 'diloco'\?"):
-        configure(Request(tmp_path / "recipe.toml"), None)
+        Request(tmp_path / "recipe.toml").layers(None).config()

@@ -8,7 +8,7 @@ from benchmarks.lab import NoNamespaces, namespace_cluster
 
 from detonation.cluster.launch import run_local
 from detonation.link_speed import LinkSpeed
-from detonation.train.run.request import Request
+from detonation.train.recipe.resolve import Request
 from detonation.train.run.worker import RunTask, train_on_rank
 
 

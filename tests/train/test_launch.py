@@ -14,7 +14,7 @@ from detonation.cluster.init import LaunchPosition, launch_position
 from detonation.cluster.launch import run_local
 from detonation.cluster.processes.failure import WorldError
 from detonation.cluster.processes.signals import die_with_agent
-from detonation.train.run.request import Request, configure
+from detonation.train.recipe.resolve import Request
 from limits import LIMIT_S
 
 
@@ -108,7 +108,7 @@ def test_a_launcher_decides_on_the_world_unless_flags_do():
     recipe = Path(__file__).parents[2] / "recipes" / "quick-lm.toml"
 
     def mesh(**flags):
-        chosen = configure(Request(recipe, **flags), place).mesh
+        chosen = Request(recipe, **flags).layers(place).config().mesh
         return chosen.replicas, chosen.shards
 
     assert mesh() == (2, 4)

@@ -13,9 +13,8 @@ from detonation.cluster.init import LaunchPosition
 from detonation.core.schemes import traffic
 from detonation.train.loop.session import check_config
 from detonation.train.output import metrics
-from detonation.train.recipe.resolve import parse_sets, resolve
+from detonation.train.recipe.resolve import Request, parse_sets, resolve
 from detonation.train.recipe.tables import from_table, to_table
-from detonation.train.run.request import Request, configure
 
 THREE_TIERS = Path(__file__).parents[2] / "recipes" / "three-tiers.toml"
 BASE = {
@@ -108,7 +107,7 @@ def test_what_levels_cannot_be_is_named(sets, changed, message):
 def test_the_levels_make_the_world():
     def mesh(ranks, local, *sets, **flags):
         place = LaunchPosition(0, ranks, 0, local) if ranks else None
-        chosen = configure(Request(THREE_TIERS, sets, **flags), place).mesh
+        chosen = Request(THREE_TIERS, sets, **flags).layers(place).config().mesh
         return chosen.replicas, chosen.shards
 
     assert mesh(0, 0) == (8, 1)

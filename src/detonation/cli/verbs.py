@@ -107,7 +107,7 @@ def _train(verb: of.Train) -> dict[str, Any] | None:
         return _print_recipe(verb)
     from detonation.report.page import try_write
     from detonation.report.terminal import show
-    from detonation.train.run.request import Request
+    from detonation.train.recipe.resolve import Request
     from detonation.train.run.start import is_first, run_training
 
     summary = run_training(requested(Request, verb), lambda error: explain(verb, error))
@@ -142,7 +142,7 @@ def _print_recipe(verb: of.Train) -> dict[str, Any]:
 def _compare(verb: of.Compare) -> dict[str, Any]:
     from detonation.report.page import try_write
     from detonation.report.terminal import show_all
-    from detonation.train.run.request import Request
+    from detonation.train.recipe.resolve import Request
     from detonation.train.verbs.compare import compare_runs
 
     schemes = [name.strip() for name in verb.schemes.split(",") if name.strip()]

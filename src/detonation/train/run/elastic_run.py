@@ -18,9 +18,9 @@ from detonation.feed.shared_state import memory_norm
 from detonation.train.loop.session import Session, load_data, safety, seeded_model
 from detonation.train.loop.world import ElasticRanks, require_same_settings
 from detonation.train.output import directory
+from detonation.train.recipe.resolve import Request
 from detonation.train.recipe.schema import Config, Table
 from detonation.train.run.recorder import Recorder
-from detonation.train.run.request import Request
 
 _WAIT_S = 300.0
 

@@ -19,11 +19,11 @@ from detonation.feed.token import read_token
 from detonation.train.loop.session import check_config
 from detonation.train.output import directory, trackers
 from detonation.train.output.screen import clear
+from detonation.train.recipe.resolve import Request, from_plain, to_plain
 from detonation.train.recipe.schema import MeshConfig, Table
 from detonation.train.recipe.sizes import check_sizes
 from detonation.train.run.decide import Asked, Auto
 from detonation.train.run.elastic_run import check_place
-from detonation.train.run.request import Request, configure, from_plain, to_plain
 from detonation.train.run.worker import RunTask, train_on_rank
 
 _W = TypeVar("_W")
@@ -62,7 +62,7 @@ def run_training(request: Request, fail: Callable[[Exception], int]) -> Table:
             _check_directory(task)
         return train_on_rank(task)
 
-    return run_under_launcher(place, on_this_rank, fail, lambda: configure(request, place), request.interface)
+    return run_under_launcher(place, on_this_rank, fail, lambda: request.layers(place).config(), request.interface)
 
 
 def _steps_begun(request: Request, place: LaunchPosition | None) -> int:
@@ -72,7 +72,7 @@ def _steps_begun(request: Request, place: LaunchPosition | None) -> int:
     """
     if request.out is None or not (request.resume or restarted(os.environ)):
         return 0
-    train = configure(request, place).train
+    train = request.layers(place).config().train
     return 0 if train.steps else directory.steps_of_epochs(request.out, train.epochs)
 
 
@@ -166,7 +166,7 @@ def _finished(request: Request, place: LaunchPosition | None) -> Table | None:
     """The summary of a run that had finished when its launcher started it again."""
     if request.out is None or not restarted(os.environ) or not (request.out / directory.SUMMARY).exists():
         return None
-    if directory.steps_finished(request.out) < configure(request, place).train.steps:
+    if directory.steps_finished(request.out) < request.layers(place).config().train.steps:
         return None
     return {**directory.read_json(request.out / directory.SUMMARY), "directory": str(request.out)}
 

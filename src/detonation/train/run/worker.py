@@ -26,13 +26,13 @@ from detonation.train.loop.summary import saved_counts, summarise
 from detonation.train.output import directory, metrics
 from detonation.train.output.directory import environment
 from detonation.train.output.screen import Screen
+from detonation.train.recipe.resolve import Request
 from detonation.train.recipe.schema import Config, Table
 from detonation.train.recipe.tables import to_table
 from detonation.train.run.adapt import Adapter, Followed
 from detonation.train.run.decide import Asked, Chosen, again, decide
 from detonation.train.run.elastic_run import Losses, joined_session
 from detonation.train.run.recorder import Recorder, Recording
-from detonation.train.run.request import Request
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,11 +16,10 @@ from detonation.cluster.processes.failure import RunError, WorldError, describe
 from detonation.train.loop.fit import NonFiniteLoss
 from detonation.train.output import directory
 from detonation.train.output.screen import Screen
-from detonation.train.recipe.resolve import require_scheme
+from detonation.train.recipe.resolve import Request, require_scheme
 from detonation.train.recipe.schema import Table
 from detonation.train.recipe.tables import to_table
 from detonation.train.run.decide import AUTO
-from detonation.train.run.request import Request
 from detonation.train.run.start import compute_with_one_thread, make_task, run_task
 from detonation.train.run.worker import RunTask
 

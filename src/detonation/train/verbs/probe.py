@@ -16,10 +16,9 @@ from detonation.cluster.network.profile import Compute, Profile
 from detonation.core.schemes.registry import SCHEMES
 from detonation.train.loop.session import Session, check_config, slowed, start_session
 from detonation.train.output.directory import environment
-from detonation.train.recipe.resolve import Layers, fill_mesh, merge, read_layers
+from detonation.train.recipe.resolve import Layers, fill_mesh, from_plain, merge, read_layers, to_plain
 from detonation.train.recipe.schema import Config, MeshConfig, Table, require
 from detonation.train.run.decide import forward_backward, optimizer_step, standing
-from detonation.train.run.request import from_plain, to_plain
 from detonation.train.run.start import compute_with_one_thread, on_ranks
 
 _AXIS_S = 4.0
