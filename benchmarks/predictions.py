@@ -120,7 +120,7 @@ class Trained:
         from detonation.cluster.processes.signals import Stop
         from detonation.plan.cost import Work, cost
         from detonation.train.loop.fit import fit
-        from detonation.train.recipe.sizes import shard_shapes
+        from detonation.train.loop.session import shard_shapes
         from detonation.train.run.decide import forward_backward, optimizer_step
 
         compute_s, _ = forward_backward(probed)

@@ -11,8 +11,8 @@ from detonation.plan.cost import Network, Work
 from detonation.plan.losses import Goal
 from detonation.plan.search import options
 from detonation.report.words import duration
+from detonation.train.loop.session import shard_shapes
 from detonation.train.recipe.resolve import read_layers
-from detonation.train.recipe.sizes import shard_shapes
 from detonation.train.run.decide import Asked, Auto, goal_of, trained
 from detonation.train.verbs.plan import Question, count, plan
 

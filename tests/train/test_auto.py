@@ -15,8 +15,8 @@ from detonation.core.schemes import buckets
 from detonation.plan.cost import Network, Work, cost, spelled
 from detonation.plan.losses import loss_table
 from detonation.plan.search import candidate_settings
+from detonation.train.loop.session import shard_shapes
 from detonation.train.recipe.resolve import Layers, parse_sets, resolve
-from detonation.train.recipe.sizes import shard_shapes
 from detonation.train.recipe.tables import from_table
 from detonation.train.run import decide
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
 
+from detonation.checkpoint.files.reader import Box
 from detonation.choices import find_function, plain_types
 from detonation.cluster.mesh import checkpoint_activations, compile_layers, init_mesh, shard, slow_axis_backend
 from detonation.cluster.network.throttled import ThrottledCommunicator
@@ -26,6 +27,7 @@ from detonation.core.optimizer.replicated import Replicated
 from detonation.core.optimizer.setup_checks import check_balance
 from detonation.core.schemes.registry import SCHEMES, scheme
 from detonation.core.schemes.scheme import Scheme
+from detonation.core.schemes.traffic import require_below_dense
 from detonation.data import Data, Streamed, dataset_function, load_dataset
 from detonation.data.translation import TranslationPairs
 from detonation.link_speed import LinkSpeed
@@ -118,6 +120,47 @@ def _with_steps(config: Config, loaded: Data) -> TrainConfig:
         raise ValueError("train.epochs of a stream are unknown, because its length is: set train.steps")
     examples = train.batch_size * train.accumulate * sum(config.mesh.sizes)
     return replace(train, steps=max(1, math.ceil(train.epochs * len(loaded.train) / examples)))
+
+
+def check_sizes(config: Config) -> None:
+    """Raises `LargerThanDense`, as the first step would, where a level would send more than full synchronisation."""
+    shards = shard_shapes(config)
+    for level in config.levels:
+        chosen = scheme(level.scheme.name, level.scheme.arguments)
+        for shapes in shards if chosen.signal != "nothing" else []:
+            require_below_dense(chosen, chosen.codec.layout(shapes), level.replicas)
+
+
+def shard_shapes(config: Config) -> list[dict[str, tuple[int, ...]]]:
+    """The shapes of the trained parameters on each rank of a node, without a model in memory."""
+    with torch.device("meta"):
+        model = build_model(config.model.name, config.model.arguments)
+    return [local_shapes(model, shard, config.mesh.shards) for shard in range(config.mesh.shards)]
+
+
+def local_shapes(model: nn.Module, shard: int, shards: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of the trained parameters on one shard, by name."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {name: Box.of_shard(parameter, shard, shards).shape for name, parameter in trained.items()}
+
+
+def misfits(config: Config) -> list[str]:
+    """The settings of `config` that do not fit together, one line each, with what to change."""
+    steps, warmup, optimizer = config.train.steps, config.schedule.warmup, config.optimizer
+    found = []
+    if warmup >= steps:
+        found.append(f"schedule.warmup is {warmup}, all of the {steps} steps: the learning rate only rises")
+    if config.train.clip and optimizer.name == "SignSGD" and not optimizer.arguments.get("momentum"):
+        found.append("train.clip changes nothing for SignSGD without momentum, which moves by signs: leave it out")
+    for level in config.levels:
+        chosen = scheme(level.scheme.name, level.scheme.arguments)
+        every = chosen.round.every
+        if every > steps:
+            found.append(
+                f"{chosen.name} exchanges every {every} steps, but there are {steps}: replicas meet at the end alone; "
+                "choose a smaller every"
+            )
+    return found
 
 
 def start_session(config: Config, device: torch.device, axis: Axis | None = None) -> Session:

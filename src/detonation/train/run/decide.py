@@ -24,12 +24,11 @@ from detonation.plan.cost import Network, Work, changed, spelled
 from detonation.plan.losses import GOAL_STEPS, Goal, task_of, trained_by
 from detonation.plan.search import BUDGET, Candidate, Option, advise, check_budget, options, row, settings, why
 from detonation.train.loop.fit import backward
-from detonation.train.loop.session import Session, check_config, check_levels, scheme_of, start_session
+from detonation.train.loop.session import Session, check_config, check_levels, scheme_of, shard_shapes, start_session
 from detonation.train.output import directory
 from detonation.train.recipe import optimizers
 from detonation.train.recipe.resolve import Layers
 from detonation.train.recipe.schema import Config, Table, require
-from detonation.train.recipe.sizes import shard_shapes
 from detonation.train.recipe.tables import to_table
 from detonation.train.run.adapt import Followed
 

@@ -16,12 +16,11 @@ from detonation.feed.admission import Admission
 from detonation.feed.publisher import Feed
 from detonation.log.records import Tapes
 from detonation.log.writer import UpdateLog
-from detonation.train.loop.session import Session
+from detonation.train.loop.session import Session, misfits
 from detonation.train.loop.summary import NOTHING, Counts, portion
 from detonation.train.output import directory, metrics, trackers
 from detonation.train.output.screen import Screen
 from detonation.train.recipe.schema import described_mesh
-from detonation.train.recipe.sizes import misfits
 from detonation.train.recipe.tables import to_table
 
 _MOST_REPLICAS = 16

@@ -16,12 +16,11 @@ from detonation.cluster.processes.rendezvous import keep_to_one_interface
 from detonation.cluster.survive.elastic_axis import Survival
 from detonation.feed.frames import host_and_port
 from detonation.feed.token import read_token
-from detonation.train.loop.session import check_config
+from detonation.train.loop.session import check_config, check_sizes
 from detonation.train.output import directory, trackers
 from detonation.train.output.screen import clear
 from detonation.train.recipe.resolve import Request, from_plain, to_plain
 from detonation.train.recipe.schema import MeshConfig, Table
-from detonation.train.recipe.sizes import check_sizes
 from detonation.train.run.decide import Asked, Auto
 from detonation.train.run.elastic_run import check_place
 from detonation.train.run.worker import RunTask, train_on_rank

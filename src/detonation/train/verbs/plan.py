@@ -129,9 +129,8 @@ def _of_parameters(question: Question, profile: Profile | None) -> _Training:
 
 def _of_recipe(question: Question, profile: Profile | None) -> _Training:
     # imported for a recipe alone: models and FSDP take a second, and arithmetic needs none of it
-    from detonation.train.loop.session import check_config
+    from detonation.train.loop.session import check_config, shard_shapes
     from detonation.train.recipe.resolve import read_layers
-    from detonation.train.recipe.sizes import shard_shapes
     from detonation.train.run.decide import Asked, Auto, settings_in, standing, trained
 
     assert question.recipe is not None
