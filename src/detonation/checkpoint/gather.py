@@ -1,9 +1,12 @@
 """Texts from every rank to every rank, and volumes: the ranks that see the same directory."""
 
 import contextlib
+import logging
 import os
 import platform
+import re
 import secrets
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -142,6 +145,52 @@ def survey(directory: Path, texts: TextExchange) -> Volumes:
         with contextlib.suppress(OSError):
             _probe(directory, token, rank).unlink()
     return Volumes(tuple(leaders))
+
+
+def warn_unless_shared(directory: Path, model: nn.Module) -> Volumes:
+    """Makes `directory` for a library that saves files of its own, and warns where nodes do not share it. Collective.
+
+    Each node has its own part of our state. The library's own part is missing somewhere, which it says when it resumes.
+    Raises `OSError` on all ranks where one cannot write there.
+    """
+    volumes = survey(directory, Texts(device_of(model)))
+    if dist.get_rank() == 0 and not volumes.shared:
+        logging.getLogger("detonation").warning(
+            "%s is not one directory for all ranks (%s): before a checkpoint is resumed, copy to each node what it "
+            "lacks from the others (rsync -a --ignore-existing)",
+            directory,
+            volumes.ranks_text(),
+        )
+    return volumes
+
+
+class CheckpointsElsewhere:
+    """The checkpoints of a library on disks of other nodes, of which it removes old ones on that of rank 0 alone.
+
+    All ranks make it before training, with the line of `warn_unless_shared`. Only what rank 0 had and has no more is
+    removed, on each other disk once, and only where it holds our `part`. named: What checkpoints are called.
+    """
+
+    def __init__(self, directory: Path, model: nn.Module, named: re.Pattern[str], part: str) -> None:
+        self._directory, self._named, self._part = directory, named, part
+        self._texts, self._volumes = Texts(device_of(model)), warn_unless_shared(directory, model)
+        self._before = self._names()
+
+    def follow(self) -> None:
+        """Removes elsewhere what rank 0 has removed since the last call. Collective."""
+        if self._volumes.shared:
+            return
+        here = self._names()
+        removed = self._texts.broadcast("\n".join(sorted(self._before - here))).split()
+        self._before, rank = here, self._texts.rank
+        if self._volumes.number(rank) and self._volumes.leads(rank):
+            for name in here.intersection(removed):
+                if (self._directory / name / self._part).is_dir():
+                    shutil.rmtree(self._directory / name, ignore_errors=True)
+
+    def _names(self) -> set[str]:
+        found = (each for each in self._directory.iterdir() if each.is_dir() and not each.is_symlink())
+        return {each.name for each in found if self._named.fullmatch(each.name)}
 
 
 def _probe(directory: Path, token: str, rank: int) -> Path:

@@ -5,6 +5,7 @@ inside the wrapper. A directory `detonation` beside the libraries' own files hol
 """
 
 import math
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -17,13 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from detonation.checkpoint.async_save import save_checkpoint
+from detonation.checkpoint.gather import CheckpointsElsewhere
 from detonation.checkpoint.newest import load_checkpoint
 from detonation.cluster.init import watch_waiting
 from detonation.core.optim.wrapper import OptimizerWrapper
 from detonation.core.optimizer.replicate import replicate
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.schemes.scheme import Scheme
-from detonation.integrations.shared_files import CheckpointsElsewhere
 
 try:
     from accelerate import Accelerator
@@ -36,6 +37,8 @@ except ImportError as error:
 
 _PART_OF_REPLICAS = "detonation"
 """The directory of a checkpoint with the exact state of every rank; the rest is the library's own."""
+_NAME = re.compile(r"checkpoint-[0-9]+")
+"""Of a checkpoint of the Trainer."""
 _USE = "parallelism_config=Replicas(dp_replicate_size=NODES, dp_shard_size=GPUS_PER_NODE)"
 
 
@@ -176,7 +179,7 @@ class Replicate(TrainerCallback):
             self.optimizer = _replicate_inside(trainer.optimizer, trainer.accelerator, trainer.model, self._scheme, own)
         self._elsewhere = None
         if args.save_strategy != "no" and not args.save_only_model:
-            self._elsewhere = CheckpointsElsewhere(Path(args.output_dir), trainer.model, _PART_OF_REPLICAS)
+            self._elsewhere = CheckpointsElsewhere(Path(args.output_dir), trainer.model, _NAME, _PART_OF_REPLICAS)
         if checkpoint is not None:
             extra = _load_part(Path(checkpoint, _PART_OF_REPLICAS), trainer.model, self.optimizer)
             self._sent_before = int(extra["bytes_sent"]) - self.optimizer.stats.bytes_sent
