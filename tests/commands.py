@@ -26,7 +26,7 @@ for name in (
     *("torch._dynamo", "torch.distributed.fsdp", "transformers.models.olmo2.modeling_olmo2"),
     *("matplotlib.figure", "matplotlib.lines", "matplotlib.patches", "matplotlib.backends.backend_svg"),
     *("detonation.train.run.start", "detonation.train.recipe.resolve", "detonation.report.page"),
-    *("detonation.cluster.fingerprint", "detonation.cluster.init", "detonation.core.optimizer.replicate"),
+    *("detonation.cluster.mesh", "detonation.cluster.init", "detonation.core.optimizer.replicate"),
     *("detonation.engines.native_engine", "detonation.engines.triton", "detonation.wire.wire"),
     *("tyro._backends._tyro_backend", "torch.profiler._cupti_monitor"),
 ):

@@ -31,7 +31,7 @@ from limits import LIMIT_S
 
 for name in (
     *("multiprocessing.popen_fork", "torch.profiler._cupti_monitor", "detonation.core.optimizer.replicated"),
-    *("detonation.cluster.fingerprint", "detonation.cluster.init", "detonation.cluster.network.throttled"),
+    *("detonation.cluster.mesh", "detonation.cluster.init", "detonation.cluster.network.throttled"),
     *("detonation.cluster.processes.waiting", "detonation.core.optimizer.replicate", "detonation.wire.wire"),
     *("detonation.engines.native_engine", "detonation.engines.triton"),
 ):

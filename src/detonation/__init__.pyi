@@ -6,8 +6,8 @@ from detonation.checkpoint.async_save import Checkpoints as Checkpoints
 from detonation.checkpoint.async_save import save_checkpoint as save_checkpoint
 from detonation.checkpoint.newest import load_checkpoint as load_checkpoint
 from detonation.checkpoint.training_state import TrainingState as TrainingState
-from detonation.cluster.fingerprint import fingerprint as fingerprint
 from detonation.cluster.init import leave as leave
+from detonation.cluster.mesh import fingerprint as fingerprint
 from detonation.cluster.mesh import init_mesh as init_mesh
 from detonation.cluster.mesh import same_weights as same_weights
 from detonation.cluster.mesh import shard as shard

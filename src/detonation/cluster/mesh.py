@@ -1,9 +1,9 @@
-"""The device mesh of replicas and shards, and the model, layer by layer, laid out on it."""
+"""The device mesh of replicas and shards, the model laid out on it, and whether replicas hold the same weights."""
 
+import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 
 from detonation.cluster.init import GROUP_TIMEOUT_S, join_world, set_group_timeouts, watch_waiting
 from detonation.cluster.network.throttled import ThrottledCommunicator
 from detonation.cluster.position import launch_position
 from detonation.cluster.uneven import UnevenAxis, UnevenMesh, sizes_of_nodes
-from detonation.core.flat.tensors import local
-from detonation.core.link.communicator import Axis, require_device
+from detonation.core.agreement.buffers import persistent_buffers
+from detonation.core.flat.tensors import digest, local
+from detonation.core.link.communicator import Axis, carries, require_device
 from detonation.core.link.link import Link
 from detonation.core.optimizer.gathered import local_parameters
 from detonation.link_speed import SLOW_BACKENDS, LinkSpeed
@@ -34,36 +34,6 @@ def layers_of(module: nn.Module) -> Iterator[nn.Module]:
             yield from child
         else:
             yield from layers_of(child)
-
-
-def checkpoint_activations(model: nn.Module) -> None:
-    """Keeps the inputs of each layer alone for backward, which computes the rest again. In place; names stay.
-
-    After `compile_layers` and before `shard`, whose hooks gather a layer's weights around both computations. Raises
-    `ValueError` where the model has no layers.
-    """
-    for layer in _some_layers(model, "train.checkpoint_activations"):
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-
-
-def compile_layers(model: nn.Module, backend: str) -> None:
-    """Compiles each layer by itself: layers of one shape are compiled once. In place; names stay.
-
-    The hooks of `shard` stay outside of the compiled code. Raises `ValueError` where the model has no layers, or torch
-    no such backend.
-    """
-    known = torch.compiler.list_backends(exclude_tags=())
-    if backend not in known:
-        raise ValueError(f"train.compile is {backend!r}, but must be one of {', '.join(sorted(known))}")
-    for layer in _some_layers(model, "train.compile"):
-        layer.forward = torch.compile(layer.forward, backend=backend)
-
-
-def _some_layers(model: nn.Module, setting: str) -> list[nn.Module]:
-    layers = list(layers_of(model))
-    if not layers:
-        raise ValueError(f"{setting} works on layers, the elements of an nn.ModuleList, and the model has none")
-    return layers
 
 
 def slow_axis_backend(axis: str, device: str, chosen: str | None) -> dict[int | str, Any] | None:
@@ -303,3 +273,60 @@ def same_weights(model: nn.Module, axis: DeviceMesh) -> None:
         if local(tensor).numel():
             dist.broadcast(local(tensor), source, group=group)
     resync_weights(model)
+
+
+def fingerprint(model: nn.Module, mesh: DeviceMesh) -> tuple[str, bool]:
+    """Hashes the parameters of the first replica and compares all replicas with it, bit for bit. Collective.
+
+    The comparison includes the persistent buffers, such as the running statistics of BatchNorm: they are equal after
+    `synchronize()`, and differ as soon as replicas have trained on.
+
+    Args:
+        mesh: the mesh ("replicate", "shard") over all ranks, as `init_mesh` makes it, or one with more axes. Without an
+            axis "replicate" the first one joins the replicas.
+
+    Returns:
+        The sha256 in hex, which depends on the number of shards, and True where all replicas are equal.
+
+    Example:
+        >>> import torch, torch.distributed as dist, detonation as dt
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model, mesh = torch.nn.Linear(8, 8), dt.init_mesh(replicas=1, shards=1, device="cpu")
+        >>> sha256, equal = dt.fingerprint(model, mesh)
+        >>> len(sha256), equal
+        (64, True)
+        >>> dt.leave()
+    """
+    device = torch.device("cpu")  # wherever the parameters are, also offloaded ones
+    if not carries(distributed_c10d._get_default_group(), device):
+        device = torch.device(mesh.device_type)
+    axis = mesh["replicate"] if isinstance(mesh, UnevenMesh) else None
+    parts = axis.cut(local_parameters(model)) if axis is not None else {(): local_parameters(model)}
+    buffer = torch.cat([weights_digest(model, pieces) for pieces in parts.values()]).to(device)
+    gathered = [torch.empty_like(buffer) for _ in range(mesh.size())]
+    dist.all_gather(gathered, buffer)
+    digests = [bytes(b.tolist()) for b in gathered]
+    if axis is not None:
+        owners = [*enumerate(parts)]
+        of_pieces = [[digests[ranks[r]][64 * n : 64 * n + 64] for n, ranks in owners] for r in range(axis.size())]
+        return compared_digests(of_pieces)
+    names = mesh.mesh_dim_names or ()
+    rows = mesh.mesh.movedim(names.index("replicate") if "replicate" in names else 0, 0).flatten(1)
+    replicas = [[digests[rank] for rank in row] for row in rows.tolist()]
+    return compared_digests(replicas)
+
+
+def weights_digest(model: nn.Module, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
+    """The sha256 of a rank's parameters, or of those given, and that of its persistent buffers.
+
+    Shapes: `[64]` uint8.
+    """
+    parameters = local_parameters(model) if parameters is None else parameters
+    both = bytes.fromhex(digest(parameters.values()) + digest(persistent_buffers(model).values()))
+    return torch.tensor(list(both), dtype=torch.uint8)
+
+
+def compared_digests(replicas: Sequence[Sequence[bytes]]) -> tuple[str, bool]:
+    """The fingerprint of the first replica, and whether all are equal, by the `weights_digest` of each shard."""
+    of_parameters = b"".join(both[:32] for both in replicas[0])
+    return hashlib.sha256(of_parameters).hexdigest(), all(replica == replicas[0] for replica in replicas)

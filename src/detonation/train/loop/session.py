@@ -7,16 +7,18 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, get_type_hints
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import checkpoint
 
 from detonation.checkpoint.files.reader import Box
 from detonation.choices import find_function, plain_types
-from detonation.cluster.mesh import checkpoint_activations, compile_layers, init_mesh, shard, slow_axis_backend
+from detonation.cluster.mesh import init_mesh, layers_of, shard, slow_axis_backend
 from detonation.cluster.network.throttled import ThrottledCommunicator
 from detonation.cluster.survive.elastic_axis import elastic, place
 from detonation.cluster.survive.surviving import SurvivingCommunicator
@@ -213,6 +215,36 @@ def _with_layers(model: nn.Module, train: TrainConfig) -> nn.Module:
     if train.checkpoint_activations:
         checkpoint_activations(model)
     return model
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Keeps the inputs of each layer alone for backward, which computes the rest again. In place; names stay.
+
+    After `compile_layers` and before `shard`, whose hooks gather a layer's weights around both computations. Raises
+    `ValueError` where the model has no layers.
+    """
+    for layer in _some_layers(model, "train.checkpoint_activations"):
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def compile_layers(model: nn.Module, backend: str) -> None:
+    """Compiles each layer by itself: layers of one shape are compiled once. In place; names stay.
+
+    The hooks of `shard` stay outside of the compiled code. Raises `ValueError` where the model has no layers, or torch
+    no such backend.
+    """
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        raise ValueError(f"train.compile is {backend!r}, but must be one of {', '.join(sorted(known))}")
+    for layer in _some_layers(model, "train.compile"):
+        layer.forward = torch.compile(layer.forward, backend=backend)
+
+
+def _some_layers(model: nn.Module, setting: str) -> list[nn.Module]:
+    layers = list(layers_of(model))
+    if not layers:
+        raise ValueError(f"{setting} works on layers, the elements of an nn.ModuleList, and the model has none")
+    return layers
 
 
 def check_levels(levels: Sequence[LevelConfig], balance: bool = False) -> tuple[LevelConfig, ...]:

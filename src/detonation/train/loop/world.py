@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from detonation.checkpoint.gather import Texts
-from detonation.cluster.fingerprint import compared_digests, fingerprint, weights_digest
+from detonation.cluster.mesh import compared_digests, fingerprint, weights_digest
 from detonation.cluster.survive.groups import SurvivedLoss
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
