@@ -29,8 +29,8 @@ from detonation.core.runtime import Runtime  # noqa: E402
 from detonation.core.schemes import buckets  # noqa: E402
 from detonation.engines.triton import why_not  # noqa: E402
 from detonation.kernels.gpu import inspection, launches, launching  # noqa: E402
+from detonation.kernels.gpu.addressing import as_bf16, dealt_row, message_of_row  # noqa: E402
 from detonation.kernels.gpu.messages import add_run  # noqa: E402
-from detonation.kernels.parts.addressing import as_bf16, dealt_row, message_of_row  # noqa: E402
 from zoo import TALKING  # noqa: E402
 
 CPU = torch.device("cpu")

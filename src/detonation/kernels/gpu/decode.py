@@ -3,18 +3,18 @@
 import triton
 import triton.language as tl
 
-from detonation.kernels.gpu.messages import is_last
-from detonation.kernels.parts.addressing import (
+from detonation.kernels.gpu.addressing import (
     load_coordinates,
     message_of_row,
+    places_of_row,
     rounded_as,
     slot_of,
     span_of,
     store_coordinates,
     wide,
 )
-from detonation.kernels.parts.choosing import places_of_row
-from detonation.kernels.parts.numbers import load_packed, load_value, product_of, sum_of_halves
+from detonation.kernels.gpu.messages import is_last
+from detonation.kernels.gpu.numbers import load_packed, load_value, product_of, sum_of_halves
 
 
 @triton.jit

@@ -3,19 +3,20 @@
 import triton
 import triton.language as tl
 
-from detonation.kernels.gpu.decode import aggregated, coefficients_of
-from detonation.kernels.parts.addressing import (
+from detonation.kernels.gpu.addressing import (
     as_bf16,
     bf16_bits,
     dealt_row,
+    largest_of,
     load_coordinates,
+    places_of_row,
     slot_of,
     span_of,
     status_of,
     wide,
 )
-from detonation.kernels.parts.choosing import largest_of, places_of_row
-from detonation.kernels.parts.numbers import product_of, quantised, store_bf16, store_fp32, store_packed, write_int8
+from detonation.kernels.gpu.decode import aggregated, coefficients_of
+from detonation.kernels.gpu.numbers import product_of, quantised, store_bf16, store_fp32, store_packed, write_int8
 
 
 @triton.jit
@@ -65,7 +66,7 @@ def encode_kernel(
 
     Args:
         residual: `[rows, CHUNK]` fp32, decayed and added to; without `MEMORY` the signal takes its place.
-        signals: A table of addresses and kinds, `[2, slots]` int64; see `addressing`.
+        signals: A table of addresses and kinds, `[2, slots]` int64; see `addressing.load_coordinates`.
         status: `[statuses]` int64; where any is not 0 the residual stays as it is, and zeros are sent.
         message: The first byte of the values of the first message; `stride` bytes further those of the next one.
         statistics_at, indices_at: Where statistics and indices begin, after the values.

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from detonation.kernels.gpu.addressing import rotation_kernel
 from detonation.kernels.gpu.decode import decode_kernel
 from detonation.kernels.gpu.encode import encode_kernel
 from detonation.kernels.gpu.inspection import RUNS, is_aligned, power
 from detonation.kernels.gpu.launching import INTERPRETED, Addresses, Coding, Places, Slots, launch
-from detonation.kernels.parts.choosing import rotation_kernel
 
 PROGRAMS = 1024
 """The most programs of a launch whose programs work on one piece after the other: a few for each multiprocessor."""

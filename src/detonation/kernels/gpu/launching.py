@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from detonation.kernels.parts.addressing import BF16, FP16, FP32
+from detonation.kernels.gpu.addressing import BF16, FP16, FP32
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """True where Triton's interpreter runs the kernels, which takes as long for few numbers as for many."""

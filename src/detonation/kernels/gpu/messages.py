@@ -4,8 +4,8 @@ messages, of sums that the network has added up, and of signals before they ente
 import triton
 import triton.language as tl
 
-from detonation.kernels.parts.addressing import load_coordinates, slot_of, span_of, status_of, wide
-from detonation.kernels.parts.numbers import LARGEST, facts_of, load_value
+from detonation.kernels.gpu.addressing import load_coordinates, slot_of, span_of, status_of, wide
+from detonation.kernels.gpu.numbers import LARGEST, facts_of, load_value
 
 LINE_WORDS, LINE_BYTES = tl.constexpr(1024), tl.constexpr(4096)
 TOGETHER = tl.constexpr(8)

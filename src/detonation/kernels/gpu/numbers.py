@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from detonation.kernels.parts.addressing import bf16_bits, wide
+from detonation.kernels.gpu.addressing import bf16_bits, wide
 
 LARGEST = tl.constexpr(3.4028234663852886e38)
 """The largest finite fp32 number."""
