@@ -47,7 +47,6 @@ class VerifyReport:
         return not self.faults and not self.differences
 
     def line(self) -> str:
-        """The report in one line."""
         if self.faults:
             return f"{self.path}: not whole: {'; '.join(self.faults)}"
         whole = "whole"
@@ -113,6 +112,21 @@ def newest(directory: Path) -> tuple[Path, Manifest]:
         if not verify(path).faults:
             return path, manifest.read_manifest(path)
     raise ValueError(f"no checkpoint in {directory} is whole: {verify(found[0]).line()}")
+
+
+def newest_model(directory: Path) -> tuple[CheckpointReader, list[int], Elastic]:
+    """The newest whole checkpoint of `directory`, its replicas that are all here, and the one model that they make.
+
+    Raises `ValueError` where none is whole, no replica is here, or the replicas trained alone.
+    """
+    path, described = newest(directory)
+    if described.replicas > 1 and any(level["scheme"] == "none" for level in described.levels[-1:]):
+        raise ValueError(f"{path} is of {described.replicas} replicas that trained alone: there is no one model in it")
+    here = whole_replicas(path, described)
+    if not here:
+        raise ValueError(f"{path} has no replica with all its shards: copy the other nodes' files into it first")
+    reader = CheckpointReader(path, described)
+    return reader, here, Elastic(reader, Coordinates(0, 1, 0, 1), here)
 
 
 def _why_uncompared(described: Manifest, here: Collection[str]) -> str:
@@ -228,14 +242,8 @@ def _is_exported(directory: Path) -> bool:
 
 
 def _saved(directory: Path) -> tuple[_Read, str]:
-    path, manifest = newest(directory)
-    if manifest.replicas > 1 and all(level["scheme"] == "none" for level in manifest.levels):
-        raise ValueError(f"{path} is of {manifest.replicas} replicas that trained alone: there is no one model in it")
-    here = whole_replicas(path, manifest)
-    if not here:
-        raise ValueError(f"{path} has no replica with all its shards: copy the other nodes' files into it first")
-    source = Elastic(CheckpointReader(path, manifest), Coordinates(0, 1, 0, 1), here)
-    return lambda name, box: source.agreed(f"model.{name}", box, manifest.alike), f"weights of {path}"
+    saved, _, source = newest_model(directory)
+    return lambda name, box: source.agreed(f"model.{name}", box, saved.manifest.alike), f"weights of {saved.path}"
 
 
 def _exported(directory: Path) -> tuple[_Read, str]:

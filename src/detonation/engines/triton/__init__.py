@@ -29,7 +29,9 @@ def triton_engine(
         from detonation.engines.triton.engine import TritonEngine
 
         reason = why_not_triton(codec)
-    _say(f"torch, because {reason}" if reason else "triton, in kernels that have never run on a GPU before")
+    note_engine(
+        f"is torch, because {reason}" if reason else "is triton, in kernels that have never run on a GPU before"
+    )
     return None if reason else TritonEngine(codec, layout, memory, runtime, room)
 
 
@@ -55,6 +57,6 @@ def _launches() -> tuple[ModuleType | None, str]:
 
 
 @cache
-def _say(engine: str) -> None:
-    """Logs the choice of an engine, once for each reason."""
-    _log.info("the engine on the accelerator is %s", engine)
+def note_engine(what: str) -> None:
+    """Logs what the engine is, or leaves to ordinary torch, once for each reason."""
+    _log.info("the engine on the accelerator %s", what)

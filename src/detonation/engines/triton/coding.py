@@ -56,7 +56,6 @@ def why_decoded_in_torch(received: Received) -> str:
 
 
 def coding_of(codec: Codec) -> Coding:
-    """The part of `codec` that is compiled into a kernel."""
     selection, coding, sends = codec.selection, codec.index_coding, not codec.selection.shared
     return Coding(
         selection.chunk,

@@ -1,9 +1,8 @@
 """The Triton engine: a replica's encode and decode on an accelerator, each in one launch over all rows."""
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from detonation.core.flat.layout import Layout, copy
 from detonation.core.flat.owners import RowOwners
 from detonation.core.memory import Feedback, Memory
 from detonation.core.runtime import Runtime
+from detonation.engines.triton import note_engine
 from detonation.engines.triton.coding import (
     AGGREGATION_NAMES,
     coding_of,
@@ -36,16 +36,9 @@ from detonation.engines.triton.coding import (
 from detonation.engines.triton.device_guard import TritonGuard
 from detonation.kernels.gpu import inspection, launches, launching
 
-_log = logging.getLogger("detonation")
 OwnerRows = tuple[int, int, int, int, int, int]
 """The number of an owner; the owners, and the rows of each: in turns, of one turn, and all (`addressing.dealt_row`);
 the rows of the flat."""
-
-
-@cache
-def _say(what: str) -> None:
-    """Logs what ordinary torch does, and why, once for each reason."""
-    _log.info("the engine on the accelerator %s", what)
 
 
 class TritonEngine(ReferenceEngine):
@@ -162,7 +155,7 @@ class TritonEngine(ReferenceEngine):
         """True if a kernel decodes these messages; else the log says once why not."""
         reason = why_decoded_in_torch(received)
         if reason:
-            _say(f"decodes in torch, because {reason}")
+            note_engine(f"decodes in torch, because {reason}")
         return not reason
 
     def reply(self, received: Received, run: MessageRows, step: int) -> None:
@@ -178,7 +171,7 @@ class TritonEngine(ReferenceEngine):
         self, answer: Codec, aggregation: Aggregation, residual: Tensor, owners: RowOwners, owner: int
     ) -> "TritonEngine | None":
         if reason := why_not_triton(answer, aggregation):
-            _say(f"answers as an owner in torch, because {reason}")
+            note_engine(f"answers as an owner in torch, because {reason}")
             return None
         codec = replace(answer, basis=Identity())
         layout = codec.layout({"the rows of an owner": residual.shape})
@@ -195,7 +188,6 @@ class TritonEngine(ReferenceEngine):
         run: MessageRows,
         arrivals: Any = None,
     ) -> None:
-        """Encodes a signal into `run` in one launch."""
         memory = self.memory
         self._rotate(codec, step)
         readable = [None if s is None else self._readable(s) for s in signals]  # copies live until the launch
@@ -253,7 +245,6 @@ class TritonEngine(ReferenceEngine):
         return tensor.contiguous() if tensor.dtype in launching.KIND_OF else tensor.float().contiguous()
 
     def _rotate(self, codec: Codec, step: int) -> None:
-        """Makes the coder's rotation that of `step`."""
         selection, coder = codec.selection, self._coder(codec)
         place = selection.place(step, self._seed) if isinstance(selection, Rotation) else (0, 0, 0)
         if not selection.shared or coder.rotations.place == place:

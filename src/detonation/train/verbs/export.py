@@ -10,10 +10,9 @@ from safetensors.torch import save_file, save_model
 
 from detonation.checkpoint.elastic import Elastic
 from detonation.checkpoint.files.manifest import Manifest
-from detonation.checkpoint.files.reader import Box, CheckpointReader, ShardReader
+from detonation.checkpoint.files.reader import Box, ShardReader
 from detonation.checkpoint.snapshot import weights
-from detonation.checkpoint.verify import EXPORTED, newest, whole_replicas
-from detonation.core.link.coordinates import Coordinates
+from detonation.checkpoint.verify import EXPORTED, newest_model
 from detonation.data.tokens import tokenizer_of
 from detonation.models import build_model
 from detonation.train.recipe.resolve import require_trust
@@ -42,22 +41,13 @@ def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, An
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is not empty: choose another --out")
-    path, manifest = newest(directory)
+    saved, here, source = newest_model(directory)
+    manifest = saved.manifest
     config = _config(manifest)
-    if manifest.replicas > 1 and any(level["scheme"] == "none" for level in manifest.levels[-1:]):
-        raise ValueError(
-            f"{path} is of {manifest.replicas} replicas that trained alone: there is no one model to export"
-        )
-    if config is not None:
-        require_trust(trust_code, config, str(path), "export", "model")
-    here = whole_replicas(path, manifest)
-    if not here:
-        raise ValueError(f"{path} has no replica with all its shards: copy the other nodes' files into it first")
-    reader = CheckpointReader(path, manifest)
-    source = Elastic(reader, Coordinates(0, 1, 0, 1), here)
     if config is None:
-        numel, for_transformers = _write_state_dict(reader.shards(here[0]), source, out), False
+        numel, for_transformers = _write_state_dict(saved.shards(here[0]), source, out), False
     else:
+        require_trust(trust_code, config, str(saved.path), "export", "model")
         numel, for_transformers = _write_model(config, source, out)
     os.umask(mask := os.umask(0))
     for file in out.iterdir():
@@ -65,7 +55,7 @@ def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, An
     mean = "" if manifest.alike or len(here) == manifest.replicas else f"{len(here)} of {manifest.replicas}"
     return {
         "exported": str(out),
-        "checkpoint": str(path),
+        "checkpoint": str(saved.path),
         "step": manifest.step,
         "num_parameters": numel,
         "for_transformers": for_transformers,
