@@ -126,7 +126,6 @@ def _merge(tensors: list[Tensor], key: str) -> Tensor:
 
 
 def owned_rows(pieces: list[Tensor], channel: Channel) -> Tensor:
-    """The rows of the server residuals that this replica owns."""
     # a tensor of each parameter's local shape -> [owned, chunk] coefficients
     codec = channel.engine.codec
     flat = codec.basis.forward(channel.layout.flatten(pieces, torch.device("cpu")))

@@ -98,7 +98,6 @@ class Volumes:
 
     @property
     def shared(self) -> bool:
-        """True where all ranks see one directory."""
         return len(set(self.leaders)) == 1
 
     def leads(self, rank: int) -> bool:

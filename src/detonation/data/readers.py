@@ -125,7 +125,6 @@ def is_hub(source: str) -> bool:
 
 
 def is_saved(folder: Path) -> bool:
-    """True for a directory that `datasets` has saved."""
     return any((folder / mark).is_file() for mark in _SAVED)
 
 

@@ -110,7 +110,6 @@ def _label(source: str) -> str:
 
 
 def _read(source: str, split: str | None, column: str | None) -> list[bytes]:
-    """The documents of a source."""
     if readers.is_hub(source):
         texts = readers.column_of(readers.hub_rows(source, split or "train"), column, ["text"])
         return [str(value).encode() for value in texts if value]
@@ -124,7 +123,6 @@ def _read(source: str, split: str | None, column: str | None) -> list[bytes]:
 def _streamed(
     source: str, context: int, tokenizer: str, split: str | None, column: str | None
 ) -> tuple["TextStream", TextBlocks]:
-    """The stream of a source, and what it holds out."""
     if source in _NAMED:
         raise ValueError(f"{source} is read as a whole: leave data.streaming out")
     if not readers.is_hub(source):
@@ -201,7 +199,6 @@ class TextStream:
         self._cursors[part, parts] = [cursor]
 
     def _of(self, part: int, parts: int) -> "list[_Cursor]":
-        """The readers of a part, one at least."""
         return self._cursors.get((part, parts)) or self._cursors.setdefault((part, parts), [self._fresh(part, parts)])
 
     def _fresh(self, part: int, parts: int) -> "_Cursor":
@@ -225,7 +222,6 @@ class _Cursor:
         self._open(None)
 
     def block(self) -> list[int]:
-        """The next `context` ids."""
         block: list[int] = []
         while len(block) < self._context:
             if self._given == len(self._document):

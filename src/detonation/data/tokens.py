@@ -111,7 +111,6 @@ def all_ids(documents: Sequence[bytes], tokenizer: str) -> Tensor:
 
 
 def _encoded(documents: Sequence[bytes], tokenizer: str) -> bytearray:
-    """The ids of all documents as int32."""
     encode, ids = document_encoder(tokenizer), bytearray()
     for document in documents:
         ids += array("i", encode(document)).tobytes()

@@ -98,7 +98,6 @@ class TranslationPairs:
 
 
 def _byte_ids(sentence: bytes) -> list[int]:
-    """An id for each byte, and one for the end."""
     return [*(byte + OFFSET for byte in sentence), END]
 
 
@@ -116,7 +115,6 @@ def _hold_out(pairs: Sequence[SentencePair]) -> tuple[list[SentencePair], list[S
 
 
 def _read(source: str, split: str | None, column: str | None) -> tuple[str, list[SentencePair]]:
-    """Reads a source: its label and its pairs."""
     if readers.is_hub(source):
         found = readers.column_of(readers.hub_rows(source, split or "train"), column, ["translation"])
         return readers.label(source), _stripped(source, _in_order(source, found))

@@ -99,7 +99,6 @@ class FrameSocket:
 
 
 def encoded(table: Mapping[str, Any]) -> bytes:
-    """A table as the content of a frame."""
     return json.dumps(table, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -251,13 +250,11 @@ class Subscription:
             self.drop("it is too far behind")
 
     def finish(self, about: Mapping[str, Any]) -> None:
-        """Queues the end."""
         with self._changed:
             self._queue.append((BYE, encoded(about)))
             self._changed.notify()
 
     def drop(self, reason: str) -> None:
-        """Ends the connection."""
         with self._changed:
             was, self.alive = self.alive, False
             self._queue.clear()
@@ -267,7 +264,6 @@ class Subscription:
             _log.warning("%s no longer follows: %s", self.peer, reason)
 
     def join(self, wait_s: float) -> None:
-        """Waits until everything is sent."""
         self._thread.join(wait_s)
 
     def _send(self) -> None:

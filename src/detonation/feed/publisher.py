@@ -207,7 +207,6 @@ class Feed(StepRecorder):
             each.join(max(0.0, deadline - time.monotonic()))
 
     def hand_on(self, records: Sequence[LogRecord]) -> None:
-        """Queues the records of one step for each follower."""
         content = b"".join(part for record in filter(self._is_new, records) for part in record.parts())
         for each in self._subscribed:
             each.offer(content)

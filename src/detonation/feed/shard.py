@@ -41,7 +41,6 @@ class ReceivedSteps(Player):
         self.records: deque[LogRecord] = deque()
 
     def read(self) -> LogRecord | None:
-        """The next record that was received."""
         return self.records.popleft() if self.records else None
 
 

@@ -189,6 +189,5 @@ class Stream:
 
 
 def close_all(streams: Iterable[Stream]) -> None:
-    """Ends the connections of `streams`."""
     for stream in streams:
         stream.close()

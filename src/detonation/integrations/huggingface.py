@@ -282,15 +282,12 @@ class _ReplicatedStep(OptimizerWrapper):
         self.replicated = inside
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one step with the replicas."""
         return self.replicated.step(closure)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the base optimizer."""
         return self.base.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state of the base optimizer."""
         self.base.load_state_dict(state_dict)
 
 

@@ -97,7 +97,6 @@ class _Sharding:
     def parallelize(
         self, model: nn.Module, *, parallel_dims: ParallelDims, training: Any, parallelism: Any, **others: Any
     ) -> nn.Module:
-        """Shards the model inside each replica."""
         check_dimensions(parallel_dims)
         self._steps = training.steps
         if self._clip is None:  # a second trainer of the same configuration finds what the first one left
@@ -193,7 +192,6 @@ class ReplicaMetrics(MetricsProcessor):  # type: ignore[misc]
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        """Logs a step."""
         stats, sent = self.optimizers.replicated.stats, self.optimizers.bytes_sent
         norm = grad_norm if stats.grad_norm is None else stats.grad_norm.item()
         exchange = {"bytes_sent": sent, "waited_s": stats.waited_s}

@@ -43,12 +43,10 @@ class LogRecord:
     content: bytes | bytearray | memoryview
 
     def parts(self) -> list[bytes | bytearray | memoryview]:
-        """The bytes of the record."""
         head = _CHECKED.pack(_MAGIC, self.kind, self.place, self.step, len(self.content))
         return [head + struct.pack("<I", zlib.crc32(self.content, zlib.crc32(head))), self.content]
 
     def table(self) -> dict[str, Any]:
-        """The content as JSON."""
         found = json.loads(bytes(self.content))
         if not isinstance(found, dict):
             raise DamagedLog("a record of a log is no table")
@@ -56,7 +54,6 @@ class LogRecord:
 
 
 def noted(kind: int, step: int, table: dict[str, Any]) -> LogRecord:
-    """A record with JSON."""
     return LogRecord(kind, 0, step, json.dumps(table, separators=(",", ":")).encode())
 
 

@@ -71,7 +71,6 @@ class Player(ABC):
         return
 
     def _load(self) -> bool:
-        """Reads one record; false at the end."""
         record = self.read()
         if record is None:
             return False

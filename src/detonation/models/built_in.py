@@ -68,7 +68,6 @@ def olmo2(
 
 
 def _causal(vocab: int, hidden_size: int, layers: int, heads: int, feed_forward: int, dropout: float) -> dict[str, Any]:
-    """The configuration that both language models share."""
     sizes = {"hidden_size": hidden_size, "heads": heads, "vocab": vocab, "layers": layers, "feed_forward": feed_forward}
     if (width := checked(dropout, **sizes)) % 2:
         raise ValueError(f"heads {heads} of hidden_size {hidden_size} are {width} wide: rotary positions need even")

@@ -111,7 +111,6 @@ class Cost:
 
     @cached_property
     def total_s(self) -> float:
-        """Seconds per step."""
         return self.compute_s + self.step_s + self.exposed_s
 
     @property
@@ -121,7 +120,6 @@ class Cost:
 
     @property
     def bytes_per_day(self) -> float:
-        """Bytes that a node sends per day of training."""
         return self.bytes_sent * 86400 / self.total_s
 
 

@@ -86,7 +86,6 @@ class Loss:
 
     @property
     def conditions(self) -> str:
-        """The evidence in words."""
         size = f"{self.parameters / 1e6:.1f} M parameters"
         return f"{self.recipe}, {size}, {_counted(self.replicas, 'replica')}, {self.steps:,} steps"
 
@@ -194,18 +193,15 @@ def trained_by(name: str, settings: Mapping[str, Any]) -> str:
 
 
 def optimizers() -> list[str]:
-    """The optimizers that losses were measured with."""
     return list(dict.fromkeys(loss.optimizer for loss in loss_table()))
 
 
 def recipes() -> list[str]:
-    """The recipes whose losses were measured."""
     return list(dict.fromkeys(loss.recipe for loss in loss_table()))
 
 
 @cache
 def loss_table() -> tuple[Loss, ...]:
-    """Reads all measurements from losses.json beside this module."""
     text = resources.files("detonation.plan").joinpath("losses.json").read_text(encoding="utf-8")
     rows = [{**row, "losses": {int(seed): loss for seed, loss in row["losses"].items()}} for row in json.loads(text)]
     return tuple(Loss(**row) for row in rows)

@@ -196,7 +196,6 @@ def advise(
 
 
 def row(option: Option, goal: Goal) -> dict[str, Any]:
-    """One option as plain values."""
     cost, found, seconds = option.cost, option.estimate, option.seconds(goal)
     return {
         "scheme": cost.scheme.name,

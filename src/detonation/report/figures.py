@@ -46,7 +46,6 @@ class Key:
     marker: str = ""
 
     def artist(self) -> Any:
-        """The entry for matplotlib."""
         from matplotlib.lines import Line2D
         from matplotlib.patches import Patch
 
@@ -102,7 +101,6 @@ class Chart:
 
 
 def keys(runs: Sequence[Run]) -> list[Key]:
-    """Chooses colour, dash and marker of each run."""
     many = len(COLOURS)
     return [
         Key(shortened(run.name), COLOURS[i % many], _DASHES[i // many % len(_DASHES)], _MARKERS[i % len(_MARKERS)])

@@ -64,7 +64,6 @@ def try_write(directories: Sequence[Path], out: Path | None = None) -> str:
 
 
 def _page_html(runs: Sequence[Run]) -> str:
-    """The page about `runs`: page.html, filled in."""
     first, single = runs[0], len(runs) == 1
     numbers = run_rows(first.summary)
     (loss, costs), rows = charts(runs), results([run.summary for run in runs])

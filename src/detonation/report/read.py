@@ -44,7 +44,6 @@ class Run:
         return split and not self.summary.get("simulated")
 
     def series(self, key: str) -> list[float]:
-        """The values of `key`, one per step."""
         return [record[key] for record in self.records]
 
     def bytes_so_far(self) -> list[float]:

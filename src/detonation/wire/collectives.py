@@ -35,7 +35,6 @@ class BlockIntegers:
 
     @property
     def largest(self) -> int:
-        """The largest integer: 7 or 127."""
         return (1 << self.width - 1) - 1
 
     def nbytes(self, count: int) -> int:

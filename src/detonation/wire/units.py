@@ -131,7 +131,6 @@ def resync_weights(model: nn.Module) -> None:
 
 
 def shard_units(model: nn.Module) -> list[ShardUnit]:
-    """The units of `model` with a shard wire, in the order of its modules."""
     found = (getattr(module, _UNIT, None) for module in model.modules())
     return [unit for unit in found if isinstance(unit, ShardUnit)]
 

@@ -14,7 +14,6 @@ _NAME = re.compile(r"step-(\d{6,15})|\.step-(\d{6,15})\.part")
 
 
 def checkpoint_name(step: int) -> str:
-    """The directory name of the checkpoint after `step` steps."""
     return f"step-{step:06d}"
 
 
@@ -93,7 +92,6 @@ def retire(directory: Path, step: int, kept: Collection[int]) -> None:
 
 
 def abandon(directory: Path, step: int) -> None:
-    """Removes the partial directory of a checkpoint that failed."""
     disk.remove(partial_path(directory, step))
 
 

@@ -32,7 +32,6 @@ class Operation:
     samples: Sequence[Sample] = ()
 
     def seconds(self, nbytes: float) -> float:
-        """The duration of the operation when each rank sends `nbytes`."""
         return self.latency_s + 8 * nbytes / self.rate_bits_per_s
 
 

@@ -59,7 +59,6 @@ class WorldError(DetonationError, RuntimeError):
 
 
 def failure_from_exception(rank: int, error: BaseException) -> Failure:
-    """The failure of a rank that raised `error`."""
     return Failure(
         rank,
         time.time(),
@@ -112,5 +111,4 @@ def write_result(path: Path, value: Any) -> None:
 
 
 def read_result(path: Path) -> Any:
-    """Reads a result that `write_result` wrote."""
     return json.loads(path.read_text(encoding="utf-8"))

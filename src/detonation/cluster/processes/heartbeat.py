@@ -45,7 +45,6 @@ class FileBoard:
         os.pwrite(self._counts, count.to_bytes(_BYTES, "little"), rank * _BYTES)
 
     def read_counts(self, ranks: Sequence[int]) -> list[int]:
-        """The counts of `ranks`."""
         return [int.from_bytes(os.pread(self._counts, _BYTES, rank * _BYTES), "little") for rank in ranks]
 
     def post_notice(self, notice: str) -> str:

@@ -135,7 +135,6 @@ class WeightFile:
 
     @classmethod
     def of(cls, run: int, step: int, kind: str, content: Iterable[memoryview]) -> Self:
-        """The name for a file with `content`."""
         return cls(run, step, kind, _checksum(content))
 
     @classmethod

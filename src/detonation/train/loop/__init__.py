@@ -1,4 +1,1 @@
-"""The training loop of one rank: its session, a step, validation, checkpoints, and the summary at the end.
-
-Imports from `recipe` and `output`; `run` and `verbs` may import from here.
-"""
+"""The training loop of one rank: its session, a step, validation, checkpoints, and the summary at the end."""

@@ -91,5 +91,4 @@ def autocast(session: Session) -> AbstractContextManager[object]:
 
 
 def to(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """`batch` on `device`."""
     return {key: value.to(device, non_blocking=True) for key, value in batch.items()}

@@ -104,7 +104,6 @@ def check_config(config: Config) -> Config:
 
 
 def check_translates(model: Any, data: Data) -> None:
-    """Raises `ValueError` where no BLEU can be computed."""
     if not isinstance(data.validation, TranslationPairs):
         raise ValueError(f"train.bleu_sentences is for translations, but the data {data.name} are {data.kind}")
     if getattr(getattr(model, "config", None), "decoder_start_token_id", None) is None:
@@ -265,7 +264,6 @@ def check_levels(levels: Sequence[LevelConfig], balance: bool = False) -> tuple[
 
 
 def scheme_of(level: LevelConfig) -> Scheme:
-    """The scheme of `level`."""
     return scheme(level.scheme.name, level.scheme.arguments)
 
 
@@ -283,7 +281,6 @@ def axes(config: Config, mesh: DeviceMesh) -> list[Axis]:
 
 
 def safety(config: Config) -> Safety:
-    """The reaction to non-finite gradients and to desync, as [train] has it."""
     return Safety(config.train.non_finite, config.train.verify_every, config.train.on_desync)  # type: ignore[arg-type]
 
 

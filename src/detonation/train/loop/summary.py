@@ -142,7 +142,6 @@ def _examples(session: Session) -> int:
 
 
 def _most(session: Session, count: int) -> int:
-    """The largest `count` of all ranks."""
     return int(max(count for (count,) in session.world.all_gather(torch.tensor([count], device=session.device))()))
 
 

@@ -1,4 +1,1 @@
-"""The output of a run: its directory, `metrics.jsonl`, trackers, the lines and gauges of the terminal.
-
-Imports from `recipe` alone; `loop`, `run` and `verbs` may import from here.
-"""
+"""The output of a run: its directory, `metrics.jsonl`, trackers, the lines and gauges of the terminal."""

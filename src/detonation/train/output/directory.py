@@ -206,7 +206,6 @@ class RunDirectory:
         self._lock.flush()
 
     def close(self) -> None:
-        """Lets go of the lock."""
         self._lock.close()
 
 
@@ -224,7 +223,6 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Reads a file of `write_json`."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 

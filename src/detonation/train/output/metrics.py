@@ -61,7 +61,6 @@ class Record:
         return found
 
     def line(self) -> str:
-        """The record as one line of JSON."""
         return json.dumps(self.values()) + "\n"
 
 

@@ -51,7 +51,6 @@ class Screen(AbstractContextManager["Screen"]):
         self._drawn = time.monotonic()
 
     def advance(self, record: Record) -> None:
-        """Takes in one more step."""
         if self._bar is None:
             return
         self._seconds += record.seconds

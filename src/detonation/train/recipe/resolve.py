@@ -333,7 +333,6 @@ def require_trust(trusted: bool, config: Config, where: str, verb: str, *section
 
 
 def names_of_parts() -> dict[str, list[str]]:
-    """The names of all that a recipe can be made of."""
     from detonation.data import SOURCES
     from detonation.models import MODELS
     from detonation.train.recipe.optimizers import optimizer_classes

@@ -212,7 +212,6 @@ class MeshConfig:
 
     @property
     def sizes(self) -> list[int]:
-        """The ranks of each replica."""
         return [*self.nodes] or [self.shards] * self.replicas
 
     @property

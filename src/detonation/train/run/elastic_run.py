@@ -95,7 +95,6 @@ class Losses:
             yield f"{lost}, and its memory (here of norm {norm:.3g}); {went_on}"
 
     def table(self) -> Table:
-        """The losses, for the summary."""
         if self._world is None:
             return {}
         return {"replicas_left": self._session.optimizer.coordinates.replicas, "losses": self._losses}

@@ -83,7 +83,6 @@ class Recorder:
         return [record for record in metrics.read_metrics(file) if record.step < first] if file.exists() else []
 
     def add(self, record: metrics.Record) -> None:
-        """Takes in the record of one more step."""
         shown = record.step % self._train.log_every == 0 or record.val_loss is not None
         if shown and self._loggers:
             record = replace(record, **self._measured())
@@ -108,7 +107,6 @@ class Recorder:
             self._screen.line(f"warning: {line}; training goes on")
 
     def show(self, lines: Sequence[str]) -> None:
-        """Shows changes in the run."""
         for line in lines:
             self._screen.line(line)
 
@@ -178,7 +176,6 @@ class Recording:
             self._feed.close(ended=ended)
 
     def close_log(self) -> None:
-        """Writes what is left of the log."""
         self._log.close()
 
     def _publish(self) -> None:
