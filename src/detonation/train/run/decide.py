@@ -178,7 +178,6 @@ def decide(asked: Asked, device: torch.device) -> Chosen:
     plan = {
         "chosen": row(best, goal),
         "why": line,
-        **asdict(asked.auto),
         "link": asdict(measured),
         "compute_s": compute_s,
         "steps": {name: asdict(step) for name, step in work.steps.items()},
