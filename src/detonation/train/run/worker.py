@@ -10,9 +10,7 @@ from detonation.checkpoint.async_save import Checkpoints
 from detonation.checkpoint.gather import Texts, Volumes, survey
 from detonation.checkpoint.newest import Loaded, candidates
 from detonation.checkpoint.verify import load_weights
-from detonation.cluster.init import GROUP_TIMEOUT_S, set_group_timeouts
-from detonation.cluster.init import local_device as local_device
-from detonation.cluster.init import set_timeouts as set_timeouts
+from detonation.cluster.init import GROUP_TIMEOUT_S, local_device, set_group_timeouts, set_timeouts
 from detonation.cluster.processes.signals import Stop, stoppable
 from detonation.cluster.survive.agreement import ReplicaLeft
 from detonation.cluster.survive.elastic_axis import meet_replicas
