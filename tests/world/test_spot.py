@@ -1,0 +1,75 @@
+"""benchmarks/spot.py: machines come and go by a trace, nothing is lost that need not be, and the sums are right."""
+
+import json
+import random
+
+import pytest
+from benchmarks import spot
+from benchmarks.spot_world import Conductor, Event, ordinary
+
+from limits import LIMIT_S
+
+TRACE = [Event(0, 0, 2, 600), Event(600, 2, 3, 900), Event(900, 3, 2, 1800, noticed=True), Event(1800, 2, 1, 2100)]
+TRACE += [Event(2100, 1, 0, 2700), Event(2700, 0, 2, 3300), Event(3300, 2, 0, 3900, noticed=True)]
+TRACE += [Event(3900, 0, 1, 4200)]
+
+
+def test_machines_of_a_trace_come_and_go_and_what_stays_is_equal_and_complete(tmp_path):
+    with Conductor(tmp_path, limit_s=LIMIT_S) as conductor:
+        found = [conductor.handle(event, random.Random(number)) for number, event in enumerate(TRACE)]
+        assert len(conductor._alive) == 1 and ordinary(conductor._alive) > 0
+    kinds = ["start", "join", "notice", "kill", "kill, all gone", "start", "notice, all gone", "start"]
+    assert [each.kind for each in found] == kinds
+    for each in found:
+        assert not each.broken and not each.unequal and not each.forgotten, each
+    assert [each.checked for each in found] == [0, 1, 1, 0, 0, 0, 0, 0]  # of a killed machine nobody has the memory
+    assert [each.lost_steps > 0 for each in found] == [kind == "kill, all gone" for kind in kinds]
+    assert [each.saved_at for each in found] == [150, 750, 1350, 1950, 1950, 3150, 3300, 3300]
+    assert all(machine.has_ended() for machine in conductor._alive)
+
+
+def row(kind, at, before, after, until, **measured):
+    zeros = {"stalled_s": 0.0, "longest_s": 0.0, "until_s": 0.0, "came_s": [], "broken": ""}
+    return zeros | {"kind": kind, "at": at, "before": before, "after": after, "until": until} | measured
+
+
+ROWS = [
+    row("start", 0, 0, 2, 900, until_s=4.0),
+    row("join", 900, 2, 3, 1500, longest_s=1.0, came_s=[6.0]),
+    row("kill", 1500, 3, 2, 2100, stalled_s=2.0),
+    row("kill, all gone", 2100, 2, 0, 2700),
+    row("start", 2700, 0, 1, 3000, until_s=4.0),
+]
+THERE = 2 * 900 + 3 * 600 + 2 * 600 + 300
+
+
+def test_goodput_is_what_a_hand_computes():
+    """Checkpoints are at 150, 750, 1350, 1950, 2550: the last machines lose 150 s, and the import takes 1 s."""
+    idle = 2 * 5 + (2 * 1 + 7) + 2 * 2 + 2 * 150 + 5
+    assert spot.elastic_goodput(ROWS, 1.0, 600.0) == pytest.approx((THERE, THERE - idle))
+    restarts = 10 * (2 + 3 + 2 + 1)
+    lost = {"join": 2 * 150, "kill": 3 * 150, "all": 2 * 150}
+    assert spot.restart_goodput(ROWS, 10.0, 600.0, saves=False) == pytest.approx(
+        (THERE, THERE - restarts - sum(lost.values()))
+    )
+    assert spot.restart_goodput(ROWS, 10.0, 600.0, saves=True) == pytest.approx(
+        (THERE, THERE - restarts - lost["kill"] - lost["all"])
+    )
+
+
+def test_what_is_broken_does_not_count():
+    rows = [ROWS[0], row("kill", 900, 2, 1, 1500, broken="a replica stands still")]
+    assert spot.elastic_goodput(rows, 1.0, 600.0) == pytest.approx((2400, 2400 - 10 - 600))
+
+
+def test_a_second_call_goes_on_after_the_events_that_the_first_has_handled(tmp_path, monkeypatch, capsys):
+    trace = tmp_path / "trace.csv"
+    trace.write_text("# counts\nzone,seconds,available\na,0,0\na,300,4\na,600,12\na,900,5\na,1200,0\na,1500,16\n")
+    monkeypatch.setattr(spot, "import_seconds", lambda: 1.5)
+    for count in (2, 4):
+        words = f"--trace {trace} --machines 3 --events {count} --limit-s {LIMIT_S} --out {tmp_path / 'out'}"
+        spot.run(spot.parsed(words.split()))
+    found = [json.loads(line) for line in (tmp_path / "out" / "a.jsonl").read_text().splitlines()]
+    assert [each["index"] for each in found] == [0, 1, 2, 3]
+    assert [each["after"] for each in found] == [1, 3, 1, 0]
+    assert "4 events, 3 machines" in (said := capsys.readouterr().out) and said.count("Violations: 0.") == 2
