@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 import detonation as dt
+from detonation.core.exchange.two_stage import TwoStage
 from detonation.core.flat.tensors import digest
 from detonation.errors import ReplicaLeft
 
@@ -145,7 +146,12 @@ def watch_memory(optimizer: Any, axis: Any, folder: Path, name: str) -> None:
     renumber = optimizer.renumber
 
     def memory() -> np.ndarray:
-        return np.array(optimizer.build()[0].channel.memory.residual.numpy())
+        channel = optimizer.build()[0].channel
+        flat, link = channel.memory.residual.clone(), channel.link
+        if isinstance(channel.exchange, TwoStage):  # its part of the mean that owners have not sent is of all
+            owned = [channel.exchange.residual * (replica == link.replica) for replica in range(link.replicas)]
+            flat += link.replicas * channel.scheme.codec.basis.inverse(channel.exchange.owners.collect(owned))
+        return np.array(flat.numpy())
 
     def watched() -> None:
         if not optimizer.is_built:
@@ -334,7 +340,7 @@ class Conductor:
         firsts = {machine: self._first(machine, event.after) for machine in self._alive}
         end = max(line.moment for line in firsts.values() if line)
         outcome.until_s = end - began
-        outcome.came_s = [line.moment - began for each, line in firsts.items() if each not in marks and line]
+        outcome.came_s = [each.lines[0].moment - began for each in self._alive if each not in marks]
         taken, longest = [], [0.0]
         for machine, mark in marks.items():
             moments = [began if mark == 0 else machine.lines[mark - 1].moment]

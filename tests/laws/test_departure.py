@@ -1,6 +1,8 @@
 """A replica that is asked to leave takes part up to a step on which all agree, and hands over what it has not sent."""
 
+import contextlib
 import copy
+import time
 from functools import partial
 
 import pytest
@@ -12,6 +14,8 @@ from detonation.cluster.survive.agreement import ReplicaLeft
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
+from detonation.core.optimizer import reconfigure
+from limits import LIMIT_S
 from steps import together, unsent
 from zoo import TALKING, Plain, batch, built
 
@@ -28,7 +32,7 @@ class Clumsy(SurvivingCommunicator):
 
     def _formed(self):
         group = super()._formed()
-        if self.departing[1] and not self.failed:
+        if self.departing and not self.failed:
             self.failed = True
             group.abandon()
             raise RuntimeError
@@ -103,6 +107,57 @@ def test_law_1_what_a_replica_has_not_sent_stays_where_it_leaves(name):
             now = sum(ends[replica][1][number] for replica in stay) / len(stay)
             torch.testing.assert_close(now, was, **CLOSE)
             assert was.any()
+
+
+def test_law_1_holds_where_another_replica_is_asked_to_leave_while_one_hands_over(monkeypatch):
+    """All of them hand over for the same replicas, and the second leaves before a later step."""
+    axes, hand_over = {}, reconfigure.hand_over_memory
+
+    def late(replicators, leaving):
+        if replicators[0].link.replica == 0 and 2 not in axes[0].departing:
+            axes[2].depart()
+            with axes[0]._changed:
+                assert axes[0]._changed.wait_for(lambda: 2 in axes[0].departing, LIMIT_S)
+        hand_over(replicators, leaving)
+
+    monkeypatch.setattr(reconfigure, "hand_over_memory", late)
+    ended = []
+
+    def act(axis, replica):
+        axes[replica] = axis
+        while len(axes) < REPLICAS:
+            time.sleep(0.001)
+        sums, model = {}, copy.deepcopy(MODEL)
+        optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=0.1), model, axis, dt.demo(topk=4, chunk=16))
+        renumber = optimizer.renumber
+
+        def looked():
+            before, size, step = optimizer.is_built and memories(optimizer, model), axis.size(), optimizer.step_count
+            if before:
+                sums[step] = [before]
+            renumber()
+            if axis.size() < size:
+                sums[step].append(memories(optimizer, model))
+
+        optimizer.renumber = looked
+        with contextlib.suppress(ReplicaLeft):
+            while len(ended) < 2 or optimizer.step_count < 12:
+                model(batch(replica, optimizer.step_count, 32)).mean().backward()
+                if optimizer.step_count == 3 and replica == 1:
+                    axis.depart()
+                optimizer.step()
+                optimizer.zero_grad()
+        ended.append(replica)
+        return sums
+
+    seen = threads_of(act)
+    changes = [step for step, both in seen[0].items() if len(both) == 2]
+    for step in changes:
+        was, now = ([sums[step][side] for sums in seen.values() if len(sums.get(step, ())) > side] for side in (0, 1))
+        for number in range(len(was[0])):
+            means = [sum(each[number] for each in of_all) / len(of_all) for of_all in (now, was)]
+            torch.testing.assert_close(*means, **CLOSE)
+    assert len(changes) == 2
 
 
 def weights(optimizer, model):

@@ -43,7 +43,8 @@ class RankReport:
 
     floor: it finished all collectives up to this number. beyond: those that it finished besides. absent: of finished
     collectives that it still holds, the numbers of the replicas without a part in them. begun: the steps that it began.
-    users: the same for each optimizer on the axis. leaves: its replica was asked to leave.
+    users: the same for each optimizer on the axis. leaves: its replica was asked to leave. entered: the steps before
+    which it knows who leaves and who comes.
     """
 
     floor: int
@@ -53,6 +54,7 @@ class RankReport:
     guest: int = -1
     users: list[int] = field(default_factory=list)
     leaves: bool = False
+    entered: int = 0
 
     def has(self, number: int) -> bool:
         """True if the rank finished the collective `number`."""
@@ -75,6 +77,11 @@ class Agreement:
     def next_step(self) -> int:
         """The first step that no rank has begun."""
         return max((report.begun for report in self.reports.values()), default=0)
+
+    @property
+    def next_change(self) -> int:
+        """The first step before which no rank has looked who leaves and who comes."""
+        return max([self.next_step, *(report.entered for report in self.reports.values())])
 
     def first_step(self, user: int) -> int:
         """The first step of an optimizer on the axis that no rank has begun."""

@@ -41,7 +41,7 @@ class SurvivingCommunicator(ElasticCommunicator):
         self._started, self._floor, self._joined = floor, floor, begun
         self.guest: tuple[int, int] | None = None  # the step before which a replica comes in, and its number
         self.awaits, self._channels, self.adopted = -1, 0, begun
-        self.departing: tuple[int, list[int]] = 0, []  # the step before which replicas leave, and their numbers
+        self.departing: dict[int, int] = {}  # replicas that leave, and the steps before which they do
         self.pending: list[Agreement] = []  # on members whom no user has adopted
         self._users: list[AxisUser] = []
         self._changed = membership.changed  # guards all state here, and is notified of each change
@@ -215,7 +215,6 @@ class SurvivingCommunicator(ElasticCommunicator):
     def _recover(self) -> None:
         """Agrees with the others on who is left, and goes on with them. Collective."""
         membership, noticed, before = self._membership, time.monotonic(), list(self._membership.members)
-        departing = self.departing[1]
         if membership.called:
             noticed = min(noticed, membership.noticed_at)
         for _ in range(_MOST_TRIES):
@@ -236,27 +235,26 @@ class SurvivingCommunicator(ElasticCommunicator):
             for pending in (self.pending, *(user.pending for user in self._users)):
                 pending.append(agreement)
         if agreement.guest >= 0:
-            self.guest = agreement.next_step, agreement.guest
-            membership.store.set(axis_key("admit", agreement.guest), str(agreement.next_step))
+            self.guest = agreement.next_change, agreement.guest
+            membership.store.set(axis_key("admit", agreement.guest), str(agreement.next_change))
         lost = tuple(member for member in before if member not in membership.members)
         if lost:
             note_loss()
         came = tuple(member for member in membership.members if member not in before)
-        seconds, left = time.monotonic() - noticed, bool(lost) and {*lost} <= {*departing}
+        seconds, left = time.monotonic() - noticed, bool(lost) and {*lost} <= self.departing.keys()
         self.losses.append(SurvivedLoss(lost, agreement.next_step, seconds, came, left))
         if lost and membership.rank == membership.members[0] * membership.shards:
             _log.warning("%s", self.losses[-1].text(len(membership.members), len(self.layout)))
 
     def _note_departures(self, agreement: Agreement) -> None:
-        """Notes who leaves before the next step, where enough are left."""
+        """Notes who leaves, where enough are left: before a step for which no rank has asked yet who does."""
         membership, reports = self._membership, agreement.reports
         asked = {rank // membership.shards for rank, report in reports.items() if report.leaves}
         if membership.replica in asked:
             membership.leaves = False  # all know
-        leave = {*asked, *self.departing[1]} & {*membership.members}
-        if len(membership.members) - len(leave) < max(1, membership.least):
-            leave = {*self.departing[1]} & leave
-        self.departing = agreement.next_step if asked else self.departing[0], sorted(leave)
+        left = {*membership.members} - self.departing.keys()
+        if len(left - asked) >= max(1, membership.least):
+            self.departing |= dict.fromkeys(sorted(left & asked), agreement.next_change)
 
     def _report(self) -> RankReport:
         for each in self._kept.values():
@@ -266,7 +264,8 @@ class SurvivingCommunicator(ElasticCommunicator):
         beyond = [each.number for each in done if each.number > self._floor]
         absent = {str(each.number): sorted(each.absent) for each in done}
         users = [user.begun for user in self._users]
-        return RankReport(self._floor, beyond, absent, self._begun, self.awaits, users, self._membership.leaves)
+        entered, leaves = max([0, *(user.entered for user in self._users)]), self._membership.leaves
+        return RankReport(self._floor, beyond, absent, self._begun, self.awaits, users, leaves, entered)
 
     def _take_quietly(self, each: NumberedCollective) -> None:
         floor, each.floor = each.floor, 0  # what is kept must not change in a loop over it

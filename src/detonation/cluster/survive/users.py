@@ -97,12 +97,12 @@ class AxisUser(ElasticCommunicator):
     Until then a lost replica is absent for it. Optimizers may be in different steps. All ranks make them in one order.
 
     layout: the replicas that have a number for it, by the numbers with which they began. begun: the steps that it
-    began. pending: agreements on members that it has not adopted.
+    began; entered: those for which it asked who leaves. pending: agreements on members that it has not adopted.
     """
 
     def __init__(self, axis: "SurvivingCommunicator", number: int, begun: int) -> None:
         self.axis, self.number, self.layout, self.replica = axis, number, axis.layout, axis.replica
-        self.pending, self.begun, self._first = list(axis.pending), begun, float("inf")
+        self.pending, self.begun, self.entered, self._first = list(axis.pending), begun, begun, float("inf")
         self._adopted, self._channels, self._membership = axis.adopted, 0, axis.host.membership
 
     @property
@@ -124,6 +124,7 @@ class AxisUser(ElasticCommunicator):
     def enter_step(self, step: int) -> bool:
         with self._membership.changed:
             self.axis.settle()
+            self.entered = max(self.entered, step + 1)
             if self._due(step) or self.axis.expects(step) or self.leaving(step):
                 return True
             self._begin(step)
@@ -133,8 +134,8 @@ class AxisUser(ElasticCommunicator):
         return self.axis.expects(step)
 
     def leaving(self, step: int) -> list[int]:
-        first, members = self.axis.departing
-        return [self.layout.index(member) for member in members if member in self.layout] if step >= first else []
+        leave = [member for member, first in self.axis.departing.items() if first <= step and member in self.layout]
+        return [self.layout.index(member) for member in leave]
 
     def adopt(self, step: int) -> list[int]:
         self._await_departure(step)
