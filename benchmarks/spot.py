@@ -14,7 +14,8 @@ trace under the practice of restarting all from the newest checkpoint at any cha
 of a start that was measured here; and a kinder one, which also saves before any change but a kill.
 
 Machines are forks of a process that has imported torch. So the seconds of an import, measured once, are added to each
-machine that comes and to each restart. A second call continues after the events that the file of results has.
+machine that comes and to each restart. A step stands still for `--pace-s`, as a host does whose accelerator computes.
+A second call continues after the events that the file of results has.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.spot_world import SCHEMES, Conductor, Event, as_row, last_mark
+from benchmarks.spot_world import SCHEMES, WARM, Conductor, Event, as_row, last_mark
 
 ASKED = 16
 RESULTS = Path(__file__).parent / "results" / "spot"
@@ -122,7 +123,7 @@ def import_seconds(times: int = 3) -> float:
     taken = []
     for _ in range(times):
         began = time.monotonic()
-        subprocess.run([sys.executable, "-c", "import torch, detonation"], check=True)
+        subprocess.run([sys.executable, "-c", WARM], check=True)
         taken.append(time.monotonic() - began)
     return statistics.median(taken)
 
@@ -162,7 +163,8 @@ def table(rows: Sequence[Row], restart_s: float) -> str:
     some = {name: [row for row in rows if row["kind"] == name and not row["broken"]] for name in LEFT_SOME}
     lines = [
         f"{len(rows)} events, {first['machines']} machines, {first['scheme']}, checkpoints every "
-        f"{first['checkpoint_s']:g} s, notice for {first['notice']:.0%} of those that go, seed {first['seed']}; "
+        f"{first['checkpoint_s']:g} s, notice for {first['notice']:.0%} of those that go, seed {first['seed']}, "
+        f"steps of {first['pace_s']:g} s and more; "
         f"load {spread([row['load'] for row in rows])} on {os.cpu_count()} cores ({platform.machine()}, "
         f"torch {torch.__version__}); import {import_s:.2f} s",
         "",
@@ -210,7 +212,7 @@ def play(zone: str, todo: Sequence[Event], path: Path, args: argparse.Namespace)
     """Handles the events of a zone that its file of results has not, and adds a line for each."""
     done = read(path)
     settings = {"zone": zone, "machines": args.machines, "notice": args.notice, "seed": args.seed}
-    settings |= {"scheme": args.scheme, "checkpoint_s": args.checkpoint_s}
+    settings |= {"scheme": args.scheme, "checkpoint_s": args.checkpoint_s, "pace_s": args.pace_s}
     if done and (other := {key: done[0][key] for key in settings if done[0][key] != settings[key]}):
         raise SystemExit(f"{path} has results with {other}: give another --out")
     if len(done) >= len(todo):
@@ -219,7 +221,7 @@ def play(zone: str, todo: Sequence[Event], path: Path, args: argparse.Namespace)
     path.parent.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(prefix="spot-") as folder,
-        Conductor(Path(folder), args.scheme, args.checkpoint_s, args.steps, args.limit_s) as conductor,
+        Conductor(Path(folder), args.scheme, args.checkpoint_s, args.steps, args.pace_s, args.limit_s) as conductor,
         path.open("a", buffering=1) as file,
     ):
         for index in range(len(done), len(todo)):
@@ -239,6 +241,7 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--scheme", choices=SCHEMES, default="demo")
     parser.add_argument("--checkpoint-s", type=float, default=600.0, help="seconds of the trace between checkpoints")
     parser.add_argument("--steps", type=int, default=3, help="between two events, at least")
+    parser.add_argument("--pace-s", type=float, default=0.05, help="seconds of a step in which the host only waits")
     parser.add_argument("--limit-s", type=float, default=120.0, help="an event that takes longer is broken")
     parser.add_argument("--restart-s", type=float, default=60.0, help="another cost of a restart, for the table")
     parser.add_argument("--seed", type=int, default=0)

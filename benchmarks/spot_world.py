@@ -94,13 +94,20 @@ class Line:
     digest: str
 
 
+WARM = "import torch, detonation as dt; dt.SignSGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)"
+"""What a process imports before it trains; an optimizer of torch imports its compiler."""
+
+
 def made() -> torch.nn.Module:
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 16))
 
 
-def train(folder: Path, port: int, name: str, replica: int, replicas: int, scheme: str) -> None:
-    """The loop of one machine: of `replicas` that begin together, or, with a negative `replica`, of a newcomer."""
+def train(folder: Path, port: int, name: str, replica: int, replicas: int, scheme: str, pace_s: float) -> None:
+    """The loop of one machine: of `replicas` that begin together, or, with a negative `replica`, of a newcomer.
+
+    It stands still for `pace_s` in each step, as a host does whose accelerator computes.
+    """
     store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=120))
     model = made()
     if replica < 0:
@@ -119,6 +126,7 @@ def train(folder: Path, port: int, name: str, replica: int, replicas: int, schem
     with contextlib.suppress(ReplicaLeft), (folder / f"{name}.steps").open("w", buffering=1) as lines:
         while True:
             generator = torch.Generator().manual_seed(1000 * optimizer.step_count + axis.replica)
+            time.sleep(pace_s)
             model(torch.rand(4, 32, generator=generator)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -262,12 +270,23 @@ class Conductor:
         folder: For files of this run, which must be empty or new.
         checkpoint_s: Seconds of the trace between checkpoints.
         settle: Steps between two events.
+        pace_s: Seconds for which a machine stands still in each step.
         limit_s: An event that takes longer is counted as broken.
     """
 
     def __init__(
-        self, folder: Path, scheme: str = "demo", checkpoint_s: float = 600, settle: int = 3, limit_s: float = 120
+        self,
+        folder: Path,
+        scheme: str = "demo",
+        checkpoint_s: float = 600,
+        settle: int = 3,
+        pace_s: float = 0.05,
+        limit_s: float = 120,
     ) -> None:
+        exec(WARM, {})  # once, for all that are forked
+        for name in ("Admission", "Guest", "admitted", "elastic", "load_checkpoint", "replicate", "save_checkpoint"):
+            getattr(dt, name)
+        self._pace_s = pace_s
         self._folder, self._scheme, self._settle, self._limit_s = folder, scheme, settle, limit_s
         self._checkpoint_s = checkpoint_s
         self._alive: list[Machine] = []
@@ -377,7 +396,7 @@ class Conductor:
     def _machine(self, replica: int, replicas: int) -> Machine:
         self._count += 1
         name, folder, port = f"machine{self._count}", self._folder, self._port
-        return Machine(name, folder, lambda: train(folder, port, name, replica, replicas, self._scheme))
+        return Machine(name, folder, lambda: train(folder, port, name, replica, replicas, self._scheme, self._pace_s))
 
     def _save(self) -> None:
         """All save between two of the next steps, and wait until all have."""

@@ -2,15 +2,17 @@
 
 import copy
 import threading
+from functools import partial
 
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
 import detonation as dt
-from detonation.cluster.survive.agreement import ReplicaLost, next_axis_store
+from detonation.cluster.survive.agreement import ReplicaLeft, ReplicaLost, axis_key, next_axis_store
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
+from detonation.cluster.survive.users import AxisUser
 from detonation.core.flat.tensors import digest
 from limits import LIMIT_S
 from steps import bases, together, unsent
@@ -41,10 +43,24 @@ def steps(model, optimizer, axis, door):
     return digest(agreed), digest(model.parameters()), optimizer.step_count, axis.size()
 
 
-def member(store, replica, scheme, balance=False):
+class Clumsy(SurvivingCommunicator):
+    """A replica that cannot use the first group that is formed after all have agreed on the step of a newcomer."""
+
+    failed = False
+
+    def _formed(self):
+        group, store = super()._formed(), self._membership.store
+        if not self.failed and store.check([axis_key("ready", self._membership.guest, 0)]):
+            self.failed = True
+            group.abandon()
+            raise RuntimeError
+        return group
+
+
+def member(store, replica, scheme, balance=False, kind=SurvivingCommunicator):
     own = next_axis_store(store, replica, REPLICAS)
     membership = Membership(own, replica, REPLICAS, 0, 1, 30.0, 1, print, confirm_s=30.0)
-    axis, model = SurvivingCommunicator(membership, 30.0), copy.deepcopy(MODEL)
+    axis, model = kind(membership, 30.0), copy.deepcopy(MODEL)
     safety = dt.Safety(verify_every=1)
     base = bases(model.parameters())
     optimizer = dt.replicate(base, model, axis, scheme, clip=0.5, balance=balance, safety=safety)
@@ -109,6 +125,41 @@ def test_a_newcomer_is_equal_to_the_others_from_its_first_step_on(name, balance)
     ends = together(*members, lambda: newcomer(store, scheme))
     assert len(ends) == REPLICAS + 1
     assert len(set(ends)) == 1 and ends[0][-1] == REPLICAS + 1
+
+
+def test_all_know_the_step_of_a_newcomer_where_some_have_to_agree_twice():
+    store, scheme = HashStore(), TALKING["demo"]
+    kinds = SurvivingCommunicator, Clumsy
+    members = [partial(member, store, replica, scheme, kind=kind) for replica, kind in enumerate(kinds)]
+    ends = together(*members, lambda: newcomer(store, scheme))
+    assert len(set(ends)) == 1 and ends[0][-1] == REPLICAS + 1
+
+
+def test_a_newcomer_knows_of_a_replica_that_is_asked_to_leave_while_all_wait_for_it(monkeypatch):
+    """That one leaves before the step after that of the newcomer, which hands over with the others."""
+    axes, enter_step, await_guest = {}, AxisUser.enter_step, AxisUser._await_guest
+
+    def entered(user, step):
+        axes[user._membership.replica] = user.axis
+        return enter_step(user, step)
+
+    def awaited(user, step):
+        if user.axis is axes[0] and user.expects(step) and not axes[0].departing:
+            axes[1].depart()
+            with axes[0]._changed:
+                assert axes[0]._changed.wait_for(lambda: axes[0].departing, LIMIT_S)
+        await_guest(user, step)
+
+    monkeypatch.setattr(AxisUser, "enter_step", entered)
+    monkeypatch.setattr(AxisUser, "_await_guest", awaited)
+    store, scheme = HashStore(), TALKING["demo"]
+
+    def leaves():
+        with pytest.raises(ReplicaLeft):
+            member(store, 1, scheme)
+
+    first, second, _ = together(lambda: member(store, 0, scheme), lambda: newcomer(store, scheme), leaves)
+    assert first == second and first[-1] == 2
 
 
 def told(axis, model, optimizer, door):

@@ -425,6 +425,41 @@ def test_a_second_replica_is_lost_while_the_others_renumber_after_the_first():
     assert {c.size() for _, _, c in ends.values()} == {2}
 
 
+class Reported(SurvivingCommunicator):
+    """A replica that dies after it has reported, so that the others count on it for their group."""
+
+    def _formed(self):
+        if not self._membership.epoch:
+            return super()._formed()
+        self._membership.stop()
+        self._closed = True
+        raise Died
+
+
+def test_a_replica_that_dies_once_all_have_agreed_on_it_keeps_nobody_waiting(monkeypatch):
+    """As where machines are taken together. The others must not wait until the group has failed to form."""
+    monkeypatch.setattr("detonation.cluster.survive.groups.FORM_S", 10 * LIMIT_S)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    store, ready = HashStore(), threading.Barrier(REPLICAS)
+
+    def run(replica):
+        membership = Membership(store, replica, REPLICAS, 0, 1, 30.0, 1, print)
+        communicator = (Reported if replica == 3 else SurvivingCommunicator)(membership, 30.0)
+        ready.wait(LIMIT_S)
+        if replica == 2:
+            die(communicator)
+        if replica > 1:
+            return None
+        with communicator._changed:
+            membership.under_way = True
+        sums = communicator.all_reduce(torch.ones(3))()
+        communicator.close()
+        return membership.members, sums.tolist()
+
+    ended = together(*(partial(run, replica) for replica in range(REPLICAS)))
+    assert ended == [([0, 1], [2.0] * 3)] * 2 + [None, None]
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

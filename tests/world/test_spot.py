@@ -15,7 +15,7 @@ TRACE += [Event(3900, 0, 1, 4200)]
 
 
 def test_machines_of_a_trace_come_and_go_and_what_stays_is_equal_and_complete(tmp_path):
-    with Conductor(tmp_path, limit_s=LIMIT_S) as conductor:
+    with Conductor(tmp_path, pace_s=0.0, limit_s=LIMIT_S) as conductor:
         found = [conductor.handle(event, random.Random(number)) for number, event in enumerate(TRACE)]
         assert len(conductor._alive) == 1 and ordinary(conductor._alive) > 0
     kinds = ["start", "join", "notice", "kill", "kill, all gone", "start", "notice, all gone", "start"]
@@ -67,7 +67,7 @@ def test_a_second_call_goes_on_after_the_events_that_the_first_has_handled(tmp_p
     trace.write_text("# counts\nzone,seconds,available\na,0,0\na,300,4\na,600,12\na,900,5\na,1200,0\na,1500,16\n")
     monkeypatch.setattr(spot, "import_seconds", lambda: 1.5)
     for count in (2, 4):
-        words = f"--trace {trace} --machines 3 --events {count} --limit-s {LIMIT_S} --out {tmp_path / 'out'}"
+        words = f"--trace {trace} --machines 3 --events {count} --pace-s 0 --limit-s {LIMIT_S} --out {tmp_path / 'out'}"
         spot.run(spot.parsed(words.split()))
     found = [json.loads(line) for line in (tmp_path / "out" / "a.jsonl").read_text().splitlines()]
     assert [each["index"] for each in found] == [0, 1, 2, 3]

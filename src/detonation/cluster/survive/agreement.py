@@ -44,7 +44,8 @@ class RankReport:
     floor: it finished all collectives up to this number. beyond: those that it finished besides. absent: of finished
     collectives that it still holds, the numbers of the replicas without a part in them. begun: the steps that it began.
     users: the same for each optimizer on the axis. leaves: its replica was asked to leave. entered: the steps before
-    which it knows who leaves and who comes.
+    which it knows who leaves and who comes. departing: replicas that leave, each with the step before which it does;
+    coming: such a step, and the replica that comes.
     """
 
     floor: int
@@ -55,6 +56,8 @@ class RankReport:
     users: list[int] = field(default_factory=list)
     leaves: bool = False
     entered: int = 0
+    departing: list[tuple[int, int]] = field(default_factory=list)
+    coming: tuple[int, int] | None = None
 
     def has(self, number: int) -> bool:
         """True if the rank finished the collective `number`."""

@@ -304,9 +304,9 @@ class Guest:
         floor = max(report.floor for report in beside if report.floor < _ALL)
         for _ in range(_TRIES):
             try:
-                return SurvivingCommunicator(self.membership, self._timeout_s, floor, step)
+                return SurvivingCommunicator(self.membership, self._timeout_s, floor, step, agreement)
             except RuntimeError:  # one of the others was lost meanwhile
-                self.membership.agree(RankReport(_ALL, [], {}, step, users=[step]))
+                agreement = self.membership.agree(RankReport(_ALL, [], {}, step, users=[step]))
         raise ReplicaLost(f"replica {self.number} could not form a process group with the others")
 
     def _agreement(self, report: RankReport) -> Agreement | None:

@@ -1,9 +1,11 @@
 """Process groups of gloo outside of torch's registry, made in milliseconds and left behind when a peer is lost; their
 collectives with a number, and the record of a loss."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -15,7 +17,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
 
 FORM_S = 10.0
 """How long the members of a group may take to meet, once all have agreed on it."""
-_POLL_S = 0.5
+_POLL_S, _LOOK_S = 0.5, 0.05
 
 
 class Flight:
@@ -48,6 +50,27 @@ class Group:
         self._group: Any = ProcessGroupGloo(store, rank, size, timedelta(seconds=FORM_S))
         self._group._set_default_timeout(timedelta(seconds=timeout_s))
         self._works: list[dist.Work] = []
+
+    @staticmethod
+    def formed(make: Callable[[], "Group"], in_vain: Callable[[], bool]) -> "Group":
+        """What `make` returns in another thread: members have `FORM_S` to meet, and one that was lost never comes.
+
+        Raises `RuntimeError` where it fails, and as soon as it is `in_vain`.
+        """
+        future: Future[Group] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(make())
+            except Exception as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="group", daemon=True).start()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                return future.result(_LOOK_S)
+            if not future.done() and in_vain():
+                raise RuntimeError("a member was lost meanwhile")
 
     def all_reduce(self, values: Tensor) -> dist.Work:
         """Sums `values` in place."""

@@ -150,8 +150,12 @@ class Membership:
         return agreement
 
     def group_store(self) -> Store:
-        """A store for the process group of this epoch and shard."""
-        return PrefixStore(f"{self.epoch}/shard{self.shard}", self.store)
+        """A store for the process group of this epoch and shard, which is formed in a thread of its own."""
+        return PrefixStore(f"{self.epoch}/shard{self.shard}", self.store.clone())  # type: ignore[attr-defined]
+
+    def breaks_up(self) -> bool:
+        """True where a member is lost, so that all have to agree again."""
+        return any(self._is_silent(rank) for rank in self._ranks())
 
     def leave(self, limit_s: float) -> None:
         """Waits until all members leave or are lost, at most `limit_s`, and stops: the others do not wait for it."""

@@ -32,7 +32,9 @@ class SurvivingCommunicator(ElasticCommunicator):
     each replica bytes of its own, so there the others send once more.
     """
 
-    def __init__(self, membership: Membership, timeout_s: float, floor: int = 0, begun: int = 0) -> None:
+    def __init__(
+        self, membership: Membership, timeout_s: float, floor: int = 0, begun: int = 0, let_in: Agreement | None = None
+    ) -> None:
         self._membership, self._timeout_s = membership, timeout_s
         self.layout, self.host = list(membership.members), Host(membership)
         self.replica = self.layout.index(membership.replica)
@@ -42,6 +44,12 @@ class SurvivingCommunicator(ElasticCommunicator):
         self.guest: tuple[int, int] | None = None  # the step before which a replica comes in, and its number
         self.awaits, self._channels, self.adopted = -1, 0, begun
         self.departing: dict[int, int] = {}  # replicas that leave, and the steps before which they do
+        if let_in:  # by the others, who know who leaves and who comes next
+            for report in let_in.reports.values():
+                self.departing |= dict(report.departing)
+                if report.coming and report.coming[1] not in self.layout:
+                    self.guest = report.coming[0], report.coming[1]
+            self._note(let_in)
         self.pending: list[Agreement] = []  # on members whom no user has adopted
         self._users: list[AxisUser] = []
         self._changed = membership.changed  # guards all state here, and is notified of each change
@@ -219,9 +227,9 @@ class SurvivingCommunicator(ElasticCommunicator):
             noticed = min(noticed, membership.noticed_at)
         for _ in range(_MOST_TRIES):
             agreement = membership.agree(self._report())
-            self._note_departures(agreement)  # of each, also where no group can be formed after it
             if agreement.awaited >= 0:
                 self.guest, self.awaits = None, -1
+            self._note(agreement)  # each, also where no group can be formed after it, here or elsewhere
             self._group.abandon()
             try:
                 self._group = self._formed()
@@ -234,9 +242,6 @@ class SurvivingCommunicator(ElasticCommunicator):
         if before != membership.members:
             for pending in (self.pending, *(user.pending for user in self._users)):
                 pending.append(agreement)
-        if agreement.guest >= 0:
-            self.guest = agreement.next_change, agreement.guest
-            membership.store.set(axis_key("admit", agreement.guest), str(agreement.next_change))
         lost = tuple(member for member in before if member not in membership.members)
         if lost:
             note_loss()
@@ -246,8 +251,11 @@ class SurvivingCommunicator(ElasticCommunicator):
         if lost and membership.rank == membership.members[0] * membership.shards:
             _log.warning("%s", self.losses[-1].text(len(membership.members), len(self.layout)))
 
-    def _note_departures(self, agreement: Agreement) -> None:
-        """Notes who leaves, where enough are left: before a step for which no rank has asked yet who does."""
+    def _note(self, agreement: Agreement) -> None:
+        """Notes who leaves, where enough are left, and who comes: before a step for which no rank has asked yet.
+
+        Who is noted already keeps that step.
+        """
         membership, reports = self._membership, agreement.reports
         asked = {rank // membership.shards for rank, report in reports.items() if report.leaves}
         if membership.replica in asked:
@@ -255,6 +263,9 @@ class SurvivingCommunicator(ElasticCommunicator):
         left = {*membership.members} - self.departing.keys()
         if len(left - asked) >= max(1, membership.least):
             self.departing |= dict.fromkeys(sorted(left & asked), agreement.next_change)
+        if agreement.guest >= 0 and agreement.guest != (self.guest or (0, -1))[1]:
+            self.guest = agreement.next_change, agreement.guest
+            membership.store.set(axis_key("admit", agreement.guest), str(agreement.next_change))
 
     def _report(self) -> RankReport:
         for each in self._kept.values():
@@ -265,7 +276,8 @@ class SurvivingCommunicator(ElasticCommunicator):
         absent = {str(each.number): sorted(each.absent) for each in done}
         users = [user.begun for user in self._users]
         entered, leaves = max([0, *(user.entered for user in self._users)]), self._membership.leaves
-        return RankReport(self._floor, beyond, absent, self._begun, self.awaits, users, leaves, entered)
+        known = [*self.departing.items()], self.guest
+        return RankReport(self._floor, beyond, absent, self._begun, self.awaits, users, leaves, entered, *known)
 
     def _take_quietly(self, each: NumberedCollective) -> None:
         floor, each.floor = each.floor, 0  # what is kept must not change in a loop over it
@@ -275,7 +287,8 @@ class SurvivingCommunicator(ElasticCommunicator):
     def _formed(self) -> Group:
         membership = self._membership
         rank = membership.members.index(membership.replica)
-        return Group(membership.group_store(), rank, len(membership.members), self._timeout_s)
+        make = partial(Group, membership.group_store(), rank, len(membership.members), self._timeout_s)
+        return Group.formed(make, membership.breaks_up) if membership.epoch else make()
 
     def _catch_up(self, agreement: Agreement) -> bool:
         """Copies what only some have finished, and starts the rest again; False where one more replica is lost."""
