@@ -1,11 +1,10 @@
 """Process groups of gloo outside of torch's registry, made in milliseconds and left behind when a peer is lost; their
 collectives with a number, and the record of a loss."""
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -66,11 +65,10 @@ class Group:
                 future.set_exception(error)
 
         threading.Thread(target=run, name="group", daemon=True).start()
-        while True:
-            with contextlib.suppress(TimeoutError):
-                return future.result(_LOOK_S)
-            if not future.done() and in_vain():
+        while not wait([future], _LOOK_S).done:
+            if in_vain():
                 raise RuntimeError("a member was lost meanwhile")
+        return future.result()
 
     def all_reduce(self, values: Tensor) -> dist.Work:
         """Sums `values` in place."""
