@@ -2,6 +2,8 @@
 
 import copy
 import json
+import os
+import signal
 import threading
 import time
 from contextlib import ExitStack
@@ -10,6 +12,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 import detonation as dt
@@ -26,6 +29,7 @@ from detonation.cluster.survive.agreement import (
 )
 from detonation.cluster.survive.elastic_axis import MeetingPoint, Survival
 from detonation.cluster.survive.membership import Membership
+from detonation.cluster.survive.port import Port, refuses
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
 from detonation.core.integrity.fault_counts import BadPeer, Desync
@@ -401,6 +405,48 @@ def test_a_rank_has_its_time_to_report_from_the_notice_on():
     assert membership._is_silent(1)
     membership.noticed_at, membership._seen[1] = now, (b"1", now - 31)  # its silence is what was noticed
     assert membership._is_silent(1)
+
+
+def test_a_host_refuses_the_port_of_a_process_that_has_ended_and_of_no_other():
+    """A process that stands still is not taken for one that has ended: its kernel answers."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    here, there = os.pipe()
+    if not (pid := os.fork()):
+        port = Port(dist.PrefixStore("axis", store))
+        os.write(there, port.name.encode())
+        while True:
+            signal.pause()
+    try:
+        name = os.read(here, 100).decode()
+        assert not refuses(name)
+        os.kill(pid, signal.SIGSTOP)
+        assert not refuses(name)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(here), os.close(there)
+    assert refuses(name)
+    assert not refuses("") and not Port(HashStore()).name
+
+
+def test_a_rank_whose_port_answered_and_refuses_now_is_lost_at_once():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ports = {rank: Port(store) for rank in (1, 2)}
+    ports[2].close()  # as behind a firewall: it never answered
+    for rank, port in ports.items():
+        store.set(axis_key("beat", rank), "1")
+        store.set(axis_key("port", rank), port.name)
+    membership = Membership(store, 0, 3, 0, 1, 30.0, 1, print, confirm_s=30.0)
+    membership.stop()
+    membership._pace = 0.05
+    membership._knock([1, 2])
+    now = membership.noticed_at = membership._awake = time.monotonic()
+    membership._seen |= {1: (b"1", now - 1), 2: (b"1", now - 1)}
+    assert not membership._is_silent(1) and not membership._is_silent(2)
+    ports[1].close()
+    assert membership._is_silent(1) and not membership._is_silent(2)
+    membership._seen[1] = b"2", time.monotonic() + 1  # it beats
+    assert not membership._is_silent(1)
 
 
 def test_too_few_replicas_stop_and_say_how_many_are_left():

@@ -142,7 +142,8 @@ def note_gone(store: Store, rank: int) -> None:
 
 
 def axis_key(
-    kind: Literal["beat", "left", "asked", "ask", "feed", "coming", "copy", "ready", "admit", "at"], *numbers: int
+    kind: Literal["beat", "port", "left", "asked", "ask", "feed", "coming", "copy", "ready", "admit", "at"],
+    *numbers: int,
 ) -> str:
     """A key of the store, by the numbers of a rank, of a guest, or of a guest and one of its shards.
 

@@ -9,7 +9,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -27,10 +27,11 @@ from detonation.cluster.survive.agreement import (
     pace_of,
     parse_agreement,
 )
+from detonation.cluster.survive.port import Port, refuses
 
 TICK_S = 0.05
 CONFIRM_S = 0.6
-"""A recovery takes about this long: shorter, and a busy machine may lose replicas that are alive."""
+"""The silence of a rank whose host does not answer: shorter, and a busy machine may lose replicas that are alive."""
 STARTUP_S = 120.0
 """The least limit of silence until a rank has taken its first steps: kernels are built and libraries are loaded."""
 ARRIVE_S = 10.0
@@ -54,6 +55,7 @@ class Membership:
         end: Called in another thread where this replica was left out and its main thread did not end.
         is_guest: This replica is no member yet: it beats, until `join`.
         confirm_s: A rank that neither reports nor beats for so long after a loss is lost, too; None is `CONFIRM_S`.
+            One whose port its kernel refuses is lost at once.
     """
 
     def __init__(
@@ -82,6 +84,8 @@ class Membership:
         self._error, self._left_out_at = "", 0.0
         now = time.monotonic()
         self._awake, self._seen = now, dict.fromkeys(self._ranks(), (b"", now))
+        self._port, self._ports = Port(store), dict[int, str]()  # of others: those that were seen to answer
+        self._beats.set(axis_key("port", self.rank), self._port.name)
         self._pace = 1.0  # seconds between two beats, until they are measured: a store may be far away
         self._beats.set(axis_key("beat", self.rank), beat_of(0, self._pace))
         if not is_guest:
@@ -172,6 +176,7 @@ class Membership:
         """Stops beating; the others count this rank as lost."""
         self._stopped.set()
         self._thread.join(timeout=1.0)
+        self._port.close()
         atexit.unregister(self.stop)
 
     def join(self, agreement: Agreement) -> None:
@@ -199,7 +204,13 @@ class Membership:
     def _is_silent(self, rank: int) -> bool:
         """True where `rank` is lost: it had `confirm_s` from the notice on to report, or it was what was noticed."""
         had_time = time.monotonic() - self.noticed_at > self._confirm_s
-        return self._lost(rank, self._confirm_s if had_time else self._silence_s)
+        return self._lost(rank, self._confirm_s if had_time else self._silence_s) or self._has_ended(rank)
+
+    def _has_ended(self, rank: int) -> bool:
+        """True where `rank` missed a beat, and its host, which answered before, refuses its port."""
+        beat, since = self._seen[rank]
+        late = time.monotonic() - since > 2 * max(self._pace, pace_of(beat))
+        return rank != self.rank and late and refuses(self._ports.get(rank, ""))
 
     def _has_left(self, rank: int) -> bool:
         return bool(self.store.check([axis_key("left", rank)]))
@@ -253,8 +264,10 @@ class Membership:
         with self.changed:
             epoch, members, watched = self.epoch, self._ranks(), self._ranks(self.guest if self.guest_asks else -1)
         self._beats.set(axis_key("beat", self.rank), beat_of(count, self._pace))
+        self._port.answer()
         if self.is_guest:
             return
+        self._knock(rank for rank in watched if rank not in self._ports)
         self._look_for_guest()
         beats = dict(zip(watched, self._beats.multi_get([axis_key("beat", rank) for rank in watched]), strict=True))
         called = self._beats.check([f"{epoch + 1}/call"])
@@ -276,6 +289,13 @@ class Membership:
         with self.changed:
             if (called or lost) and not self.called and epoch == self.epoch:
                 self._notice()
+
+    def _knock(self, ranks: Iterable[int]) -> None:
+        """Notes the ports of `ranks` that answer: what may refuse them later is the end of the process alone."""
+        for rank in ranks:
+            if self._beats.check([key := axis_key("port", rank)]):
+                name = self._beats.get(key).decode()
+                self._ports[rank] = "" if refuses(name) else name
 
     def _watch_record(self) -> None:
         """Ends this process where it was left out and its main thread waits for something else."""
