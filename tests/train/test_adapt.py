@@ -22,10 +22,9 @@ from detonation.link_speed import LinkSpeed
 from detonation.plan.cost import Network, Work, cost
 from detonation.train.loop import session
 from detonation.train.loop.fit import fit
-from detonation.train.loop.session import start_session
+from detonation.train.loop.session import shard_shapes, start_session
 from detonation.train.output import metrics
 from detonation.train.output.trackers import values
-from detonation.train.recipe.sizes import shard_shapes
 from detonation.train.run import adapt, decide
 from detonation.train.run.adapt import Adapter, Followed, explained
 from limits import LIMIT_S

@@ -12,10 +12,9 @@ from detonation.core.schemes.traffic import collective_for
 from detonation.plan.auto import world_link
 from detonation.plan.cost import Network, Work, cost, spelled
 from detonation.plan.search import check_budget, largest_within
-from detonation.train.loop.session import Session, scheme_of
+from detonation.train.loop.session import Session, scheme_of, shard_shapes
 from detonation.train.output.metrics import Record
 from detonation.train.recipe.schema import Table
-from detonation.train.recipe.sizes import shard_shapes
 
 FACTOR = 2.0
 """How many times faster or slower the link must be than assumed before the setting follows it."""
