@@ -42,8 +42,8 @@ static void decoded(const float *basis, int chunk, int messages, int k, int widt
       indices[i] = i % k * (chunk / k) + (i / k + 3 * m) % (chunk / k);
     }
     packed.emplace_back(bytes + 64);
-    if (width) detonation_pack(indices.data(), rows * k, width, packed[m].data());
-    else detonation_mark(indices.data(), rows, k, chunk, packed[m].data());
+    if (width) detonation_pack(indices.data(), 1, rows * k, 0, width, packed[m].data(), bytes);
+    else detonation_mark(indices.data(), 1, rows, k, chunk, 0, packed[m].data());
     mine.resize(rows * k + 64);
     values.push_back(mine);
   }
@@ -55,8 +55,8 @@ static void decoded(const float *basis, int chunk, int messages, int k, int widt
   }
   for (auto &each : weights) targets.push_back(each.data());
   const float shrink[] = {0.999f, 1, 0.97f}, lr[] = {3e-4f, 1e-3f, 0.1f};
-  detonation_decode(targets.data(), numel, rows, chunk, value_at.data(), packed_at.data(), bytes, messages, k, width,
-                    few, nonzero, float(1.0 / messages), basis, step ? shrink : nullptr, step ? lr : nullptr);
+  detonation_decode(targets.data(), numel, rows, chunk, value_at.data(), nullptr, packed_at.data(), bytes, messages,
+                    k, width, few, nonzero, float(1.0 / messages), basis, step ? shrink : nullptr, step ? lr : nullptr);
   vector<float> all;
   for (auto &each : weights) all.insert(all.end(), each.begin(), each.end());
   char name[99];
@@ -88,17 +88,37 @@ int main(int, char **arguments) {
   for (int i = 0; i < 10007; ++i) weights[i] = number(i), directions[i] = i % 5 ? number(i + 3) : -0.0f;
   detonation_sign_step(weights.data(), directions.data(), 10007, 0.99991f, 3e-4f);
   print("sign_step", weights);
+  for (bool negative_zeros : {false, true}) {
+    vector<uint8_t> codes(313 + 1), statistics(6);
+    SignWriter writer(codes.data(), statistics.data(), negative_zeros);
+    for (int i = 0; i < 2500; i += 50) writer.add(directions.data() + i, 50);
+    writer.finish();
+    print("codes", codes), print("statistics", statistics);
+    const float magnitudes[] = {0.25f, 3, 1e-4f};
+    vector<float> read(2500 + LANES);
+    signed_values(codes.data(), magnitudes, 0, 2500, read.data());
+    read.resize(2500), print("signs", read);
+  }
   vector<uint8_t> message(50001);
   for (int i = 0; i < 50001; ++i) message[i] = uint8_t(i * 2654435761u >> 13);
-  print("checksum", vector<int64_t>{detonation_checksum(message.data(), 50001, 24)});
+  vector<int64_t> sum(1), faults(2);
+  detonation_checksums(message.data(), 1, 50001, 50001, 24, sum.data());
+  print("checksum", sum);
   for (int width : {3, 6, 11}) {
     vector<int64_t> numbers(8 * 50001 / width / 8 * 8);
-    detonation_unpack(message.data(), int64_t(numbers.size()), width, numbers.data());
+    const int64_t count = int64_t(numbers.size());
+    detonation_unpack(message.data(), 1, 50001, 50001, count, 0, width, numbers.data());
     print("unpack-" + std::to_string(width), numbers);
+    vector<uint8_t> few(numbers.size()), packed(50001);
+    if (width > 8) continue;
+    detonation_unpack(message.data(), 1, 50001, 50001, count, 1, width, few.data());
+    detonation_pack(few.data(), 1, count, 1, width, packed.data(), 50001);
+    print("bytes-" + std::to_string(width), few), print("packed-" + std::to_string(width), packed);
   }
-  vector<int64_t> marked(40 * 5);
-  detonation_marked(message.data(), 40, 5, 64, marked.data());
+  vector<uint8_t> marked(2 * 40 * 5);
+  detonation_marked(message.data(), 2, 333, 40, 5, 64, 1, marked.data());
   print("marked", marked);
-  print("checks", vector<int>{detonation_check_indices(message.data(), 100, 4, 60, 6),
-                              detonation_check_bitmap(message.data(), 100, 32, 64)});
+  detonation_check_indices(message.data(), 1, 50001, 100, 4, 60, 6, faults.data());
+  detonation_check_indices(message.data(), 1, 50001, 100, 32, 64, 0, faults.data() + 1);
+  print("checks", faults);
 }

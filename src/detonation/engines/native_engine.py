@@ -11,8 +11,8 @@ from detonation.core.codec.basis import DCT, dct_waves
 from detonation.core.codec.codec import Codec, Selected
 from detonation.core.codec.indices import PackedIndices
 from detonation.core.codec.message_rows import MessageRows
-from detonation.core.codec.precision import FP32
-from detonation.core.codec.received import Received
+from detonation.core.codec.precision import FP32, PRECISIONS
+from detonation.core.codec.received import Arrived, Received
 from detonation.core.codec.selection import TopK
 from detonation.core.compute.kernel_library import KERNEL_CHUNKS, Library, SignRate, load_library
 from detonation.core.compute.scatter_sum import most_summed
@@ -21,6 +21,8 @@ from detonation.core.engine.rows_at_once import Room
 from detonation.core.flat.layout import Layout, copy
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
+
+_SIGN = PRECISIONS["sign"]
 
 
 class NativeEngine(ReferenceEngine):
@@ -46,7 +48,7 @@ class NativeEngine(ReferenceEngine):
     def encode_into(
         self, run: MessageRows, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None
     ) -> Selected:
-        if run.owners is None and self.codec.precision == FP32:
+        if run.owners is None and self.codec.precision in (FP32, _SIGN):
             return self._encoded(signals, run)
         selected = self._encoded(signals, None)
         self.codec.write(selected, run)
@@ -56,10 +58,11 @@ class NativeEngine(ReferenceEngine):
         """Absorbs a signal, and selects what leaves: into `run`, or into memory of its own."""
         if run is None:
             values = torch.empty(self.layout.rows, self.codec.selection.k, dtype=torch.float32, device="cpu")
-            indices = torch.empty(self._index_bytes, dtype=torch.uint8, device="cpu")
+            statistics, indices = [], torch.empty(self._index_bytes, dtype=torch.uint8, device="cpu")
         else:
-            (octets,), (indices,) = run.parts
-            values = octets.view(torch.float32).view(run.rows, -1)
+            values, *statistics, indices = (part[0] for part in run.parts)
+            if not statistics:
+                values = values.view(torch.float32).view(run.rows, -1)
         self._library.encode(
             self._memory.residual,
             [None if s is None or not s.numel() else s.to(torch.float32).contiguous() for s in signals],
@@ -68,9 +71,13 @@ class NativeEngine(ReferenceEngine):
             self._released_share,
             self._width,
             self._waves,
+            self.codec.selection.k,
             values,
+            statistics[0] if statistics else None,
+            run is not None and run.negative_zeros,
             indices,
         )
+        values = torch.empty(self.layout.rows, 0, dtype=torch.float32, device="cpu") if statistics else values
         return Selected(values, PackedIndices(self._coding, indices, self.layout.rows))
 
     def release(self, selected: Selected, own: Tensor | None) -> None:
@@ -104,16 +111,21 @@ class NativeEngine(ReferenceEngine):
 
     def apply_signs(self, received: Received, weights: Sequence[Tensor], rates: Sequence[SignRate] | None) -> None:
         """Moves `weights` by the signs of the update; without rates they become the update."""
-        whole, nonzero = received.read(0, received.rows), isinstance(received.aggregation, MeanNonzero)
-        sent, count = whole.indices, whole.values.shape[0] * whole.values.shape[2]
-        few = sent is not None and count <= self._most and not nonzero
+        rows, k, nonzero = received.rows, 0, isinstance(received.aggregation, MeanNonzero)
+        source = received if isinstance(received, Arrived) else None
+        if source is not None and source.codec.precision == _SIGN:
+            sent, k, values = source.indices(0, rows), source.codec.selection.k, [*source.parts[0]]
+            magnitudes = [each[:, 0].contiguous() for each in source.levels]
+        else:
+            whole, magnitudes = received.read(0, rows), None
+            sent, k, values = whole.indices, whole.values.shape[2], [each.contiguous() for each in whole.values]
+        few = sent is not None and len(values) * k <= self._most and not nonzero
         if sent is None:  # owners answer with whole rows
-            sent = torch.arange(self._coding.chunk, dtype=torch.int64, device="cpu").expand(whole.values.shape)
+            sent = torch.arange(self._coding.chunk, dtype=torch.int64, device="cpu").expand(len(values), rows, k)
         encoded = sent.encoded if isinstance(sent, PackedIndices) else self._coding.encode(sent)
-        values = [each.contiguous() for each in whole.values]  # of one message they lie together
-        indices = [each.contiguous() for each in encoded]
-        chunk, width = self._coding.chunk, self._width
-        self._library.decode(weights, chunk, values, indices, width, few, nonzero, self._waves, rates)
+        indices = [each.contiguous() for each in encoded]  # of one message they lie together
+        shape = rows, self._coding.chunk, k
+        self._library.decode(weights, shape, values, magnitudes, indices, self._width, few, nonzero, self._waves, rates)
         # the library writes unseen; a graph that holds old values must not be used
         torch.autograd.graph.increment_version(weights)
 

@@ -26,61 +26,66 @@ int check_bytes(Unpacker indices, int64_t rows, int k, int chunk, int width) {
   return most >= chunk ? 1 : fall ? 2 : 0;
 }
 
-}  // namespace
-
-extern "C" {
-
-void detonation_pack(const int64_t *numbers, int64_t count, int width, uint8_t *packed) {
-  uint64_t held = 0;
-  int bits = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    held |= uint64_t(numbers[i]) << bits;
-    for (bits += width; bits >= 8; bits -= 8, held >>= 8) *packed++ = uint8_t(held);
-  }
-  if (bits) *packed = uint8_t(held);
-}
-
-void detonation_unpack(const uint8_t *packed, int64_t count, int width, int64_t *numbers) {
-  const uint64_t mask = (uint64_t(1) << width) - 1;
-  uint64_t held = 0;
-  int bits = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    for (; bits < width; bits += 8) held |= uint64_t(*packed++) << bits;
-    numbers[i] = int64_t(held & mask);
-    held >>= width;
-    bits -= width;
-  }
-}
-
-void detonation_mark(const int64_t *indices, int64_t rows, int k, int chunk, uint8_t *bitmap) {
-  std::memset(bitmap, 0, size_t((rows * chunk + 7) / 8));
-  for (int64_t i = 0; i < rows * k; ++i) {
-    const int64_t bit = i / k * chunk + indices[i];
-    bitmap[bit >> 3] |= uint8_t(1 << (bit & 7));
-  }
-}
-
-// Returns k indices per row even for a corrupt bitmap: ignores surplus ones and fills up with 0.
-void detonation_marked(const uint8_t *bitmap, int64_t rows, int k, int chunk, int64_t *indices) {
-  for (int64_t r = 0; r < rows; ++r) {
+template <typename Index>
+void list_marked(const uint8_t *bitmap, int64_t rows, int k, int chunk, Index *indices) {
+  for (int64_t r = 0; r < rows; ++r, indices += k) {
     int found = 0;
-    if (chunk % 8 == 0) {
+    if (chunk % 64 == 0) {
+      for (int word = 0; word < chunk / 64; ++word) {
+        uint64_t left;
+        std::memcpy(&left, bitmap + r * chunk / 8 + 8 * word, sizeof left);
+        for (; left && found < k; left &= left - 1) indices[found++] = Index(64 * word + __builtin_ctzll(left));
+      }
+    } else if (chunk % 8 == 0) {
       const uint8_t *row = bitmap + r * chunk / 8;
       for (int byte = 0; byte < chunk / 8; ++byte)
         for (unsigned left = row[byte]; left && found < k; left &= left - 1)
-          indices[r * k + found++] = 8 * byte + __builtin_ctz(left);
+          indices[found++] = Index(8 * byte + __builtin_ctz(left));
     } else {
       for (int64_t bit = r * chunk; bit < (r + 1) * chunk && found < k; ++bit)
-        if (bitmap[bit >> 3] >> (bit & 7) & 1) indices[r * k + found++] = bit - r * chunk;
+        if (bitmap[bit >> 3] >> (bit & 7) & 1) indices[found++] = Index(bit - r * chunk);
     }
-    for (; found < k; ++found) indices[r * k + found] = 0;
+    for (; found < k; ++found) indices[found] = 0;
   }
 }
 
-// The sum of the 32-bit words of a message, zero-padded to whole lines of LINE words, each multiplied by the sum of a
-// weight of its line (even) and one of its column (odd). Lines and columns are added up modulo 2**32 first.
-// If `skipped` is not negative, the eight bytes from there on, in the first line, count as zeros.
-int64_t detonation_checksum(const uint8_t *bytes, int64_t count, int64_t skipped) {
+// 1 where an index of `width` bits is not below `chunk`, 2 where those of a row do not rise, else 0.
+int faults_of_indices(const uint8_t *packed, int64_t rows, int k, int chunk, int width) {
+  Unpacker indices(packed, (rows * k * width + 7) / 8);
+  if (width <= 8) return check_bytes(indices, rows, k, chunk, width);
+  int fault = 0;
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t j = 0, before = -1; j < k; ++j) {
+      const int64_t index = indices.get(width);
+      if (index >= chunk) return 1;
+      if (index <= before) fault = 2;
+      before = index;
+    }
+  return fault;
+}
+
+// 2 where a row of the bitmap has not exactly k bits set, else 0.
+int faults_of_bitmap(const uint8_t *bitmap, int64_t rows, int k, int chunk) {
+  for (int64_t r = 0; r < rows; ++r) {
+    int found = 0;
+    if (chunk % 64 == 0) {
+      for (int word = 0; word < chunk / 64; ++word) {
+        uint64_t marks;
+        std::memcpy(&marks, bitmap + r * chunk / 8 + 8 * word, sizeof marks);
+        found += __builtin_popcountll(marks);
+      }
+    } else if (chunk % 8 == 0) {
+      for (int byte = 0; byte < chunk / 8; ++byte) found += __builtin_popcount(bitmap[r * chunk / 8 + byte]);
+    } else {
+      for (int64_t bit = r * chunk; bit < (r + 1) * chunk; ++bit) found += bitmap[bit >> 3] >> (bit & 7) & 1;
+    }
+    if (found != k) return 2;
+  }
+  return 0;
+}
+
+// See `detonation_checksums`.
+int64_t checksum(const uint8_t *bytes, int64_t count, int64_t skipped) {
   constexpr int LINE = 1024;
   const auto mixed = [](uint64_t place) {
     const uint64_t at = (place + 1) * 0x9E3779B97F4A7C15u;
@@ -104,39 +109,75 @@ int64_t detonation_checksum(const uint8_t *bytes, int64_t count, int64_t skipped
   return int64_t(sum);
 }
 
-// 1 where an index of `width` bits is not below `chunk`, 2 where those of a row do not rise, else 0.
-int detonation_check_indices(const uint8_t *packed, int64_t rows, int k, int chunk, int width) {
-  Unpacker indices(packed, (rows * k * width + 7) / 8);
-  if (width <= 8) return check_bytes(indices, rows, k, chunk, width);
-  int fault = 0;
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t j = 0, before = -1; j < k; ++j) {
-      const int64_t index = indices.get(width);
-      if (index >= chunk) return 1;
-      if (index <= before) fault = 2;
-      before = index;
-    }
-  return fault;
+}  // namespace
+
+extern "C" {
+
+// `lines` lines of `count` numbers each, one byte per number where `bytes`, else eight; each line packed by itself.
+void detonation_pack(const void *numbers, int64_t lines, int64_t count, int bytes, int width, uint8_t *packed,
+                     int64_t nbytes) {
+  for (int64_t line = 0; line < lines; ++line) {
+    Packer packer(packed + line * nbytes, nbytes);
+    if (bytes)
+      packer.put_bytes(static_cast<const uint8_t *>(numbers) + line * count, count, width);
+    else
+      for (int64_t i = 0; i < count; ++i)
+        packer.put(uint32_t(static_cast<const int64_t *>(numbers)[line * count + i]), width);
+  }
 }
 
-// 2 where a row of the bitmap has not exactly k bits set, else 0.
-int detonation_check_bitmap(const uint8_t *bitmap, int64_t rows, int k, int chunk) {
-  for (int64_t r = 0; r < rows; ++r) {
-    int found = 0;
-    if (chunk % 64 == 0) {
-      for (int word = 0; word < chunk / 64; ++word) {
-        uint64_t marks;
-        std::memcpy(&marks, bitmap + r * chunk / 8 + 8 * word, sizeof marks);
-        found += __builtin_popcountll(marks);
-      }
-    } else if (chunk % 8 == 0) {
-      for (int byte = 0; byte < chunk / 8; ++byte) found += __builtin_popcount(bitmap[r * chunk / 8 + byte]);
-    } else {
-      for (int64_t bit = r * chunk; bit < (r + 1) * chunk; ++bit) found += bitmap[bit >> 3] >> (bit & 7) & 1;
-    }
-    if (found != k) return 2;
+// The inverse; packed lines are `stride` bytes apart.
+void detonation_unpack(const uint8_t *packed, int64_t lines, int64_t stride, int64_t nbytes, int64_t count, int bytes,
+                       int width, void *numbers) {
+  for (int64_t line = 0; line < lines; ++line) {
+    Unpacker unpacker(packed + line * stride, nbytes);
+    if (bytes)
+      unpacker.get_bytes(static_cast<uint8_t *>(numbers) + line * count, count, width);
+    else
+      for (int64_t i = 0; i < count; ++i)
+        static_cast<int64_t *>(numbers)[line * count + i] = int64_t(unpacker.get(width));
   }
-  return 0;
+}
+
+// Of `lines` messages: indices of a byte each where `bytes`, else of eight; the bitmap of each message by itself.
+void detonation_mark(const void *indices, int64_t lines, int64_t rows, int k, int chunk, int bytes, uint8_t *bitmaps) {
+  const int64_t nbytes = (rows * chunk + 7) / 8;
+  std::memset(bitmaps, 0, size_t(lines * nbytes));
+  for (int64_t i = 0; i < lines * rows * k; ++i) {
+    const int64_t row = i / k, message = row / rows;
+    const int64_t index = bytes ? static_cast<const uint8_t *>(indices)[i] : static_cast<const int64_t *>(indices)[i];
+    const int64_t bit = (row - message * rows) * chunk + index;
+    bitmaps[message * nbytes + (bit >> 3)] |= uint8_t(1 << (bit & 7));
+  }
+}
+
+// Lists k indices per row even for a corrupt bitmap: ignores surplus ones and fills up with 0.
+void detonation_marked(const uint8_t *bitmaps, int64_t lines, int64_t stride, int64_t rows, int k, int chunk, int bytes,
+                       void *indices) {
+  for (int64_t line = 0; line < lines; ++line) {
+    const int64_t at = line * rows * k;
+    if (bytes)
+      list_marked(bitmaps + line * stride, rows, k, chunk, static_cast<uint8_t *>(indices) + at);
+    else
+      list_marked(bitmaps + line * stride, rows, k, chunk, static_cast<int64_t *>(indices) + at);
+  }
+}
+
+// The sum of the 32-bit words of a message, zero-padded to whole lines of LINE words, each multiplied by the sum of a
+// weight of its line (even) and one of its column (odd). Lines and columns are added up modulo 2**32 first.
+// If `skipped` is not negative, the eight bytes from there on, in the first line, count as zeros.
+// Of `lines` messages of `count` bytes, `stride` bytes apart.
+void detonation_checksums(const uint8_t *messages, int64_t lines, int64_t stride, int64_t count, int64_t skipped,
+                          int64_t *sums) {
+  for (int64_t line = 0; line < lines; ++line) sums[line] = checksum(messages + line * stride, count, skipped);
+}
+
+// Of each message its fault: see above. Messages are `stride` bytes apart.
+void detonation_check_indices(const uint8_t *packed, int64_t lines, int64_t stride, int64_t rows, int k, int chunk,
+                              int width, int64_t *faults) {
+  for (int64_t line = 0; line < lines; ++line)
+    faults[line] = width ? faults_of_indices(packed + line * stride, rows, k, chunk, width)
+                         : faults_of_bitmap(packed + line * stride, rows, k, chunk);
 }
 
 }

@@ -7,6 +7,9 @@
 #include "dct.h"
 #include "rows.h"
 #include "basis.h"
+#include "signs.h"
+
+#include <vector>
 
 namespace {
 
@@ -18,13 +21,24 @@ template <int N> struct Decoder {
   const bool few, nonzero;
   const float weight;
   const float *const basis;
+  const float *const *magnitudes;  // of blocks, where the values are signs; else null
+  std::vector<float> read;
   alignas(64) float sum[LANES * N], count[LANES * N];
   alignas(64) uint8_t index[LANES * N];
 
   Decoder(const float *const *values, Unpacker *indices, int messages, int k, int width, bool few, bool nonzero,
-          float weight, const float *basis)
+          float weight, const float *basis, const float *const *magnitudes = nullptr)
       : values(values), indices(indices), messages(messages), k(k), width(width), few(few), nonzero(nonzero),
-        weight(weight), basis(basis) {}
+        weight(weight), basis(basis), magnitudes(magnitudes),
+        read(magnitudes ? size_t(messages) * LANES * k + LANES : 0) {}
+
+  // The values of message m from row `start` on.
+  const float *values_of(int m, int64_t start, int valid) {
+    if (!magnitudes) return values[m] + start * k;
+    float *to = read.data() + m * LANES * k;
+    signed_values(reinterpret_cast<const uint8_t *>(values[m]), magnitudes[m], start * k, valid * k, to);
+    return to;
+  }
 
   // rows = the mean of the messages for the rows from `start` on, or that over nonzero values. Of one message, or with
   // `few`, `weight` times their sum.
@@ -33,7 +47,7 @@ template <int N> struct Decoder {
       const float *value[N];
       for (int m = 0; m < messages; ++m) {
         list_indices(indices[m], valid, index + m * LANES * k);
-        value[m] = values[m] + start * k;
+        value[m] = values_of(m, start, valid);
       }
       return add_basis_vectors<N, true>(rows, valid, weight, basis, FewCoefficients{value, index, messages, k}, [] {});
     }
@@ -56,7 +70,7 @@ template <int N> struct Decoder {
     std::memset(sum, 0, size_t(valid) * N * sizeof(float));
     if (nonzero) std::memset(count, 0, size_t(valid) * N * sizeof(float));
     for (int m = 0; m < messages; ++m) {
-      const float *value = values[m] + start * k;
+      const float *value = values_of(m, start, valid);
 #ifdef __AVX512F__
       if (!width && !nonzero) {
         add_marked(indices[m], value, sum, valid);

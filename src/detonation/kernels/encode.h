@@ -7,6 +7,7 @@
 #include "rows.h"
 #include "select.h"
 #include "basis.h"
+#include "signs.h"
 
 namespace {
 
@@ -116,11 +117,11 @@ template <int N> struct Encoder {
 
 template <int N>
 void encode(float *residual, int64_t rows, const Slots &slots, float decay, float release, int k, int width,
-            const float *basis, float *values, uint8_t *packed) {
+            const float *basis, float *values, SignWriter *signs, uint8_t *packed) {
   Encoder<N> block;
   Rows<N> walk(slots);
   Packer packer(packed, (rows * (width ? k * width : N) + 7) / 8);
-  for (int64_t start = 0; start < rows; start += LANES, values += LANES * k) {
+  for (int64_t start = 0; start < rows; start += LANES) {
     const int valid = rows - start < LANES ? int(rows - start) : LANES;
     float *r = residual + start * N;
     const float *gradient = walk.next(valid);
@@ -133,7 +134,10 @@ void encode(float *residual, int64_t rows, const Slots &slots, float decay, floa
     else
       block.many(k, width != 0, release), next.lines(N / 4);
     block.write(valid, k, width, packer);
-    std::memcpy(values, block.selected, size_t(valid * k) * sizeof(float));
+    if (signs)
+      signs->add(block.selected, valid * k);
+    else
+      std::memcpy(values + start * k, block.selected, size_t(valid * k) * sizeof(float));
     if (release == 0) continue;
     const float *sent = block.selected;
     if (k <= FEW)
@@ -143,6 +147,7 @@ void encode(float *residual, int64_t rows, const Slots &slots, float decay, floa
       next.lines(N / 4), block.remove_sent(r, valid);
     if (!whole) walk.clear_padding(r);
   }
+  if (signs) signs->finish();
 }
 
 }  // namespace

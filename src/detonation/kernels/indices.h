@@ -54,8 +54,8 @@ class Packer {
   }
 
   // `count` numbers below 2**width, one byte per number; width up to 8.
-  INLINE void put_bytes(const uint8_t *numbers, int count, int width) {
-    int i = 0;
+  INLINE void put_bytes(const uint8_t *numbers, int64_t count, int width) {
+    int64_t i = 0;
     if (!bits_)
       for (; i + 8 <= count && end_ - to_ >= 8; i += 8, to_ += width) {
         uint64_t eight;
@@ -77,8 +77,8 @@ class Unpacker {
   Unpacker(const uint8_t *from, int64_t bytes) : from_(from), end_(from + bytes) {}
 
   // `count` numbers, one byte per number; width up to 8.
-  INLINE void get_bytes(uint8_t *numbers, int count, int width) {
-    int i = 0;
+  INLINE void get_bytes(uint8_t *numbers, int64_t count, int width) {
+    int64_t i = 0;
     if (!bits_)
       for (; i + 8 <= count && end_ - from_ >= 8; i += 8, from_ += width) {
         uint64_t eight;

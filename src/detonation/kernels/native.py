@@ -35,19 +35,18 @@ SignRate = tuple[float, float]
 
 _P, _I, _F, _N = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _ARGUMENTS: dict[str, list[Any]] = {
-    "encode": [_P, _I, _N, _P, _P, _F, _F, _N, _N, _P, _P, _P],
+    "encode": [_P, _I, _N, _P, _P, _F, _F, _N, _N, _P, _P, _P, _N, _P],
     "release": [_P, _I, _N, _P, _F, _N, _N, _P, _P, _I, _N, _P],
-    "decode": [_P, _P, _I, _N, _P, _P, _I, _N, _N, _N, _N, _N, _F, _P, _P, _P],
+    "decode": [_P, _P, _I, _N, _P, _P, _P, _I, _N, _N, _N, _N, _N, _F, _P, _P, _P],
     "product": [_P, _I, _N, _P, _P],
     "beyond": [_P, _P, _I, _F],
     "sign_step": [_P, _P, _I, _F, _F],
-    "pack": [_P, _I, _N, _P],
-    "unpack": [_P, _I, _N, _P],
-    "mark": [_P, _I, _N, _N, _P],
-    "marked": [_P, _I, _N, _N, _P],
-    "checksum": [_P, _I, _I],
-    "check_indices": [_P, _I, _N, _N, _N],
-    "check_bitmap": [_P, _I, _N, _N],
+    "pack": [_P, _I, _I, _N, _N, _P, _I],
+    "unpack": [_P, _I, _I, _I, _I, _N, _N, _P],
+    "mark": [_P, _I, _I, _N, _N, _N, _P],
+    "marked": [_P, _I, _I, _I, _N, _N, _N, _P],
+    "checksums": [_P, _I, _I, _I, _I, _P],
+    "check_indices": [_P, _I, _I, _I, _N, _N, _N, _P],
 }
 """The arguments of each function: pointers, 64-bit counts, floats, and ints."""
 
@@ -64,7 +63,6 @@ class Library:
         for function, arguments in _ARGUMENTS.items():
             getattr(self._library, f"detonation_{function}").argtypes = arguments
         self._library.detonation_beyond.restype = ctypes.c_int64
-        self._library.detonation_checksum.restype = ctypes.c_int64
 
     def encode(
         self,
@@ -75,7 +73,10 @@ class Library:
         release: float,
         width: int,
         basis: Tensor,
+        k: int,
         values: Tensor,
+        statistics: Tensor | None,
+        negative_zeros: bool,
         indices: Tensor,
     ) -> None:
         """Adds the gradients to the decayed residual, and selects its `k` largest DCT coefficients per row.
@@ -86,15 +87,18 @@ class Library:
             numel: Coordinates of each parameter.
             width: Bits per index; 0 for a bitmap.
             basis: The basis vectors.
-            values, indices: Where what was selected goes; contiguous.
+            values, statistics, indices: Where what was selected goes; contiguous. With `statistics` as signs.
+            negative_zeros: See `Precision.encode`.
 
-        Shapes: residual `[rows, chunk]`, basis `[chunk, chunk]`, values `[rows, k]` fp32, indices `[nbytes]` uint8.
+        Shapes: residual `[rows, chunk]`, basis `[chunk, chunk]`, values `[rows, k]` fp32 or, of signs, `[nbytes]` uint8
+        as statistics and indices.
         """
-        (rows, chunk), k = residual.shape, values.shape[1]
+        rows, chunk = residual.shape
         pointers = (ctypes.c_void_p * len(gradients))(*[None if g is None else g.data_ptr() for g in gradients])
         status = self._library.detonation_encode(
             residual.data_ptr(), rows, chunk, pointers, numel, decay, release, k, width, basis.data_ptr(),
-            values.data_ptr(), indices.data_ptr(),
+            values.data_ptr(), None if statistics is None else statistics.data_ptr(), negative_zeros,
+            indices.data_ptr(),
         )  # fmt: skip
         assert status == 0
 
@@ -121,8 +125,9 @@ class Library:
     def decode(
         self,
         targets: Sequence[Tensor],
-        chunk: int,
+        shape: tuple[int, int, int],
         values: Sequence[Tensor],
+        magnitudes: Sequence[Tensor] | None,
         indices: Sequence[Tensor],
         width: int,
         few: bool,
@@ -134,24 +139,28 @@ class Library:
 
         Args:
             targets: fp32, one per parameter.
+            shape: Rows, coefficients of a row, and those of a message.
+            magnitudes: Of each block, where the values are signs.
             few: Whether a row is one sum of its coefficients, at most `chunk`, of all replicas
                 (`scatter_sum.weighted_sum`); otherwise they are aggregated first (`scatter_sum.product_in_order`).
             nonzero: Whether the mean is over the replicas that sent a coefficient other than 0, not over all.
             basis: The basis vectors.
             rates: Per parameter.
 
-        Shapes: basis `[chunk, chunk]` fp32; per replica values `[rows, k]` fp32 and indices `[nbytes]` uint8.
+        Shapes: basis `[chunk, chunk]` fp32; per replica values `[rows, k]` fp32 or, of signs, `[nbytes]` uint8 and
+        magnitudes `[blocks]` fp32; and indices `[nbytes]` uint8.
         """
-        assert all(tensor.is_contiguous() for tensor in (*targets, *values, *indices))
-        (rows, k), count = values[0].shape, len(targets)
+        assert all(tensor.is_contiguous() for tensor in (*targets, *values, *(magnitudes or ()), *indices))
+        (rows, chunk, k), count = shape, len(targets)
         shrink = None if rates is None else (ctypes.c_float * count)(*[rate[0] for rate in rates])
         lr = None if rates is None else (ctypes.c_float * count)(*[rate[1] for rate in rates])
-        into, sent, places = (
-            (ctypes.c_void_p * len(each))(*[t.data_ptr() for t in each]) for each in (targets, values, indices)
+        into, sent, sizes, places = (
+            (ctypes.c_void_p * len(each))(*[t.data_ptr() for t in each]) if each is not None else None
+            for each in (targets, values, magnitudes, indices)
         )
         numel = (ctypes.c_int64 * count)(*[t.numel() for t in targets])
         status = self._library.detonation_decode(
-            into, numel, rows, chunk, sent, places, indices[0].nbytes, len(values), k, width, few, nonzero,
+            into, numel, rows, chunk, sent, sizes, places, indices[0].nbytes, len(values), k, width, few, nonzero,
             1 / len(values), basis.data_ptr(), shrink, lr,
         )  # fmt: skip
         assert status == 0
@@ -178,31 +187,37 @@ class Library:
         self._library.detonation_sign_step(weights.data_ptr(), directions.data_ptr(), weights.numel(), shrink, lr)
 
     def pack(self, numbers: Tensor, width: int, nbytes: int) -> Tensor:
-        """Packs numbers of `width` bits, each line by itself."""  # [lines, n] int64 -> [lines, nbytes] uint8
-        packed = torch.empty(len(numbers), nbytes, dtype=torch.uint8, device="cpu")
-        for line, octets in zip(numbers, packed, strict=True):
-            self._library.detonation_pack(line.data_ptr(), len(line), width, octets.data_ptr())
+        """Packs numbers of `width` bits, each line by itself."""  # [lines, n] uint8 or int64 -> [lines, nbytes] uint8
+        lines, count = numbers.shape
+        packed = torch.empty(lines, nbytes, dtype=torch.uint8, device="cpu")
+        is_bytes = numbers.dtype == torch.uint8
+        self._library.detonation_pack(numbers.data_ptr(), lines, count, is_bytes, width, packed.data_ptr(), nbytes)
         return packed
 
     def unpack(self, packed: Tensor, count: int, width: int) -> Tensor:
-        """The inverse of `pack`."""  # [lines, nbytes] uint8 -> [lines, count] int64
-        numbers = torch.empty(len(packed), count, dtype=torch.int64, device="cpu")
-        for octets, line in zip(packed, numbers, strict=True):
-            self._library.detonation_unpack(octets.data_ptr(), count, width, line.data_ptr())
+        """The inverse of `pack`."""  # [lines, nbytes] uint8 -> [lines, count] uint8 or, above 8 bits, int64
+        (lines, nbytes), few = packed.shape, width <= 8
+        numbers = torch.empty(lines, count, dtype=torch.uint8 if few else torch.int64, device="cpu")
+        self._library.detonation_unpack(
+            packed.data_ptr(), lines, packed.stride(0), nbytes, count, few, width, numbers.data_ptr()
+        )
         return numbers
 
     def mark(self, indices: Tensor, chunk: int) -> Tensor:
-        """The bitmap of rows of `chunk` bits in which `indices` are set."""
-        # [rows, k] int64 -> [ceil(rows * chunk / 8)] uint8
-        rows, k = indices.shape
-        bitmap = torch.empty((rows * chunk + 7) // 8, dtype=torch.uint8, device="cpu")
-        self._library.detonation_mark(indices.data_ptr(), rows, k, chunk, bitmap.data_ptr())
-        return bitmap
+        """The bitmaps of messages of rows of `chunk` bits in which `indices` are set."""
+        # [messages, rows, k] uint8 or int64 -> [messages, ceil(rows * chunk / 8)] uint8
+        messages, rows, k = indices.shape
+        bitmaps = torch.empty(messages, (rows * chunk + 7) // 8, dtype=torch.uint8, device="cpu")
+        is_bytes = indices.dtype == torch.uint8
+        self._library.detonation_mark(indices.data_ptr(), messages, rows, k, chunk, is_bytes, bitmaps.data_ptr())
+        return bitmaps
 
-    def marked(self, bitmap: Tensor, rows: int, k: int, chunk: int) -> Tensor:
-        """The indices that are set in a bitmap, in order."""  # [ceil(rows * chunk / 8)] uint8 -> [rows, k] int64
-        indices = torch.empty(rows, k, dtype=torch.int64, device="cpu")
-        self._library.detonation_marked(bitmap.data_ptr(), rows, k, chunk, indices.data_ptr())
+    def marked(self, bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
+        """The indices that are set in bitmaps, in order: uint8 or, where `chunk` is above 256, int64."""
+        # [messages, ceil(rows * chunk / 8)] uint8 -> [messages, rows, k]
+        messages, stride, few = len(bitmaps), bitmaps.stride(0), chunk <= 256
+        indices = torch.empty(messages, rows, k, dtype=torch.uint8 if few else torch.int64, device="cpu")
+        self._library.detonation_marked(bitmaps.data_ptr(), messages, stride, rows, k, chunk, few, indices.data_ptr())
         return indices
 
     def checksums(self, messages: Tensor, skipped: int = -1) -> Tensor:
@@ -210,22 +225,24 @@ class Library:
 
         From number `skipped` on, in the first line, eight bytes count as zeros; -1 for none.
         """
-        add = self._library.detonation_checksum
-        found = [add(each.data_ptr(), each.nbytes, skipped) for each in messages]
-        return torch.tensor(found, dtype=torch.int64, device="cpu")
+        found = torch.empty(len(messages), dtype=torch.int64, device="cpu")
+        lines, nbytes = messages.shape
+        self._library.detonation_checksums(
+            messages.data_ptr(), lines, messages.stride(0), nbytes, skipped, found.data_ptr()
+        )
+        return found
 
     def check_indices(self, packed: Tensor, rows: int, k: int, chunk: int, width: int) -> Tensor:
-        """1 where a packed index is not below `chunk`, 2 where the indices of a row do not rise, else 0."""
-        # [messages, nbytes] uint8 -> [messages] int64
-        check = self._library.detonation_check_indices
-        found = [check(each.data_ptr(), rows, k, chunk, width) for each in packed]
-        return torch.tensor(found, dtype=torch.int64, device="cpu")
+        """1 where a packed index is not below `chunk`, 2 where the indices of a row do not rise, else 0.
 
-    def check_bitmap(self, bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
-        """2 where a row has not exactly `k` bits set, else 0."""  # [messages, nbytes] uint8 -> [messages] int64
-        check = self._library.detonation_check_bitmap
-        found = [check(each.data_ptr(), rows, k, chunk) for each in bitmaps]
-        return torch.tensor(found, dtype=torch.int64, device="cpu")
+        With `width` 0, of bitmaps: 2 where a row has not exactly `k` bits set.
+        """
+        # [messages, nbytes] uint8 -> [messages] int64
+        found, stride = torch.empty(len(packed), dtype=torch.int64, device="cpu"), packed.stride(0)
+        self._library.detonation_check_indices(
+            packed.data_ptr(), len(packed), stride, rows, k, chunk, width, found.data_ptr()
+        )
+        return found
 
 
 @lru_cache

@@ -19,12 +19,14 @@
 extern "C" {
 
 // residual = decay * residual + gradients; selects the k largest DCT coefficients of each row; subtracts `release`
-// times their inverse DCT from the residual.
+// times their inverse DCT from the residual. With `statistics` the values are signs, of which zeros are negative or not.
 int detonation_encode(float *residual, int64_t rows, int chunk, float *const *gradients, const int64_t *numel,
                       float decay, float release, int k, int width, const float *basis, float *values,
-                      uint8_t *indices) {
+                      uint8_t *statistics, int negative_zeros, uint8_t *indices) {
   const Slots slots{gradients, numel};
-#define CALL(N) encode<N>(residual, rows, slots, decay, release, k, width, basis, values, indices)
+  SignWriter writer(reinterpret_cast<uint8_t *>(values), statistics, negative_zeros != 0);
+  SignWriter *signs = statistics ? &writer : nullptr;
+#define CALL(N) encode<N>(residual, rows, slots, decay, release, k, width, basis, values, signs, indices)
   FOR_CHUNK(CALL)
 #undef CALL
 }
@@ -41,15 +43,15 @@ int detonation_release(float *residual, int64_t rows, int chunk, const int64_t *
 
 // The mean of messages, or that over nonzero values, written into one tensor per parameter: with `few` as one sum of all
 // coefficients, times `weight`. With `shrink` and `lr` per parameter the tensors are weights and step along its signs:
-// shrink * weights - lr * sign.
+// shrink * weights - lr * sign. With `magnitudes` of blocks the values are signs.
 int detonation_decode(float *const *tensors, const int64_t *numel, int64_t rows, int chunk, const float *const *values,
-                      const uint8_t *const *indices, int64_t bytes, int messages, int k, int width, int few,
+                      const float *const *magnitudes, const uint8_t *const *indices, int64_t bytes, int messages, int k, int width, int few,
                       int nonzero, float weight, const float *basis, const float *shrink, const float *lr) {
   const Slots slots{tensors, numel};
   std::vector<Unpacker> unpackers;
   for (int m = 0; m < messages; ++m) unpackers.emplace_back(indices[m], bytes);
 #define CALL(N)                                                                           \
-  Decoder<N> block(values, unpackers.data(), messages, k, width, few, nonzero, weight, basis); \
+  Decoder<N> block(values, unpackers.data(), messages, k, width, few, nonzero, weight, basis, magnitudes); \
   shrink ? apply_signs<N>(block, slots, rows, shrink, lr) : decode<N>(block, slots, rows)
   FOR_CHUNK(CALL)
 #undef CALL

@@ -256,7 +256,9 @@ def decoded(packed: Tensor, levels: Tensor, first: int, shape: tuple[int, int], 
     filled = torch.nn.functional.pad(codes, (0, missing)) if missing else codes
     blocks = filled.shape[-1] // block
     codes, some = filled.view(*messages, blocks, block), slice(first, first + blocks)
-    if codes.device.type == "cpu":
+    if codes.device.type == "cpu" and width == 1:
+        values = torch.where(codes.view(torch.bool), levels[..., some, 1:], levels[..., some, :1])
+    elif codes.device.type == "cpu":
         values = levels[..., some, :].gather(-1, codes.to(torch.int64))
     else:
         firsts = _firsts(levels.numel() // levels.shape[-1], levels.shape[-1], levels.device)

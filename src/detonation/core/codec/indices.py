@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
@@ -24,13 +25,14 @@ def mark(indices: Tensor, chunk: int) -> Tensor:
 
     Shapes: `[..., rows, k]` integer -> `[..., ceil(rows * chunk / 8)]` uint8.
     """
-    *messages, rows, _ = indices.shape
-    wide = indices.to(torch.int64)
+    *messages, rows, k = indices.shape
     kernel = kernel_library.load_library() if indices.device.type == "cpu" else None
-    if kernel and not messages:
-        return kernel.mark(wide.contiguous(), chunk)
+    if kernel:
+        plain = indices.to(torch.uint8 if chunk <= 256 else torch.int64)
+        found = kernel.mark(plain.reshape(math.prod(messages), rows, k), chunk)
+        return found.view(*messages, found.shape[1])
     marked = torch.zeros(*messages, rows, chunk, dtype=torch.uint8, device=indices.device)
-    return pack(marked.scatter_(-1, wide, 1).view(*messages, rows * chunk), 1)
+    return pack(marked.scatter_(-1, indices.to(torch.int64), 1).view(*messages, rows * chunk), 1)
 
 
 def marked_indices(bitmap: Tensor, rows: int, k: int, chunk: int, dtype: torch.dtype) -> Tensor:
@@ -40,8 +42,9 @@ def marked_indices(bitmap: Tensor, rows: int, k: int, chunk: int, dtype: torch.d
     """
     messages = bitmap.shape[:-1]
     kernel = kernel_library.load_library() if bitmap.device.type == "cpu" else None
-    if kernel and not messages:
-        return kernel.marked(bitmap, rows, k, chunk).to(dtype)
+    if kernel:
+        lines = bitmap if bitmap.dim() == 2 else bitmap.reshape(math.prod(messages), bitmap.shape[-1])
+        return kernel.marked(lines, rows, k, chunk).view(*messages, rows, k).to(dtype)
     narrow = torch.uint8 if chunk < 256 else torch.int32
     marked = unpack(bitmap, rows * chunk, 1, torch.uint8).view(*messages, rows, chunk)
     if marked.device.type == "cpu":
@@ -73,7 +76,7 @@ def bitmap_faults(bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
     """
     kernel = kernel_library.load_library() if bitmaps.device.type == "cpu" else None  # exact, so even a small one is
     if kernel:  # worth the call
-        return kernel.check_bitmap(bitmaps, rows, k, chunk)
+        return kernel.check_indices(bitmaps, rows, k, chunk, 0)
     if chunk % 8:
         bits = unpack(bitmaps, rows * chunk, 1, torch.uint8).view(len(bitmaps), rows, chunk)
         counts = bits.sum(2, dtype=torch.int32)

@@ -162,7 +162,7 @@ class Arrived(Received):
         Shapes: `[replicas]` bool.
         """
         self.body.masked_fill_(skipped.unsqueeze(1), 0)
-        for known in ("_levels", "_encoded"):  # the second may be a copy
+        for known in ("levels", "_encoded"):  # the second may be a copy
             vars(self).pop(known, None)
         if self._packed is not None:
             self._packed.blank(skipped)
@@ -178,12 +178,12 @@ class Arrived(Received):
         """
         precision, shape = self.codec.precision, (end - first, self.codec.selection.k)
         if isinstance(precision, BlockCodebook):
-            some = self._parts if end - first == self.rows else self.codec.cut(self._parts, first, end)
+            some = self.parts if end - first == self.rows else self.codec.cut(self.parts, first, end)
             begin = first * shape[1] // precision.block
-            return decoded(some[0], self._levels, begin, shape, precision.width, precision.block)
+            return decoded(some[0], self.levels, begin, shape, precision.width, precision.block)
         if isinstance(precision, Float):
             return self._encoded[:, first:end].to(torch.float32)
-        return self.codec.values(self.codec.cut(self._parts, first, end), end - first)
+        return self.codec.values(self.codec.cut(self.parts, first, end), end - first)
 
     def indices(self, first: int, end: int) -> Tensor | PackedIndices | None:
         """Their indices; see `Coefficients`.
@@ -195,7 +195,7 @@ class Arrived(Received):
         return None if self.shared is None else narrow(self.shared)[..., first:end, :]
 
     @cached_property
-    def _parts(self) -> tuple[Tensor, ...]:
+    def parts(self) -> tuple[Tensor, ...]:
         """The parts of each message; see `Codec.lengths`."""  # [replicas, length] uint8 each
         return torch.split(self.body, list(self.codec.lengths[self.rows]), 1)
 
@@ -209,10 +209,10 @@ class Arrived(Received):
         return self.body[:, : precision.nbytes(self.rows, self.codec.selection.k)]
 
     @cached_property
-    def _levels(self) -> Tensor:
+    def levels(self) -> Tensor:
         """The levels of all blocks, where values are codes."""
         assert isinstance(self.codec.precision, BlockCodebook)
-        return self.codec.precision.all_levels(self._parts[1])
+        return self.codec.precision.all_levels(self.parts[1])
 
     @cached_property
     def _packed(self) -> PackedIndices | None:

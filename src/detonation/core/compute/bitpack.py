@@ -37,8 +37,9 @@ def pack(numbers: Tensor, width: int) -> Tensor:
     if numbers.device.type == "cpu":
         kernel = kernel_library.load_library()  # exact, so it does not matter which replicas have it
         if kernel:
-            wide, lines = numbers.to(torch.int64).contiguous(), numbers.shape[:-1]
-            packed = kernel.pack(wide.view(math.prod(lines), count), width, packed_bytes(count, width))
+            lines, plain = numbers.shape[:-1], torch.uint8 if width <= 8 else torch.int64
+            rows = numbers.to(plain).reshape(math.prod(lines), count)
+            packed = kernel.pack(rows, width, packed_bytes(count, width))
             return packed.view(*lines, packed.shape[1])
     if width > 16:  # of chunks above 65,536: bit by bit
         return pack((numbers.unsqueeze(-1) >> _bits(width, numbers) & 1).flatten(-2), 1)
@@ -56,7 +57,7 @@ def unpack(packed: Tensor, count: int, width: int, dtype: torch.dtype) -> Tensor
     if packed.device.type == "cpu":
         kernel = kernel_library.load_library()
         if kernel:
-            lines = packed.reshape(math.prod(shape), packed.shape[-1])
+            lines = packed if packed.dim() == 2 else packed.reshape(math.prod(shape), packed.shape[-1])
             return kernel.unpack(lines, count, width).view(*shape, count).to(dtype)
     if width > 16:
         bits = unpack(packed, count * width, 1, torch.int64).view(*shape, count, width)
