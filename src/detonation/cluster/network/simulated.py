@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -100,7 +100,19 @@ class SimulatedCommunicator:
         gathered = self._collective(mine.view(self.size(), -1), torch.stack)
         return lambda: gathered()[:, self.replica]
 
-    def _collective(self, mine: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> Callable[[], Tensor]:
+    def together(self, mine: _T, act: Callable[[list[_T]], None]) -> None:
+        """Calls `act` once, with what all replicas bring in their order, when all have come and before any goes on.
+
+        Whichever replica runs then calls it; it must not wait for another.
+        """
+
+        def combined(brought: list[_T]) -> Tensor:
+            act(brought)
+            return torch.empty(0)
+
+        self._collective(mine, combined)()
+
+    def _collective(self, mine: Any, combine: Callable[[list[Any]], Tensor]) -> Callable[[], Tensor]:
         collective = self._scheduler.collective(self._started, combine)
         self._started += 1
         collective.inputs[self.replica] = mine
@@ -115,8 +127,8 @@ class SimulatedCommunicator:
 class _Collective:
     """One collective: the input of each replica, and the result, computed once for all."""
 
-    def __init__(self, replicas: int, combine: Callable[[list[Tensor]], Tensor]) -> None:
-        self.inputs: dict[int, Tensor] = {}
+    def __init__(self, replicas: int, combine: Callable[[list[Any]], Tensor]) -> None:
+        self.inputs: dict[int, Any] = {}
         self._replicas, self._combine = replicas, combine
         self._result: Tensor | None = None
 
@@ -162,7 +174,7 @@ class _Scheduler:
         if self.failure is None:
             self.failure = error
 
-    def collective(self, number: int, combine: Callable[[list[Tensor]], Tensor]) -> _Collective:
+    def collective(self, number: int, combine: Callable[[list[Any]], Tensor]) -> _Collective:
         """The collective that each replica starts as its `number`-th."""
         if number not in self._open:
             self._open[number] = _Collective(self.replicas, combine)
