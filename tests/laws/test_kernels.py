@@ -3,6 +3,8 @@
 The compiled ones need g++, as the project's tests do.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 import detonation as dt
 from detonation.core.codec.aggregate import AGGREGATIONS
 from detonation.core.codec.indices import narrow
+from detonation.core.codec.message_rows import MessageRows
 from detonation.core.compute import kernel_library
 from detonation.core.compute.scatter_sum import product_in_order
 from detonation.core.engine import reference
@@ -63,6 +66,32 @@ def release(engine, selected, read):
 def signals(layout, seed):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(slot.shape, generator=generator) for slot in layout.slots]
+
+
+@pytest.mark.parametrize("chunk", [16, 64, 256])
+@pytest.mark.parametrize("negative_zeros", [False, True])
+@given(shapes=SHAPES, topk=st.sampled_from([1, 3, 4, 12, 13, 32]), error_feedback=st.booleans())
+@laws
+def test_signs_are_written_and_read_as_by_plain_torch(chunk, negative_zeros, shapes, topk, error_feedback):
+    scheme = dt.demo(min(topk, chunk // 2), chunk, precision="sign", error_feedback=error_feedback)
+    layout, plain, fast = engines(scheme, shapes)
+    codec, signal = scheme.codec, [torch.zeros(slot.shape) for slot in layout.slots]
+    runs = [MessageRows(codec, layout.rows, partial(new, codec, layout.rows), 0, 3, None, negative_zeros) for _ in "12"]
+    codec.write(NativeEngine.encode(engines(scheme, shapes)[2], signal, 0), runs[0])
+    fast.encode_into(runs[1], signal, 0)
+    (codes, magnitudes, indices), (own_codes, own_magnitudes, own_indices) = (run.parts for run in runs)
+    assert torch.equal(indices, own_indices) and torch.equal(codes, own_codes)
+    one, other = (octets[0].clone().view(torch.bfloat16).float() for octets in (magnitudes, own_magnitudes))
+    torch.testing.assert_close(one, other, rtol=2**-7, atol=0)  # the order of a sum is the sender's own
+    sent = codec.received([runs[1].body[0]] * 3, layout.rows, None, AGGREGATIONS["mean"])
+    found = [[torch.full(slot.shape, torch.nan) for slot in layout.slots] for _ in range(2)]
+    for engine, targets in zip((plain, fast), found, strict=True):
+        engine.write(sent, targets)
+    assert all(map(torch.equal, *found))
+
+
+def new(codec, rows):
+    return torch.zeros(1, 3 + codec.nbytes(rows), dtype=torch.uint8)
 
 
 each_engine = pytest.mark.parametrize("fast", [NativeEngine])

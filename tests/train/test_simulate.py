@@ -22,6 +22,9 @@ EXACT = {
     "full": ["scheme.name=full"],
     "none": ["scheme.name=none"],
     "demo-clipped-dropout": ["train.clip=0.5", "model.dropout=0.2", "train.accumulate=2"],
+    "demo-signsgd": ["optimizer.name=SignSGD", "optimizer.lr=1e-3", "scheme.precision=sign", "scheme.topk=3"],
+    "demo-muon": ["optimizer.name=Muon", "optimizer.lr=1e-2", "train.verify_every=2"],
+    "loco": ["scheme.name=loco"],
     "demo-owner": ["scheme.link=owner", "scheme.precision=sign", "scheme.error_feedback=false"],
     "random-bf16": ["scheme.name=random", "scheme.precision=bf16"],
     "random_sign-late": ["scheme.name=random_sign", "scheme.delay=2"],
@@ -58,8 +61,18 @@ def test_two_virtual_replicas_are_two_real_ones_bit_for_bit(tiny, train, sets):
     assert [results(one) for one in simulated(tiny(*sets))] == [results(real)] * 2
 
 
+SIGNSGD = ["optimizer.name=SignSGD", "optimizer.lr=1e-3"]
+
+
 @pytest.mark.parametrize(
-    "sets", [["scheme.link=owner"], ["scheme.name=random_sign", "scheme.link=all-gather"]], ids=["owner", "gather"]
+    "sets",
+    [
+        ["scheme.link=owner"],
+        ["scheme.name=random_sign", "scheme.link=all-gather"],
+        [*SIGNSGD, "scheme.link=owner", "scheme.precision=sign", "scheme.error_feedback=false"],
+        [*SIGNSGD, "scheme.link=all-gather", "scheme.delay=1"],
+    ],
+    ids=["owner", "gather", "owner-signsgd", "gather-late-signsgd"],
 )
 def test_four_of_them_are_too_where_the_network_does_not_add(tiny, train, sets):
     real = train("real", "mesh.replicas=4", *sets)[0]
@@ -84,6 +97,42 @@ def test_sixteen_replicas_agree_and_their_memories_do_not(tiny):
 
     fingerprints, equal, memories = zip(*simulate_replicas(act, 16), strict=True)
     assert len(set(fingerprints)) == 1 and all(equal) and len(set(memories)) == 16
+
+
+@pytest.mark.parametrize(("scheme", "shares"), [("demo", True), ("full", True), ("diloco", False), ("none", False)])
+def test_replicas_share_the_weights_that_are_equal_at_every_step(tiny, scheme, shares):
+    config = tiny(f"scheme.name={scheme}", "train.steps=2", "mesh.replicas=3")
+
+    def act(wire):
+        session = virtual(config, wire)
+        train_virtual(session)
+        return [weight.data_ptr() for weight in session.model.parameters()]
+
+    first, *others = simulate_replicas(act, 3)
+    assert [each == first for each in others] == [shares] * 2
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SignSGD"])
+def test_one_that_received_another_message_ends_the_simulation(tiny, optimizer):
+    config = tiny(f"optimizer.name={optimizer}", "optimizer.lr=1e-3", "scheme.link=all-gather")
+
+    def act(wire):
+        session = virtual(config, wire)
+        exchange = session.optimizer.set_up()[0].channel.exchange
+        receive = exchange.receive
+
+        def damaged(message):
+            found = receive(message)
+            if wire.replica == 1 and message.step == 1:
+                found.body = found.body.clone()
+                found.body[0, 0] ^= 1
+            return found
+
+        exchange.receive = damaged
+        train_virtual(session)
+
+    with pytest.raises(RuntimeError, match="replica 1 of a simulation received other messages than replica 0"):
+        simulate_replicas(act, 2)
 
 
 def test_a_total_batch_is_shared_and_validated_on_as_many_examples(tiny):
