@@ -8,7 +8,7 @@ Each subject is a separate world of two gloo ranks with one thread per rank. The
 other load on the machine affects all subjects. A step is everything between a gradient and an updated weight; with
 --whole, also the forward and backward pass of the real model. The table has medians over rounds, in ms: CPU time of a
 rank, and wall time. "ours-plain" is plain torch, as on a machine without g++; "ours-sign" sends one bit per
-coefficient.
+coefficient, and "ours-sign-no-ef" keeps no errors of these, as the recipes have it.
 """
 
 import argparse
@@ -29,7 +29,7 @@ MODELS = {
                     "image_size": 32}),
     "gpt": ("olmo2", {"hidden_size": 336, "layers": 6, "heads": 8, "feed_forward": 1344}),
 }  # fmt: skip
-SUBJECTS = ["adamw", "ours", "ours-plain", "ours-sign", "published"]
+SUBJECTS = ["adamw", "ours", "ours-plain", "ours-sign", "ours-sign-no-ef", "published"]
 BATCHES = {"t5": (2, 64), "vit": (4, 3, 32, 32), "gpt": (2, 64)}  # per rank, with --whole
 
 
@@ -211,7 +211,9 @@ def ours(parameters: list[Any], topk: int, subject: str) -> Callable[[], Any]:
     model = torch.nn.Module()
     for i, p in enumerate(parameters):
         model.register_parameter(f"p{i}", p)
-    precision = {"precision": "sign", "decay": 0.95} if subject == "ours-sign" else {}
+    precision: dict[str, Any] = {"precision": "sign", "decay": 0.95} if "sign" in subject else {}
+    if subject.startswith("ours-sign-no-ef"):
+        precision["error_feedback"] = False
     mesh = dt.init_mesh(2, 1, "cpu")
     scheme = dt.demo(topk=topk, chunk=64, **precision)
     base = dt.SignSGD(parameters, lr=1e-3)

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from detonation.core.codec.aggregate import Mean, MeanNonzero
 from detonation.core.codec.basis import DCT, dct_waves
+from detonation.core.codec.codebooks import Sign
 from detonation.core.codec.codec import Codec, Selected
 from detonation.core.codec.indices import PackedIndices
 from detonation.core.codec.message_rows import MessageRows
-from detonation.core.codec.precision import FP32, PRECISIONS
+from detonation.core.codec.precision import FP32
 from detonation.core.codec.received import Arrived, Received
 from detonation.core.codec.selection import TopK
 from detonation.core.compute.kernel_library import KERNEL_CHUNKS, Library, SignRate, load_library
@@ -21,8 +22,6 @@ from detonation.core.engine.rows_at_once import Room
 from detonation.core.flat.layout import Layout, copy
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
-
-_SIGN = PRECISIONS["sign"]
 
 
 class NativeEngine(ReferenceEngine):
@@ -48,7 +47,7 @@ class NativeEngine(ReferenceEngine):
     def encode_into(
         self, run: MessageRows, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None
     ) -> Selected:
-        if run.owners is None and self.codec.precision in (FP32, _SIGN):
+        if run.owners is None and (self.codec.precision == FP32 or isinstance(self.codec.precision, Sign)):
             return self._encoded(signals, run)
         selected = self._encoded(signals, None)
         self.codec.write(selected, run)
@@ -112,10 +111,9 @@ class NativeEngine(ReferenceEngine):
     def apply_signs(self, received: Received, weights: Sequence[Tensor], rates: Sequence[SignRate] | None) -> None:
         """Moves `weights` by the signs of the update; without rates they become the update."""
         rows, k, nonzero = received.rows, 0, isinstance(received.aggregation, MeanNonzero)
-        source = received if isinstance(received, Arrived) else None
-        if source is not None and source.codec.precision == _SIGN:
-            sent, k, values = source.indices(0, rows), source.codec.selection.k, [*source.parts[0]]
-            magnitudes = [each[:, 0].contiguous() for each in source.levels]
+        if isinstance(received, Arrived) and isinstance(received.codec.precision, Sign):
+            sent, k, values = received.indices(0, rows), received.codec.selection.k, [*received.parts[0]]
+            magnitudes = [each[:, 0].contiguous() for each in received.levels]
         else:
             whole, magnitudes = received.read(0, rows), None
             sent, k, values = whole.indices, whole.values.shape[2], [each.contiguous() for each in whole.values]

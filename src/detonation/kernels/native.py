@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from functools import lru_cache, partial
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,11 +88,9 @@ class Library:
             numel: Coordinates of each parameter.
             width: Bits per index; 0 for a bitmap.
             basis: The basis vectors.
-            values, statistics, indices: Where what was selected goes; contiguous. With `statistics` as signs.
-            negative_zeros: See `Precision.encode`.
+            values, statistics, indices: Where what was selected goes; contiguous. Signs where there are `statistics`.
 
-        Shapes: residual `[rows, chunk]`, basis `[chunk, chunk]`, values `[rows, k]` fp32 or, of signs, `[nbytes]` uint8
-        as statistics and indices.
+        Shapes: residual `[rows, chunk]`, basis `[chunk, chunk]`, values `[rows, k]` fp32; all else `[nbytes]` uint8.
         """
         rows, chunk = residual.shape
         pointers = (ctypes.c_void_p * len(gradients))(*[None if g is None else g.data_ptr() for g in gradients])
@@ -147,8 +146,7 @@ class Library:
             basis: The basis vectors.
             rates: Per parameter.
 
-        Shapes: basis `[chunk, chunk]` fp32; per replica values `[rows, k]` fp32 or, of signs, `[nbytes]` uint8 and
-        magnitudes `[blocks]` fp32; and indices `[nbytes]` uint8.
+        Shapes: basis `[chunk, chunk]`, values `[rows, k]`, magnitudes `[blocks]` fp32; signs, indices `[nbytes]` uint8.
         """
         assert all(tensor.is_contiguous() for tensor in (*targets, *values, *(magnitudes or ()), *indices))
         (rows, chunk, k), count = shape, len(targets)
@@ -187,37 +185,35 @@ class Library:
         self._library.detonation_sign_step(weights.data_ptr(), directions.data_ptr(), weights.numel(), shrink, lr)
 
     def pack(self, numbers: Tensor, width: int, nbytes: int) -> Tensor:
-        """Packs numbers of `width` bits, each line by itself."""  # [lines, n] uint8 or int64 -> [lines, nbytes] uint8
-        lines, count = numbers.shape
-        packed = torch.empty(lines, nbytes, dtype=torch.uint8, device="cpu")
-        is_bytes = numbers.dtype == torch.uint8
-        self._library.detonation_pack(numbers.data_ptr(), lines, count, is_bytes, width, packed.data_ptr(), nbytes)
+        """Packs numbers of `width` bits, each line by itself."""  # [..., n] integer -> [..., nbytes] uint8
+        (*lines, count), few = numbers.shape, width <= 8
+        plain = numbers.to(torch.uint8 if few else torch.int64).contiguous()
+        packed = torch.empty(*lines, nbytes, dtype=torch.uint8, device="cpu")
+        self._library.detonation_pack(plain.data_ptr(), prod(lines), count, few, width, packed.data_ptr(), nbytes)
         return packed
 
     def unpack(self, packed: Tensor, count: int, width: int) -> Tensor:
-        """The inverse of `pack`."""  # [lines, nbytes] uint8 -> [lines, count] uint8 or, above 8 bits, int64
-        (lines, nbytes), few = packed.shape, width <= 8
-        numbers = torch.empty(lines, count, dtype=torch.uint8 if few else torch.int64, device="cpu")
-        self._library.detonation_unpack(
-            packed.data_ptr(), lines, packed.stride(0), nbytes, count, few, width, numbers.data_ptr()
-        )
+        """The inverse of `pack`."""  # [..., nbytes] uint8 -> [..., count] uint8 or, above 8 bits, int64
+        lines, few = torch.atleast_2d(packed).flatten(0, -2), width <= 8
+        numbers = torch.empty(*packed.shape[:-1], count, dtype=torch.uint8 if few else torch.int64, device="cpu")
+        self._library.detonation_unpack(*_at(lines), lines.shape[1], count, few, width, numbers.data_ptr())
         return numbers
 
     def mark(self, indices: Tensor, chunk: int) -> Tensor:
-        """The bitmaps of messages of rows of `chunk` bits in which `indices` are set."""
-        # [messages, rows, k] uint8 or int64 -> [messages, ceil(rows * chunk / 8)] uint8
-        messages, rows, k = indices.shape
-        bitmaps = torch.empty(messages, (rows * chunk + 7) // 8, dtype=torch.uint8, device="cpu")
-        is_bytes = indices.dtype == torch.uint8
-        self._library.detonation_mark(indices.data_ptr(), messages, rows, k, chunk, is_bytes, bitmaps.data_ptr())
-        return bitmaps
+        """The bitmap of rows of `chunk` bits in which `indices` are set."""
+        # [..., rows, k] integer -> [..., ceil(rows * chunk / 8)] uint8
+        (*lines, rows, k), few = indices.shape, chunk <= 256
+        plain = indices.to(torch.uint8 if few else torch.int64).contiguous()
+        bitmap = torch.empty(*lines, (rows * chunk + 7) // 8, dtype=torch.uint8, device="cpu")
+        self._library.detonation_mark(plain.data_ptr(), prod(lines), rows, k, chunk, few, bitmap.data_ptr())
+        return bitmap
 
-    def marked(self, bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
-        """The indices that are set in bitmaps, in order: uint8 or, where `chunk` is above 256, int64."""
-        # [messages, ceil(rows * chunk / 8)] uint8 -> [messages, rows, k]
-        messages, stride, few = len(bitmaps), bitmaps.stride(0), chunk <= 256
-        indices = torch.empty(messages, rows, k, dtype=torch.uint8 if few else torch.int64, device="cpu")
-        self._library.detonation_marked(bitmaps.data_ptr(), messages, stride, rows, k, chunk, few, indices.data_ptr())
+    def marked(self, bitmap: Tensor, rows: int, k: int, chunk: int) -> Tensor:
+        """The indices that are set in a bitmap, in order."""  # as `mark`; chunks up to 256 -> uint8, else int64
+        lines, few = torch.atleast_2d(bitmap).flatten(0, -2), chunk <= 256
+        shape = *bitmap.shape[:-1], rows, k
+        indices = torch.empty(shape, dtype=torch.uint8 if few else torch.int64, device="cpu")
+        self._library.detonation_marked(*_at(lines), rows, k, chunk, few, indices.data_ptr())
         return indices
 
     def checksums(self, messages: Tensor, skipped: int = -1) -> Tensor:
@@ -226,23 +222,20 @@ class Library:
         From number `skipped` on, in the first line, eight bytes count as zeros; -1 for none.
         """
         found = torch.empty(len(messages), dtype=torch.int64, device="cpu")
-        lines, nbytes = messages.shape
-        self._library.detonation_checksums(
-            messages.data_ptr(), lines, messages.stride(0), nbytes, skipped, found.data_ptr()
-        )
+        self._library.detonation_checksums(*_at(messages), messages.shape[1], skipped, found.data_ptr())
         return found
 
     def check_indices(self, packed: Tensor, rows: int, k: int, chunk: int, width: int) -> Tensor:
-        """1 where a packed index is not below `chunk`, 2 where the indices of a row do not rise, else 0.
-
-        With `width` 0, of bitmaps: 2 where a row has not exactly `k` bits set.
-        """
-        # [messages, nbytes] uint8 -> [messages] int64
-        found, stride = torch.empty(len(packed), dtype=torch.int64, device="cpu"), packed.stride(0)
-        self._library.detonation_check_indices(
-            packed.data_ptr(), len(packed), stride, rows, k, chunk, width, found.data_ptr()
-        )
+        """1 where a packed index is not below `chunk`, 2 where the indices of a row do not rise, else 0; of bitmaps,
+        with `width` 0, 2 where a row has not exactly `k` bits set."""  # [messages, nbytes] uint8 -> [messages] int64
+        found = torch.empty(len(packed), dtype=torch.int64, device="cpu")
+        self._library.detonation_check_indices(*_at(packed), rows, k, chunk, width, found.data_ptr())
         return found
+
+
+def _at(messages: Tensor) -> tuple[int, int, int]:
+    """Where the first message lies, their number, and the bytes from one to the next."""
+    return messages.data_ptr(), len(messages), messages.stride(0)
 
 
 @lru_cache

@@ -100,17 +100,9 @@ class SimulatedCommunicator:
         gathered = self._collective(mine.view(self.size(), -1), torch.stack)
         return lambda: gathered()[:, self.replica]
 
-    def together(self, mine: _T, act: Callable[[list[_T]], None]) -> None:
-        """Calls `act` once, with what all replicas bring in their order, when all have come and before any goes on.
-
-        Whichever replica runs then calls it; it must not wait for another.
-        """
-
-        def combined(brought: list[_T]) -> Tensor:
-            act(brought)
-            return torch.empty(0)
-
-        self._collective(mine, combined)()
+    def together(self, mine: _T, act: Callable[[list[_T]], object]) -> None:
+        """Calls `act` once with what all replicas bring, when all have come and before any goes on. It may not wait."""
+        self._collective(mine, lambda brought: torch.tensor(act(brought) is None))()
 
     def _collective(self, mine: Any, combine: Callable[[list[Any]], Tensor]) -> Callable[[], Tensor]:
         collective = self._scheduler.collective(self._started, combine)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
@@ -25,12 +24,10 @@ def mark(indices: Tensor, chunk: int) -> Tensor:
 
     Shapes: `[..., rows, k]` integer -> `[..., ceil(rows * chunk / 8)]` uint8.
     """
-    *messages, rows, k = indices.shape
+    *messages, rows, _ = indices.shape
     kernel = kernel_library.load_library() if indices.device.type == "cpu" else None
     if kernel:
-        plain = indices.to(torch.uint8 if chunk <= 256 else torch.int64)
-        found = kernel.mark(plain.reshape(math.prod(messages), rows, k), chunk)
-        return found.view(*messages, found.shape[1])
+        return kernel.mark(indices, chunk)
     marked = torch.zeros(*messages, rows, chunk, dtype=torch.uint8, device=indices.device)
     return pack(marked.scatter_(-1, indices.to(torch.int64), 1).view(*messages, rows * chunk), 1)
 
@@ -43,8 +40,7 @@ def marked_indices(bitmap: Tensor, rows: int, k: int, chunk: int, dtype: torch.d
     messages = bitmap.shape[:-1]
     kernel = kernel_library.load_library() if bitmap.device.type == "cpu" else None
     if kernel:
-        lines = bitmap if bitmap.dim() == 2 else bitmap.reshape(math.prod(messages), bitmap.shape[-1])
-        return kernel.marked(lines, rows, k, chunk).view(*messages, rows, k).to(dtype)
+        return kernel.marked(bitmap, rows, k, chunk).to(dtype)
     narrow = torch.uint8 if chunk < 256 else torch.int32
     marked = unpack(bitmap, rows * chunk, 1, torch.uint8).view(*messages, rows, chunk)
     if marked.device.type == "cpu":

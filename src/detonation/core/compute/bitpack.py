@@ -37,10 +37,7 @@ def pack(numbers: Tensor, width: int) -> Tensor:
     if numbers.device.type == "cpu":
         kernel = kernel_library.load_library()  # exact, so it does not matter which replicas have it
         if kernel:
-            lines, plain = numbers.shape[:-1], torch.uint8 if width <= 8 else torch.int64
-            rows = numbers.to(plain).reshape(math.prod(lines), count)
-            packed = kernel.pack(rows, width, packed_bytes(count, width))
-            return packed.view(*lines, packed.shape[1])
+            return kernel.pack(numbers, width, packed_bytes(count, width))
     if width > 16:  # of chunks above 65,536: bit by bit
         return pack((numbers.unsqueeze(-1) >> _bits(width, numbers) & 1).flatten(-2), 1)
     filled = torch.nn.functional.pad(numbers, (0, -count % 8)) if count % 8 else numbers
@@ -57,8 +54,7 @@ def unpack(packed: Tensor, count: int, width: int, dtype: torch.dtype) -> Tensor
     if packed.device.type == "cpu":
         kernel = kernel_library.load_library()
         if kernel:
-            lines = packed if packed.dim() == 2 else packed.reshape(math.prod(shape), packed.shape[-1])
-            return kernel.unpack(lines, count, width).view(*shape, count).to(dtype)
+            return kernel.unpack(packed, count, width).to(dtype)
     if width > 16:
         bits = unpack(packed, count * width, 1, torch.int64).view(*shape, count, width)
         return (bits << _bits(width, bits)).sum(-1).to(dtype)

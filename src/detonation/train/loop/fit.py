@@ -199,9 +199,9 @@ def _losses(session: Session, step: int) -> Iterator[torch.Tensor]:
     """Yields the loss of each micro-batch of this rank, as a share of their mean."""
     train = session.config.train
     # Dropout is a function of seed, step and rank, so that a resumed run draws what an uninterrupted one does.
-    seed = (session.config.seed * 1_000_003 + step) * session.world_size + session.rank
     # On a CPU its generator alone: `torch.manual_seed` queues a call, with a stack trace, for each absent accelerator.
-    (torch.default_generator if session.device.type == "cpu" else torch).manual_seed(seed)
+    seeded = torch.default_generator if session.device.type == "cpu" else torch
+    seeded.manual_seed((session.config.seed * 1_000_003 + step) * session.world_size + session.rank)
     for micro in range(train.accumulate):
         examples = batch(
             session.data.train,

@@ -227,10 +227,8 @@ class Waits:
 
         sizes: Ranks of each replica; they wait for each other in backward, and their mean counts.
         """
-        told = torch.tensor(reports, dtype=torch.float64)
-        if {*sizes} != {1}:
-            told = torch.stack([each.mean(0) for each in torch.split_with_sizes(told, sizes)])
-        busy, waited = told.unbind(1)  # [replicas]
+        of_replicas = torch.split_with_sizes(torch.tensor(reports, dtype=torch.float64), sizes)
+        busy, waited = torch.stack([each.mean(0) for each in of_replicas]).unbind(1)  # [replicas]
         if len(busy) != len(self._waited):
             self._waited, self._lasted = self._waited.new_zeros(len(busy), len(busy) + 1), 0.0
         last = int(busy.argmax())

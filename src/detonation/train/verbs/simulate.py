@@ -9,7 +9,6 @@ from typing import Any
 
 import tomli_w
 import torch
-from torch import Tensor
 
 from detonation.checkpoint.verify import load_weights
 from detonation.cluster.network.simulated import SimulatedCommunicator, simulate_replicas
@@ -133,58 +132,33 @@ def train_virtual(session: Session, recorder: Recorder | None = None) -> dict[st
 def _share_steps(session: Session) -> None:
     """Lets replicas that agree at every step share the weights of the first, which decodes and steps for all.
 
-    They begin alike and receive the same messages, so each would make the same of them (law 2); that one received other
-    messages is an error. Gradients, memories and messages are those of each replica. Collective.
+    They begin alike and receive the same messages, as the digests in these tell, so each would do the same. Collective.
     """
     replicators, ((axis, scheme),) = session.optimizer.set_up(), session.optimizer.levels
     if scheme.signal != "gradients" or not isinstance(axis, SimulatedCommunicator):
         return
-    together, received = axis.together, list[Any]()
-    together(session, _share_weights)
-    channels: list[Any] = [replicator.channel for replicator in replicators]
-    for channel in channels:
-        channel.exchange.receive = partial(_receive, channel.exchange.receive, received)
-        if session.optimizer.base_step.clip is None:  # which looks at the update of each
-            channel.engine.write = partial(_write, together, channel.engine.write)
-    session.base.step = partial(together, (session.base, session.base.step, received), _step)  # type: ignore
+    axis.together([*session.model.parameters()], _share_weights)
+    channel: Any = replicators[0].channel
+    write, step = channel.engine.write, session.base.step
+    if session.optimizer.base_step.clip is None:  # which looks at the update of each
+        channel.engine.write = lambda *update: axis.together(partial(write, *update), lambda writes: writes[0]())
+    session.base.step = lambda: axis.together((session.base, step), _step)  # type: ignore
 
 
-def _share_weights(sessions: Sequence[Session]) -> None:
-    for session in sessions[1:]:
-        for mine, shared in zip(session.model.parameters(), sessions[0].model.parameters(), strict=True):
-            if not torch.equal(mine, shared):
-                raise RuntimeError("replicas of a simulation begin with other weights")
-            mine.data = shared.data
+def _share_weights(weights: Sequence[Sequence[torch.Tensor]]) -> None:
+    for first, *others in zip(*weights, strict=True):
+        for other in others:
+            other.data = first.data
 
 
-def _receive(receive: Callable[[Any], Any], received: list[Any], message: Any) -> Any:
-    received.append(receive(message))
-    return received[-1]
-
-
-def _write(together: Callable[..., None], write: Callable[..., None], update: Any, targets: Sequence[Tensor]) -> None:
-    together(partial(write, update, targets), lambda writes: writes[0]())
-
-
-def _step(brought: Sequence[tuple[torch.optim.Optimizer, Callable[[], Any], list[Any]]]) -> None:
+def _step(brought: Sequence[tuple[torch.optim.Optimizer, Callable[[], Any]]]) -> None:
     """Takes the step of the first replica, and shares the state of its optimizer."""
-    (first, step, received), *others = brought
-    for replica, (_, _, theirs) in enumerate(others, 1):
-        if not all(map(_equal, received, theirs)):
-            raise RuntimeError(f"replica {replica} of a simulation received other messages than replica 0")
+    (first, step), *others = brought
     step()
-    for other, _, _ in others if first.state else ():
-        pairs = zip(other.param_groups, first.param_groups, strict=True)
-        for mine, shared in ((p, q) for one, two in pairs for p, q in zip(one["params"], two["params"], strict=True)):
-            other.state[mine] = first.state[shared]
-    for _, _, each in brought:
-        each.clear()
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """True if two updates are decoded from the same bytes, which replicas of a simulation receive in one memory."""
-    mine, theirs = ([run for _, run in u.runs] if hasattr(u, "runs") else [u.source.body] for u in (one, other))
-    return all(a.data_ptr() == b.data_ptr() or torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    for base, _ in others if first.state else ():
+        for mine, group in zip(base.param_groups, first.param_groups, strict=True):
+            pairs = zip(mine["params"], group["params"], strict=True)
+            base.state.update({p: first.state[q] for p, q in pairs if q in first.state})
 
 
 @contextlib.contextmanager
