@@ -194,7 +194,7 @@ class Library:
 
     def unpack(self, packed: Tensor, count: int, width: int) -> Tensor:
         """The inverse of `pack`."""  # [..., nbytes] uint8 -> [..., count] uint8 or, above 8 bits, int64
-        lines, few = torch.atleast_2d(packed).flatten(0, -2), width <= 8
+        lines, few = packed.unsqueeze(0).flatten(0, -2), width <= 8
         numbers = torch.empty(*packed.shape[:-1], count, dtype=torch.uint8 if few else torch.int64, device="cpu")
         self._library.detonation_unpack(*_at(lines), lines.shape[1], count, few, width, numbers.data_ptr())
         return numbers
@@ -210,7 +210,7 @@ class Library:
 
     def marked(self, bitmap: Tensor, rows: int, k: int, chunk: int) -> Tensor:
         """The indices that are set in a bitmap, in order."""  # as `mark`; chunks up to 256 -> uint8, else int64
-        lines, few = torch.atleast_2d(bitmap).flatten(0, -2), chunk <= 256
+        lines, few = bitmap.unsqueeze(0).flatten(0, -2), chunk <= 256
         shape = *bitmap.shape[:-1], rows, k
         indices = torch.empty(shape, dtype=torch.uint8 if few else torch.int64, device="cpu")
         self._library.detonation_marked(*_at(lines), rows, k, chunk, few, indices.data_ptr())
