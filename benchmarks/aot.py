@@ -125,8 +125,8 @@ def step(
     with torch.no_grad():
         channel.send(gradients, 0).receive().write(gradients)
         update = channel.send(gradients, 1).receive()
-        if update.can_apply_signs(gradients):
-            update.apply_signs(gradients, [(1.0, 1e-3)] * len(gradients))
+        if update.engine.can_apply_signs(update.received, gradients):
+            update.engine.apply_signs(update.received, gradients, [(1.0, 1e-3)] * len(gradients))
 
 
 def line(name: str, found: Any, target: int, constants: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.agreement import selftest
 from detonation.core.codec.aggregate import ClippedMean, Divided
 from detonation.core.codec.basis import Identity
-from detonation.core.codec.message_rows import MessageRows, SharedIndices
+from detonation.core.codec.message_rows import MessageRows, SharedIndices, Workspace
 from detonation.core.codec.received import Arrived, Sums
 from detonation.core.codec.selection import Random, Rotation, Slicing, Striding, TopK, random_start
 from detonation.core.compute.nonfinite import LIMIT, SIGNAL_LIMIT, first_nonfinite
@@ -23,7 +23,6 @@ from detonation.core.engine.choice import engine_for
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.integrity.guard import FORGET, LOUDER, Expected, Facts, decide_usable, unsealed
 from detonation.core.integrity.header import HEADER_BYTES, IDENTITY, Header
-from detonation.core.integrity.message import Workspace
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
 from detonation.core.schemes import buckets

@@ -260,12 +260,13 @@ class Noted:
     """An update that moves nothing and notes its rates."""
 
     def __init__(self):
-        self.rates = []
+        self.rates, self.engine, self.received = [], self, self
+        self.release = None
 
-    def can_apply_signs(self, weights):
+    def can_apply_signs(self, received, weights):
         return True
 
-    def apply_signs(self, weights, rates):
+    def apply_signs(self, received, weights, rates):
         self.rates.append(rates)
 
 

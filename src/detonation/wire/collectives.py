@@ -117,7 +117,7 @@ class ErrorFeedbackReduce(ReduceScatter):
         signal.sub_(self._codec.decode(encoded, count))
         # a gradient that is not finite is for those who receive it to refuse: the residual stays as it was
         torch.where(signal.isfinite().all(), signal, residual, out=residual)
-        (rows,), _ = self._link.wait(arriving)
+        (rows,), _ = self._link.wait([arriving])
         total = torch.zeros(count, dtype=torch.float32, device=sums.device)
         for node in range(self._link.replicas):  # in the order of nodes: the sum depends on it
             total.add_(sums[node].float() if node == here else self._codec.decode(rows[node], count))
@@ -292,7 +292,7 @@ class DifferenceGather(AllGather):
             return
         reference.nan_to_num_(0.0, 0.0, 0.0)  # weights that were not finite for a while must not stay so
         difference = own.float() - reference[self._link.replica].float()
-        (arrived,), _ = self._link.wait(self._link.all_gather(self._codec.encode(difference)))
+        (arrived,), _ = self._link.wait([self._link.all_gather(self._codec.encode(difference))])
         for row, message in zip(reference, arrived, strict=True):
             # one node after another, so that the decoded numbers of one shard exist at a time
             row.copy_(row.float().add_(self._codec.decode(message, len(own))))
@@ -301,7 +301,7 @@ class DifferenceGather(AllGather):
     def _exact(self, own: Tensor) -> Tensor:
         """The shards of all nodes as they are."""  # [n] -> [nodes, n]
         self._exchanges = 0
-        (arrived,), _ = self._link.wait(self._link.all_gather(own.contiguous().view(torch.uint8)))
+        (arrived,), _ = self._link.wait([self._link.all_gather(own.contiguous().view(torch.uint8))])
         with torch.inference_mode(False):  # steps after an evaluation change it in place
             exact = arrived.clone().view(own.dtype)
         self._link.recycle(arrived)

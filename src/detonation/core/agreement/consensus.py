@@ -143,8 +143,8 @@ class StopConsensus:
 
     def end(self, step: int) -> None:
         """Raises on all ranks for a fault of any rank, if that needs no wait for a device. Collective."""
-        arrived = () if self.decides_on_device else [counts.take_due(step) for counts in self.counts]
-        if any(arrived) and (self._others or any(counts.fatal for counts in self.counts)):
+        arrived = not self.decides_on_device and self._arrived(step)
+        if arrived and (self._others or any(counts.fatal for counts in self.counts)):
             self._settle(step)
         if self.balance is not None:
             self.balance.end(step)
@@ -263,8 +263,20 @@ class StopConsensus:
 
     def _gravest_here(self, until: float) -> int | None:
         """The gravest reason of this rank's counts; None where nothing was to arrive at the steps up to `until`."""
-        arrived = [counts.take_due(until) for counts in self.counts]
-        return self._gravest_known() if any(arrived) else None
+        return self._gravest_known() if self._arrived(until) else None
+
+    def _arrived(self, until: float) -> bool:
+        """True if a message was due at steps up to `until` since the last call; the same on all ranks."""
+        found = False
+        for counts in self.counts:
+            if counts.reports:
+                counts.catch_up(until)
+            due = {step for step in counts.due if step <= until}
+            counts.due -= due
+            if counts.changed:
+                counts.stop_if_apart()
+            found |= bool(due)
+        return found
 
     def _gravest_known(self) -> int:
         return max(counts.fatal << 4 | counts.number for counts in self.counts)

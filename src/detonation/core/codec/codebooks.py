@@ -32,8 +32,10 @@ class BlockCodebook:
         messages, count = values.shape[:-2], values.shape[-2] * values.shape[-1]
         blocks, counts = blocked(values.reshape(*messages, count), self.block)
         codes, statistics = self.quantise(blocks, counts, negative_zeros)
-        line, stated = line_of(codes, messages), line_of(statistics.to(torch.bfloat16), messages)
-        return torch.cat([pack(line[..., :count], self.width), stated.view(torch.uint8)], -1)
+        of_each = -(-count // self.block)
+        line = codes.view(*messages, of_each * self.block)[..., :count]
+        stated = statistics.to(torch.bfloat16).view(*messages, of_each * self.statistics)
+        return torch.cat([pack(line, self.width), stated.view(torch.uint8)], -1)
 
     def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor:  # [..., nbytes] uint8 -> [..., rows, k] fp32
         packed, statistics = torch.split(encoded, list(self.lengths(rows, k)), -1)
@@ -44,10 +46,7 @@ class BlockCodebook:
 
         Shapes: `[..., nbytes]` uint8 -> `[..., blocks, 2**width]` fp32.
         """
-        levels = self.levels(self._statistics(statistics))
-        return levels.view(
-            *statistics.shape[:-1], len(levels) // max(1, math.prod(statistics.shape[:-1])), 2**self.width
-        )
+        return self.levels(self._statistics(statistics))
 
     @lru_cache(maxsize=256)  # noqa: B019 (a codebook is a value of a fixed table)
     def lengths(self, rows: int, k: int) -> tuple[int, ...]:
@@ -59,16 +58,16 @@ class BlockCodebook:
         return sum(self.lengths(rows, k))
 
     def check(self, encoded: Tensor, rows: int, k: int) -> tuple[Tensor, Tensor]:  # [..., nbytes] uint8
-        statistics, messages = self._statistics(encoded[..., self.lengths(rows, k)[0] :]), encoded.shape[:-1]
-        largest = line_of(statistics.abs().amax(1), messages)
-        norms: Tensor = torch.linalg.vector_norm(largest, dim=-1)
-        return line_of(self.allowed(statistics), messages).all(-1), norms.mul_(min(self.block, rows * k) ** 0.5)
+        statistics = self._statistics(encoded[..., self.lengths(rows, k)[0] :])
+        norms: Tensor = torch.linalg.vector_norm(statistics.abs().amax(-1), dim=-1)
+        return self.allowed(statistics).flatten(-2).all(-1), norms.mul_(min(self.block, rows * k) ** 0.5)
 
-    def _statistics(self, octets: Tensor) -> Tensor:  # [..., nbytes] uint8 -> [blocks of all messages, statistics] fp32
+    def _statistics(self, octets: Tensor) -> Tensor:  # [..., nbytes] uint8 -> [..., blocks, statistics] fp32
         line = octets.reshape(-1)
         if line.device.type == "cpu" or line.storage_offset() % 2:  # torch reads numbers at their own addresses only
             line = line.clone()
-        return line.view(torch.bfloat16).float().view(-1, self.statistics)
+        blocks = octets.shape[-1] // (2 * self.statistics)
+        return line.view(torch.bfloat16).float().view(*octets.shape[:-1], blocks, self.statistics)
 
     def quantise(self, blocks: Tensor, counts: Tensor, negative_zeros: bool) -> tuple[Tensor, Tensor]:
         """The code of each value, and the statistics of each block.
@@ -85,14 +84,14 @@ class BlockCodebook:
     def levels(self, statistics: Tensor) -> Tensor:
         """The value that each code of a block stands for.
 
-        Shapes: `[blocks, statistics]` fp32 -> `[blocks, 2**width]` fp32.
+        Shapes: `[..., blocks, statistics]` fp32 -> `[..., blocks, 2**width]` fp32.
         """
         raise NotImplementedError
 
     def allowed(self, statistics: Tensor) -> Tensor:
         """True for each finite statistic that `quantise` can return.
 
-        Shapes: `[blocks, statistics]` fp32 -> `[blocks, statistics]` bool.
+        Shapes: `[..., blocks, statistics]` fp32 -> the same in bool.
         """
         return statistics >= 0
 
@@ -109,7 +108,7 @@ class Sign(BlockCodebook):
         return is_negative(blocks, magnitude, negative_zeros).to(torch.uint8), magnitude
 
     def levels(self, statistics: Tensor) -> Tensor:
-        return torch.cat([statistics, -statistics], 1)
+        return torch.cat([statistics, -statistics], -1)
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,7 @@ class E3M0(BlockCodebook):
 
     def levels(self, statistics: Tensor) -> Tensor:
         falling = _powers(statistics.device)
-        return torch.cat([statistics * falling, -statistics * falling], 1)
+        return torch.cat([statistics * falling, -statistics * falling], -1)
 
 
 @dataclass(frozen=True)
@@ -272,15 +271,6 @@ def _firsts(blocks: int, levels: int, device: torch.device) -> Tensor:
     """The place of the first level of each block among those of all."""  # [blocks, 1] integer
     narrow = torch.int32 if blocks * levels < 2**31 else torch.int64
     return torch.arange(0, blocks * levels, levels, dtype=narrow, device=device).unsqueeze(1)
-
-
-def line_of(blocks: Tensor, messages: torch.Size) -> Tensor:
-    """The blocks of each message, joined to one line.
-
-    Shapes: `[blocks of all messages, ...]` -> `[..., n]`.
-    """
-    count = messages.numel()
-    return blocks.reshape(*messages, blocks.numel() // count if count else 0)
 
 
 @lru_cache(maxsize=8)

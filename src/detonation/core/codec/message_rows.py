@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,35 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from detonation.core.codec.codec import Codec
+
+
+@dataclass
+class Workspace:
+    """Buffers of messages, by name; new ones each time with a `depth` of 0.
+
+    A message lies in its buffer until the collective that carries it has ended. The next one is encoded on the same
+    stream, after that stream has waited for the collective; so there are as many buffers as messages may be in flight.
+
+    Args:
+        depth: The messages of one name that may be in flight together.
+    """
+
+    depth: int = 0
+    _buffers: dict[Hashable, list[Tensor]] = field(default_factory=dict)
+
+    def take(self, name: Hashable, shape: Sequence[int], device: torch.device) -> Tensor:
+        """The buffer that was taken longest ago.
+
+        Shapes: -> `shape` uint8, of any content.
+        """
+        if not self.depth:
+            return torch.empty(*shape, dtype=torch.uint8, device=device)
+        buffers = self._buffers.setdefault(name, [])
+        oldest = buffers.pop(0) if len(buffers) == self.depth else None
+        if oldest is None or oldest.shape != torch.Size(shape):
+            oldest = torch.empty(*shape, dtype=torch.uint8, device=device)
+        buffers.append(oldest)
+        return oldest
 
 
 @dataclass(frozen=True)

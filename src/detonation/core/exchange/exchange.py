@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from detonation.core.codec.aggregate import Divided, MajorityVote
-from detonation.core.codec.message_rows import MessageRows
+from detonation.core.codec.message_rows import MessageRows, Workspace
 from detonation.core.codec.precision import Float
 from detonation.core.codec.received import Received, Sums
 from detonation.core.integrity.guard import Guard, Stage
 from detonation.core.integrity.header import DIGITS, HEADER_BYTES
-from detonation.core.integrity.message import Message, Tape, Workspace
+from detonation.core.integrity.message import Message, Tape
 from detonation.core.link.link import Link
 from detonation.core.schemes.buckets import aligned_rows
 from detonation.core.schemes.scheme import Scheme
@@ -144,9 +144,7 @@ class AllReduce(OneStage):
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
         # the digits of all replicas leave with the first rows
         nbytes = (rows * self._k + (0 if first else self._digits)) * self._dtype.itemsize
-        memory = partial(torch.empty, 1, nbytes, dtype=torch.uint8, device=self._guard.usual.device)
-        if self._guard.on_kernels:  # which allocate nothing
-            memory = partial(self._workspace.take, ("sum", first), (1, nbytes), self._guard.usual.device)
+        memory = partial(self._workspace.take, ("sum", first), (1, nbytes), self._guard.usual.device)
         message.waiting = run = MessageRows(self._codec, rows, memory, first, is_summed=True)
         return run
 
@@ -162,8 +160,8 @@ class AllReduce(OneStage):
     def receive(self, message: Message) -> Received:
         rows = message.rows or [(0, self._rows)]
         link, totals = self._link, dict[int, Tensor]()
-        for (at, count), each in zip(rows, message.arriving, strict=True):
-            (total,), absent = link.wait(each)
+        for at, count in rows:
+            (total,), absent = link.wait([message.arriving.pop(0)])
             if lost := len(absent):
                 # as if they had sent the mean of the others; of a copy, as another replica may still need the sum
                 total = total.clone()
@@ -178,7 +176,7 @@ class AllReduce(OneStage):
             whole = torch.cat([*(run.view(-1) for _, run in runs), digits]) if len(runs) > 1 else total
             link.tape.put(self._guard.place, message.step, whole)
         values = [run for _, run in runs]
-        fine = self._guard.open_sum(values, digits, message.step, absent, self._workspace)
+        fine = self._guard.open_sum(values, digits, message.step, absent)
         if not isinstance(fine, Tensor) and not fine:
             runs = [(first, torch.zeros_like(run)) for first, run in runs]
         report = fine if isinstance(fine, Tensor) else None
@@ -207,9 +205,7 @@ class AllGather(OneStage):
         room = 0 if first else HEADER_BYTES
         # a whole message is sealed where it lies
         shape = 1, self._width if rows == self._rows else room + self._codec.nbytes(rows)
-        memory = partial(torch.empty, shape, dtype=torch.uint8, device=self._guard.usual.device)
-        if self._guard.on_kernels:  # which allocate nothing
-            memory = partial(self._workspace.take, ("run", first), shape, self._guard.usual.device)
+        memory = partial(self._workspace.take, ("run", first), shape, self._guard.usual.device)
         zeros = self._has_codes and negative_zeros(self._scheme, message.step, self._link.replica, self._link.replicas)
         message.waiting = run = MessageRows(self._codec, rows, memory, first, room, negative_zeros=zeros)
         return run
@@ -219,8 +215,7 @@ class AllGather(OneStage):
         message.arriving.append(self._link.all_gather(octets[0]))
 
     def receive(self, message: Message) -> Received:
-        message.arrived, message.absent = self._link.wait(*message.arriving)
-        message.arriving.clear()  # which hold what has arrived
+        message.arrived, message.absent = self._link.wait(message.arriving)
         shared = message.indices if message.shared else None
         arrived = self._guard.open(message, self._stage, shared, self._link.tape)
         if not arrived.aggregation.rowwise:

@@ -65,7 +65,6 @@ class TwoStage:
         self._room, on_cpu = room, residual.device.type == "cpu"
         some = owners.owned if on_cpu else replied_at_once(codec, self._answer, link.replicas, room)
         self._block = -(-max(1, some) // turn) * turn  # messages and replies can be cut there
-        self._fresh = partial(torch.empty, dtype=torch.uint8, device=residual.device)
 
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
         whole, room = rows == self.owners.rows, 0 if first else HEADER_BYTES
@@ -73,9 +72,7 @@ class TwoStage:
         # without kernels a whole message is sealed where it lies
         aligned = whole and not self._guard.on_kernels
         shape = owners.replicas, self._widths[0] if aligned else room + self._codec.nbytes(owners.owned)
-        memory = partial(self._fresh, shape)
-        if self._workspace.depth:
-            memory = partial(self._workspace.take, ("run", first), shape, self.residual.device)
+        memory = partial(self._workspace.take, ("run", first), shape, self.residual.device)
         zeros = self._has_codes and negative_zeros(self._scheme, message.step, self._link.replica, owners.replicas)
         message.waiting = run = MessageRows(
             self._codec, owners.owned, memory, first // owners.replicas, room, owners, zeros
@@ -91,13 +88,10 @@ class TwoStage:
         if isinstance(mine, Tensor):
             mine, message.shared = mine[self._link.replica], {0: mine}
         zeros, shape = negative_zeros(self._scheme, message.step), (1, self._widths[1])
-        message.arrived, message.absent = self._link.wait(*message.arriving)
-        message.arriving.clear()  # which hold what has arrived
+        message.arrived, message.absent = self._link.wait(message.arriving)
         received = self._guard.open(message, self._asked, mine)
         message.reply = reply = self._reply_to(message.step)
-        memory = partial(self._fresh, shape)
-        if self._answers.depth:
-            memory = partial(self._answers.take, "reply", shape, self.residual.device)
+        memory = partial(self._answers.take, "reply", shape, self.residual.device)
         reply.waiting = run = MessageRows(self._answer, owned, memory, 0, HEADER_BYTES, negative_zeros=zeros)
         if self._replier is not None and self._replier.reads(received):
             self._replier.reply(received, run, message.step)
@@ -124,8 +118,7 @@ class TwoStage:
     def receive(self, message: Message) -> Received:
         reply = message.reply
         assert reply is not None
-        reply.arrived, reply.absent = self._link.wait(*reply.arriving)
-        reply.arriving.clear()  # which hold what has arrived
+        reply.arrived, reply.absent = self._link.wait(reply.arriving)
         shared = self._shared(message) if message.shared else None
         return Collected(self._guard.open(reply, self._answered, shared, self._link.tape), self.owners)
 

@@ -52,9 +52,10 @@ class FaultCounts:
     skipped: contributions left out because a gradient was not finite; by_parameter: the same for each parameter;
     refused: messages that failed validation; each over all replicas.
     fatal: 0, or a number for the reason why all must stop, which `error` decodes on any rank. due: steps at which
-    messages are due, until `take_due` takes them. Counts for which the host would have to wait are added by `catch_up`.
-    names: of all parameters of the model, for errors. changing: how many replicas must announce a change of the trained
-    parameters together; 0 where this rank did not. options: of the parameter groups, whose digest messages carry.
+    messages are due, until `StopConsensus` takes them. reports: those for which the host would have to wait, and which
+    `catch_up` counts. names: of all parameters of the model, for errors. changed: by replica, the parameter of which it
+    announced that it begins or ceases to train it. changing: how many replicas must announce that together; 0 where
+    this rank did not. options: of the parameter groups, whose digest messages carry.
     number: of the level, below 16, by which ranks tell each other whose reason to stop they mean.
     """
 
@@ -71,45 +72,40 @@ class FaultCounts:
         self.due: set[int] = set()
         self.names, self.changing, self.options = list(names), 0, b""
         self.number = 0
-        self._changed: dict[int, str] = {}  # by replica, the parameter that it announced
+        self.changed: dict[int, str] = {}
         self._replica, self._signal = replica, signal
         self._policy, self._repairs = policy, repairs
         self._strikes: Counter[int] = Counter()
         self._good: Counter[int] = Counter()  # messages of each replica in use since the last refusal
         self._row: Counter[tuple[int, int]] = Counter()
         self._warned: set[tuple[int, int]] = set()
-        self._reports: list[tuple[int, Readback, Callable[[list[Any]], object]]] = []
+        self.reports: list[tuple[int, Readback, Callable[[list[Any]], object]]] = []
 
     def report_later(self, due: int, numbers: Readback, report: Callable[[list[Any]], object]) -> None:
         """Makes `catch_up` call `report` with `numbers`, which are about a message due at step `due`."""
-        self._reports.append((due, numbers, report))
+        self.reports.append((due, numbers, report))
 
     def catch_up(self, until: float) -> None:
         """Counts the messages due at steps up to `until`, so that all ranks have the same counts."""
-        ready = [each for each in self._reports if each[0] <= until]
-        self._reports = [each for each in self._reports if each[0] > until]
+        ready = [each for each in self.reports if each[0] <= until]
+        self.reports = [each for each in self.reports if each[0] > until]
         for _, numbers, report in ready:
             report(numbers.read())
 
-    def take_due(self, until: float) -> bool:
-        """True if a message was due at steps up to `until` since the last call; the same on all ranks."""
-        if self._reports:
-            self.catch_up(until)
-        arrived = {step for step in self.due if step <= until}
-        self.due -= arrived
-        if self._changed and self.changed_apart:
-            replicas = sum({_bit(sender) for sender in self._changed})
-            self._stop(_CHANGED_APART, replicas, self._changed[min(self._changed)])
-        return bool(arrived)
+    def stop_if_apart(self) -> None:
+        """Records a reason to stop where some replicas, but not all, announced a change."""
+        if self.changed_apart:
+            replicas = sum({_bit(sender) for sender in self.changed})
+            self._stop(_CHANGED_APART, replicas, self.changed[min(self.changed)])
 
     @property
     def changed_apart(self) -> bool:
         """True where some replicas, but not all, announced a change of the trained parameters."""
-        return bool(self._changed) and len(self._changed) != self.changing
+        return bool(self.changed) and len(self.changed) != self.changing
 
     def announced(self, sender: int, name: str) -> None:
         """Records that `sender` announced a change of `name`."""
-        self._changed[sender] = name
+        self.changed[sender] = name
 
     def announcement(self, name: str) -> int:
         """The number by which a rank says over other links that it announced a change of `name`."""
@@ -130,7 +126,7 @@ class FaultCounts:
 
     def forget_change(self) -> None:
         """Ends a change of the trained parameters: all ranks have made it."""
-        self.changing, self._changed = 0, {}
+        self.changing, self.changed = 0, {}
 
     def renumber(self, kept: Sequence[int], replica: int) -> None:
         """Goes on with the counts of the replicas `kept`, by their old numbers, as the replicas 0, 1, ..."""

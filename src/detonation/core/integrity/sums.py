@@ -10,7 +10,6 @@ from detonation.core import runtime
 from detonation.core.compute import kernel_library
 from detonation.core.integrity.fault_counts import FaultCounts
 from detonation.core.integrity.header import DIGITS, hash63, put
-from detonation.core.integrity.message import Workspace
 
 
 class SumGuard:
@@ -71,16 +70,11 @@ class SumGuard:
             digits[DIGITS * self._replica + DIGITS - 1].fill_(mark)
 
     def open_sum(
-        self,
-        values: Sequence[Tensor],
-        digits: Tensor,
-        step: int,
-        absent: Collection[int] = (),
-        workspace: Workspace | None = None,
+        self, values: Sequence[Tensor], digits: Tensor, step: int, absent: Collection[int] = ()
     ) -> bool | Tensor:
         """Counts the statuses in a sum; False where zeros must replace the values: not all are finite, or the messages
         do not belong together (`absent` ones may be missing). On an accelerator the device replaces what is not finite,
-        or who decodes the values asks the report (`Sums`) that is returned, which lies in `workspace`.
+        or who decodes the values asks the report (`Sums`) that is returned.
 
         Shapes: values any, digits `[3 * replicas]` -> report `[1 + 3 * replicas]` fp32.
         """
@@ -97,16 +91,15 @@ class SumGuard:
             fine = kernel.beyond(values, torch.finfo(torch.float32).max) < 0
         else:
             fine = all(bool(each.isfinite().all()) for each in values)
-        return self._report_sum(step, absent, [fine, *digits.tolist()])
+        said, mark = digits.tolist(), self._marks[step % len(self._marks)]
+        if fine and said == [0, 0, mark] * (len(said) // DIGITS) and not (self._counts.skipped or self._counts.refused):
+            return True
+        return self._report_sum(step, absent, [fine, *said])
 
     def _report_sum(self, step: int, absent: Collection[int], found: Sequence[float]) -> bool:
         """Counts the status of each replica, and a sum that is not finite; False for that, and for another mark."""
         finite, *digits = found
-        replicas, statuses = len(digits) // DIGITS, list[int]()
-        mark = self._marks[step % len(self._marks)]
-        if digits != [0, 0, mark] * replicas:
-            statuses = statuses_of_sum(digits, self._replica, mark, self._high, absent)
-        statuses = statuses or [0] * replicas
+        statuses = statuses_of_sum(digits, self._replica, self._marks[step % len(self._marks)], self._high, absent)
         self._counts.accept([sender for sender, status in enumerate(statuses) if not status], self._place)
         for sender, status in enumerate(statuses):
             if not status:

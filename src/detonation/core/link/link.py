@@ -73,11 +73,14 @@ class Link:
         self.bytes_sent += bytes_per_rank(messages.shape[1], self.local_ranks) * (self.replicas - 1)
         return self._communicator.all_to_all(messages.view(-1))
 
-    def wait(self, *arriving: Callable[[], Tensor]) -> tuple[list[Tensor], set[int]]:
-        """The tensors that arrive in collectives, and the replicas that had no part in one; that time is waiting."""
+    def wait(self, arriving: list[Callable[[], Tensor]]) -> tuple[list[Tensor], set[int]]:
+        """The tensors that arrive in collectives, and the replicas that had no part in one; that time is waiting.
+
+        Empties `arriving`, which would hold what has arrived.
+        """
         began, arrived, absent = time.perf_counter(), list[Tensor](), set[int]()
-        for wait in arriving:
-            arrived.append(wait())
+        while arriving:
+            arrived.append(arriving.pop(0)())
             if self.elastic:
                 absent.update(self.elastic.absent)
         self.waited_s += time.perf_counter() - began

@@ -17,16 +17,26 @@ GROUPS, SMALLEST_GROUP = 4, 2**18
 """The groups of neighbouring coordinates whose signs are in memory in turn, and the least coordinates of a group."""
 
 
-class SignedUpdate(Protocol):
-    """An update that moves weights by its signs while it is decoded, without being stored."""
+class SignEngine(Protocol):
+    """Moves weights by the signs of an update while it is decoded, without storing it."""
 
-    def can_apply_signs(self, weights: Sequence[Tensor]) -> bool:
-        """True if the update can move these weights."""
+    def can_apply_signs(self, received: Any, weights: Sequence[Tensor]) -> bool:
+        """True if it can move these weights by the messages received."""
         ...
 
-    def apply_signs(self, weights: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
+    def apply_signs(self, received: Any, weights: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
         """`weight = shrink * weight - lr * sign(update)`, with shrink and lr of each weight."""
         ...
+
+
+class SignedUpdate(Protocol):
+    """The messages received, of which `engine` makes an update; None where it lies in memory already."""
+
+    @property
+    def engine(self) -> SignEngine | None: ...
+
+    @property
+    def received(self) -> Any: ...
 
 
 class SignSGD(Optimizer):
@@ -68,7 +78,7 @@ class SignSGD(Optimizer):
         if weight_decay < 0:
             raise ValueError(f"weight_decay is {weight_decay}, must be at least 0")
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-        self._updates: dict[int, tuple[Sequence[Tensor], Sequence[Tensor], SignedUpdate]] = {}
+        self._updates: dict[int, tuple[Sequence[Tensor], Sequence[Tensor], SignEngine, Any]] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -89,9 +99,11 @@ class SignSGD(Optimizer):
         if self._optimizer_step_pre_hooks or any(group["momentum"] for group in self.param_groups):
             return False
         weights = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
-        if not update.can_apply_signs(weights):
+        engine, received = update.engine, update.received
+        if engine is None or not engine.can_apply_signs(received, weights):
             return False
-        self._updates[id(parameters[0])] = (parameters, weights, update)  # replaces an update that no step came for
+        # replaces an update that no step came for
+        self._updates[id(parameters[0])] = parameters, weights, engine, received
         return True
 
     @torch.no_grad()
@@ -103,8 +115,10 @@ class SignSGD(Optimizer):
             groups = [(p, group) for group in self.param_groups for p in group["params"]]
             rates = {id(p): (1 - float(g["lr"]) * g["weight_decay"], float(g["lr"])) for p, g in groups}
             updates, self._updates = self._updates, {}
-            for parameters, weights, update in updates.values():
-                update.apply_signs(weights, [rates[id(p)] for p in parameters])
+            for parameters, weights, engine, received in updates.values():
+                engine.apply_signs(received, weights, [rates[id(p)] for p in parameters])
+                if received.release:  # nobody looks at the messages again
+                    received.release()
                 moved |= {id(p) for p in parameters}
         for group in self.param_groups:
             rest = [p for p in group["params"] if p.grad is not None and id(p) not in moved]

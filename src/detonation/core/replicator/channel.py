@@ -10,7 +10,6 @@ from torch import Tensor
 from detonation.core.codec.codec import Selected
 from detonation.core.codec.message_rows import MessageRows
 from detonation.core.codec.received import Received
-from detonation.core.compute.kernel_library import SignRate
 from detonation.core.compute.nonfinite import first_nonfinite, first_outside, signals_within
 from detonation.core.engine.choice import engine_for
 from detonation.core.engine.reference import ReferenceEngine
@@ -102,16 +101,6 @@ class Update:
         if self.received.release:  # nobody looks at the messages again
             self.received.release()
 
-    def can_apply_signs(self, weights: Sequence[Tensor]) -> bool:
-        """True if `apply_signs` supports these weights."""
-        return self.engine.can_apply_signs(self.received, weights)
-
-    def apply_signs(self, weights: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
-        """Moves `weights` by the signs of the update while it is decoded."""
-        self.engine.apply_signs(self.received, weights, rates)
-        if self.received.release:
-            self.received.release()
-
 
 class Channel:
     """Sends one replica's signals, encoded bucket by bucket, in one collective or in one per bucket: the same bits.
@@ -201,14 +190,7 @@ class Channel:
         at_once = pipeline or self.runtime.device.type == "cpu" or self.engine.reads_status
         for each in [transfer.pipeline] if at_once else self.pipelines:
             part = run if at_once else run.of_rows(each.bucket.first, each.bucket.layout.rows)
-            if bad is True:
-                self._write_zeros(transfer, each, part)
-            else:
-                pieces = signals if at_once else each.bucket.cut(signals)
-                selected = each.engine.encode_into(part, pieces, step, bad if isinstance(bad, Tensor) else None)
-                if self._keeps:
-                    self._keep(transfer, each, part, selected)
-                del pieces, selected  # the next bucket takes as much memory
+            self._encode(transfer, each, part, signals if at_once else each.bucket.cut(signals), bad)
             if each.engine.is_heavy or (self._needs_own_update and self.runtime.decides_on_device):
                 self._release(transfer)
         del run, part  # the exchange may send a copy
@@ -246,14 +228,7 @@ class Channel:
             if found and not transfer.status:
                 transfer.status = 1 + bucket.pieces[found - 1].index
         run = self.exchange.run(transfer.message, bucket.first, bucket.layout.rows)
-        if bad is True:
-            self._write_zeros(transfer, pipeline, run)
-        else:
-            step = transfer.message.step
-            selected = pipeline.engine.encode_into(run, pieces, step, bad if isinstance(bad, Tensor) else None)
-            if self._keeps:
-                self._keep(transfer, pipeline, run, selected)
-            del selected
+        self._encode(transfer, pipeline, run, pieces, bad)
         del run  # the exchange may send a copy
         status: int | Tensor | None = None
         if is_last and self.engine.reads_status:
@@ -322,6 +297,23 @@ class Channel:
                 part = run.of_rows(bucket.first - first, bucket.layout.rows)
                 self._write_zeros(transfer, pipeline, part)
             transfer.pipeline.exchange.send(transfer.message, status if pipelines is collectives[-1] else None)
+
+    def _encode(
+        self,
+        transfer: Transfer,
+        pipeline: BucketPipeline,
+        run: MessageRows,
+        pieces: Sequence[Tensor | None],
+        bad: bool | Tensor,
+    ) -> None:
+        """Encodes a signal into `run`, or zeros where `bad` is True."""
+        if bad is True:
+            self._write_zeros(transfer, pipeline, run)
+            return
+        step = transfer.message.step
+        selected = pipeline.engine.encode_into(run, pieces, step, bad if isinstance(bad, Tensor) else None)
+        if self._keeps:
+            self._keep(transfer, pipeline, run, selected)
 
     def _write_zeros(self, transfer: Transfer, pipeline: BucketPipeline, run: MessageRows) -> None:
         """Encodes zeros into `run`, in the place of a signal."""

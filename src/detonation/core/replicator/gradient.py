@@ -5,11 +5,11 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from detonation.core.compute.kernel_library import SignRate
 from detonation.core.flat.layout import Layout, copy
 from detonation.core.flat.tensors import gradients_to_fill, local, local_gradients, locals_of, state_of
 from detonation.core.memory import LocalState
@@ -28,6 +28,8 @@ class Flat:
 
     layout: Layout
     of_rows: Tensor
+    engine: ClassVar[None] = None
+    received: ClassVar[None] = None
 
     def receive(self) -> "Flat":
         return self
@@ -37,12 +39,6 @@ class Flat:
 
     def write(self, targets: Sequence[Tensor]) -> None:
         copy(targets, self.layout.parts(self.of_rows))
-
-    def can_apply_signs(self, weights: Sequence[Tensor]) -> bool:
-        return False
-
-    def apply_signs(self, weights: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
-        raise NotImplementedError
 
 
 class Pending:

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from detonation.core import runtime
 from detonation.core.codec.aggregate import ClippedMean, WeightedMean
-from detonation.core.codec.message_rows import MessageRows, SharedIndices
+from detonation.core.codec.message_rows import MessageRows, SharedIndices, Workspace
 from detonation.core.codec.received import Arrived
 from detonation.core.compute.nonfinite import LIMIT
 from detonation.core.integrity.guard import FORGET, LOUDER, Expected, Guard, Stage
 from detonation.core.integrity.header import DIGITS, HEADER_BYTES, IDENTITY, Header, constant
-from detonation.core.integrity.message import Message, Tape, Workspace
+from detonation.core.integrity.message import Message, Tape
 from detonation.engines.triton.coding import coding_of, places_of, row_run
 from detonation.kernels.gpu import inspection
 
@@ -71,16 +71,8 @@ class TritonGuard(Guard):
         found = status if isinstance(status, Tensor) else constant(status, digits.device)
         self._sums.seal(found, digits, DIGITS * self._replica, DIGITS, self._marks[step % len(self._marks)])
 
-    def open_sum(
-        self,
-        values: Sequence[Tensor],
-        digits: Tensor,
-        step: int,
-        absent: Collection[int] = (),
-        workspace: Workspace | None = None,
-    ) -> Tensor:
-        workspace = workspace or Workspace()
-        report = workspace.take("report", (4 * (1 + len(digits)),), digits.device).view(torch.float32)
+    def open_sum(self, values: Sequence[Tensor], digits: Tensor, step: int, absent: Collection[int] = ()) -> Tensor:
+        report = self._reports.take("", (4 * (1 + len(digits)),), digits.device).view(torch.float32)
         self._sums.inspect(values, digits, report)
         self._counts.report_later(step + self._delay, _readback(report), partial(self._report_sum, step, absent))
         return report
@@ -97,6 +89,10 @@ class TritonGuard(Guard):
     @cached_property
     def _sums(self) -> inspection.SumInspector:
         return inspection.SumInspector(self.usual.device)
+
+    @cached_property
+    def _reports(self) -> Workspace:
+        return Workspace(self._delay + 1)
 
 
 def _readback(numbers: Tensor) -> runtime.Readback:
