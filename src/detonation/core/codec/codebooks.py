@@ -39,7 +39,7 @@ class BlockCodebook:
 
     def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor:  # [..., nbytes] uint8 -> [..., rows, k] fp32
         packed, statistics = torch.split(encoded, list(self.lengths(rows, k)), -1)
-        return decoded(packed, self.all_levels(statistics), 0, (rows, k), self.width, self.block)
+        return decoded(packed, self.levels(self._statistics(statistics)), 0, (rows, k), self.width, self.block)
 
     def all_levels(self, statistics: Tensor) -> Tensor:
         """The levels of all blocks of each message, from the bytes of their statistics.

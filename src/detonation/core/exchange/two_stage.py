@@ -8,7 +8,7 @@ from torch import Tensor
 
 from detonation.core.codec.aggregate import Coefficients, Mean, aggregate
 from detonation.core.codec.indices import narrow
-from detonation.core.codec.message_rows import MessageRows, SharedIndices
+from detonation.core.codec.message_rows import MessageRows
 from detonation.core.codec.precision import Float
 from detonation.core.codec.received import Collected, Received
 from detonation.core.engine.reference import ReferenceEngine
@@ -57,11 +57,10 @@ class TwoStage:
         self.replica = link.replica  # the owner that this replica is, until the replicas are renumbered
         answer = replace(self._answer, selection=self._answer.selection.for_rows(first, owners.rows))
         self._engine, self._replier = engine, engine.replier(answer, scheme.aggregation, residual, owners, self.replica)
-        self._workspace, self._answers = workspace_for(scheme, link, guard), workspace_for(scheme, link, guard)
+        self._workspace, turn = workspace_for(scheme, link, guard), owners.run
         self._widths = [each.width(owners.owned, HEADER_BYTES) for each in (codec, self._answer)]
-        turn, space = owners.run, (self._workspace, self._answers)
-        self._asked = Stage(codec, owners.owned, scheme.aggregation, turn, phase=1, workspace=space[0])
-        self._answered = Stage(self._answer, owners.owned, Mean(), turn, signals=False, workspace=space[1])
+        self._asked = Stage(codec, owners.owned, scheme.aggregation, turn, phase=1, workspace=self._workspace)
+        self._answered = Stage(self._answer, owners.owned, Mean(), turn, signals=False, workspace=self._workspace)
         self._room, on_cpu = room, residual.device.type == "cpu"
         some = owners.owned if on_cpu else replied_at_once(codec, self._answer, link.replicas, room)
         self._block = -(-max(1, some) // turn) * turn  # messages and replies can be cut there
@@ -84,14 +83,14 @@ class TwoStage:
         message.arriving.append(self._link.all_to_all(octets))
 
     def forward(self, message: Message) -> None:
-        owned, mine = self.owners.owned, self._shared(message) if message.shared else None
+        owned, reply = self.owners.owned, self._reply_to(message)
+        mine = reply.shared.get(0)
         if isinstance(mine, Tensor):
-            mine, message.shared = mine[self._link.replica], {0: mine}
+            mine = mine[self._link.replica]
         zeros, shape = negative_zeros(self._scheme, message.step), (1, self._widths[1])
         message.arrived, message.absent = self._link.wait(message.arriving)
         received = self._guard.open(message, self._asked, mine)
-        message.reply = reply = self._reply_to(message.step)
-        memory = partial(self._answers.take, "reply", shape, self.residual.device)
+        memory = partial(self._workspace.take, "reply", shape, self.residual.device)
         reply.waiting = run = MessageRows(self._answer, owned, memory, 0, HEADER_BYTES, negative_zeros=zeros)
         if self._replier is not None and self._replier.reads(received):
             self._replier.reply(received, run, message.step)
@@ -119,25 +118,23 @@ class TwoStage:
         reply = message.reply
         assert reply is not None
         reply.arrived, reply.absent = self._link.wait(reply.arriving)
-        shared = self._shared(message) if message.shared else None
-        return Collected(self._guard.open(reply, self._answered, shared, self._link.tape), self.owners)
+        opened = self._guard.open(reply, self._answered, reply.shared.get(0), self._link.tape)
+        return Collected(opened, self.owners)
 
-    def _shared(self, message: Message) -> Tensor | SharedIndices | None:
-        """The indices that all replicas know: of all rows by their rule, or of those of each owner."""
-        shared = message.indices
-        if isinstance(shared, Tensor) and shared.dim() == 3:  # dealt by `forward`
-            return shared
-        if shared is None or (self._replier is not None and isinstance(shared, SharedIndices)):
-            return shared
-        padding = torch.arange(self._codec.selection.k, dtype=torch.int64, device=self.residual.device)
-        return self.owners.deal(narrow(shared), padding if self.owners.missing else None)  # [replicas, owned, k]
-
-    def _reply_to(self, step: int) -> Message:
-        return Message(step, self._answer, self._guard.on_kernels, recycle=self._link.recycle)
+    def _reply_to(self, message: Message) -> Message:
+        """The reply, with the indices that all replicas know: of all rows by their rule, or of those of each owner."""
+        message.reply = reply = Message(message.step, self._answer, self._guard.on_kernels, recycle=self._link.recycle)
+        shared = message.indices if message.shared else None
+        if isinstance(shared, Tensor) or (self._replier is None and shared is not None):
+            padding = torch.arange(self._codec.selection.k, dtype=torch.int64, device=self.residual.device)
+            shared = self.owners.deal(narrow(shared), padding if self.owners.missing else None)  # [replicas, owned, k]
+        if shared is not None:
+            message.shared, reply.shared = {}, {0: shared}
+        return reply
 
     def play(self, message: Message, tape: Tape) -> None:
-        message.reply = self._reply_to(message.step)
-        message.reply.arriving.append(played(tape, self._guard, message.step, self._link.replicas))
+        reply = self._reply_to(message)
+        reply.arriving.append(played(tape, self._guard, message.step, self._link.replicas))
 
     def for_rows(self, first: int, rows: int, guard: Guard) -> "TwoStage":
         owners = self.owners.of_bucket(rows)

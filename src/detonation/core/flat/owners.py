@@ -58,12 +58,10 @@ class RowOwners:
         Shapes: as in `deal`, for each.
         """
         found = [each.new_empty(self.replicas, self.owned, each.shape[1]) for each, _ in lines]
-        pairs = []
-        for (each, padding), parts in zip(lines, found, strict=True):
-            pairs += self._pairs(each, parts)
-            if self.missing:
-                filled = each.new_zeros(each.shape[1]) if padding is None else padding
-                pairs += [(free, filled.expand_as(free)) for free in self._free(parts)]
+        pairs = self._pairs([each for each, _ in lines], found)
+        for (each, padding), parts in zip(lines, found, strict=True) if self.missing else ():
+            filled = each.new_zeros(each.shape[1]) if padding is None else padding
+            pairs += [(free, filled.expand_as(free)) for free in self._free(parts)]
         copy([target for target, _ in pairs], [source for _, source in pairs])
         return found
 
@@ -80,20 +78,22 @@ class RowOwners:
         Shapes: `[replicas, owned, n]` -> `[rows, n]`, for each.
         """
         found = [each.new_empty(self.rows, each.shape[2]) for each in parts]
-        pairs = [pair for lines, each in zip(found, parts, strict=True) for pair in self._pairs(lines, each)]
+        pairs = self._pairs(found, parts)
         copy([lines for _, lines in pairs], [part for part, _ in pairs])
         return found
 
-    def _pairs(self, lines: Tensor, parts: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def _pairs(self, matrices: Sequence[Tensor], dealt: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """The dealt and the undealt rows, in the same shape: those in turns, and the remainders of the owners."""
-        own, n = self._turns * self.run, lines.shape[1]
-        dealt, rest = self.replicas * own, self.owned - own
-        turns = lines[:dealt].view(self._turns, self.replicas, self.run, n).transpose(0, 1)
-        pairs = [(parts[:, :own].view(self.replicas, self._turns, self.run, n), turns)]
-        whole, left = divmod(self.rows - dealt, rest) if rest else (0, 0)
-        pairs.append((parts[:whole, own:], lines[dealt : dealt + whole * rest].view(whole, rest, n)))
-        if left:
-            pairs.append((parts[whole, own : own + left], lines[dealt + whole * rest :]))
+        own, pairs = self._turns * self.run, []
+        begin, rest = self.replicas * own, self.owned - own
+        whole, left = divmod(self.rows - begin, rest) if rest else (0, 0)
+        for lines, parts in zip(matrices, dealt, strict=True):
+            n = lines.shape[1]
+            turns = lines[:begin].view(self._turns, self.replicas, self.run, n).transpose(0, 1)
+            pairs.append((parts[:, :own].view(self.replicas, self._turns, self.run, n), turns))
+            pairs.append((parts[:whole, own:], lines[begin : begin + whole * rest].view(whole, rest, n)))
+            if left:
+                pairs.append((parts[whole, own : own + left], lines[begin + whole * rest :]))
         return pairs
 
     def _free(self, parts: Tensor) -> list[Tensor]:
