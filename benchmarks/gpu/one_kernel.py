@@ -29,7 +29,7 @@ from detonation.core.codec.selection import Random, Slicing, Striding, random_st
 from detonation.core.compute.nonfinite import LIMIT, SIGNAL_LIMIT
 from detonation.core.engine.choice import engine_for
 from detonation.core.engine.reference import ReferenceEngine
-from detonation.core.integrity.guard import FORGET, LOUDER, Expected, Facts, decide_usable, unsealed
+from detonation.core.integrity.guard import FORGET, LOUDER, Expected, decide_usable, unsealed
 from detonation.core.integrity.header import HEADER_BYTES, IDENTITY, Header
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
@@ -189,7 +189,7 @@ def inspect(device: torch.device, number: int) -> list[Compared]:
     shared: Any = codec.select(values, 0, 0).indices if codec.selection.shared else None
     arrived = Arrived(codec, body, rows, shared, dt.demo().aggregation)
     expected = Expected(Header(schema, 3, 0, 0), nbytes, 6, True)
-    refused, table = decide_usable(Facts(*unsealed(messages), *arrived.facts()), expected, usual)
+    refused, table = decide_usable(*unsealed(messages), *arrived.facts(), expected, usual)
     octets = messages[:, : HEADER_BYTES + nbytes].to(device).contiguous()
     joined = torch.zeros_like(messages, device=device)
     found = inspection.Inspector(replicas, device).inspect(

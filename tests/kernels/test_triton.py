@@ -21,7 +21,7 @@ from detonation.core.codec.selection import Random, Rotation, Slicing, Striding,
 from detonation.core.compute.nonfinite import LIMIT, SIGNAL_LIMIT, first_nonfinite
 from detonation.core.engine.choice import engine_for
 from detonation.core.engine.reference import ReferenceEngine
-from detonation.core.integrity.guard import FORGET, LOUDER, Expected, Facts, decide_usable, unsealed
+from detonation.core.integrity.guard import FORGET, LOUDER, Expected, decide_usable, unsealed
 from detonation.core.integrity.header import HEADER_BYTES, IDENTITY, Header
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
@@ -228,7 +228,7 @@ def test_messages_are_refused_as_by_ordinary_torch(name):
         damage(messages[2])
         usual, mine = torch.tensor([0.5]), torch.tensor([0.5])
         arrived = Arrived(codec, messages[:, HEADER_BYTES : HEADER_BYTES + nbytes], rows, None, dt.demo().aggregation)
-        refused, table = decide_usable(Facts(*unsealed(messages), *arrived.facts()), expected, usual)
+        refused, table = decide_usable(*unsealed(messages), *arrived.facts(), expected, usual)
         given = torch.zeros_like(messages)
         lengths = codec.precision.lengths(rows, codec.selection.k)
         parts = lengths[0], sum(lengths[1:]), nbytes - sum(lengths)

@@ -22,7 +22,7 @@ from detonation.core.compute import kernel_library
 from detonation.core.compute.nonfinite import LIMIT, SIGNAL_LIMIT, first_nonfinite
 from detonation.core.integrity import header
 from detonation.core.integrity.fault_counts import IN_A_ROW, STRIKES, BadPeer, Desync, FaultCounts, NonFiniteGradient
-from detonation.core.integrity.guard import Expected, Facts, Guard, decide_usable, explain_faults
+from detonation.core.integrity.guard import Expected, Guard, decide_usable, explain_faults
 from detonation.core.integrity.header import hash63
 from detonation.core.integrity.message import Message
 from detonation.core.runtime import Runtime
@@ -72,7 +72,7 @@ def test_what_tensors_decide_on_messages_is_what_the_host_explains():
                 )
         expected = replace(expected, signals=random.random() < 0.8)
         usual = random.choice([0.0, 1e-3, 1.0])
-        refused, table = decide_usable(facts(rows), expected, torch.tensor([usual]))
+        refused, table = decide_usable(*facts(rows), expected, torch.tensor([usual]))
         found = explain_faults(table.tolist(), expected)
         assert refused.tolist() == [bool(fault) for fault in found], rows
         assert (refused == table[:, -1]).all()
@@ -83,7 +83,7 @@ def test_what_tensors_decide_on_messages_is_what_the_host_explains():
 def facts(rows):
     """What was found in messages: header, checksum, fault of the content and norm of each."""
     words, norms = torch.tensor([row[:-1] for row in rows]), torch.tensor([row[-1] for row in rows])
-    return Facts(words[:, :8], words[:, 8], words[:, 9], norms)
+    return words[:, :8], words[:, 8], words[:, 9], norms
 
 
 @pytest.mark.parametrize("name", SCHEMES)

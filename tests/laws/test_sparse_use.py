@@ -10,7 +10,7 @@ from torch import nn
 import detonation as dt
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.integrity.fault_counts import FORGIVEN, STRIKES, FaultCounts
-from detonation.core.integrity.guard import FORGET, LOUDER, Expected, Facts, decide_usable
+from detonation.core.integrity.guard import FORGET, LOUDER, Expected, decide_usable
 from detonation.core.integrity.header import IDENTITY, Header
 from detonation.core.schemes import buckets
 from zoo import SCHEMES, TALKING
@@ -90,7 +90,7 @@ def decided(norms, usual):
     words = torch.tensor([[IDENTITY, 0, 0, sender << 32, 0, 0, 0, 0] for sender in range(len(norms))])
     none = torch.zeros(len(norms), dtype=torch.int64)
     expected = Expected(Header(0, 0, 0, 0), nbytes=0, parameters=1, signals=True)
-    return decide_usable(Facts(words, none, none, torch.tensor(norms)), expected, usual)[0].tolist()
+    return decide_usable(words, none, none, torch.tensor(norms), expected, usual)[0].tolist()
 
 
 def test_silence_is_not_forgotten_and_a_loud_message_is_refused_in_it():

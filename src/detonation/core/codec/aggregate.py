@@ -21,9 +21,6 @@ from detonation.core.compute.scatter_sum import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-NORM_BLOCKS, NORM_BLOCK = 4, 2**18
-"""The most blocks of rows in which messages are read for their norms, and the least coefficients of a block."""
-
 
 class Aggregation(Protocol):
     """A pure function from the coefficients of all replicas to one update, with the same bits on every replica.

@@ -1,8 +1,8 @@
 """The contract of all exchanges, what they share, and those of one collective: an all-reduce or an all-gather."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -21,19 +21,31 @@ from detonation.core.schemes.scheme import Scheme
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
 
 
-class Exchange(Protocol):
-    """Sends messages through one or two collectives. All replicas call its methods in the same order."""
+class Exchange(ABC):
+    """Sends messages of `rows` rows at most through one or two collectives, in the codec of the scheme.
 
-    secluded: bool
+    All replicas call its methods in the same order.
+    """
+
+    secluded = False
     """True if a replica receives messages that the others do not see, and answers them in a second collective."""
 
+    def __init__(self, scheme: Scheme, link: Link, guard: Guard, rows: int) -> None:
+        self._scheme, self._codec, self._link, self._guard, self._rows = scheme, scheme.codec, link, guard, rows
+        # Gradients leave at every step. A round is rare, and its messages take memory only while they travel. A
+        # communicator that outlives replicas may send a message once more, long after it has arrived here; one of
+        # simulated replicas, on a CPU, hands a message itself to others, who may still read it.
+        kept = guard.on_kernels and scheme.signal == "gradients" and link.elastic is None
+        self._workspace = Workspace(scheme.round.delay + 1 if kept else 0)
+
+    @abstractmethod
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
         """Where engines write the `rows` rows of the flat from row `first` on, which the next collective carries.
 
         The rows from 0 on leave last, with the header.
         """
-        ...
 
+    @abstractmethod
     def send(self, message: Message, status: int | Tensor | None) -> None:
         """Starts a collective with the run that waits.
 
@@ -42,27 +54,26 @@ class Exchange(Protocol):
 
         Shapes: `[]` int64 where only the device knows.
         """
-        ...
 
     def forward(self, message: Message) -> None:
         """Starts the second collective, where `secluded`; called for all messages before the first `receive`."""
-        ...
+        return
 
+    @abstractmethod
     def receive(self, message: Message) -> Received:
         """Waits for the messages that all replicas receive."""
-        ...
 
+    @abstractmethod
     def play(self, message: Message, tape: Tape) -> None:
         """Lets arrive what the tape has of this message, in the place of all collectives."""
-        ...
 
     def for_rows(self, first: int, rows: int, guard: Guard) -> "Exchange":
         """The exchange of a bucket, `rows` rows from row `first` on, which shares the state."""
-        ...
+        return type(self)(self._scheme, self._link, guard, rows)
 
+    @abstractmethod
     def state(self) -> dict[str, Tensor]:
         """The tensors that stay between steps, by name."""
-        ...
 
 
 def negative_zeros(scheme: Scheme, step: int, replica: int = 0, replicas: int = 1) -> bool:
@@ -105,34 +116,7 @@ def played(tape: Tape, guard: Guard, step: int, replicas: int) -> Callable[[], T
     return lambda: tape.take(guard.place, step).to(guard.usual.device).view(replicas, -1)  # [replicas, 64 + nbytes]
 
 
-def workspace_for(scheme: Scheme, link: Link, guard: Guard) -> Workspace:
-    """The workspace of a channel.
-
-    Gradients leave at every step. A round is rare, and its messages take memory only while they travel. A communicator
-    that outlives replicas may send a message once more, long after it has arrived here; one of simulated replicas, on
-    a CPU, hands a message itself to others, who may still read it.
-    """
-    kept = guard.on_kernels and scheme.signal == "gradients" and link.elastic is None
-    return Workspace(scheme.round.delay + 1 if kept else 0)
-
-
-class OneStage:
-    """The base of exchanges in one collective: a message of `rows` rows at most, in the codec of the scheme."""
-
-    secluded = False
-
-    def __init__(self, scheme: Scheme, link: Link, guard: Guard, rows: int) -> None:
-        self._scheme, self._codec, self._link, self._guard, self._rows = scheme, scheme.codec, link, guard, rows
-        self._workspace = workspace_for(scheme, link, guard)
-
-    def forward(self, message: Message) -> None:
-        pass
-
-    def for_rows(self, first: int, rows: int, guard: Guard) -> Self:
-        return type(self)(self._scheme, self._link, guard, rows)
-
-
-class AllReduce(OneStage):
+class AllReduce(Exchange):
     """The network adds the messages: all carry the same coordinates, in a type that can be added."""
 
     def __init__(self, scheme: Scheme, link: Link, guard: Guard, rows: int) -> None:
@@ -192,7 +176,7 @@ class AllReduce(OneStage):
         return {}
 
 
-class AllGather(OneStage):
+class AllGather(Exchange):
     """Every replica receives every message."""
 
     def __init__(self, scheme: Scheme, link: Link, guard: Guard, rows: int) -> None:

@@ -1,4 +1,4 @@
-"""The exchange of two collectives, through the owners of rows."""
+"""The exchange of two collectives, through the owners of rows; and the exchange that a scheme gets."""
 
 from dataclasses import replace
 from functools import partial
@@ -11,18 +11,23 @@ from detonation.core.codec.indices import narrow
 from detonation.core.codec.message_rows import MessageRows
 from detonation.core.codec.precision import Float
 from detonation.core.codec.received import Collected, Received
+from detonation.core.engine import rows_at_once
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.engine.rows_at_once import Room, replied_at_once
-from detonation.core.exchange.exchange import negative_zeros, played, workspace_for
+from detonation.core.exchange.exchange import AllGather, AllReduce, Exchange, negative_zeros, played
+from detonation.core.flat.layout import Layout
 from detonation.core.flat.owners import RowOwners
+from detonation.core.flat.rows import BUCKETS, SMALL_BUCKETS
 from detonation.core.integrity.guard import Guard, Stage
 from detonation.core.integrity.header import HEADER_BYTES
 from detonation.core.integrity.message import Message, Tape
 from detonation.core.link.link import Link
+from detonation.core.schemes.buckets import rows_of_a_turn
 from detonation.core.schemes.scheme import Scheme
+from detonation.core.schemes.traffic import collective_for
 
 
-class TwoStage:
+class TwoStage(Exchange):
     """A two-stage all-reduce: each replica owns some of the rows, receives them from all, aggregates them, and sends
     the result to all.
 
@@ -50,23 +55,22 @@ class TwoStage:
         engine: ReferenceEngine,
         first: int = 0,
     ) -> None:
+        super().__init__(scheme, link, guard, owners.rows)
         codec = scheme.codec
-        self._scheme, self._codec, self._link, self._guard = scheme, codec, link, guard
         self._answer, self._has_codes = scheme.reply_codec(link.replicas), not isinstance(codec.precision, Float)
         self.owners, self.residual = owners, residual
         self.replica = link.replica  # the owner that this replica is, until the replicas are renumbered
         answer = replace(self._answer, selection=self._answer.selection.for_rows(first, owners.rows))
         self._engine, self._replier = engine, engine.replier(answer, scheme.aggregation, residual, owners, self.replica)
-        self._workspace, turn = workspace_for(scheme, link, guard), owners.run
         self._widths = [each.width(owners.owned, HEADER_BYTES) for each in (codec, self._answer)]
-        self._asked = Stage(codec, owners.owned, scheme.aggregation, turn, phase=1, workspace=self._workspace)
-        self._answered = Stage(self._answer, owners.owned, Mean(), turn, signals=False, workspace=self._workspace)
+        self._asked = Stage(codec, owners.owned, scheme.aggregation, owners.run, phase=1, workspace=self._workspace)
+        self._answered = Stage(self._answer, owners.owned, Mean(), owners.run, signals=False, workspace=self._workspace)
         self._room, on_cpu = room, residual.device.type == "cpu"
         some = owners.owned if on_cpu else replied_at_once(codec, self._answer, link.replicas, room)
-        self._block = -(-max(1, some) // turn) * turn  # messages and replies can be cut there
+        self._block = -(-max(1, some) // owners.run) * owners.run  # messages and replies can be cut there
 
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
-        whole, room = rows == self.owners.rows, 0 if first else HEADER_BYTES
+        whole, room = rows == self._rows, 0 if first else HEADER_BYTES
         owners = self.owners if whole else self.owners.of_bucket(rows)
         # without kernels a whole message is sealed where it lies
         aligned = whole and not self._guard.on_kernels
@@ -144,3 +148,26 @@ class TwoStage:
 
     def state(self) -> dict[str, Tensor]:  # [owned, chunk] fp32 and [1] fp32
         return {"server_residual": self.residual, "usual_norm": self._guard.usual}
+
+
+def room_of(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int) -> Room:
+    """The memory that the temporaries of a step may take, beside messages: that of a quarter of the flat, and half of
+    it at the end of a round, which has the movement of the parameters beside them."""
+    is_round, is_vote = scheme.signal == "parameters", scheme.codec.selection.shared and not scheme.codec.summable
+    costly = collective_for(scheme, layout, replicas, local_ranks) == "owner" or is_vote
+    few_launches = costly and not is_round and not layout.tiled and layout.rows * layout.chunk < rows_at_once.LARGE
+    return Room(max(1, -(-layout.rows // (SMALL_BUCKETS if is_round else BUCKETS))), few_launches)
+
+
+def exchange_for(
+    scheme: Scheme, link: Link, layout: Layout, engine: ReferenceEngine, guard: Guard, room: Room
+) -> Exchange:
+    """The exchange for the collective that `collective_for` chooses."""
+    chosen = collective_for(scheme, layout, link.replicas, link.local_ranks)
+    if chosen == "all-reduce":
+        return AllReduce(scheme, link, guard, layout.rows)
+    if chosen == "all-gather":
+        return AllGather(scheme, link, guard, layout.rows)
+    owners = RowOwners(layout.rows, link.replicas, rows_of_a_turn(scheme, link.replicas))
+    residual = torch.zeros(owners.owned, scheme.codec.selection.chunk, dtype=torch.float32, device=engine.device)
+    return TwoStage(scheme, link, owners, residual, guard, room, engine)

@@ -69,23 +69,6 @@ class Expected:
     signals: bool
 
 
-@dataclass(frozen=True)
-class Facts:
-    """The content of messages, as far as it decides whether they may be used.
-
-    Args:
-        words: Of the headers, `[replicas, 8]` int64.
-        checksums: Of the bytes that arrived, `[replicas]` int64.
-        content: Faults of the content, see `Arrived.facts`, `[replicas]` int64.
-        norms: `[replicas]` fp32.
-    """
-
-    words: Tensor
-    checksums: Tensor
-    content: Tensor
-    norms: Tensor
-
-
 def unsealed(messages: Tensor) -> tuple[Tensor, Tensor]:
     """The words of each header, and the checksum of each message, as if it stated none.
 
@@ -95,7 +78,9 @@ def unsealed(messages: Tensor) -> tuple[Tensor, Tensor]:
     return words, checksums(messages, CHECKSUM_AT)
 
 
-def decide_usable(facts: Facts, expected: Expected, usual: Tensor) -> tuple[Tensor, Tensor]:
+def decide_usable(
+    words: Tensor, added: Tensor, content: Tensor, norms: Tensor, expected: Expected, usual: Tensor
+) -> tuple[Tensor, Tensor]:
     """Decides which messages are refused: the ones with a fault.
 
     A message is too loud if its norm is more than `LOUDER` times that of most messages, now *and* before: replicas that
@@ -104,17 +89,20 @@ def decide_usable(facts: Facts, expected: Expected, usual: Tensor) -> tuple[Tens
     that most messages reach counts, so that no single replica can raise it.
 
     Args:
+        words, added: Of the headers, and the checksums of the bytes that arrived; see `unsealed`.
+        content, norms: See `Arrived.facts`.
         usual: The usual norm before this exchange, 0 at first; updated.
 
     Returns the refused messages, and a table for `explain_faults`: the eight words of the header, the checksum, faults
     of the content, the bits of the norm and of its bound in float64, and 1 where the message is refused.
 
-    Shapes: usual `[1]` fp32 -> `[replicas]` bool, `[replicas, 13]` int64.
+    Shapes: words `[replicas, 8]`, added and content `[replicas]` int64, norms `[replicas]`, usual `[1]` fp32 ->
+    `[replicas]` bool, `[replicas, 13]` int64.
     """
-    words, norms, header = facts.words, facts.norms, expected.header
+    header = expected.header
     # the bits of numbers that are not negative rise as they do, and those of NaN are above all
     bits = norms.abs().double().view(torch.int64)
-    found = torch.cat([words, torch.stack([facts.checksums, facts.content, bits], 1)], 1)
+    found = torch.cat([words, torch.stack([added, content, bits], 1)], 1)
     limits, of_step = _limits(
         header.schema, header.place, expected.nbytes, expected.parameters, len(words), words.device
     )
@@ -296,7 +284,7 @@ class Guard(SumGuard):
         """
         header = Header(self._schema, step, self._place | phase, 0)
         expected = Expected(header, nbytes, len(self._names), signals)
-        refused, table = decide_usable(Facts(*unsealed(messages), *content), expected, self.usual)
+        refused, table = decide_usable(*unsealed(messages), *content, expected, self.usual)
         if self._on_device:
             report = partial(self._report, expected=expected, last=not phase, absent=absent)
             self._counts.report_later(step + self._delay, runtime.Readback(table), report)

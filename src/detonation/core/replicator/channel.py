@@ -14,7 +14,7 @@ from detonation.core.compute.nonfinite import first_nonfinite, first_outside, si
 from detonation.core.engine.choice import engine_for
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.exchange.exchange import Exchange
-from detonation.core.exchange.kinds import exchange_for, room_of
+from detonation.core.exchange.two_stage import exchange_for, room_of
 from detonation.core.flat.layout import Layout
 from detonation.core.flat.rows import Bucket
 from detonation.core.integrity.fault_counts import Changed, FaultCounts
