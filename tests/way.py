@@ -51,9 +51,9 @@ CEILINGS = {
 """Python calls of one `optimizer.step()`, moves from one file to another, and files: at most. They only fall."""
 
 SIZES = {
-    "lines of core": 12_105,
+    "lines of core": 12_066,
     "files of core": 87,
-    "lines of src": 38_322,
+    "lines of src": 38_283,
     "files of src": 254,
     "public names": 40,
     "verbs": 11,

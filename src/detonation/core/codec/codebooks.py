@@ -82,11 +82,11 @@ class BlockCodebook:
         raise NotImplementedError
 
     def levels(self, statistics: Tensor) -> Tensor:
-        """The value that each code of a block stands for.
+        """The value that each code of a block stands for: the statistics themselves, unless a subclass says other.
 
         Shapes: `[..., blocks, statistics]` fp32 -> `[..., blocks, 2**width]` fp32.
         """
-        raise NotImplementedError
+        return statistics
 
     def allowed(self, statistics: Tensor) -> Tensor:
         """True for each finite statistic that `quantise` can return.
@@ -132,9 +132,6 @@ class TwoBit(BlockCodebook):
         small = size.masked_fill_(large, 0.0).sum(1, keepdim=True) / (counts - far).clamp_(min=1)
         over, under = over / above.clamp(min=1), under / (far - above).clamp_(min=1)
         return large.to(torch.uint8).add_(negative, alpha=2), torch.cat([small, over, -small, under], 1)
-
-    def levels(self, statistics: Tensor) -> Tensor:
-        return statistics
 
     def allowed(self, statistics: Tensor) -> Tensor:
         return statistics * _signs(statistics.device) >= 0
@@ -188,9 +185,6 @@ class Int8(BlockCodebook):
         totals = torch.zeros_like(sizes, dtype=torch.float64).scatter_add_(1, codes, units)
         totals[:, 128] = 0
         return codes, totals.float() / sizes.clamp_(min=1) * (bins / _FIXED_POINT)
-
-    def levels(self, statistics: Tensor) -> Tensor:
-        return statistics
 
     def allowed(self, statistics: Tensor) -> Tensor:
         return torch.ones_like(statistics, dtype=torch.bool)

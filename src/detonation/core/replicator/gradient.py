@@ -113,9 +113,11 @@ class GradientReplicator(Replicator):
         self.stepped = base
 
     def before(self, step: int) -> None:
-        if self._overlap or self._equal:
-            transfer = self._sent_in_overlap(step)
+        if self._overlap:
+            (transfer, self._equal), self._overlap, self.overlapping = self._overlap.finish(), None, False
         else:
+            if self._equal:
+                self._refuse_unequal()
             transfer = self.channel.send(local_gradients(self.parameters), step)
         update = (self._updates.exchange(transfer) if self._delayed else transfer).receive()
         if not (self._signs and self._signs.take(list(self.parameters.values()), update)):
@@ -180,15 +182,6 @@ class GradientReplicator(Replicator):
 
     def local_state(self) -> LocalState:
         return self.channel.local_state({f"update{i}": each for i, each in enumerate(self._updates.arrived())})
-
-    def _sent_in_overlap(self, step: int) -> Transfer:
-        """The transfer of a step whose gradients left in `overlap`, or of the one after it."""
-        if self._overlap:
-            transfer, self._equal = self._overlap.finish()
-            self._overlap, self.overlapping = None, False
-            return transfer
-        self._refuse_unequal()
-        return self.channel.send(local_gradients(self.parameters), step)
 
     def _refuse_unequal(self) -> None:
         equal, self._equal = self._equal, None

@@ -7,7 +7,7 @@ from detonation.core.schemes.scheme import Outer
 
 
 class OuterSGD:
-    """A flat, and the SGD that moves it by the updates that arrive, some rows at a time.
+    """A flat, and the SGD that moves it by the updates that arrive, some rows at a time; its momentum begins with zero.
 
     Its arithmetic is that of `torch.optim.SGD`, in place, without fused multiply-add.
 
@@ -15,76 +15,50 @@ class OuterSGD:
     """
 
     def __init__(self, flat: Tensor, outer: Outer) -> None:
-        self.flat, self._lr, self._direction = flat, outer.lr, Direction(flat, outer)
+        self.flat, self._outer = flat, outer
+        self._momentum = torch.zeros_like(flat) if outer.momentum else None
 
     def step(self, rows: slice, update: Tensor) -> None:
         """Takes one step of some rows on `update` as the gradient, which is changed.
 
         Shapes: `[len(rows), chunk]`.
         """
-        self.flat[rows].sub_(torch.mul(self._direction.of(rows, update), self._lr, out=update))  # rounded one by one
+        self.flat[rows].sub_(torch.mul(self._direction(rows, update), self._outer.lr, out=update))  # rounded one by one
 
     def state(self) -> dict[str, Tensor]:
         """The optimizer's state by kind.
 
         Shapes: `[rows, chunk]` each.
         """
-        return self._direction.state()
+        return {} if self._momentum is None else {"momentum_buffer": self._momentum}
 
-
-class Direction:
-    """The direction of SGD: the gradient, or its momentum, which begins with zero.
-
-    Shapes: like `[rows, chunk]`.
-    """
-
-    def __init__(self, like: Tensor, outer: Outer) -> None:
-        self._outer = outer
-        self._momentum = torch.zeros_like(like) if outer.momentum else None
-
-    def of(self, rows: slice, gradient: Tensor) -> Tensor:
-        """The direction for a gradient of some rows, which is changed.
-
-        Shapes: `[len(rows), chunk]` -> the same, to read.
-        """
+    def _direction(self, rows: slice, gradient: Tensor) -> Tensor:
+        """The direction for a gradient of some rows, which is changed, to read."""  # [len(rows), chunk] -> the same
         if self._momentum is None:
             return gradient
         momentum = self._momentum[rows].mul_(self._outer.momentum).add_(gradient)
         return gradient.add_(momentum * self._outer.momentum) if self._outer.nesterov else momentum
 
-    def state(self) -> dict[str, Tensor]:
-        """The momentum, if there is one.
 
-        Shapes: `[rows, chunk]`.
-        """
-        return {} if self._momentum is None else {"momentum_buffer": self._momentum}
-
-
-class EagerStart:
+class EagerStart(OuterSGD):
     """The start of this replica's round: the anchor plus this replica's own share of the outer step in flight.
 
     An outer step is linear in the messages of the replicas, and so the sum of a share of each. The own share is known
     at once, with a momentum of its own; the others' shares come with the message (Kale et al., arXiv 2502.12996, where
     each replica holds the whole sum instead of an anchor that all agree on).
-
-    Shapes: `[rows, chunk]` fp32.
     """
 
     def __init__(self, anchor: Tensor, outer: Outer, replicas: int) -> None:
-        self.flat = anchor.clone()
-        self._lr, self._direction, self._replicas = outer.lr, Direction(anchor, outer), replicas
+        super().__init__(anchor.clone(), outer)
+        self._replicas = replicas
 
     def advance(self, rows: slice, anchor: Tensor, own_update: Tensor) -> None:
         """Moves some rows to where `own_update` alone would move those of the anchor.
 
         Shapes: `[len(rows), chunk]` each.
         """
-        share = self._direction.of(rows, own_update / self._replicas)
-        torch.sub(anchor, share * self._lr, out=self.flat[rows])
+        share = self._direction(rows, own_update / self._replicas)
+        torch.sub(anchor, share * self._outer.lr, out=self.flat[rows])
 
     def state(self) -> dict[str, Tensor]:
-        """Its flats by kind.
-
-        Shapes: `[rows, chunk]` each.
-        """
-        return {"start": self.flat} | {f"share_{kind}": flat for kind, flat in self._direction.state().items()}
+        return {"start": self.flat} | {f"share_{kind}": flat for kind, flat in super().state().items()}
