@@ -37,6 +37,8 @@ class Exchange(ABC):
         # simulated replicas, on a CPU, hands a message itself to others, who may still read it.
         kept = guard.on_kernels and scheme.signal == "gradients" and link.elastic is None
         self._workspace = Workspace(scheme.round.delay + 1 if kept else 0)
+        # receive buffers go back, but where torch allocates on an accelerator: its allocator has others for them
+        self.recycle = link.recycle if guard.on_kernels or guard.usual.device.type == "cpu" else None
 
     @abstractmethod
     def run(self, message: Message, first: int, rows: int) -> MessageRows:

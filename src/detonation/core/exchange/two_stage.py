@@ -127,7 +127,7 @@ class TwoStage(Exchange):
 
     def _reply_to(self, message: Message) -> Message:
         """The reply, with the indices that all replicas know: of all rows by their rule, or of those of each owner."""
-        message.reply = reply = Message(message.step, self._answer, self._guard.on_kernels, recycle=self._link.recycle)
+        message.reply = reply = Message(message.step, self._answer, recycle=self.recycle)
         shared = message.indices if message.shared else None
         if isinstance(shared, Tensor) or (self._replier is None and shared is not None):
             padding = torch.arange(self._codec.selection.k, dtype=torch.int64, device=self.residual.device)

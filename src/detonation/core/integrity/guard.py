@@ -250,7 +250,8 @@ class Guard(SumGuard):
                 whole[sender, :HEADER_BYTES] = 0
             tape.put(self.place, message.step, whole[:, : HEADER_BYTES + nbytes])
         body = whole[:, HEADER_BYTES : HEADER_BYTES + nbytes]
-        found = Arrived(stage.codec, body, stage.rows, shared, stage.aggregation, stage.unit, message.release)
+        back = partial(message.recycle, whole) if arrived and message.recycle else None  # else `whole` is of its own
+        found = Arrived(stage.codec, body, stage.rows, shared, stage.aggregation, stage.unit, back)
         refused = self.admit(whole, nbytes, found.facts(), message.step, stage.phase, stage.signals, absent)
         if absent and stage.signals:  # the aggregate is that of the others; an owner that is absent leaves its rows
             present = [sender for sender in range(len(whole)) if sender not in absent]

@@ -59,15 +59,12 @@ class Message:
         arrived: What has arrived in each, until it is released.
         shared: The indices of the rows from each row on, where all replicas know them.
         absent: Once all has arrived, the replicas whose messages did not arrive whole, because they were lost.
-        recycle: Takes back receive buffers, if the link has a use for them.
+        recycle: Takes back receive buffers; None where nobody has a use for them.
         reply: Of a stage that owners answer, their answer.
-        keeps_buffers: Whether an accelerator keeps receive buffers for the next step: where torch allocates for it,
-            its allocator has others for them until then.
     """
 
     step: int
     codec: Codec
-    keeps_buffers: bool = False
     waiting: MessageRows | None = None
     sent: list[MessageRows] = field(default_factory=list)
     rows: list[tuple[int, int]] = field(default_factory=list)
@@ -118,7 +115,7 @@ class Message:
 
     def release(self) -> None:
         """Returns the receive buffers; what they hold must not be used afterwards."""
-        for each in self.arrived if self.recycle else ():
-            if self.recycle and (self.keeps_buffers or each.device.type == "cpu"):
+        if self.recycle:
+            for each in self.arrived:
                 self.recycle(each)
         self.arrived.clear()

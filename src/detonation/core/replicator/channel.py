@@ -136,9 +136,7 @@ class Channel:
         if runtime.decides_on_device:  # the basis copies its matrix to the device now, and not in the first round's end
             row = torch.zeros(1, scheme.codec.selection.chunk, dtype=torch.float32, device=runtime.device)
             scheme.codec.basis.inverse(scheme.codec.basis.forward(row))
-        self._message = partial(
-            Message, codec=scheme.codec, keeps_buffers=self.engine.guard.on_kernels, recycle=link.recycle
-        )
+        self._message = partial(Message, codec=scheme.codec, recycle=self.exchange.recycle)
         self._whole = BucketPipeline(Bucket.whole(layout), self.engine, self.exchange)
 
     @cached_property
