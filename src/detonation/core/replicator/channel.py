@@ -130,8 +130,8 @@ class Channel:
         self.engine = engine_for(scheme.codec, layout, self.memory, runtime, self._room)
         self.counts = counts or FaultCounts([slot.name for slot in layout.slots], link.replica)
         self._usual = torch.zeros(1, dtype=torch.float32, device=runtime.device)  # of all guards: norms are alike
-        knows = scheme.codec.selection.shared and not (scheme.codec.dense and not self.engine.guard.on_kernels)
-        self._keeps = knows or scheme.needs_own_update or not self.engine.releases_at_once
+        # whether messages carry no indices, because all know them; where whole rows are sent, kernels alone ask
+        self._knows = scheme.codec.selection.shared and (not scheme.codec.dense or self.engine.guard.on_kernels)
         self.exchange = exchange_for(scheme, link, layout, self.engine, self._guard(layout, 0), self._room)
         if runtime.decides_on_device:  # the basis copies its matrix to the device now, and not in the first round's end
             row = torch.zeros(1, scheme.codec.selection.chunk, dtype=torch.float32, device=runtime.device)
@@ -276,7 +276,7 @@ class Channel:
 
     def _play(self, transfer: Transfer, pipelines: Sequence[BucketPipeline], is_last: bool = True) -> None:
         """Takes the message from the tape, once its last bucket comes, in the place of all collectives."""
-        for pipeline in pipelines:
+        for pipeline in pipelines if self._knows else ():
             self._know(transfer, pipeline, pipeline.engine.empty(transfer.message.step))
         if is_last:
             assert self.link.tape is not None
@@ -292,8 +292,7 @@ class Channel:
                 transfer.message, first - begin, sum(each.layout.rows for each in buckets)
             )
             for pipeline, bucket in zip(pipelines, buckets, strict=True):
-                part = run.of_rows(bucket.first - first, bucket.layout.rows)
-                self._write_zeros(transfer, pipeline, part)
+                self._encode(transfer, pipeline, run.of_rows(bucket.first - first, bucket.layout.rows), (), True)
             transfer.pipeline.exchange.send(transfer.message, status if pipelines is collectives[-1] else None)
 
     def _encode(
@@ -304,31 +303,14 @@ class Channel:
         pieces: Sequence[Tensor | None],
         bad: bool | Tensor,
     ) -> None:
-        """Encodes a signal into `run`, or zeros where `bad` is True."""
-        if bad is True:
-            self._write_zeros(transfer, pipeline, run)
-            return
-        step = transfer.message.step
-        selected = pipeline.engine.encode_into(run, pieces, step, bad if isinstance(bad, Tensor) else None)
-        if self._keeps:
-            self._keep(transfer, pipeline, run, selected)
-
-    def _write_zeros(self, transfer: Transfer, pipeline: BucketPipeline, run: MessageRows) -> None:
-        """Encodes zeros into `run`, in the place of a signal."""
-        selected = pipeline.engine.empty(transfer.message.step)
-        pipeline.engine.codec.write(selected, run)
-        self._keep(transfer, pipeline, run, selected, sent=False)
-
-    def _keep(
-        self, transfer: Transfer, pipeline: BucketPipeline, run: MessageRows, selected: Selected, sent: bool = True
-    ) -> None:
-        """Keeps of what was selected what is needed later.
-
-        Args:
-            sent: Whether it is of a signal.
-        """
-        engine = pipeline.engine
-        if selected.indices is not None:
+        """Encodes a signal into `run`, or zeros where `bad` is True, and keeps what is needed later."""
+        engine, step, sent = pipeline.engine, transfer.message.step, bad is not True
+        if sent:
+            selected = engine.encode_into(run, pieces, step, bad if isinstance(bad, Tensor) else None)
+        else:
+            selected = engine.empty(step)
+            engine.codec.write(selected, run)
+        if self._knows:
             self._know(transfer, pipeline, selected)
         if sent and not engine.releases_at_once:
             own = engine.codec.written(run) if engine.needs_own_values else None
@@ -339,8 +321,7 @@ class Channel:
 
     def _know(self, transfer: Transfer, pipeline: BucketPipeline, selected: Selected) -> None:
         """Keeps the indices that all replicas know."""
-        if self.scheme.codec.selection.shared:
-            transfer.message.know(pipeline.bucket.first - transfer.pipeline.bucket.first, selected.indices)
+        transfer.message.know(pipeline.bucket.first - transfer.pipeline.bucket.first, selected.indices)
 
     def _release(self, transfer: Transfer) -> None:
         """Removes what was sent from memory, while the collective runs."""
