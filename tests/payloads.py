@@ -13,10 +13,11 @@ from detonation.core.codec.aggregate import Coefficients, aggregate
 from detonation.core.codec.codec import Codec
 from detonation.core.codec.message_rows import joined
 from detonation.core.codec.precision import Float
-from detonation.core.codec.received import Arrived, Received
+from detonation.core.codec.received import Received
 from detonation.core.integrity.fault_counts import FaultCounts
-from detonation.core.integrity.guard import Guard
+from detonation.core.integrity.guard import Guard, Stage
 from detonation.core.integrity.header import HEADER_BYTES, Header, hash63
+from detonation.core.integrity.message import Message
 
 ROWS, REPLICAS, STEP, SEED, SCHEMA = 60, 3, 7, 1, "a schema"
 SCHEMES = {
@@ -290,12 +291,8 @@ def opened(scheme: dt.schemes.Scheme, guard: Guard, arrived: list[Parts], shared
     """The messages of all replicas as an exchange opens them."""
     lines = torch.stack([line_of(parts) for parts in arrived])
     messages = joined([[lines[:, HEADER_BYTES:]]], HEADER_BYTES, lines[:, :HEADER_BYTES])
-    nbytes = lines.shape[1] - HEADER_BYTES
-    body = messages[:, HEADER_BYTES : HEADER_BYTES + nbytes]
-    content = Arrived(scheme.codec, body, ROWS, shared, scheme.aggregation, ROWS)
-    refused = guard.admit(messages, nbytes, content.facts(), step)
-    if refused is not None:
-        content.blank(refused)
+    message = Message(step, scheme.codec, arrived=[messages])
+    content = guard.open(message, Stage(scheme.codec, ROWS, scheme.aggregation, ROWS), shared)
     if not scheme.aggregation.rowwise:
         content.weigh()
     return content

@@ -51,9 +51,9 @@ CEILINGS = {
 """Python calls of one `optimizer.step()`, moves from one file to another, and files: at most. They only fall."""
 
 SIZES = {
-    "lines of core": 12_046,
+    "lines of core": 12_033,
     "files of core": 87,
-    "lines of src": 38_263,
+    "lines of src": 38_250,
     "files of src": 254,
     "public names": 40,
     "verbs": 11,

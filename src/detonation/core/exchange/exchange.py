@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -144,18 +145,16 @@ class AllReduce(Exchange):
         message.arriving.append(self._link.all_reduce(values))
 
     def receive(self, message: Message) -> Received:
-        rows = message.rows or [(0, self._rows)]
-        link, totals = self._link, dict[int, Tensor]()
-        for at, count in rows:
+        link, runs = self._link, list[tuple[int, Tensor]]()
+        for at, count in message.rows or [(0, self._rows)]:
             (total,), absent = link.wait([message.arriving.pop(0)])
             if lost := len(absent):
                 # as if they had sent the mean of the others; of a copy, as another replica may still need the sum
                 total = total.clone()
                 total[: count * self._k] *= link.replicas / (link.replicas - lost)
-            totals[at] = total
-        digits = total[count * self._k :]
-        counts = dict(rows)
-        runs = [(at, totals[at][: counts[at] * self._k].view(counts[at], self._k)) for at in sorted(totals)]
+            runs.append((at, total[: count * self._k].view(count, self._k)))
+        digits = total[count * self._k :]  # which leave last
+        runs.sort(key=itemgetter(0))
         if link.tape and link.tape.plays:
             absent = {*range(link.replicas)}  # the tape does not say who was
         elif link.tape:

@@ -252,7 +252,7 @@ class Guard(SumGuard):
         body = whole[:, HEADER_BYTES : HEADER_BYTES + nbytes]
         back = partial(message.recycle, whole) if arrived and message.recycle else None  # else `whole` is of its own
         found = Arrived(stage.codec, body, stage.rows, shared, stage.aggregation, stage.unit, back)
-        refused = self.admit(whole, nbytes, found.facts(), message.step, stage.phase, stage.signals, absent)
+        refused = self.admit(message, stage, whole, found.facts())
         if absent and stage.signals:  # the aggregate is that of the others; an owner that is absent leaves its rows
             present = [sender for sender in range(len(whole)) if sender not in absent]
             found = replace(found, body=body[present])
@@ -263,34 +263,23 @@ class Guard(SumGuard):
             found.blank(refused)
         return found
 
-    def admit(
-        self,
-        messages: Tensor,
-        nbytes: int,
-        content: tuple[Tensor, Tensor],
-        step: int,
-        phase: int = 0,
-        signals: bool = True,
-        absent: Collection[int] = (),
-    ) -> Tensor | None:
-        """Decides which messages are refused, and counts the faults.
+    def admit(self, message: Message, stage: Stage, whole: Tensor, content: tuple[Tensor, Tensor]) -> Tensor | None:
+        """Decides which messages are refused, and counts the faults; not of absent replicas, whose messages are zeros.
 
         Args:
-            messages: One sealed message per replica.
+            whole: The bytes of `message`, one sealed message per replica.
             content: The facts about each message, from `Arrived.facts`.
-            signals: See `Expected`.
-            absent: Replicas that were lost: their messages are zeros, refused without a count.
 
-        Shapes: messages `[replicas, 64 + nbytes + padding]` uint8 -> `[replicas]` bool, or None where none is.
+        Shapes: whole `[replicas, 64 + nbytes + padding]` uint8 -> `[replicas]` bool, or None where none is.
         """
-        header = Header(self._schema, step, self._place | phase, 0)
-        expected = Expected(header, nbytes, len(self._names), signals)
-        refused, table = decide_usable(*unsealed(messages), *content, expected, self.usual)
+        header = Header(self._schema, message.step, self._place | stage.phase, 0)
+        expected = Expected(header, sum(stage.codec.lengths[stage.rows]), len(self._names), stage.signals)
+        refused, table = decide_usable(*unsealed(whole), *content, expected, self.usual)
+        report = partial(self._report, expected=expected, last=not stage.phase, absent=message.absent)
         if self._on_device:
-            report = partial(self._report, expected=expected, last=not phase, absent=absent)
-            self._counts.report_later(step + self._delay, runtime.Readback(table), report)
+            self._counts.report_later(message.step + self._delay, runtime.Readback(table), report)
             return refused
-        return None if self._report(table.tolist(), expected, not phase, absent) else refused
+        return None if report(table.tolist()) else refused
 
     def _report(
         self, rows: Sequence[Sequence[int]], expected: Expected, last: bool, absent: Collection[int] = ()
