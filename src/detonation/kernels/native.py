@@ -196,7 +196,8 @@ class Library:
         """The inverse of `pack`."""  # [..., nbytes] uint8 -> [..., count] uint8 or, above 8 bits, int64
         lines, few = packed.unsqueeze(0).flatten(0, -2), width <= 8
         numbers = torch.empty(*packed.shape[:-1], count, dtype=torch.uint8 if few else torch.int64, device="cpu")
-        self._library.detonation_unpack(*_at(lines), lines.shape[1], count, few, width, numbers.data_ptr())
+        at = lines.data_ptr(), len(lines), lines.stride(0)
+        self._library.detonation_unpack(*at, lines.shape[1], count, few, width, numbers.data_ptr())
         return numbers
 
     def mark(self, indices: Tensor, chunk: int) -> Tensor:
@@ -211,9 +212,9 @@ class Library:
     def marked(self, bitmap: Tensor, rows: int, k: int, chunk: int) -> Tensor:
         """The indices that are set in a bitmap, in order."""  # as `mark`; chunks up to 256 -> uint8, else int64
         lines, few = bitmap.unsqueeze(0).flatten(0, -2), chunk <= 256
-        shape = *bitmap.shape[:-1], rows, k
-        indices = torch.empty(shape, dtype=torch.uint8 if few else torch.int64, device="cpu")
-        self._library.detonation_marked(*_at(lines), rows, k, chunk, few, indices.data_ptr())
+        indices = torch.empty(*bitmap.shape[:-1], rows, k, dtype=torch.uint8 if few else torch.int64, device="cpu")
+        at = lines.data_ptr(), len(lines), lines.stride(0)
+        self._library.detonation_marked(*at, rows, k, chunk, few, indices.data_ptr())
         return indices
 
     def checksums(self, messages: Tensor, skipped: int = -1) -> Tensor:
@@ -222,20 +223,17 @@ class Library:
         From number `skipped` on, in the first line, eight bytes count as zeros; -1 for none.
         """
         found = torch.empty(len(messages), dtype=torch.int64, device="cpu")
-        self._library.detonation_checksums(*_at(messages), messages.shape[1], skipped, found.data_ptr())
+        at = messages.data_ptr(), len(messages), messages.stride(0)
+        self._library.detonation_checksums(*at, messages.shape[1], skipped, found.data_ptr())
         return found
 
     def check_indices(self, packed: Tensor, rows: int, k: int, chunk: int, width: int) -> Tensor:
         """1 where a packed index is not below `chunk`, 2 where the indices of a row do not rise, else 0; of bitmaps,
         with `width` 0, 2 where a row has not exactly `k` bits set."""  # [messages, nbytes] uint8 -> [messages] int64
         found = torch.empty(len(packed), dtype=torch.int64, device="cpu")
-        self._library.detonation_check_indices(*_at(packed), rows, k, chunk, width, found.data_ptr())
+        at = packed.data_ptr(), len(packed), packed.stride(0)  # and the bytes from one to the next
+        self._library.detonation_check_indices(*at, rows, k, chunk, width, found.data_ptr())
         return found
-
-
-def _at(messages: Tensor) -> tuple[int, int, int]:
-    """Where the first message lies, their number, and the bytes from one to the next."""
-    return messages.data_ptr(), len(messages), messages.stride(0)
 
 
 @lru_cache
