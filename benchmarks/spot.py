@@ -2,6 +2,7 @@
 
     python -m benchmarks.spot --trace ../shared/data/spot-availability.csv [--zone us-east-2b] [--events 100]
     python -m benchmarks.spot --table
+    python -m benchmarks.spot --kills 1000 --machines 4    one of four is killed and another comes, a thousand times
 
 A trace is a file of lines `zone,seconds,available`, one for each change, of 16 machines asked for. With fewer
 `--machines` a count becomes the same share of them, rounded up. Each machine is a process, killed or asked to leave
@@ -31,6 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,16 @@ def events(changes: Sequence[tuple[float, int]], machines: int, notice: float, s
         for (_, before), (at, after), until in zip(kept, kept[1:], ends, strict=False)
         if until > at
     ]
+
+
+def kills(machines: int, times: int) -> list[Event]:
+    """One machine is killed and another comes, `times` times.
+
+    >>> [(each.kind, each.after) for each in kills(3, 1)]
+    [('start', 3), ('kill', 2), ('join', 3)]
+    """
+    counts = [0, machines, *[machines - 1, machines] * times]
+    return [Event(60.0 * n, *pair, 60.0 * (n + 1)) for n, pair in enumerate(pairwise(counts))]
 
 
 def elastic_goodput(rows: Sequence[Row], import_s: float, checkpoint_s: float) -> tuple[float, float]:
@@ -234,6 +246,7 @@ def play(zone: str, todo: Sequence[Event], path: Path, args: argparse.Namespace)
 def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path)
+    parser.add_argument("--kills", type=int, default=0, help="in the place of a trace: so many kills and joins")
     parser.add_argument("--zone", action="append", help="one or more; all by default")
     parser.add_argument("--machines", type=int, default=8)
     parser.add_argument("--events", type=int, help="of each zone, from the first; all by default")
@@ -248,20 +261,23 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder with a file of results for each zone")
     parser.add_argument("--table", action="store_true", help="only print what there is")
     args = parser.parse_args(words)
-    if args.trace is None and not args.table:
-        parser.error("--trace is needed: a file of lines zone,seconds,available")
+    if args.trace is None and not args.table and not args.kills:
+        parser.error("--trace is needed, a file of lines zone,seconds,available, or --kills")
     return args
 
 
 def run(args: argparse.Namespace) -> None:
     """Plays what is missing, and prints what there is."""
-    if not args.table:
+    if args.kills:
+        args.zone = ["kills"]
+        play("kills", kills(args.machines, args.kills), args.out / "kills.jsonl", args)
+    elif not args.table:
         found = counts(args.trace.read_text().splitlines())
         for zone in args.zone or found:
             todo = events(found[zone], args.machines, args.notice, args.seed)[: args.events]
             play(zone, todo, args.out / f"{zone}.jsonl", args)
     rows = [row for path in sorted(args.out.glob("*.jsonl")) for row in read(path)]
-    print(table([row for row in rows if not args.zone or row["zone"] in args.zone], args.restart_s))
+    print(table([row for row in rows if row["zone"] in (args.zone or {row["zone"]} - {"kills"})], args.restart_s))
 
 
 if __name__ == "__main__":
