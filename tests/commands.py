@@ -51,7 +51,7 @@ class Command:
     env: what it finds in its environment besides. network: the network namespace that it runs in. program: another than
     `detonation`: takes the arguments, returns its exit code. enter: is called in the new process before all else.
     pictures: its report has the figures that people see; otherwise they are empty, for to draw them takes as long as to
-    train for some steps.
+    train for some steps. pipes: descriptors that are its standard output and standard error, in place of files.
     """
 
     def __init__(
@@ -63,11 +63,12 @@ class Command:
         program: Callable[[list[str]], int] = run_command,
         enter: Callable[[], object] = lambda: None,
         pictures: bool = False,
+        pipes: Mapping[int, int] = {},
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._env = {name: str(value) for name, value in env.items()}
         self._network = network
-        self._program, self._enter, self._pictures = program, enter, pictures
+        self._program, self._enter, self._pictures, self._pipes = program, enter, pictures, pipes
         self._out, self._err = folder / "stdout", folder / "stderr"
         self._out.write_text("")
         self._err.write_text("")
@@ -89,7 +90,9 @@ class Command:
                 figures.Chart.image = _empty
             signal.signal(signal.SIGINT, signal.default_int_handler)
             for descriptor, path in ((1, self._out), (2, self._err)):
-                os.dup2(os.open(path, os.O_WRONLY), descriptor)
+                os.dup2(self._pipes.get(descriptor) or os.open(path, os.O_WRONLY), descriptor)
+            for pipe in self._pipes.values():
+                os.close(pipe)
             sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
             torch.set_num_threads(1)
             os.environ.update(self._env)
@@ -100,8 +103,10 @@ class Command:
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            with contextlib.suppress(BrokenPipeError):
+                sys.stdout.flush()
+            with contextlib.suppress(BrokenPipeError):
+                sys.stderr.flush()
             os._exit(code)
 
     @property
