@@ -77,7 +77,7 @@ def apart(mesh, shards):
     return said, dt.fingerprint(model, mesh)[1], optimizer.closeness is not None, alike.closeness is None
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@some("shards", [1, 2], keep=[1])
 def test_replicas_that_round_differently_train_close_and_one_rank_says_so(shards):
     first, *others = worlds.run_alone(apart, 2, shards, shards)
     (text,), equal, close, unbuilt = first
@@ -171,7 +171,7 @@ def test_a_fault_is_told_from_rounding(what):
         assert kind == "Desync" and text.startswith("replica 1 differs") and steps == 12
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
+@some("replicas", [2, 3], keep=[3])
 def test_a_fault_is_repaired(replicas):
     assert worlds.run_alone(faulty, replicas, 1, dt.loco(), "repair", "weight") == [(("nothing", ""), 12)] * replicas
 

@@ -79,7 +79,9 @@ def alone_and_beside(mesh, names, overlapped):
     }
 
 
-@pytest.mark.parametrize(("names", "overlapped"), [([*TALKING], True), ([*KINDS], False)])
+@pytest.mark.parametrize(
+    ("names", "overlapped"), [([*TALKING], True), pytest.param([*KINDS], False, marks=pytest.mark.long)]
+)
 def test_law_14_company_changes_nothing(names, overlapped):
     ranks = worlds.run(alone_and_beside, 2, 1, names, overlapped)
     for name in names:

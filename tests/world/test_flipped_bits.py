@@ -128,6 +128,7 @@ dt.leave()
 """
 
 
+@pytest.mark.long  # test_unlike_processors.py has the processors and the threads
 def test_ranks_with_other_processors_and_threads_agree_or_are_refused_at_the_start(tmp_path):
     """A processor without fused multiply-add rounds lerp, addcmul and add otherwise than one that has it."""
     ranks = []

@@ -7,7 +7,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 import detonation as dt
 import worlds
-from covering import covered
+from covering import covered, some
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest, local
 from detonation.core.integrity.fault_counts import Desync
@@ -200,7 +200,7 @@ def disagreeing(mesh, scheme):
     return caught(advance, model, optimizer, rank, range(2, 9))
 
 
-@pytest.mark.parametrize("name", ["full", "demo", "demo-owner", "diloco"])
+@some("name", ["full", "demo", "demo-owner", "diloco"], keep=["demo-owner", "diloco"])
 def test_shards_of_replicas_that_disagree_all_stop(name):
     errors = set(worlds.run_alone(disagreeing, 2, 2, SCHEMES[name]))
     ((kind, text),) = errors

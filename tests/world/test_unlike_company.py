@@ -8,6 +8,7 @@ import json
 import pytest
 
 from commands import Command, free_port, write_recipe
+from covering import some
 from unlike import run_unlike
 
 BEGIN = """
@@ -78,6 +79,7 @@ for number, ranks in enumerate([(0, 2), (0, 1), (0, 2)]):
 )
 
 
+@pytest.mark.long  # test_close.py has such checkpoints without other processors
 def test_a_checkpoint_goes_from_like_processors_to_unlike_ones_and_back(tmp_path):
     """A run with equal bits is close on unlike processors, and stays so. Rounds are equal."""
     (first, _), (second, _), (third, _) = run_unlike(SAVED, [0, 1, 0], tmp_path)
@@ -188,6 +190,7 @@ def test_what_follows_a_close_run_has_the_bits_of_replica_0_or_is_told_that_it_h
     )
 
 
+@pytest.mark.long  # the bits themselves are in test_unlike_processors.py
 def test_what_follows_a_run_of_singly_rounded_steps_has_its_bits_on_any_processor(tmp_path):
     outputs = [out for out, _ in run_unlike(FOLLOWED, [0, 1, 0, 1], tmp_path, "singly")]
     first, second, like, unlike = (dict(line.partition(" ")[::2] for line in out.splitlines()) for out in outputs)
@@ -270,13 +273,14 @@ axis.close()
 )
 
 
-def test_newcomers_of_other_kinds_join_a_run_with_equal_bits_and_a_close_one(tmp_path):
+@some("kinds", [[0, 0, 1], [0, 0, 1, 2, 0]], keep=[[0, 0, 1]])
+def test_newcomers_of_other_kinds_join_a_run_with_equal_bits_and_a_close_one(kinds, tmp_path):
     """The first makes it close, with one warning; the second is of another kind again, the third like replica 0."""
-    said = run_unlike(NEWCOMERS, [0, 0, 1, 2, 0], tmp_path, "auto", "123")
+    said = run_unlike(NEWCOMERS, kinds, tmp_path, "auto", "123"[: len(kinds) - 2])
     lines = [dict(line.partition(" ")[::2] for line in out.splitlines()) for out, _ in said]
-    assert [each["closeness"][:6] for each in lines] == ["True 5"] * 5, lines
-    assert [each["closeness"].count("replicas round differently") for each in lines] == [1, 0, 0, 0, 0], lines
-    assert [each["reconfigured"] for each in lines] == ["True 1"] + ["True 0"] * 4, lines
+    assert [each["closeness"][:6] for each in lines] == [f"True {len(kinds)}"] * len(kinds), lines
+    assert [each["closeness"].count("replicas round differently") for each in lines] == [1] + [0] * (len(kinds) - 1)
+    assert [each["reconfigured"] for each in lines] == ["True 1"] + ["True 0"] * (len(kinds) - 1)
     far, steps = lines[0]["apart"].split()
     assert 0 < float(far) < 1e-5 and len({each["apart"].split()[1] for each in lines}) == 1, (far, steps)
 

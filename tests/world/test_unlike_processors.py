@@ -79,7 +79,8 @@ try:
 except ValueError as error:
     refused = str(error)
 print("refused", "optimizer's steps on a test vector" in refused and "engine=" in refused)
-for name, scheme in [(name, GRADIENT[name]) for name in sys.argv[3:] if name in GRADIENT]:
+sent = [name for name in sys.argv[3:] if name in GRADIENT]
+for name, scheme in [(name, GRADIENT[name]) for name in (sent if "STEPS" in os.environ else sent[:4])]:
     print(name + "+AdamW", train(mesh["replicate"], scheme, torch.optim.AdamW)[0])
 print("loco+Muon", train(mesh["replicate"], dt.loco(), dt.Muon)[0])
 print("loco+SGD", train(mesh["replicate"], dt.loco(), torch.optim.SGD, momentum=0.9)[0])

@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d
 
 import detonation as dt
 import worlds
+from covering import covered
 from detonation.cluster import init
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.processes import waiting
@@ -248,8 +249,7 @@ def with_a_hook(mesh, scheme, where):
     return outcomes
 
 
-@pytest.mark.parametrize("where", ["before", "after"])
-@pytest.mark.parametrize("scheme", [dt.full(), dt.demo(topk=2, chunk=8)], ids=["full", "demo"])
+@covered("where, scheme", ["before", "after"], [dt.full(), dt.demo(topk=2, chunk=8)])
 def test_a_hook_that_raises_on_one_rank_does_not_leave_it_a_step_behind_the_others(scheme, where):
     others, raising = worlds.run_alone(with_a_hook, 2, 1, scheme, where)
     assert raising[:3] == ["", "", '"a user\'s hook"'] and len(raising) == 4
