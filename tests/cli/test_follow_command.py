@@ -27,7 +27,7 @@ def test_a_run_is_followed_through_its_restart_to_its_end(tmp_path, monkeypatch)
     os.kill(first.pid, signal.SIGTERM)
     assert first.wait() == 0, first.stderr
     stopped = int(next((tmp_path / "run" / "checkpoints").iterdir()).name.removeprefix("step-"))
-    last = stopped + 40
+    last = stopped + 20
     more = ["--steps", last, "--resume", "--json"]
     second = Command(tmp_path / "second", *train, *clip, *more, env=SECRET)
     assert second.wait() == 0, second.stderr

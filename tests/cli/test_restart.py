@@ -9,6 +9,7 @@ import pytest
 import torch.distributed.run
 
 from commands import Command, launched, write_recipe
+from covering import some
 
 pytestmark = pytest.mark.usefixtures("soon")
 
@@ -55,7 +56,7 @@ def test_under_torchrun_a_killed_rank_starts_all_again_from_the_last_checkpoint(
     assert result(out) == whole
 
 
-@pytest.mark.parametrize("saved", [True, False], ids=["after a checkpoint", "before the first"])
+@some("saved", [True, False], keep=[False], ids=["after a checkpoint", "before the first"])
 def test_a_restart_goes_on_or_starts_and_a_finished_run_stays(tmp_path, recipe, whole, saved):
     out = tmp_path / "run"
     train = ("train", recipe, "--out", out, *SETS) if saved else ("train", recipe, "--out", out, *SETS[:4], *SETS[6:])

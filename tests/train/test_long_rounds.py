@@ -9,6 +9,8 @@ from benchmarks import long_rounds_run as one_run
 from benchmarks import long_rounds_table as tables
 from benchmarks.long_rounds import Cell, Method
 
+from covering import some
+
 STEPS = 6
 TINY = "data.source=sotu-sample data.context=16 model.hidden_size=16 model.layers=1 model.heads=2 model.feed_forward=16"
 TRAIN = f"{TINY} train.steps={STEPS} train.validate_every=2 train.validation_batches=1 schedule.warmup=1"
@@ -37,7 +39,7 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@some("name", SCHEMES, keep=["in flight", "longer rounds"])
 def test_an_interrupted_run_equals_one_that_was_not(name, tmp_path, monkeypatch):
     whole = one_run.train(cell(name), tmp_path / "whole", every=STEPS)
     saved, count = one_run.save, []

@@ -13,6 +13,7 @@ from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import own
+from covering import some
 from detonation.checkpoint.verify import load_weights
 from detonation.cli.command import run_command
 from detonation.models import build_model
@@ -39,7 +40,7 @@ def tables(here, streaming=False, pretrained=True):
     }
 
 
-@pytest.mark.parametrize("streaming", [False, True], ids=["rows", "stream"])
+@some("streaming", [False, True], keep=[True], ids=["rows", "stream"])
 def test_a_model_and_rows_of_ones_own_resume_exactly(train, here, capfd, streaming):
     if streaming:
         pytest.importorskip("datasets")
@@ -184,7 +185,7 @@ CONSTANT = ("schedule.name=constant", "optimizer.name=SGD", "optimizer.lr=0.05")
 @pytest.mark.parametrize(
     ("sets", "equal"),
     [
-        (CONSTANT, True),
+        pytest.param(CONSTANT, True, marks=pytest.mark.long),
         (["scheme.name=diloco", "scheme.every=2", *CONSTANT], True),
         (["scheme.name=diloco", "scheme.every=3"], False),
     ],
