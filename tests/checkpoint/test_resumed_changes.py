@@ -57,7 +57,13 @@ def resumed(mesh, folder, names):
 
 
 @pytest.mark.parametrize(
-    ("shards", "names"), [(1, ["full", "demo-owner", "random-late", "streaming"]), (2, ["demo", "diloco"])]
+    ("shards", "names"),
+    [
+        (1, ["random-late", "streaming"]),
+        (2, ["demo-owner"]),
+        pytest.param(1, ["full", "demo-owner"], marks=pytest.mark.long),
+        pytest.param(2, ["demo", "diloco"], marks=pytest.mark.long),
+    ],
 )
 def test_a_run_whose_trained_parameters_change_goes_on_exactly(shards, names, tmp_path):
     for found in worlds.run(resumed, 2, shards, tmp_path, names):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import detonation as dt
 import worlds
+from covering import some
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest
@@ -18,7 +19,7 @@ from detonation.feed import publisher, stream
 from detonation.gates.closeness import Closeness
 from limits import LIMIT_S
 from steps import LOGGED, STEPS, advance, started
-from zoo import Padded, Plain, built
+from zoo import KINDS, Padded, Plain, built
 
 TOKEN = b"a token for tests only"
 JOINED_AFTER = 3
@@ -64,7 +65,7 @@ def followed(communicator, scheme):
     return seen
 
 
-@pytest.mark.parametrize("name", LOGGED)
+@some("name", LOGGED, keep=[name for name in LOGGED if name in KINDS])
 def test_a_follower_holds_the_weights_of_each_step(name):
     scheme = LOGGED[name]
     seen = simulate_replicas(lambda c: followed(c, scheme), 2)[0]

@@ -5,6 +5,7 @@ import logging
 import os
 import threading
 from contextlib import contextmanager
+from itertools import product
 
 import pytest
 import torch
@@ -12,14 +13,14 @@ from torch import nn
 
 import detonation as dt
 import worlds
-from covering import covered
+from covering import some
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest
 from detonation.log import writer
 from detonation.log.records import whole_records
 from steps import LOGGED, STEPS, advance, bases, started
-from zoo import Plain, batch, built
+from zoo import KINDS, Plain, batch, built
 
 REPLICAS = 4
 
@@ -40,7 +41,7 @@ def trained(communicator, scheme, folder):
     return agreed(model, optimizer), digest(model.parameters())
 
 
-@pytest.mark.parametrize("name", LOGGED)
+@some("name", LOGGED, keep=[name for name in LOGGED if name in KINDS])
 def test_replay_is_training_for_every_scheme(name, tmp_path):
     scheme = LOGGED[name]
     end, weights = simulate_replicas(lambda c: trained(c, scheme, tmp_path), REPLICAS)[0]
@@ -161,7 +162,11 @@ def test_a_run_that_was_resumed_writes_its_steps_anew(tmp_path):
     assert digest(again.parameters()) == digest(model.parameters())
 
 
-@covered("name, before", LOGGED, [5, 7])
+@some(
+    "name, before",
+    product(LOGGED, [5, 7]),
+    keep=[(name, (5, 7)[at % 2]) for at, name in enumerate(LOGGED) if name in KINDS] + [("demo", 5), ("demo", 7)],
+)
 def test_replay_takes_the_steps_of_a_training_that_went_back(name, before, tmp_path):
     """In the same process, by two steps and by four; from the beginning, and from the state to which it went back."""
     model, optimizer = started(LoopbackCommunicator(2), LOGGED[name])

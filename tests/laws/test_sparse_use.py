@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 import detonation as dt
+from covering import some
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.integrity.fault_counts import FORGIVEN, STRIKES, FaultCounts
 from detonation.core.integrity.guard import FORGET, LOUDER, Expected, decide_usable
 from detonation.core.integrity.header import IDENTITY, Header
 from detonation.core.schemes import buckets
-from zoo import SCHEMES, TALKING
+from zoo import KINDS, SCHEMES, TALKING
 
 REPLICAS, ALL_USE, NONE_USES, ONE_USES = 4, 6, 40, 8
 RESUMED = {name: SCHEMES[name] for name in ("demo", "demo-owner", "demo-sign", "random-sign-owner", "sparseloco")}
@@ -41,9 +42,9 @@ def use(communicator, scheme, steps, saved=None):
     return optimizer.stats.refused, dt.replica_state(optimizer)
 
 
-@pytest.mark.parametrize("scheme", TALKING.values(), ids=TALKING)
-def test_who_uses_what_others_have_not_used_for_long_is_not_refused(scheme):
-    steps = range(ALL_USE + NONE_USES + ONE_USES)
+@some("name", TALKING, keep=KINDS)
+def test_who_uses_what_others_have_not_used_for_long_is_not_refused(name):
+    scheme, steps = TALKING[name], range(ALL_USE + NONE_USES + ONE_USES)
     assert [refused for refused, _ in simulate_replicas(lambda c: use(c, scheme, steps), REPLICAS)] == [0] * REPLICAS
 
 

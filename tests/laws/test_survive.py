@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 import detonation as dt
+from covering import covered, some
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.processes.failure import Failure
 from detonation.cluster.survive.agreement import (
@@ -36,7 +37,7 @@ from detonation.core.integrity.fault_counts import BadPeer, Desync
 from detonation.core.optimizer.trained import TrainedParameters
 from limits import LIMIT_S
 from steps import step_on, together, unsent
-from zoo import TALKING, Plain, batch, built
+from zoo import KINDS, TALKING, Plain, batch, built
 
 REPLICAS, STEPS = 4, 8
 MODEL = built(Plain)  # the threads share a random generator
@@ -105,7 +106,7 @@ def trained(communicator, scheme, base, overlap=False, log=None):
     return optimizer, digest(model.parameters()), communicator
 
 
-@pytest.mark.parametrize("name", TALKING)
+@some("name", TALKING, keep=[*KINDS])
 def test_law_2_the_others_take_every_step_and_stay_equal(name, tmp_path):
     scheme, point = TALKING[name], sum(name.encode())
 
@@ -145,9 +146,9 @@ def trained_two(communicator, scheme, every, overlap):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-@pytest.mark.parametrize(("every", "overlap"), [(1, False), (3, False), (1, True)])
-@pytest.mark.parametrize("name", ["full", "loco", "demo", "diloco"])
-def test_two_optimizers_on_one_axis_both_go_on_with_the_replicas_that_are_left(name, every, overlap):
+@covered("name, way", ["full", "loco", "demo", "diloco"], [(1, False), (3, False), (1, True)])
+def test_two_optimizers_on_one_axis_both_go_on_with_the_replicas_that_are_left(name, way):
+    every, overlap = way
     """Where all replicas see the same, the loss of one changes nothing but the rounding of means."""
     scheme = dt.loco(link="all-gather") if name == "loco" else TALKING[name]
 

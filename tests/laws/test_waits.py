@@ -11,13 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import detonation as dt
+from covering import some
 from detonation.core import runtime
 from detonation.core.codec import selection
 from detonation.core.integrity.fault_counts import FaultCounts
 from detonation.core.link.link import Link
 from detonation.core.schemes import buckets
 from detonation.wire.collectives import WEIGHT_MOVES, BlockIntegers, DifferenceGather, ErrorFeedbackReduce
-from zoo import TALKING
+from zoo import KINDS, TALKING
 
 STEPS = 4
 SCHEMES = TALKING | {
@@ -144,7 +145,7 @@ def momentum(parameters):
     return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@some("name", SCHEMES, keep=KINDS)
 def test_the_host_waits_for_nothing_in_a_step(name, monkeypatch):
     trained([(Mirror(), SCHEMES[name])], signs, monkeypatch)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from covering import covered
 from detonation.link_speed import LinkSpeed
 from detonation.plan.auto import rank
 from detonation.plan.cost import Network, Work
@@ -63,8 +64,7 @@ def rows():
     return [f"| {' | '.join(cells(cluster))} |" for cluster in CLUSTERS]
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS, ids=str)
-@pytest.mark.parametrize("optimizer", [None, "AdamW", "Muon"])
+@covered("cluster, optimizer", CLUSTERS, [None, "AdamW", "Muon"], ids=str)
 def test_auto_in_a_loop_chooses_as_the_plan(cluster, optimizer):
     replicas, link, parameters, step_s = cluster
     network = Network.of_link_speed(LinkSpeed.parse(link), replicas, SHARDS)
