@@ -7,6 +7,7 @@ from rows import Row, table
 from storage import corruptions
 
 
+@pytest.mark.long  # kills are in tests/cli, damage in tests/checkpoint, messages in tests/laws/test_guard.py
 def test_nothing_is_lost_by_a_kill_by_damage_and_by_bad_messages(tmp_path):
     whole = uninterrupted(tmp_path / "whole", 8)
     rows = killed_and_stopped(tmp_path / "killed", whole, seed=0, kills=1, stops=0)[:1]

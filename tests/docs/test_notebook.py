@@ -25,6 +25,7 @@ def test_the_notebook_is_kept_without_outputs():
     assert cells and all(not cell.outputs and cell.execution_count is None for cell in cells)
 
 
+@pytest.mark.long  # a kernel of Jupyter; what it calls is tests/train/test_simulate.py
 def test_the_notebook_runs_and_draws(tmp_path, monkeypatch):
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))

@@ -84,6 +84,7 @@ def test_the_whole_traceback_of_an_exception_is_kept(tmp_path):
     assert "Traceback (most recent call last)" in (tmp_path / "part.errors.txt").read_text()
 
 
+@pytest.mark.long  # tests/kernels/test_compiled.py compiles, and two more processes import torch
 def test_kernels_are_compiled_in_several_processes_before_the_clock(tmp_path, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -127,6 +128,7 @@ def test_a_kernel_that_hangs_is_ended_and_named_with_its_stack(monkeypatch, tmp_
     assert "launched last: seal_sum_kernel, 1 programs, EACH=3" in hung and "in seal_sum\n" in errors
 
 
+@pytest.mark.long  # its halves are the crash above and the part that breaks below
 def test_a_fault_in_a_kernel_costs_no_other_part(monkeypatch, capsys, tmp_path):
     pytest.importorskip("triton")
     monkeypatch.setenv("GPU_FIRST_FAULT", "scan_kernel=crash")
@@ -139,7 +141,7 @@ def test_a_fault_in_a_kernel_costs_no_other_part(monkeypatch, capsys, tmp_path):
     assert page.index("(`first`)") < page.index("(`twin`)") and "FAILED scan_kernel" in capsys.readouterr().out
 
 
-@some("kernel", first.KERNELS, keep=[*first.KERNELS][::2])
+@some("kernel", first.KERNELS, keep=[*first.KERNELS][::3])
 def test_every_kernel_is_compared_with_torch_and_a_wrong_bit_is_seen(kernel, monkeypatch):
     pytest.importorskip("triton")
     from benchmarks.gpu import one_kernel
@@ -158,6 +160,7 @@ def test_every_kernel_of_the_package_is_started_first():
     )
 
 
+@pytest.mark.long  # the function by itself is in the test of checksums below
 def test_messages_are_sealed_and_inspected_many_times(tmp_path):
     pytest.importorskip("triton")
     job = job_in(tmp_path)

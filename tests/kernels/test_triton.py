@@ -204,7 +204,11 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("name", ["demo", "demo-bitmap-2bit", "random-sign", "demo-senders-bf16", "demo-int8"])
+@some(
+    "name",
+    ["demo", "demo-bitmap-2bit", "random-sign", "demo-senders-bf16", "demo-int8"],
+    keep=["demo-bitmap-2bit", "random-sign", "demo-int8"],
+)
 def test_messages_are_refused_as_by_ordinary_torch(name):
     codec = RUN[name].codec
     rows, replicas = 24, 3
@@ -255,7 +259,7 @@ def test_messages_are_refused_as_by_ordinary_torch(name):
 def test_messages_are_weighed_as_by_ordinary_torch(name):
     codec, rows = RUN[name].codec, 3000  # whose squares lie in several parts
     drawn = torch.randn(rows, codec.selection.chunk, generator=torch.Generator().manual_seed(0))
-    for scales in ([1, 5, 2, 0.1], [0, 0, 3, 1], [0, 0], [1]):
+    for scales in ([1, 5, 0], [0, 0], [1]):
         messages = [codec.encode(codec.select(drawn * scale, 0, 0)) for scale in scales]
         wanted = codec.received(messages, rows, None, ClippedMean())
         mine, other = (inspection.Inspector(len(scales), CPU) for _ in range(2))
@@ -323,8 +327,8 @@ def trained(scheme, triton, base, monkeypatch, replicas=2):
     return simulate_replicas(act, replicas)
 
 
-TRAINED = ("demo-clipped-2bit", "random-sign", "demo-owner", "random-late")
-TRAINED_LONG = ("demo", "loco-sign-owner", "random-sign-owner", "int8")
+TRAINED = ("demo-clipped-2bit", "random-late")
+TRAINED_LONG = ("random-sign", "demo-owner", "demo", "loco-sign-owner", "random-sign-owner", "int8")
 
 
 @some("name", (*TRAINED, *TRAINED_LONG), keep=TRAINED)
@@ -369,7 +373,7 @@ def test_late_signs_are_read_where_they_lie(scheme, monkeypatch):
 @pytest.mark.parametrize(
     "scheme",
     [
-        dt.demo(topk=4, chunk=16, precision="2bit"),
+        pytest.param(dt.demo(topk=4, chunk=16, precision="2bit"), marks=pytest.mark.long),
         dt.random_sign(rate=1 / 4, error_feedback=True, link="owner"),
         dt.schemes.random(rate=1 / 4, precision="bf16"),
         pytest.param(dt.full(), marks=pytest.mark.long),
