@@ -41,7 +41,7 @@ def trained(communicator, scheme, folder):
     return agreed(model, optimizer), digest(model.parameters())
 
 
-@some("name", LOGGED, keep=[name for name in LOGGED if name in KINDS])
+@pytest.mark.parametrize("name", LOGGED)
 def test_replay_is_training_for_every_scheme(name, tmp_path):
     scheme = LOGGED[name]
     end, weights = simulate_replicas(lambda c: trained(c, scheme, tmp_path), REPLICAS)[0]
