@@ -36,6 +36,7 @@ def test_schemes_are_run_one_after_another_and_shown_side_by_side(tmp_path, capf
     assert "run 1 of 2" not in again.err
 
 
+@pytest.mark.long  # the comparison of schemes above takes the same way
 def test_settings_are_varied_and_the_run_with_the_lowest_loss_is_marked(tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     rates = ["--vary", "optimizer.lr=1e-9,1e-2", "optimizer.betas=[0.9,0.95],[0.9,0.999]"]

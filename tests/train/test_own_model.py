@@ -132,6 +132,7 @@ def test_a_run_begins_with_the_weights_of_a_run_or_of_an_export(train, tiny_reci
     assert metrics.read_metrics(tmp_path / "virtual" / "metrics.jsonl")[0].loss < losses["nothing"][0] - 0.5
 
 
+@pytest.mark.long  # a start and a restart are the tests around it
 def test_a_start_that_may_be_a_restart_begins_with_the_weights_too(train, tiny_recipe, tmp_path, monkeypatch, capfd):
     """As by the launch files of examples, which give --resume at each start."""
     train("first", "train.steps=8", "optimizer.lr=0.01")
@@ -187,7 +188,7 @@ CONSTANT = ("schedule.name=constant", "optimizer.name=SGD", "optimizer.lr=0.05")
     [
         pytest.param(CONSTANT, True, marks=pytest.mark.long),
         (["scheme.name=diloco", "scheme.every=2", *CONSTANT], True),
-        (["scheme.name=diloco", "scheme.every=3"], False),
+        pytest.param(["scheme.name=diloco", "scheme.every=3"], False, marks=pytest.mark.long),
     ],
     ids=["demo", "diloco", "cosine-in-mid-round"],
 )
