@@ -9,6 +9,8 @@ from pages import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 
+import finetune
+import long_rounds
 import paired
 import paper
 import paper_claims
@@ -32,6 +34,7 @@ def printed():
     done = second_round.rows(ROOT / second_round.RESULTS)
     text = [second_round.pairs(done), *(second_round.table(done, study) for study in second_round.REFERENCES)]
     text += [claim(paper.rows(ROOT / paper.LOSSES)) for claim in paper_claims.CLAIMS]
+    text.append(finetune.table(long_rounds.rows(ROOT / finetune.RESULTS)))
     text += paired.table(paired.rows([ROOT / path for path in paired.RESULTS]))
     text += shard_wire.table([json.loads(line) for line in shards])
     asked = Question(parameters="1.2b", link="1gbit,1ms", step_time=0.35, replicas=8, shards=8)  # of docs/networks.md
