@@ -39,14 +39,15 @@ class BlockCodebook:
 
     def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor:  # [..., nbytes] uint8 -> [..., rows, k] fp32
         packed, statistics = torch.split(encoded, list(self.lengths(rows, k)), -1)
-        return decoded(packed, self.levels(self._statistics(statistics)), 0, (rows, k), self.width, self.block)
+        return decoded(packed, self.all_levels(statistics), 0, (rows, k), self.width, self.block)
 
     def all_levels(self, statistics: Tensor) -> Tensor:
         """The levels of all blocks of each message, from the bytes of their statistics.
 
         Shapes: `[..., nbytes]` uint8 -> `[..., blocks, 2**width]` fp32.
         """
-        return self.levels(self._statistics(statistics))
+        stated = self._statistics(statistics)
+        return self.levels(stated.flatten(0, -2)).view(*stated.shape[:-1], 2**self.width)
 
     @lru_cache(maxsize=256)  # noqa: B019 (a codebook is a value of a fixed table)
     def lengths(self, rows: int, k: int) -> tuple[int, ...]:
@@ -60,7 +61,8 @@ class BlockCodebook:
     def check(self, encoded: Tensor, rows: int, k: int) -> tuple[Tensor, Tensor]:  # [..., nbytes] uint8
         statistics = self._statistics(encoded[..., self.lengths(rows, k)[0] :])
         norms: Tensor = torch.linalg.vector_norm(statistics.abs().amax(-1), dim=-1)
-        return self.allowed(statistics).flatten(-2).all(-1), norms.mul_(min(self.block, rows * k) ** 0.5)
+        allowed = self.allowed(statistics.flatten(0, -2)).view_as(statistics)
+        return allowed.flatten(-2).all(-1), norms.mul_(min(self.block, rows * k) ** 0.5)
 
     def _statistics(self, octets: Tensor) -> Tensor:  # [..., nbytes] uint8 -> [..., blocks, statistics] fp32
         line = octets.reshape(-1)
@@ -84,14 +86,14 @@ class BlockCodebook:
     def levels(self, statistics: Tensor) -> Tensor:
         """The value that each code of a block stands for: the statistics themselves, unless a subclass says other.
 
-        Shapes: `[..., blocks, statistics]` fp32 -> `[..., blocks, 2**width]` fp32.
+        Shapes: `[blocks, statistics]` fp32 -> `[blocks, 2**width]` fp32.
         """
         return statistics
 
     def allowed(self, statistics: Tensor) -> Tensor:
         """True for each finite statistic that `quantise` can return.
 
-        Shapes: `[..., blocks, statistics]` fp32 -> the same in bool.
+        Shapes: `[blocks, statistics]` fp32 -> the same in bool.
         """
         return statistics >= 0
 
@@ -108,7 +110,7 @@ class Sign(BlockCodebook):
         return is_negative(blocks, magnitude, negative_zeros).to(torch.uint8), magnitude
 
     def levels(self, statistics: Tensor) -> Tensor:
-        return torch.cat([statistics, -statistics], -1)
+        return torch.cat([statistics, -statistics], 1)
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ class E3M0(BlockCodebook):
 
     def levels(self, statistics: Tensor) -> Tensor:
         falling = _powers(statistics.device)
-        return torch.cat([statistics * falling, -statistics * falling], -1)
+        return torch.cat([statistics * falling, -statistics * falling], 1)
 
 
 @dataclass(frozen=True)
