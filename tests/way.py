@@ -60,7 +60,7 @@ SIZES = {
     "recipe keys": 118,
     "private names of core that the application imports": 19,
     "words of README": 842,
-    "words of docs": 39_498,
+    "words of docs": 39_496,
 }
 """The size of the package, at most. The numbers only fall."""
 

@@ -409,16 +409,17 @@ def test_a_rank_has_its_time_to_report_from_the_notice_on():
 
 
 def test_a_host_refuses_the_port_of_a_process_that_has_ended_and_of_no_other():
-    """A process that stands still is not taken for one that has ended: its kernel answers."""
+    """For a process that stands still its kernel answers. For one that has ended, its forks do not."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     here, there = os.pipe()
     if not (pid := os.fork()):
         port = Port(dist.PrefixStore("axis", store))
-        os.write(there, port.name.encode())
+        if worker := os.fork():
+            os.write(there, f"{port.name} {worker}".encode())
         while True:
             signal.pause()
+    name, _, worker = os.read(here, 100).decode().rpartition(" ")
     try:
-        name = os.read(here, 100).decode()
         assert not refuses(name)
         os.kill(pid, signal.SIGSTOP)
         assert not refuses(name)
@@ -426,7 +427,9 @@ def test_a_host_refuses_the_port_of_a_process_that_has_ended_and_of_no_other():
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         os.close(here), os.close(there)
-    assert refuses(name)
+        ended = refuses(name)
+        os.kill(int(worker), signal.SIGKILL)  # which lived until now
+    assert ended
     assert not refuses("") and not Port(HashStore()).name
 
 
@@ -444,8 +447,13 @@ def test_a_rank_whose_port_answered_and_refuses_now_is_lost_at_once():
     now = membership.noticed_at = membership._awake = time.monotonic()
     membership._seen |= {1: (b"1", now - 1), 2: (b"1", now - 1)}
     assert not membership._is_silent(1) and not membership._is_silent(2)
+    membership._beat(2)
+    assert not membership.called
     ports[1].close()
     assert membership._is_silent(1) and not membership._is_silent(2)
+    for count in (2, 3):  # both are late, and take turns
+        membership._beat(count)
+    assert membership.called and store.check(["1/call"])
     membership._seen[1] = b"2", time.monotonic() + 1  # it beats
     assert not membership._is_silent(1)
 

@@ -55,7 +55,6 @@ class Membership:
         end: Called in another thread where this replica was left out and its main thread did not end.
         is_guest: This replica is no member yet: it beats, until `join`.
         confirm_s: A rank that neither reports nor beats for so long after a loss is lost, too; None is `CONFIRM_S`.
-            One whose port its kernel refuses is lost at once.
     """
 
     def __init__(
@@ -208,9 +207,11 @@ class Membership:
 
     def _has_ended(self, rank: int) -> bool:
         """True where `rank` missed a beat, and its host, which answered before, refuses its port."""
+        return self._is_late(rank) and refuses(self._ports.get(rank, ""))
+
+    def _is_late(self, rank: int) -> bool:
         beat, since = self._seen[rank]
-        late = time.monotonic() - since > 2 * max(self._pace, pace_of(beat))
-        return rank != self.rank and late and refuses(self._ports.get(rank, ""))
+        return rank != self.rank and time.monotonic() - since > 2 * max(self._pace, pace_of(beat))
 
     def _has_left(self, rank: int) -> bool:
         return bool(self.store.check([axis_key("left", rank)]))
@@ -284,7 +285,8 @@ class Membership:
             self._seen |= {rank: (beat, now) for rank, beat in beats.items() if beat != self._seen[rank][0]}
             self._awake = now
             lost = not self.called and any(self._lost(rank, limit_s) for rank in members)
-        if lost:
+            late = [] if self.called else [rank for rank in members if self._is_late(rank)]
+        if lost := lost or bool(late and self._has_ended(late[count % len(late)])):  # one at a time: it may be far away
             self._beats.set(f"{epoch + 1}/call", "1")  # all may have agreed meanwhile, and have left it out
         with self.changed:
             if (called or lost) and not self.called and epoch == self.epoch:

@@ -1,6 +1,7 @@
 """A port of each process, whose kernel tells the others at once that the process has ended."""
 
 import contextlib
+import os
 import socket
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -15,10 +16,10 @@ class Port:
     name: "HOST PORT" for the others; empty where the store is not reached over a network.
     """
 
-    _listener: socket.socket | None
-
     def __init__(self, store: Store) -> None:
-        self.name, self._listener = "", None
+        self.name = ""
+        self._listener: socket.socket | None = None
+        os.register_at_fork(after_in_child=self.close)  # workers of a data loader outlive a killed process
         while isinstance(store, PrefixStore):
             store = store.underlying_store
         with contextlib.suppress(OSError):
@@ -49,8 +50,6 @@ def refuses(name: str) -> bool:
     try:
         if port:
             socket.create_connection((host, int(port)), timeout=KNOCK_S).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        pass
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
     return False

@@ -134,8 +134,7 @@ class AxisUser(ElasticCommunicator):
         return self.axis.expects(step)
 
     def leaving(self, step: int) -> list[int]:
-        leave = [member for member, first in self.axis.departing.items() if first <= step and member in self.layout]
-        return [self.layout.index(member) for member in leave]
+        return [self.layout.index(m) for m, first in self.axis.departing.items() if first <= step and m in self.layout]
 
     def adopt(self, step: int) -> list[int]:
         self._await_departure(step)
