@@ -52,7 +52,7 @@ class Group:
 
     @staticmethod
     def formed(make: Callable[[], "Group"], in_vain: Callable[[], bool]) -> "Group":
-        """What `make` returns in another thread: members have `FORM_S` to meet, and one that was lost never comes.
+        """The group that `make` makes in another thread: members have `FORM_S` to meet, and a lost one never comes.
 
         Raises `RuntimeError` where it fails, and as soon as it is `in_vain`.
         """
