@@ -14,6 +14,7 @@ import detonation as dt
 from detonation.core.codec.aggregate import AGGREGATIONS
 from detonation.core.codec.indices import narrow
 from detonation.core.codec.message_rows import MessageRows
+from detonation.core.codec.selection import TopK
 from detonation.core.compute import kernel_library
 from detonation.core.compute.scatter_sum import product_in_order
 from detonation.core.engine import reference
@@ -303,3 +304,21 @@ def test_the_compiled_product_in_order_has_the_bits_of_the_plain_one(chunk, rows
     compiled = product_in_order(weights, vectors)
     monkeypatch.setattr(kernel_library, "load_library", lambda: None)
     assert native.load_library() is not None and torch.equal(compiled, product_in_order(weights, vectors))
+
+
+@pytest.mark.parametrize(
+    ("topk", "chunk"), [(1, 16), (3, 16), (16, 16), (4, 64), (12, 64), (13, 64), (9, 128), (200, 256)]
+)
+@pytest.mark.parametrize("rows", [1, 17, 100])
+def test_kernels_and_plain_torch_choose_the_same_coefficients(topk, chunk, rows, monkeypatch):
+    """Of equal magnitudes, too, and beside infinity and NaN."""
+    selection, numbers = TopK(topk, chunk), torch.randn(rows, chunk, generator=torch.Generator().manual_seed(topk))
+    numbers[:, ::3] = numbers[:, ::3].round()
+    numbers[-1, ::2] = 0.0
+    numbers[0, 3], numbers[0, 5] = torch.nan, -torch.inf
+    found = selection.indices(numbers, 0, 0)
+    assert torch.equal(found, selection.indices(numbers.t().contiguous().t(), 0, 0))
+    monkeypatch.setattr(kernel_library, "load_library", lambda: None)
+    assert torch.equal(found, selection.indices(numbers, 0, 0))
+    keys = (numbers.view(torch.int32) & (0x7FFFFFFF & -chunk)) + torch.arange(chunk - 1, -1, -1, dtype=torch.int32)
+    assert torch.equal(found, keys.argsort(1, descending=True)[:, :topk].sort(1).values)

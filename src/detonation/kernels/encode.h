@@ -115,6 +115,22 @@ template <int N> struct Encoder {
   }
 };
 
+// See `detonation_topk`.
+template <int N> void select(const float *coefficients, int64_t rows, int k, uint8_t *indices) {
+  Encoder<N> block;
+  for (int64_t start = 0; start < rows; start += LANES) {
+    const int valid = rows - start < LANES ? int(rows - start) : LANES;
+    to_lanes<N>(coefficients + start * N, valid, block.x, [] {});
+    if (k <= FEW) {
+      block.few(k);
+    } else {
+      block.mark(k, 0);
+      for (int lane = 0; lane < valid; ++lane) marked_indices<N>(block.marks[lane], k, block.indices + lane * k);
+    }
+    std::memcpy(indices + start * k, block.indices, size_t(valid * k));
+  }
+}
+
 template <int N>
 void encode(float *residual, int64_t rows, const Slots &slots, float decay, float release, int k, int width,
             const float *basis, float *values, SignWriter *signs, uint8_t *packed) {

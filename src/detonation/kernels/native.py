@@ -39,6 +39,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "encode": [_P, _I, _N, _P, _P, _F, _F, _N, _N, _P, _P, _P, _N, _P],
     "release": [_P, _I, _N, _P, _F, _N, _N, _P, _P, _I, _N, _P],
     "decode": [_P, _P, _I, _N, _P, _P, _P, _I, _N, _N, _N, _N, _N, _F, _P, _P, _P],
+    "topk": [_P, _I, _N, _N, _P],
     "product": [_P, _I, _N, _P, _P],
     "beyond": [_P, _P, _I, _F],
     "sign_step": [_P, _P, _I, _F, _F],
@@ -162,6 +163,14 @@ class Library:
             1 / len(values), basis.data_ptr(), shrink, lr,
         )  # fmt: skip
         assert status == 0
+
+    def topk(self, coefficients: Tensor, k: int) -> Tensor:
+        """The indices of the `k` largest magnitudes of each row, rising; see `topk_indices`."""
+        # [rows, chunk] fp32, chunk one of KERNEL_CHUNKS -> [rows, k] uint8
+        (rows, chunk), found = coefficients.shape, torch.empty(len(coefficients), k, dtype=torch.uint8, device="cpu")
+        status = self._library.detonation_topk(coefficients.data_ptr(), rows, chunk, k, found.data_ptr())
+        assert status == 0
+        return found
 
     def product(self, coefficients: Tensor, basis: Tensor) -> Tensor:
         """`coefficients @ basis`, whose vectors are added in order, one fused multiply-add after the other."""

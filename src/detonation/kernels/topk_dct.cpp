@@ -64,6 +64,13 @@ int detonation_product(const float *coefficients, int64_t rows, int chunk, const
 #undef CALL
 }
 
+// The indices of the k largest magnitudes of each row, rising: [rows, k] of a byte each.
+int detonation_topk(const float *coefficients, int64_t rows, int chunk, int k, uint8_t *indices) {
+#define CALL(N) select<N>(coefficients, rows, k, indices)
+  FOR_CHUNK(CALL)
+#undef CALL
+}
+
 // The first slot whose tensor holds NaN or a magnitude above `limit`; -1 without one.
 int64_t detonation_beyond(float *const *tensors, const int64_t *numel, int64_t slots, float limit) {
   uint32_t bound;

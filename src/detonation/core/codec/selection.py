@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from detonation.core.compute import kernel_library
 from detonation.core.compute.bitpack import signed
 from detonation.core.compute.topk_cpu import TOPK_CHUNKS, topk_indices
 from detonation.core.flat.layout import CACHE_BLOCK
@@ -85,6 +86,9 @@ class TopK:
 
     def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:  # [rows, chunk] -> [rows, k] int64
         if self.chunk in TOPK_CHUNKS and coefficients.device.type == "cpu" and len(coefficients):
+            library = kernel_library.load_library() if self.chunk in kernel_library.KERNEL_CHUNKS else None
+            if library:
+                return library.topk(coefficients.contiguous(), self.topk).to(torch.int64)
             return topk_indices(coefficients, self.topk, max(1, CACHE_BLOCK // self.chunk))
         return coefficients.abs().topk(self.topk, dim=1, sorted=False).indices.sort(1).values
 
