@@ -68,8 +68,8 @@ GAP = {
 def methods(done: Rows) -> Iterator[Method]:
     """Lists the methods, as far as they follow from the runs that are done, the most important first."""
     yield from (reference(name) for name in RATES)
-    yield from alone(done, 100)
     yield from schemes(done, 8, 100)
+    yield from alone(done, 100)
     for every in (30, 300):
         yield from schemes(done, 8, every)
     for every in (30, 300):

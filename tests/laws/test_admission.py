@@ -9,7 +9,8 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 import detonation as dt
-from detonation.cluster.survive.agreement import ReplicaLeft, ReplicaLost, axis_key, next_axis_store
+from detonation.cluster.survive import membership
+from detonation.cluster.survive.agreement import ReplicaLeft, ReplicaLost, axis_key, next_axis_store, note_gone
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.cluster.survive.users import AxisUser
@@ -103,7 +104,7 @@ def test_a_newcomer_that_nobody_lets_in_does_not_wait_for_ever(ended, monkeypatc
     door._feed.close()
     axis.close()
     what = f"training ended after {optimizer.step_count} steps, before replica 1 came in"
-    assert came == [what if ended else "the others did not agree within 2 s when to let replica 1 in"]
+    assert came == [what if ended else "the others did not agree on a step for replica 1 within 2 s"]
 
 
 def left_behind(store):
@@ -214,3 +215,58 @@ def test_a_newcomer_that_is_lost_on_its_way_costs_the_others_nothing():
     members = [lambda replica=replica: member(store, replica, scheme) for replica in range(REPLICAS)]
     *ends, _ = sorted(together(*members, lambda: left_behind(store)), key=lambda end: end is None)
     assert len(set(ends)) == 1 and ends[0][-1] == REPLICAS
+
+
+def asks_to_leave(axis):
+    axis.depart()
+
+
+def is_cut_off(axis):
+    axis._membership.stop()
+    note_gone(axis._membership.store, 0)
+    raise Killed
+
+
+class Killed(BaseException):
+    """Ends a replica without a word to the others."""
+
+
+@pytest.mark.parametrize("ends", [asks_to_leave, is_cut_off])
+@pytest.mark.parametrize("copies", [0, 1])
+def test_a_newcomer_turns_to_another_replica_where_the_one_that_lets_it_in_is_lost(ends, copies, monkeypatch):
+    """Before it has a copy; after that the others may have agreed on its step, and then they go on without it."""
+    opened, copied = dt.Admission._open, dt.Feed._let_in
+
+    def opened_and_ended(door, guest):
+        opened(door, guest)
+        if door._axis._membership.replica == 0:
+            door._feed.ends = partial(ends, door._axis)
+            if copies == 0:
+                door._feed.ends()
+
+    def copied_and_ended(feed, optimizer):
+        copied(feed, optimizer)
+        if feed._subscribed and copies == 1:
+            getattr(feed, "ends", int)()
+
+    monkeypatch.setattr(dt.Admission, "_open", opened_and_ended)
+    monkeypatch.setattr(dt.Feed, "_let_in", copied_and_ended)
+    monkeypatch.setattr(membership, "ARRIVE_S", 0.5)
+    store, scheme, lost = HashStore(), TALKING["demo"], []
+
+    def first():
+        with pytest.raises((ReplicaLeft, Killed)):
+            member(store, 0, scheme)
+
+    def comes():
+        try:
+            return newcomer(store, scheme)
+        except ReplicaLost as error:
+            lost.append(str(error))
+
+    ended, came, _ = together(lambda: member(store, 1, scheme), comes, first)
+    if came:
+        assert came == ended and ended[-1] == 2
+    else:
+        assert copies == 1 or ends is asks_to_leave
+        assert ended[-1] == 1 and "did not wait for replica 2" in lost[0]

@@ -4,6 +4,8 @@ import contextlib
 import logging
 import math
 import time
+from collections.abc import Callable
+from functools import partial
 
 from torch import nn
 
@@ -16,7 +18,7 @@ from detonation.core.optimizer.replicated import Replicated
 from detonation.feed.follower import Follower
 from detonation.feed.publisher import Feed
 from detonation.feed.shard import MakeOptimizer
-from detonation.feed.token import LostFeed, checked_token
+from detonation.feed.token import checked_token
 from detonation.log.records import Tapes
 
 _log = logging.getLogger("detonation.feed")
@@ -25,8 +27,8 @@ _log = logging.getLogger("detonation.feed")
 class Admission:
     """Lets replicas come in that ask for it. Each rank of each replica has one, and calls `after_step` in its loop.
 
-    The ranks of the first replica open a feed for the newcomer, which takes a copy of the state, and follows until all
-    agree on a step. Without a newcomer this costs nothing.
+    The ranks of the first replica that stays open a feed for the newcomer, which takes a copy of the state, and follows
+    until all agree on a step. Without a newcomer this costs nothing.
 
     Args:
         model: The trained model.
@@ -69,7 +71,7 @@ class Admission:
             self._optimizer.record(self._before)
             self._feed.close(ended=False, wait_s=0.0)
             self._feed = None
-        if guest is not None and guest != self._guest and not self._axis.replica:
+        if guest is not None and guest != self._guest and self._axis.is_first:
             self._guest = guest
             try:
                 self._open(guest)
@@ -114,7 +116,7 @@ def admitted(
 
     Raises:
         ReplicaLost: Nobody has let this replica in in time, training ended before, or the others went on without it.
-        LostFeed: The state did not come.
+        LostFeed: The feed refuses this replica.
         ValueError: The training is of another model or number of shards, or there is no token or a shorter one.
 
     Example:
@@ -130,13 +132,17 @@ def admitted(
     token = checked_token(token)
     with contextlib.ExitStack() as undo:
         undo.callback(guest.membership.stop)
-        addresses = guest.addresses(timeout_s)
-        with Follower(model, addresses, token, optimizer, 64, joins=True) as follower:
-            if follower.update(wait_s=timeout_s) < 0:
-                raise LostFeed(f"no weights came from {addresses} within {timeout_s:g} s: {follower.trouble}")
-            step = _agreed_step(guest, follower, timeout_s)
-            follower.update(to=step, wait_s=timeout_s)
-            _await_complete(follower, timeout_s)
+        with Follower(model, guest.addresses(timeout_s), token, optimizer, 64, joins=True) as follower:
+            follow = partial(_follow, guest, follower, timeout_s)
+            follow("no weights came", lambda: follower.step >= 0)
+            guest.ready()
+            follow("the others did not agree on a step", lambda: guest.step() is not None or follower.ended)
+            if (step := guest.step()) is None:
+                what = f"before replica {guest.number} came in"
+                raise ReplicaLost(f"training ended after {follower.step} steps, {what}")
+            follow(f"the weights of step {step} did not come", lambda: follower.step == step, step)
+            # with a delay the others receive what is on its way before this replica comes in
+            follow(f"the others did not synchronize after step {step}", lambda: follower.complete)
             axis = guest.come_in(step, timeout_s)
             joined = follower.join(axis, safety)
         joined.verify()  # as the others do
@@ -144,23 +150,19 @@ def admitted(
     return joined, axis
 
 
-def _await_complete(follower: Follower, timeout_s: float) -> None:
-    """Waits for what was on its way under a scheme with a delay: the others receive it before this replica comes in."""
-    deadline = time.monotonic() + timeout_s
-    while not follower.complete:
-        if time.monotonic() > deadline:
-            raise LostFeed(f"the others did not synchronize after step {follower.step} within {timeout_s:g} s")
-        follower.update(wait_s=0.05)
+def _follow(
+    guest: Guest, follower: Follower, timeout_s: float, late: str, has_come: Callable[[], bool], to: int | None = None
+) -> None:
+    """Follows the replica that offers the state, or another one if that is lost, until `has_come`.
 
-
-def _agreed_step(guest: Guest, follower: Follower, timeout_s: float) -> int:
-    """The step at which all let `guest` in. Raises `ReplicaLost` where there is none in time, or training ends."""
+    `to` is the last step that it takes. Raises `ReplicaLost` after `timeout_s`, and where the others have gone on
+    without `guest`.
+    """
     deadline = time.monotonic() + timeout_s
-    guest.ready()
-    while (step := guest.step()) is None:
-        if follower.ended:
-            raise ReplicaLost(f"training ended after {follower.step} steps, before replica {guest.number} came in")
+    while not has_come():
         if time.monotonic() > deadline:
-            raise ReplicaLost(f"the others did not agree within {timeout_s:g} s when to let replica {guest.number} in")
-        follower.update(wait_s=0.05)
-    return step
+            lost = f": {follower.trouble}" if follower.trouble else ""
+            raise ReplicaLost(f"{late} for replica {guest.number} within {timeout_s:g} s{lost}")
+        guest.let_in()
+        follower.turn_to(guest.addresses(0))
+        follower.update(to, wait_s=0.05)

@@ -140,6 +140,15 @@ class Follower(AbstractContextManager["Follower"]):
             raise LostFeed("there is no state yet to join with: call update first")
         return joined_optimizer(self.model, self._shards, self._make, axis, safety or Safety())
 
+    def turn_to(self, address: str) -> None:
+        """Follows the same training at `address` from now on, where that is another one, from a copy of its state."""
+        addresses = [host_and_port(each) for each in address.split(",")]
+        if addresses != self._addresses:
+            self._addresses = addresses
+            close_all(self._streams)
+            self._streams[:] = [self._stream(self._own_shard or 0)]
+            del self._shards[1:]
+
     def close(self) -> None:
         """Follows no longer; the model stays where it is."""
         close_all(self._streams)

@@ -309,8 +309,8 @@ class Guest:
                 agreement = self.membership.agree(RankReport(_ALL, [], {}, step, users=[step]))
         raise ReplicaLost(f"replica {self.number} could not form a process group with the others")
 
-    def _agreement(self, report: RankReport) -> Agreement | None:
-        """The agreement that lets this guest in, once there is one."""
+    def let_in(self) -> Agreement | None:
+        """The agreement that lets this guest in, once there is one. Raises `ReplicaLost` where the others went on."""
         latest = int(self._store.get(EPOCH))
         for epoch in (latest, latest + 1):  # the others may have noted the one, or have agreed on the next
             if not self._store.check([f"{epoch}/record"]):
@@ -319,7 +319,14 @@ class Guest:
             if self.number in agreement.members:
                 return agreement
             if agreement.awaited == self.number:
-                raise ReplicaLost(f"the others did not wait for replica {self.number} before step {report.begun}")
+                raise ReplicaLost(f"the others did not wait for replica {self.number} before step {self.step()}")
+        return None
+
+    def _agreement(self, report: RankReport) -> Agreement | None:
+        """As `let_in`; asks for it."""
+        latest = int(self._store.get(EPOCH))
+        if agreement := self.let_in():
+            return agreement
         # never for an agreement after that which lets it in: there the others would take it for a report of a member
         self._store.set(f"{latest + 1}/report/{self.membership.rank}", json.dumps(vars(report)))
         time.sleep(_POLL_S)

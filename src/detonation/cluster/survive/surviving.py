@@ -107,6 +107,12 @@ class SurvivingCommunicator(ElasticCommunicator):
         self._membership.leaves = True
 
     @property
+    def is_first(self) -> bool:
+        """True for the first replica of those that stay."""
+        stay = [member for member in self.layout if member not in self.departing]
+        return stay[:1] == [self._membership.replica] and not self._membership.leaves
+
+    @property
     def _begun(self) -> int:
         return max([self._joined, *(user.begun for user in self._users)])
 

@@ -85,10 +85,13 @@ class Host:
         The shards of a replica are in the same step, or in two that follow each other.
         """
         store, shard, shards = self.membership.store, self.membership.shard, self.membership.shards
-        store.set(axis_key("coming", guest, shard), "1")
-        if shard == 0 and store.check([axis_key("coming", guest, each) for each in range(shards)]):
-            store.compare_set(axis_key("copy", guest), "", str(step + (2 if shards > 1 else 0)))
-        return int(store.get(axis_key("copy", guest))) if store.check([axis_key("copy", guest)]) else math.inf
+        first, copy = self.membership.rank - shard, axis_key("copy", guest, self.membership.replica)
+        store.set(
+            axis_key("coming", guest, first + shard), "1"
+        )  # by rank: another replica gives it if this one is lost
+        if shard == 0 and store.check([axis_key("coming", guest, first + each) for each in range(shards)]):
+            store.compare_set(copy, "", str(step + (2 if shards > 1 else 0)))
+        return int(store.get(copy)) if store.check([copy]) else math.inf
 
 
 class AxisUser(ElasticCommunicator):
