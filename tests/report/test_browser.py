@@ -11,7 +11,7 @@ from detonation.report.figures import COLOURS, PAPER
 from detonation.report.page import write_page
 from made import made
 
-FIGURES = ["loss-steps", "loss-bytes", "loss-seconds", "step-time"]
+FIGURES = ["loss-steps", "loss-bytes", "loss-seconds", "frontier", "step-time"]
 PNG = "data:image/png;base64,"
 FOUND = browser.found()
 pytestmark = pytest.mark.skipif(

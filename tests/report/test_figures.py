@@ -74,6 +74,9 @@ def test_figures_without_content_are_left_out(tmp_path):
     virtual = made(tmp_path / "virtual", simulated=True)
     assert names(virtual) == ["loss-steps", "loss-bytes", "loss-seconds"]
     assert names(silent, sending) == ["loss-steps", "loss-bytes", "loss-seconds", "step-time"]
+    third, diverged = made(tmp_path / "third", sent=3), made(tmp_path / "nan", val_loss=math.nan)
+    assert "frontier" not in names(silent, sending, third, diverged)
+    assert "frontier" in names(virtual, sending, third, diverged)
     note = next(chart.note for chart in charts(read_all([silent, sending]))[0] if chart.name == "loss-bytes")
     assert note.endswith("nothing was sent: none.")
 
@@ -125,3 +128,15 @@ def test_a_run_from_before_it_was_measured_has_the_other_parts(tmp_path):
     axes = Figure().add_subplot()
     chart.draw(axes)
     assert "100 ms, 10% waiting" in texts(axes)
+
+
+def test_the_frontier_joins_runs_with_the_lowest_loss_at_their_bytes(tmp_path):
+    sizes = {"sign": (1_000, 3.0), "demo": (10_000, 2.5), "worse": (20_000, 2.7), "full": (100_000, 2.4)}
+    runs = [made(tmp_path / name, sent=sent, val_loss=loss) for name, (sent, loss) in sizes.items()]
+    chart = next(chart for chart in charts(read_all(runs))[0] if chart.name == "frontier")
+    axes = Figure().add_subplot()
+    chart.draw(axes)
+    line, *points = axes.lines
+    assert line.get_xydata().tolist() == [[*sizes[name]] for name in ("sign", "demo", "full")]
+    assert [point.get_xydata().tolist() for point in points] == [[[*size]] for size in sizes.values()]
+    assert [text.get_text() for text in axes.texts] == ["4 s"] * 4 and axes.get_xscale() == "log"

@@ -4,7 +4,7 @@ import base64
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil, isfinite
+from math import ceil, isfinite, nan
 from typing import Any
 
 from detonation.report.read import Run, agreeing_s
@@ -125,8 +125,30 @@ def charts(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
         title = "Loss against bytes sent"
         loss += [_curves("loss-bytes", title, _LOSS + unsent, sent, "sent by one replica", _bytes_text)]
     loss += [_curves("loss-seconds", "Loss against time", f"{_LOSS} Time is that of steps alone.", seconds, time)]
+    ended = [(run, key) for run, key in senders if isfinite(run.summary.get("val_loss") or nan)]
+    loss += [frontier(ended)] if len(ended) > 2 else []
     timed = [run for run in runs if run.timed]
     return loss, [breakdown(timed)] if timed else []
+
+
+def frontier(runs: Sequence[tuple[Run, Key]]) -> Chart:
+    """The validation loss of finished runs against their bytes per step, with their time."""
+    points = [(run.summary["bytes_sent_per_step"], run.summary["val_loss"]) for run, _ in runs]
+    best = [(sent, loss) for sent, loss in points if not any(s <= sent and x < loss for s, x in points)]
+
+    def draw(axes: Any) -> None:
+        axes.plot(*zip(*sorted(best), strict=True), color=_INK, alpha=0.4, linewidth=1.0)
+        for (run, key), point in zip(runs, points, strict=True):
+            axes.plot(*point, key.marker, color=key.colour, markersize=7, markeredgewidth=0)
+            beside: dict[str, Any] = {"textcoords": "offset points", "xytext": (6, 5), "fontsize": 8}
+            axes.annotate(duration(run.seconds_so_far()[-1]), point, **beside)
+        axes.set(xlabel="sent by one replica in a step", ylabel="validation loss (nats)", xscale="log")
+        axes.margins(0.14)
+        axes.xaxis.set_major_formatter(_bytes_text)
+
+    note = "After the last step; beside each point the time of all steps. A line joins runs with the lowest loss at "
+    note += "their bytes or fewer."
+    return Chart("frontier", "Loss, bytes and time", note, [key for _, key in runs], draw)
 
 
 def breakdown(runs: Sequence[Run]) -> Chart:
