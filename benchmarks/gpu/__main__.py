@@ -3,7 +3,7 @@
     PYTHONPATH=src python -m benchmarks.gpu [PART ...] [--device cuda] [--out DIR]
 
 from the root of the repository. It needs Python with torch >= 2.10, triton and pytest: no install, no network. The
-parts, in this order: first, right, waiting, fast, memory, training, twin. Each runs in a process of its own: the
+parts, in this order: first, right, waiting, fast, memory, training, twin, world. Each runs in a process of its own: the
 failure of one does not cost the others; all of them take about ten minutes. Without a GPU it says so and ends
 with exit code 2. `--device cpu --tiny` proves the script itself.
 
@@ -23,7 +23,7 @@ from benchmarks.gpu.common import Findings, Job
 from benchmarks.gpu.compiling import compile_all
 from benchmarks.gpu.report import clocks, read_findings, summary, write_report
 
-PARTS = {"first": 30, "right": 120, "waiting": 50, "fast": 90, "memory": 30, "training": 70, "twin": 100}
+PARTS = {"first": 30, "right": 120, "waiting": 50, "fast": 90, "memory": 30, "training": 70, "twin": 100, "world": 90}
 """Seconds that each part may take; it leaves out its last cases where they would take longer."""
 COMPILED = ("right", "waiting")
 """Parts of many small steps: all of their kernels are compiled before the first of them, outside of its time."""

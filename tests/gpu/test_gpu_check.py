@@ -1,6 +1,7 @@
 """`make gpu` proves itself on a CPU: each part at a tiny size, in this process."""
 
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[2]))
 
 from benchmarks.gpu import __main__ as check
-from benchmarks.gpu import children, first, right
+from benchmarks.gpu import children, first, right, world
 from benchmarks.gpu.children import environment
 from benchmarks.gpu.common import Findings, Job
 from benchmarks.gpu.compiling import compile_all
@@ -28,13 +29,38 @@ def job_in(folder, part="part"):
     return Job(CPU, True, Findings(folder / f"{part}.json"), time.monotonic() + LIMIT_S)
 
 
-@pytest.mark.parametrize("part", [part for part in check.PARTS if part not in ("first", "right")])
+@pytest.mark.parametrize(
+    "part",
+    [
+        *(part for part in check.PARTS if part not in ("first", "right", "world")),
+        pytest.param("world", marks=pytest.mark.long),  # ranks that import all they need
+    ],
+)
 def test_a_part_measures_and_nothing_in_it_fails(part, tmp_path):
     job = job_in(tmp_path, part)
     import_module(f"benchmarks.gpu.{part}").measure(job)
     found = check.read_findings(tmp_path / f"{part}.json")
     assert not found.failures and found.checks and found.headline
     assert found.table and all(len(row) == len(found.columns) for row in found.table)
+
+
+def test_a_world_whose_ranks_end_badly_says_how(tmp_path):
+    job, logs = job_in(tmp_path), [tmp_path / "rank0.txt", tmp_path / "rank1.txt"]
+    for log in logs:
+        log.write_text("ValueError: 3 replicas\n")
+    kill = -signal.SIGKILL
+    for arguments, codes, good in (
+        (["overlap"], [0, 0], True),
+        (["overlap"], [0, 1], False),
+        (["overlap", "killed"], [1, kill], True),
+        (["killed"], [None, kill], False),
+        (["killed"], [0, kill], False),
+    ):
+        before = len(job.findings.failures)
+        world.judge(job, arguments, codes, 1.0, logs)
+        assert (len(job.findings.failures) == before) is good
+    assert job.findings.failures[0] == "2 ranks end: they ended with exit code 0, ended with exit code 1"
+    assert "3 replicas" in (tmp_path / "part.errors.txt").read_text()
 
 
 def test_tests_are_counted_and_those_that_fail_are_named(tmp_path):
