@@ -2,8 +2,11 @@
 
 import os
 import signal
+import socket
 import warnings
+from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -34,6 +37,30 @@ def examples(axis):
     """Those of this replica alone."""
     made = torch.Generator().manual_seed(axis.replica)
     return torch.randn(4 * STEPS, 8, generator=made), torch.randn(4 * STEPS, 1, generator=made)
+
+
+def free_ports(count):
+    with ExitStack() as held:
+        listeners = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [listener.getsockname()[1] for listener in listeners]
+
+
+def forked(acts, folder):
+    """What each act has written, or the error with which it ended; each in a process of its own."""
+    children = []
+    for number, act in enumerate(acts):
+        if not (child := os.fork()):
+            try:
+                warnings.simplefilter("ignore")  # of the libraries about each other
+                act()
+                os._exit(0)
+            except BaseException as error:
+                (folder / f"{number}.end").write_text(repr(error))
+                os._exit(1)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+    return [(folder / f"{number}.end").read_text() for number in range(len(acts))]
 
 
 def optimizer_of(model, axis):
@@ -93,6 +120,58 @@ def with_lightning(model, axis, after_step, folder):
     lightning.Trainer(accelerator="cpu", max_steps=STEPS, **quiet).fit(Module(), loader)
 
 
+def node(rank, ports, store_port, folder):
+    """A rank of a replica of two, which Accelerate shards by FSDP2: a world of its own."""
+    import accelerate_on_cpu
+    import transformers.training_args
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    from detonation.integrations.huggingface import Replicas, Replicate
+
+    accelerate_on_cpu.pretend()
+    transformers.training_args.is_torch_bf16_gpu_available = lambda: True
+    number, shard = divmod(rank, 2)
+    os.environ |= {"RANK": str(shard), "LOCAL_RANK": str(shard), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[number])}
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, tie_word_embeddings=False, pad_token_id=None, **sizes))
+    wrapped = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+    quiet = {"report_to": [], "disable_tqdm": True, "save_steps": 6, "fsdp": True, "fsdp_config": wrapped}
+    own = {"max_steps": STEPS, "per_device_train_batch_size": 4, "parallelism_config": Replicas(1, 2)}
+    arguments = TrainingArguments(str(folder / f"node{number}"), **own, **quiet)
+    dist.barrier()  # the arguments have made the process group
+    store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=timedelta(seconds=LIMIT_S))
+    axis = dt.elastic(dt.init_mesh(1, 2, "cpu"), replica=number, replicas=2, store=store)
+    signal.signal(signal.SIGTERM, lambda *_: axis.depart())
+
+    class After(TrainerCallback):
+        def on_step_end(self, args, state, control, **others):
+            if (rank, state.global_step) == (2, LEAVES_AT):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    tokens = torch.randint(0, 32, (128, 16), generator=torch.Generator().manual_seed(number))
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    callbacks = [Replicate(dt.loco(), axis=axis), After()]
+    try:
+        Trainer(model, arguments, train_dataset=data, callbacks=callbacks).train()
+        axis.close()
+        end = f"trained {axis.size()}"
+    except dt.errors.ReplicaLeft:
+        end = "left"
+    (folder / f"{rank}.end").write_text(end)
+
+
+def test_a_sharded_replica_of_the_trainer_leaves_and_the_other_trains_on(tmp_path):
+    pytest.importorskip("transformers.trainer")
+    pytest.importorskip("accelerate")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ports = free_ports(2)
+    ends = forked([partial(node, rank, ports, store.port, tmp_path) for rank in range(4)], tmp_path)
+    assert ends == ["trained 1", "trained 1", "left", "left"]
+    assert (tmp_path / "node0" / f"checkpoint-{STEPS}" / "detonation").is_dir()
+
+
 def replica(number, train, port, folder):
     """Trains as replica `number`; writes what it has in the end."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=LIMIT_S))
@@ -125,19 +204,6 @@ def replica(number, train, port, folder):
 def test_a_replica_leaves_the_loop_of_a_library_and_the_others_train_on(library, train, tmp_path):
     pytest.importorskip(library)  # here, so that the replicas find it imported
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    children = []
-    for number in range(REPLICAS):
-        if not (child := os.fork()):
-            try:
-                warnings.simplefilter("ignore")  # of the libraries about each other
-                replica(number, train, store.port, tmp_path)
-                os._exit(0)
-            except BaseException as error:
-                (tmp_path / f"{number}.end").write_text(repr(error))
-                os._exit(1)
-        children.append(child)
-    for child in children:
-        os.waitpid(child, 0)
-    ends = [(tmp_path / f"{number}.end").read_text() for number in range(REPLICAS)]
+    ends = forked([partial(replica, number, train, store.port, tmp_path) for number in range(REPLICAS)], tmp_path)
     assert ends[1] == "left" and ends[0] == ends[2], ends
     assert ends[0].startswith(f"trained {STEPS} 2 "), ends

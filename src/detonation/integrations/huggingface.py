@@ -95,7 +95,8 @@ def prepare(
         scheme: How the replicas communicate, such as `loco()`.
         clip: The largest global norm, above 0, of the gradients after the exchange. `accelerator.clip_grad_norm_` of
             the same norm may stay in the loop: it returns the norm of this replica's gradients and changes nothing.
-        settings: As of `replicate`: seed, kernels, safety.
+        settings: As of `replicate`: seed, kernels, safety; and `axis`, such as that of `elastic` where each replica is
+            a world of its own.
 
     Returns:
         The model, the optimizer and the others, as `accelerator.prepare` returns them.
@@ -146,7 +147,7 @@ class Replicate(TrainerCallback):
 
     Args:
         scheme: How the replicas communicate, such as `loco()`.
-        settings: As of `replicate`: seed, kernels, safety.
+        settings: As of `prepare`: seed, kernels, safety, axis.
 
     Raises:
         ValueError: When the Trainer is made, where its arguments do not shard inside the replicas by FSDP2
@@ -296,7 +297,8 @@ def _replicate_inside(
 ) -> Replicated:
     """Replicates the optimizer inside Accelerate's `wrapper`, over the sharded `model`."""
     watch_waiting()
-    inside = replicate(wrapper.optimizer, model, accelerator.torch_device_mesh["dp_replicate"], scheme, **settings)
+    axis = settings.pop("axis", None) or accelerator.torch_device_mesh["dp_replicate"]
+    inside = replicate(wrapper.optimizer, model, axis, scheme, **settings)
     wrapper.optimizer = _ReplicatedStep(inside)
     measure, clip = accelerator.clip_grad_norm_, settings["clip"]
 
