@@ -1,9 +1,11 @@
 """The law of survival: whatever a replica was doing when it was lost, the others take every step, and stay equal."""
 
 import copy
+import itertools
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from contextlib import ExitStack
@@ -655,10 +657,37 @@ def test_a_rank_whose_thread_fails_hears_of_it(error):
     membership._beats = Hooked(membership._beats, multi_get=fail)
     membership._run()
     assert membership.called
-    with pytest.raises(
-        dt.errors.ReplicaLost, match=rf"rank 0 has lost touch with the replicas: {type(error).__name__}: [^\n]*$"
-    ):
+    with pytest.raises(dt.errors.ReplicaLost, match=rf"rank 0 has lost the store .*: {type(error).__name__}: [^\n]*$"):
         membership.require_store()
+
+
+def test_all_replicas_end_in_words_where_the_process_of_the_store_is_killed():
+    listener = socket.create_server(("127.0.0.1", 0))
+    port, trained = listener.getsockname()[1], threading.Barrier(2, timeout=LIMIT_S)
+    if not (keeper := os.fork()):
+        kept = dist.TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.fileno()
+        )
+        while kept is not None:
+            signal.pause()
+    listener.close()
+
+    def replica(number):
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=LIMIT_S))
+        axis, model = dt.elastic(replica=number, replicas=2, store=store), copy.deepcopy(MODEL)
+        optimizer = dt.replicate(torch.optim.AdamW(model.parameters()), model, axis, dt.loco())
+        with pytest.raises(
+            dt.errors.ReplicaLost, match=f"rank {number} has lost the store .* ended or is out of reach"
+        ):
+            for step in itertools.count():
+                model(batch(number, step, 32)).mean().backward()
+                optimizer.step()
+                if step == 1 and trained.wait() == 0:
+                    os.kill(keeper, signal.SIGKILL)
+        return True
+
+    assert together(partial(replica, 0), partial(replica, 1)) == [True, True]
+    os.waitpid(keeper, 0)
 
 
 def test_nobody_waits_for_beats_of_a_replica_that_did_not_ask_to_come_in():

@@ -256,7 +256,8 @@ class Membership:
                 self._beat(count)
             except Exception as error:  # whatever it is: the others drop this rank, which must hear of it
                 why = str(error).partition("\n")[0]
-                self._error = f"rank {self.rank} has lost touch with the replicas: {type(error).__name__}: {why}"
+                store = "has lost the store of the replicas, whose process has ended or is out of reach"
+                self._error = f"rank {self.rank} {store}: {type(error).__name__}: {why}"
                 self._notice()
                 return
 
