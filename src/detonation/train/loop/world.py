@@ -4,7 +4,7 @@ import json
 import signal
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -227,8 +227,9 @@ class Waits:
 
         sizes: Ranks of each replica; they wait for each other in backward, and their mean counts.
         """
-        of_replicas = torch.split_with_sizes(torch.tensor(reports, dtype=torch.float64), sizes)
-        busy, waited = torch.stack([each.mean(0) for each in of_replicas]).unbind(1)  # [replicas]
+        ranks = iter(reports)
+        means = [[sum(column) / size for column in zip(*islice(ranks, size), strict=True)] for size in sizes]
+        busy, waited = torch.tensor(means, dtype=torch.float64).unbind(1)  # [replicas]
         if len(busy) != len(self._waited):
             self._waited, self._lasted = self._waited.new_zeros(len(busy), len(busy) + 1), 0.0
         last = int(busy.argmax())
