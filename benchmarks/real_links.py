@@ -1,0 +1,218 @@
+"""Predicted against measured step time over links as they are: latency, jitter, loss and the traffic of others.
+
+    sudo python benchmarks/real_links.py run --results rows.jsonl            appends a row for each link and scheme
+    python benchmarks/real_links.py table --results rows.jsonl
+
+Two nodes of one rank each, in network namespaces behind a relay (benchmarks/relayed_nodes.py). On each link a world
+takes turns: it measures the link as `detonation probe` does, and then, scheme by scheme, the compute of a step, and
+trains some steps with the code of `detonation train`. A prediction uses the measurements of all turns; what is measured
+is the mean time of a step, that of the rounds of schemes that have them. Forward and backward contain a pause, in the
+place of an accelerator that computes, so that a busy processor changes a step little.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from benchmarks.relay import Conditions
+
+RESULTS = Path("benchmarks/results/2026-11-26-real-links.jsonl")
+RECIPE = "recipes/quick-lm.toml"
+SETS = (
+    "model.hidden_size=64 model.feed_forward=256 model.heads=2 data.context=64 train.batch_size=2 train.steps=100000 "
+    "train.validate_every=0 schedule.name=constant"
+)
+ADAMW = "optimizer.name=AdamW optimizer.lr=1e-4"
+SCHEMES = {
+    "full": f"scheme.name=full {ADAMW}",
+    "demo": "scheme.name=demo scheme.precision=fp32 scheme.error_feedback=true",
+    "owner": "scheme.name=demo scheme.precision=fp32 scheme.error_feedback=true scheme.link=owner",
+    "diloco": f"scheme.name=diloco scheme.every=8 {ADAMW}",
+}
+TURNS = 3
+STEPS = 8
+"""Steps of a turn; a whole round of `diloco`."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A link and the seconds that forward and backward pause on it. competing, loss: shares, of rate and packets."""
+
+    link: str
+    jitter_s: float
+    loss: float
+    competing: float
+    compute_s: float
+
+    def conditions(self) -> Conditions:
+        rough = {"jitter_s": self.jitter_s, "loss": self.loss, "competing": self.competing}
+        return Conditions.of(self.link, **rough)
+
+    def __str__(self) -> str:
+        parts = [self.link]
+        parts += [f"jitter {1e3 * self.jitter_s:g} ms"] if self.jitter_s else []
+        parts += [f"loss {self.loss:.2%}"] if self.loss else []
+        return ", ".join(parts + ([f"others {self.competing:.0%}"] if self.competing else []))
+
+
+TUNED = [
+    Case("20mbit,20ms", 0, 0, 0, 0.1),
+    Case("100mbit,50ms", 0, 0, 0, 0.3),
+    Case("50mbit,30ms", 0, 0.001, 0, 0.15),
+    Case("200mbit,10ms", 0.005, 0, 0, 0.05),
+    Case("100mbit,20ms", 0, 0, 0.3, 0.2),
+    Case("10mbit,100ms", 0, 0, 0, 0.4),
+]
+"""The links on which the prediction was made."""
+
+
+def drawn(count: int = 20, seed: int = 44) -> Iterator[Case]:
+    """The draw of `HELD_OUT`: 5 to 500 Mbit/s, 1 to 100 ms, jitter up to half of that, loss to 0.5 %, others to 40 %.
+
+    Rate, latency and compute (50 to 500 ms) are even in their logarithm; of the rest each is absent on half of them.
+    """
+    draws = random.Random(seed)
+
+    def even(low: float, high: float) -> float:
+        return float(low * (high / low) ** draws.random())
+
+    for _ in range(count):
+        rate, latency = even(5, 500), even(1, 100)
+        jitter = draws.choice([0, 1]) * draws.uniform(0, 0.5) * latency
+        loss, others = (draws.choice([0, 1]) * draws.uniform(0, most) for most in (0.005, 0.4))
+        rounded = (float(f"{each:.2g}") for each in (jitter / 1e3, loss, others, even(0.05, 0.5)))
+        yield Case(f"{rate:.3g}mbit,{latency:.2g}ms", *rounded)
+
+
+HELD_OUT = list(drawn())
+"""Drawn before anything was tuned, and looked at once."""
+
+
+def run(case: Case, turns: int = TURNS) -> list[dict[str, Any]]:
+    """A row for each scheme, from a world of its own on this link."""
+    from benchmarks.relayed_nodes import relayed_cluster
+
+    from detonation.cluster.launch import run_local
+
+    with relayed_cluster(2, case.conditions()) as cluster:
+        return run_local(measure, 2, [case, turns], enter=cluster.enter)[0]
+
+
+def measure(case: Case, turns: int) -> list[dict[str, Any]]:
+    """The rows. Runs on every rank."""
+    import torch
+
+    import detonation as dt
+    from detonation.cluster.network.measure import probe_axis
+
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    mesh = dt.init_mesh(2, 1, "cpu")
+    trainings = {name: Training(case, sets) for name, sets in SCHEMES.items()}
+    probes: list[dict[str, Any]] = []
+    for _ in range(turns):
+        began = time.perf_counter()
+        probed = asdict(probe_axis(mesh["replicate"], device, 4.0))
+        probes.append({**probed, "took_s": time.perf_counter() - began})
+        for training in trainings.values():
+            training.turn()
+    shared = {**asdict(case), "probes": probes}
+    return [{**shared, "scheme": name, **training.row()} for name, training in trainings.items()]
+
+
+class Training:
+    """A run of some steps per turn, with the compute of a step as the probe measures it."""
+
+    def __init__(self, case: Case, sets: str) -> None:
+        import torch
+
+        from detonation.train.loop.session import check_config, start_session
+        from detonation.train.recipe.resolve import Request
+
+        given = (*SETS.split(), *sets.split())
+        self.config = check_config(Request(Path(RECIPE), given, 2, 1).layers(None).config())
+        self._session = start_session(self.config, torch.device("cpu"))
+        pause_in(self._session.model, case.compute_s)
+        self._session.optimizer.set_up()
+        self._done = 0
+        self._compute: list[float] = []
+        self._steps: list[Any] = []
+        self._records: list[list[float]] = []
+        self._train(STEPS)  # opens connections
+        self._records.clear()
+
+    def turn(self) -> None:
+        from detonation.train.run.decide import forward_backward, optimizer_step
+
+        self._compute.append(forward_backward(self._session)[0])
+        step = optimizer_step(self._session, self.config)
+        assert step
+        self._steps.append(asdict(step))
+        self._train(STEPS)
+
+    def _train(self, count: int) -> None:
+        from detonation.cluster.processes.signals import Stop
+        from detonation.train.loop.fit import fit
+
+        records: list[Any] = []
+        fit(self._session, self._done, self._done + count, records.append, Stop())
+        self._done += count
+        self._records += [[r.seconds, r.waited_s, r.agreeing_s or 0.0, r.step_s, r.bytes_sent] for r in records]
+
+    def row(self) -> dict[str, Any]:
+        return {"compute": self._compute, "steps": self._steps, "records": self._records}
+
+
+def pause_in(model: Any, seconds: float) -> None:
+    """Lets forward take a third of `seconds` more, and backward the rest, before it comes to any parameter."""
+    import torch
+
+    class Pause(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, loss: Any) -> Any:
+            time.sleep(seconds / 3)
+            return loss.clone()
+
+        @staticmethod
+        def backward(context: Any, gradient: Any) -> Any:
+            time.sleep(seconds * 2 / 3)
+            return gradient
+
+    def after(module: Any, arguments: Any, output: Any) -> Any:
+        output.loss = Pause.apply(output.loss)
+        return output
+
+    model.register_forward_hook(after)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["run", "table"])
+    parser.add_argument("--links", choices=["tuned", "held-out"], default="held-out")
+    parser.add_argument("--only", type=int, nargs="+", help="numbers of links")
+    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    cases = TUNED if args.links == "tuned" else HELD_OUT
+    for number in args.only or range(len(cases)):
+        began = time.perf_counter()
+        rows = run(cases[number], args.turns)
+        with args.results.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        print(f"{number}: {cases[number]} in {time.perf_counter() - began:.0f} s", flush=True)
+        for row in rows:
+            mean = statistics.fmean(record[0] for record in row["records"])
+            print(f"    {row['scheme']:8} {mean:.3f} s, compute {statistics.median(row['compute']):.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
