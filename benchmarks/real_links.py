@@ -4,10 +4,9 @@
     python benchmarks/real_links.py table --results rows.jsonl
 
 Two nodes of one rank each, in network namespaces behind a relay (benchmarks/relayed_nodes.py). On each link a world
-takes turns: it measures the link as `detonation probe` does, and then, scheme by scheme, the compute of a step, and
-trains some steps with the code of `detonation train`. A prediction uses the measurements of all turns; what is measured
-is the mean time of a step, that of the rounds of schemes that have them. Forward and backward contain a pause, in the
-place of an accelerator that computes, so that a busy processor changes a step little.
+measures the link as `detonation probe` does, and then, scheme by scheme, the compute of a step, and trains some steps
+with the code of `detonation train`. What is measured is the mean time of a step. Forward and backward contain a pause,
+in the place of an accelerator that computes, so that a busy processor changes a step little.
 """
 
 import argparse
@@ -18,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,9 @@ SCHEMES = {
     "owner": "scheme.name=demo scheme.precision=fp32 scheme.error_feedback=true scheme.link=owner",
     "diloco": f"scheme.name=diloco scheme.every=8 {ADAMW}",
 }
-TURNS = 3
-STEPS = 8
-"""Steps of a turn; a whole round of `diloco`."""
+PROBE_S = 10.0
+WARM, STEPS = 8, 16
+"""Steps before those that count, and these: whole rounds of `diloco`."""
 
 
 @dataclass(frozen=True)
@@ -97,79 +97,90 @@ HELD_OUT = list(drawn())
 """Drawn before anything was tuned, and looked at once."""
 
 
-def run(case: Case, turns: int = TURNS) -> list[dict[str, Any]]:
+def run(case: Case) -> list[dict[str, Any]]:
     """A row for each scheme, from a world of its own on this link."""
     from benchmarks.relayed_nodes import relayed_cluster
 
     from detonation.cluster.launch import run_local
 
     with relayed_cluster(2, case.conditions()) as cluster:
-        return run_local(measure, 2, [case, turns], enter=cluster.enter)[0]
+        return run_local(measure, 2, [case], enter=cluster.enter)[0]
 
 
-def measure(case: Case, turns: int) -> list[dict[str, Any]]:
+def measure(case: Case) -> list[dict[str, Any]]:
     """The rows. Runs on every rank."""
     import torch
 
     import detonation as dt
     from detonation.cluster.network.measure import probe_axis
 
-    torch.set_num_threads(1)
-    device = torch.device("cpu")
     mesh = dt.init_mesh(2, 1, "cpu")
     trainings = {name: Training(case, sets) for name, sets in SCHEMES.items()}
-    probes: list[dict[str, Any]] = []
-    for _ in range(turns):
-        began = time.perf_counter()
-        probed = asdict(probe_axis(mesh["replicate"], device, 4.0))
-        probes.append({**probed, "took_s": time.perf_counter() - began})
-        for training in trainings.values():
-            training.turn()
-    shared = {**asdict(case), "probes": probes}
+    began = time.perf_counter()
+    probed = asdict(probe_axis(mesh["replicate"], torch.device("cpu"), PROBE_S))
+    shared = {**asdict(case), "probed": probed, "probed_s": time.perf_counter() - began}
     return [{**shared, "scheme": name, **training.row()} for name, training in trainings.items()]
 
 
 class Training:
-    """A run of some steps per turn, with the compute of a step as the probe measures it."""
+    """A run of some steps, and the compute of a step as the probe measures it before and after them."""
 
     def __init__(self, case: Case, sets: str) -> None:
         import torch
 
-        from detonation.train.loop.session import check_config, start_session
-        from detonation.train.recipe.resolve import Request
+        from detonation.core.link.link import Link
+        from detonation.train.loop.session import start_session
 
-        given = (*SETS.split(), *sets.split())
-        self.config = check_config(Request(Path(RECIPE), given, 2, 1).layers(None).config())
+        self.config = configured(sets)
         self._session = start_session(self.config, torch.device("cpu"))
         pause_in(self._session.model, case.compute_s)
         self._session.optimizer.set_up()
-        self._done = 0
-        self._compute: list[float] = []
-        self._steps: list[Any] = []
-        self._records: list[list[float]] = []
-        self._train(STEPS)  # opens connections
-        self._records.clear()
+        self._done, self._collecting, collect = 0, 0.0, Link.collect
 
-    def turn(self) -> None:
+        def timed(link: Any, words: Any) -> Any:  # which no record counts as waiting
+            began = time.perf_counter()
+            found = collect(link, words)
+            self._collecting += time.perf_counter() - began
+            return found
+
+        Link.collect = timed  # type: ignore[method-assign]
+        self._train(WARM)
+
+    def row(self) -> dict[str, Any]:
+        import torch.distributed as dist
+
         from detonation.train.run.decide import forward_backward, optimizer_step
 
-        self._compute.append(forward_backward(self._session)[0])
-        step = optimizer_step(self._session, self.config)
+        before = forward_backward(self._session)[0]
+        step, steps = optimizer_step(self._session, self.config), self._train(STEPS)
         assert step
-        self._steps.append(asdict(step))
-        self._train(STEPS)
+        compute, ranks = [before, forward_backward(self._session)[0]], [steps, steps]
+        dist.all_gather_object(ranks, steps)
+        return {"compute": compute, "step": asdict(step), "records": ranks}
 
-    def _train(self, count: int) -> None:
+    def _train(self, count: int) -> list[list[float]]:
+        """Of each step its seconds, and those of waiting."""
         from detonation.cluster.processes.signals import Stop
         from detonation.train.loop.fit import fit
 
-        records: list[Any] = []
-        fit(self._session, self._done, self._done + count, records.append, Stop())
-        self._done += count
-        self._records += [[r.seconds, r.waited_s, r.agreeing_s or 0.0, r.step_s, r.bytes_sent] for r in records]
+        found: list[list[float]] = []
 
-    def row(self) -> dict[str, Any]:
-        return {"compute": self._compute, "steps": self._steps, "records": self._records}
+        def report(record: Any) -> None:
+            found.append([record.seconds, record.waited_s + (record.agreeing_s or 0.0) + self._collecting])
+            self._collecting = 0.0
+
+        self._collecting = 0.0
+        fit(self._session, self._done, self._done + count, report, Stop())
+        self._done += count
+        return found
+
+
+def configured(sets: str) -> Any:
+    """The checked configuration of the recipe under a scheme."""
+    from detonation.train.loop.session import check_config
+    from detonation.train.recipe.resolve import Request
+
+    return check_config(Request(Path(RECIPE), (*SETS.split(), *sets.split()), 2, 1).layers(None).config())
 
 
 def pause_in(model: Any, seconds: float) -> None:
@@ -194,23 +205,80 @@ def pause_in(model: Any, seconds: float) -> None:
     model.register_forward_hook(after)
 
 
+WAYS = "plan", "network", "line"
+"""Ways to predict a step; see `predicted`."""
+
+
+def predicted(row: dict[str, Any]) -> dict[str, float]:
+    """The mean seconds of a step as measured, and as predicted in three ways.
+
+    "plan": by `detonation plan` with the compute that was measured before and after the steps. "network": the same,
+    with the compute of the measured steps themselves, so that a processor whose load changes does not count. "line":
+    "plan" by the straight lines alone, without what silence and the ranks' reports cost.
+    """
+    import detonation as dt
+    from detonation.cluster.network.profile import Step, axis_profile
+    from detonation.plan.cost import Network, Work, cost
+    from detonation.train.loop.session import shard_shapes
+
+    config, probed = configured(SCHEMES[row["scheme"]]), axis_profile(row["probed"])
+    scheme, shapes = dt.scheme(config.scheme.name, config.scheme.arguments), shard_shapes(config)
+    seconds = statistics.fmean(taken for taken, _ in chain(*row["records"]))
+    together = zip(*row["records"], strict=True)  # the slower rank counts, as in what a probe says of compute
+    own = statistics.fmean(max(taken - waited for taken, waited in ranks) for ranks in together)
+    steps, compute = {scheme.name: Step(**row["step"])}, statistics.fmean(row["compute"])
+    network = Network.of_axis(probed, 1)
+    ways = {
+        "plan": (Work(shapes, compute, steps, reports=True), network),
+        "network": (Work(shapes, own, reports=True), network),
+        "line": (Work(shapes, compute, steps), Network(2, 1, probed.operations)),
+    }
+    return {"measured": seconds, **{name: cost(scheme, *way).total_s for name, way in ways.items()}}
+
+
+def table(rows: list[dict[str, Any]]) -> None:
+    latest = {tuple(row[name] for name in (*Case.__match_args__, "scheme")): row for row in rows}
+    errors: dict[str, list[float]] = {}
+    titles = ["link", "compute, ms", "scheme", "measured, ms", *WAYS, "compute moved"]
+    print("| " + " | ".join(titles) + " |\n" + "|---" * len(titles) + "|")
+    for row in latest.values():
+        case, found = Case(*(row[name] for name in Case.__match_args__)), predicted(row)
+        measured, moved = found.pop("measured"), row["compute"][1] / row["compute"][0] - 1
+        off = {name: seconds / measured - 1 for name, seconds in found.items()}
+        cells = [str(case), f"{1e3 * case.compute_s:.0f}", row["scheme"], f"{1e3 * measured:.0f}"]
+        print("| " + " | ".join([*cells, *(f"{each:+.1%}" for each in off.values()), f"{moved:+.0%}"]) + " |")
+        for name, each in off.items():
+            errors.setdefault(name, []).append(abs(each))
+    print()
+    for name, each in errors.items():
+        within = sum(error <= 0.15 for error in each)
+        print(
+            f"{name}: median {statistics.median(each):.1%}, worst {max(each):.1%}, {within} of {len(each)} up to 15 %"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["run", "table"])
     parser.add_argument("--links", choices=["tuned", "held-out"], default="held-out")
     parser.add_argument("--only", type=int, nargs="+", help="numbers of links")
-    parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
+    if args.action == "table":
+        table([json.loads(line) for line in args.results.read_text().splitlines()])
+        return
+    import torch
+
+    torch.set_num_threads(1)  # before the ranks are forked
     cases = TUNED if args.links == "tuned" else HELD_OUT
     for number in args.only or range(len(cases)):
         began = time.perf_counter()
-        rows = run(cases[number], args.turns)
+        rows = run(cases[number])
         with args.results.open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
         print(f"{number}: {cases[number]} in {time.perf_counter() - began:.0f} s", flush=True)
         for row in rows:
-            mean = statistics.fmean(record[0] for record in row["records"])
+            mean = statistics.fmean(record[0] for record in row["records"][0])
             print(f"    {row['scheme']:8} {mean:.3f} s, compute {statistics.median(row['compute']):.3f}", flush=True)
 
 

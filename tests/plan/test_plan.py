@@ -11,7 +11,7 @@ import torch
 import detonation as dt
 import worlds
 from detonation.cli.command import run_command as main
-from detonation.cluster.network.profile import AxisProfile, Profile, Step
+from detonation.cluster.network.profile import SILENT_BYTES, SILENT_S, AxisProfile, Operation, Profile, Step
 from detonation.core.schemes import buckets
 from detonation.core.schemes.registry import SCHEMES, register
 from detonation.core.schemes.scheme import GradientScheme
@@ -19,7 +19,7 @@ from detonation.core.schemes.traffic import buckets_of, exchange_bytes
 from detonation.link_speed import LinkSpeed
 from detonation.plan.cost import Network, Work, cost
 from detonation.plan.losses import Goal
-from detonation.plan.search import advise, candidate_settings, options, pairs, row
+from detonation.plan.search import advise, candidate_settings, largest_within, options, pairs, row
 from detonation.report.terminal import plan_rows, plan_words
 from detonation.train.verbs.plan import count
 
@@ -274,3 +274,56 @@ def test_bad_questions_get_one_line(capsys, arguments, line):
     assert main(["plan", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {line}") and len(error.splitlines()) == 1
+
+
+def slow_start_s(nbytes, rate, round_trip, window):
+    """The reference: seconds until `nbytes` are sent in windows that double with each round trip."""
+    seconds = 0.0
+    while nbytes > window and window < rate * round_trip:
+        seconds, nbytes, window = seconds + round_trip, nbytes - window, 2 * window
+    return seconds + nbytes / rate
+
+
+@pytest.mark.parametrize("nbytes", [10**4, 5 * 10**4, 660_000, 10**8])
+@pytest.mark.parametrize(("mbit", "round_trip"), [(20, 0.04), (100, 0.1), (10, 0.2), (10_000, 1e-4)])
+def test_a_message_after_a_long_silence_takes_as_much_longer_as_slow_start(mbit, round_trip, nbytes):
+    line = Operation(round_trip, 1e6 * mbit, 0.0)
+    network = Network(2, 1, {"all-to-all": line, "all-gather": line}, restart=1.0)
+    rate = 1e6 * mbit / 8
+    reference = slow_start_s(nbytes, rate, round_trip, 14480) - nbytes / rate
+    longer = network.seconds("all-gather", nbytes, 600.0) - network.seconds("all-gather", nbytes)
+    assert longer == pytest.approx(reference, abs=round_trip)
+    assert network.seconds("all-gather", nbytes, 0.1) == network.seconds("all-gather", nbytes)
+    assert 0 <= network.restart_s(nbytes, 1.0) <= network.restart_s(nbytes, 600.0)
+
+
+def test_a_probe_that_found_silence_free_is_believed():
+    line = Operation(0.1, 1e8, 0.0)
+    lines = {"all-to-all": line, "all-gather": line}
+    free, full = (Network.of_axis(AxisProfile(2, 1, lines, (), seconds), 1) for seconds in (0.0, 10.0))
+    assert (free.restart, full.restart) == (0.0, 1.0)
+    expected = full.restart_s(SILENT_BYTES, SILENT_S)
+    half = Network.of_axis(AxisProfile(2, 1, lines, (), expected / 2), 1)
+    assert half.restart == pytest.approx(0.5)
+
+
+def test_a_step_of_the_trainer_waits_for_reports_of_the_loss():
+    """Before a backward pass that sends; behind any other; and once more where owners have refused something."""
+    network = Network.of_link_speed(LinkSpeed(1e9, 0.1), 2, 1)
+    plain, reporting = (replace(WORK, compute_s=0.09, reports=each) for each in (False, True))
+
+    def more(scheme):
+        return cost(scheme, reporting, network).exposed_s - cost(scheme, plain, network).exposed_s
+
+    assert more(dt.full()) == more(dt.demo()) == pytest.approx(0.1)
+    assert more(dt.demo(link="owner")) == pytest.approx(0.2)
+    assert more(dt.diloco(10)) == pytest.approx(0.1 - 0.06)
+
+
+def test_where_the_wait_is_latency_the_adapter_sends_as_much_as_before():
+    latency, narrow = (Network.of_link_speed(speed, 2, 1) for speed in (LinkSpeed(1e9, 1.0), LinkSpeed(1e4)))
+    settings = [dt.demo(topk=topk) for topk in (1, 4, 16)]
+    assert largest_within(settings, WORK, latency, 0.1) == settings[2]
+    assert largest_within(settings, WORK, narrow, 0.1) == settings[0]
+    rounds = [dt.diloco(every) for every in (5, 50, 500)]
+    assert largest_within(rounds, WORK, latency, 0.1) == rounds[2]  # longer rounds do help

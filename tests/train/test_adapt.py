@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 import shutil
 
 import pytest
@@ -19,7 +20,7 @@ from detonation.cluster.processes.signals import Stop
 from detonation.core.schemes import buckets
 from detonation.core.schemes.traffic import LargerThanDense, overlapped_bytes
 from detonation.link_speed import LinkSpeed
-from detonation.plan.cost import Network, Work, cost
+from detonation.plan.cost import Network, Work, cost, report_s
 from detonation.train.loop import session
 from detonation.train.loop.fit import fit
 from detonation.train.loop.session import shard_shapes, start_session
@@ -53,7 +54,8 @@ def followed(config, paces, assumed=FAST):
         waited += 0.3 * (session.rank == 0)  # it waits for the other, which is slower
         if scheme.round.every > 1:
             waited *= scheme.round.every * scheme.round.sends(record.step - 1)
-        told = adapter.after(dataclasses.replace(record, waited_s=waited))
+        agreeing = report_s(scheme, work, Network.of_link_speed(pace, 2, 1)) + 0.3 * (session.rank == 0)
+        told = adapter.after(dataclasses.replace(record, waited_s=waited, agreeing_s=agreeing))
         lines.extend(told)
         steps.append((record.bytes_sent, dict(session.optimizer.levels[-1][1].arguments)))
 
@@ -95,6 +97,28 @@ def test_settings_follow_the_link_down_and_back_at_the_same_step_everywhere(tiny
         for (_, arguments), (sent, _) in itertools.pairwise(steps):
             scheme = dt.scheme(config.scheme.name, arguments)
             assert sent == overlapped_bytes(scheme, scheme.codec.layout(shapes), 2)
+
+
+NEAR, FAR = LinkSpeed(1e8, 0.02), LinkSpeed(1e8, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("sets", "key", "steps"),
+    [(("scheme.name=demo", "scheme.topk=4", "scheme.chunk=64"), "topk", 16), (("scheme.name=diloco",), "every", 205)],
+    ids=["topk", "every"],
+)
+def test_a_latency_that_grows_is_not_taken_for_a_slow_rate(tiny, monkeypatch, sets, key, steps):
+    """Fewer bytes gain nothing then, and longer rounds do; and the estimate comes back with the link."""
+    monkeypatch.setattr(adapt, "STEPS", 4)
+    config = tiny(*sets, *(["scheme.every=5"] if key == "every" else []), "train.steps=1000")
+    due = 5 if key == "every" else 4
+    paces = [NEAR] * due + [FAR] * due + [NEAR] * (steps - 2 * due)
+    taken, lines, equal = run_local(followed, 2, [config, paces, NEAR], timeout_s=LIMIT_S)[0]
+    assert equal and len(lines) == 2 and not any("times as fast" in line for line in lines)
+    grown, shrunk = (float(re.search(r"the link has (\S+) times the latency", line)[1]) for line in lines)
+    assert 8 < grown < 12.5 and 0.08 < shrunk < 0.2  # where backward hides it, no more is seen
+    first, far = (taken[step][1][key] for step in (0, 2 * due - 1))
+    assert far > first if key == "every" else far >= first
 
 
 def test_a_link_that_stays_is_not_found_slow_because_the_last_micro_batch_hides_little(tiny, monkeypatch):

@@ -148,10 +148,10 @@ def test_what_hides_a_message_is_the_last_micro_batch_of_the_run(recipe, tmp_pat
     )
     lines = plan["link"]["operations"]
     network = Network(2, 1, {k: Operation(v["latency_s"], v["rate_bits_per_s"], 0.0) for k, v in lines.items()})
-    work = Work(shard_shapes(config), plan["compute_s"], accumulate=4)
+    work = Work(shard_shapes(config), plan["compute_s"], accumulate=4, reports=True)
     assert plan["chosen"]["exposed_s"] == pytest.approx(cost(dt.full(), work, network).exposed_s)
     # which tells them apart unless a busy machine computes for so long that both hide all of it
-    quick = Work(shard_shapes(config), 1e-3, accumulate=4)
+    quick = Work(shard_shapes(config), 1e-3, accumulate=4, reports=True)
     one = replace(quick, accumulate=1)
     assert cost(dt.full(), quick, network).exposed_s > cost(dt.full(), one, network).exposed_s
 

@@ -1,5 +1,7 @@
 """The probe measures the link that it is given; each pair once; profiles are read as they were written."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 
@@ -17,6 +19,10 @@ def probed(mesh, speed):
     return measure.probe_axis(ThrottledCommunicator(axis, speed) if speed else axis, torch.device("cpu"), budget_s=2.0)
 
 
+def shortly_probed(mesh, speed):
+    return measure.probe_axis(ThrottledCommunicator(mesh["replicate"], speed), torch.device("cpu"), budget_s=0.1)
+
+
 def test_a_probe_measures_a_throttled_link():
     """20 Mbit/s per node, two ranks per node: each rank sees half at most, and the latency of the collective's hops."""
     found = worlds.run(probed, 2, 2, LinkSpeed(2e7, 0.02))[0]
@@ -27,6 +33,15 @@ def test_a_probe_measures_a_throttled_link():
         assert len(operation.samples) >= 2
         for sample in operation.samples:  # under any load, a message takes its time on the link
             assert sample.seconds >= 0.02 * hops + 8 * sample.bytes_sent / 2e7
+
+
+def test_a_probe_goes_on_until_a_size_shows_the_rate():
+    """Over 50 ms a message of 4 KiB, where it ended before, tells nothing of a rate."""
+    found = worlds.run(shortly_probed, 2, 1, LinkSpeed(2e7, 0.05))[0]
+    for operation in found.operations.values():
+        short, *_, long = operation.samples
+        assert long.seconds > 1.5 * short.seconds
+    assert found.silence_s >= 0
 
 
 def test_every_pair_of_three_or_more_is_measured_once():
@@ -55,6 +70,12 @@ PROFILE = Profile(2, 1, "gloo", {"replicate": AxisProfile(2, 1, {"all-gather": G
 def test_a_profile_is_read_as_it_was_written(tmp_path):
     PROFILE.write(tmp_path / "profile.json")
     assert Profile.read(tmp_path / "profile.json") == PROFILE
+
+
+def test_a_profile_from_before_silence_was_measured_is_read():
+    table = asdict(PROFILE)
+    del table["axes"]["replicate"]["silence_s"]
+    assert Profile.of(table) == PROFILE
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def auto(
     device = next(local(parameter).device for parameter in model.parameters())
     world = world_link(device)
     shards = node_shapes(model, Link(axis).replica, world, device)
-    network = Network(axis.size(), len(shards), probe_axis(axis, device, PROBE_S).operations)
+    network = Network.of_axis(probe_axis(axis, device, PROBE_S), len(shards))
     work = Work(shards, step_seconds, overlap=False)
     trained = trained_by(type(optimizer).__name__, optimizer.defaults)
     goal = Goal(axis.size(), sum(work.sizes.values()), steps, recipe, trained if trained in optimizers() else "AdamW")

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
+from math import log2, prod
 
-from detonation.cluster.network.profile import Operation, Step
+from detonation.cluster.network.profile import SILENT_BYTES, SILENT_S, AxisProfile, Operation, Step
 from detonation.core.flat.layout import Layout
 from detonation.core.schemes import traffic
 from detonation.core.schemes.registry import scheme
@@ -18,6 +18,11 @@ BACKWARD = 2 / 3
 Shapes = Mapping[str, tuple[int, ...]]
 """Parameter shapes by name."""
 
+_WINDOW, _TIMER_S = 14480, 0.2
+"""Of TCP: the bytes that it sends at once after a long silence, and what its timer adds to a round trip."""
+_NOISE_S = 5e-3
+"""What is expected to be shorter cannot be measured beside it."""
+
 
 @dataclass(frozen=True)
 class Network:
@@ -26,11 +31,22 @@ class Network:
     Args:
         operations: Time of each collective as one rank sees it while all ranks send: "all-reduce", "all-gather",
             "all-to-all".
+        restart: The part of `restart_s` by which an exchange after a silence is longer; 0 where silence costs nothing.
     """
 
     replicas: int
     shards: int
     operations: Mapping[str, Operation]
+    restart: float = 0.0
+
+    @classmethod
+    def of_axis(cls, measured: AxisProfile, shards: int) -> "Network":
+        """The network that a probe has measured along the axis between nodes of `shards` ranks."""
+        plain = cls(measured.size, shards, measured.operations)
+        if not measured.silence_s:
+            return plain
+        expected = plain.restart_s((measured.size - 1) * SILENT_BYTES, SILENT_S)
+        return replace(plain, restart=min(1.0, measured.silence_s / expected) if expected > _NOISE_S else 1.0)
 
     @classmethod
     def of_link_speed(cls, speed: LinkSpeed, replicas: int, shards: int) -> "Network":
@@ -49,21 +65,36 @@ class Network:
         rates = [o.rate_bits_per_s for name, o in self.operations.items() if name != "all-to-all"]
         return self.shards * min(rates, default=float("inf"))
 
-    def faster(self, times: float) -> "Network":
-        """The same network with all rates multiplied by `times`; latencies stay."""
+    def faster(self, times: float, later: float = 1.0) -> "Network":
+        """The same network with all rates multiplied by `times`, and latencies by `later`."""
         operations = {
-            name: replace(operation, rate_bits_per_s=times * operation.rate_bits_per_s)
-            for name, operation in self.operations.items()
+            name: replace(line, rate_bits_per_s=times * line.rate_bits_per_s, latency_s=later * line.latency_s)
+            for name, line in self.operations.items()
         }
         return replace(self, operations=operations)
 
-    def seconds(self, kind: traffic.CollectiveKind, nbytes: float) -> float:
-        """Duration of an exchange in which each rank sends `nbytes`."""
+    def seconds(self, kind: traffic.CollectiveKind, nbytes: float, silent_s: float = 0.0) -> float:
+        """Duration of an exchange in which each rank sends `nbytes`, `silent_s` after the one before."""
         if self.replicas == 1:
             return 0.0
+        again = self.restart * self.restart_s(nbytes, silent_s) if self.restart else 0.0
         if kind == "owner":
-            return self.operations["all-to-all"].seconds(nbytes / 2) + self.operations["all-gather"].seconds(nbytes / 2)
-        return self.operations[kind].seconds(nbytes)
+            halves = (self.operations[stage].seconds(nbytes / 2) for stage in ("all-to-all", "all-gather"))
+            return again + sum(halves)
+        return again + self.operations[kind].seconds(nbytes)
+
+    def restart_s(self, nbytes: float, silent_s: float) -> float:
+        """Seconds that slow start adds to an exchange of `nbytes` after a silence.
+
+        TCP halves its window with each period of its timer without data, down to `_WINDOW`, and doubles it with each
+        round trip afterwards, until it holds the message or what is on the way at full rate.
+        """
+        one = self.operations["all-to-all"]
+        round_trip, rate = one.latency_s, one.rate_bits_per_s / 8  # gloo asks the receiver before it sends
+        full = min(nbytes, rate * round_trip)
+        periods = (silent_s + round_trip / 2) / (round_trip + _TIMER_S) - 1  # the first one costs nothing
+        doublings = min(periods, log2(max(full, 1.0) / _WINDOW))
+        return max(0.0, doublings * round_trip - full * (1 - 0.5**doublings) / rate) if doublings > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -76,6 +107,8 @@ class Work:
         steps: Seconds of the optimizer's step by scheme, as it is `spelled` or by its name; 0 for a missing scheme.
         overlap: Gradients are sent while backward still runs.
         accumulate: Equal micro-batches that `compute_s` is of; gradients are sent in the last one's backward.
+        reports: Ranks agree on the loss of each step, as the trainer does (before a backward pass that sends, else
+            during it), and the host waits until they agree on what owners have refused.
     """
 
     shards: Sequence[Shapes]
@@ -83,6 +116,7 @@ class Work:
     steps: Mapping[str, Step] = field(default_factory=dict)
     overlap: bool = True
     accumulate: int = 1
+    reports: bool = False
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -136,7 +170,8 @@ def cost(scheme: Scheme, work: Work, network: Network) -> Cost:
     traffic.require_below_dense(scheme, largest, network.replicas)
     sent = sum(_round_bytes(scheme, layout, work, network.replicas) for layout in layouts) / scheme.round.every
     step_s = _optimizer_s(scheme, work)
-    exposed = _exposed_s(scheme, largest, work, step_s, network) / scheme.round.every
+    agreeing = report_s(scheme, work, network) if work.reports else 0.0
+    exposed = agreeing + _exposed_s(scheme, largest, work, step_s + agreeing, network) / scheme.round.every
     return Cost(scheme, work.compute_s, step_s, exposed, sent, _memory_bytes(scheme, largest, network.replicas))
 
 
@@ -167,15 +202,24 @@ def _optimizer_s(scheme: Scheme, work: Work) -> float:
     return step.exchange_s * exchanging + step.local_s * (1 - exchanging)
 
 
+def report_s(scheme: Scheme, work: Work, network: Network) -> float:
+    """Seconds per step in which ranks wait for each other's losses."""
+    hidden = 0.0 if scheme.worth_overlapping else BACKWARD * work.compute_s / work.accumulate
+    return max(0.0, network.seconds("all-gather", 0) - hidden)
+
+
 def _exposed_s(scheme: Scheme, layout: Layout, work: Work, step_s: float, network: Network) -> float:
-    """Seconds per round in which a rank waits for messages."""
+    """Seconds per round in which a rank waits for messages; `step_s` is the part of a step beside its compute."""
     waits = 0.0
+    silent = scheme.round.every / scheme.fragments * (work.compute_s + step_s)
     for fragment in scheme.divide(layout, work.sizes):
         kind = traffic.collective_for(scheme, fragment, network.replicas)
         nbytes = traffic.message_bytes(scheme, fragment, network.replicas)
+        if kind == "owner" and work.reports:  # afterwards all hear whether an owner refused a message
+            waits += network.seconds("all-gather", 0)
         if scheme.round.delay:
             latency = network.seconds(kind, 0)
-            waits += _delayed_wait_s(scheme, network.seconds(kind, nbytes), latency, work.compute_s + step_s)
+            waits += _delayed_wait_s(scheme, network.seconds(kind, nbytes, silent), latency, work.compute_s + step_s)
         elif work.overlap and scheme.worth_overlapping:
             latency = network.seconds(kind, 0)
             # Buckets leave in the order of backward: the last layers' first.
@@ -191,8 +235,9 @@ def _exposed_s(scheme: Scheme, layout: Layout, work: Work, step_s: float, networ
                 seconds = [network.seconds(kind, size) - latency for size in sizes]
             parts = [(count / sum(rows), one) for count, one in zip(rows, seconds, strict=True)]
             waits += latency + _overlapped_wait_s(parts, work.compute_s / work.accumulate)
+            waits += network.seconds(kind, nbytes, silent) - network.seconds(kind, nbytes)
         else:
-            waits += network.seconds(kind, nbytes)
+            waits += network.seconds(kind, nbytes, silent)
     return waits
 
 

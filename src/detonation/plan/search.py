@@ -130,13 +130,15 @@ def check_budget(budget: float) -> float:
 def largest_within(among: Iterable[Scheme], work: Work, network: Network, budget: float) -> Scheme:
     """Picks the setting of one scheme that sends most among those that wait at most `budget` of a step.
 
-    Where nothing fits the budget, the setting that waits least wins.
+    Where nothing fits, those count whose step is at most `budget` longer than the shortest: where the wait is latency,
+    fewer bytes gain nothing.
     """
     prices = [price for price in (_price(each, work, network) for each in among) if price is not None]
     within = [price for price in prices if price.waiting <= budget]
     if within:
         return max(within, key=lambda price: (price.bytes_sent, spelled(price.scheme))).scheme
-    return min(prices, key=lambda price: (round(price.exposed_s, 6), -price.bytes_sent)).scheme
+    longest = (1 + budget) * min(price.total_s for price in prices)
+    return max((price for price in prices if price.total_s <= longest), key=lambda price: price.bytes_sent).scheme
 
 
 def _price(candidate: Scheme, work: Work, network: Network) -> Cost | None:

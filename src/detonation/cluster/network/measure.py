@@ -1,33 +1,38 @@
-"""Measures latency and bandwidth of a mesh axis, with the collectives of training and under the same load."""
+"""Measures latency, rate and what silence costs on a mesh axis, with the collectives of training and their load."""
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from detonation.cluster.network.profile import AxisProfile, LinkSample, Operation, Sample
+from detonation.cluster.network.profile import SILENT_BYTES, SILENT_S, AxisProfile, LinkSample, Operation, Sample
 from detonation.core.link.communicator import Axis
 from detonation.core.link.link import Link
 
-_SIZES = tuple(4**power for power in range(5, 13))  # 1 KiB to 16 MiB
-_REPEATS = 5
+_SIZES = 2**10, 2**24
+"""The smallest message, and the largest."""
+_SHOWS = 1.5
+"""How many times longer than the shortest a message must take to show the rate."""
+_REPEATS, _FEWEST = 5, 2
 _PAIR_SIZES = (1024, 2**18)
 _PAIR_REPEATS = 3
+_NEAR_S = 1e-3
+"""Where all latencies are shorter, nodes are so near that silence costs nothing."""
 
 
 def probe_axis(axis: Axis, device: torch.device, budget_s: float = 6.0) -> AxisProfile:
     """Measures `axis` with messages of `device` in about `budget_s` seconds. Collective over all ranks.
 
     All groups of the axis send at the same time, and each rank sends and receives at once, as in training. Sizes for
-    which the time is too short are left out, but at least two are measured. Over a long latency it takes up to three
-    times as long, until the sizes are large enough to show the rate.
+    which the time is too short are left out, but not before one shows the rate: over a long latency it takes longer.
     """
     per_node = dist.get_world_size() // axis.size()
-    operations, link = {}, Link(axis)
+    operations, link, silence = {}, Link(axis), 0.0
     if axis.size() > 1:
         starts: dict[str, Callable[[int], Callable[[], object]]] = {
             "all-reduce": lambda n: link.all_reduce(torch.zeros(n // 4, device=device)),
@@ -38,20 +43,24 @@ def probe_axis(axis: Axis, device: torch.device, budget_s: float = 6.0) -> AxisP
         }
         for name, start in starts.items():
             operations[name] = fit_line(_samples(link, start, device, budget_s / (len(starts) + 1)))
+        if max(operation.latency_s for operation in operations.values()) > _NEAR_S:
+            silence = _silence(starts["all-gather"], device)
     # a throttled link has the same speed between all pairs
     pairs = _pairs(axis) if axis.size() > 2 and isinstance(axis, DeviceMesh) else ()
-    return AxisProfile(axis.size(), per_node, operations, pairs)
+    return AxisProfile(axis.size(), per_node, operations, pairs, silence)
 
 
 def fit_line(samples: Sequence[Sample]) -> Operation:
     """Fits seconds = latency + 8 * bytes / rate with the smallest relative squared error and latency >= 0."""
     x = torch.tensor([s.bytes_sent for s in samples], dtype=torch.float64)
     y = torch.tensor([s.seconds for s in samples], dtype=torch.float64)
-    weighted = torch.stack([1 / y, x / y], dim=1)  # relative, or large messages would outweigh small messages
-    solution = torch.linalg.lstsq(weighted, torch.ones(len(y), 1, dtype=torch.float64)).solution.view(-1)
-    latency, slope = (float(v) for v in solution)
-    if latency < 0 or slope <= 0:
-        latency, slope = max(0.0, float(y.min())) * (slope <= 0), float((y / x).min())
+    latency, slope, scale = 0.0, 0.0, y
+    for _ in range(4):  # relative to the line: relative to `y`, the luckiest of noisy times would count most
+        weighted = torch.stack([1 / scale, x / scale], dim=1)
+        latency, slope = torch.linalg.lstsq(weighted, (y / scale).view(-1, 1)).solution.view(-1).tolist()
+        if latency < 0 or slope <= 0:
+            latency, slope = max(0.0, float(y.min())) * (slope <= 0), float((y / x).min())
+        scale = latency + slope * x
     off = ((latency + slope * x) / y - 1).abs().max()
     return Operation(latency, 8 / slope, float(off), list(samples))
 
@@ -61,28 +70,60 @@ def _samples(
 ) -> list[Sample]:
     """Times rising sizes until the budget is used up; all ranks agree on the times, and so on the last size."""
     samples: list[Sample] = []
-    start(_SIZES[0])()  # the first exchange opens connections
-    began = time.perf_counter()
-    for size in _SIZES:
-        if len(samples) >= 2:
+    size, largest = _SIZES
+    start(size)()  # the first exchange opens connections
+    began, further = time.perf_counter(), 16
+    while size <= largest:
+        repeats = _REPEATS
+        if further == 4:
             elapsed = float(slowest(torch.tensor([time.perf_counter() - began], dtype=torch.float64)))
-            # a message that takes hardly longer than the shortest does not show the rate: better late than wrong
-            patience = 1 if samples[-1].seconds > 1.5 * samples[0].seconds else 3
-            if elapsed + _REPEATS * fit_line(samples).seconds(4 * samples[-1].bytes_sent) > patience * budget_s:
+            repeats = int((budget_s - elapsed) / fit_line(samples).seconds(4 * samples[-1].bytes_sent))
+            if repeats < _FEWEST:
                 break
-        times, sent_before = [], link.bytes_sent
-        for _ in range(_REPEATS):
-            dist.barrier()
-            began_at = time.perf_counter()
-            start(size)()
-            if device.type == "cuda":  # NCCL's wait does not block the host
-                torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - began_at)
-        sent = (link.bytes_sent - sent_before) // _REPEATS
-        agreed = slowest(torch.tensor(times, dtype=torch.float64)).tolist()
-        low, median, high = statistics.quantiles(agreed, n=4)
-        samples.append(Sample(sent, median, (high - low) / median))
+            repeats = min(repeats, _REPEATS)
+        start(size)()  # opens the window of TCP
+        sent_before = link.bytes_sent
+        times = _timed(partial(_wait_for, start, size), device, repeats)
+        sent = (link.bytes_sent - sent_before) // repeats
+        low, median, high = statistics.quantiles(times, n=4)
+        # the mean: a run pays for the late and the lost, too
+        samples.append(Sample(sent, statistics.fmean(times), (high - low) / median))
+        # sizes that take hardly longer than the shortest do not show the rate: better late than wrong
+        further = 4 if samples[-1].seconds > _SHOWS * samples[0].seconds else 16
+        size *= further
     return samples
+
+
+def _timed(exchange: Callable[[], object], device: torch.device, repeats: int, silent_s: float = 0.0) -> list[float]:
+    """The seconds of an exchange several times over, each after a silence, averaged over ranks. Collective.
+
+    One that begins late waits the less for it: on average over ranks this is the time that an exchange adds to a step.
+    """
+    times = []
+    for _ in range(repeats):
+        time.sleep(silent_s)
+        dist.barrier()
+        began = time.perf_counter()
+        exchange()
+        if device.type == "cuda":  # NCCL's wait does not block the host
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - began)
+    total = torch.tensor(times, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(total)
+    return [seconds / dist.get_world_size() for seconds in total.tolist()]
+
+
+def _wait_for(start: Callable[[int], Callable[[], object]], size: int) -> object:
+    return start(size)()
+
+
+def _silence(start: Callable[[int], Callable[[], object]], device: torch.device) -> float:
+    """Seconds that a message of `SILENT_BYTES` takes longer after `SILENT_S` without any. Collective."""
+    usual, late = (
+        statistics.median(_timed(partial(_wait_for, start, SILENT_BYTES), device, _PAIR_REPEATS, silent_s))
+        for silent_s in (0.0, SILENT_S)
+    )
+    return max(0.0, late - usual)
 
 
 def slowest(times: Tensor) -> Tensor:

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 PROFILE_FORMAT = 1
+SILENT_S, SILENT_BYTES = 1.0, 2**16
+"""The silence after which `probe` sends a message, and its size."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The time of one message size: a rank sends `bytes_sent` in `seconds` (median; `spread` is IQR / median)."""
+    """The time of one message size: a rank sends `bytes_sent` in `seconds` (mean; `spread` is IQR / median)."""
 
     bytes_sent: int
     seconds: float
@@ -47,12 +49,16 @@ class LinkSample:
 
 @dataclass(frozen=True)
 class AxisProfile:
-    """One axis of the mesh: `size` nodes, each with `per_node` ranks that share its link."""
+    """One axis of the mesh: `size` nodes, each with `per_node` ranks that share its link.
+
+    silence_s: how much longer an all-gather of `SILENT_BYTES` takes after `SILENT_S` without any; 0 was not measured.
+    """
 
     size: int
     per_node: int
     operations: Mapping[str, Operation]
     pairs: Sequence[LinkSample] = ()
+    silence_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -117,12 +123,13 @@ class Profile:
     @classmethod
     def of(cls, table: Mapping[str, Any]) -> "Profile":
         """The inverse of `asdict`."""
-        axes = {name: _axis(axis) for name, axis in table["axes"].items()}
+        axes = {name: axis_profile(axis) for name, axis in table["axes"].items()}
         compute = table["compute"] and _compute(table["compute"])
         return cls(**{**table, "axes": axes, "compute": compute})
 
 
-def _axis(table: Mapping[str, Any]) -> AxisProfile:
+def axis_profile(table: Mapping[str, Any]) -> AxisProfile:
+    """The inverse of `asdict`."""
     operations = {
         name: Operation(**{**operation, "samples": [Sample(**sample) for sample in operation["samples"]]})
         for name, operation in table["operations"].items()

@@ -10,7 +10,7 @@ from detonation.core.schemes.registry import scheme
 from detonation.core.schemes.scheme import Scheme
 from detonation.core.schemes.traffic import collective_for
 from detonation.plan.auto import world_link
-from detonation.plan.cost import Network, Work, cost, spelled
+from detonation.plan.cost import Network, Work, cost, report_s, spelled
 from detonation.plan.search import check_budget, largest_within
 from detonation.train.loop.session import Session, scheme_of, shard_shapes
 from detonation.train.output.metrics import Record
@@ -43,14 +43,15 @@ class Followed:
     def table(self) -> Table:
         """The same in plain values."""
         lines = {name: [line.latency_s, line.rate_bits_per_s] for name, line in self.network.operations.items()}
-        return {"budget": self.budget, "lines": lines, "compute_s": self.compute_s, "step": asdict(self.step)}
+        known = {"budget": self.budget, "lines": lines, "compute_s": self.compute_s, "step": asdict(self.step)}
+        return {**known, "restart": self.network.restart}
 
     @classmethod
     def of(cls, table: Mapping[str, Any], replicas: int, shards: int) -> "Followed":
         """Reads a `table()` back, for a world of that shape. Raises `ValueError` for anything else."""
         try:
             operations = {name: Operation(latency, rate, 0.0) for name, (latency, rate) in table["lines"].items()}
-            network = Network(replicas, shards, operations)
+            network = Network(replicas, shards, operations, float(table.get("restart", 0.0)))
             return cls(check_budget(table["budget"]), network, float(table["compute_s"]), Step(**table["step"]))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"what the checkpoint says of the link is damaged: {error!r}") from error
@@ -58,18 +59,22 @@ class Followed:
 
 @dataclass(frozen=True)
 class SettingChange:
-    """A decision of rank 0: the link is `times` as fast as assumed, and these are the arguments from now on."""
+    """A decision of rank 0: the link is `times` as fast as assumed, its latency `later` times as long; and what to do.
+
+    arguments: Those of the scheme from now on.
+    """
 
     times: float
+    later: float
     arguments: Table
 
 
 class Adapter:
     """Watches the waiting of `session`, and moves the setting of its scheme to stay within a budget of waiting.
 
-    The exchanges themselves are the measurement: the plan predicts the wait at any rate, so the wait gives the rate.
-    The replica that comes last waits for the link alone: the least wait of all replicas counts. `after` is collective
-    at steps that all ranks know.
+    The exchanges themselves are the measurement. Reports of losses are so short that their wait is latency. The plan
+    predicts the wait for a message at any rate: what is left of it gives the rate. The replica that comes last waits
+    for the link alone: the least wait of all replicas counts. `after` is collective at steps that all ranks know.
     """
 
     def __init__(self, session: Session, followed: Followed) -> None:
@@ -81,14 +86,18 @@ class Adapter:
         steps = {self._first.name: followed.step}
         self._work = Work(shapes, followed.compute_s, steps, accumulate=session.config.train.accumulate)
         self._waits: list[float] = []
+        self._reports: list[float] = []
 
     def after(self, record: Record) -> list[str]:
         """Takes in one more step on all ranks, and follows the link where it has changed; returns the lines to show."""
         self._waits.append(record.waited_s)
+        self._reports.append(record.agreeing_s or 0.0)
         if not self._due(record.step):
             return []
-        waits, self._waits = self._world.send_to_all(_typical(self._waits, self._every), self._session.device), []
-        decision = self._decide(waits) if self._session.rank == 0 else None
+        mine = _typical(self._waits, self._every), statistics.median(self._reports)
+        self._waits, self._reports = [], []
+        everyone = self._world.send_to_all(mine, self._session.device)
+        decision = self._decide(*zip(*everyone, strict=True)) if self._session.rank == 0 else None
         decided = self._world.send_to_all(decision and asdict(decision), self._session.device)[0]
         return [] if decided is None else self._follow(SettingChange(**decided), record.step)
 
@@ -100,16 +109,27 @@ class Adapter:
         interval = -(-STEPS // self._every) * self._every
         return step % interval == 0 and len(self._waits) >= max(self._every, interval // 2)
 
-    def _decide(self, waits: Sequence[float]) -> SettingChange | None:
+    def _decide(self, waits: Sequence[float], reports: Sequence[float]) -> SettingChange | None:
         """The decision for these waits per step; None where the link is as it was."""
         now, network, shards = _present(self._session), self.followed.network, self._session.config.mesh.shards
-        waited = max(min(waits[shard::shards]) for shard in range(shards))
+        waited, reported = (max(min(of[shard::shards]) for shard in range(shards)) for of in (waits, reports))
         certain = CERTAIN_S + CERTAIN * self.followed.budget * (self._work.compute_s + waited)
-        times = explained(waited, lambda x: cost(now, self._work, network.faster(x)).exposed_s, certain)
-        if 1 / FACTOR < times < FACTOR:
+
+        def exposed(times: float, later: float) -> float:
+            return cost(now, self._work, network.faster(times, later)).exposed_s
+
+        later = 1.0
+        if network.seconds("all-gather", 0) > certain:  # a shorter latency is not to be told from noise
+            later = explained(reported, lambda x: report_s(now, self._work, network.faster(1.0, 1 / x)), certain)
+            later = 1.0 if 1 / FACTOR < later < FACTOR else 1 / later
+        times = explained(waited, lambda x: exposed(x, later), certain)
+        if times == later == 1.0:  # as where backward hides the reports, and no rate explains the wait
+            later = 1 / explained(waited, lambda x: exposed(1.0, 1 / x), certain)
+        times, later = (1.0 if 1 / FACTOR < found < FACTOR else found for found in (times, later))
+        if times == later == 1.0:
             return None
-        there = largest_within(self._settings(), self._work, network.faster(times), self.followed.budget)
-        return SettingChange(times, dict(there.arguments))
+        there = largest_within(self._settings(), self._work, network.faster(times, later), self.followed.budget)
+        return SettingChange(times, later, dict(there.arguments))
 
     def _settings(self) -> list[Scheme]:
         """The schemes that the run can move to: its first, its present one, and the first at other values."""
@@ -132,9 +152,11 @@ class Adapter:
 
     def _follow(self, move: SettingChange, step: int) -> list[str]:
         was = _present(self._session)
-        self.followed = replace(self.followed, network=self.followed.network.faster(move.times))
+        self.followed = replace(self.followed, network=self.followed.network.faster(move.times, move.later))
         there = scheme(was.name, move.arguments)
-        text = f"adapt: after step {step} the link is {move.times:.2g} times as fast as it was"
+        found = [f"is {move.times:.2g} times as fast as it was"] if move.times != 1.0 or move.later == 1.0 else []
+        found += [f"has {move.later:.2g} times the latency"] if move.later != 1.0 else []
+        text = f"adapt: after step {step} the link {' and '.join(found)}"
         if there == was:
             return [f"{text}: {spelled(was)} stays"]
         self._session.optimizer.reconfigure(there)

@@ -168,9 +168,9 @@ def decide(asked: Asked, device: torch.device) -> Chosen:
     session = start_session(asked.check(), device)  # for measuring only: the run makes its own weights
     axis, _ = session.optimizer.levels[0]
     measured = probe_axis(axis, device, PROBE_S)
-    network = Network(session.config.mesh.replicas, session.config.mesh.shards, measured.operations)
+    network = Network.of_axis(measured, session.config.mesh.shards)
     compute_s, _ = forward_backward(session)
-    work = Work(shard_shapes(session.config), compute_s, accumulate=session.config.train.accumulate)
+    work = Work(shard_shapes(session.config), compute_s, accumulate=session.config.train.accumulate, reports=True)
     best, found, work = _search(asked.auto.budget, candidates, session, network, work)
     goal = goal_of(session.config, work)
     line = why(found, network, goal, asked.auto.budget)

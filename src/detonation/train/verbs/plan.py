@@ -50,7 +50,7 @@ def plan(question: Question) -> dict[str, Any]:
         _same_world(question, profile)
     training = _of_recipe(question, profile) if question.recipe else _of_parameters(question, profile)
     if profile is not None:
-        network = Network(profile.replicas, profile.shards, profile.axes["replicate"].operations)
+        network = Network.of_axis(profile.axes["replicate"], profile.shards)
     else:
         network = Network.of_link_speed(LinkSpeed.parse(question.link or ""), training.replicas, training.shards)
     work, optimizer = _work(question, profile, training), question.optimizer
@@ -166,7 +166,8 @@ def _work(question: Question, profile: Profile | None, training: _Training) -> W
     if seconds is None:
         raise ValueError("plan needs --step-time, the seconds of forward and backward, or a profile of the recipe")
     require(0 < seconds < math.inf, "--step-time", seconds, "above 0")
-    return Work(training.shapes, seconds, measured.steps if measured else {}, accumulate=training.accumulate)
+    steps, reports = measured.steps if measured else {}, question.recipe is not None
+    return Work(training.shapes, seconds, steps, accumulate=training.accumulate, reports=reports)
 
 
 def _same_model(question: Question, measured: Compute, parameters: int) -> None:
