@@ -255,6 +255,28 @@ def table(rows: list[dict[str, Any]]) -> None:
         print(
             f"{name}: median {statistics.median(each):.1%}, worst {max(each):.1%}, {within} of {len(each)} up to 15 %"
         )
+    for name in WAYS:
+        lost = regrets([*latest.values()], name)
+        print(f"chosen by {name}: {statistics.median(lost):.1%} (median), {max(lost):.1%} (worst) later than the best")
+
+
+def regrets(rows: list[dict[str, Any]], way: str) -> list[float]:
+    """For each link, how much longer the setting with the best prediction takes to the loss than the best as measured.
+
+    Steps to the loss of the baseline after 1,000 are those that `plan` expects; of `diloco` as of rounds of 10 steps.
+    """
+    from detonation.core.schemes.registry import scheme
+    from detonation.plan.losses import Goal, estimate
+
+    links: dict[Case, list[tuple[float, float]]] = {}
+    for row in rows:
+        config, found = configured(SCHEMES[row["scheme"]]), predicted(row)
+        arguments = {"every": 10} if row["scheme"] == "diloco" else config.scheme.arguments
+        known = estimate(scheme(config.scheme.name, arguments), config.optimizer.name, Goal(2, 164_000, 1000))
+        assert known
+        case = Case(*(row[name] for name in Case.__match_args__))
+        links.setdefault(case, []).append((found[way] * known.steps_factor, found["measured"] * known.steps_factor))
+    return [min(each)[1] / min(measured for _, measured in each) - 1 for each in links.values()]
 
 
 def main() -> None:

@@ -265,7 +265,7 @@ def show_profile(profile: Mapping[str, Any], stream: IO[str]) -> None:
             link = f"{pair['first']} and {pair['second']} at {rate(pair['rate_bits_per_s'])}"
             latency = f"latency {duration(pair['latency_s'])}; the fastest is {times:.1f} times as fast"
             slowest.append(f"slowest pair of {name}: {link}, {latency}")
-    console.table(("axis", "operation", "latency", "per rank", "per node", "largest misfit", "jitter"), rows)
+    console.table(("axis", "operation", "latency", "per rank", "per node", "misfit", "jitter"), rows)
     console.lines([*silences, *slowest])
     if compute := profile["compute"]:
         forward = f"forward and backward of {compute['recipe']} ({compute['parameters']:,} parameters)"
