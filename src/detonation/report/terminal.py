@@ -249,24 +249,24 @@ def _toml(value: object) -> str:
 
 def show_profile(profile: Mapping[str, Any], stream: IO[str]) -> None:
     """Prints each operation of each axis, what silence costs, the slowest pair of nodes, and the compute of a step."""
-    console, rows, silences, slowest = PlainConsole(stream), [], list[str](), []
+    console, rows, notes, slowest = PlainConsole(stream), [], list[str](), []
     for name, axis in profile["axes"].items():
+        if jitter := [line["samples"][0]["spread"] for line in axis["operations"].values() if line["samples"]]:
+            notes.append(f"along {name} the shortest messages have a jitter of {max(jitter):.0%}")
         if axis["silence_s"]:
-            silences.append(
-                f"after a second of silence a message along {name} takes {duration(axis['silence_s'])} more"
-            )
+            notes.append(f"after a second of silence a message along {name} takes {duration(axis['silence_s'])} more")
         for operation, line in axis["operations"].items():
             rates = [rate(line["rate_bits_per_s"] * ranks) for ranks in (1, axis["per_node"])]
-            spreads = [f"{each['spread']:.0%}" for each in (line, *line["samples"][:1])]
-            rows.append((f"{name} ({axis['size']})", operation, duration(line["latency_s"]), *rates, *spreads))
+            spread = f"{line['spread']:.0%}"
+            rows.append((f"{name} ({axis['size']})", operation, duration(line["latency_s"]), *rates, spread))
         ordered = sorted(axis["pairs"], key=lambda pair: pair["rate_bits_per_s"])
         for pair in ordered[:1]:
             times = ordered[-1]["rate_bits_per_s"] / pair["rate_bits_per_s"]
             link = f"{pair['first']} and {pair['second']} at {rate(pair['rate_bits_per_s'])}"
             latency = f"latency {duration(pair['latency_s'])}; the fastest is {times:.1f} times as fast"
             slowest.append(f"slowest pair of {name}: {link}, {latency}")
-    console.table(("axis", "operation", "latency", "per rank", "per node", "misfit", "jitter"), rows)
-    console.lines([*silences, *slowest])
+    console.table(("axis", "operation", "latency", "per rank", "per node", "misfit"), rows)
+    console.lines([*notes, *slowest])
     if compute := profile["compute"]:
         forward = f"forward and backward of {compute['recipe']} ({compute['parameters']:,} parameters)"
         console.lines([f"{forward}: {duration(compute['forward_backward_s'])}"])
