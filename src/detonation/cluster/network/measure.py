@@ -16,8 +16,8 @@ from detonation.core.link.link import Link
 
 _SIZES = 2**10, 2**24
 """The smallest message, and the largest."""
-_SHOWS = 1.5
-"""How many times longer than the shortest a message must take to show the rate."""
+_HINTS, _SHOWS = 1.1, 1.5
+"""How many times longer than the shortest a message takes where a little larger ones, and it, show the rate."""
 _REPEATS, _FEWEST = 5, 2
 _PAIR_SIZES = (1024, 2**18)
 _PAIR_REPEATS = 3
@@ -72,15 +72,14 @@ def _samples(
     samples: list[Sample] = []
     size, largest = _SIZES
     start(size)()  # the first exchange opens connections
-    began, further = time.perf_counter(), 16
+    began, repeats, further, shown = time.perf_counter(), _REPEATS, 16, False
     while size <= largest:
-        repeats = _REPEATS
-        if further == 4:
-            elapsed = float(slowest(torch.tensor([time.perf_counter() - began], dtype=torch.float64)))
-            repeats = int((budget_s - elapsed) / fit_line(samples).seconds(4 * samples[-1].bytes_sent))
-            if repeats < _FEWEST:
+        if len(samples) > 1:
+            left_s = budget_s - float(slowest(torch.tensor([time.perf_counter() - began], dtype=torch.float64)))
+            repeats = int(left_s / fit_line(samples).seconds(further * samples[-1].bytes_sent))
+            if shown and repeats < _FEWEST:  # sizes that take as long as the shortest do not show the rate: better late
                 break
-            repeats = min(repeats, _REPEATS)
+            repeats = min(max(repeats, _FEWEST), _REPEATS)
         start(size)()  # opens the window of TCP
         sent_before = link.bytes_sent
         times = _timed(partial(_wait_for, start, size), device, repeats)
@@ -88,8 +87,8 @@ def _samples(
         low, median, high = statistics.quantiles(times, n=4)
         # the mean: a run pays for the late and the lost, too
         samples.append(Sample(sent, statistics.fmean(times), (high - low) / median))
-        # sizes that take hardly longer than the shortest do not show the rate: better late than wrong
-        further = 4 if samples[-1].seconds > _SHOWS * samples[0].seconds else 16
+        longer = samples[-1].seconds / samples[0].seconds
+        shown, further = longer > _SHOWS, 4 if longer > _HINTS else 16
         size *= further
     return samples
 
