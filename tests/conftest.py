@@ -42,6 +42,12 @@ with suppress(ImportError):  # where `make gpu` runs some of the tests, there ma
     settings.load_profile("repeatable")
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    for mark in item.iter_markers("long_cases"):
+        if item.callspec.id in mark.args:  # type: ignore[attr-defined]
+            item.add_marker(pytest.mark.long)
+
+
 def pytest_collection_finish() -> None:
     """What was imported is no garbage: no collection looks through it again, here or in a fork."""
     gc.collect()

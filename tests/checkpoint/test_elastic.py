@@ -130,6 +130,7 @@ CHAINS = {
 }
 
 
+@pytest.mark.long_cases("awkward")
 @some("way", CHAINS, keep=["plain", "awkward"])
 def test_shards_and_replicas_come_and_go_and_nothing_unsent_is_lost(tmp_path, way):
     kind, width, names, chain = CHAINS[way]

@@ -65,6 +65,7 @@ def test_every_scheme_with_every_optimizer_goes_on_exactly(name, base, tmp_path)
     assert ends == [{name: True}] * 2
 
 
+@pytest.mark.long_cases("demo-owner")
 @some("name", KINDS, keep=["demo-owner", "streaming", "muloco-2bit"])
 def test_shards_go_on_exactly(name, tmp_path):
     """Shards do not depend on the optimizer, so one optimizer with state of its own stands for all."""
@@ -72,6 +73,7 @@ def test_shards_go_on_exactly(name, tmp_path):
     assert ends == [{name: True}] * 4
 
 
+@pytest.mark.long_cases("demo")
 @pytest.mark.parametrize("name", ["demo", "diloco"])
 def test_awkward_parameters_go_on_exactly(name, tmp_path):
     ends = worlds.run(resumed, 2, 2, tmp_path, {name: SCHEMES[name]}, "AdamW", Menagerie, 257)

@@ -308,6 +308,7 @@ def wrapped(mesh, folder):
     return found, sorted(names)
 
 
+@pytest.mark.long  # no branch of its own
 def test_wrappers_have_no_part_in_names(tmp_path):
     for found, names in worlds.run_alone(wrapped, 2, 1, tmp_path):
         assert names == ["layers.0.bias", "layers.0.weight", "layers.1.bias", "layers.1.weight"]

@@ -56,6 +56,7 @@ def resumed(mesh, folder, names):
     return same
 
 
+@pytest.mark.long  # no branch of its own
 @pytest.mark.parametrize(
     ("shards", "names"),
     [
@@ -91,6 +92,7 @@ def elastic(mesh, folder):
     return found
 
 
+@pytest.mark.long  # no branch of its own
 def test_a_changed_run_goes_on_in_another_world(tmp_path):
     for shape in ((2, 2), (3, 1)):
         for found in worlds.run(elastic, *shape, tmp_path):

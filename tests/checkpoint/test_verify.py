@@ -207,6 +207,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.long  # no branch of its own
 @given(st.data())
 def test_any_manifest_is_read_or_refused(data):
     table = {

@@ -114,6 +114,7 @@ def test_what_a_person_sees_and_the_report(tmp_path):
     assert "2 runs" in (tmp_path / "both.html").read_text()
 
 
+@pytest.mark.long  # no branch of its own
 def test_it_joins_the_world_of_a_launcher_and_an_error_is_told_once(tmp_path):
     def ended(*arguments):
         ranks = launched(tmp_path, 2, "train", QUICK, *SHORT, *arguments)
@@ -129,6 +130,7 @@ def test_it_joins_the_world_of_a_launcher_and_an_error_is_told_once(tmp_path):
     assert not (tmp_path / "bad").exists()
 
 
+@pytest.mark.long_cases("ctrl-c")
 @pytest.mark.parametrize(
     ("stop", "code", "says"),
     [

@@ -37,6 +37,7 @@ def test_a_stopped_rank_is_named_after_the_limit(started, tmp_path, victim):
     assert float(silence.removesuffix(REMEDY)) >= 3
 
 
+@pytest.mark.long  # no branch of its own
 @pytest.mark.parametrize("how", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.long)])
 def test_the_ranks_of_a_launcher_end_too_and_one_of_them_tells(started, tmp_path, how):
     recipe = write_recipe(tmp_path / "tiny.toml")
@@ -144,6 +145,7 @@ def goes_on(rank):
     return rank.comes_to_step(rank.stdout.count("\nstep ") + 5)
 
 
+@pytest.mark.long  # no branch of its own
 def test_a_wire_that_comes_back_within_the_limit_costs_nothing_but_time(started, tmp_path, two_machines):
     ranks = across(started, tmp_path, two_machines, *PATIENT)
     for state in ("down", "up"):
@@ -152,6 +154,7 @@ def test_a_wire_that_comes_back_within_the_limit_costs_nothing_but_time(started,
     assert goes_on(ranks[0]), [rank.errors for rank in ranks]
 
 
+@pytest.mark.long  # no branch of its own
 def test_a_wire_that_carries_one_way_only_ends_both_sides_with_the_cause(started, tmp_path, two_machines):
     ranks = across(started, tmp_path, two_machines, *LONG)
     nobody = ["10.93.0.1", "lladdr", "02:00:00:00:00:01", "dev", "wire", "nud", "permanent"]

@@ -87,6 +87,7 @@ def test_a_run_of_levels_or_of_none_keeps_no_log(tmp_path):
     assert done.code == 2 and "train.log_updates" in done.stderr and not (tmp_path / "run").exists()
 
 
+@pytest.mark.long  # no branch of its own
 def test_a_run_that_is_killed_has_left_whole_steps(tmp_path):
     """Not a byte is asked of the disk, and nobody is asked to stop."""
     recipe = write_recipe(tmp_path / "tiny.toml")

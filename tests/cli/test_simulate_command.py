@@ -47,6 +47,7 @@ def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path, arguments, line):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long  # no branch of its own
 def test_ctrl_c_ends_it(tmp_path):
     command = [sys.executable, "-m", "detonation", "simulate", QUICK, "--out", str(tmp_path / "run")]
     sets = ["--set", "train.log_every=1", "train.batch_size=1"]

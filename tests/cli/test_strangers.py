@@ -60,6 +60,7 @@ def test_garbage_on_every_port_does_not_stop_a_run(started):
     assert goes_on(ranks[0]), ranks[0].stderr  # which takes no step without the other
 
 
+@pytest.mark.long  # no branch of its own
 def test_a_notice_of_a_stranger_does_not_end_a_run_whose_ranks_share_a_token(started):
     ranks, port = started(DETONATION_TOKEN="a secret of this run")
     stranger = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)

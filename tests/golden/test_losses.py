@@ -21,6 +21,7 @@ from detonation.train.recipe.schema import Config
 
 GOLDEN = Path(__file__).with_name("losses.json")
 RECIPE = Path(__file__).parents[2] / "recipes" / "quick-lm.toml"
+STEPS = 4
 CASES = {
     "full": ["scheme.name=full"],
     "demo": ["scheme.name=demo"],
@@ -31,7 +32,7 @@ CASES = {
 
 
 def config(sets: list[str]) -> Config:
-    """Six steps as 2 x 2, a round of DiLoCo included."""
+    """Of six steps as 2 x 2 the first are taken, a round of DiLoCo included."""
     short = ["train.steps=6", "train.validation_batches=1", "schedule.warmup=2"]
     return check_config(resolve(read_recipe(RECIPE), parse_sets([*short, *sets])))
 
@@ -41,7 +42,7 @@ def trained(mesh: DeviceMesh) -> dict[str, list[float]]:
     found = {}
     for case, sets in CASES.items():
         session, records = start_session(config(sets), torch.device("cpu")), []
-        fit(session, 0, session.config.train.steps, records.append, Stop())
+        fit(session, 0, STEPS, records.append, Stop())
         found[case] = [record.loss for record in records]
     return found
 

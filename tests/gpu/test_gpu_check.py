@@ -63,6 +63,7 @@ def test_a_world_whose_ranks_end_badly_says_how(tmp_path):
     assert "3 replicas" in (tmp_path / "part.errors.txt").read_text()
 
 
+@pytest.mark.long  # no branch of its own
 def test_tests_are_counted_and_those_that_fail_are_named(tmp_path):
     tests = tmp_path / "test_some.py"
     tests.write_text(
@@ -135,6 +136,7 @@ def first_of(kernels, faults, monkeypatch, folder, launch_s=LIMIT_S):
     return job.findings, (folder / "first.errors.txt").read_text()
 
 
+@pytest.mark.long  # no branch of its own
 def test_a_kernel_that_crashes_or_errs_is_named_with_its_constants(monkeypatch, tmp_path):
     kernels = ("scan_kernel", "seal_kernel", "inspect_kernel")
     found, errors = first_of(kernels, "scan_kernel=crash,seal_kernel=bit", monkeypatch, tmp_path)
@@ -146,6 +148,7 @@ def test_a_kernel_that_crashes_or_errs_is_named_with_its_constants(monkeypatch, 
     assert "Fatal Python error: Segmentation fault" in errors and "in scan\n" in errors  # the stack
 
 
+@pytest.mark.long  # no branch of its own
 def test_a_kernel_that_hangs_is_ended_and_named_with_its_stack(monkeypatch, tmp_path):
     # a second from the launch on
     found, errors = first_of(("seal_sum_kernel",), "seal_sum_kernel=hang", monkeypatch, tmp_path, launch_s=1.0)
@@ -167,6 +170,7 @@ def test_a_fault_in_a_kernel_costs_no_other_part(monkeypatch, capsys, tmp_path):
     assert page.index("(`first`)") < page.index("(`twin`)") and "FAILED scan_kernel" in capsys.readouterr().out
 
 
+@pytest.mark.long_cases("weigh_kernel")
 @some("kernel", first.KERNELS, keep=[*first.KERNELS][::3])
 def test_every_kernel_is_compared_with_torch_and_a_wrong_bit_is_seen(kernel, monkeypatch):
     pytest.importorskip("triton")
@@ -195,6 +199,7 @@ def test_messages_are_sealed_and_inspected_many_times(tmp_path):
     assert job.findings.table == [["messages sealed and inspected", "10", "0", "0"]]
 
 
+@pytest.mark.long_cases("missed-9")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # by numpy, of the random bytes of messages
 @pytest.mark.parametrize("kind, at", [("disagree", 0), ("missed", 9), ("unlike_torch", 0)])
 def test_a_checksum_that_is_wrong_is_told(kind, at, monkeypatch):

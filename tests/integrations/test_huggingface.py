@@ -208,6 +208,7 @@ def best_model(mesh, folder):
     return trainer.state.best_model_checkpoint, trainer.accelerator.get_state_dict(trainer.model)
 
 
+@pytest.mark.long  # no branch of its own
 def test_the_best_model_stays_as_it_was_saved(tmp_path):
     """The last round is open, and must end before the best model is loaded."""
     (best, model), *_ = worlds.run(best_model, 2, 2, tmp_path)
@@ -571,6 +572,7 @@ def example(mesh, name, folder):
     return printed.getvalue()
 
 
+@pytest.mark.long  # no branch of its own
 @pytest.mark.parametrize(
     "name", ["huggingface_accelerate.py", pytest.param("huggingface_trainer.py", marks=pytest.mark.long)]
 )

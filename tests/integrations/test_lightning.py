@@ -156,6 +156,7 @@ def on_own_disks(mesh, scratch):
     return torch.equal(weights(module)[0], weights(again)[0]), sorted(file.name for file in path.rglob("*.safetensors"))
 
 
+@pytest.mark.long  # no branch of its own
 def test_without_a_shared_file_system_each_node_keeps_its_own_part_and_resumes_exactly(tmp_path):
     for rank, (same, files) in enumerate(worlds.run_alone(on_own_disks, 2, 2, own_disks.make(tmp_path))):
         assert same and files == [f"replica{rank // 2}-shard{shard}.safetensors" for shard in range(2)]
@@ -270,6 +271,7 @@ def varied(mesh, folder):
     return found
 
 
+@pytest.mark.long  # no branch of its own
 def test_bf16_evaluation_and_another_number_of_shards(tmp_path):
     ranks = worlds.run(varied, 2, 2, str(tmp_path))
     first = ranks[0]
@@ -348,6 +350,7 @@ def by_hand_inside(mesh):
     return made.strategy.replicated[0].step_count, float(made.strategy.replicated[0].stats.grad_norm) > 0
 
 
+@pytest.mark.long  # no branch of its own
 def test_a_module_that_shards_its_parts_optimizes_and_clips_by_hand():
     assert worlds.run_alone(by_hand_inside, 2, 2) == [(2, True)] * 4
 
@@ -427,6 +430,7 @@ def seen_by_validation(mesh):
     return found
 
 
+@pytest.mark.long  # no branch of its own
 def test_validation_sees_what_replicas_agreed_on_and_in_the_middle_of_a_round_each_its_own():
     ranks = worlds.run_alone(seen_by_validation, 2, 2)
     assert [len(set(map(str, (rank[name] for rank in ranks)))) for name in ("round", "ahead")] == [2, 1]
@@ -447,6 +451,7 @@ def validated(mesh, child):
     return found
 
 
+@pytest.mark.long  # no branch of its own
 @pytest.mark.parametrize("child", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_validation_changes_nothing_and_what_thaws_after_it_trains(child):
     for rank in worlds.run_alone(validated, 2, 2, child):

@@ -20,6 +20,7 @@ def compiled(*command):
     return done.stdout
 
 
+@pytest.mark.long  # no branch of its own
 def test_kernels_compile_ahead_of_time_and_nothing_spills():
     kernels = ["decode_kernel", "inspect_kernel", "seal_kernel", "inspect_sum_kernel", "seal_sum_kernel"]
     command = [sys.executable, BENCHMARKS / "aot.py", "--targets", "90"]

@@ -159,6 +159,7 @@ def test_triton_makes_the_same_bits(monkeypatch):
             assert torch.equal(mine, other), case
 
 
+@pytest.mark.long  # no branch of its own
 @pytest.mark.parametrize(
     "kind", [OLDEST, *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS if kind != OLDEST)]
 )

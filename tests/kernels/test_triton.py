@@ -119,6 +119,7 @@ def test_many_programs_that_take_many_parts_do_as_one(monkeypatch):
     assert torch.equal(cut.memory.residual, whole.memory.residual)
 
 
+@pytest.mark.long  # no branch of its own
 def test_int8_takes_blocks_one_after_the_other(monkeypatch):
     monkeypatch.setattr(launches, "PROGRAMS", 2)  # for four blocks, the last of which is not full
     codec, numel = SCHEMES["local-sgd"].codec, 3 * 65536 + 1234
@@ -204,6 +205,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.long_cases("random-sign", "demo-int8")
 @some(
     "name",
     ["demo", "demo-bitmap-2bit", "random-sign", "demo-senders-bf16", "demo-int8"],
@@ -331,6 +333,7 @@ TRAINED = ("demo-clipped-2bit", "random-late")
 TRAINED_LONG = ("random-sign", "demo-owner", "demo", "loco-sign-owner", "random-sign-owner", "int8")
 
 
+@pytest.mark.long_cases("demo-clipped-2bit")
 @some("name", (*TRAINED, *TRAINED_LONG), keep=TRAINED)
 def test_replicas_agree_and_train_as_without_kernels(name, monkeypatch):
     base = dt.SignSGD if name not in ("random-late", "random-sign-owner") else torch.optim.SGD
@@ -358,6 +361,7 @@ def test_sums_make_the_bits_of_ordinary_torch(name, monkeypatch):
         assert all(torch.equal(*pair) for pair in zip(one, wanted, strict=True))
 
 
+@pytest.mark.long  # no branch of its own
 @pytest.mark.parametrize(
     "scheme",
     [dt.demo(chunk=16, precision="sign", error_feedback=False, delay=1), dt.random_sign(rate=1 / 4, delay=2)],
@@ -370,6 +374,7 @@ def test_late_signs_are_read_where_they_lie(scheme, monkeypatch):
         torch.testing.assert_close(one, wanted, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.long_cases("owners")
 @pytest.mark.parametrize(
     "scheme",
     [

@@ -39,6 +39,7 @@ def nothing_left_over():
 SUMMED = [name for name in memory.CASES if name.startswith(("random 1", "strid", "slic", "full"))]
 
 
+@pytest.mark.long_cases("demo", "demo, owner", "random", "random_sign")
 @pytest.mark.parametrize("name", launches.SCHEMES)
 def test_a_step_is_a_few_hundred_launches_whatever_the_replicas(name):
     scheme = launches.SCHEMES[name]
@@ -82,6 +83,7 @@ ONCE = [case for number, case in enumerate(CASES[: len(memory.CASES)]) if number
 ONCE += [(name, 2) for name, replicas in CASES if (name, 8) not in ONCE and (name, 2) in CASES]
 
 
+@pytest.mark.long_cases("demo 32/64 + SignSGD-8", "diloco int8 + AdamW-8", "demo_diloco + AdamW-8")
 @some("name, replicas", CASES, keep=ONCE)
 def test_temporaries_of_a_step_take_no_more_than_a_bucket(name, replicas):
     found = memory.measured(*memory.CASES[name], SHAPES, replicas)

@@ -181,6 +181,7 @@ def test_random_subsets_are_fresh_in_every_cycle_and_differ_between_rows_and_see
     assert len(first.sort(1).values.unique(dim=0)) > 20
 
 
+@pytest.mark.long_cases("0.01")
 @pytest.mark.parametrize("rate", [1, 1 / 2, 1 / 8, 0.3, 1 / 100])
 def test_without_a_cycle_each_step_sends_a_subset_that_no_other_step_knows_of(rate):
     """As often as chance has it, a coordinate is sent again, soon or late; on the whole each is sent as often."""

@@ -326,6 +326,7 @@ def test_shards_that_come_again_far_apart_meet_again():
     assert worlds.run_alone(parted, 1, 2) == [3, True]
 
 
+@pytest.mark.long_cases("demo-Plain")
 @pytest.mark.parametrize(("name", "kind"), [("demo", Plain), ("streaming", Plain), ("demo", Padded)])
 def test_a_follower_holds_the_shards_of_a_replica_as_one_model(name, kind):
     seen = worlds.run(followed_shards, 2, 2, name, kind)[0]

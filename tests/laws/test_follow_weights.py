@@ -154,6 +154,7 @@ def test_a_plane_that_grows_without_bound_takes_no_memory():
 # Training and readers.
 
 
+@pytest.mark.long  # no branch of its own
 @some("steps", [200, 2000], keep=[200])
 def test_each_of_many_followed_steps_is_equal_by_hash(tmp_path, steps):
     loop = Loop(tmp_path, lr=1e-4)

@@ -80,6 +80,7 @@ def replayed(mesh, name, folder):
     return digest(model.parameters())
 
 
+@pytest.mark.long_cases("demo", "random")
 @pytest.mark.parametrize("name", ["demo", "random", "diloco"])
 def test_a_replica_of_shards_replays_from_a_checkpoint(name, tmp_path):
     first = worlds.run(sharded, 2, 2, name, tmp_path)[:2]

@@ -42,12 +42,14 @@ def use(communicator, scheme, steps, saved=None):
     return optimizer.stats.refused, dt.replica_state(optimizer)
 
 
+@pytest.mark.long_cases("demo-tiles-64-sign")
 @some("name", TALKING, keep=KINDS)
 def test_who_uses_what_others_have_not_used_for_long_is_not_refused(name):
     scheme, steps = TALKING[name], range(ALL_USE + NONE_USES + ONE_USES)
     assert [refused for refused, _ in simulate_replicas(lambda c: use(c, scheme, steps), REPLICAS)] == [0] * REPLICAS
 
 
+@pytest.mark.long_cases("demo-owner", "random-sign-owner")
 @pytest.mark.parametrize("scheme", RESUMED.values(), ids=RESUMED)
 def test_nor_after_a_resume_while_all_were_silent(scheme):
     silent, end = ALL_USE + NONE_USES, ALL_USE + NONE_USES + ONE_USES

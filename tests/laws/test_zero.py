@@ -78,6 +78,7 @@ def reach(updates):
     return float(updates.cumsum(0).abs().max())
 
 
+@pytest.mark.long_cases("2bit-False-3", "sign-False-4")
 @covered("precision, error_feedback, replicas", PRECISIONS, [True, False], [2, 3, 4])
 def test_law_11_a_coordinate_without_a_signal_stays_and_one_with_a_signal_moves(precision, error_feedback, replicas):
     schemes = gradient_schemes(precision, error_feedback)
@@ -153,6 +154,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.long_cases("3-SignSGD", "3-AdamW")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_law_11_rows_that_no_replica_uses_stay_where_they_are(optimizer, replicas):
@@ -185,6 +187,7 @@ def test_law_11_rows_that_no_replica_uses_stay_where_they_are(optimizer, replica
     assert max(simulate_replicas(act, replicas)[0]) <= 6
 
 
+@pytest.mark.long_cases("3")
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_law_11_without_a_cycle_a_coordinate_without_a_signal_walks_at_random(replicas):
     """Nobody counts how often it was sent: signs of zeros differ, but do not alternate. Even votes still cancel."""

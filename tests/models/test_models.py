@@ -115,6 +115,7 @@ def test_the_embeddings_of_a_t5_are_its_output_matrix():
     assert untied.get_output_embeddings().weight is not untied.get_input_embeddings().weight
 
 
+@pytest.mark.long_cases("olmo2-text", "t5-translation")
 @pytest.mark.parametrize(("name", "task"), [("olmo2", "text"), ("vit", "images"), ("t5", "translation")])
 def test_models_learn_from_their_data(name, task):
     data = load_dataset(task, {})

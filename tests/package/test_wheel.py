@@ -123,6 +123,7 @@ def test_the_wheel_holds_what_is_used_and_nothing_else(built):
     assert all(name.startswith("detonation/") for name in names)
 
 
+@pytest.mark.long  # no branch of its own
 def test_it_reports_its_versions_and_its_files_are_those_of_the_wheel(clean, built):
     found = json.loads(clean("detonation", "--version", "--json"))
     assert {"detonation-torch", "torch", "transformers"} <= found["packages"].keys()

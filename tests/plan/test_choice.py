@@ -48,6 +48,7 @@ def test_full_is_first_within_the_budget_else_the_least_expected_time_to_a_loss(
     assert [str(option) for option in backwards] == [str(option) for option in ranked]
 
 
+@pytest.mark.long  # no branch of its own
 @some("recipe", ["quick-lm", "vit-fashion", "t5-translation"], keep=["quick-lm"])
 def test_what_is_not_measured_never_comes_before_what_is(recipe):
     for rate, optimizer in itertools.product(RATES, (None, "AdamW", "Muon", "SignSGD")):

@@ -54,6 +54,7 @@ def cells(cluster):
         yield f"{named(found['first'])}, {reached}{'' if found['pays'] else ', **one machine is sooner**'}"
 
 
+@pytest.mark.long  # no branch of its own
 def test_the_page_has_the_rows_that_the_plan_makes():
     """Else: python tests/plan/test_one_answer.py prints them."""
     missing = [row for row in rows() if row not in PAGE.read_text()]

@@ -44,6 +44,7 @@ def colours(picture):
     return {f"#{r:02x}{g:02x}{b:02x}": count for count, (r, g, b) in found}
 
 
+@pytest.mark.long_cases("1280")
 @pytest.mark.parametrize("width", [1280, 390])
 def test_a_person_can_read_it_on_a_screen_and_on_a_phone(page, shown, tmp_path, width):
     shown.show(page.as_uri(), width)

@@ -64,6 +64,7 @@ def followed(config, paces, assumed=FAST):
     return steps, lines, session.world.fingerprint(session.model)[1]
 
 
+@pytest.mark.long_cases("every")
 @pytest.mark.parametrize(
     ("sets", "key", "phases"),
     [
@@ -121,6 +122,7 @@ def test_a_latency_that_grows_is_not_taken_for_a_slow_rate(tiny, monkeypatch, se
     assert far > first if key == "every" else far >= first
 
 
+@pytest.mark.long  # no branch of its own
 def test_a_link_that_stays_is_not_found_slow_because_the_last_micro_batch_hides_little(tiny, monkeypatch):
     monkeypatch.setattr(adapt, "STEPS", 4)
     monkeypatch.setattr(buckets, "SMALLEST", 2**10)  # also in the ranks, which are forks
@@ -223,6 +225,7 @@ def test_a_run_over_a_link_that_slows_down_moves_writes_it_down_and_resumes_with
     assert json.loads(capfd.readouterr().out)["adapted_to"] == last
 
 
+@pytest.mark.long  # no branch of its own
 def test_a_run_that_is_started_again_before_its_first_checkpoint_chooses_and_adapts_again(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(decide, "PROBE_S", 0.3)
     monkeypatch.setattr(decide, "SCHEMES", {"demo": dt.demo})

@@ -33,6 +33,7 @@ def poison(monkeypatch):
     monkeypatch.setattr(worker, "start_session", poisoned)
 
 
+@pytest.mark.long  # no branch of its own
 @some("shards", [1, 2], keep=[1])
 def test_what_is_skipped_is_in_the_summary_of_a_run_that_was_resumed(train, tmp_path, poison, shards):
     sets = [f"mesh.shards={shards}", "train.non_finite=skip", "train.steps=5"]

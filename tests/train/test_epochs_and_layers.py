@@ -47,6 +47,7 @@ def gradients(config):
     return {name: p.grad for name, p in model.named_parameters()}, sum(kept)
 
 
+@pytest.mark.long  # no branch of its own
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile looks at it
 def test_layers_that_are_computed_again_or_compiled_have_the_same_gradients(tiny):
     plain, kept = gradients(tiny())
@@ -57,6 +58,7 @@ def test_layers_that_are_computed_again_or_compiled_have_the_same_gradients(tiny
         assert torch.equal(gradient, again[name]) and torch.equal(gradient, both[name]), name
 
 
+@pytest.mark.long  # no branch of its own
 def test_a_run_of_such_layers_is_the_run_without(train):
     plain = train("plain", "train.steps=2", "mesh.shards=2")[0]
     again = train("again", "train.steps=2", "mesh.shards=2", "train.checkpoint_activations=true")[0]

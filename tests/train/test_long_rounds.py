@@ -39,6 +39,7 @@ class Killed(Exception):
     pass
 
 
+@pytest.mark.long  # no branch of its own
 @some("name", SCHEMES, keep=["in flight", "longer rounds"])
 def test_an_interrupted_run_equals_one_that_was_not(name, tmp_path, monkeypatch):
     whole = one_run.train(cell(name), tmp_path / "whole", every=STEPS)
@@ -70,6 +71,7 @@ def test_what_diverges_is_a_row_and_not_an_error(tmp_path):
     assert one_run.train(cell("sparse", lr=1e30), tmp_path, every=3)["val_loss"] is None
 
 
+@pytest.mark.long  # no branch of its own
 def test_a_second_call_runs_the_next_and_skips_what_is_there(tmp_path):
     results, scratch, count = tmp_path / "results", tmp_path / "scratch", []
 
@@ -115,6 +117,7 @@ def reference(name, total=8, seeds=3):
     return Method("references", name, "recipes/quick-lm.toml", sets, RATES, total, 1, seeds, ("schedule.floor=0.1",))
 
 
+@pytest.mark.long  # no branch of its own
 def test_the_table_says_how_many_seeds_stand_behind_a_loss(monkeypatch):
     monkeypatch.setattr(tables, "reference", reference)
     sets, outer = f"{TRAIN} {MULOCO}", ("scheme.outer_lr=1.0 scheme.outer_momentum=0.0",)

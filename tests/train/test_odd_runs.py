@@ -32,6 +32,7 @@ def test_a_start_that_was_killed_while_it_looked_around_leaves_the_directory_fre
     check_free(tmp_path, resume=False)
 
 
+@pytest.mark.long  # no branch of its own
 def test_a_checkpoint_that_was_moved_and_linked_is_removed_as_a_link(train, tmp_path):
     train("run", stop_after=2)
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -50,6 +51,7 @@ def test_a_metrics_file_that_was_removed_is_missed_at_the_end(tmp_path):
         file.close()
 
 
+@pytest.mark.long_cases("<lambda>1")
 @pytest.mark.parametrize(
     "damage", [lambda lines: [*lines[:3], lines[3][:30]], lambda lines: [lines[0], "\0\n", *lines[2:]]]
 )
@@ -66,6 +68,7 @@ def test_a_run_goes_on_without_the_damaged_lines_of_its_metrics(train, tmp_path,
     assert len(metrics.read_metrics(file)) == 5
 
 
+@pytest.mark.long  # no branch of its own
 def test_a_run_goes_on_without_its_metrics_and_says_so(train, tmp_path, capfd):
     whole = train("whole")[0]
     train("run", stop_after=4)
@@ -96,6 +99,7 @@ def test_a_directory_that_goes_under_a_run_is_told_and_the_last_state_is_saved(t
     assert (tmp_path / "run" / "checkpoints" / "step-000004" / "manifest.json").is_file()
 
 
+@pytest.mark.long  # no branch of its own
 def test_clocks_that_jump_change_nothing(train, monkeypatch, tmp_path):
     still = train("still", "train.checkpoint_every=2")[0]
     rng, now = random.Random(3), time.time()

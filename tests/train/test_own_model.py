@@ -60,6 +60,7 @@ def test_a_model_and_rows_of_ones_own_resume_exactly(train, here, capfd, streami
         assert "the stream is read again up to this step, because other ranks divide it" in capfd.readouterr().out
 
 
+@pytest.mark.long  # no branch of its own
 def test_images_of_any_size_train_a_classifier_with_a_new_head(train, tiny, tmp_path):
     for number in range(60):
         folder = tmp_path / "photos" / ("dark", "light", "grey")[number % 3]
@@ -77,6 +78,7 @@ def test_images_of_any_size_train_a_classifier_with_a_new_head(train, tiny, tmp_
     assert summary["replicas_equal"] and summary["val_accuracy"] > 0.6
 
 
+@pytest.mark.long  # no branch of its own
 def test_pairs_train_a_sequence_to_sequence_model(train, here):
     rows = [json.dumps({"translation": {"a": f"the cat {i}", "b": f"the dog {i}"}}) for i in range(80)]
     (here / "pairs.jsonl").write_text("\n".join(rows))
@@ -183,6 +185,7 @@ def test_the_example_trains(tmp_path, monkeypatch, capfd):
 CONSTANT = ("schedule.name=constant", "optimizer.name=SGD", "optimizer.lr=0.05")
 
 
+@pytest.mark.long  # no branch of its own
 @pytest.mark.parametrize(
     ("sets", "equal"),
     [

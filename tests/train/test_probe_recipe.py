@@ -32,6 +32,7 @@ def test_a_recipe_is_probed_with_every_scheme(tiny, tiny_recipe):
     assert {name: axis.size for name, axis in profile.axes.items()} == {"replicate": 2, "shard": 2}
 
 
+@pytest.mark.long  # no branch of its own
 def test_a_recipe_that_logs_publishes_and_is_elastic_is_probed_without_that(tmp_path, capsys, tiny_recipe):
     """Such a recipe allows no scheme in which replicas never agree; the profile says what was measured."""
     recipe, out = tmp_path / "tiny.toml", tmp_path / "profile.json"

@@ -254,6 +254,7 @@ def test_ctrl_c_leaves_the_terminal_clean(tmp_path, launched):
     assert terminal.lines[0].startswith("demo over") and len(terminal.lines) < 4
 
 
+@pytest.mark.long  # no branch of its own
 def test_an_error_leaves_the_terminal_clean(tmp_path):
     train = ["train", write_recipe(tmp_path / "tiny.toml"), "--out", tmp_path / "run"]
     run = Typed(*train, "--set", "optimizer.lr=1e30", "train.log_every=1000")

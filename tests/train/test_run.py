@@ -40,6 +40,7 @@ def test_a_run_leaves_its_directory_and_learns(train, tiny, tmp_path):
     assert json.loads(environment)["packages"]["torch"]
 
 
+@pytest.mark.long  # no branch of its own
 def test_bytes_are_those_of_one_replica_with_all_its_shards(train):
     full = train("full", "scheme.name=full", "mesh.shards=2")[0]
     dense = 4 * full["num_parameters"]  # a ring all-reduce between two sends each element once
@@ -114,6 +115,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(train, tmp_pa
     assert "resumed after step 4, exactly as saved\n" in said
 
 
+@pytest.mark.long  # no branch of its own
 def test_a_disk_that_is_full_for_a_while_does_not_stop_a_run(train, tmp_path, capfd, monkeypatch):
     def observer(operation, path):
         if operation == "write" and path.parent.name == ".step-000004.part":
@@ -179,6 +181,7 @@ def test_larger_than_full_synchronisation_is_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long  # no branch of its own
 def test_accumulation_clipping_and_bf16_train(train):
     summary = train("run", "train.accumulate=2", "train.clip=1.0", "train.autocast=bf16")[0]
     assert summary["replicas_equal"] and summary["train_loss"] < 5.7
@@ -200,6 +203,7 @@ def test_the_schedule_starts_above_zero_and_ends_at_its_floor(name, warmup):
     assert factors[: max(warmup, 1)] == sorted(factors[: max(warmup, 1)])
 
 
+@pytest.mark.long  # no branch of its own
 def test_an_emulated_link_changes_the_waiting_alone(train, tmp_path):
     fast, slow = (train(out, *sets)[0] for out, sets in {"fast": [], "slow": ["mesh.link=2mbit,10ms"]}.items())
     assert slow["fingerprint"] == fast["fingerprint"] and slow["bytes_sent_per_step"] == fast["bytes_sent_per_step"]

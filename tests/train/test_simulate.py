@@ -55,6 +55,7 @@ def results(summary):
     return {key: value for key, value in summary.items() if key not in left_out}
 
 
+@pytest.mark.long_cases("random_sign-late", "streaming")
 @some(
     "sets",
     EXACT.values(),
@@ -70,6 +71,7 @@ def test_two_virtual_replicas_are_two_real_ones_bit_for_bit(tiny, train, sets):
 SIGNSGD = ["optimizer.name=SignSGD", "optimizer.lr=1e-3"]
 
 
+@pytest.mark.long_cases("gather", "owner-signsgd", "gather-late-signsgd")
 @pytest.mark.parametrize(
     "sets",
     [
@@ -85,6 +87,7 @@ def test_four_of_them_are_too_where_the_network_does_not_add(tiny, train, sets):
     assert results(simulated(tiny("mesh.replicas=4", *sets))[3]) == results(real)
 
 
+@pytest.mark.long  # no branch of its own
 def test_where_the_network_adds_four_are_equal_but_for_the_order_of_a_sum(tiny, train):
     sets = ["scheme.name=full", "mesh.replicas=4"]
     real, simulation = train("real", *sets)[0], simulated(tiny(*sets))[0]

@@ -159,6 +159,7 @@ def slowed(mesh, config):
     return summarise(session, records)
 
 
+@pytest.mark.long_cases("sets1")
 @pytest.mark.parametrize("sets", [["train.steps=4"], ["train.steps=4", "scheme.name=diloco", "scheme.every=2"]])
 def test_the_slow_replica_is_named_under_every_kind_of_scheme(tiny, sets):
     first, second = worlds.run(slowed, 2, 1, tiny(*sets))

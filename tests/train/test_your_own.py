@@ -187,6 +187,7 @@ def test_a_name_that_leads_nowhere_is_one_line(recipe, tmp_path, capsys, sets, l
     assert [name for name in sorted(path.name for path in tmp_path.iterdir()) if name != "__pycache__"] == before
 
 
+@pytest.mark.long  # no branch of its own
 def test_a_scheme_in_tuned_must_exist_unless_it_spells_a_module(recipe, tmp_path, capsys):
     for name, code in {"halff": 2, "no_parts:half": 0}.items():
         (tmp_path / "own.toml").write_text(tomli_w.dumps({**TABLES, "tuned": {name: {}}}))

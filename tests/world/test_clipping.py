@@ -101,6 +101,7 @@ def overlapping(mesh, names):
     return found
 
 
+@pytest.mark.long  # no branch of its own
 def test_clipping_does_not_forbid_overlap():
     names = ["full", "demo", "random-sign"]
     assert worlds.run(overlapping, 2, 2, names) == [dict.fromkeys(names, True)] * 4

@@ -77,6 +77,7 @@ def apart(mesh, shards):
     return said, dt.fingerprint(model, mesh)[1], optimizer.closeness is not None, alike.closeness is None
 
 
+@pytest.mark.long  # no branch of its own
 @some("shards", [1, 2], keep=[1])
 def test_replicas_that_round_differently_train_close_and_one_rank_says_so(shards):
     first, *others = worlds.run_alone(apart, 2, shards, shards)
@@ -119,6 +120,7 @@ def counted(mesh):
     return found
 
 
+@pytest.mark.long  # no branch of its own
 def test_like_replicas_have_equal_bits_and_send_nothing_for_it():
     (auto, bits, close), other = worlds.run_alone(counted, 2, 1)
     assert auto == bits and auto[0] and auto[3] and not close[0] and [auto, bits, close] == other
@@ -163,6 +165,7 @@ def faulty(mesh, scheme, on_desync, what):
     return caught(advance, mesh, model, optimizer, range(8, 12)), optimizer.step_count
 
 
+@pytest.mark.long_cases("weight", "state", "lr", "anchor")
 @pytest.mark.parametrize("what", ["weight", "state", "own", "lr", "anchor"])
 def test_a_fault_is_told_from_rounding(what):
     scheme = dt.diloco(every=2, outer_momentum=0.0) if what == "anchor" else dt.loco()
@@ -171,6 +174,7 @@ def test_a_fault_is_told_from_rounding(what):
         assert kind == "Desync" and text.startswith("replica 1 differs") and steps == 12
 
 
+@pytest.mark.long  # no branch of its own
 @some("replicas", [2, 3], keep=[3])
 def test_a_fault_is_repaired(replicas):
     assert worlds.run_alone(faulty, replicas, 1, dt.loco(), "repair", "weight") == [(("nothing", ""), 12)] * replicas
@@ -196,6 +200,7 @@ def equal_on_all(optimizer):
     return not any(closeness.differences(r.link, r.replicated(), consensus.runtime.device) for r in optimizer.build())
 
 
+@pytest.mark.long  # no branch of its own
 @some("shards", [1, 2], keep=[1])
 def test_everything_is_made_equal_in_turn(shards):
     names = ["loco", "full", *(name for name in OTHERS if "tiles" not in name)]
@@ -233,6 +238,7 @@ def go_on(optimizer, state):
     optimizer.verify()
 
 
+@pytest.mark.long  # no branch of its own
 def test_a_close_run_is_resumed():
     for outcomes in worlds.run_alone(resumed, 2, 1):
         assert outcomes[:2] == [("nothing", "")] * 2
@@ -270,6 +276,7 @@ def loaded(mesh, folder, scheme):
 CLOSE_SCHEMES = {"loco": dt.loco(), "diloco": dt.diloco(every=2)}
 
 
+@pytest.mark.long_cases("diloco-2")
 @covered("name, shards", CLOSE_SCHEMES, [1, 2])
 def test_a_checkpoint_of_a_close_run_is_verified_and_loaded_as_one(name, shards, tmp_path):
     scheme = CLOSE_SCHEMES[name]

@@ -61,6 +61,7 @@ def launcher():
         assert process.wait(LIMIT_S) == 0
 
 
+@pytest.mark.long_cases("diloco_two_tiers")
 @some("path", EXAMPLES, keep=[path for path in EXAMPLES if path.stem not in LONG], ids=lambda p: p.stem)
 def test_an_example_is_short_its_replicas_end_equal_and_the_network_is_quiet_at_the_end(path, launcher, tmp_path):
     assert len(path.read_text().splitlines()) <= 60

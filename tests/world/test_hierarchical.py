@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -105,6 +106,7 @@ def real_sends(mesh):
     return sent
 
 
+@pytest.mark.long  # no branch of its own
 def test_what_is_counted_is_what_the_network_was_given():
     """With two replicas an all-reduce and an all-gather send their buffer once, an all-to-all half of it.
 
@@ -139,6 +141,7 @@ def whole_weights(model, optimizer):
 SHARDINGS = (first_layer_sharded, lambda model, mesh: model)
 
 
+@pytest.mark.long  # no branch of its own
 def test_sharded_parameters_go_as_ever_beside_whole_ones():
     for rank in worlds.run(mixtures, 2, 2):
         for (mixed, sent, dense), (whole, sent_whole, dense_whole) in rank:
@@ -153,6 +156,7 @@ def awkward(mesh):
     return digest(model.parameters()), optimizer.stats.bytes_sent
 
 
+@pytest.mark.long  # no branch of its own
 def test_shares_that_do_not_divide():
     results = worlds.run(awkward, 2, 3)
     assert len(set(results)) == 1 and results[0][1] > 0

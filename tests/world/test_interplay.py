@@ -156,6 +156,7 @@ def other_forms(mesh, names):
     return found
 
 
+@pytest.mark.long  # no branch of its own
 def test_fused_foreach_and_capturable_optimizers_end_where_plain_ones_do():
     for found in worlds.run(other_forms, 2, 1, ["demo", "diloco"]):
         assert set(found.values()) == {(True, True)}, found

@@ -187,6 +187,7 @@ def learned(communicator, scheme):
         return float(loss(torch.randn(2000, 32, generator=torch.Generator().manual_seed(2))))
 
 
+@pytest.mark.long  # no branch of its own
 def test_owners_cost_no_loss():
     """An answer of one message's size cost 8 % here, and up to a third in benchmarks/links.py."""
     scheme = dt.demo(topk=1, decay=0.95, precision="sign", error_feedback=False)

@@ -329,6 +329,7 @@ def wrongly(mesh):
     return errors
 
 
+@pytest.mark.long_cases("2")
 @pytest.mark.parametrize("shards", [1, 2])
 def test_gradients_on_their_way_cannot_be_changed_doubled_or_forgotten(shards):
     for rank in worlds.run(wrongly, 1, shards):

@@ -186,6 +186,7 @@ VERIFY = dt.Safety(verify_every=2)
 REPAIR = dt.Safety(verify_every=2, on_desync="repair")
 
 
+@pytest.mark.long_cases("weights")
 @pytest.mark.parametrize("what", ["weights", "state"])
 def test_drift_is_found_and_named_on_all_ranks(what):
     text = "replica 1 differs from the others in layers.0.weight after step 4"

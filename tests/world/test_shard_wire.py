@@ -229,6 +229,7 @@ def levels(mesh):
     return found
 
 
+@pytest.mark.long  # no branch of its own
 def test_a_replica_on_two_nodes_is_replicated_by_any_scheme():
     for found in worlds.run(levels, 2, 2):
         for (_, equal), sent in found.values():

@@ -76,6 +76,7 @@ def staged(mesh, names):
     return plain == through, {*found.operations}, dt.fingerprint(built(Plain), slow)[1]
 
 
+@pytest.mark.long_cases("1")
 @pytest.mark.parametrize("shards", [1, 2])
 def test_messages_through_host_memory_train_the_same_bits(shards):
     names = NAMES if shards == 1 else NAMES[1:2]

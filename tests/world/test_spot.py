@@ -14,6 +14,7 @@ TRACE += [Event(2100, 1, 0, 2700), Event(2700, 0, 2, 3300), Event(3300, 2, 0, 39
 TRACE += [Event(3900, 0, 1, 4200)]
 
 
+@pytest.mark.long  # no branch of its own
 def test_machines_of_a_trace_come_and_go_and_what_stays_is_equal_and_complete(tmp_path):
     with Conductor(tmp_path, pace_s=0.0, limit_s=LIMIT_S) as conductor:
         found = [conductor.handle(event, random.Random(number)) for number, event in enumerate(TRACE)]

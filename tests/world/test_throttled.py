@@ -40,6 +40,7 @@ def exchanges(mesh):
     return senders, float(total[0]), times, clock.now - 200
 
 
+@pytest.mark.long  # no branch of its own
 def test_exchanges_take_as_long_as_on_a_real_link_that_the_node_shares():
     """2 nodes of 2 ranks at 1000 bytes/s, half a second per hop: gathers and reduces send 1000 bytes per rank."""
     outcomes = worlds.run(exchanges, 2, 2)

@@ -103,6 +103,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.long_cases("demo-tiles-64-sign-signsgd", "streaming-adamw", "decoupled-adamw-adamw", "sparta-signsgd")
 @some(
     "scheme, base",
     [(name, base) for name in SCHEMES for base in ("adamw", "signsgd")],
@@ -116,6 +117,18 @@ def test_nodes_of_1_and_2_ranks_train_as_two_nodes_of_2(scheme: str, base: str) 
     assert per_node == [even[0][1] + even[1][1], even[2][1] + even[3][1]]
 
 
+@pytest.mark.long_cases(
+    "full-adamw-sizes1",
+    "demo-signsgd-sizes13",
+    "demo-owner-adamw-sizes18",
+    "demo-tiles-64-sign-signsgd-sizes30",
+    "random-late-adamw-sizes33",
+    "streaming-signsgd-sizes45",
+    "sparseloco-adamw-sizes50",
+    "muloco-2bit-signsgd-sizes62",
+    "sparta-adamw-sizes65",
+    "decoupled-adamw-signsgd-sizes77",
+)
 @some(
     "scheme, base, sizes",
     product(zoo.KINDS, ["adamw", "signsgd"], [(2, 4), (2, 3), (3, 1), (1, 2, 3)]),
@@ -130,6 +143,7 @@ def test_replicas_of_any_sizes_agree_whatever_the_shapes(scheme: str, base: str,
     assert all(each[2] == ranks[0][2] for each in ranks)
 
 
+@pytest.mark.long_cases("full")
 @pytest.mark.parametrize("scheme", ["full", "muloco"])
 def test_muon_takes_whole_matrices_on_any_node(scheme: str) -> None:
     uneven, even = (trained(sizes, scheme, "muon") for sizes in ((1, 2), (2, 2)))
@@ -160,6 +174,7 @@ def _padding(sizes: Sizes, scheme: str) -> Any:
     return run.weights(), zoo.Padded().words.weight[zoo.Padded.padding].detach()
 
 
+@pytest.mark.long_cases("diloco")
 @pytest.mark.parametrize("scheme", ["demo", "diloco"])
 def test_padding_rows_stay_in_pieces(scheme: str) -> None:
     uneven, even = (run(_padding, sizes, scheme) for sizes in ((1, 2), (2, 2)))
@@ -171,6 +186,7 @@ def _overlapped(sizes: Sizes) -> Any:
     return Run(sizes, "demo").train(3, overlap=True).weights()
 
 
+@pytest.mark.long  # no branch of its own
 def test_overlap_changes_nothing() -> None:
     assert all(equal(each, trained_in(3)) for each in run(_overlapped, (1, 2)))
 
@@ -195,6 +211,7 @@ def _frozen(sizes: Sizes, scheme: str) -> Any:
     return run.weights()
 
 
+@pytest.mark.long_cases("demo-owner")
 @some("scheme", ["demo", "demo-owner", "diloco", "streaming"], keep=["demo-owner", "streaming"])
 def test_parameters_freeze_and_schemes_change(scheme: str) -> None:
     uneven, even = (run(_frozen, sizes, scheme) for sizes in ((1, 2), (2, 2)))
@@ -216,6 +233,7 @@ def test_a_difference_in_one_piece_stops_all_ranks_by_name() -> None:
     assert all("layers.1.weight" in text for _, text in found)
 
 
+@pytest.mark.long  # no branch of its own
 def test_a_difference_in_one_piece_is_repaired() -> None:
     ranks = run(_desync, (1, 2, 1), True)
     assert {kind for (kind, _), _ in ranks} == {"nothing"}
@@ -258,6 +276,7 @@ def _late(_: Any, sizes: Sizes, rank: int) -> Any:
     return worlds.caught(run.train, 4)[0], run.step
 
 
+@pytest.mark.long_cases("2")
 @pytest.mark.parametrize("rank", [0, 2])
 def test_all_ranks_stop_at_one_step_where_the_device_decides(rank: int) -> None:
     """A rank that is a node of its own knows at once what others must first tell each other."""
@@ -293,12 +312,23 @@ def _going_on(sizes: Sizes, folder: str, scheme: str, base: str) -> Any:
     return equal(weights, after) and equal(resumed, state), loaded.merged
 
 
+@pytest.mark.long_cases(
+    "full-adamw",
+    "demo-signsgd",
+    "demo-tiles-64-sign-signsgd",
+    "streaming-signsgd",
+    "sparseloco-adamw",
+    "muloco-2bit-signsgd",
+    "sparta-adamw",
+    "decoupled-adamw-signsgd",
+)
 @covered("scheme, base", zoo.KINDS, ["adamw", "signsgd"])
 def test_resuming_goes_on_bit_for_bit(scheme: str, base: str, tmp_path: Path) -> None:
     scheme = "random" if scheme == "random-late" else scheme
     assert set(run(_going_on, (1, 2), str(tmp_path), scheme, base)) == {(True, "exactly as saved")}
 
 
+@pytest.mark.long_cases("demo-worlds_of0", "diloco-worlds_of8", "streaming-worlds_of9")
 @covered(
     "scheme, worlds_of",
     ["demo", "demo-owner", "diloco", "streaming"],
@@ -317,6 +347,7 @@ def test_a_checkpoint_of_equally_cut_nodes_is_the_same_file(
         assert all(equal(weights, after[0]) for _, weights, _, _ in resumed)
 
 
+@pytest.mark.long_cases("now0-demo", "now3-diloco", "now7-diloco")
 @covered("now, scheme", [(1, 1), (2, 3), (3,), (1, 2, 1)], ["demo", "diloco"])
 def test_a_checkpoint_loads_on_any_division(scheme: str, now: Sizes, tmp_path: Path) -> None:
     run(_saved, (1, 2), str(tmp_path), scheme, "adamw")
@@ -339,6 +370,7 @@ def _apart(sizes: Sizes, folder: str) -> Any:
     return equal(again.train(2).weights(), after), sorted(path.name for path in loaded.path.iterdir())
 
 
+@pytest.mark.long  # no branch of its own
 def test_nodes_without_a_shared_file_system_need_their_own_files_alone(tmp_path: Path) -> None:
     ranks = run(_apart, (1, 2), str(tmp_path))
     assert all(same for same, _ in ranks)

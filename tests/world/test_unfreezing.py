@@ -200,6 +200,7 @@ def disagreeing(mesh, scheme):
     return caught(advance, model, optimizer, rank, range(2, 9))
 
 
+@pytest.mark.long_cases("diloco")
 @some("name", ["full", "demo", "demo-owner", "diloco"], keep=["demo-owner", "diloco"])
 def test_shards_of_replicas_that_disagree_all_stop(name):
     errors = set(worlds.run_alone(disagreeing, 2, 2, SCHEMES[name]))
@@ -217,6 +218,7 @@ def one_shard_disagrees(mesh):
     return caught(optimizer.step)
 
 
+@pytest.mark.long  # no branch of its own
 def test_shards_that_disagree_all_stop():
     for kind, text in worlds.run_alone(one_shard_disagrees, 2, 2):
         assert kind == Desync.__name__ and "began or ceased to train layers.0.bias, the others did not" in text
@@ -256,6 +258,7 @@ def turned_after_an_evaluation(mesh, name, frozen, by_group, reshards):
     return moved, digest(shards)
 
 
+@pytest.mark.long_cases("demo-False-True", "diloco-True-False")
 @covered("name, frozen, by_group", ["full", "demo", "diloco"], [False, True], [False, True])
 def test_what_is_set_after_an_evaluation_counts(name, frozen, by_group):
     ends = worlds.run(turned_after_an_evaluation, 2, 2, name, frozen, by_group, False)
@@ -296,6 +299,7 @@ def trained_by_a_method(mesh, frozen, reshards):
     return moved, digest(optimizer.param_groups[0]["params"])
 
 
+@pytest.mark.long  # no branch of its own
 @pytest.mark.parametrize("frozen", [False, True])
 def test_what_is_set_after_an_evaluation_counts_where_a_method_of_its_own_trains(frozen):
     ends = worlds.run(trained_by_a_method, 2, 2, frozen, False)

@@ -249,6 +249,7 @@ def with_a_hook(mesh, scheme, where):
     return outcomes
 
 
+@pytest.mark.long_cases("after-scheme3")
 @covered("where, scheme", ["before", "after"], [dt.full(), dt.demo(topk=2, chunk=8)])
 def test_a_hook_that_raises_on_one_rank_does_not_leave_it_a_step_behind_the_others(scheme, where):
     others, raising = worlds.run_alone(with_a_hook, 2, 1, scheme, where)
