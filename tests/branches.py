@@ -1,0 +1,147 @@
+"""Runs the tests of `make test` on a clone whose branches are marked: which do they take, and what does it cost?
+
+python tests/branches.py [--out benchmarks/results/suite.json] [--processes 2] [arguments of pytest ...]
+
+A branch is the body of a function, an `if`, an `else` (also one that is not written), a loop, its end, a handler or a
+case. Forks and other interpreters write to the same marks. It prints the tests, the seconds of the processor and of the
+clock, and the branches of the core and of the package; `benchmarks/door.py` prints them again from `--out`.
+`tests/layers` is left out: it reads the sources, which the marks change. Kernels in Triton have no marks.
+"""
+
+import argparse
+import ast
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FILE = "DETONATION_TEST_BRANCHES"
+MARKS = f"""import mmap, os
+with open(os.environ["{FILE}"], "r+b") as file:
+    TAKEN = mmap.mmap(file.fileno(), 0)
+"""
+HEAD = "from branch_marks import TAKEN as _TAKEN"
+
+
+class Marked:
+    """The branches of all files, as (path, line), in the order of their marks."""
+
+    def __init__(self) -> None:
+        self.branches: list[tuple[str, int]] = []
+
+    def source(self, text: str, path: str) -> str:
+        """The source with a mark in each branch."""
+        tree = ast.parse(text)
+        self._mark(tree, path)
+        start = _after_docstring(tree.body)
+        while any(
+            isinstance(each, ast.ImportFrom) and each.module == "__future__" for each in tree.body[start : start + 1]
+        ):
+            start += 1
+        tree.body[start:start] = ast.parse(HEAD).body
+        return ast.unparse(ast.fix_missing_locations(tree)) + "\n"
+
+    def _mark(self, node: ast.AST, path: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            self._mark(child, path)
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                self._into(node.body, node, path, _after_docstring(node.body))
+            case ast.If() if "TYPE_CHECKING" not in ast.dump(node.test):
+                self._into(node.body, node, path)
+                self._into(node.orelse, node, path)
+            case ast.For() | ast.AsyncFor():
+                self._into(node.body, node, path)
+                self._into(node.orelse, node, path)
+            case ast.While():
+                self._into(node.body, node, path)
+                if not isinstance(node.test, ast.Constant):
+                    self._into(node.orelse, node, path)
+            case ast.ExceptHandler():
+                self._into(node.body, node, path)
+            case ast.Match():
+                for each in node.cases:
+                    self._into(each.body, each.pattern, path)
+                last = node.cases[-1]
+                if last.guard or not (isinstance(last.pattern, ast.MatchAs) and last.pattern.pattern is None):
+                    node.cases.append(ast.match_case(ast.MatchAs(), None, []))
+                    self._into(node.cases[-1].body, node, path)
+
+    def _into(self, body: list[ast.stmt], node: ast.AST, path: str, at: int = 0) -> None:
+        body.insert(at, ast.parse(f"_TAKEN[{len(self.branches)}] = 1").body[0])
+        self.branches.append((path, getattr(node, "lineno", 0)))
+
+
+def _after_docstring(body: Sequence[ast.stmt]) -> int:
+    first = body[0] if body else None
+    return int(isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and type(first.value.value) is str)
+
+
+def marked(tree: Path) -> Marked:
+    """Marks all sources below `tree`, a copy of this repository."""
+    found = Marked()
+    for file in sorted(tree.glob("src/detonation/**/*.py")):
+        text = file.read_text(encoding="utf-8")
+        if "@triton.jit" not in text:
+            file.write_text(found.source(text, file.relative_to(tree).as_posix()), encoding="utf-8")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the figures to this file, too")
+    parser.add_argument("--missed", action="store_true", help="print the branches of the core that no test takes")
+    parser.add_argument("--processes", type=int, default=2)
+    given, more = parser.parse_known_args()
+    with tempfile.TemporaryDirectory(prefix="branches-") as folder:
+        tree, marks, helper = Path(folder, "tree"), Path(folder, "marks"), Path(folder, "helper")
+        subprocess.run(["git", "clone", "--quiet", "--local", str(ROOT), str(tree)], check=True)
+        helper.mkdir()
+        helper.joinpath("branch_marks.py").write_text(MARKS)
+        branches = marked(tree).branches
+        marks.write_bytes(bytes(len(branches)))
+        paths = os.pathsep.join([str(tree / "src"), str(helper)])
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, FILE: str(marks)}
+        env.pop("PYTHONDONTWRITEBYTECODE", None)
+        command = [sys.executable, "-m", "pytest", "--ignore", "tests/layers", "-p", "no:cacheprovider", "--tb=short"]
+        command += ["--numprocesses", str(given.processes), "--dist", "loadfile", "--no-loadscope-reorder"]
+        began = time.perf_counter()
+        ran = subprocess.Popen([*command, *more], cwd=tree, env=env, stdout=subprocess.PIPE, text=True)
+        assert ran.stdout is not None
+        last = ""
+        for line in ran.stdout:
+            print(line, end="", flush=True)
+            last = line if " passed" in line else last
+        failed = ran.wait()
+        lasted = time.perf_counter() - began
+        taken = marks.read_bytes()
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    passed = re.search(r"(\d+) passed", last)
+    core = [number for number, (path, _) in enumerate(branches) if path.startswith("src/detonation/core/")]
+    figures = {
+        "date": date.today().isoformat(),
+        "tests": int(passed[1]) if passed else 0,
+        "processor_s": round(used.ru_utime + used.ru_stime),
+        "clock_s": round(lasted),
+        "busy": round(os.getloadavg()[2], 1),
+        "core": [sum(taken[number] for number in core), len(core)],
+        "package": [sum(taken), len(branches)],
+    }
+    if given.missed:
+        print(*("{}:{}".format(*branches[number]) for number in core if not taken[number]), sep="\n")
+    print(json.dumps(figures))
+    if given.out and not failed:
+        given.out.write_text(json.dumps(figures) + "\n")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
