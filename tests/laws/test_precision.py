@@ -192,6 +192,11 @@ def test_clipping_to_the_median_holds_down_one_that_is_too_loud():
     assert agreement[0] < 0 < 0.8 < agreement[1]
 
 
+def test_the_median_norm_is_that_of_the_replicas_that_sent_something():
+    norms = torch.tensor([0.0, 0.0, 1.0, 2.0, 8.0])
+    assert AGGREGATIONS["clipped_mean"].weights(norms).tolist() == [1.0, 1.0, 1.0, 1.0, 0.25]
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("chunk", [65_536, 65_537, 1 << 20])
 def test_a_chunk_may_be_longer_than_sixteen_bits_count(chunk, compiled, monkeypatch):
