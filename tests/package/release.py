@@ -2,9 +2,9 @@
 
     make release-check
 
-Builds sdist and wheel, and installs the wheel with its extra `train` and torch 2.13. There it asks for help and
-versions, trains two replicas under torchrun, and reads the README's loop with the types of torch by mypy and by
-pyright. All of it lies in a temporary directory.
+Builds sdist and wheel, and installs the wheel with its extra `train`: once with the oldest torch that it allows, and once
+with torch 2.13. There it asks for help and versions, trains two replicas under torchrun, and verifies their checkpoint.
+With torch 2.13, mypy and pyright read the README's loop. All of it lies in a temporary directory.
 """
 
 import os
@@ -17,9 +17,10 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TORCH = "torch==2.13.0"
+TORCHES = ("2.10.0", "2.13.0")
+"""The oldest, which pyproject.toml names, and the one that `make` installs."""
 SHORT = ("--shards", "1", "--steps", "4", "--set", "train.log_every=2", "train.validation_batches=1")
-LAUNCHED = ("--standalone", "--nproc-per-node", "2", "-m", "detonation", "train", "quick-lm", *SHORT, "--out", "run")
+LAUNCHED = ("--standalone", "--nproc-per-node", "2", "-m", "detonation", "train", "quick-lm", *SHORT)
 PROGRAM = """from collections.abc import Iterable
 
 {imports}
@@ -47,17 +48,20 @@ def typed(readme: str) -> str:
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for environment in ("tools", "clean"):
+        for environment in ("tools", *TORCHES):
             venv.create(folder / environment, with_pip=True, symlinks=True)
-        tools, clean = folder / "tools/bin", folder / "clean/bin"
+        tools = folder / "tools/bin"
         run(folder, tools / "pip", "install", "--quiet", "build", "twine", "mypy", "pyright")
         run(ROOT, tools / "python", "-m", "build", "--outdir", folder / "dist")
         run(folder, tools / "twine", "check", "--strict", *(folder / "dist").iterdir())
         (wheel,) = (folder / "dist").glob("*.whl")
-        run(folder, clean / "pip", "install", "--quiet", TORCH, f"{wheel}[train]")
-        for arguments in (["--help"], ["--version"]):
-            run(folder, clean / "detonation", *arguments)
-        run(folder, clean / "torchrun", *LAUNCHED)
+        for torch in TORCHES:
+            clean, out = folder / torch / "bin", f"run-{torch}"
+            run(folder, clean / "pip", "install", "--quiet", f"torch=={torch}", f"{wheel}[train]")
+            for arguments in (["--help"], ["--version"]):
+                run(folder, clean / "detonation", *arguments)
+            run(folder, clean / "torchrun", *LAUNCHED, "--out", out)
+            run(folder, clean / "detonation", "verify", out)
         (folder / "loop.py").write_text(typed((ROOT / "README.md").read_text()))
         run(folder, tools / "mypy", "--strict", "--python-executable", clean / "python", "loop.py")
         run(folder, tools / "pyright", "--pythonpath", clean / "python", "loop.py")
