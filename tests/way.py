@@ -59,7 +59,7 @@ SIZES = {
     "verbs": 11,
     "recipe keys": 118,
     "private names of core that the application imports": 19,
-    "words of README": 842,
+    "words of README": 841,
     "words of docs": 39_493,
 }
 """The size of the package, at most. The numbers only fall."""

@@ -2,7 +2,7 @@
 
     make release-check
 
-Builds sdist and wheel, and installs the wheel with its extra `train`: once with the oldest torch that it allows, and once
+Builds sdist and wheel, and installs the wheel with its extra `train`, with the oldest torch that it allows and
 with torch 2.13. There it asks for help and versions, trains two replicas under torchrun, and verifies their checkpoint.
 With torch 2.13, mypy and pyright read the README's loop. All of it lies in a temporary directory.
 """

@@ -211,6 +211,14 @@ def test_auto_takes_owners_once_an_all_gather_sends_more():
         traffic.require_below_dense(dt.demo(), layout, replicas)
 
 
+def test_headers_do_not_drive_auto_to_owners_who_cost_loss():
+    scheme = dt.demo(topk=30, chunk=48)
+    layout = scheme.codec.layout({"w": (12, 48)})
+    bare, whole = (traffic.exchange_bytes("all-gather", scheme, layout.rows, 3, bare=bare) for bare in (True, False))
+    assert bare < traffic.dense_bytes(layout.numel, 3) < whole
+    assert traffic.collective_for(scheme, layout, 3) == "all-gather"
+
+
 class ByWholeMessages:
     rowwise = False
 
