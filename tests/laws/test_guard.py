@@ -198,6 +198,15 @@ def test_a_signal_that_must_not_reach_the_memory_is_found(value, size, dtype, la
     assert first_nonfinite(signals, runtime) == 4
 
 
+def test_a_change_of_some_replicas_is_named_by_what_the_first_of_them_changed():
+    counts = FaultCounts(["a", "b"], 0)
+    counts.changing = 3
+    counts.announced(2, "b")
+    counts.announced(1, "a")
+    counts.stop_if_apart()
+    assert "replicas 1, 2 began or ceased to train a," in str(counts.error(counts.fatal, 7))
+
+
 def test_who_tells_nothing_counts_as_zeros_and_skips_are_counted():
     said, _ = honest("list")
     ledger = FaultCounts(["w"], 0, "skip")

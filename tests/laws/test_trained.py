@@ -5,8 +5,10 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 import detonation as dt
+from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest
 from zoo import KINDS, SCHEMES, Plain, batch, built
@@ -90,3 +92,20 @@ def test_law_10_what_is_trained_may_change(base, name):
                 return everything(model, optimizer)
 
             assert simulate_replicas(resume, replicas) == [end for end, *_ in ends], (replicas, step, frozen_as_at)
+
+
+def test_law_1_what_stays_keeps_its_memory_when_another_parameter_leaves():
+    def end(beside):
+        model = nn.ParameterDict({name: torch.zeros(4, 16) for name in "ab"})
+        model["b"].requires_grad_(beside)
+        base = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = dt.replicate(base, model, LoopbackCommunicator(2), dt.demo(topk=2, chunk=16))
+        for step in range(4):
+            model["b"].requires_grad_(beside and step < 2)
+            for parameter in model.values():
+                drawn = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+                parameter.grad = drawn if parameter.requires_grad else None
+            optimizer.step()
+        return model["a"].detach()
+
+    assert torch.equal(end(beside=True), end(beside=False))
