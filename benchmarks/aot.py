@@ -56,8 +56,6 @@ CONFIGURATIONS: dict[str, tuple[dt.schemes.Scheme, int]] = {
     "random_sign 1/8": (dt.random_sign(), 2),
     "random_sign 1/8, owners": (dt.random_sign(), 8),
     "striding 1/16": (dt.schemes.striding(), 2),
-    "slicing 1/16": (dt.schemes.slicing(), 2),
-    "slicing 1/64": (dt.schemes.slicing(rate=1 / 64), 2),
     "full": (dt.full(), 2),
 }
 GPU = FakeGPU(90).activate()

@@ -20,7 +20,6 @@ SCHEMES = [
     dt.random_sign(rate=1 / 4),
     dt.random_sign(rate=1 / 8),
     dt.schemes.striding(),
-    dt.schemes.slicing(),
     dt.diloco(),
     dt.schemes.local_sgd(),
     dt.schemes.streaming_diloco(fragments=1),

@@ -58,7 +58,6 @@ CASES: dict[str, tuple[dt.schemes.Scheme, Base, torch.dtype]] = {
     "random 1/16 + SignSGD": (dt.schemes.random(), signs, torch.float32),
     "random_sign 1/8 + SignSGD": (dt.random_sign(), signs, torch.float32),
     "striding + SignSGD": (dt.schemes.striding(), signs, torch.float32),
-    "slicing + SignSGD": (dt.schemes.slicing(), signs, torch.float32),
     "diloco + AdamW": (dt.diloco(every=4), adamw, torch.float32),
     "diloco int8 + AdamW": (dt.diloco(every=4, precision="int8"), adamw, torch.float32),
     "local_sgd + AdamW": (dt.schemes.local_sgd(every=4), adamw, torch.float32),

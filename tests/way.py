@@ -51,7 +51,7 @@ CEILINGS = {
 """Python calls of one `optimizer.step()`, moves from one file to another, and files: at most. They only fall."""
 
 SIZES = {
-    "lines of core": 11_948,
+    "lines of core": 11_865,
     "files of core": 87,
     "lines of src": 38_264,
     "files of src": 249,
@@ -60,7 +60,7 @@ SIZES = {
     "recipe keys": 118,
     "private names of core that the application imports": 19,
     "words of README": 841,
-    "words of docs": 39_493,
+    "words of docs": 39_418,
 }
 """The size of the package, at most. The numbers only fall."""
 

@@ -25,7 +25,7 @@ import detonation as dt
 from detonation.core.codec.aggregate import ClippedMean
 from detonation.core.codec.message_rows import MessageRows
 from detonation.core.codec.received import Arrived
-from detonation.core.codec.selection import Random, Slicing, Striding, random_start
+from detonation.core.codec.selection import Random, Striding, random_start
 from detonation.core.compute.nonfinite import LIMIT, SIGNAL_LIMIT
 from detonation.core.engine.choice import engine_for
 from detonation.core.engine.reference import ReferenceEngine
@@ -140,7 +140,7 @@ def scan(device: torch.device, number: int) -> list[Compared]:
 
 
 def rotation(device: torch.device, number: int) -> list[Compared]:
-    rule: Any = (Random(0.3), Striding(1 / 16), Slicing(1 / 64))[number]
+    rule: Any = (Random(0.3), Striding(1 / 16), Striding(1 / 300))[number]
     rows, seed, step = 70, 5, 3
     cycle, share, deal = rule.place(step, seed)
     coding = launching.Coding(rule.chunk, rule.k, "none", type(rule).__name__.lower(), "fp32", 1, 0, False)

@@ -21,11 +21,13 @@ GONE_KEYS = {
     "shakespeare": "take sotu, or a text file of your own",
     "lookahead": "leave it out; optimizer.overlap() hides the network at no cost of loss",
     "distro": 'take demo with precision "sign", error_feedback = false and a delay',
+    "demo_published": 'take demo with tiles = true, aggregate = "mean_nonzero" and link = "all-gather"',
+    "slicing": "take striding, or random",
     "reverse": "leave it out, and give a file with the languages in the other order",
     "namespaces": "leave it out; `link` emulates the network",
     "shard_resync_every": "leave it out, or give dt.shard_wire(resync_every=...) in a loop of your own",
 }
-"""Keys and data of recipes that version 0.2 has no more, and what to do in their place."""
+"""Keys, schemes and data of recipes that version 0.2 has no more, and what to do in their place."""
 
 _PLAIN: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -5,7 +5,7 @@ from detonation.core.codec.basis import DCT, Basis, Identity, TileDCT
 from detonation.core.codec.codebooks import BlockCodebook
 from detonation.core.codec.codec import Codec
 from detonation.core.codec.precision import PRECISIONS, Float, Precision
-from detonation.core.codec.selection import Everything, Random, Rotation, Selection, Slicing, Striding, TopK
+from detonation.core.codec.selection import Everything, Random, Rotation, Selection, Striding, TopK
 from detonation.core.compute.scatter_sum import scatter_sum
 from detonation.core.memory import Feedback
 from detonation.core.round import Round
@@ -38,7 +38,6 @@ __all__ = [
     "Round",
     "Scheme",
     "Selection",
-    "Slicing",
     "Striding",
     "TileDCT",
     "TopK",

@@ -1,9 +1,9 @@
 """Every scheme, each a function of its arguments. A face, like `detonation` itself, which has the ones most used."""
 
 from detonation.core.schemes.compressed import demo_diloco, muloco, sparseloco, sparta
-from detonation.core.schemes.gradients import decoupled_adamw, demo, demo_published, full, loco, none
+from detonation.core.schemes.gradients import decoupled_adamw, demo, full, loco, none
 from detonation.core.schemes.parameters import diloco, eager_diloco, local_sgd, streaming_diloco
-from detonation.core.schemes.rotating import random, random_sign, slicing, striding
+from detonation.core.schemes.rotating import random, random_sign, striding
 from detonation.core.schemes.scheme import Scheme
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "decoupled_adamw",
     "demo",
     "demo_diloco",
-    "demo_published",
     "diloco",
     "eager_diloco",
     "full",
@@ -21,7 +20,6 @@ __all__ = [
     "none",
     "random",
     "random_sign",
-    "slicing",
     "sparseloco",
     "sparta",
     "streaming_diloco",

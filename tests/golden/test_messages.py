@@ -16,7 +16,6 @@ SCHEMES = {
     "demo": dt.demo(topk=2, chunk=16),
     "random": dt.schemes.random(rate=1 / 16),
     "striding": dt.schemes.striding(rate=1 / 16),
-    "slicing": dt.schemes.slicing(rate=1 / 4),
     "full": dt.full(precision="bf16"),
     "demo-2bit": dt.demo(topk=9, chunk=16, precision="2bit"),
     "random-sign": dt.random_sign(rate=1 / 4),

@@ -17,7 +17,7 @@ from detonation.core.codec.aggregate import ClippedMean, Divided
 from detonation.core.codec.basis import Identity
 from detonation.core.codec.message_rows import MessageRows, SharedIndices, Workspace
 from detonation.core.codec.received import Arrived, Sums
-from detonation.core.codec.selection import Random, Rotation, Slicing, Striding, TopK, random_start
+from detonation.core.codec.selection import Random, Rotation, Striding, TopK, random_start
 from detonation.core.compute.nonfinite import LIMIT, SIGNAL_LIMIT, first_nonfinite
 from detonation.core.engine.choice import engine_for
 from detonation.core.engine.reference import ReferenceEngine
@@ -41,7 +41,7 @@ RUN["demo-int8"] = dt.demo(topk=3, chunk=16, precision="int8")
 RUN["demo-clipped-2bit"] = dt.demo(topk=3, chunk=16, precision="2bit", aggregate="clipped_mean")
 COMPARED = [
     "demo", "demo-128", "demo-clipped-2bit", "demo-senders-bf16", "demo-alpha", "demo-sign", "demo-bitmap-2bit",
-    "random-odd", "random-majority", "random-sign", "striding", "slicing", "loco", "muloco-2bit",
+    "random-odd", "random-majority", "random-sign", "striding", "loco", "muloco-2bit",
     "random-int8-clipped", "demo-int8", "local-sgd",
 ]  # fmt: skip
 """One of every basis, selection, precision, aggregation and coding of indices that kernels know."""
@@ -164,7 +164,7 @@ def test_a_signal_that_is_not_finite_is_found_and_changes_nothing():
 
 @pytest.mark.parametrize(
     "rule",
-    [Random(1 / 8), Random(1 / 8, cycle=False), Random(0.3), Random(1 / 300), Striding(1 / 16), Slicing(1 / 64)],
+    [Random(1 / 8), Random(1 / 8, cycle=False), Random(0.3), Random(1 / 300), Striding(1 / 16)],
     ids=repr,
 )
 def test_rotations_are_those_of_the_selection(rule: Rotation):
@@ -346,13 +346,13 @@ def test_replicas_agree_and_train_as_without_kernels(name, monkeypatch):
 
 
 SUMS = {name: SCHEMES[name] for name in ("random-odd", "striding", "full-bf16")}
-SUMS["slicing, in rows of 1024"] = dt.schemes.slicing(rate=1 / 64)
+SUMS["striding, in long rows"] = dt.schemes.striding(rate=1 / 300)
 SUMS |= {"random, late": dt.schemes.random(rate=1 / 4, delay=1), "diloco": dt.diloco(every=2)}
 
 
 @pytest.mark.parametrize("name", SUMS)
 def test_sums_make_the_bits_of_ordinary_torch(name, monkeypatch):
-    replicas = 3 if "slicing" in name else 2
+    replicas = 3 if "long" in name else 2
     ours, plain = (
         trained(SUMS[name], triton, lambda p: torch.optim.SGD(p, lr=0.01), monkeypatch, replicas)
         for triton in (True, False)

@@ -676,9 +676,7 @@ def test_all_replicas_end_in_words_where_the_process_of_the_store_is_killed():
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=LIMIT_S))
         axis, model = dt.elastic(replica=number, replicas=2, store=store), copy.deepcopy(MODEL)
         optimizer = dt.replicate(torch.optim.AdamW(model.parameters()), model, axis, dt.loco())
-        with pytest.raises(
-            dt.errors.ReplicaLost, match=f"rank {number} has lost the store .* ended or is out of reach"
-        ):
+        with pytest.raises(dt.errors.ReplicaLost, match=f"rank {number} has lost the store .ended or out of reach"):
             for step in itertools.count():
                 model(batch(number, step, 32)).mean().backward()
                 optimizer.step()

@@ -31,7 +31,7 @@ def gradient_schemes(precision, error_feedback):
         "demo": dt.demo(topk=4, chunk=64, **common),
         "random": dt.schemes.random(rate=1 / 2, **common),
         "vote": dt.schemes.striding(rate=1 / 2, aggregate="majority_vote", **common),
-        "senders": dt.schemes.slicing(rate=1 / 2, aggregate="mean_nonzero", **common),
+        "senders": dt.schemes.striding(rate=1 / 2, aggregate="mean_nonzero", **common),
     }
 
 

@@ -1,4 +1,4 @@
-"""`demo_published` against the rule of DeMo's package, in plain torch."""
+"""`demo` as published against the rule of DeMo's package, in plain torch."""
 
 import math
 
@@ -60,8 +60,8 @@ def published(replicas):
 
 
 @pytest.mark.parametrize("replicas", [2, 4, 8])
-def test_demo_published_is_the_rule_of_the_package(replicas):
-    scheme = dt.schemes.demo_published(topk=TOPK, chunk=SIDE, decay=DECAY)
+def test_demo_with_a_mean_over_senders_is_the_rule_of_the_package(replicas):
+    scheme = dt.demo(TOPK, SIDE, tiles=True, decay=DECAY, aggregate="mean_nonzero", link="all-gather")
     theirs = published(replicas)
     for mine, plain in zip(weights_of(scheme, replicas), theirs, strict=True):
         torch.testing.assert_close(mine, plain, atol=1e-5, rtol=1e-4)

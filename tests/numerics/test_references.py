@@ -156,7 +156,7 @@ def test_demo_on_tiles_is_the_papers_rule_on_matrices():
 
 
 def rotating_against_plain(mesh, scheme, comb):
-    """Random, striding and slicing: zero what was sent, mean of the rest of the momentum at the same places."""
+    """Random and striding: zero what was sent, mean of the rest of the momentum at the same places."""
 
     def sent(name, m, step):
         rows = m.reshape(-1).clone()
@@ -171,16 +171,8 @@ def striding_comb(rows, step):
     return ((torch.arange(rows.shape[1]) - step) % 4 == 0).expand_as(rows)
 
 
-def slicing_block(rows, step):
-    return (torch.arange(rows.shape[1]) // 16 == step % 4).expand_as(rows)
-
-
 def test_striding_is_a_comb_that_moves():
     worlds.run(rotating_against_plain, 2, 1, dt.schemes.striding(rate=1 / 4, decay=0.9), striding_comb)
-
-
-def test_slicing_is_a_block_that_moves():
-    worlds.run(rotating_against_plain, 2, 1, dt.schemes.slicing(rate=1 / 4, decay=0.9), slicing_block)
 
 
 def random_against_plain(mesh):
@@ -455,7 +447,7 @@ def lr_means_one_thing(mesh, scheme):
 
 @pytest.mark.parametrize(
     "scheme",
-    [dt.full(), dt.demo(), dt.schemes.random(rate=1 / 4), dt.schemes.striding(), dt.schemes.slicing()],
+    [dt.full(), dt.demo(), dt.schemes.random(rate=1 / 4), dt.schemes.striding()],
     ids=lambda s: s.name,
 )
 def test_law_7_the_step_is_linear_in_lr(scheme):

@@ -21,7 +21,7 @@ from detonation.core.schemes.traffic import message_bytes, overlapped_bytes
 from zoo import GRADIENT, Menagerie, Plain, batch, built
 
 STEPS = 2
-SUMMED = {"full", "full-bf16", "random", "random-odd", "random-late", "striding", "slicing"}  # by the network
+SUMMED = {"full", "full-bf16", "random", "random-odd", "random-late", "striding"}  # by the network
 KINDS = {"full", "demo", "demo-bitmap-2bit", "random-odd", "random-majority", "demo-owner", "random-sign-owner"}
 LATE = {
     "late-sign": dt.demo(chunk=16, precision="sign", error_feedback=False, delay=1),

@@ -138,8 +138,7 @@ def admitted(
             guest.ready()
             follow("the others did not agree on a step", lambda: guest.step() is not None or follower.ended)
             if (step := guest.step()) is None:
-                what = f"before replica {guest.number} came in"
-                raise ReplicaLost(f"training ended after {follower.step} steps, {what}")
+                raise ReplicaLost(f"training ended after {follower.step} steps, before replica {guest.number} came in")
             follow(f"the weights of step {step} did not come", lambda: follower.step == step, step)
             # with a delay the others receive what is on its way before this replica comes in
             follow(f"the others did not synchronize after step {step}", lambda: follower.complete)

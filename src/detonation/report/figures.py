@@ -146,8 +146,7 @@ def frontier(runs: Sequence[tuple[Run, Key]]) -> Chart:
         axes.margins(0.14)
         axes.xaxis.set_major_formatter(_bytes_text)
 
-    note = "After the last step; beside each point the time of all steps. A line joins runs with the lowest loss at "
-    note += "their bytes or fewer."
+    note = "After the last step; beside each point the time of all steps. A line joins the runs that none beats."
     return Chart("frontier", "Loss, bytes and time", note, [key for _, key in runs], draw)
 
 

@@ -3,7 +3,6 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,8 @@ from detonation.cluster.network.profile import SILENT_BYTES, SILENT_S, AxisProfi
 from detonation.core.link.communicator import Axis
 from detonation.core.link.link import Link
 
+Start = Callable[[int], Callable[[], object]]
+"""Starts an exchange of so many bytes, and returns a function that waits for it."""
 _SIZES = 2**10, 2**24
 """The smallest message, and the largest."""
 _HINTS, _SHOWS = 1.1, 1.5
@@ -34,7 +35,7 @@ def probe_axis(axis: Axis, device: torch.device, budget_s: float = 6.0) -> AxisP
     per_node = dist.get_world_size() // axis.size()
     operations, link, silence = {}, Link(axis), 0.0
     if axis.size() > 1:
-        starts: dict[str, Callable[[int], Callable[[], object]]] = {
+        starts: dict[str, Start] = {
             "all-reduce": lambda n: link.all_reduce(torch.zeros(n // 4, device=device)),
             "all-gather": lambda n: link.all_gather(torch.zeros(n, dtype=torch.uint8, device=device)),
             "all-to-all": lambda n: link.all_to_all(
@@ -65,9 +66,7 @@ def fit_line(samples: Sequence[Sample]) -> Operation:
     return Operation(latency, 8 / slope, float(off), list(samples))
 
 
-def _samples(
-    link: Link, start: Callable[[int], Callable[[], object]], device: torch.device, budget_s: float
-) -> list[Sample]:
+def _samples(link: Link, start: Start, device: torch.device, budget_s: float) -> list[Sample]:
     """Times rising sizes until the budget is used up; all ranks agree on the times, and so on the last size."""
     samples: list[Sample] = []
     size, largest = _SIZES
@@ -82,7 +81,7 @@ def _samples(
             repeats = min(max(repeats, _FEWEST), _REPEATS)
         start(size)()  # opens the window of TCP
         sent_before = link.bytes_sent
-        times = _timed(partial(_wait_for, start, size), device, repeats)
+        times = _timed(start, size, device, repeats)
         sent = (link.bytes_sent - sent_before) // repeats
         low, median, high = statistics.quantiles(times, n=4)
         # the mean: a run pays for the late and the lost, too
@@ -93,7 +92,7 @@ def _samples(
     return samples
 
 
-def _timed(exchange: Callable[[], object], device: torch.device, repeats: int, silent_s: float = 0.0) -> list[float]:
+def _timed(start: Start, size: int, device: torch.device, repeats: int, silent_s: float = 0.0) -> list[float]:
     """The seconds of an exchange several times over, each after a silence, averaged over ranks. Collective.
 
     One that begins late waits the less for it: on average over ranks this is the time that an exchange adds to a step.
@@ -103,7 +102,7 @@ def _timed(exchange: Callable[[], object], device: torch.device, repeats: int, s
         time.sleep(silent_s)
         dist.barrier()
         began = time.perf_counter()
-        exchange()
+        start(size)()
         if device.type == "cuda":  # NCCL's wait does not block the host
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - began)
@@ -112,15 +111,10 @@ def _timed(exchange: Callable[[], object], device: torch.device, repeats: int, s
     return [seconds / dist.get_world_size() for seconds in total.tolist()]
 
 
-def _wait_for(start: Callable[[int], Callable[[], object]], size: int) -> object:
-    return start(size)()
-
-
-def _silence(start: Callable[[int], Callable[[], object]], device: torch.device) -> float:
+def _silence(start: Start, device: torch.device) -> float:
     """Seconds that a message of `SILENT_BYTES` takes longer after `SILENT_S` without any. Collective."""
     usual, late = (
-        statistics.median(_timed(partial(_wait_for, start, SILENT_BYTES), device, _PAIR_REPEATS, silent_s))
-        for silent_s in (0.0, SILENT_S)
+        statistics.median(_timed(start, SILENT_BYTES, device, _PAIR_REPEATS, silent_s)) for silent_s in (0.0, SILENT_S)
     )
     return max(0.0, late - usual)
 

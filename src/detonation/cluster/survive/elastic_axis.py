@@ -298,7 +298,7 @@ class Guest:
         while agreement is None:
             if time.monotonic() > deadline:
                 raise ReplicaLost(f"the others did not let replica {self.number} in within {timeout_s:g} s")
-            agreement = self._agreement(report)
+            agreement = self.let_in(report)
         self.membership.join(agreement)
         beside = [report for rank, report in agreement.reports.items() if rank % self._shards == self._shard]
         floor = max(report.floor for report in beside if report.floor < _ALL)
@@ -309,8 +309,8 @@ class Guest:
                 agreement = self.membership.agree(RankReport(_ALL, [], {}, step, users=[step]))
         raise ReplicaLost(f"replica {self.number} could not form a process group with the others")
 
-    def let_in(self) -> Agreement | None:
-        """The agreement that lets this guest in, once there is one. Raises `ReplicaLost` where the others went on."""
+    def let_in(self, report: RankReport | None = None) -> Agreement | None:
+        """The agreement that lets this guest in, if there is one; `report` asks for it. `ReplicaLost` where without."""
         latest = int(self._store.get(EPOCH))
         for epoch in (latest, latest + 1):  # the others may have noted the one, or have agreed on the next
             if not self._store.check([f"{epoch}/record"]):
@@ -320,14 +320,7 @@ class Guest:
                 return agreement
             if agreement.awaited == self.number:
                 raise ReplicaLost(f"the others did not wait for replica {self.number} before step {self.step()}")
-        return None
-
-    def _agreement(self, report: RankReport) -> Agreement | None:
-        """As `let_in`; asks for it."""
-        latest = int(self._store.get(EPOCH))
-        if agreement := self.let_in():
-            return agreement
-        # never for an agreement after that which lets it in: there the others would take it for a report of a member
-        self._store.set(f"{latest + 1}/report/{self.membership.rank}", json.dumps(vars(report)))
-        time.sleep(_POLL_S)
+        if report:  # never for an agreement after that which lets it in: it would be taken for that of a member
+            self._store.set(f"{latest + 1}/report/{self.membership.rank}", json.dumps(vars(report)))
+            time.sleep(_POLL_S)
         return None

@@ -256,8 +256,9 @@ class Membership:
                 self._beat(count)
             except Exception as error:  # whatever it is: the others drop this rank, which must hear of it
                 why = str(error).partition("\n")[0]
-                store = "has lost the store of the replicas, whose process has ended or is out of reach"
-                self._error = f"rank {self.rank} {store}: {type(error).__name__}: {why}"
+                self._error = (
+                    f"rank {self.rank} has lost the store (ended or out of reach): {type(error).__name__}: {why}"
+                )
                 self._notice()
                 return
 

@@ -15,10 +15,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_SOME_ROWS = 2048
-"""Rows per pass on a CPU, as many as stay in a cache."""
-
-
 def mark(indices: Tensor, chunk: int) -> Tensor:
     """The bitmap of rows of `chunk` bits in which `indices` are set.
 
@@ -43,26 +39,12 @@ def marked_indices(bitmap: Tensor, rows: int, k: int, chunk: int, dtype: torch.d
         return kernel.marked(bitmap, rows, k, chunk).to(dtype)
     narrow = torch.uint8 if chunk < 256 else torch.int32
     marked = unpack(bitmap, rows * chunk, 1, torch.uint8).view(*messages, rows, chunk)
-    if marked.device.type == "cpu":
-        return _found_on_cpu(marked.reshape(-1, chunk), k, narrow, dtype).view(*messages, rows, k)
     wanted = torch.arange(1, k + 1, dtype=narrow, device=bitmap.device).expand(*messages, rows, k).contiguous()
     # the place of the first bit at which so many are set; after the last one where there are not so many
     counted = marked.cumsum_(-1) if narrow == marked.dtype else marked.cumsum(-1, dtype=narrow)
     del marked
     found = torch.empty(wanted.shape, dtype=dtype, device=bitmap.device)
     return torch.remainder(torch.searchsorted(counted, wanted, out_int32=True), chunk, out=found)
-
-
-def _found_on_cpu(marked: Tensor, k: int, narrow: torch.dtype, dtype: torch.dtype) -> Tensor:
-    """`marked_indices` of unpacked bitmaps, a few rows at a time."""  # [rows, chunk] uint8 -> [rows, k]
-    chunk, found = marked.shape[1], torch.empty(len(marked), k, dtype=dtype, device="cpu")
-    numbers = torch.arange(chunk, dtype=narrow, device="cpu").repeat(min(len(marked), _SOME_ROWS), 1)
-    for some, indices in zip(torch.split(marked, _SOME_ROWS), torch.split(found, _SOME_ROWS), strict=True):
-        # an index that is not wanted goes to a place before the first, or to one after the last: both are cut off
-        place = some.cumsum(1, dtype=narrow).clamp_(max=min(k + 1, chunk)).mul_(some).to(torch.int64)
-        room = torch.zeros(len(some), k + 2, dtype=narrow, device="cpu")
-        indices.copy_(room.scatter_(1, place, numbers[: len(some)])[:, 1:-1])
-    return found
 
 
 def bitmap_faults(bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:

@@ -86,8 +86,7 @@ class TopK:
 
     def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:  # [rows, chunk] -> [rows, k] int64
         if self.chunk in TOPK_CHUNKS and coefficients.device.type == "cpu" and len(coefficients):
-            library = kernel_library.load_library() if self.chunk in kernel_library.KERNEL_CHUNKS else None
-            if library:
+            if self.chunk in kernel_library.KERNEL_CHUNKS and (library := kernel_library.load_library()):
                 return library.topk(coefficients.contiguous(), self.topk).to(torch.int64)
             return topk_indices(coefficients, self.topk, max(1, CACHE_BLOCK // self.chunk))
         return coefficients.abs().topk(self.topk, dim=1, sorted=False).indices.sort(1).values
@@ -102,7 +101,7 @@ SMALLEST_RATE = 1e-6
 
 @dataclass(frozen=True)
 class Rotation:
-    """The base of the three data-independent selections: one of `shares` equal parts of a row at each step.
+    """The base of the data-independent selections: one of `shares` equal parts of a row at each step.
 
     `shares = ceil(1 / rate)`, so that no step sends more than `rate`; a rate that is not one over a whole number is
     rounded down. The chunk is a multiple of it, so that every message has the same size. In `period` steps every
@@ -110,7 +109,6 @@ class Rotation:
     """
 
     rate: float
-    run = 1  # smallest number of coefficients sent per row
     shared = True
 
     def __post_init__(self) -> None:
@@ -129,7 +127,7 @@ class Rotation:
 
     @cached_property
     def k(self) -> int:
-        return 1 if self.shares == 1 else max(self.run, 64 // self.shares)  # at rate 1 rows of one: no padding is sent
+        return 1 if self.shares == 1 else max(1, 64 // self.shares)  # at rate 1 rows of one: no padding is sent
 
     @cached_property
     def chunk(self) -> int:
@@ -192,18 +190,6 @@ class Striding(Rotation):
         device = coefficients.device
         comb = torch.arange(self.place(step, seed)[1], self.chunk, self.shares, dtype=torch.int64, device=device)
         return _same_for_all_rows(comb, coefficients)
-
-
-@dataclass(frozen=True)
-class Slicing(Rotation):
-    """A block: runs of 16 or more neighbouring coordinates, the next run each step."""
-
-    run = 16
-
-    def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
-        start, device = self.place(step, seed)[1] * self.k, coefficients.device
-        run = torch.arange(start, start + self.k, dtype=torch.int64, device=device)
-        return _same_for_all_rows(run, coefficients)
 
 
 def random_start(*key: int) -> int:

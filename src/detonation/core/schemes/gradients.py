@@ -22,7 +22,7 @@ def momentum(
 ) -> GradientScheme:
     """A scheme with a momentum of the gradients that sends a selection of it at every step.
 
-    It is the common part of `demo`, `random`, `striding` and `slicing`, and the base for new schemes.
+    It is the common part of `demo`, `random` and `striding`, and the base for new schemes.
 
     Args:
         basis: The transform of each row before the selection.
@@ -139,7 +139,7 @@ def demo(
         error_feedback: Whether the rounding error of the precision stays in the momentum. False removes the whole
             coefficient, as DisTrO does; take it with "sign", whose errors are as large as its values.
         aggregate: "mean" over all replicas as in the paper, "mean_nonzero" over the replicas that sent a coefficient as
-            in its published code, "majority_vote", "clipped_mean" or "rescaled_mean".
+            in the authors' package, "majority_vote", "clipped_mean" or "rescaled_mean".
         delay: Steps that a message may be in flight while training goes on, at least 0. It costs much loss
             (docs/findings.md); `Replicated.overlap` costs none.
         link: "all-gather", "owner" (bytes that do not grow with the replicas), or "auto" for the one with fewer bytes,
@@ -163,28 +163,6 @@ def demo(
 
 
 @register
-def demo_published(topk: int = 32, chunk: int = 64, tiles: bool = True, decay: float = 0.999) -> GradientScheme:
-    """`demo` as its authors' package computes it: a coefficient is the mean over the replicas that sent it.
-
-    The paper divides by all replicas, as `demo` does. Every replica receives every message, so that the bytes grow with
-    the replicas. Use it with `SignSGD`.
-
-    Args:
-        topk, chunk, tiles, decay: As in `demo`.
-
-    Raises:
-        ValueError: A value is out of range.
-
-    Example:
-        >>> demo_published().codec.selection.k, demo_published().link
-        (32, 'all-gather')
-
-    Reference: Peng, Quesnelle & Kingma, github.com/bloc97/DeMo, `scatter_reduce(..., "mean", include_self=False)`.
-    """
-    return demo(topk, chunk, tiles, decay, aggregate="mean_nonzero", link="all-gather")
-
-
-@register
 def decoupled_adamw(
     topk: int = 4,
     chunk: int = 64,
@@ -200,7 +178,7 @@ def decoupled_adamw(
 
     The moments are computed from the update that all replicas agreed on, and so are equal everywhere. The update is not
     reduced to its sign, as in the published code, which would make AdamW a smoothed `SignSGD`. The scheme does not
-    choose the optimizer: use it with `torch.optim.AdamW`, and so `random`, `striding` and `slicing`.
+    choose the optimizer: use it with `torch.optim.AdamW`, and so `random` and `striding`.
 
     Args:
         topk, chunk, tiles, decay, alpha, precision, error_feedback, aggregate, link: As in `demo`.

@@ -1,7 +1,7 @@
 """Schemes that send a rotating part of the momentum, the same on all replicas, without indices."""
 
 from detonation.core.codec.basis import Identity
-from detonation.core.codec.selection import Random, Slicing, Striding
+from detonation.core.codec.selection import Random, Striding
 from detonation.core.schemes.gradients import momentum
 from detonation.core.schemes.registry import register
 from detonation.core.schemes.scheme import GradientScheme, LinkKind
@@ -102,33 +102,4 @@ def striding(
     Reference: From et al., FlexDeMo, arXiv 2502.06728.
     """
     selection = Striding(rate)
-    return momentum(Identity(), selection, decay, alpha, precision, error_feedback, aggregate, delay, link)
-
-
-@register
-def slicing(
-    rate: float = 1 / 16,
-    decay: float = 0.999,
-    alpha: float = 1.0,
-    precision: str = "fp32",
-    error_feedback: bool = True,
-    aggregate: str = "mean",
-    delay: int = 0,
-    link: LinkKind = "auto",
-) -> GradientScheme:
-    """Sends blocks of neighbouring coordinates of the momentum, the next blocks at each step.
-
-    Args:
-        rate, decay, alpha, precision, error_feedback, aggregate, delay, link: As in `random`.
-
-    Raises:
-        ValueError: A value is out of range.
-
-    Example:
-        >>> slicing(rate=1 / 16).codec.selection.k
-        16
-
-    Reference: the code published with From et al., arXiv 2502.06728, where this selection sends zeros.
-    """
-    selection = Slicing(rate)
     return momentum(Identity(), selection, decay, alpha, precision, error_feedback, aggregate, delay, link)

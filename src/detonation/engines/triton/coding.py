@@ -8,7 +8,7 @@ from detonation.core.codec.codec import Codec
 from detonation.core.codec.message_rows import SharedIndices
 from detonation.core.codec.precision import PRECISIONS
 from detonation.core.codec.received import Arrived, Received, Sums
-from detonation.core.codec.selection import Everything, Random, Slicing, Striding, TopK
+from detonation.core.codec.selection import Everything, Random, Striding, TopK
 from detonation.core.flat.owners import RowOwners
 from detonation.kernels.gpu.inspection import RowRun
 from detonation.kernels.gpu.launching import Coding, Places
@@ -22,7 +22,7 @@ AGGREGATION_NAMES: dict[type[Aggregation], str] = {
 """The aggregations that kernels know, by type."""
 PRECISION_NAMES = {precision: name for name, precision in PRECISIONS.items()}
 """Every precision's name."""
-_ROTATIONS: dict[type, str] = {Random: "random", Striding: "striding", Slicing: "slicing", Everything: "slicing"}
+_ROTATIONS: dict[type, str] = {Random: "random", Striding: "striding", Everything: "everything"}
 
 
 def why_not_triton(codec: Codec, aggregation: Aggregation | None = None) -> str:

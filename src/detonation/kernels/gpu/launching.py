@@ -27,7 +27,7 @@ launch_counts: Counter[str] = Counter()
 class Coding:
     """The part of a codec that is compiled into a kernel.
 
-    basis: "dct" or "none". selection: "topk", "random", "striding" or "slicing". precision: "fp32", "bf16", "sign",
+    basis: "dct" or "none". selection: "topk", "random", "striding" or "everything". precision: "fp32", "bf16", "sign",
     "2bit", "4bit" or "int8". block: the values that are encoded together. width: bits of an index; 0 where none is
     sent. With `bitmap` a row has a bit for each coefficient.
     """
