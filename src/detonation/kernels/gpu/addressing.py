@@ -37,17 +37,27 @@ def status_of(status, statuses, STATUSES: tl.constexpr):
 
 
 @triton.jit
-def slot_of(starts, rows, slots, SEARCH: tl.constexpr):
+def searched(starts, rows, slots, SEARCH: tl.constexpr):
     """The number of the last slot that begins at or before each row; slots of no rows come before the one they share
     their start with."""
-    low = tl.zeros_like(rows)
+    low = tl.zeros_like(rows).to(tl.int32)
     high = low + slots
     for _ in tl.static_range(SEARCH):
-        middle = (low + high) // 2
+        middle = (low + high) >> 1
         ahead = tl.load(starts + middle) <= rows
         low = tl.where(ahead, middle, low)
         high = tl.where(ahead, high, middle)
     return low
+
+
+@triton.jit
+def slot_of(starts, rows, first, last, slots, SEARCH: tl.constexpr):
+    """`searched` for rows from `first` to `last`, which one slot mostly holds: then one search is enough."""
+    low = searched(starts, first, slots, SEARCH)
+    found = tl.zeros_like(rows).to(tl.int32) + low
+    if tl.load(starts + low + 1, mask=low + 1 < slots, other=1 << 62) <= last:
+        found = searched(starts, rows, slots, SEARCH)
+    return found
 
 
 @triton.jit

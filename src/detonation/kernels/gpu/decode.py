@@ -164,10 +164,11 @@ def decode_kernel(
         share: See `sum_of_vectors`, which makes the update with `SUMMED`.
     """
     column = tl.arange(0, COLUMNS)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row = first + tl.arange(0, ROWS)
     present = row < rows
     row = tl.where(present, row, 0)
-    slot = slot_of(starts, row, slots, SEARCH)
+    slot = slot_of(starts, row, first, first + ROWS - 1, slots, SEARCH)
     start, left = span_of(starts, numels, slot, row, CHUNK)
     inside = present[:, None] & (column[None, :] < left[:, None])
     at = tl.zeros([ROWS, COLUMNS], dtype=tl.int32)

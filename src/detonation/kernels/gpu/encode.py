@@ -16,25 +16,28 @@ from detonation.kernels.gpu.addressing import (
     wide,
 )
 from detonation.kernels.gpu.decode import aggregated, coefficients_of
-from detonation.kernels.gpu.numbers import product_of, quantised, store_bf16, store_fp32, store_packed, write_int8
+from detonation.kernels.gpu.numbers import load_value, product_of, quantised, store_bf16, store_fp32, store_packed, write_int8
 
 
 @triton.jit
 def rows_of_message(
-    which, local, starts, numels, slots, rows, count, turns, run, owned, table, turn, first_row, owner, owners,
+    which, begin, starts, numels, slots, rows, count, turns, run, owned, table, turn, first_row, owner, owners,
     owner_turns, owner_run, owner_owned, flat_rows, column,
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, SELECTION: tl.constexpr, SEARCH: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The rows of the flat that are rows `local` of message `which`: their numbers, their tensors and the first
+    """The rows of the flat that are rows `begin` and after of message `which`: their numbers, their tensors and the first
     coordinates there, whether they exist, which coordinates do, and the places of those that all replicas send.
 
-    Shapes: local `[ROWS]` int64 -> four times `[ROWS]`, `[ROWS, COLUMNS]` bool, `[ROWS, COLUMNS]` int32.
+    Shapes: begin int64 -> four times `[ROWS]`, `[ROWS, COLUMNS]` bool, `[ROWS, COLUMNS]` int32.
     """
+    local = begin + tl.arange(0, ROWS)
     row = dealt_row(which, local, count, turns, run, owned)
+    first = tl.max(dealt_row(which, begin, count, turns, run, owned), axis=0)
+    last = tl.max(dealt_row(which, begin + ROWS - 1, count, turns, run, owned), axis=0)
     present = (local < owned) & (row < rows)
     row = tl.where(present, row, 0)
-    slot = slot_of(starts, row, slots, SEARCH)
+    slot = slot_of(starts, row, first, last, slots, SEARCH)
     start, left = span_of(starts, numels, slot, row, CHUNK)
     inside = present[:, None] & (column[None, :] < left[:, None])
     at = tl.zeros([ROWS, COLUMNS], dtype=tl.int32)
@@ -83,6 +86,9 @@ def encode_kernel(
         RELEASE: How the sent part leaves the residual: "exact", "rounded" to bf16, or "read" from the message, as every
             receiver does; "" where it stays.
     """
+    # the sent part is a few basis vectors, but for a coefficient that was rounded on the way alone
+    SPARSE: tl.constexpr = (BASIS == "dct" and SELECTION == "topk" and WIDTH > 0 and not BITMAP
+                            and (PRECISION != "bf16" or RELEASE == "rounded"))  # fmt: skip
     column = tl.arange(0, COLUMNS)
     in_row = column < CHUNK
     silent = status_of(status, statuses, STATUSES) != 0
@@ -100,9 +106,9 @@ def encode_kernel(
             within = part + tl.arange(0, ROWS)
             local = begin + within
             row, slot, start, present, inside, at = rows_of_message(
-                which, local, starts, numels, slots, rows, count, turns, run, owned, table, turn, first_row, owner,
-                owners, owner_turns, owner_run, owner_owned, flat_rows, column, CHUNK, COLUMNS, K, SELECTION, SEARCH,
-                ROWS
+                which, begin + part, starts, numels, slots, rows, count, turns, run, owned, table, turn, first_row,
+                owner, owners, owner_turns, owner_run, owner_owned, flat_rows, column, CHUNK, COLUMNS, K, SELECTION,
+                SEARCH, ROWS
             )  # fmt: skip
             if AGGREGATION == "":
                 signal = load_coordinates(signals, slot, slots, start, column, inside & (not silent), KINDS)
@@ -150,9 +156,23 @@ def encode_kernel(
                 if RELEASE == "exact" or RELEASE == "rounded":
                     if RELEASE == "rounded":
                         value = as_bf16(value)
-                    sent = tl.where(chosen == 1, value, 0.0)
-                    if BASIS == "dct":
-                        sent = product_of(sent, inverse, COLUMNS)
+                    if SPARSE:
+                        tl.debug_barrier()  # other threads of this program wrote what is read now
+                        total = tl.zeros_like(signal)
+                        for number in range(K):
+                            one, each = within * K + number, local * K + number
+                            if PRECISION == "fp32" or PRECISION == "bf16":
+                                read = load_value(values_out, values_out, each, present, PRECISION, 1, ALIGNED)
+                            else:
+                                read = tl.load(scratch + one, mask=present, other=0.0)
+                            vector = tl.load(numbers + one, mask=present, other=0).to(tl.int32) * COLUMNS
+                            basis = tl.load(inverse + vector[:, None] + column[None, :])
+                            total = tl.fma(tl.broadcast_to(read[:, None], total.shape), basis, total)
+                        sent = total
+                    else:
+                        sent = tl.where(chosen == 1, value, 0.0)
+                        if BASIS == "dct":
+                            sent = product_of(sent, inverse, COLUMNS)
                     signal -= sent * alpha
                 tl.store(place, signal, mask=inside)
         tl.debug_barrier()  # other threads of this program wrote the numbers that are read now
@@ -193,9 +213,9 @@ def encode_kernel(
             for part in range(0, end, ROWS):
                 local = begin + part + tl.arange(0, ROWS)
                 row, slot, start, present, inside, at = rows_of_message(
-                    which, local, starts, numels, slots, rows, count, turns, run, owned, table, turn, first_row, owner,
-                    owners, owner_turns, owner_run, owner_owned, flat_rows, column, CHUNK, COLUMNS, K, SELECTION,
-                    SEARCH, ROWS
+                    which, begin + part, starts, numels, slots, rows, count, turns, run, owned, table, turn, first_row,
+                    owner, owners, owner_turns, owner_run, owner_owned, flat_rows, column, CHUNK, COLUMNS, K,
+                    SELECTION, SEARCH, ROWS
                 )  # fmt: skip
                 sent = coefficients_of(
                     values_out, values_out + statistics_at, values_out + indices_at, local[:, None], present[:, None],

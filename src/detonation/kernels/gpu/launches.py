@@ -121,7 +121,9 @@ class Coder:
         self._rows = max(least, TILE // coding.columns)
         if INTERPRETED:  # which takes its time for rows that do not exist, too
             self._rows = min(self._rows, max(16, power(slots.rows)))
-        self._unit = max(self._rows, coding.block // math.gcd(coding.block, coding.k))
+        # rows share what a product reads of its matrix: encode takes four times as many, in twice as many warps
+        self._together = self._rows * (4 if coding.basis == "dct" and coding.columns <= 64 and not INTERPRETED else 1)
+        self._unit = max(self._together, coding.block // math.gcd(coding.block, coding.k))
         values = self._unit * coding.k + 512 * (coding.precision == "int8")  # of a program; 256 int64 are bins
         most = min(PROGRAMS, max(1, WORKED_ON // values)) if coding.block > 1 else PROGRAMS
         self._programs = max(1, min(most, -(-slots.rows // self._unit)))
@@ -163,8 +165,9 @@ class Coder:
             self._scratch, self._numbers, units,
             **coding.constants, ALIGNED=is_aligned(message, 4), AGGREGATION=given.aggregation,
             **given.constants, RELEASE=release, MEMORY=residual is not None, KINDS=signals.kinds, SEARCH=slots.search,
-            STATUSES=power(status.numel()), UNIT=self._unit, ROWS=self._rows, BYTES=65536 if INTERPRETED else 256,
+            STATUSES=power(status.numel()), UNIT=self._unit, ROWS=self._together, BYTES=65536 if INTERPRETED else 256,
             SHORT=INTERPRETED or coding.precision == "int8",  # which takes its time for them, or whose units are long
+            warps=8 if self._together == self._rows else 16,
         )  # fmt: skip
 
     def decode(

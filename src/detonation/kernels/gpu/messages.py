@@ -301,10 +301,11 @@ def scan_kernel(
     column = tl.arange(0, ROW)
     first = tl.zeros([ROWS], dtype=tl.int64) + slots
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
-        row = wide(tile) * ROWS + tl.arange(0, ROWS)
+        begin = tl.max(wide(tile) * ROWS, axis=0)
+        row = begin + tl.arange(0, ROWS)
         present = row < rows
         row = tl.where(present, row, 0)
-        slot = slot_of(starts, row, slots, SEARCH)
+        slot = slot_of(starts, row, begin, begin + ROWS - 1, slots, SEARCH)
         start, left = span_of(starts, numels, slot, row, ROW)
         inside = present[:, None] & (column[None, :] < left[:, None])
         value = tl.abs(load_coordinates(signals, slot, slots, start, column, inside, KINDS))
