@@ -14,7 +14,7 @@ from detonation.kernels.gpu.addressing import (
     wide,
 )
 from detonation.kernels.gpu.messages import is_last
-from detonation.kernels.gpu.numbers import load_packed, load_value, product_of, sum_of_halves
+from detonation.kernels.gpu.numbers import load_packed, load_value, product_of, ranks_of, sum_of_halves
 
 
 @triton.jit
@@ -241,10 +241,7 @@ def weigh_kernel(
         of_parts = tl.load(squares + place, mask=number[:, None] < replicas, other=0.0)
         norms = tl.sqrt_rn(tl.reshape(sum_of_halves(of_parts, PART_BITS), [REPLICAS]))
         size = tl.where(norms > 0, norms, float("inf"))
-        earlier = (size[None, :] < size[:, None]) | (
-            (size[None, :] == size[:, None]) & (number[None, :] < number[:, None])
-        )
-        rank = tl.sum(earlier.to(tl.int32), axis=1)
+        rank = ranks_of(size, number)
         heard = tl.sum((norms > 0).to(tl.int32), axis=0)
         middle = tl.min(tl.where(rank == tl.maximum(heard - 1, 0) // 2, size, float("inf")), axis=0)
         louder = norms > middle  # a message without values is not

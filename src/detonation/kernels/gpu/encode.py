@@ -16,7 +16,15 @@ from detonation.kernels.gpu.addressing import (
     wide,
 )
 from detonation.kernels.gpu.decode import aggregated, coefficients_of
-from detonation.kernels.gpu.numbers import load_value, product_of, quantised, store_bf16, store_fp32, store_packed, write_int8
+from detonation.kernels.gpu.numbers import (
+    load_value,
+    product_of,
+    quantised,
+    store_bf16,
+    store_fp32,
+    store_packed,
+    write_int8,
+)
 
 
 @triton.jit
@@ -26,7 +34,7 @@ def rows_of_message(
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, SELECTION: tl.constexpr, SEARCH: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The rows of the flat that are rows `begin` and after of message `which`: their numbers, their tensors and the first
+    """The rows of the flat that follow row `begin` of message `which`: their numbers, their tensors and the first
     coordinates there, whether they exist, which coordinates do, and the places of those that all replicas send.
 
     Shapes: begin int64 -> four times `[ROWS]`, `[ROWS, COLUMNS]` bool, `[ROWS, COLUMNS]` int32.
@@ -160,12 +168,10 @@ def encode_kernel(
                         tl.debug_barrier()  # other threads of this program wrote what is read now
                         total = tl.zeros_like(signal)
                         for number in range(K):
-                            one, each = within * K + number, local * K + number
-                            if PRECISION == "fp32" or PRECISION == "bf16":
-                                read = load_value(values_out, values_out, each, present, PRECISION, 1, ALIGNED)
-                            else:
-                                read = tl.load(scratch + one, mask=present, other=0.0)
-                            vector = tl.load(numbers + one, mask=present, other=0).to(tl.int32) * COLUMNS
+                            each = within * K + number
+                            read = tl.load(scratch + each, mask=present, other=0.0) if BLOCK > 1 else load_value(
+                                values_out, values_out, begin * K + each, present, PRECISION, 1, ALIGNED)  # fmt: skip
+                            vector = tl.load(numbers + each, mask=present, other=0).to(tl.int32) * COLUMNS
                             basis = tl.load(inverse + vector[:, None] + column[None, :])
                             total = tl.fma(tl.broadcast_to(read[:, None], total.shape), basis, total)
                         sent = total

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from detonation.kernels.gpu.addressing import load_coordinates, slot_of, span_of, status_of, wide
-from detonation.kernels.gpu.numbers import LARGEST, facts_of, load_value
+from detonation.kernels.gpu.numbers import LARGEST, facts_of, load_value, ranks_of
 
 LINE_WORDS, LINE_BYTES = tl.constexpr(1024), tl.constexpr(4096)
 TOGETHER = tl.constexpr(8)
@@ -66,9 +66,8 @@ def read_message(
     for line in range(part, lines, parts):
         words = tl.zeros([LINE_WORDS], dtype=tl.int32)
         for run in tl.static_range(RUNS):
-            octets = start_of_run(
-                address0, stride0, address1, stride1, address2, stride2, address3, stride3, which, run
-            )
+            octets = start_of_run(address0, stride0, address1, stride1, address2, stride2, address3, stride3, which,
+                                  run)  # fmt: skip
             words = add_run(words, octets, runs + 16 * run, line)
         word = wide(line) * LINE_WORDS + column
         if JOIN:
@@ -85,9 +84,8 @@ def read_message(
         square = tl.zeros([SOME], dtype=tl.float32)
         found = tl.zeros([SOME], dtype=tl.int32)
         for run in tl.static_range(RUNS):
-            octets = start_of_run(
-                address0, stride0, address1, stride1, address2, stride2, address3, stride3, which, run
-            )
+            octets = start_of_run(address0, stride0, address1, stride1, address2, stride2, address3, stride3, which,
+                                  run)  # fmt: skip
             square, found = facts_of(octets, runs + 16 * run, part, parts, square, found, ALIGNED, CHUNK, COLUMNS, K,
                                      PRECISION, BLOCK, WIDTH, BITMAP, SOME)  # fmt: skip
         bits = (tl.max(found & 1, axis=0) | tl.max(found & 2, axis=0)) | tl.max(found & 4, axis=0)
@@ -115,14 +113,8 @@ def start_of_run(
     address0, stride0, address1, stride1, address2, stride2, address3, stride3, which, RUN: tl.constexpr
 ):  # fmt: skip
     """Where run `RUN` of message number `which` begins."""
-    address, stride = wide(address0), wide(stride0)
-    if RUN == 1:
-        address, stride = wide(address1), wide(stride1)
-    elif RUN == 2:
-        address, stride = wide(address2), wide(stride2)
-    elif RUN == 3:
-        address, stride = wide(address3), wide(stride3)
-    return (address + which * stride).to(tl.pointer_type(tl.uint8))
+    address, stride = (address0, address1, address2, address3)[RUN], (stride0, stride1, stride2, stride3)[RUN]
+    return (wide(address) + which * wide(stride)).to(tl.pointer_type(tl.uint8))
 
 
 @triton.jit
@@ -266,10 +258,7 @@ def decide_messages(
     if SIGNALS:
         sending = (fine == 1) & (norms > 0)
         size = tl.where(sending, norms, float("inf"))
-        earlier = (size[None, :] < size[:, None]) | (
-            (size[None, :] == size[:, None]) & (number[None, :] < number[:, None])
-        )
-        rank = tl.sum(earlier.to(tl.int32), axis=1)
+        rank = ranks_of(size, number)
         middle = tl.max(tl.where(rank == tl.sum(sending.to(tl.int32), axis=0) // 2, size, 0.0), axis=0)
         middle = tl.where(middle == float("inf"), 0.0, middle)
         before = tl.load(usual + tl.arange(0, 1))
@@ -348,14 +337,8 @@ def inspect_sum_kernel(
     item = tl.arange(0, SOME)
     fault = tl.zeros([SOME], dtype=tl.int32)
     for run in tl.static_range(RUNS):
-        address, values = wide(address0), count0
-        if run == 1:
-            address, values = wide(address1), count1
-        elif run == 2:
-            address, values = wide(address2), count2
-        elif run == 3:
-            address, values = wide(address3), count3
-        octets = address.to(tl.pointer_type(tl.uint8))
+        octets = wide((address0, address1, address2, address3)[run]).to(tl.pointer_type(tl.uint8))
+        values = (count0, count1, count2, count3)[run]
         for first in range(tl.program_id(0), tl.cdiv(values, SOME), parts):
             number = wide(first) * SOME + item
             value = load_value(octets, octets, number, number < values, PRECISION, 1, True)

@@ -231,6 +231,13 @@ def write_int8(octets, statistics, values, count, block, totals, SOME: tl.conste
 
 
 @triton.jit
+def ranks_of(size, number):
+    """How many of some numbers are less than each, of equal ones those before it."""
+    less, equal = size[None, :] < size[:, None], size[None, :] == size[:, None]
+    return tl.sum((less | (equal & (number[None, :] < number[:, None]))).to(tl.int32), axis=1)
+
+
+@triton.jit
 def square_of(value):
     """The square of fp32 numbers, above 0 unless they are 0: a norm of 0 says that nothing was sent."""
     square = value * value
