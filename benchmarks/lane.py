@@ -42,7 +42,7 @@ class Instruction:
 
 @dataclass
 class Code:
-    """The machine code of a kernel: its instructions, and the number of that which each label and address stands for."""
+    """The machine code of a kernel: its instructions, and the number of the one that each label stands for."""
 
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)

@@ -13,7 +13,7 @@ warp instructions per 1,024 coordinates; bytes per coordinate that must move, an
 the first cache; ms to issue the instructions, and to move the bytes; the prediction; the time of the last program alone
 (`tail`), which is part of it.
 
-The model: an H100 has 132 multiprocessors at 1.755 GHz with four schedulers each, which issue one instruction per cycle,
+The model: an H100 has 132 multiprocessors at 1.755 GHz with four schedulers each, which issue one instruction a cycle,
 and 85 % of 3.35 TB/s. A warp alone cannot issue faster than the stalls that the assembler has written into each
 instruction: with W warps per scheduler an instruction takes max(1, stalls / W) cycles. The prediction is the larger of
 issue and memory, plus the tail. It is a bound from below, and does not see: how long memory, shared memory and barriers
@@ -33,7 +33,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -67,6 +67,7 @@ CONFIGURATIONS = {
     for replicas, link in ((1, ""), (2, ""), (8, " all-gather"), (8, " owner"))
 }
 SHAPES = [(4096, 4096)] * 61
+NUMEL = 61 * 4096 * 4096
 MULTIPROCESSORS, CLOCK, SCHEDULERS, BANDWIDTH = 132, 1.755e9, 4, 0.85 * 3.35e12
 PLAYED = 3
 """The programs of a launch that are played, spread over all of them."""
@@ -119,41 +120,41 @@ def main() -> None:
     parser.add_argument("--configurations", nargs="+", default=list(CONFIGURATIONS), help="those that begin so")
     parser.add_argument("--kernels", nargs="+", default=[], help="the kernels to count; all when left out")
     parser.add_argument("--targets", nargs="+", type=int, default=[90], help="compute capabilities, times ten")
-    parser.add_argument("--sums", action="store_true", help="print the sums alone")
+    parser.add_argument("--sums", action="store_true", help="print the table of docs/gpu.md: sums alone")
     args = parser.parse_args()
-    numel = sum(a * b for a, b in SHAPES)
     known: dict[str, Cost] = {}
-    print(
-        "| configuration | kernel | target | registers | spilled | shared | resident | instructions | bytes | asked "
-        "| issue, ms | memory, ms | predicted, ms | tail, us | of floor | unknown branches |"
-    )
-    print("|" + "---|" * 16)
+    sums: dict[tuple[str, int], list[str]] = {}
+    if not args.sums:
+        print(
+            "| configuration | kernel | target | registers | spilled | shared | resident | instructions | bytes | asked "
+            "| issue, ms | memory, ms | predicted, ms | tail, us | of floor | unknown branches |"
+        )
+        print("|" + "---|" * 16)
     for name, (scheme, replicas, link) in CONFIGURATIONS.items():
         if not any(name.startswith(each) for each in args.configurations):
             continue
-        try:
-            launches = launches_of(*scheme, replicas, link.strip())
-        except (TypeError, ValueError) as error:
-            print(f"| {name} | not offered: {str(error).splitlines()[0]} |" + " |" * 14, flush=True)
-            continue
+        launches = launches_of(*scheme, replicas, link.strip())
+        launches = [each for each in launches if not args.kernels or each.kernel.__name__ in args.kernels]
         floor = (20 if scheme[2] else 16) * 1e9 / BANDWIDTH
         for target in args.targets:
-            total = Counter[str]()
+            costs = list[Cost]()
             for launch in launches:
-                if args.kernels and launch.kernel.__name__ not in args.kernels:
-                    continue
                 key = repr((target, launch.kernel.__name__, launch.programs, launch.constants, described(launch)))
-                cost = known.get(key) or known.setdefault(key, counted(launch, target))
+                if key not in known:
+                    known[key] = counted(launch, target)
+                costs.append(known[key])
                 if not args.sums:
-                    print(row(name, label(launch), target, cost, numel, floor), flush=True)
-                for what in ("issue_s", "memory_s", "predicted_s", "tail_s", "instructions", "moved"):
-                    total[what] += getattr(cost, what)  # type: ignore[assignment]
-            cells = [name, "**sum**", f"sm_{target}", "", "", "", "", f"{total['instructions'] / numel * 1024:,.0f}"]
-            cells += [f"{total['moved'] / numel:.2f}", ""]
-            scale = 1e3 * 1e9 / numel
-            cells += [f"{total[what] * scale:.2f}" for what in ("issue_s", "memory_s", "predicted_s")]
-            cells += [f"{total['tail_s'] * 1e6:.0f}", f"**{total['predicted_s'] * 1e9 / numel / floor:.2f}**", ""]
-            print("| " + " | ".join(cells) + " |", flush=True)
+                    print(row(name, label(launch), target, costs[-1], floor), flush=True)
+            total = Cost(*[0] * 4, *(sum(getattr(each, what.name) for each in costs) for what in fields(Cost)[4:]))
+            took = sum(each.predicted_s for each in costs) * 1e9 / NUMEL
+            if not args.sums:
+                print(row(name, "**sum**", target, total, floor, took), flush=True)
+            sums.setdefault((name.split(",")[0], target), []).append(f"{1e3 * took:.1f} ({took / floor:.1f})")
+    if args.sums:
+        print("| scheme, predicted ms (of the floor) | R=1 | R=2 | R=8 | R=8, owners | measured, R=2 |")
+        print("|" + "---|" * 6)
+        for (name, target), cells in sums.items():
+            print("| " + " | ".join([name if target == 90 else f"{name}, sm_{target}", *cells, ""]) + " |")
 
 
 def label(launch: Launch) -> str:
@@ -170,15 +171,16 @@ def described(launch: Launch) -> list[Any]:
     return [tuple(each.shape) if isinstance(each, Tensor) else each for each in launch.arguments]
 
 
-def row(name: str, label: str, target: int, cost: Cost, numel: int, floor: float) -> str:
-    """A line of the table."""
-    scale = 1e3 * 1e9 / numel
-    cells = [name, label, f"sm_{target}", cost.registers, cost.local, cost.shared, cost.resident]
-    cells += [f"{cost.instructions / numel * 1024:,.0f}", f"{cost.moved / numel:.2f}"]
-    cells += [f"{cost.asked / cost.moved:.1f}" if cost.moved else "", f"{cost.issue_s * scale:.2f}"]
-    cells += [f"{cost.memory_s * scale:.2f}", f"{cost.predicted_s * scale:.2f}", f"{cost.tail_s * 1e6:.0f}"]
-    cells += [f"{cost.predicted_s * 1e9 / numel / floor:.2f}", cost.unknown or ""]
-    return "| " + " | ".join(map(str, cells)) + " |"
+def row(name: str, label: str, target: int, cost: Cost, floor: float, took: float | None = None) -> str:
+    """A line of the table. took: In place of the prediction of the cost, for a sum."""
+    took = cost.predicted_s * 1e9 / NUMEL if took is None else took
+    cells = [name, label, f"sm_{target}"]
+    cells += [str(each or "") for each in (cost.registers, cost.local, cost.shared, cost.resident)]
+    cells += [f"{cost.instructions / NUMEL * 1024:,.0f}", f"{cost.moved / NUMEL:.2f}"]
+    cells += [f"{cost.asked / cost.moved:.1f}" if cost.moved else ""]
+    cells += [f"{1e3 * each * 1e9 / NUMEL:.2f}" for each in (cost.issue_s, cost.memory_s)]
+    cells += [f"{1e3 * took:.2f}", f"{1e6 * cost.tail_s:.0f}", f"{took / floor:.2f}", str(cost.unknown or "")]
+    return "| " + " | ".join(cells) + " |"
 
 
 def launches_of(make: Any, given: dict[str, Any], signs: bool, replicas: int, link: str) -> list[Launch]:
@@ -281,7 +283,7 @@ def disassembled(binary: bytes) -> Code:
 def laid_out(launch: Launch, signature: dict[str, str], begin: int) -> tuple[dict[int, int], dict[int, int]]:
     """Constant memory with the parameters of a launch, and the words of the tables that it reads."""
     given = dict(zip(launch.kernel.arg_names, launch.arguments, strict=False))
-    constants, memory, at = {0x0: 32 * launch.warps, 0xC: launch.programs, 0x10: 1, 0x14: 1}, dict[int, int](), begin
+    constants, memory, at = {0x0: 32 * launch.warps, 0xC: launch.programs, 0x28: 1 << 20}, dict[int, int](), begin
     for number, (name, kind) in enumerate(signature.items()):
         if kind == "constexpr":
             continue
@@ -320,18 +322,17 @@ def resident_programs(registers: int, shared: int, warps: int) -> int:
 def bytes_of(launch: Launch) -> float:
     """The bytes that a launch must move to and from memory, each once; tables and what stays in a cache left out."""
     given, name = launch.named, launch.kernel.__name__
-    numel = sum(a * b for a, b in SHAPES)
     if name == "scan_kernel":
-        return 4 * numel
+        return 4 * NUMEL
     if name == "encode_kernel":
         rows = given["count"] * given["owned"]
         residual = 8 * rows * given["CHUNK"] * given["MEMORY"]
-        signal = given["arrived"].numel() if given["AGGREGATION"] else 4 * numel
+        signal = given["arrived"].numel() if given["AGGREGATION"] else 4 * NUMEL
         return residual + signal + given["message"].numel()
     if name in ("seal_kernel", "inspect_kernel"):
         return given["message"].numel() * (2 if given.get("JOIN") else 1)
     if name == "decode_kernel":
-        into = {"signs": 8, "tensors": 4, "flat": 4}[given["INTO"]] * numel
+        into = {"signs": 8, "tensors": 4, "flat": 4}[given["INTO"]] * NUMEL
         return into + (4 * given["rows"] * given["K"] if given["AGGREGATION"] == "sum" else given["message"].numel())
     if name == "weigh_kernel":
         return launch.programs // given["programs"] * 4 * given["numbers"]
