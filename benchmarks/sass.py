@@ -126,8 +126,8 @@ def main() -> None:
     sums: dict[tuple[str, int], list[str]] = {}
     if not args.sums:
         print(
-            "| configuration | kernel | target | registers | spilled | shared | resident | instructions | bytes | asked "
-            "| issue, ms | memory, ms | predicted, ms | tail, us | of floor | unknown branches |"
+            "| configuration | kernel | target | registers | spilled | shared | resident | instructions | bytes "
+            "| asked | issue, ms | memory, ms | predicted, ms | tail, us | of floor | unknown branches |"
         )
         print("|" + "---|" * 16)
     for name, (scheme, replicas, link) in CONFIGURATIONS.items():

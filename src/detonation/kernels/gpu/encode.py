@@ -15,16 +15,8 @@ from detonation.kernels.gpu.addressing import (
     status_of,
     wide,
 )
-from detonation.kernels.gpu.decode import aggregated, coefficients_of
-from detonation.kernels.gpu.numbers import (
-    load_value,
-    product_of,
-    quantised,
-    store_bf16,
-    store_fp32,
-    store_packed,
-    write_int8,
-)
+from detonation.kernels.gpu.decode import aggregated, coefficients_of, sum_of_vectors
+from detonation.kernels.gpu.numbers import product_of, quantised, store_bf16, store_fp32, store_packed, write_int8
 
 
 @triton.jit
@@ -166,15 +158,13 @@ def encode_kernel(
                         value = as_bf16(value)
                     if SPARSE:
                         tl.debug_barrier()  # other threads of this program wrote what is read now
-                        total = tl.zeros_like(signal)
-                        for number in range(K):
-                            each = within * K + number
-                            read = tl.load(scratch + each, mask=present, other=0.0) if BLOCK > 1 else load_value(
-                                values_out, values_out, begin * K + each, present, PRECISION, 1, ALIGNED)  # fmt: skip
-                            vector = tl.load(numbers + each, mask=present, other=0).to(tl.int32) * COLUMNS
-                            basis = tl.load(inverse + vector[:, None] + column[None, :])
-                            total = tl.fma(tl.broadcast_to(read[:, None], total.shape), basis, total)
-                        sent = total
+                        # as they lie before they are packed: a byte for each index
+                        written = scratch.to(tl.pointer_type(tl.uint8), bitcast=True) - begin * (4 * K)
+                        written = written if BLOCK > 1 else values_out
+                        numbers_at = numbers.to(tl.int64) - written.to(tl.int64) - begin * K
+                        sent = sum_of_vectors(written, 0, 0, numbers_at, 1, 1.0, local[:, None], present[:, None],
+                                              column, inverse, CHUNK, COLUMNS, K, "fp32" if BLOCK > 1 else PRECISION,
+                                              1, 8, False, ALIGNED or BLOCK > 1)  # fmt: skip
                     else:
                         sent = tl.where(chosen == 1, value, 0.0)
                         if BASIS == "dct":

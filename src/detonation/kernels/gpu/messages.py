@@ -167,13 +167,9 @@ def write_header(
     column = tl.arange(0, LINE_WORDS)
     word = column // 2
     content = tl.zeros([LINE_WORDS], dtype=tl.int64)
-    content = tl.where(word == 0, identity, content)
-    content = tl.where(word == 1, schema, content)
-    content = tl.where(word == 2, step, content)
-    content = tl.where(word == 3, origin, content)
-    content = tl.where(word == 4, nbytes, content)
-    content = tl.where(word == 5, status_of(status, statuses, STATUSES), content)
-    content = tl.where(word == 6, received, content)
+    given = (identity, schema, step, origin, nbytes, status_of(status, statuses, STATUSES), received)
+    for number in tl.static_range(7):
+        content = tl.where(word == number, given[number], content)
     header = (content >> (32 * (column % 2))).to(tl.int32)
     of_header = tl.sum(header.to(tl.int64), axis=0).to(tl.int32)
     found = checksum_of(which, columns, sums, firsts, parts, header, of_header)
