@@ -128,12 +128,11 @@ def run_of_rows(address0, address1, row1, address2, row2, address3, row3, row, R
     """The address of the run of a sum that each row lies in, and its number there."""
     # row [rows] int64 -> twice the same
     address, local = tl.zeros_like(row) + wide(address0), row
-    if RUNS > 1:
-        address, local = tl.where(row >= row1, wide(address1), address), tl.where(row >= row1, row - row1, local)
-    if RUNS > 2:
-        address, local = tl.where(row >= row2, wide(address2), address), tl.where(row >= row2, row - row2, local)
-    if RUNS > 3:
-        address, local = tl.where(row >= row3, wide(address3), address), tl.where(row >= row3, row - row3, local)
+    addresses, begins = (address0, address1, address2, address3), (0, row1, row2, row3)
+    for run in tl.static_range(1, RUNS):
+        there = row >= begins[run]
+        address = tl.where(there, wide(addresses[run]), address)
+        local = tl.where(there, row - begins[run], local)
     return address, local
 
 

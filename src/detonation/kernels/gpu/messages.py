@@ -60,14 +60,14 @@ def read_message(
         SKIPPED: The first of the words of the header that count as zeros.
     """
     which, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
+    addresses, strides = (address0, address1, address2, address3), (stride0, stride1, stride2, stride3)
     column = tl.arange(0, LINE_WORDS)
     total = tl.zeros([LINE_WORDS], dtype=tl.int32)
     weighted = tl.zeros([1], dtype=tl.int64)
     for line in range(part, lines, parts):
         words = tl.zeros([LINE_WORDS], dtype=tl.int32)
         for run in tl.static_range(RUNS):
-            octets = start_of_run(address0, stride0, address1, stride1, address2, stride2, address3, stride3, which,
-                                  run)  # fmt: skip
+            octets = (wide(addresses[run]) + which * wide(strides[run])).to(tl.pointer_type(tl.uint8))
             words = add_run(words, octets, runs + 16 * run, line)
         word = wide(line) * LINE_WORDS + column
         if JOIN:
@@ -84,8 +84,7 @@ def read_message(
         square = tl.zeros([SOME], dtype=tl.float32)
         found = tl.zeros([SOME], dtype=tl.int32)
         for run in tl.static_range(RUNS):
-            octets = start_of_run(address0, stride0, address1, stride1, address2, stride2, address3, stride3, which,
-                                  run)  # fmt: skip
+            octets = (wide(addresses[run]) + which * wide(strides[run])).to(tl.pointer_type(tl.uint8))
             square, found = facts_of(octets, runs + 16 * run, part, parts, square, found, ALIGNED, CHUNK, COLUMNS, K,
                                      PRECISION, BLOCK, WIDTH, BITMAP, SOME)  # fmt: skip
         bits = (tl.max(found & 1, axis=0) | tl.max(found & 2, axis=0)) | tl.max(found & 4, axis=0)
@@ -106,15 +105,6 @@ def is_last(arrivals, programs):
         tl.store(arrivals, 0)
     tl.debug_barrier()
     return last
-
-
-@triton.jit
-def start_of_run(
-    address0, stride0, address1, stride1, address2, stride2, address3, stride3, which, RUN: tl.constexpr
-):  # fmt: skip
-    """Where run `RUN` of message number `which` begins."""
-    address, stride = (address0, address1, address2, address3)[RUN], (stride0, stride1, stride2, stride3)[RUN]
-    return (wide(address) + which * wide(stride)).to(tl.pointer_type(tl.uint8))
 
 
 @triton.jit
