@@ -149,9 +149,9 @@ def main() -> None:
             took = sum(each.predicted_s for each in costs) * 1e9 / NUMEL
             if not args.sums:
                 print(row(name, "**sum**", target, total, floor, took), flush=True)
-            sums.setdefault((name.split(",")[0], target), []).append(f"{1e3 * took:.1f} ({took / floor:.1f})")
+            sums.setdefault((name.split(",")[0], target), []).append(f"{1e3 * took:.1f}/{took / floor:.1f}")
     if args.sums:
-        print("| scheme, predicted ms (of the floor) | R=1 | R=2 | R=8 | R=8, owners | measured, R=2 |")
+        print("| predicted ms / of floor | R=1 | R=2 | R=8 | R=8, owners | measured |")
         print("|" + "---|" * 6)
         for (name, target), cells in sums.items():
             print("| " + " | ".join([name if target == 90 else f"{name}, sm_{target}", *cells, ""]) + " |")
