@@ -38,8 +38,7 @@ def status_of(status, statuses, STATUSES: tl.constexpr):
 
 @triton.jit
 def searched(starts, rows, slots, SEARCH: tl.constexpr):
-    """The number of the last slot that begins at or before each row; slots of no rows come before the one they share
-    their start with."""
+    """The last slot that begins at or before each row; slots of no rows precede the one they share a start with."""
     low = tl.zeros_like(rows).to(tl.int32)
     high = low + slots
     for _ in tl.static_range(SEARCH):

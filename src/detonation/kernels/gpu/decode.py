@@ -130,9 +130,8 @@ def run_of_rows(address0, address1, row1, address2, row2, address3, row3, row, R
     address, local = tl.zeros_like(row) + wide(address0), row
     addresses, begins = (address0, address1, address2, address3), (0, row1, row2, row3)
     for run in tl.static_range(1, RUNS):
-        there = row >= begins[run]
-        address = tl.where(there, wide(addresses[run]), address)
-        local = tl.where(there, row - begins[run], local)
+        address = tl.where(row >= begins[run], wide(addresses[run]), address)
+        local = tl.where(row >= begins[run], row - begins[run], local)
     return address, local
 
 

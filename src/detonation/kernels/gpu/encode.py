@@ -158,10 +158,9 @@ def encode_kernel(
                         value = as_bf16(value)
                     if SPARSE:
                         tl.debug_barrier()  # other threads of this program wrote what is read now
-                        # as they lie before they are packed: a byte for each index
                         written = scratch.to(tl.pointer_type(tl.uint8), bitcast=True) - begin * (4 * K)
                         written = written if BLOCK > 1 else values_out
-                        numbers_at = numbers.to(tl.int64) - written.to(tl.int64) - begin * K
+                        numbers_at = numbers.to(tl.int64) - written.to(tl.int64) - begin * K  # a byte each
                         sent = sum_of_vectors(written, 0, 0, numbers_at, 1, 1.0, local[:, None], present[:, None],
                                               column, inverse, CHUNK, COLUMNS, K, "fp32" if BLOCK > 1 else PRECISION,
                                               1, 8, False, ALIGNED or BLOCK > 1)  # fmt: skip
