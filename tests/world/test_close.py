@@ -77,7 +77,6 @@ def apart(mesh, shards):
     return said, dt.fingerprint(model, mesh)[1], optimizer.closeness is not None, alike.closeness is None
 
 
-@pytest.mark.long  # no branch of its own
 @some("shards", [1, 2], keep=[1])
 def test_replicas_that_round_differently_train_close_and_one_rank_says_so(shards):
     first, *others = worlds.run_alone(apart, 2, shards, shards)
