@@ -44,7 +44,7 @@ def marked_indices(bitmap: Tensor, rows: int, k: int, chunk: int, dtype: torch.d
     counted = marked.cumsum_(-1) if narrow == marked.dtype else marked.cumsum(-1, dtype=narrow)
     del marked
     found = torch.empty(wanted.shape, dtype=dtype, device=bitmap.device)
-    return torch.remainder(torch.searchsorted(counted, wanted, out_int32=True), chunk, out=found)
+    return torch.remainder(torch.searchsorted(counted.contiguous(), wanted, out_int32=True), chunk, out=found)
 
 
 def bitmap_faults(bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
