@@ -192,16 +192,15 @@ class Listener:
 
     def _refuse(self, connection: socket.socket, peer: str, reason: str) -> None:
         """Closes the connection, and logs that at most once in `SILENT_S`: a log must not grow by strangers."""
-        with contextlib.suppress(OSError):
-            connection.close()
-        with self._lock:
-            now = time.monotonic()
-            if now < self._silent_until:
-                self._unsaid += 1
-                return
-            more, self._unsaid, self._silent_until = self._unsaid, 0, now + SILENT_S
-        also = f", and {more} more since the last such line" if more else ""
-        _log.warning("refused %s: %s%s", peer, reason, also)
+        with contextlib.suppress(OSError), contextlib.closing(connection):
+            with self._lock:
+                now = time.monotonic()
+                if now < self._silent_until:
+                    self._unsaid += 1
+                    return
+                more, self._unsaid, self._silent_until = self._unsaid, 0, now + SILENT_S
+            also = f", and {more} more since the last such line" if more else ""
+            _log.warning("refused %s: %s%s", peer, reason, also)
 
 
 ALIVE_S = 5.0
