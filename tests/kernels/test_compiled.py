@@ -12,9 +12,9 @@ pytest.importorskip("triton")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def compiled(*command):
+def compiled(*command, **changed):
     """What a process of its own prints: in this one the interpreter stands in for the compiler."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | changed
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert not done.returncode, done.stderr[-2000:]
     return done.stdout
@@ -44,11 +44,13 @@ LINES_THAT_FUSE = ("total = tl.fma(", "found = tl.dot(")
         pytest.param(["80", "90", "100", "120"], [], marks=pytest.mark.long),
     ],
 )
-def test_nothing_is_fused_or_approximated_but_what_the_rules_say(targets, configurations):
+def test_nothing_is_fused_or_approximated_but_what_the_rules_say(targets, configurations, tmp_path):
     """In the PTX, in which ptxas fuses nothing more (--fmad=false): a GPU multiplies and adds as the processors do."""
     command = [sys.executable, BENCHMARKS / "aot.py", "--arithmetic", "--targets", *targets]
     found = {}
-    for line in compiled(*command, *(["--configurations", *configurations] if configurations else [])).splitlines():
+    command += ["--configurations", *configurations] if configurations else []
+    cache = {"TRITON_CACHE_DIR": str(tmp_path)}  # that of the user may name the sources of another clone
+    for line in compiled(*command, **cache).splitlines():
         target, kernel, instruction, place = line.split()
         path, _, number = place.rpartition(":")
         source = Path(path).read_text().splitlines()[int(number) - 1].strip()
