@@ -74,9 +74,9 @@ def _samples(link: Link, start: Start, device: torch.device, budget_s: float) ->
     began, repeats, further, shown = time.perf_counter(), _REPEATS, 16, False
     while size <= largest:
         if len(samples) > 1:
-            left_s = budget_s - float(slowest(torch.tensor([time.perf_counter() - began], dtype=torch.float64)))
+            left_s = budget_s - float(over_ranks(torch.tensor([time.perf_counter() - began], dtype=torch.float64)))
             repeats = int(left_s / fit_line(samples).seconds(further * samples[-1].bytes_sent))
-            if shown and repeats < _FEWEST:  # sizes that take as long as the shortest do not show the rate: better late
+            if shown and repeats < _FEWEST:  # not before: better late than a rate that no size has shown
                 break
             repeats = min(max(repeats, _FEWEST), _REPEATS)
         start(size)()  # opens the window of TCP
@@ -106,9 +106,8 @@ def _timed(start: Start, size: int, device: torch.device, repeats: int, silent_s
         if device.type == "cuda":  # NCCL's wait does not block the host
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - began)
-    total = torch.tensor(times, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
-    dist.all_reduce(total)
-    return [seconds / dist.get_world_size() for seconds in total.tolist()]
+    total = over_ranks(torch.tensor(times, dtype=torch.float64), dist.ReduceOp.SUM)
+    return (total / dist.get_world_size()).tolist()
 
 
 def _silence(start: Start, device: torch.device) -> float:
@@ -119,11 +118,11 @@ def _silence(start: Start, device: torch.device) -> float:
     return max(0.0, late - usual)
 
 
-def slowest(times: Tensor) -> Tensor:
-    """The elementwise maximum of `times` over all ranks. Collective."""
-    worst = times.to("cuda") if dist.get_backend() == "nccl" else times.clone()
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    return worst.cpu()
+def over_ranks(times: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.MAX) -> Tensor:
+    """The elementwise maximum of `times` over all ranks, or their sum. Collective."""
+    found = times.to("cuda") if dist.get_backend() == "nccl" else times.clone()
+    dist.all_reduce(found, operation)
+    return found.cpu()
 
 
 def _pairs(axis: DeviceMesh) -> list[LinkSample]:
@@ -141,7 +140,7 @@ def _pairs(axis: DeviceMesh) -> list[LinkSample]:
             seconds = statistics.median(_both_ways(peer, nbytes, axis) for _ in range(_PAIR_REPEATS))
             if other is not None:
                 times[i, min(replica, other)] = seconds
-        short, long = slowest(times)
+        short, long = over_ranks(times)
         for a, b in pairs:
             # where two times differ by less than they vary, their difference means nothing
             seconds = max(float(long[a] - short[a]), 0.1 * float(long[a]))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from detonation.choices import make
 from detonation.cluster.network.loopback import LoopbackCommunicator
-from detonation.cluster.network.measure import probe_axis, slowest
+from detonation.cluster.network.measure import over_ranks, probe_axis
 from detonation.cluster.network.profile import Step
 from detonation.core.optimizer.replicate import replicate
 from detonation.core.schemes.registry import SCHEMES
@@ -255,5 +255,5 @@ def _times(function: Callable[[], object]) -> list[float]:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
-    agreed: list[float] = slowest(torch.tensor(times, dtype=torch.float64)).tolist()
+    agreed: list[float] = over_ranks(torch.tensor(times, dtype=torch.float64)).tolist()
     return agreed
