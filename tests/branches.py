@@ -1,10 +1,13 @@
 """Runs the tests of `make test` on a clone whose branches are marked: which do they take, and what does it cost?
 
-python tests/branches.py [--out benchmarks/results/suite.json] [--processes 2] [arguments of pytest ...]
+python tests/branches.py [--out benchmarks/results/suite.json] [--map FILE] [--processes 2] [arguments of pytest ...]
 
 A branch is the body of a function, an `if`, an `else` (also one that is not written), a loop, its end, a handler or a
 case. Forks and other interpreters write to the same marks. It prints the tests, the seconds of the processor and of the
-clock, and the branches of the core and of the package; `benchmarks/door.py` prints them again from `--out`.
+clock, and the branches of the core and of the package; `benchmarks/door.py` prints them again from `--out`. `--map` is
+for questions about single tests, one line of JSON for each: its name, the seconds of processors that it took, ranks and
+commands included, and its branches; `tests/mutants.py --map` reads it. Where a training is looked at by several tests,
+the first has its seconds and branches.
 `tests/layers` is left out: it reads the sources, which the marks change. Kernels in Triton have no marks.
 """
 
@@ -28,14 +31,46 @@ MARKS = f"""import mmap, os
 with open(os.environ["{FILE}"], "r+b") as file:
     TAKEN = mmap.mmap(file.fileno(), 0)
 """
+PLUGIN = f"""import json, os
+os.environ["{FILE}"] += os.environ.get("PYTEST_XDIST_WORKER", "")
+with open(os.environ["{FILE}"], "wb") as file:
+    file.truncate(int(os.environ["{FILE}_COUNT"]))
+import psutil, pytest
+from branch_marks import TAKEN
+
+def seconds():
+    found = 0.0
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        try:
+            found += sum(process.cpu_times()[:4])
+        except psutil.Error:
+            pass
+    return found
+
+def write(test, began):
+    taken = TAKEN[:]
+    row = dict(test=test, seconds=round(seconds() - began, 3), branches=[n for n, one in enumerate(taken) if one])
+    with open(os.environ["{FILE}"] + ".lines", "a") as file:
+        file.write(json.dumps(row) + chr(10))
+    TAKEN[:] = bytes(len(taken))
+
+def pytest_collection_finish():
+    write("", 0.0)
+
+@pytest.hookimpl(hookwrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    began = seconds()
+    yield
+    write(item.nodeid, began)
+"""
 HEAD = "from branch_marks import TAKEN as _TAKEN"
 
 
 class Marked:
-    """The branches of all files, as (path, line), in the order of their marks."""
+    """The branches of all files, as (path, line or line and "else"), in the order of their marks."""
 
     def __init__(self) -> None:
-        self.branches: list[tuple[str, int]] = []
+        self.branches: list[tuple[str, str]] = []
 
     def source(self, text: str, path: str) -> str:
         """The source with a mark in each branch."""
@@ -57,14 +92,14 @@ class Marked:
                 self._into(node.body, node, path, _after_docstring(node.body))
             case ast.If() if "TYPE_CHECKING" not in ast.dump(node.test):
                 self._into(node.body, node, path)
-                self._into(node.orelse, node, path)
+                self._into(node.orelse, node, path, word=" else")
             case ast.For() | ast.AsyncFor():
                 self._into(node.body, node, path)
-                self._into(node.orelse, node, path)
+                self._into(node.orelse, node, path, word=" else")
             case ast.While():
                 self._into(node.body, node, path)
                 if not isinstance(node.test, ast.Constant):
-                    self._into(node.orelse, node, path)
+                    self._into(node.orelse, node, path, word=" else")
             case ast.ExceptHandler():
                 self._into(node.body, node, path)
             case ast.Match():
@@ -73,11 +108,11 @@ class Marked:
                 last = node.cases[-1]
                 if last.guard or not (isinstance(last.pattern, ast.MatchAs) and last.pattern.pattern is None):
                     node.cases.append(ast.match_case(ast.MatchAs(), None, []))
-                    self._into(node.cases[-1].body, node, path)
+                    self._into(node.cases[-1].body, node, path, word=" else")
 
-    def _into(self, body: list[ast.stmt], node: ast.AST, path: str, at: int = 0) -> None:
+    def _into(self, body: list[ast.stmt], node: ast.AST, path: str, at: int = 0, word: str = "") -> None:
         body.insert(at, ast.parse(f"_TAKEN[{len(self.branches)}] = 1").body[0])
-        self.branches.append((path, getattr(node, "lineno", 0)))
+        self.branches.append((path, f"{getattr(node, 'lineno', 0)}{word}"))
 
 
 def _after_docstring(body: Sequence[ast.stmt]) -> int:
@@ -98,6 +133,7 @@ def marked(tree: Path) -> Marked:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures to this file, too")
+    parser.add_argument("--map", type=Path, help="which test takes which branches, to this file")
     parser.add_argument("--missed", action="store_true", help="print the branches of the core that no test takes")
     parser.add_argument("--processes", type=int, default=2)
     given, more = parser.parse_known_args()
@@ -106,13 +142,15 @@ def main() -> int:
         subprocess.run(["git", "clone", "--quiet", "--local", str(ROOT), str(tree)], check=True)
         helper.mkdir()
         helper.joinpath("branch_marks.py").write_text(MARKS)
+        helper.joinpath("branch_map.py").write_text(PLUGIN)
         branches = marked(tree).branches
-        marks.write_bytes(bytes(len(branches)))
         paths = os.pathsep.join([str(tree / "src"), str(helper)])
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, FILE: str(marks)}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+        env |= {FILE: str(marks), f"{FILE}_COUNT": str(len(branches))}
         env.pop("PYTHONDONTWRITEBYTECODE", None)
-        command = [sys.executable, "-m", "pytest", "--ignore", "tests/layers", "-p", "no:cacheprovider", "--tb=short"]
-        command += ["--numprocesses", str(given.processes), "--dist", "loadfile", "--no-loadscope-reorder"]
+        command = [sys.executable, "-m", "pytest", "-p", "branch_map", "--ignore", "tests/layers", "--tb=short"]
+        command += ["-p", "no:cacheprovider", "--numprocesses", str(given.processes)]
+        command += ["--dist", "loadfile", "--no-loadscope-reorder"]
         began = time.perf_counter()
         ran = subprocess.Popen([*command, *more], cwd=tree, env=env, stdout=subprocess.PIPE, text=True)
         assert ran.stdout is not None
@@ -122,21 +160,26 @@ def main() -> int:
             last = line if " passed" in line else last
         failed = ran.wait()
         lasted = time.perf_counter() - began
-        taken = marks.read_bytes()
+        rows = [json.loads(line) for file in Path(folder).glob("marks*.lines") for line in file.open()]
+    taken = {number for row in rows for number in row["branches"]}
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     passed = re.search(r"(\d+) passed", last)
-    core = [number for number, (path, _) in enumerate(branches) if path.startswith("src/detonation/core/")]
+    core = {number for number, (path, _) in enumerate(branches) if path.startswith("src/detonation/core/")}
     figures = {
         "date": date.today().isoformat(),
         "tests": int(passed[1]) if passed else 0,
         "processor_s": round(used.ru_utime + used.ru_stime),
         "clock_s": round(lasted),
         "busy": round(os.getloadavg()[2], 1),
-        "core": [sum(taken[number] for number in core), len(core)],
-        "package": [sum(taken), len(branches)],
+        "core": [len(taken & core), len(core)],
+        "package": [len(taken), len(branches)],
     }
     if given.missed:
-        print(*("{}:{}".format(*branches[number]) for number in core if not taken[number]), sep="\n")
+        print(*("{}:{}".format(*branches[number]) for number in sorted(core - taken)), sep="\n")
+    if given.map:
+        for row in rows:
+            row["branches"] = ["{}:{}".format(*branches[number]) for number in row["branches"]]
+        given.map.write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(json.dumps(figures))
     if given.out and not failed:
         given.out.write_text(json.dumps(figures) + "\n")
