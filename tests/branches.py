@@ -87,32 +87,41 @@ class Marked:
     def _mark(self, node: ast.AST, path: str) -> None:
         for child in ast.iter_child_nodes(node):
             self._mark(child, path)
-        match node:
-            case ast.FunctionDef() | ast.AsyncFunctionDef():
-                self._into(node.body, node, path, _after_docstring(node.body))
-            case ast.If() if "TYPE_CHECKING" not in ast.dump(node.test):
-                self._into(node.body, node, path)
-                self._into(node.orelse, node, path, word=" else")
-            case ast.For() | ast.AsyncFor():
-                self._into(node.body, node, path)
-                self._into(node.orelse, node, path, word=" else")
-            case ast.While():
-                self._into(node.body, node, path)
-                if not isinstance(node.test, ast.Constant):
-                    self._into(node.orelse, node, path, word=" else")
-            case ast.ExceptHandler():
-                self._into(node.body, node, path)
-            case ast.Match():
-                for each in node.cases:
-                    self._into(each.body, each.pattern, path)
-                last = node.cases[-1]
-                if last.guard or not (isinstance(last.pattern, ast.MatchAs) and last.pattern.pattern is None):
-                    node.cases.append(ast.match_case(ast.MatchAs(), None, []))
-                    self._into(node.cases[-1].body, node, path, word=" else")
+        if isinstance(node, ast.Match):
+            last = node.cases[-1]
+            if last.guard or not (isinstance(last.pattern, ast.MatchAs) and last.pattern.pattern is None):
+                node.cases.append(ast.match_case(ast.MatchAs(lineno=node.lineno), None, []))
+        for body, name in _bodies(node):
+            at = _after_docstring(body) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else 0
+            body.insert(at, ast.parse(f"_TAKEN[{len(self.branches)}] = 1").body[0])
+            self.branches.append((path, name))
 
-    def _into(self, body: list[ast.stmt], node: ast.AST, path: str, at: int = 0, word: str = "") -> None:
-        body.insert(at, ast.parse(f"_TAKEN[{len(self.branches)}] = 1").body[0])
-        self.branches.append((path, f"{getattr(node, 'lineno', 0)}{word}"))
+
+def branch_at(source: str, line: int) -> str:
+    """The innermost branch in which a line of `source` is, as a map names it; empty where it is in none."""
+    found = ""
+    for node in ast.walk(ast.parse(source)):  # the inner ones last
+        for body, name in _bodies(node):
+            if body and body[0].lineno <= line <= (body[-1].end_lineno or 0):
+                found = name
+    return found
+
+
+def _bodies(node: ast.AST) -> list[tuple[list[ast.stmt], str]]:
+    """The branches that begin at a node: what runs there, and the line of the node, with "else" where it has two."""
+    line = str(getattr(node, "lineno", 0))
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ExceptHandler():
+            return [(node.body, line)]
+        case ast.If() if "TYPE_CHECKING" in ast.dump(node.test):
+            return []
+        case ast.While(test=ast.Constant()):
+            return [(node.body, line)]
+        case ast.If() | ast.For() | ast.AsyncFor() | ast.While():
+            return [(node.body, line), (node.orelse, f"{line} else")]
+        case ast.Match():
+            return [(each.body, str(each.pattern.lineno)) for each in node.cases]
+    return []
 
 
 def _after_docstring(body: Sequence[ast.stmt]) -> int:

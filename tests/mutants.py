@@ -1,12 +1,13 @@
 """Faults put into the core, one at a time and in a copy: which do the tests find? By hand, for it takes hours.
 
-python tests/mutants.py [--count 60] [--seed 0] [--out FILE] [--near] [--all] [--again FILE] [--folders laws world ...]
+python tests/mutants.py [--count 60] [--seed 0] [--out FILE] [--map FILE] [--all] [--again FILE] [--folders laws ...]
 
 A fault is an operator, a comparison, a number, an axis, a count of bytes or a call that is changed where the syntax
 tree has one. The seed decides which; every kind of fault is drawn equally often. The tests that import the changed file
-run first, then those of the folders; with `--near` the first alone, or where there are none the laws and numerics. Each
-file of tests has to pass without a fault before it judges one. `--out` has the results after each fault, and a second
-call goes on from there.
+run first, then those of the folders; each file of tests has to pass without a fault before it judges one. With `--map`,
+which `tests/branches.py --map` writes for the same commit, only those tests run that take the branch with the fault:
+one of each function before a second, those that take least first, for at most `--budget` seconds by the map. `--out`
+has the results after each fault, and a second call goes on from there.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
@@ -33,12 +34,12 @@ import pytest
 import torch.distributed.fsdp  # noqa: F401 - what most tests import; of the package nothing, which each run has from the copy
 import transformers  # noqa: F401
 
+import branches
+
 ROOT = Path(__file__).resolve().parents[1]
 CORE = Path("src/detonation/core")
 FOLDERS = ["laws", "numerics", "golden", "world", "checkpoint", "kernels", "train"]
 """In which the core is tested, those that find most in a second first."""
-GENERAL = {"laws", "numerics"}
-"""Those that every part of a step runs through, and fast."""
 LEFT_OUT = shutil.ignore_patterns(
     ".git", ".venv", "venv", "runs", "site", "dist", "__pycache__", ".*_cache", ".hypothesis"
 )
@@ -183,7 +184,7 @@ def _compiles(source: str) -> bool:
     return True
 
 
-def batches(root: Path, path: str, folders: list[str], near_alone: bool = False) -> list[list[str]]:
+def batches(root: Path, path: str, folders: list[str]) -> list[list[str]]:
     """The files of tests below the folders: those that import the module at `path`, then the rest of each folder."""
     module = path.removeprefix("src/").removesuffix(".py").replace("/", ".")
     package, _, name = module.rpartition(".")
@@ -195,9 +196,29 @@ def batches(root: Path, path: str, folders: list[str], near_alone: bool = False)
             text = file.read_text()
             imports = module in text or re.search(rf"from {re.escape(package)} import .*\b{name}\b", text)
             (near if imports else rest[-1]).append(file.relative_to(root).as_posix())
-    if near_alone:
-        return [near] if near else [batch for batch, name in zip(rest, folders, strict=True) if name in GENERAL]
     return [batch for batch in (near, *rest) if batch]
+
+
+def taking(fault: Fault, source: str, rows: list[dict[str, Any]], budget: float) -> list[str]:
+    """The tests that take the branch with the fault, or where it is in none of its file, as far as `budget` goes."""
+    inside = f"{fault.path}:{branches.branch_at(source, fault.line)}"
+    functions: dict[str, int] = {}
+    turns = []
+    for row in sorted(rows, key=lambda row: row["seconds"]):
+        if row["test"] and any(
+            each == inside or (inside[-1] == ":" and each.startswith(inside)) for each in row["branches"]
+        ):
+            function = row["test"].partition("[")[0]
+            functions[function] = functions.get(function, -1) + 1
+            turns.append((functions[function], row["seconds"], row["test"]))
+    seconds = 0.0
+    tests: list[str] = []
+    for _, took, test in sorted(turns):
+        seconds += took
+        if tests and seconds > budget:
+            break
+        tests.append(test)
+    return tests
 
 
 def outcome(root: Path, batch: list[str], everything: bool, printed: Path) -> str:
@@ -248,7 +269,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("mutants.json"))
     parser.add_argument("--folders", nargs="+", default=FOLDERS)
-    parser.add_argument("--near", action="store_true", help="only the files of tests that import the changed module")
+    parser.add_argument("--map", type=Path, help="only tests that take the branch of the fault, by this map")
+    parser.add_argument("--budget", type=float, default=60, help="seconds of them for a fault (default: 60)")
     parser.add_argument("--all", action="store_true", help="with the tests that only `make test-all` runs")
     parser.add_argument("--again", type=Path, help="only those that survived in this file of results")
     parser.add_argument("--list", action="store_true", help="print the faults and run nothing")
@@ -263,6 +285,7 @@ def main() -> int:
     if given.again:
         survivors = {each["told"] for each in json.loads(given.again.read_text()) if each["outcome"] == "survived"}
         drawn = [fault for fault in drawn if fault.told((ROOT / fault.path).read_text()) in survivors]
+    rows = [json.loads(line) for line in given.map.read_text().splitlines()] if given.map else []
     sound: set[str] = set()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = Path(folder, "tree")
@@ -272,7 +295,12 @@ def main() -> int:
             if (told := fault.told(source)) in known:
                 continue
             came = "survived"
-            for batch in batches(copy, fault.path, given.folders, given.near):
+            if rows:
+                judges = [tests] if (tests := taking(fault, source, rows, given.budget)) else []
+                sound.update(*judges)  # they were, when the map was made
+            else:
+                judges = batches(copy, fault.path, given.folders)
+            for batch in judges:
                 if fresh := [file for file in batch if file not in sound]:
                     if (without := outcome(copy, fresh, given.all, Path(folder, "printed"))) != "survived":
                         raise SystemExit(f"without a fault in the core, {without.removeprefix('found ')}")
