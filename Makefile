@@ -1,5 +1,5 @@
 # make train   train a language model as 2 replicas x 2 shards on this machine
-# make test    lint, type check and the tests of every change, in two processes: every law for every scheme, some minutes
+# make test    lint, type check and the tests of every change, in one process more than there are cores: every law for every scheme, minutes
 #              PART=laws runs one folder of tests alone, PART="laws world" two; see tests/README.md
 # make test-all  the whole products of schemes and settings as well, and the long searches: half an hour, each night
 # make lint    lint and type check
@@ -17,8 +17,9 @@ VENV := .venv
 # Byte code is written for what is imported, when it is: for all that is installed it would take longer than installing.
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
-# The tests of a file stay in one process, which starts them in the order of their names.
-PYTEST := $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# The tests of a file stay in one process, which starts them in the order of their names. Many wait for others now and then.
+TESTERS ?= $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 2) + 1, 8))')
+PYTEST := $(VENV)/bin/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: train test test-all pytest chaos gpu lint docs hooks clean release-check
 

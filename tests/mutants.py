@@ -13,6 +13,7 @@ has the results after each fault, and a second call goes on from there.
 import argparse
 import ast
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -31,10 +32,13 @@ from typing import Any, NoReturn
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
 import pytest
-import torch.distributed.fsdp  # noqa: F401 - what most tests import; of the package nothing, which each run has from the copy
-import transformers  # noqa: F401
 
 import branches
+
+# What tests import, once; of the package nothing, which each run has from the copy.
+for name in ("torch.distributed.fsdp", "transformers", "matplotlib.pyplot", "pandas", "datasets", "lightning", "peft"):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = Path("src/detonation/core")

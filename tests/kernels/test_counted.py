@@ -17,6 +17,7 @@ def test_loops_of_known_lengths_are_counted_with_those_that_the_assembler_unroll
     assert found[3][2] - found[0][2] == 60  # 15 times 14 turns, and 15 times 10
 
 
+@pytest.mark.long  # no branch of its own
 def test_a_kernel_of_a_step_is_counted_without_a_branch_that_is_unknown():
     command = [sys.executable, BENCHMARKS / "sass.py", "--configurations", "demo 4/64, R=2", "--kernels", "scan_kernel"]
     scan, total = [line.split(" | ") for line in compiled(*command).splitlines()[2:]]
