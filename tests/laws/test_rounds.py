@@ -117,16 +117,17 @@ SHAPES = [(600, 140), (140,), (300, 280), (1,)]
 STEPS = 9
 
 
-def trained(scheme, replicas, spoiled=False):
+def trained(scheme, replicas, spoiled=False, transposed=True):
     """Weights and private state of each of `replicas` after an open round and settled, and the bytes of each step.
 
     spoiled: the last matrix of replica 1 is not finite in the end of each round.
+    transposed: the last matrix is not contiguous.
     """
 
     def act(communicator):
         generator = torch.Generator().manual_seed(communicator.replica)
         model = torch.nn.ParameterList([torch.ones(shape) for shape in SHAPES])
-        model[2].data = torch.ones(280, 300).T  # not contiguous
+        model[2].data = torch.ones(280, 300).T if transposed else model[2].data
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = dt.replicate(sgd, model, communicator, scheme, safety=dt.Safety(non_finite="skip"))
         sent = []
@@ -148,6 +149,13 @@ def trained(scheme, replicas, spoiled=False):
         )
 
     return simulate_replicas(act, replicas)
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+def test_a_parameter_that_is_not_contiguous_is_trained_alike(name):
+    for one, other in zip(trained(ROUNDS[name], 2), trained(ROUNDS[name], 2, transposed=False), strict=True):
+        assert one[1] == other[1]
+        assert all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
 
 
 @covered("name, replicas", ROUNDS, [2, 3])
