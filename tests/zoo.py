@@ -66,6 +66,11 @@ PRECISION_ERRORS = {"fp32": 0, "bf16": 0.004, "int8": 0.02, "4bit": 0.25, "2bit"
 """The second table of laws: the largest relative error (L2) on a Gaussian. A new precision is one line here."""
 
 
+def values_of(codec: Codec, message: Tensor, rows: int) -> Tensor:
+    """The values of a message without a header, as every receiver decodes them: `[rows, k]` fp32."""
+    return codec.values(torch.split(message.unsqueeze(0), list(codec.lengths[rows]), 1), rows)[0]
+
+
 class Menagerie(nn.Module):
     """Every awkward kind of parameter: 4-D, prime sizes, tied, frozen, unused, bf16 and, unsharded, a scalar."""
 

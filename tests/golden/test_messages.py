@@ -30,7 +30,8 @@ def message(scheme: dt.schemes.Scheme) -> dict[str, list]:
     flat = layout.flatten(ramp, torch.device("cpu"))
     selected = scheme.codec.select(flat, step=5, seed=1)
     sent = scheme.codec.encode(selected)
-    values = scheme.codec.read(sent, layout.rows)
+    parts = torch.split(sent.unsqueeze(0), list(scheme.codec.lengths[layout.rows]), 1)
+    values = scheme.codec.values(parts, layout.rows)[0]
     indices = torch.zeros_like(values, dtype=torch.long) if selected.indices is None else selected.indices
     order = indices.argsort(1)
     rounded = [[round(value, 3) for value in row] for row in values.gather(1, order).tolist()]

@@ -30,7 +30,7 @@ from detonation.core.schemes.gradients import momentum
 from detonation.engines.triton.coding import coding_of, places_of, why_not_triton
 from detonation.engines.triton.engine import TritonEngine
 from detonation.kernels.gpu import inspection, launches, launching
-from zoo import SCHEMES, TALKING
+from zoo import SCHEMES, TALKING, values_of
 
 CPU = torch.device("cpu")
 SHAPES = {"matrix": (40, 16), "odd": (257,), "scalar": (), "empty": (0, 7), "kernel": (3, 5, 7), "last": (0,)}
@@ -133,7 +133,9 @@ def test_int8_takes_blocks_one_after_the_other(monkeypatch):
     assert (
         codes.abs().max() <= 1 and codes.count_nonzero() < 5
     )  # at the edge of a bin the last bit of its width decides
-    torch.testing.assert_close(codec.read(mine, layout.rows), codec.read(wanted, layout.rows), rtol=0.01, atol=1e-5)
+    torch.testing.assert_close(
+        values_of(codec, mine, layout.rows), values_of(codec, wanted, layout.rows), rtol=0.01, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("topk", [3, 9])

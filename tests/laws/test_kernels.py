@@ -25,7 +25,7 @@ from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
 from detonation.engines.native_engine import NativeEngine
 from detonation.kernels import native
-from zoo import TALKING
+from zoo import TALKING, values_of
 
 CPU = torch.device("cpu")
 SHAPES = st.lists(
@@ -118,7 +118,7 @@ def test_a_step_is_the_one_of_plain_torch(fast, chunk, precision, error_feedback
     largest = coefficients.abs().topk(topk, dim=1).values
     close(selected.values.abs().sort(1, descending=True).values, largest)
     assert all(len(set(row)) == topk for row in indices.tolist())
-    read = scheme.codec.read(scheme.codec.encode(selected), layout.rows)
+    read = values_of(scheme.codec, scheme.codec.encode(selected), layout.rows)
     reference.release(selected, read)
     release(fast, selected, read)
     close(reference.memory.residual, fast.memory.residual)
@@ -139,7 +139,7 @@ def test_law_1_nothing_is_lost(fast, shapes, steps, precision):
     for step in range(steps):
         put_in += layout.flatten(signals(layout, step), CPU)
         selected = fast.encode(signals(layout, step), step)
-        read = scheme.codec.read(scheme.codec.encode(selected), layout.rows)
+        read = values_of(scheme.codec, scheme.codec.encode(selected), layout.rows)
         release(fast, selected, read)
         sent += fast.decode(received(scheme.codec, [selected]))
     for left, went, total in zip(*[layout.views(f) for f in (fast.memory.residual, sent, put_in)], strict=True):

@@ -19,7 +19,7 @@ from detonation.core.memory import Memory
 from detonation.core.optim import signsgd
 from detonation.core.runtime import Runtime
 from detonation.core.schemes import buckets
-from zoo import TALKING
+from zoo import TALKING, values_of
 
 CPU = torch.device("cpu")
 WAITS = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "unique_dim", "_unique2", "equal"}
@@ -78,7 +78,7 @@ def advance(engine, scheme, rows, gradients, step):
     selected = engine.encode(gradients, step)
     message = scheme.codec.encode(selected)
     if not engine.releases_at_once:
-        engine.release(selected, scheme.codec.read(message, rows) if engine.needs_own_values else None)
+        engine.release(selected, values_of(scheme.codec, message, rows) if engine.needs_own_values else None)
     shared = selected.indices if scheme.codec.selection.shared else None
     del selected
     received = scheme.codec.received([message, message], rows, shared, scheme.aggregation)

@@ -17,7 +17,7 @@ from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.exchange.exchange import negative_zeros, zeros_are_negative
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
-from zoo import TALKING, Padded, batch, built
+from zoo import TALKING, Padded, batch, built, values_of
 
 CPU = torch.device("cpu")
 SENDINGS = 60
@@ -62,7 +62,7 @@ def play(scheme, replicas, sendings):
             selected = engine.encode([signal], step)
             message = codec.encode(selected, negative_zeros=negative_zeros(scheme, step, replica, replicas))
             if not engine.releases_at_once:
-                engine.release(selected, codec.read(message, layout.rows))
+                engine.release(selected, values_of(codec, message, layout.rows))
             messages.append(message)
             shared = selected.indices if codec.selection.shared else None
         received = codec.received(messages, layout.rows, shared, scheme.aggregation)

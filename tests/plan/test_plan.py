@@ -59,11 +59,14 @@ PLANNED = [
 
 @pytest.mark.parametrize("scheme", PLANNED)
 @pytest.mark.parametrize("smallest", [2**20, 2**13])  # bytes of a bucket: one for all of the model, and several
-def test_planned_bytes_equal_the_bytes_that_links_count(scheme, smallest, monkeypatch):
+@pytest.mark.parametrize("padded", [False, True])
+def test_planned_bytes_equal_the_bytes_that_links_count(scheme, smallest, padded, monkeypatch):
     monkeypatch.setattr(buckets, "SMALLEST", smallest)  # also in the ranks, which are forks
-    planned = cost(scheme, Work([WIDE], 0.1), Network.of_link_speed(LinkSpeed(1e9), 2, 1)).bytes_sent
+    work = Work([WIDE], 0.1, on_accelerator=padded)
+    planned = cost(scheme, work, Network.of_link_speed(LinkSpeed(1e9), 2, 1)).bytes_sent
     assert (len(buckets_of(scheme, scheme.codec.layout(WIDE), 2)) > 1) == (smallest < 2**20)
-    assert worlds.run(sends, 2, 1, scheme)[0] == pytest.approx(2 * scheme.round.every * planned)
+    sent = worlds.run(sends, 2, 1, scheme.aligned() if padded else scheme)[0]
+    assert sent == pytest.approx(2 * scheme.round.every * planned, rel=1e-9)
 
 
 def test_a_step_without_overlap_is_compute_time_plus_transfer_time():

@@ -90,7 +90,7 @@ def auto(
     world = world_link(device)
     shards = node_shapes(model, Link(axis).replica, world, device)
     network = Network.of_axis(probe_axis(axis, device, PROBE_S), len(shards))
-    work = Work(shards, step_seconds, overlap=False)
+    work = Work(shards, step_seconds, overlap=False, on_accelerator=device.type != "cpu")
     trained = trained_by(type(optimizer).__name__, optimizer.defaults)
     goal = Goal(axis.size(), sum(work.sizes.values()), steps, recipe, trained if trained in optimizers() else "AdamW")
     ranked = rank(work, network, goal, budget)

@@ -109,6 +109,7 @@ class Work:
         accumulate: Equal micro-batches that `compute_s` is of; gradients are sent in the last one's backward.
         reports: Ranks agree on the loss of each step, as the trainer does (before a backward pass that sends, else
             during it), and the host waits until they agree on what owners have refused.
+        on_accelerator: Gathered messages travel with padding, see `Scheme.aligned`.
     """
 
     shards: Sequence[Shapes]
@@ -117,6 +118,7 @@ class Work:
     overlap: bool = True
     accumulate: int = 1
     reports: bool = False
+    on_accelerator: bool = False
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -168,10 +170,11 @@ def cost(scheme: Scheme, work: Work, network: Network) -> Cost:
     layouts = [scheme.codec.layout(shapes) for shapes in work.shards]
     largest = max(layouts, key=lambda layout: layout.rows)
     traffic.require_below_dense(scheme, largest, network.replicas)
-    sent = sum(_round_bytes(scheme, layout, work, network.replicas) for layout in layouts) / scheme.round.every
+    sends = scheme.aligned() if work.on_accelerator else scheme
+    sent = sum(_round_bytes(sends, layout, work, network.replicas) for layout in layouts) / scheme.round.every
     step_s = _optimizer_s(scheme, work)
     agreeing = report_s(scheme, work, network) if work.reports else 0.0
-    exposed = agreeing + _exposed_s(scheme, largest, work, step_s + agreeing, network) / scheme.round.every
+    exposed = agreeing + _exposed_s(sends, largest, work, step_s + agreeing, network) / scheme.round.every
     return Cost(scheme, work.compute_s, step_s, exposed, sent, _memory_bytes(scheme, largest, network.replicas))
 
 
@@ -225,10 +228,11 @@ def _exposed_s(scheme: Scheme, layout: Layout, work: Work, step_s: float, networ
             # Buckets leave in the order of backward: the last layers' first.
             rows = [bucket.layout.rows for bucket in reversed(traffic.buckets_of(scheme, fragment, network.replicas))]
             if kind == "owner":  # whose answers leave at once after the last message, and nothing hides them
-                sizes = [traffic.owner_stages(scheme, count, network.replicas)[0] for count in rows]
+                sizes = [traffic.stage_bytes(scheme.codec, count, network.replicas) for count in rows]
                 sending, answering = network.operations["all-to-all"], network.operations["all-gather"]
                 latency = sending.latency_s
-                waits += answering.seconds(traffic.owner_stages(scheme, sum(rows), network.replicas)[1])
+                answer = scheme.reply_codec(network.replicas)
+                waits += answering.seconds(traffic.stage_bytes(answer, sum(rows), network.replicas))
                 seconds = [sending.seconds(size) - latency for size in sizes]
             else:
                 sizes = [traffic.exchange_bytes(kind, scheme, count, network.replicas) for count in rows]

@@ -18,6 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from detonation.core.compute.bitpack import pack, packed_bytes, unpack
 from detonation.core.link.link import Link
+from detonation.core.runtime import decides_on_device
+from detonation.core.schemes.scheme import ALIGNMENT
 from detonation.wire.wire import BLOCK, quantized_bytes
 
 
@@ -25,7 +27,8 @@ from detonation.wire.wire import BLOCK, quantized_bytes
 class BlockIntegers:
     """4 or 8 bits per number: evenly spaced levels from minus to plus the largest magnitude of a block of 128.
 
-    A message is its packed integers and then the scales of its blocks in bf16; the last block is filled up with zeros.
+    A message is its packed integers and then the scales of its blocks in bf16; the last block is filled up with zeros,
+    and on an accelerator the message, too, to a multiple of `ALIGNMENT` bytes.
     A block that holds a number that is not finite decodes to numbers that are not finite. It is odd, as every
     precision: see `codec.precision`.
     """
@@ -38,7 +41,7 @@ class BlockIntegers:
         return (1 << self.width - 1) - 1
 
     def nbytes(self, count: int) -> int:
-        """The bytes of `count` numbers.
+        """The bytes of `count` numbers, without that padding.
 
         >>> BlockIntegers(4).nbytes(256), BlockIntegers(8).nbytes(1)
         (132, 130)
@@ -46,7 +49,7 @@ class BlockIntegers:
         return quantized_bytes(count, self.width)
 
     def encode(self, values: Tensor) -> Tensor:
-        """Quantizes each line."""  # [..., n] fp32 -> [..., nbytes(n)] uint8
+        """Quantizes each line."""  # [..., n] fp32 -> [..., nbytes(n) or more] uint8
         missing = -values.shape[-1] % self.block
         lines = pad(values, (0, missing)) if missing else values.contiguous()
         blocks = lines.view(*lines.shape[:-1], -1, self.block)  # [..., blocks, block]
@@ -57,15 +60,23 @@ class BlockIntegers:
         codes = (blocks * per_step).round_().clamp_(-self.largest, self.largest).add_(self.largest + 1)
         whole = codes.to(torch.uint8).bitwise_and_((1 << self.width) - 1)
         packed = pack(whole.flatten(-2), self.width)
-        return torch.cat([packed, scales.view(torch.uint8)], -1)
+        return _aligned(torch.cat([packed, scales.view(torch.uint8)], -1))
 
     def decode(self, encoded: Tensor, count: int) -> Tensor:
-        """Reads messages of `count` numbers each."""  # [..., nbytes(count)] uint8 -> [..., count] fp32
+        """Reads messages of `count` numbers each."""  # [..., nbytes(count) or more] uint8 -> [..., count] fp32
         blocks = -(-count // self.block)
         split = packed_bytes(blocks * self.block, self.width)
         codes = unpack(encoded[..., :split], blocks * self.block, self.width, torch.float32).sub_(self.largest + 1)
-        scales = encoded[..., split:].contiguous().view(torch.bfloat16).float().unsqueeze(-1)  # [..., blocks, 1]
+        scales = (
+            encoded[..., split : split + 2 * blocks].contiguous().view(torch.bfloat16).float().unsqueeze(-1)
+        )  # [..., blocks, 1]
         return codes.view(*codes.shape[:-1], blocks, self.block).mul_(scales).flatten(-2)[..., :count]
+
+
+def _aligned(octets: Tensor) -> Tensor:
+    """Messages of the length that a gathered buffer needs; see `ALIGNMENT`."""  # [..., bytes] -> [..., bytes or more]
+    missing = -octets.shape[-1] % ALIGNMENT
+    return pad(octets, (0, missing)) if missing and decides_on_device(octets.device) else octets
 
 
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -301,8 +312,8 @@ class DifferenceGather(AllGather):
     def _exact(self, own: Tensor) -> Tensor:
         """The shards of all nodes as they are."""  # [n] -> [nodes, n]
         self._exchanges = 0
-        (arrived,), _ = self._link.wait([self._link.all_gather(own.contiguous().view(torch.uint8))])
+        (arrived,), _ = self._link.wait([self._link.all_gather(_aligned(own.contiguous().view(torch.uint8)))])
         with torch.inference_mode(False):  # steps after an evaluation change it in place
-            exact = arrived.clone().view(own.dtype)
+            exact = arrived[:, : own.nbytes].clone(memory_format=torch.contiguous_format).view(own.dtype)
         self._link.recycle(arrived)
         return exact

@@ -46,54 +46,46 @@ class Aggregation(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Mean:
-    """The mean over all replicas; a replica that does not send a coefficient counts as 0."""
-
+class _Rowwise:
     rowwise: ClassVar[bool] = True
 
+
+@dataclass(frozen=True)
+class Mean(_Rowwise):
+    """The mean over all replicas; a replica that does not send a coefficient counts as 0."""
+
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
-        # values [replicas, rows, k] fp32, indices [replicas, rows, k] or None -> [rows, chunk] fp32
         total = scatter_sum(values, indices, chunk)
         return total.div_(len(values)) if len(values) > 1 else total  # of one message it may be that message
 
 
 @dataclass(frozen=True)
-class MeanNonzero:
+class MeanNonzero(_Rowwise):
     """The mean over the replicas that sent a coefficient other than 0, as in the code published with DeMo."""
 
-    rowwise: ClassVar[bool] = True
-
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
-        # values [replicas, rows, k] fp32, indices [replicas, rows, k] or None -> [rows, chunk] fp32
         senders = scatter_sum((values != 0).to(values.dtype), indices, chunk)
         return scatter_sum(values, indices, chunk) / senders.clamp_(min=1)
 
 
 @dataclass(frozen=True)
-class MajorityVote:
+class MajorityVote(_Rowwise):
     """The sign that most replicas sent, times the mean magnitude; 0 where the vote is tied."""
 
-    rowwise: ClassVar[bool] = True
-
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
-        # values [replicas, rows, k] fp32, indices [replicas, rows, k] or None -> [rows, chunk] fp32
         signs = scatter_sum(values.sign(), indices, chunk).sign()
         return signs * scatter_sum(values.abs(), indices, chunk) / len(values)
 
 
 @dataclass(frozen=True)
-class RescaledMean:
+class RescaledMean(_Rowwise):
     """The mean over all replicas, each row as long as those of the replicas are on average.
 
     Messages that point in different directions have a mean shorter than each: by the square root of their number where
     they have nothing in common. A row gets no longer than by that factor.
     """
 
-    rowwise: ClassVar[bool] = True
-
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
-        # values [replicas, rows, k] fp32, indices [replicas, rows, k] or None -> [rows, chunk] fp32
         lengths = scatter_sum(square_root(added(values.square())).unsqueeze(-1), None, 1).squeeze(-1) / len(values)
         mean = Mean()(values, indices, chunk)
         longer = lengths / square_root(added(mean.square()))
@@ -121,7 +113,6 @@ class ClippedMean:
     rowwise: ClassVar[bool] = False
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
-        # values [replicas, rows, k] fp32, indices [replicas, rows, k] or None -> [rows, chunk] fp32
         return WeightedMean(self.weights(message_norms([values], values.shape[1])))(values, indices, chunk)
 
     def weights(self, norms: Tensor) -> Tensor:  # [replicas] fp32 -> the same
@@ -139,7 +130,6 @@ class WeightedMean:
     rowwise: ClassVar[bool] = True
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
-        # values [replicas, rows, k] fp32, indices [replicas, rows, k] or None -> [rows, chunk] fp32
         return Mean()(values * self.of_replicas.view(-1, 1, 1), indices, chunk)
 
 

@@ -136,7 +136,7 @@ class TwoBit(BlockCodebook):
         return large.to(torch.uint8).add_(negative, alpha=2), torch.cat([small, over, -small, under], 1)
 
     def allowed(self, statistics: Tensor) -> Tensor:
-        return statistics * _signs(statistics.device) >= 0
+        return torch.cat([statistics[:, :2], -statistics[:, 2:]], 1) >= 0
 
 
 @dataclass(frozen=True)
@@ -277,11 +277,3 @@ def _powers(device: torch.device) -> Tensor:
         falling[exponent:] *= 0.5  # a library's `exp2` is exact on some processors alone
     falling[7] = 0
     return falling
-
-
-@lru_cache(maxsize=8)
-def _signs(device: torch.device) -> Tensor:
-    """Of the four levels of two bits."""
-    signs = torch.ones(4, dtype=torch.float32, device=device)
-    signs[2:].neg_()
-    return signs

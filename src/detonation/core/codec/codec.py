@@ -53,11 +53,12 @@ class PartLengths(dict[int, tuple[int, ...]]):
 
 @dataclass(frozen=True)
 class Codec:
-    """Turns a signal into a message, and messages into an update."""
+    """Turns a signal into a message, and messages into an update. See `Scheme.aligned` for its `alignment`."""
 
     basis: Basis
     selection: Selection
     precision: Precision
+    alignment: int = 1
 
     @property
     def summable(self) -> bool:
@@ -134,23 +135,19 @@ class Codec:
 
         Shapes: -> `[nbytes]` uint8.
         """
-        rows = len(selected.values)
-        device = selected.values.device
+        rows, device = len(selected.values), selected.values.device
         memory = partial(torch.empty, 1, self.nbytes(rows), dtype=torch.uint8, device=device)
         run = MessageRows(self, rows, memory, negative_zeros=negative_zeros)
         self.write(selected, run)
         return run.body[0]
 
-    def read(self, message: Tensor, rows: int) -> Tensor:
-        """The values of `message`, the output of `encode`, as every receiver decodes them.
-
-        Shapes: `[nbytes]` uint8 -> `[rows, k]` fp32.
-        """
-        return self.values(torch.split(message.unsqueeze(0), list(self.lengths[rows]), 1), rows)[0]
-
     def width(self, rows: int, room: int) -> int:
         """The bytes of a message with `room` for its header: up to the end of a line of its checksum."""
-        return -(-(room + self.nbytes(rows)) // LINE_BYTES) * LINE_BYTES
+        return -(-self.sent(rows, room) // LINE_BYTES) * LINE_BYTES
+
+    def sent(self, rows: int, room: int) -> int:
+        """The bytes of a run of rows as it travels: with `room` for its header, and padding of any content."""
+        return -(-(room + self.nbytes(rows)) // self.alignment) * self.alignment
 
     def write(self, selected: Selected, run: MessageRows) -> None:
         """Encodes a selection into a run, unless its values lie there already."""

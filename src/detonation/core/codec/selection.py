@@ -55,7 +55,7 @@ class Everything:
     period: int = 1
 
     def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:  # [rows, chunk] -> [rows, k] int64
-        return _same_for_all_rows(torch.zeros(1, dtype=torch.int64, device=coefficients.device), coefficients)
+        return torch.zeros(1, dtype=torch.int64, device=coefficients.device).expand(len(coefficients), -1)
 
     def for_rows(self, first: int, rows: int) -> Everything:
         return self
@@ -189,7 +189,7 @@ class Striding(Rotation):
     def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
         device = coefficients.device
         comb = torch.arange(self.place(step, seed)[1], self.chunk, self.shares, dtype=torch.int64, device=device)
-        return _same_for_all_rows(comb, coefficients)
+        return comb.expand(len(coefficients), -1)
 
 
 def random_start(*key: int) -> int:
@@ -202,10 +202,6 @@ def random_start(*key: int) -> int:
     for part in key:
         start = _mixed(start + _GOLDEN * (part + 1))
     return signed(start)
-
-
-def _same_for_all_rows(indices: Tensor, coefficients: Tensor) -> Tensor:
-    return indices.expand(len(coefficients), -1)
 
 
 @lru_cache(maxsize=4)

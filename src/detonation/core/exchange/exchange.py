@@ -189,7 +189,7 @@ class AllGather(Exchange):
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
         room = 0 if first else HEADER_BYTES
         # a whole message is sealed where it lies
-        shape = 1, self._width if rows == self._rows else room + self._codec.nbytes(rows)
+        shape = 1, self._width if rows == self._rows else self._codec.sent(rows, room)
         memory = partial(self._workspace.take, ("run", first), shape, self._guard.usual.device)
         zeros = self._has_codes and negative_zeros(self._scheme, message.step, self._link.replica, self._link.replicas)
         message.waiting = run = MessageRows(self._codec, rows, memory, first, room, negative_zeros=zeros)

@@ -74,7 +74,7 @@ class TwoStage(Exchange):
         owners = self.owners if whole else self.owners.of_bucket(rows)
         # without kernels a whole message is sealed where it lies
         aligned = whole and not self._guard.on_kernels
-        shape = owners.replicas, self._widths[0] if aligned else room + self._codec.nbytes(owners.owned)
+        shape = owners.replicas, self._widths[0] if aligned else self._codec.sent(owners.owned, room)
         memory = partial(self._workspace.take, ("run", first), shape, self.residual.device)
         zeros = self._has_codes and negative_zeros(self._scheme, message.step, self._link.replica, owners.replicas)
         message.waiting = run = MessageRows(

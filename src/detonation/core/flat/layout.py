@@ -260,14 +260,8 @@ class Layout:
         found = []
         for slot, start, stop in self._spans:
             if slot.tiles:
-                outside = (
-                    slot.tiles.cut(torch.ones(slot.shape, dtype=torch.bool, device="cpu"))
-                    .view(-1)
-                    .logical_not()
-                    .nonzero()
-                    .view(-1)
-                )
-                found.append(outside.to(device) + start)
+                inside = slot.tiles.cut(torch.ones(slot.shape, dtype=torch.bool, device="cpu")).view(-1)
+                found.append(inside.logical_not().nonzero().view(-1).to(device) + start)
             else:
                 found.append(torch.arange(stop, start + slot.rows * self.chunk, dtype=torch.int64, device=device))
         return torch.cat(found or [torch.empty(0, dtype=torch.long, device=device)])

@@ -199,7 +199,7 @@ class Guard(SumGuard):
                 of this message follows.
             phase: Which of the collectives of an exchange; the last is 0.
 
-        Shapes: -> `[messages, nbytes]` uint8, the header among them.
+        Shapes: -> `[messages, Codec.sent]` uint8, the header among them.
         """
         run, message.waiting = message.waiting, None
         assert run is not None
@@ -218,7 +218,8 @@ class Guard(SumGuard):
             header = Header(self._schema, message.step, self._place | phase, self._replica, status, received)
             self._write_header(runs, nbytes, header)
             message.sent.clear()  # the collectives hold what they still need
-        return run.octets[:, : run.room + sum(run.codec.lengths[run.rows])]
+        end = run.room + sum(run.codec.lengths[run.rows])
+        return run.octets[:, : end + -end % run.codec.alignment]
 
     def _write_header(self, runs: Sequence[MessageRows], nbytes: int, header: Header) -> None:
         octets = runs[0].octets
@@ -243,14 +244,15 @@ class Guard(SumGuard):
             message.recycle = None
             message.absent = {row for row, octets in enumerate(arrived[0]) if not octets[:HEADER_BYTES].any()}
         absent = message.absent
-        whole = arrived[0] if len(arrived) == 1 and arrived[0].device.type == "cpu" else message.whole()
-        nbytes = sum(stage.codec.lengths[stage.rows])
+        end = HEADER_BYTES + sum(stage.codec.lengths[stage.rows])
+        back = partial(message.recycle, arrived[0]) if message.recycle else None
+        simple = len(arrived) == 1 and arrived[0].device.type == "cpu"
+        whole = arrived[0][:, :end] if simple else message.whole(end)
         if tape is not None and not tape.plays:
             for sender in absent:  # which a replay finds by its empty header
                 whole[sender, :HEADER_BYTES] = 0
-            tape.put(self.place, message.step, whole[:, : HEADER_BYTES + nbytes])
-        body = whole[:, HEADER_BYTES : HEADER_BYTES + nbytes]
-        back = partial(message.recycle, whole) if arrived and message.recycle else None  # else `whole` is of its own
+            tape.put(self.place, message.step, whole[:, :end])
+        body, back = whole[:, HEADER_BYTES:end], back if arrived else None  # else `whole` is of its own
         found = Arrived(stage.codec, body, stage.rows, shared, stage.aggregation, stage.unit, back)
         refused = self.admit(message, stage, whole, found.facts())
         if absent and stage.signals:  # the aggregate is that of the others; an owner that is absent leaves its rows

@@ -110,7 +110,7 @@ def resent(message: Tensor, sender: int) -> Tensor:
     header[3] = sender << 32 | int(header[3]) & 0xFFFFFFFF
     header[7] = 0
     copy = torch.cat([words, message[HEADER_BYTES:]])
-    header[7] = checksums(copy.unsqueeze(0))[0]
+    header[7] = checksums(copy[: HEADER_BYTES + int(header[4])].unsqueeze(0))[0]
     copy[:HEADER_BYTES] = words
     return copy
 

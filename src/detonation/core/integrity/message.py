@@ -91,23 +91,23 @@ class Message:
             return rules[0].of_all(sum(each.rows for each in rules))
         return torch.cat([narrow(each) for each in found])
 
-    def whole(self) -> Tensor:
-        """The bytes that have arrived, put together.
+    def whole(self, end: int) -> Tensor:
+        """The bytes that have arrived, put together; `end` of them without the padding, which becomes zeros.
 
-        Shapes: -> `[messages of all replicas, 64 + nbytes + padding]` uint8.
+        Shapes: -> `[messages of all replicas, end + padding]` uint8.
         """
-        runs: list[Sequence[Tensor]]
-        arrived = self.arrived
+        runs, arrived = list[Sequence[Tensor]](), self.arrived
         if len(arrived) == 1:
             octets = arrived[0]
-            if octets.device.type == "cpu" or octets.shape[1] % 8 == 0:  # torch reads numbers at their addresses alone
+            if octets.shape[1] % 8 == 0:  # torch reads numbers at their addresses alone
+                octets[:, end:].zero_()
                 return octets
-            runs = [(octets[:, HEADER_BYTES:],)]
+            runs = [(octets[:, HEADER_BYTES:end],)]
         else:
             pairs = sorted(zip(self.rows, arrived, strict=True), key=lambda pair: pair[0])
             lengths = [list(self.codec.lengths[rows]) for (_, rows), _ in pairs]
-            bodies = [each[:, each.shape[1] - sum(some) :] for some, (_, each) in zip(lengths, pairs, strict=True)]
-            runs = [torch.split(body, some, 1) for body, some in zip(bodies, lengths, strict=True)]
+            bodies = [each if rows[0] else each[:, HEADER_BYTES:] for rows, each in pairs]
+            runs = [torch.split(body[:, : sum(some)], some, 1) for body, some in zip(bodies, lengths, strict=True)]
             octets = pairs[0][1]
         whole = joined(runs, HEADER_BYTES, octets[:, :HEADER_BYTES])
         self.release()

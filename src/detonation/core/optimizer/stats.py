@@ -12,6 +12,7 @@ from detonation.core.link.communicator import Axis
 from detonation.core.link.hierarchical import split_by_sharding
 from detonation.core.link.link import Link
 from detonation.core.optimizer.trained import TrainedParameters
+from detonation.core.runtime import decides_on_device
 from detonation.core.schemes.scheme import Scheme
 from detonation.core.schemes.traffic import arguments_text, collective_for, dense_bytes, mean_bytes
 
@@ -101,12 +102,13 @@ def described(trained: TrainedParameters, levels: Sequence[tuple[Axis, Scheme]],
         return "Replicated, with parameters that are not in the model"
     lines = [f"Replicated, {sum(local(p).numel() for p in parameters.values()):,} parameters on this rank"]
     dense = dense_bytes_by_level(parameters, levels, intra_node)
+    on_device = any(decides_on_device(local(p).device) for p in parameters.values())
     for (axis, scheme), full in zip(levels, dense, strict=True):
         lines.append(f"  {scheme.name}({arguments_text(scheme)}) over {axis.size()} replicas: ")
         sent, ways = 0.0, []
         for part, n in split_by_sharding(parameters, intra_node) if scheme.signal != "nothing" else []:
             layout = scheme.codec.layout({name: tuple(local(p).shape) for name, p in part.items()})
-            sent += mean_bytes(scheme, layout, axis.size(), n)
+            sent += mean_bytes(scheme.aligned(n) if on_device else scheme, layout, axis.size(), n)
             ways += [_WAYS[collective_for(scheme, each, axis.size(), n)] for each in scheme.divide(layout)]
         share = f", {sent / full:.2%} of full synchronisation" if full else ""
         lines[-1] += f"{sent:,.0f} bytes per step by {' and '.join(dict.fromkeys(ways))}{share}" if ways else "nothing"

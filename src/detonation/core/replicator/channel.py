@@ -123,6 +123,8 @@ class Channel:
         counts: FaultCounts | None = None,
         place: int = 0,
     ) -> None:
+        if runtime.decides_on_device:
+            scheme = scheme.aligned(link.local_ranks)
         self.scheme, self.layout, self.link, self.runtime, self.place = scheme, layout, link, runtime, place
         self._needs_own_update = scheme.needs_own_update
         self.memory = Memory(layout, scheme.feedback, runtime.device) if scheme.feedback else None

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from detonation.core.codec.aggregate import AGGREGATIONS, Aggregation, Mean
 from detonation.core.codec.basis import Identity
@@ -16,6 +16,8 @@ from detonation.core.round import Round
 
 LinkKind = Literal["auto", "all-reduce", "all-gather", "owner"]
 LINKS: tuple[str, ...] = get_args(LinkKind)
+ALIGNMENT = 16
+"""The bytes that NCCL and kernels move at once where every message begins at a multiple of them, and else one."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,12 @@ class Scheme:
     def summable(self) -> bool:
         """True if an all-reduce computes the update: for summable messages and a mean over all replicas."""
         return self.codec.summable and isinstance(self.aggregation, Mean)
+
+    def aligned(self, local_ranks: int = 1) -> Self:
+        """As an accelerator sends: each of the ranks that share a gathered message pads to whole `ALIGNMENT` bytes."""
+        unit = ALIGNMENT * local_ranks
+        reply = self.reply and replace(self.reply, alignment=unit)
+        return replace(self, codec=replace(self.codec, alignment=unit), reply=reply)
 
     def reply_codec(self, replicas: int) -> Codec:
         """The codec in which owners among `replicas` answer.

@@ -60,22 +60,18 @@ def exchange_bytes(
     codec = scheme.codec
     if kind == "owner":
         stages = codec, scheme.reply_codec(replicas)
-        return sum(_stage_bytes(each, rows, replicas, local_ranks, bare) for each in stages)
-    unit = codec.precision.nbytes(1, 1) if kind == "all-reduce" else 1
-    header = DIGITS * replicas * unit if kind == "all-reduce" else HEADER_BYTES
-    return ring_bytes(kind, bytes_per_rank(codec.nbytes(rows) + header * (not bare), local_ranks, unit), replicas)
+        return sum(stage_bytes(each, rows, replicas, local_ranks, bare) for each in stages)
+    if kind == "all-gather":
+        return ring_bytes(kind, bytes_per_rank(codec.sent(rows, HEADER_BYTES * (not bare)), local_ranks), replicas)
+    unit = codec.precision.nbytes(1, 1)
+    nbytes = codec.nbytes(rows) + DIGITS * replicas * unit * (not bare)
+    return ring_bytes(kind, bytes_per_rank(nbytes, local_ranks, unit), replicas)
 
 
-def _stage_bytes(codec: Codec, rows: int, replicas: int, local_ranks: int, bare: bool = False) -> int:
+def stage_bytes(codec: Codec, rows: int, replicas: int, local_ranks: int = 1, bare: bool = False) -> int:
     """Bytes that one of `replicas` sends in one of the two collectives through owners."""
-    nbytes = codec.nbytes(-(-rows // replicas)) + HEADER_BYTES * (not bare)
+    nbytes = codec.sent(-(-rows // replicas), HEADER_BYTES * (not bare))
     return (replicas - 1) * bytes_per_rank(nbytes, local_ranks)
-
-
-def owner_stages(scheme: Scheme, rows: int, replicas: int) -> tuple[int, int]:
-    """Bytes that one of `replicas` sends to the owners of `rows` rows, and as an owner to all."""
-    first, second = (_stage_bytes(codec, rows, replicas, 1) for codec in (scheme.codec, scheme.reply_codec(replicas)))
-    return first, second
 
 
 @lru_cache(maxsize=256)
@@ -163,9 +159,9 @@ def overlapped_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks:
     if way != "owner":
         bare = sum(exchange_bytes(way, scheme, rows, replicas, local_ranks, bare=True) for rows in others)
         return bare + exchange_bytes(way, scheme, last, replicas, local_ranks)
-    bare = sum(_stage_bytes(scheme.codec, rows, replicas, local_ranks, bare=True) for rows in others)
-    answer = _stage_bytes(scheme.reply_codec(replicas), layout.rows, replicas, local_ranks)  # all of it at once
-    return bare + _stage_bytes(scheme.codec, last, replicas, local_ranks) + answer
+    bare = sum(stage_bytes(scheme.codec, rows, replicas, local_ranks, bare=True) for rows in others)
+    answer = stage_bytes(scheme.reply_codec(replicas), layout.rows, replicas, local_ranks)  # all of it at once
+    return bare + stage_bytes(scheme.codec, last, replicas, local_ranks) + answer
 
 
 def require_below_dense(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1) -> None:

@@ -51,7 +51,7 @@ class TritonGuard(Guard):
         codec, step, octets, rows = stage.codec, message.step, message.arrived, stage.rows
         nbytes, phase = codec.nbytes(rows), stage.phase
         pairs = sorted(zip(message.rows, octets, strict=True), key=lambda pair: pair[0])
-        parts = [row_run(codec, each, each.shape[1] - codec.nbytes(count), count) for (_, count), each in pairs]
+        parts = [row_run(codec, each, 0 if first else HEADER_BYTES, count) for (first, count), each in pairs]
         whole = octets[0]
         # the replicas of a simulation receive one buffer together, in which none may write
         if len(parts) > 1 or whole.device.type == "cpu" or not inspection.is_aligned(whole, 16):

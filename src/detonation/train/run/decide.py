@@ -170,7 +170,8 @@ def decide(asked: Asked, device: torch.device) -> Chosen:
     measured = probe_axis(axis, device, PROBE_S)
     network = Network.of_axis(measured, session.config.mesh.shards)
     compute_s, _ = forward_backward(session)
-    work = Work(shard_shapes(session.config), compute_s, accumulate=session.config.train.accumulate, reports=True)
+    settings = session.config.train.accumulate, True, device.type != "cpu"
+    work = Work(shard_shapes(session.config), compute_s, {}, True, *settings)
     best, found, work = _search(asked.auto.budget, candidates, session, network, work)
     goal = goal_of(session.config, work)
     line = why(found, network, goal, asked.auto.budget)

@@ -167,7 +167,8 @@ def _work(question: Question, profile: Profile | None, training: _Training) -> W
         raise ValueError("plan needs --step-time, the seconds of forward and backward, or a profile of the recipe")
     require(0 < seconds < math.inf, "--step-time", seconds, "above 0")
     steps, reports = measured.steps if measured else {}, question.recipe is not None
-    return Work(training.shapes, seconds, steps, accumulate=training.accumulate, reports=reports)
+    gpus = profile is not None and "nccl" in profile.backend
+    return Work(training.shapes, seconds, steps, True, training.accumulate, reports, gpus)
 
 
 def _same_model(question: Question, measured: Compute, parameters: int) -> None:
