@@ -1,5 +1,6 @@
 """The axis between replicas: gloo from host memory beside another backend inside the node, and NCCL's own stream."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -7,12 +8,15 @@ import torch
 import torch.distributed as dist
 
 import detonation as dt
+import limits
 import worlds
 from detonation.cluster import mesh as meshes
 from detonation.cluster.mesh import slow_axis_backend
 from detonation.cluster.network.measure import probe_axis
+from detonation.core import runtime
 from detonation.core.flat.tensors import digest
-from detonation.core.link.communicator import HostStaging
+from detonation.core.link import communicator
+from detonation.core.link.communicator import HostStaging, ProcessGroupCommunicator
 from zoo import DEVICE, KINDS, SCHEMES, Plain, batch, built
 
 NAMES = ["full", "demo", "demo-owner", "random-late", "diloco"]
@@ -32,10 +36,10 @@ class Copies:
 
         def out(staging, message):
             before = message.clone()
-            host = to_host(staging, message)
+            host, copied = to_host(staging, message)
             self.sent.append(host.data_ptr() != message.data_ptr() or not len(host))
             assert torch.equal(host.cpu(), before.cpu())
-            return host
+            return host, copied
 
         def back(staging, host, like):
             message = to_device(staging, host, like)
@@ -83,6 +87,73 @@ def test_messages_through_host_memory_train_the_same_bits(shards):
     for same, operations, equal in worlds.run_alone(staged, 2, shards, names):
         assert same and equal and operations == {"all-reduce", "all-gather", "all-to-all"}
     assert {*names} <= {*KINDS, "diloco"}
+
+
+class Event:
+    """An event of an accelerator that is over when the test says so."""
+
+    def __init__(self):
+        self._over, self.waited_by = threading.Event(), set()
+
+    def end(self):
+        self._over.set()
+
+    def synchronize(self):
+        self.waited_by.add(threading.get_ident())
+        assert self._over.wait(limits.LIMIT_S)
+
+
+def sent_while_the_device_works(mesh):
+    """Three messages are handed over before any is there; the last one arrives on the host first."""
+    events, started = [], []
+
+    def recorded(device):
+        events.append(Event())
+        return events[-1]
+
+    def noted(name, collective):
+        def start(*tensors, **options):
+            started.append(name)
+            return collective(*tensors, **options)
+
+        return start
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(HostStaging, "has_devices", staticmethod(lambda: True))
+        monkeypatch.setattr(HostStaging, "needed", lambda *_: True)
+        monkeypatch.setattr(communicator, "recorded", recorded)
+        monkeypatch.setattr(communicator, "_all_gather", noted("gather", communicator._all_gather))
+        for name in ("all_reduce", "all_to_all_single"):
+            monkeypatch.setattr(dist, name, noted(name, getattr(dist, name)))
+        axis = ProcessGroupCommunicator(mesh["replicate"], own=True)
+        mine = torch.full((4,), axis.replica + 1, dtype=torch.uint8)
+        waits = [axis.all_reduce(mine.float()), axis.all_gather(mine), axis.all_to_all(mine)]
+        assert started == [] and len(events) == 3
+        for event in reversed(events):
+            event.end()
+        arrived = [wait().tolist() for wait in waits]
+        assert all(event.waited_by and threading.get_ident() not in event.waited_by for event in events)
+        shared = ProcessGroupCommunicator(mesh["replicate"])  # whose group others use, in the order of their calls
+        monkeypatch.setattr(communicator, "recorded", lambda _: None)
+        assert shared.all_gather(mine)().tolist() == arrived[1] and len(started) == 4
+    return arrived, started
+
+
+def test_a_message_on_its_way_to_the_host_keeps_nobody_waiting_and_none_overtakes():
+    for replica, (arrived, started) in enumerate(worlds.run_alone(sent_while_the_device_works, 2, 1)):
+        assert arrived == [[3.0] * 4, [[1] * 4, [2] * 4], [[1] * 2, [2] * 2]], replica
+        assert started == ["all_reduce", "gather", "all_to_all_single", "gather"]
+
+
+def test_an_event_is_recorded_behind_the_copy_and_nothing_waits(monkeypatch):
+    calls = []
+    module = SimpleNamespace(
+        Event=lambda: SimpleNamespace(record=lambda stream: calls.append(stream)),  # it lacks `synchronize`
+        current_stream=lambda device: f"the current one of {device}",
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    assert runtime.recorded(torch.device("cpu")) is None
+    assert runtime.recorded(torch.device("cuda", 1)) and calls == ["the current one of cuda:1"]
 
 
 def test_only_gloo_can_be_chosen(capsys):

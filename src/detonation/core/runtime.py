@@ -115,6 +115,16 @@ PROGRESS = Progress()
 """Of this process. (Simulated replicas are threads that share it; nobody watches them.)"""
 
 
+def recorded(device: torch.device) -> Any:
+    """An event that is over when the current stream of an accelerator has done all that it was given; None on a CPU."""
+    if device.type == "cpu":
+        return None
+    module = torch.get_device_module(device)
+    event = module.Event()
+    event.record(module.current_stream(device))
+    return event
+
+
 class Readback:
     """A copy, made in the background, of a small tensor that no longer changes.
 
@@ -122,13 +132,11 @@ class Readback:
     """
 
     def __init__(self, numbers: Tensor) -> None:
-        self._numbers, self._event = numbers, None
+        self._numbers = numbers
         if numbers.device.type != "cpu":
             self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
             self._numbers.copy_(numbers, non_blocking=True)
-            module = torch.get_device_module(numbers.device)
-            self._event = module.Event()  # over when the current stream has done all that it was given so far
-            self._event.record(module.current_stream(numbers.device))
+        self._event = recorded(numbers.device)
 
     def wait(self) -> Tensor:
         """The copy on the host. Waits as `read` does.

@@ -2,7 +2,8 @@
 
 import weakref
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+
+from detonation.core.runtime import recorded
 
 
 class HostStaging:
@@ -35,15 +38,29 @@ class HostStaging:
         """
         return torch.empty(shape, dtype=like.dtype, device="cpu", pin_memory=like.device.type != "cpu")
 
-    def to_host(self, message: Tensor) -> Tensor:
-        """A copy of `message` that the network may read: the host waits for it, and for nothing else but its stream."""
+    def to_host(self, message: Tensor) -> tuple[Tensor, Any]:
+        """A copy of `message` that the network may read, and the event that is over when it is there, if any."""
         if not self.needed(message):
-            return message
+            return message, None
         host = self.empty(tuple(message.shape), message)
-        host.copy_(message, non_blocking=True)
-        if message.device.type != "cpu":
-            torch.get_device_module(message.device).current_stream(message.device).synchronize()
-        return host
+        return host.copy_(message, non_blocking=True), recorded(message.device)
+
+    def start(self, collective: Callable[[], Any], copied: Any, later: bool) -> Callable[[], object]:
+        """Starts `collective` once the event `copied` is over; returns what waits for it.
+
+        Args:
+            later: Whether a thread does, in the order of calls: whoever sends in backward gives the device more work.
+        """
+        if later:
+            started = self._thread.submit(self.start, collective, copied, False)
+            return lambda: started.result()()
+        if copied:
+            copied.synchronize()
+        return collective().wait  # type: ignore[no-any-return]
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, "sends from host memory")
 
     def to_device(self, host: Tensor, like: Tensor) -> Tensor:
         """The buffer `host` on the device of `like`; the copy runs on the current stream, and the host goes on."""
@@ -163,23 +180,36 @@ class ProcessGroupCommunicator:
         return group
 
     def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:  # [any] -> [any]
-        buffer = values if self._staging is None else self._staging.to_host(values)
-        work = dist.all_reduce(buffer, group=self._group, async_op=True)
+        buffer, copied = (values, None) if self._staging is None else self._staging.to_host(values)
+        start = partial(dist.all_reduce, buffer, group=self._group, async_op=True)
+        arrived = start().wait if self._staging is None else self._staging.start(start, copied, self._own)
 
         def wait() -> Tensor:
-            work.wait()
+            arrived()
             return buffer if self._staging is None else self._staging.to_device(buffer, values)
 
         return wait
 
     def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:  # [bytes] -> [replicas, bytes] uint8
-        sent = mine if self._staging is None else self._staging.to_host(mine)
-        gathered = self._buffer((self._size, len(sent)), mine)
-        work = _all_gather(gathered.view(-1), sent, group=self._group, async_op=True)
+        return self._received(_all_gather, (self._size, len(mine)), mine)
+
+    def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:  # [replicas * bytes] -> [replicas, bytes] uint8
+        return self._received(dist.all_to_all_single, (self._size, len(mine) // self._size), mine)
+
+    def _received(self, collective: Any, shape: tuple[int, int], mine: Tensor) -> Callable[[], Tensor]:  # -> shape
+        sent, copied = (mine, None) if self._staging is None else self._staging.to_host(mine)
+        for index, free in enumerate(self._free):
+            if free.shape == shape:
+                received = self._free.pop(index)
+                break
+        else:
+            received = mine.new_empty(shape) if self._staging is None else self._staging.empty(shape, mine)
+        start = partial(collective, received.view(-1), sent, group=self._group, async_op=True)
+        arrived = start().wait if self._staging is None else self._staging.start(start, copied, self._own)
 
         def wait() -> Tensor:
-            work.wait()
-            return gathered if self._staging is None else self._staging.to_device(gathered, mine)
+            arrived()
+            return received if self._staging is None else self._staging.to_device(received, mine)
 
         return wait
 
@@ -195,23 +225,6 @@ class ProcessGroupCommunicator:
         if received.device.type == "cpu" or self._staging is None:
             self._free.append(received)
             del self._free[:-MOST_FREE]
-
-    def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:  # [replicas * bytes] -> [replicas, bytes] uint8
-        sent = mine if self._staging is None else self._staging.to_host(mine)
-        received = self._buffer((self._size, len(sent) // self._size), mine)
-        work = dist.all_to_all_single(received.view(-1), sent, group=self._group, async_op=True)
-
-        def wait() -> Tensor:
-            work.wait()
-            return received if self._staging is None else self._staging.to_device(received, mine)
-
-        return wait
-
-    def _buffer(self, shape: tuple[int, ...], like: Tensor) -> Tensor:  # -> shape
-        for index, free in enumerate(self._free):
-            if free.shape == shape:
-                return self._free.pop(index)
-        return like.new_empty(shape) if self._staging is None else self._staging.empty(shape, like)
 
 
 def communicator_of(axis: Axis, own: bool = False) -> Communicator:
