@@ -6,6 +6,7 @@ import torch
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.link.link import Link
 from detonation.wire.collectives import WEIGHT_MOVES, BlockIntegers, DifferenceGather, ErrorFeedbackReduce
+from detonation.wire.wire import quantized_bytes
 
 CODECS = {
     "4bit": (BlockIntegers(4), 0.14),
@@ -26,7 +27,7 @@ def test_a_message_is_as_large_as_it_says_and_about_right(name, count):
     codec, error = CODECS[name]
     sent = values(3, count)
     encoded = codec.encode(sent)
-    assert encoded.dtype == torch.uint8 and encoded.shape == (3, codec.nbytes(count))
+    assert encoded.dtype == torch.uint8 and encoded.shape == (3, quantized_bytes(count, codec.width))
     read = codec.decode(encoded, count)
     assert read.shape == sent.shape
     assert (read - sent).norm() <= error * sent.norm()

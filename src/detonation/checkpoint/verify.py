@@ -228,17 +228,14 @@ def load_weights(directory: Path, model: nn.Module) -> str:
     Raises:
         ValueError: There are none, or they are of another model.
     """
-    read, words = _exported(directory) if _is_exported(directory) else _saved(directory)
+    is_exported = any((directory / name).is_file() for name in (EXPORTED, _INDEX))
+    read, words = _exported(directory) if is_exported else _saved(directory)
     for name, tensor in weights(model).items():
         part = read(name, Box.of(tensor) if isinstance(tensor, nn.Parameter) else None)
         if part.shape != local(tensor).shape:
             raise ValueError(f"{directory} has {name} as {tuple(part.shape)}, not {tuple(tensor.shape)}: another model")
         local(tensor).copy_(part)
     return words
-
-
-def _is_exported(directory: Path) -> bool:
-    return any((directory / name).is_file() for name in (EXPORTED, _INDEX))
 
 
 def _saved(directory: Path) -> tuple[_Read, str]:

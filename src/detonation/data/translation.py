@@ -66,7 +66,8 @@ class TranslationPairs:
 
     def __init__(self, pairs: Sequence[SentencePair], lengths: tuple[int, int], tokenizer: str = "") -> None:
         self._made, self._lengths = load_tokenizer(tokenizer) if tokenizer else None, lengths
-        ids = _tokens(pairs, self._made) if pairs and tokenizer else ([*map(_byte_ids, pair)] for pair in pairs)
+        octets = ([[*(byte + OFFSET for byte in side), END] for side in pair] for pair in pairs)
+        ids = _tokens(pairs, self._made) if pairs and tokenizer else octets
         fit = [both for both in ids if all(len(side) <= most for side, most in zip(both, lengths, strict=True))]
         self._sides = [[torch.tensor(both[side], dtype=torch.int32) for both in fit] for side in (0, 1)]
 
@@ -95,10 +96,6 @@ class TranslationPairs:
             sentence = self._sides[side][index]
             ids[row, : len(sentence)], real[row, : len(sentence)] = sentence, 1
         return ids, real
-
-
-def _byte_ids(sentence: bytes) -> list[int]:
-    return [*(byte + OFFSET for byte in sentence), END]
 
 
 def _tokens(pairs: Sequence[SentencePair], made: Any) -> Iterator[tuple[list[int], list[int]]]:

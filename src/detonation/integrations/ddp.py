@@ -188,12 +188,9 @@ class _Bucket:
         """Each parameter, and the part of the buffer with its gradient, laid out in memory as the parameter is."""
         if self._work is not None:
             self._work.wait()
-        return [(p, g.as_strided(p.size(), p.stride()) if _is_dense(p) else g) for p, g in self.pieces]
-
-
-def _is_dense(parameter: Tensor) -> bool:
-    """True where the buckets keep the memory format of a parameter, such as channels last."""
-    return torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+        # buckets keep the memory format of a parameter that is dense, such as channels last
+        dense = {p for p, _ in self.pieces if torch.empty_like(p, device="meta").stride() == p.stride()}
+        return [(p, g.as_strided(p.size(), p.stride()) if p in dense else g) for p, g in self.pieces]
 
 
 class _NoStep(Optimizer):

@@ -302,7 +302,8 @@ def spelled(chosen: Scheme) -> str:
         >>> spelled(scheme("demo", {"topk": 1, "chunk": 64}))
         'demo(topk=1)'
     """
-    return f"{chosen.name}({', '.join(f'{name}={_short(value)}' for name, value in changed(chosen).items())})"
+    texts = {name: f"{x:.4g}" if isinstance(x, float) else str(x) for name, x in changed(chosen).items()}
+    return f"{chosen.name}({', '.join(f'{name}={text}' for name, text in texts.items())})"
 
 
 def changed(chosen: Scheme) -> dict[str, object]:
@@ -314,7 +315,3 @@ def changed(chosen: Scheme) -> dict[str, object]:
     """
     defaults = scheme(chosen.name, {}).arguments
     return {name: value for name, value in chosen.arguments.items() if value != defaults[name]}
-
-
-def _short(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -20,7 +20,7 @@ from detonation.core.compute.bitpack import pack, packed_bytes, unpack
 from detonation.core.link.link import Link
 from detonation.core.runtime import decides_on_device
 from detonation.core.schemes.scheme import ALIGNMENT
-from detonation.wire.wire import BLOCK, quantized_bytes
+from detonation.wire.wire import BLOCK
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,8 @@ class BlockIntegers:
     def largest(self) -> int:
         return (1 << self.width - 1) - 1
 
-    def nbytes(self, count: int) -> int:
-        """The bytes of `count` numbers, without that padding.
-
-        >>> BlockIntegers(4).nbytes(256), BlockIntegers(8).nbytes(1)
-        (132, 130)
-        """
-        return quantized_bytes(count, self.width)
-
     def encode(self, values: Tensor) -> Tensor:
-        """Quantizes each line."""  # [..., n] fp32 -> [..., nbytes(n) or more] uint8
+        """Quantizes each line."""  # [..., n] fp32 -> [..., quantized_bytes or more] uint8
         missing = -values.shape[-1] % self.block
         lines = pad(values, (0, missing)) if missing else values.contiguous()
         blocks = lines.view(*lines.shape[:-1], -1, self.block)  # [..., blocks, block]
@@ -63,7 +55,7 @@ class BlockIntegers:
         return _aligned(torch.cat([packed, scales.view(torch.uint8)], -1))
 
     def decode(self, encoded: Tensor, count: int) -> Tensor:
-        """Reads messages of `count` numbers each."""  # [..., nbytes(count) or more] uint8 -> [..., count] fp32
+        """Reads messages of `count` numbers each."""  # [..., quantized_bytes or more] uint8 -> [..., count] fp32
         blocks = -(-count // self.block)
         split = packed_bytes(blocks * self.block, self.width)
         codes = unpack(encoded[..., :split], blocks * self.block, self.width, torch.float32).sub_(self.largest + 1)

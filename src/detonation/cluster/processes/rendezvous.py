@@ -50,9 +50,11 @@ def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> St
     try:
         if rank or _agent_hosts_store(os.environ):
             store: Store = next(iter(rendezvous("env://", rank, world_size, timeout=timeout)))[0]
-            return (
-                PrefixStore(_attempt_name(store, rank, world_size), store) if _agent_hosts_store(os.environ) else store
-            )
+            if not _agent_hosts_store(os.environ):
+                return store
+            # of this attempt: after a restart the store still holds the addresses of ranks that are gone
+            name = name_of_first(store, rank, world_size, secrets.token_hex(8), _RENDEZVOUS_TIMEOUT_S)
+            return PrefixStore(name, store)
         host, listener = _listen(address, int(port), position.one_machine)
         taken, fd = listener.getsockname()[1], listener.detach()
         return TCPStore(host, taken, world_size, True, timeout, master_listen_fd=fd, use_libuv=True)
@@ -70,11 +72,6 @@ def compare_devices(store: Store, position: LaunchPosition, device: torch.device
     keys = [f"detonation/device/{rank}" for rank in range(position.world_size)]
     store.set(keys[position.rank], device_name(device, socket.gethostname()))
     require_own_devices([name.decode() for name in store.multi_get(keys)])
-
-
-def _attempt_name(store: Store, rank: int, world_size: int) -> str:
-    """A name for this attempt: after a restart the store still holds the addresses of ranks that are gone."""
-    return name_of_first(store, rank, world_size, secrets.token_hex(8), _RENDEZVOUS_TIMEOUT_S)
 
 
 def name_of_first(store: Store, rank: int, world_size: int, name: str, timeout_s: float) -> str:
