@@ -75,10 +75,20 @@ TUNED = [
 """The links on which the prediction was made."""
 
 
-def drawn(count: int = 20, seed: int = 44) -> Iterator[Case]:
-    """The draw of `HELD_OUT`: 5 to 500 Mbit/s, 1 to 100 ms, jitter up to half of that, loss to 0.5 %, others to 40 %.
+Range = tuple[float, float]
 
-    Rate, latency and compute (50 to 500 ms) are even in their logarithm; of the rest each is absent on half of them.
+
+def drawn(
+    count: int = 20,
+    seed: int = 44,
+    rates: Range = (5, 500),
+    latencies: Range = (1, 100),
+    computes: Range = (0.05, 0.5),
+) -> Iterator[Case]:
+    """Draws links, by itself those of `HELD_OUT`: rates in Mbit/s, latencies in ms one way, compute in seconds.
+
+    These are even in their logarithm. Jitter (up to half of the latency), loss (to 0.5 %) and others (to 40 %) are each
+    absent on half of them.
     """
     draws = random.Random(seed)
 
@@ -86,10 +96,10 @@ def drawn(count: int = 20, seed: int = 44) -> Iterator[Case]:
         return float(low * (high / low) ** draws.random())
 
     for _ in range(count):
-        rate, latency = even(5, 500), even(1, 100)
+        rate, latency = even(*rates), even(*latencies)
         jitter = draws.choice([0, 1]) * draws.uniform(0, 0.5) * latency
         loss, others = (draws.choice([0, 1]) * draws.uniform(0, most) for most in (0.005, 0.4))
-        rounded = (float(f"{each:.2g}") for each in (jitter / 1e3, loss, others, even(0.05, 0.5)))
+        rounded = (float(f"{each:.2g}") for each in (jitter / 1e3, loss, others, even(*computes)))
         yield Case(f"{rate:.3g}mbit,{latency:.2g}ms", *rounded)
 
 
@@ -115,7 +125,7 @@ def measure(case: Case) -> list[dict[str, Any]]:
     from detonation.cluster.network.measure import probe_axis
 
     mesh = dt.init_mesh(2, 1, "cpu")
-    trainings = {name: Training(case, sets) for name, sets in SCHEMES.items()}
+    trainings = {name: Training(configured(sets), case.compute_s) for name, sets in SCHEMES.items()}
     began = time.perf_counter()
     probed = asdict(probe_axis(mesh["replicate"], torch.device("cpu"), PROBE_S))
     shared = {**asdict(case), "probed": probed, "probed_s": time.perf_counter() - began}
@@ -125,15 +135,15 @@ def measure(case: Case) -> list[dict[str, Any]]:
 class Training:
     """A run of some steps, and the compute of a step as the probe measures it before and after them."""
 
-    def __init__(self, case: Case, sets: str) -> None:
+    def __init__(self, config: Any, compute_s: float, warm: int = WARM) -> None:
         import torch
 
         from detonation.core.link.link import Link
         from detonation.train.loop.session import start_session
 
-        self.config = configured(sets)
+        self.config = config
         self._session = start_session(self.config, torch.device("cpu"))
-        pause_in(self._session.model, case.compute_s)
+        pause_in(self._session.model, compute_s)
         self._session.optimizer.set_up()
         self._done, self._collecting, collect = 0, 0.0, Link.collect
 
@@ -144,7 +154,7 @@ class Training:
             return found
 
         Link.collect = timed  # type: ignore[method-assign]
-        self._train(WARM)
+        self.train(warm)
 
     def row(self) -> dict[str, Any]:
         import torch.distributed as dist
@@ -152,13 +162,13 @@ class Training:
         from detonation.train.run.decide import forward_backward, optimizer_step
 
         before = forward_backward(self._session)[0]
-        step, steps = optimizer_step(self._session, self.config), self._train(STEPS)
+        step, steps = optimizer_step(self._session, self.config), self.train(STEPS)
         assert step
         compute, ranks = [before, forward_backward(self._session)[0]], [steps, steps]
         dist.all_gather_object(ranks, steps)
         return {"compute": compute, "step": asdict(step), "records": ranks}
 
-    def _train(self, count: int) -> list[list[float]]:
+    def train(self, count: int) -> list[list[float]]:
         """Of each step its seconds, and those of waiting."""
         from detonation.cluster.processes.signals import Stop
         from detonation.train.loop.fit import fit

@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from typing import Any
 
 PACKET = 1500
-"""Bytes of a packet: of the device's largest, and of a piece that is lost or not."""
+"""Bytes of a packet by default: of the device's largest, and of a piece that is lost or not."""
 PIECE = 16 * PACKET
 """Bytes that a TCP relay takes at once."""
 
@@ -37,6 +37,7 @@ class Conditions:
         competing: Share of the rate that bursts of others take on average, from 0 to below 1.
         burst_bytes: Of such a burst.
         queue_s: Seconds that bytes may wait for their turn; a packet beyond is dropped, and TCP is held back.
+        packet_bytes: Of the largest packet.
         seed: Of jitter, losses and bursts.
 
     Raises:
@@ -51,6 +52,7 @@ class Conditions:
     competing: float = 0.0
     burst_bytes: int = 64_000
     queue_s: float = 0.2
+    packet_bytes: int = PACKET
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -113,7 +115,7 @@ class LinkPath:
 
     def loses(self, nbytes: int) -> bool:
         """Whether one of the packets of `nbytes` is lost."""
-        packets = -(-nbytes // PACKET)
+        packets = -(-nbytes // self.conditions.packet_bytes)
         return self._draws.random() < 1 - (1 - self.conditions.loss) ** packets
 
     def _compete(self, now: float) -> None:

@@ -25,7 +25,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from benchmarks import lab
 from benchmarks.lab import Counters, NamespaceCluster, NoNamespaces, require_namespaces
 from benchmarks.namespaces import RECIPE, SCHEMES, SETS, Subject, Training
-from benchmarks.relay import PACKET, Conditions
+from benchmarks.relay import Conditions
 
 from detonation.link_speed import LinkSpeed
 
@@ -76,7 +76,7 @@ def relayed_cluster(nodes: int, conditions: Conditions) -> Iterator[RelayedClust
                 raise NoNamespaces("the relay of packets did not start; its error is above")
             for node, name in enumerate(cluster.names):
                 lab._do("ip", "-n", name, "address", "add", f"{cluster.address(node)}/16", "dev", lab.INTERFACE)
-                lab._do("ip", "-n", name, "link", "set", lab.INTERFACE, "mtu", str(PACKET), "up")
+                lab._do("ip", "-n", name, "link", "set", lab.INTERFACE, "mtu", str(conditions.packet_bytes), "up")
             yield cluster
         finally:
             if relay:
