@@ -85,13 +85,17 @@ def fixed(every: int, clock: Clock) -> float:
     return clock.now
 
 
-def adapted(config: Any, clock: Clock) -> tuple[float, list[str]]:
-    """Seconds to the loss with the adapter, which begins with its own choice for the first link; and what it says."""
+def adapted(clock: Clock) -> tuple[float, list[str], list[int]]:
+    """Seconds to the loss with the adapter, which begins with its own choice for the first link; and what it says.
+
+    The last are the lengths of a round at the beginning and at the end.
+    """
     first = largest_within([muloco(every) for every in ROUNDS], clock.work, clock.networks[0], BUDGET)
-    config = config(first.round.every)
     optimizer = SimpleNamespace(levels=[(None, first)])
     optimizer.reconfigure = lambda scheme: optimizer.levels.__setitem__(0, (None, scheme))
-    session: Any = SimpleNamespace(config=config, device=torch.device("cpu"), rank=0, optimizer=optimizer)
+    session: Any = SimpleNamespace(
+        config=config(first.round.every), device=torch.device("cpu"), rank=0, optimizer=optimizer
+    )
     adapter = Adapter(session, Followed(BUDGET, clock.networks[0], clock.work.compute_s, STEP))
     noise, lines, number = random.Random(1), list[str](), 0
     while clock.done < GOAL:
@@ -102,7 +106,19 @@ def adapted(config: Any, clock: Clock) -> tuple[float, list[str]]:
         parts = {"waited_s": waited, "agreeing_s": reported}
         record: Any = SimpleNamespace(step=number, **{key: each * noise.gauss(1, 0.05) for key, each in parts.items()})
         lines += adapter.after(record)
-    return clock.now, lines
+    return clock.now, lines, [first.round.every, optimizer.levels[0][1].round.every]
+
+
+def config(every: int) -> Any:
+    given = ("scheme.name=muloco", f"scheme.every={every}", "optimizer.name=Muon", "train.validate_every=0")
+    return check_config(Request(Path("recipes/quick-lm.toml"), given, 2, 1).layers(None).config())
+
+
+def clocks(links: Sequence[str], compute_s: float) -> Callable[[], Clock]:
+    """Makes clocks of a run whose link is the second of `links` for about the second third of its time."""
+    work = Work(shard_shapes(config(5)), compute_s, {"muloco": STEP}, reports=True)
+    rough = fixed(30, Clock(work, [links[0]] * 2, 0, 0))
+    return lambda: Clock(work, links, rough / 3, 2 * rough / 3)
 
 
 def main() -> None:
@@ -111,21 +127,16 @@ def main() -> None:
     args = parser.parse_args()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
-    def config(every: int) -> Any:
-        given = ("scheme.name=muloco", f"scheme.every={every}", "optimizer.name=Muon", "train.validate_every=0")
-        return check_config(Request(Path("recipes/quick-lm.toml"), given, 2, 1).layers(None).config())
-
-    work = Work(shard_shapes(config(5)), args.compute, {"muloco": STEP}, reports=True)
-    print("| link | for a third of the time | best fixed | its time | adapt | against the best | worst fixed | moves |")
-    print("|---" * 8 + "|")
+    titles = "link", "for a third of the time", "best fixed", "its time", "adapt", "against the best", "worst fixed"
+    print("| " + " | ".join([*titles, "moves", "every"]) + " |\n" + "|---" * 9 + "|")
     for links in [*LINKS, *FARTHER]:
-        rough = fixed(30, Clock(work, [links[0]] * 2, 0, 0))
-        clock: Callable[[], Clock] = lambda: Clock(work, links, rough / 3, 2 * rough / 3)  # noqa: B023, E731
+        clock = clocks(links, args.compute)
         times = {every: fixed(every, clock()) for every in ROUNDS}
         best = min(times, key=lambda every: times[every])
-        seconds, lines = adapted(config, clock())
+        seconds, lines, lengths = adapted(clock())
         cells = [*links, f"every={best}", f"{times[best]:.0f} s", f"{seconds:.0f} s"]
         cells += [f"{seconds / times[best] - 1:+.1%}", f"{max(times.values()) / times[best] - 1:+.1%}", str(len(lines))]
+        cells += [f"{lengths[0]}, at the end {lengths[1]}"]
         print("| " + " | ".join(cells) + " |", flush=True)
         print("\n".join(f"    {line}" for line in lines), file=sys.stderr)
     dt.leave()

@@ -9,6 +9,7 @@ import shutil
 import pytest
 import tomli_w
 import torch
+from benchmarks import adapt_replay
 
 import detonation as dt
 from commands import RECIPE
@@ -120,6 +121,17 @@ def test_a_latency_that_grows_is_not_taken_for_a_slow_rate(tiny, monkeypatch, se
     assert 8 < grown < 12.5 and 0.08 < shrunk < 0.2  # where backward hides it, no more is seen
     first, far = (taken[step][1][key] for step in (0, 2 * due - 1))
     assert far > first if key == "every" else far >= first
+
+
+def test_a_link_that_has_come_back_brings_back_the_setting_that_the_run_began_with():
+    """The nearest link that explains a wait is not the one that came back: waits of long rounds are near to noise."""
+    ends = run_local(replayed, 1, [], timeout_s=LIMIT_S)[0]
+    assert all(end == first for first, end in ends) and len({first for first, _ in ends}) > 1
+
+
+def replayed():
+    cases = [*adapt_replay.LINKS, *adapt_replay.FARTHER]
+    return [adapt_replay.adapted(adapt_replay.clocks(links, 0.1)())[-1] for links in cases]
 
 
 @pytest.mark.long  # no branch of its own

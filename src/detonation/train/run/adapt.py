@@ -33,18 +33,23 @@ _MOVED: dict[str, Sequence[int | float]] = {
 
 @dataclass(frozen=True)
 class Followed:
-    """The state of an adapter: the link, and a step without it. A checkpoint holds it for a run that is resumed."""
+    """The state of an adapter: the link, and a step without it. A checkpoint holds it for a run that is resumed.
+
+    network: as it was at first; it is now `times` as fast, and its latency `later` times as long.
+    """
 
     budget: float
     network: Network
     compute_s: float
     step: Step
+    times: float = 1.0
+    later: float = 1.0
 
     def table(self) -> Table:
         """The same in plain values."""
         lines = {name: [line.latency_s, line.rate_bits_per_s] for name, line in self.network.operations.items()}
         known = {"budget": self.budget, "lines": lines, "compute_s": self.compute_s, "step": asdict(self.step)}
-        return {**known, "restart": self.network.restart}
+        return {**known, "restart": self.network.restart, "times": self.times, "later": self.later}
 
     @classmethod
     def of(cls, table: Mapping[str, Any], replicas: int, shards: int) -> "Followed":
@@ -52,7 +57,8 @@ class Followed:
         try:
             operations = {name: Operation(latency, rate, 0.0) for name, (latency, rate) in table["lines"].items()}
             network = Network(replicas, shards, operations, float(table.get("restart", 0.0)))
-            return cls(check_budget(table["budget"]), network, float(table["compute_s"]), Step(**table["step"]))
+            now = (float(table.get(key, 1.0)) for key in ("times", "later"))
+            return cls(check_budget(table["budget"]), network, float(table["compute_s"]), Step(**table["step"]), *now)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"what the checkpoint says of the link is damaged: {error!r}") from error
 
@@ -111,25 +117,31 @@ class Adapter:
 
     def _decide(self, waits: Sequence[float], reports: Sequence[float]) -> SettingChange | None:
         """The decision for these waits per step; None where the link is as it was."""
-        now, network, shards = _present(self._session), self.followed.network, self._session.config.mesh.shards
+        now, followed, shards = _present(self._session), self.followed, self._session.config.mesh.shards
         waited, reported = (max(min(of[shard::shards]) for shard in range(shards)) for of in (waits, reports))
-        certain = CERTAIN_S + CERTAIN * self.followed.budget * (self._work.compute_s + waited)
+        certain = CERTAIN_S + CERTAIN * followed.budget * (self._work.compute_s + waited)
+        network = followed.network.faster(followed.times, followed.later)
 
-        def exposed(times: float, later: float) -> float:
-            return cost(now, self._work, network.faster(times, later)).exposed_s
+        def expected(times: float, later: float) -> tuple[float, float]:
+            there = network.faster(times, later)
+            return cost(now, self._work, there).exposed_s, report_s(now, self._work, there)
 
-        later = 1.0
-        if network.seconds("all-gather", 0) > certain:  # a shorter latency is not to be told from noise
-            later = explained(reported, lambda x: report_s(now, self._work, network.faster(1.0, 1 / x)), certain)
-            later = 1.0 if 1 / FACTOR < later < FACTOR else 1 / later
-        times = explained(waited, lambda x: exposed(x, later), certain)
-        if times == later == 1.0:  # as where backward hides the reports, and no rate explains the wait
-            later = 1 / explained(waited, lambda x: exposed(1.0, 1 / x), certain)
-        times, later = (1.0 if 1 / FACTOR < found < FACTOR else found for found in (times, later))
+        times, later = 1 / followed.times, 1 / followed.later
+        first, present, found = expected(times, later), expected(1.0, 1.0), (waited, reported)
+        back = _apart(first, present) > max(certain, 2 * _apart(first, found))
+        if not back:
+            later = 1.0
+            if network.seconds("all-gather", 0) > certain:  # a shorter latency is not to be told from noise
+                later = explained(reported, lambda x: expected(1.0, 1 / x)[1], certain)
+                later = 1.0 if 1 / FACTOR < later < FACTOR else 1 / later
+            times = explained(waited, lambda x: expected(x, later)[0], certain)
+            if times == later == 1.0:  # as where backward hides the reports, and no rate explains the wait
+                later = 1 / explained(waited, lambda x: expected(1.0, 1 / x)[0], certain)
+            times, later = (1.0 if 1 / FACTOR < each < FACTOR else each for each in (times, later))
         if times == later == 1.0:
             return None
-        there = largest_within(self._settings(), self._work, network.faster(times, later), self.followed.budget)
-        return SettingChange(times, later, dict(there.arguments))
+        there = largest_within(self._settings(), self._work, network.faster(times, later), followed.budget)
+        return SettingChange(times, later, dict((self._first if back else there).arguments))
 
     def _settings(self) -> list[Scheme]:
         """The schemes that the run can move to: its first, its present one, and the first at other values."""
@@ -152,7 +164,8 @@ class Adapter:
 
     def _follow(self, move: SettingChange, step: int) -> list[str]:
         was = _present(self._session)
-        self.followed = replace(self.followed, network=self.followed.network.faster(move.times, move.later))
+        times, later = self.followed.times * move.times, self.followed.later * move.later
+        self.followed = replace(self.followed, times=times, later=later)
         there = scheme(was.name, move.arguments)
         found = [f"is {move.times:.2g} times as fast as it was"] if move.times != 1.0 or move.later == 1.0 else []
         found += [f"has {move.later:.2g} times the latency"] if move.later != 1.0 else []
@@ -184,6 +197,10 @@ def explained(waited_s: float, predicted: Callable[[float], float], certain_s: f
 
 def _present(session: Session) -> Scheme:
     return session.optimizer.levels[-1][1]
+
+
+def _apart(one: tuple[float, float], other: tuple[float, float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
 def _typical(waits: Sequence[float], every: int) -> float:
