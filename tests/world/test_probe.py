@@ -38,10 +38,21 @@ def test_a_probe_measures_a_throttled_link():
 def test_a_probe_goes_on_until_a_size_shows_the_rate():
     """Over 50 ms a message of 4 KiB, where it ended before, tells nothing of a rate."""
     found = worlds.run(shortly_probed, 2, 1, LinkSpeed(2e7, 0.05))[0]
-    for operation in found.operations.values():
-        short, *_, long = operation.samples
-        assert long.seconds > 1.5 * short.seconds
+    short, *_, long = found.operations["all-reduce"].samples
+    assert long.seconds > 1.5 * short.seconds
+    assert all(operation.rate_bits_per_s < 3e7 for operation in found.operations.values())  # which is known from there
     assert found.silence_s >= 0
+
+
+def test_operations_that_ended_at_small_messages_have_the_rate_of_the_one_that_did_not():
+    """Where two sizes are noisy, their difference tells nothing of a message ten times as long."""
+    long = measure.fit_line([Sample(n, 0.1 + n / 1e6, 0.0) for n in (1000, 16000, 256000)])
+    noisy = measure.fit_line([Sample(1000, 0.05, 0.0), Sample(16000, 0.15, 0.0)])
+    found = measure.of_one_link({"all-reduce": long, "all-gather": noisy})
+    assert found["all-reduce"] == long and found["all-gather"].samples == noisy.samples
+    assert noisy.rate_bits_per_s < 0.2 * 8e6 and found["all-gather"].rate_bits_per_s == pytest.approx(8e6, rel=0.2)
+    near = measure.fit_line([*noisy.samples, Sample(128000, 0.4, 0.0)])
+    assert measure.of_one_link({"all-reduce": long, "all-gather": near})["all-gather"] == near
 
 
 def test_every_pair_of_three_or_more_is_measured_once():

@@ -87,9 +87,10 @@ def options(
 ) -> list[Option]:
     """Ranks the candidates, best first; leaves out those that would send more than full synchronisation.
 
-    Full synchronisation comes first where it waits at most `budget` of a step. Those with a known loss follow, by the
-    expected time to the loss of the run's baseline, then full synchronisation of an unknown loss, then the others by
-    the time of a step, and schemes that exchange nothing. Of equal times the scheme that sends less comes first.
+    Full synchronisation comes first where it waits at most `budget` of a step, and nothing is sooner by more than that.
+    Those with a known loss follow, by the expected time to the loss of the run's baseline, then full synchronisation of
+    an unknown loss, then the others by the time of a step, and schemes that exchange nothing. Of equal times the scheme
+    that sends less comes first.
     """
     prices: dict[str, Cost | None] = {}
     ranked = []
@@ -100,7 +101,8 @@ def options(
         price = prices[name]
         if price is not None:
             ranked.append(Option(price, optimizer, estimate(candidate, optimizer, goal)))
-    return sorted(ranked, key=lambda option: _order(option, goal, budget))
+    soonest = min(filter(None, (option.seconds(goal) for option in ranked)), default=math.inf)
+    return sorted(ranked, key=lambda option: _order(option, goal, budget, (1 + budget) * soonest))
 
 
 def one_machine(ranked: Sequence[Option], network: Network, goal: Goal) -> tuple[str, Estimate, float] | None:
@@ -148,9 +150,9 @@ def _price(candidate: Scheme, work: Work, network: Network) -> Cost | None:
         return None
 
 
-def _order(option: Option, goal: Goal, budget: float) -> tuple[int, float, float, str]:
+def _order(option: Option, goal: Goal, budget: float, late_s: float) -> tuple[int, float, float, str]:
     seconds = option.seconds(goal)
-    if option.is_full and option.cost.waiting <= budget:
+    if option.is_full and option.cost.waiting <= budget and (seconds is None or seconds <= late_s):
         group = 0
     else:
         nothing, known = option.cost.scheme.signal == "nothing", seconds is not None

@@ -2,7 +2,8 @@
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ _SIZES = 2**10, 2**24
 """The smallest message, and the largest."""
 _HINTS, _SHOWS = 1.1, 1.5
 """How many times longer than the shortest a message takes where a little larger ones, and it, show the rate."""
+_FAR = 4
+"""How many times smaller the largest message of an operation is, where its rate is that of another."""
 _REPEATS, _FEWEST = 5, 2
 _PAIR_SIZES = (1024, 2**18)
 _PAIR_REPEATS = 3
@@ -31,9 +34,11 @@ def probe_axis(axis: Axis, device: torch.device, budget_s: float = 6.0) -> AxisP
 
     All groups of the axis send at the same time, and each rank sends and receives at once, as in training. Sizes for
     which the time is too short are left out, but not before one shows the rate: over a long latency it takes longer.
+    One operation shows it for all.
     """
     per_node = dist.get_world_size() // axis.size()
-    operations, link, silence = {}, Link(axis), 0.0
+    operations: dict[str, Operation] = {}
+    link, silence = Link(axis), 0.0
     if axis.size() > 1:
         starts: dict[str, Start] = {
             "all-reduce": lambda n: link.all_reduce(torch.zeros(n // 4, device=device)),
@@ -43,7 +48,9 @@ def probe_axis(axis: Axis, device: torch.device, budget_s: float = 6.0) -> AxisP
             ),
         }
         for name, start in starts.items():
-            operations[name] = fit_line(_samples(link, start, device, budget_s / (len(starts) + 1)))
+            samples = _samples(link, start, device, budget_s / (len(starts) + 1), shown=bool(operations))
+            operations[name] = fit_line(samples)
+        operations = of_one_link(operations)
         if max(operation.latency_s for operation in operations.values()) > _NEAR_S:
             silence = _silence(starts["all-gather"], device)
     # a throttled link has the same speed between all pairs
@@ -66,12 +73,26 @@ def fit_line(samples: Sequence[Sample]) -> Operation:
     return Operation(latency, 8 / slope, float(off), list(samples))
 
 
-def _samples(link: Link, start: Start, device: torch.device, budget_s: float) -> list[Sample]:
-    """Times rising sizes until the budget is used up; all ranks agree on the times, and so on the last size."""
+def of_one_link(operations: Mapping[str, Operation]) -> dict[str, Operation]:
+    """Gives operations that ended at far smaller messages than another the other's rate for the larger ones."""
+    furthest = max(operations.values(), key=lambda line: line.samples[-1].bytes_sent)
+    largest, found = furthest.samples[-1].bytes_sent, dict(operations)
+    for name, line in operations.items():
+        if _FAR * line.samples[-1].bytes_sent <= largest:
+            beyond = Sample(largest, line.latency_s + furthest.seconds(largest) - furthest.latency_s, 0.0)
+            found[name] = replace(fit_line([*line.samples, beyond]), samples=line.samples)
+    return found
+
+
+def _samples(link: Link, start: Start, device: torch.device, budget_s: float, shown: bool) -> list[Sample]:
+    """Times rising sizes until the budget is used up; all ranks agree on the times, and so on the last size.
+
+    shown: Whether the rate of the link is known, so that no size has to show it.
+    """
     samples: list[Sample] = []
     size, largest = _SIZES
     start(size)()  # the first exchange opens connections
-    began, repeats, further, shown = time.perf_counter(), _REPEATS, 16, False
+    began, repeats, further = time.perf_counter(), _REPEATS, 16
     while size <= largest:
         if len(samples) > 1:
             left_s = budget_s - float(over_ranks(torch.tensor([time.perf_counter() - began], dtype=torch.float64)))
@@ -87,7 +108,7 @@ def _samples(link: Link, start: Start, device: torch.device, budget_s: float) ->
         # the mean: a run pays for the late and the lost, too
         samples.append(Sample(sent, statistics.fmean(times), (high - low) / median))
         longer = samples[-1].seconds / samples[0].seconds
-        shown, further = longer > _SHOWS, 4 if longer > _HINTS else 16
+        shown, further = shown or longer > _SHOWS, 4 if longer > _HINTS else 16
         size *= further
     return samples
 

@@ -63,18 +63,6 @@ class Followed:
             raise ValueError(f"what the checkpoint says of the link is damaged: {error!r}") from error
 
 
-@dataclass(frozen=True)
-class SettingChange:
-    """A decision of rank 0: the link is `times` as fast as assumed, its latency `later` times as long; and what to do.
-
-    arguments: Those of the scheme from now on.
-    """
-
-    times: float
-    later: float
-    arguments: Table
-
-
 class Adapter:
     """Watches the waiting of `session`, and moves the setting of its scheme to stay within a budget of waiting.
 
@@ -104,8 +92,8 @@ class Adapter:
         self._waits, self._reports = [], []
         everyone = self._world.send_to_all(mine, self._session.device)
         decision = self._decide(*zip(*everyone, strict=True)) if self._session.rank == 0 else None
-        decided = self._world.send_to_all(decision and asdict(decision), self._session.device)[0]
-        return [] if decided is None else self._follow(SettingChange(**decided), record.step)
+        decided = self._world.send_to_all(decision, self._session.device)[0]
+        return [] if decided is None else self._follow(record.step, *decided)
 
     @property
     def _every(self) -> int:
@@ -115,8 +103,11 @@ class Adapter:
         interval = -(-STEPS // self._every) * self._every
         return step % interval == 0 and len(self._waits) >= max(self._every, interval // 2)
 
-    def _decide(self, waits: Sequence[float], reports: Sequence[float]) -> SettingChange | None:
-        """The decision for these waits per step; None where the link is as it was."""
+    def _decide(self, waits: Sequence[float], reports: Sequence[float]) -> tuple[float, float, Table] | None:
+        """How many times as fast the link is for these waits per step, and how many times as long its latency.
+
+        And the arguments of the scheme from now on; None where the link is as it was.
+        """
         now, followed, shards = _present(self._session), self.followed, self._session.config.mesh.shards
         waited, reported = (max(min(of[shard::shards]) for shard in range(shards)) for of in (waits, reports))
         certain = CERTAIN_S + CERTAIN * followed.budget * (self._work.compute_s + waited)
@@ -127,8 +118,9 @@ class Adapter:
             return cost(now, self._work, there).exposed_s, report_s(now, self._work, there)
 
         times, later = 1 / followed.times, 1 / followed.later
-        first, present, found = expected(times, later), expected(1.0, 1.0), (waited, reported)
-        back = _apart(first, present) > max(certain, 2 * _apart(first, found))
+        (w1, r1), (w0, r0) = expected(times, later), expected(1.0, 1.0)
+        # Back at the first link, if waits are nearer to its: the nearest link that explains them is only on the way.
+        back = max(abs(w1 - w0), abs(r1 - r0)) > max(certain, 2 * abs(w1 - waited), 2 * abs(r1 - reported))
         if not back:
             later = 1.0
             if network.seconds("all-gather", 0) > certain:  # a shorter latency is not to be told from noise
@@ -141,7 +133,7 @@ class Adapter:
         if times == later == 1.0:
             return None
         there = largest_within(self._settings(), self._work, network.faster(times, later), followed.budget)
-        return SettingChange(times, later, dict((self._first if back else there).arguments))
+        return times, later, dict((self._first if back else there).arguments)
 
     def _settings(self) -> list[Scheme]:
         """The schemes that the run can move to: its first, its present one, and the first at other values."""
@@ -162,13 +154,12 @@ class Adapter:
         replicas = self._session.config.mesh.replicas
         return [collective_for(scheme, scheme.codec.layout(shapes), replicas) for shapes in self._work.shards]
 
-    def _follow(self, move: SettingChange, step: int) -> list[str]:
-        was = _present(self._session)
-        times, later = self.followed.times * move.times, self.followed.later * move.later
-        self.followed = replace(self.followed, times=times, later=later)
-        there = scheme(was.name, move.arguments)
-        found = [f"is {move.times:.2g} times as fast as it was"] if move.times != 1.0 or move.later == 1.0 else []
-        found += [f"has {move.later:.2g} times the latency"] if move.later != 1.0 else []
+    def _follow(self, step: int, times: float, later: float, arguments: Table) -> list[str]:
+        was, before = _present(self._session), self.followed
+        self.followed = replace(before, times=before.times * times, later=before.later * later)
+        there = scheme(was.name, arguments)
+        found = [f"is {times:.2g} times as fast as it was"] if times != 1.0 or later == 1.0 else []
+        found += [f"has {later:.2g} times the latency"] if later != 1.0 else []
         text = f"adapt: after step {step} the link {' and '.join(found)}"
         if there == was:
             return [f"{text}: {spelled(was)} stays"]
@@ -197,10 +188,6 @@ def explained(waited_s: float, predicted: Callable[[float], float], certain_s: f
 
 def _present(session: Session) -> Scheme:
     return session.optimizer.levels[-1][1]
-
-
-def _apart(one: tuple[float, float], other: tuple[float, float]) -> float:
-    return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
 def _typical(waits: Sequence[float], every: int) -> float:
