@@ -12,7 +12,7 @@ is left out.
 An exchange takes what the rank that comes last has waited, on average (late and lost packets count). The rest of a step
 is a median (a busy processor does not count); that of local steps over all settings with an optimizer, which take the
 same. The time of a setting is its mean step, times the steps to the loss that AdamW in full has after 1,000, by the
-losses of `plan`. A round of more than 30 steps is put together: its local steps, and the exchange of a round of 30. For
+losses of `plan`. A round of more than 20 steps is put together: its local steps, and the exchange of a round of 20. For
 rounds of a length that was not measured the steps are a straight line in the logarithm of the length, from the shortest
 to the longest that were, or from full with that optimizer at 1.
 """
@@ -39,8 +39,8 @@ GOAL = 1000
 SETS = f"scheme.name=auto data.context=32 train.batch_size=1 train.steps={GOAL} train.validate_every=0".split()
 DRAWS = {"first": 1, "second": 2}
 """Seeds. What was found on the first links was mended before the second were drawn."""
-COUNT, LONGEST, TURNS, WARM = 6, 30, 2, 8
-"""Links of a draw, steps of the longest round that trains, turns of each setting, and steps before those that count."""
+COUNT, LONGEST, TURNS, WARM = 6, 20, 2, 8
+"""Links of a draw, steps of the longest round that trains, turns of each setting, and the fewest steps of a turn."""
 LEFT_OUT = 3.0
 FAST, JUMBO = 200e6, 9000
 """Above this rate packets are so large: the relay passes on some 20,000 in a second."""
@@ -84,6 +84,8 @@ def measure(case: Case) -> dict[str, Any]:
     import torch.distributed as dist
 
     import detonation as dt
+    from detonation.plan.cost import Work, cost
+    from detonation.train.loop.session import shard_shapes
     from detonation.train.recipe.resolve import Request
     from detonation.train.run import decide
     from detonation.train.run.decide import Asked, Auto
@@ -114,18 +116,25 @@ def measure(case: Case) -> dict[str, Any]:
     chosen = {name: decide.decide(each, device) for name, each in asked.items()}
     timed(cpu, device, _AXIS_S)
     first = {name: each.plan["chosen"]["time_to_loss_s"] for name, each in chosen.items()}
-    configs = {called(each.config): each.config for each in chosen.values()}
-    plan, left_out = chosen["auto"].plan["options"], {}
-    for config in by_hand(layers):
-        seconds = expected(config, plan)
-        best = first["auto, AdamW" if described(config)["optimizer"] == "AdamW" else "auto"]
-        if seconds and seconds > LEFT_OUT * best:
-            left_out[called(config)] = seconds / best
-        elif config.scheme.arguments.get("every", 1) <= LONGEST:
+    made = [each.config for each in chosen.values()]
+    configs, left_out = {called(each): each for each in made}, {}
+    network, work = chosen["auto"].followed.network, Work(shard_shapes(made[0]), case.compute_s, reports=True)
+    for config in [layers.under(*each) for each in BY_HAND]:
+        wanted = described(config)
+        scheme = dt.scheme(wanted["scheme"], wanted["arguments"])
+        factor, _ = steps_factor(**wanted, parameters=sum(work.sizes.values()))
+        best = first["auto, AdamW" if wanted["optimizer"] == "AdamW" else "auto"]
+        late = GOAL * factor * cost(scheme, work, network).total_s / best
+        if late > LEFT_OUT:
+            left_out[called(config)] = late
+        else:
             configs.setdefault(called(config), config)
-    trainings = {
-        name: Training(decide.check_config(each), case.compute_s, unit(each)) for name, each in configs.items()
-    }
+    trainings = {}
+    for config in configs.values():  # of a long round the same at `LONGEST` trains, once
+        shortened = shorter(layers, config)
+        trainings[called(shortened)] = trainings.get(called(shortened)) or Training(
+            decide.check_config(shortened), case.compute_s, unit(shortened)
+        )
     records: dict[str, list[Any]] = {name: [] for name in trainings}
     for name, training in [*trainings.items()] * TURNS:
         records[name] += training.train(unit(training.config))
@@ -140,21 +149,24 @@ def measure(case: Case) -> dict[str, Any]:
     choices = {name: called(each.config) for name, each in chosen.items()}
     options = [each for plan in chosen.values() for each in plan.plan["options"]]
     predicted = {f"{each['spelled']} with {each['optimizer']}": each["seconds"] for each in options}
-    predicted = {name: predicted[name] for name in settings if name in predicted}
+    predicted = {name: predicted[name] for name in configs if name in predicted}
     return {
         **asdict(case),
         "choices": choices,
         "predicted": predicted,
         "probes": probes,
         "settings": settings,
+        "timed": {name: {**described(each), "as": called(shorter(layers, each))} for name, each in configs.items()},
         "left_out": left_out,
         "plans": plans,
     }
 
 
-def by_hand(layers: Any) -> list[Any]:
-    """The configurations of `BY_HAND`, each with the optimizer that the recipe has tuned for it."""
-    return [layers.under(*each) for each in BY_HAND]
+def shorter(layers: Any, config: Any) -> Any:
+    """The configuration in rounds of at most `LONGEST` steps."""
+    level = config.levels[-1].scheme
+    every = level.arguments.get("every", 1)
+    return layers.under(level.name, {**level.arguments, "every": LONGEST}) if every > LONGEST else config
 
 
 def described(config: Any) -> dict[str, Any]:
@@ -173,12 +185,6 @@ def called(config: Any) -> str:
 
     found = described(config)
     return f"{spelled(scheme(found['scheme'], found['arguments']))} with {found['optimizer']}"
-
-
-def expected(config: Any, plan: list[dict[str, Any]]) -> float | None:
-    """Seconds to the loss by the plan; None where nothing is known."""
-    wanted = described(config)
-    return next((each["time_to_loss_s"] for each in plan if wanted.items() <= each.items()), None)
 
 
 def unit(config: Any) -> int:
@@ -238,18 +244,12 @@ def steps_factor(scheme: str, arguments: Mapping[str, Any], optimizer: str, para
 
 def times(row: dict[str, Any], parameters: int) -> dict[str, tuple[float, float, bool]]:
     """By setting: the seconds of a step, seconds to the loss, and whether the loss was measured at that length."""
-    from detonation.core.schemes.registry import scheme
-    from detonation.plan.cost import spelled
-
     found = {}
-    for setting in row["settings"].values():
-        name, arguments, optimizer = setting["scheme"], setting["arguments"], setting["optimizer"]
-        every = arguments.get("every")
-        for length in (every, *(each for each in EVERY if every == LONGEST and each > LONGEST)):
-            given = arguments if length is None else {**arguments, "every": length}
-            factor, measured = steps_factor(name, given, optimizer, parameters)
-            seconds = step_s(row, setting, length)
-            found[f"{spelled(scheme(name, given))} with {optimizer}"] = seconds, GOAL * seconds * factor, measured
+    for name, timed in row["timed"].items():
+        known = {key: timed[key] for key in ("scheme", "arguments", "optimizer")}
+        factor, measured = steps_factor(**known, parameters=parameters)
+        seconds = step_s(row, row["settings"][timed["as"]], timed["arguments"].get("every"))
+        found[name] = seconds, GOAL * seconds * factor, measured
     return found
 
 
