@@ -7,10 +7,9 @@ import pytest
 
 from covering import covered
 from detonation.link_speed import LinkSpeed
-from detonation.plan.auto import rank
 from detonation.plan.cost import Network, Work
 from detonation.plan.losses import Goal
-from detonation.plan.search import options
+from detonation.plan.search import options, pairs
 from detonation.report.words import duration
 from detonation.train.loop.session import shard_shapes
 from detonation.train.recipe.resolve import read_layers
@@ -70,7 +69,8 @@ def test_auto_in_a_loop_chooses_as_the_plan(cluster, optimizer):
     replicas, link, parameters, step_s = cluster
     network = Network.of_link_speed(LinkSpeed.parse(link), replicas, SHARDS)
     work = Work([{"all": (-(-count(parameters) // SHARDS),)}] * SHARDS, step_s)
-    first = rank(work, network, Goal(replicas, count(parameters), optimizer=optimizer))[0]
+    goal = Goal(replicas, count(parameters), optimizer=optimizer)
+    first = options(pairs(goal), work, network, goal)[0]
     assert str(first) == named(asked(cluster, optimizer)["first"]).replace("`", "")
 
 

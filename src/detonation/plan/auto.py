@@ -22,7 +22,7 @@ from detonation.core.schemes.registry import scheme
 from detonation.core.schemes.scheme import Scheme
 from detonation.plan.cost import Network, Shapes, Work
 from detonation.plan.losses import GOAL_STEPS, TEXT, Goal, optimizers, recipes, trained_by
-from detonation.plan.search import BUDGET, Option, candidate_settings, check_budget, options, pairs, why
+from detonation.plan.search import BUDGET, check_budget, options, pairs, why
 
 PROBE_S = 3.0
 """Approximate seconds of measuring the links."""
@@ -93,14 +93,9 @@ def auto(
     work = Work(shards, step_seconds, overlap=False, on_accelerator=device.type != "cpu")
     trained = trained_by(type(optimizer).__name__, optimizer.defaults)
     goal = Goal(axis.size(), sum(work.sizes.values()), steps, recipe, trained if trained in optimizers() else "AdamW")
-    ranked = rank(work, network, goal, budget)
+    ranked = options(pairs(goal), work, network, goal, budget)
     _log.info("auto: %s", why(ranked, network, goal, budget))
     return broadcast_choice(ranked[0].cost.scheme, world, device)
-
-
-def rank(work: Work, network: Network, goal: Goal, budget: float = BUDGET) -> list[Option]:
-    """The options for an optimizer that may have a state, best first."""
-    return options(pairs(goal, candidate_settings()), work, network, goal, budget)
 
 
 def world_link(device: torch.device) -> Link:

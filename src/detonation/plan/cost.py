@@ -52,11 +52,7 @@ class Network:
     def of_link_speed(cls, speed: LinkSpeed, replicas: int, shards: int) -> "Network":
         """A network whose nodes all have links of one speed; the ranks of a node share its link."""
         rate = speed.rate_bits_per_s / shards
-        chains = {
-            "all-reduce": hops("all-reduce", replicas),
-            "all-gather": hops("all-gather", replicas),
-            "all-to-all": 1,
-        }
+        chains = {kind: hops(kind, replicas) for kind in ("all-reduce", "all-gather")} | {"all-to-all": 1}
         return cls(replicas, shards, {name: Operation(n * speed.latency_s, rate, 0.0) for name, n in chains.items()})
 
     @property

@@ -92,15 +92,10 @@ def options(
     an unknown loss, then the others by the time of a step, and schemes that exchange nothing. Of equal times the scheme
     that sends less comes first.
     """
-    prices: dict[str, Cost | None] = {}
-    ranked = []
-    for candidate, optimizer in among:
-        name = spelled(candidate)
-        if name not in prices:
-            prices[name] = _price(candidate, work, network)
-        price = prices[name]
-        if price is not None:
-            ranked.append(Option(price, optimizer, estimate(candidate, optimizer, goal)))
+    among = list(among)
+    prices = {name: _price(one, work, network) for name, one in {spelled(one): one for one, _ in among}.items()}
+    priced = [(prices[spelled(one)], one, optimizer) for one, optimizer in among]
+    ranked = [Option(price, optimizer, estimate(one, optimizer, goal)) for price, one, optimizer in priced if price]
     soonest = min(filter(None, (option.seconds(goal) for option in ranked)), default=math.inf)
     return sorted(ranked, key=lambda option: _order(option, goal, budget, (1 + budget) * soonest))
 

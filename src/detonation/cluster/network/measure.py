@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,6 @@ _SIZES = 2**10, 2**24
 """The smallest message, and the largest."""
 _HINTS, _SHOWS = 1.1, 1.5
 """How many times longer than the shortest a message takes where a little larger ones, and it, show the rate."""
-_FAR = 4
-"""How many times smaller the largest message of an operation is, where its rate is that of another."""
 _REPEATS, _FEWEST = 5, 2
 _PAIR_SIZES = (1024, 2**18)
 _PAIR_REPEATS = 3
@@ -33,23 +32,20 @@ def probe_axis(axis: Axis, device: torch.device, budget_s: float = 6.0) -> AxisP
     """Measures `axis` with messages of `device` in about `budget_s` seconds. Collective over all ranks.
 
     All groups of the axis send at the same time, and each rank sends and receives at once, as in training. Sizes for
-    which the time is too short are left out, but not before one shows the rate: over a long latency it takes longer.
-    One operation shows it for all.
+    which the time is too short are left out, but not before one shows the rate, of one operation for all: over a long
+    latency it takes longer.
     """
     per_node = dist.get_world_size() // axis.size()
-    operations: dict[str, Operation] = {}
-    link, silence = Link(axis), 0.0
+    operations, link, silence = dict[str, Operation](), Link(axis), 0.0
     if axis.size() > 1:
+        zeros = partial(torch.zeros, dtype=torch.uint8, device=device)
         starts: dict[str, Start] = {
-            "all-reduce": lambda n: link.all_reduce(torch.zeros(n // 4, device=device)),
-            "all-gather": lambda n: link.all_gather(torch.zeros(n, dtype=torch.uint8, device=device)),
-            "all-to-all": lambda n: link.all_to_all(
-                torch.zeros(axis.size(), n // axis.size(), dtype=torch.uint8, device=device)
-            ),
+            "all-reduce": lambda n: link.all_reduce(zeros(n // 4, dtype=torch.float32)),
+            "all-gather": lambda n: link.all_gather(zeros(n)),
+            "all-to-all": lambda n: link.all_to_all(zeros(axis.size(), n // axis.size())),
         }
         for name, start in starts.items():
-            samples = _samples(link, start, device, budget_s / (len(starts) + 1), shown=bool(operations))
-            operations[name] = fit_line(samples)
+            operations[name] = fit_line(_samples(link, start, device, budget_s / (len(starts) + 1), bool(operations)))
         operations = of_one_link(operations)
         if max(operation.latency_s for operation in operations.values()) > _NEAR_S:
             silence = _silence(starts["all-gather"], device)
@@ -74,21 +70,18 @@ def fit_line(samples: Sequence[Sample]) -> Operation:
 
 
 def of_one_link(operations: Mapping[str, Operation]) -> dict[str, Operation]:
-    """Gives operations that ended at far smaller messages than another the other's rate for the larger ones."""
+    """Gives operations that ended at a quarter of the size of another, or less, its rate for larger messages."""
     furthest = max(operations.values(), key=lambda line: line.samples[-1].bytes_sent)
     largest, found = furthest.samples[-1].bytes_sent, dict(operations)
     for name, line in operations.items():
-        if _FAR * line.samples[-1].bytes_sent <= largest:
+        if 4 * line.samples[-1].bytes_sent <= largest:
             beyond = Sample(largest, line.latency_s + furthest.seconds(largest) - furthest.latency_s, 0.0)
             found[name] = replace(fit_line([*line.samples, beyond]), samples=line.samples)
     return found
 
 
 def _samples(link: Link, start: Start, device: torch.device, budget_s: float, shown: bool) -> list[Sample]:
-    """Times rising sizes until the budget is used up; all ranks agree on the times, and so on the last size.
-
-    shown: Whether the rate of the link is known, so that no size has to show it.
-    """
+    """Times rising sizes until the budget is used up and the rate is `shown`; all ranks agree on the last size."""
     samples: list[Sample] = []
     size, largest = _SIZES
     start(size)()  # the first exchange opens connections

@@ -86,22 +86,16 @@ class Adapter:
         """Takes in one more step on all ranks, and follows the link where it has changed; returns the lines to show."""
         self._waits.append(record.waited_s)
         self._reports.append(record.agreeing_s or 0.0)
-        if not self._due(record.step):
+        every = _present(self._session).round.every
+        interval = -(-STEPS // every) * every
+        if record.step % interval or len(self._waits) < max(every, interval // 2):
             return []
-        mine = _typical(self._waits, self._every), statistics.median(self._reports)
+        mine = _typical(self._waits, every), statistics.median(self._reports)
         self._waits, self._reports = [], []
         everyone = self._world.send_to_all(mine, self._session.device)
         decision = self._decide(*zip(*everyone, strict=True)) if self._session.rank == 0 else None
         decided = self._world.send_to_all(decision, self._session.device)[0]
         return [] if decided is None else self._follow(record.step, *decided)
-
-    @property
-    def _every(self) -> int:
-        return _present(self._session).round.every
-
-    def _due(self, step: int) -> bool:
-        interval = -(-STEPS // self._every) * self._every
-        return step % interval == 0 and len(self._waits) >= max(self._every, interval // 2)
 
     def _decide(self, waits: Sequence[float], reports: Sequence[float]) -> tuple[float, float, Table] | None:
         """How many times as fast the link is for these waits per step, and how many times as long its latency.
@@ -175,15 +169,12 @@ def explained(waited_s: float, predicted: Callable[[float], float], certain_s: f
     >>> explained(0.1, lambda times: 0.2 / times, 0.001), explained(0.2, lambda times: 0.2 / times, 0.001)
     (2.0, 1.0)
     """
-    if abs(waited_s - predicted(1.0)) <= certain_s:
-        return 1.0
-    faster, times = waited_s < predicted(1.0), 1.0
-    while 1 / _FURTHEST < times < _FURTHEST:
-        times *= 2**0.25 if faster else 0.5**0.25
-        off = predicted(times) - waited_s
-        if (off if faster else -off) <= certain_s:
-            return round(times, 3)
-    return 1.0 if faster else times
+    towards, times = 1 if waited_s < predicted(1.0) else -1, 1.0
+    while towards * (predicted(times) - waited_s) > certain_s:
+        times *= 2 ** (towards / 4)
+        if not 1 / _FURTHEST < times < _FURTHEST:
+            return 1.0 if towards > 0 else times
+    return round(times, 3)
 
 
 def _present(session: Session) -> Scheme:
