@@ -14,7 +14,8 @@ is a median (a busy processor does not count); that of local steps over all sett
 same. The time of a setting is its mean step, times the steps to the loss that AdamW in full has after 1,000, by the
 losses of `plan`. A round of more than 20 steps is put together: its local steps, and the exchange of a round of 20. For
 rounds of a length that was not measured the steps are a straight line in the logarithm of the length, from the shortest
-to the longest that were, or from full with that optimizer at 1.
+to the longest that were, or from full with that optimizer at 1. Both means of `muloco` have the same messages, so they
+are timed together.
 """
 
 import argparse
@@ -129,7 +130,7 @@ def measure(case: Case) -> dict[str, Any]:
             left_out[called(config)] = late
         else:
             configs.setdefault(called(config), config)
-    trainings = {}
+    trainings: dict[str, Training] = {}
     for config in configs.values():  # of a long round the same at `LONGEST` trains, once
         shortened = shorter(layers, config)
         trainings[called(shortened)] = trainings.get(called(shortened)) or Training(
@@ -195,17 +196,23 @@ def unit(config: Any) -> int:
 
 def step_s(row: dict[str, Any], setting: dict[str, Any], every: int | None) -> float:
     """Seconds of a step of a setting in rounds of `every`, None where it has none."""
-    own, waited, trained = taken(setting)
-    last = slice(trained - 1, None, trained)
-    exchange = statistics.median(own[last]) + statistics.fmean(waited[last])
+    same = [taken(each) for each in row["settings"].values() if messages(each) == messages(setting)]
+    trained = same[0][2]
+    own, waited = ([second for each in same for second in each[part][trained - 1 :: trained]] for part in (0, 1))
+    exchange = statistics.median(own) + statistics.fmean(waited)
     if trained == 1:
         return exchange
-    alike = [each for each in row["settings"].values() if each["optimizer"] == setting["optimizer"]]
-    local = [taken(each) for each in alike]
-    alone = [each[n] for each, _, length in local for n in range(len(each)) if (n + 1) % length]
-    waits = [waited[n] for n in range(len(waited)) if (n + 1) % trained]
+    alike = [taken(each) for each in row["settings"].values() if each["optimizer"] == setting["optimizer"]]
+    local = statistics.median(each[n] for each, _, length in alike for n in range(len(each)) if (n + 1) % length)
+    local += statistics.fmean(each[n] for _, each, _ in same for n in range(len(each)) if (n + 1) % trained)
     assert every
-    return ((every - 1) * (statistics.median(alone) + statistics.fmean(waits)) + exchange) / every
+    return ((every - 1) * local + exchange) / every
+
+
+def messages(setting: dict[str, Any]) -> dict[str, Any]:
+    """What makes the messages of a setting: both means of `muloco` have the same."""
+    alike = {key: value for key, value in setting["arguments"].items() if key != "aggregate"}
+    return {"scheme": setting["scheme"], "optimizer": setting["optimizer"], **alike}
 
 
 def taken(setting: dict[str, Any]) -> tuple[list[float], list[float], int]:
@@ -220,7 +227,10 @@ def taken(setting: dict[str, Any]) -> tuple[list[float], list[float], int]:
 
 
 def steps_factor(scheme: str, arguments: Mapping[str, Any], optimizer: str, parameters: int) -> tuple[float, bool]:
-    """Steps to the loss over those of the baseline, and whether they were measured at this length of a round."""
+    """Steps to the loss over those of the baseline, and whether they were measured at this length of a round.
+
+    Without end where no length was measured.
+    """
     import detonation as dt
     from detonation.plan.losses import Goal, estimate
 
@@ -228,7 +238,7 @@ def steps_factor(scheme: str, arguments: Mapping[str, Any], optimizer: str, para
 
     def known(name: str, changed: Mapping[str, Any]) -> float | None:
         found = estimate(dt.scheme(name, changed), optimizer, goal)
-        return found and found.steps_factor
+        return found.steps_factor if found else None
 
     here = known(scheme, arguments)
     if here is not None:
@@ -236,6 +246,8 @@ def steps_factor(scheme: str, arguments: Mapping[str, Any], optimizer: str, para
     near = {every: known(scheme, {**arguments, "every": every}) for every in range(2, 101)}
     points = sorted((every, factor) for every, factor in near.items() if factor)
     whole = known("full", {})
+    if not points:
+        return math.inf, False
     if len(points) == 1 and whole is not None:
         points.insert(0, (1, whole))
     (x0, y0), *_, (x1, y1) = [(math.log(every), factor) for every, factor in points]
@@ -244,12 +256,19 @@ def steps_factor(scheme: str, arguments: Mapping[str, Any], optimizer: str, para
 
 def times(row: dict[str, Any], parameters: int) -> dict[str, tuple[float, float, bool]]:
     """By setting: the seconds of a step, seconds to the loss, and whether the loss was measured at that length."""
-    found = {}
-    for name, timed in row["timed"].items():
-        known = {key: timed[key] for key in ("scheme", "arguments", "optimizer")}
-        factor, measured = steps_factor(**known, parameters=parameters)
-        seconds = step_s(row, row["settings"][timed["as"]], timed["arguments"].get("every"))
-        found[name] = seconds, GOAL * seconds * factor, measured
+    from detonation.core.schemes.registry import scheme
+    from detonation.plan.cost import spelled
+
+    found: dict[str, tuple[float, float, bool]] = {}
+    for timed in row["timed"].values():
+        name, arguments, optimizer = timed["scheme"], timed["arguments"], timed["optimizer"]
+        seconds = step_s(row, row["settings"][timed["as"]], arguments.get("every"))
+        for aggregate in ("mean", "rescaled_mean") if name == "muloco" else (arguments.get("aggregate"),):
+            given = {**arguments, "aggregate": aggregate} if aggregate else arguments
+            factor, measured = steps_factor(name, given, optimizer, parameters)
+            called = f"{spelled(scheme(name, given))} with {optimizer}"
+            if factor < math.inf:
+                found[called] = seconds, GOAL * seconds * factor, measured
     return found
 
 
@@ -260,21 +279,32 @@ def table(rows: list[dict[str, Any]]) -> None:
     layers = Request(Path(RECIPE), tuple(SETS), 2, 1).layers(None)
     parameters = sum(math.prod(shape) for shape in shard_shapes(layers.under("full", {}))[0].values())
     known = [(Case(*(row[name] for name in Case.__match_args__)), row, times(row, parameters)) for row in rows]
-    lost: dict[str, list[float]] = {}
-    line("link", "by", "choice", "step, ms (plan)", "to the loss, s", "best measured", "to the loss, s", "later")
-    line(*["---"] * 8)
+    lost: dict[tuple[str, str], list[float]] = {}
+    titles = (
+        "best, losses measured",
+        "to the loss, s",
+        "later",
+        "best, losses by a line, too",
+        "to the loss, s",
+        "later",
+    )
+    line("link", "by", "choice", "step, ms (plan)", "to the loss, s", *titles)
+    line(*["---"] * 11)
     for case, row, found in known:
         for by, choice in row["choices"].items():
             among = {name: each for name, each in found.items() if by == "auto" or name.endswith(" with AdamW")}
-            best = min(among, key=lambda name: among[name][1])
-            (step, seconds, _), (_, soonest, measured) = found[choice], among[best]
-            lost.setdefault(by, []).append(seconds / soonest - 1)
-            steps = f"{1e3 * step:.0f} ({1e3 * row['predicted'][choice]:.0f})"
-            best = short(best) + " (line)" * (not measured)
-            line(case, by, short(choice), steps, f"{seconds:.0f}", best, f"{soonest:.0f}", f"{lost[by][-1]:+.1%}")
+            step, seconds, _ = found[choice]
+            cells = [f"{1e3 * step:.0f} ({1e3 * row['predicted'][choice]:.0f})", f"{seconds:.0f}"]
+            for losses in "measured", "by a line, too":
+                there = {name: each for name, each in among.items() if each[2] or losses != "measured"}
+                best = min(there, key=lambda name: there[name][1])
+                lost.setdefault((by, losses), []).append(seconds / there[best][1] - 1)
+                cells += [short(best), f"{there[best][1]:.0f}", f"{lost[by, losses][-1]:+.1%}"]
+            line(case, by, short(choice), *cells)
     print()
-    for by, each in lost.items():
-        print(f"{by}: {statistics.median(each):.1%} (median), {max(each):.1%} (worst) later than the best measured")
+    for (by, losses), each in lost.items():
+        worst = f"{statistics.median(each):.1%} (median), {max(each):.1%} (worst)"
+        print(f"{by}: {worst} later than the best of all whose losses are {losses}")
     print()
     line("step, ms (plan), to the loss, s", *(case.link for case, _, _ in known))
     line(*["---"] * (len(known) + 1))
@@ -288,8 +318,8 @@ def table(rows: list[dict[str, Any]]) -> None:
             rates = ", ".join(f"{each['rate_bits_per_s'] / 1e6:.3g}" for each in probe["operations"].values())
             latency, late = probe["operations"]["all-gather"]["latency_s"], probe["silence_s"]
             trip = f"{2e3 * case.conditions().latency_s:.3g} ms"
-            found = f"{probe['took_s']:.1f} s", rates, f"{1e3 * latency:.3g} ms", f"{1e3 * late:+.0f} ms"
-            line(case, trip, name.split(": ")[1], *found)
+            cells = [f"{probe['took_s']:.1f} s", rates, f"{1e3 * latency:.3g} ms", f"{1e3 * late:+.0f} ms"]
+            line(case, trip, name.split(": ")[1], *cells)
 
 
 def line(*cells: object) -> None:
@@ -309,6 +339,14 @@ def short(name: str) -> str:
     for each in ("outer_lr=0.7, outer_momentum=0.5", "outer_lr=1, outer_momentum=0, "):
         name = name.replace(each, "")
     return name.replace("aggregate=rescaled_mean", "rescaled")
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(each) for each in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def main() -> None:
@@ -333,7 +371,7 @@ def main() -> None:
         began = time.perf_counter()
         row = {"draw": args.draw, "number": number, **run(case)}
         with args.results.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(rounded(row)) + "\n")
         print(f"{number}: {case} in {time.perf_counter() - began:.0f} s, load {os.getloadavg()[0]:.0f}", flush=True)
 
 

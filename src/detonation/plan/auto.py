@@ -44,7 +44,7 @@ def auto(
 
     Collective: call it on every rank, after sharding and before `replicate`. It takes a few seconds. Rank 0 decides,
     and all ranks return the same scheme, the one that `detonation plan --optimizer` puts first: full synchronisation
-    where it waits for the network at most `budget` of a step, otherwise the scheme that is expected to reach a loss
+    where it waits for the network at most `budget` of a step and nothing is sooner by more, else what reaches a loss
     first, by losses that were measured with such an `optimizer`, or with AdamW where none was. The reason is logged at
     INFO of "detonation".
 
