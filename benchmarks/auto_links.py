@@ -38,8 +38,8 @@ RESULTS = Path("benchmarks/results/2026-11-26-auto-links.jsonl")
 RECIPE = "recipes/quick-lm.toml"
 GOAL = 1000
 SETS = f"scheme.name=auto data.context=32 train.batch_size=1 train.steps={GOAL} train.validate_every=0".split()
-DRAWS = {"first": 1, "second": 2}
-"""Seeds. What was found on the first links was mended before the second were drawn."""
+DRAWS = {"first": 1, "second": 2, "third": 3}
+"""Seeds. What was found on the links of a draw was mended before the next was looked at."""
 COUNT, LONGEST, TURNS, WARM = 6, 20, 2, 8
 """Links of a draw, steps of the longest round that trains, turns of each setting, and the fewest steps of a turn."""
 LEFT_OUT = 3.0
@@ -352,7 +352,7 @@ def rounded(value: Any) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["run", "table"])
-    parser.add_argument("--draw", choices=DRAWS, default="second")
+    parser.add_argument("--draw", choices=DRAWS, default="third")
     parser.add_argument("--only", type=int, nargs="+", help="numbers of links")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()

@@ -1,17 +1,23 @@
 """`scheme.name=auto`: measured, chosen, written down, and taken again by whoever resumes."""
 
+import itertools
 import json
 import tomllib
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tomli_w
+import torch
 
 import detonation as dt
 from commands import RECIPE, launched
 from detonation.cli.command import run_command
-from detonation.cluster.network.profile import Operation
+from detonation.cluster.launch import run_local
+from detonation.cluster.network.profile import Operation, Step
 from detonation.core.schemes import buckets
+from detonation.link_speed import LinkSpeed
 from detonation.plan.cost import Network, Work, cost, spelled
 from detonation.plan.losses import loss_table
 from detonation.plan.search import candidate_settings
@@ -19,6 +25,7 @@ from detonation.train.loop.session import shard_shapes
 from detonation.train.recipe.resolve import Layers, parse_sets, resolve
 from detonation.train.recipe.tables import from_table
 from detonation.train.run import decide
+from limits import LIMIT_S
 
 SLOW = ("--link", "1mbit,1ms", "--set", "scheme.name=auto")
 TUNED = {name: {"optimizer": {"name": "AdamW", "lr": 0.0125}} for name in ("demo", "random_sign", "diloco", "random")}
@@ -115,6 +122,24 @@ def test_the_settings_of_an_option_make_it_of_a_recipe_with_other_settings():
 def made(table):
     """The scheme of a recipe's table."""
     return dt.scheme(table["name"], {key: value for key, value in table.items() if key != "name"})
+
+
+def test_a_busy_moment_while_one_setting_is_measured_does_not_choose_another():
+    """Steps without an exchange are those of the optimizer: the same in long rounds and in short ones."""
+    steps, choices = zip(*(run_local(searched, 1, [slow], timeout_s=LIMIT_S)[0] for slow in (1, 2, 3)), strict=True)
+    assert all(len(set(found)) == 1 for found in steps) and len(set(choices)) == 1
+
+
+def searched(slow):
+    """The local steps that count, and the choice, where one measurement takes twice as long."""
+    layers = Layers(tomllib.loads(Path("recipes/quick-lm.toml").read_text()), {"mesh": {"replicas": 2, "shards": 1}})
+    asked, measured = decide.Asked(decide.Auto(), layers), itertools.count(1)
+    decide.optimizer_step = lambda session, config: Step(0.06, 0.03 * (1 + (next(measured) == slow)))
+    config = asked.check()
+    session = SimpleNamespace(device=torch.device("cpu"), config=config)
+    network, work = Network.of_link_speed(LinkSpeed(4e6, 0.02), 2, 1), Work(shard_shapes(config), 0.12, reports=True)
+    best, _, work = decide._search(0.1, asked.candidates(), session, network, work)
+    return [step.local_s for name, step in work.steps.items() if name.startswith("muloco")], str(best)
 
 
 def test_settings_that_do_not_go_with_the_recipes_own_are_left_out():
