@@ -98,10 +98,7 @@ class Adapter:
         return [] if decided is None else self._follow(record.step, *decided)
 
     def _decide(self, waits: Sequence[float], reports: Sequence[float]) -> tuple[float, float, Table] | None:
-        """How many times as fast the link is for these waits per step, and how many times as long its latency.
-
-        And the arguments of the scheme from now on; None where the link is as it was.
-        """
+        """Factors of rate and latency, and the arguments of the scheme from now on; None where all is as it was."""
         now, followed, shards = _present(self._session), self.followed, self._session.config.mesh.shards
         waited, reported = (max(min(of[shard::shards]) for shard in range(shards)) for of in (waits, reports))
         certain = CERTAIN_S + CERTAIN * followed.budget * (self._work.compute_s + waited)
