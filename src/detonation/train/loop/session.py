@@ -167,7 +167,8 @@ def misfits(config: Config) -> list[str]:
 def start_session(config: Config, device: torch.device, axis: Axis | None = None) -> Session:
     """The session of this rank. Collective; raises `ValueError` where replicas or sizes do not agree.
 
-    `axis` takes the place of the one that joins the replicas, of a run with one level.
+    `axis` takes the place of the one that joins the replicas, of a run with one level: that of `surviving_axis` in an
+    elastic run.
     """
     slow = config.mesh.slow_backend or None
     replicas = 1 if config.mesh.elastic else config.mesh.replicas  # of the process group
@@ -175,10 +176,13 @@ def start_session(config: Config, device: torch.device, axis: Axis | None = None
     model = seeded_model(config).to(device)
     shard(model, mesh, wire=config.mesh.shard_wire)
     base = optimizers.build_optimizer(config.optimizer, model)
-    surviving = surviving_axis(config, mesh) if config.mesh.elastic else None
-    axis = surviving or axis
+    surviving = axis if isinstance(axis, SurvivingCommunicator) else None
+    if surviving is not None:
+        require_same_settings(surviving.host.membership, config)
     optimizer = replicated_run(config, base, model, axes(config, mesh) if axis is None else [axis])
-    world: World = Ranks(mesh, device, config.mesh.sizes) if surviving is None else ElasticRanks(mesh, surviving)
+    world: World = (
+        Ranks(mesh, device, config.mesh.sizes[:replicas]) if surviving is None else ElasticRanks(mesh, surviving)
+    )
     return Session(config, world, device, load_data(config.data), model, base, optimizer)
 
 
@@ -190,16 +194,14 @@ def replicated_run(config: Config, base: torch.optim.Optimizer, model: nn.Module
 
 
 def surviving_axis(config: Config, mesh: DeviceMesh) -> SurvivingCommunicator:
-    """The axis between replicas that may be lost. Collective."""
+    """The axis between replicas that may be lost, of which `mesh` is one. Collective."""
     here = place()
     if here is None:
         raise ValueError("mesh.elastic needs the address of a store: give --meet and --replica")
     least, silence_s = config.mesh.min_replicas, config.peers.silence_s
-    axis = elastic(
+    return elastic(
         mesh, replica=here.replica, replicas=here.replicas, store=here.store, min_replicas=least, silence_s=silence_s
     )
-    require_same_settings(axis.host.membership, config)
-    return axis
 
 
 def seeded_model(config: Config) -> nn.Module:

@@ -184,17 +184,24 @@ def _arrived(work: dist.Work, everyone: list[Tensor]) -> list[list[Any]]:
     return [values.tolist() for values in everyone]
 
 
+def settings_of_run(membership: Membership) -> dict[str, Any]:
+    """The settings of the replica that came first to an elastic run. Waits for it."""
+    found: dict[str, Any] = json.loads(membership.text(_SETTINGS))
+    return found
+
+
 def require_same_settings(membership: Membership, config: Config) -> None:
     """Raises `ValueError` where this replica of an elastic run would train otherwise than the one that came first."""
     own = json.loads(json.dumps(dict(settings_of(to_table(config)))))  # lists, as those of a text
     own = {key: value for key, value in own.items() if key.startswith(_ALIKE) and key not in _OWN}
-    first = json.loads(membership.first_text("settings", json.dumps(own)))
+    first = json.loads(membership.first_text(_SETTINGS, json.dumps(own)))
     for key in sorted(first.keys() | own.keys()):
         if first.get(key) != own.get(key):
             here, there = f"{key} is {own.get(key)!r} here", f"{first.get(key)!r} in the run"
             raise ValueError(f"{here}, {there}: all replicas train by the same recipe and --set")
 
 
+_SETTINGS = "settings"
 _ALIKE = ("seed", "model.", "scheme", "optimizer.", "schedule.", "train.")
 _OWN = {"train.log_every", "train.loggers", "train.publish", "train.keep", "train.init_from", "train.compile"}
 """Settings of a replica that change nothing for the others."""

@@ -16,23 +16,21 @@ from detonation.cluster.survive.groups import SurvivedLoss
 from detonation.feed.admission import admitted
 from detonation.feed.shared_state import memory_norm
 from detonation.train.loop.session import Session, load_data, safety, seeded_model
-from detonation.train.loop.world import ElasticRanks, require_same_settings
+from detonation.train.loop.world import ElasticRanks, require_same_settings, settings_of_run
 from detonation.train.output import directory
 from detonation.train.recipe.resolve import Request
 from detonation.train.recipe.schema import Config, Table
+from detonation.train.run.decide import Asked
 from detonation.train.run.recorder import Recorder
 
 _WAIT_S = 300.0
 
 
-def check_place(request: Request, config: Config, place: LaunchPosition | None, asked: bool) -> None:
-    """Raises `ValueError` where an elastic run cannot start as `request` wants it.
-
-    `asked`: the scheme is still to be chosen by measuring the links.
-    """
+def check_place(request: Request, config: Config, place: LaunchPosition | None, asked: Asked | None) -> None:
+    """Raises `ValueError` where an elastic run cannot start as `request` wants it."""
     number, mesh = request.replica, config.mesh
-    if mesh.elastic and asked:
-        raise ValueError("an elastic run does not measure its links: name a scheme instead of auto")
+    if (mesh.elastic or request.join) and asked and asked.auto.adapt:
+        raise ValueError("scheme.adapt watches the link of replicas that stay: leave it out in an elastic run")
     if number is not None and not (mesh.elastic and mesh.meet and 0 <= number < mesh.replicas):
         raise ValueError(f"--replica {number} needs --elastic, --meet HOST:PORT and 0 <= replica < {mesh.replicas}")
     if mesh.elastic and place is not None and number is None and not request.join:
@@ -43,10 +41,11 @@ def check_place(request: Request, config: Config, place: LaunchPosition | None, 
         host_and_port(address)
 
 
-def joined_session(config: Config, device: torch.device, address: str) -> Session:
+def joined_session(config: Config, asked: Asked | None, device: torch.device, address: str) -> Session:
     """The session of a replica that comes in while others train, at the store of `address`. Collective.
 
-    Its weights and the state of its optimizer are those of the others; `optimizer.step_count` is the step.
+    Where it is to be chosen, the scheme is that of the run. Its weights and the state of its optimizer are
+    those of the others; `optimizer.step_count` is the step.
     """
     host, port = host_and_port(address)
     store = TCPStore(host, port, timeout=timedelta(seconds=_WAIT_S))
@@ -54,6 +53,10 @@ def joined_session(config: Config, device: torch.device, address: str) -> Sessio
     model = seeded_model(config).to(device)
     shard(model, mesh, wire=config.mesh.shard_wire)
     guest = Guest(store, mesh, min_replicas=config.mesh.min_replicas, silence_s=config.peers.silence_s)
+    if asked is not None:  # before its own settings: those that train may still be choosing
+        settings = settings_of_run(guest.membership)
+        theirs = {key.removeprefix("scheme."): each for key, each in settings.items() if key.startswith("scheme.")}
+        config = asked.under(theirs)
     require_same_settings(guest.membership, config)
     optimizer, axis = admitted(model, guest, safety=safety(config), timeout_s=_WAIT_S)
     return Session(config, ElasticRanks(mesh, axis), device, load_data(config.data), model, optimizer.base, optimizer)

@@ -101,7 +101,7 @@ def make_task(request: Request, place: LaunchPosition | None) -> RunTask:
         raise ValueError(
             f"train.init_from is {config.train.init_from!r}, but must be the directory of a run or a model"
         )
-    check_place(request, config, place, asked is not None)
+    check_place(request, config, place, asked)
     if place is None or place.rank == 0:
         trackers.check_trackers(config.train.loggers)
     if config.train.publish:
