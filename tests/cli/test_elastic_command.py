@@ -169,9 +169,9 @@ def auto(monkeypatch):
     return ("scheme.name=auto",)
 
 
-@some("shards", [1, 2], keep=[1])
-def test_replicas_choose_a_scheme_with_which_those_that_are_left_go_on(begun, tmp_path, auto, shards):
-    command = begun(*auto, "--replicas", 3, "--shards", shards)
+@some("shards, link", [(1, "1mbit,1ms"), (2, "")], keep=[(1, "1mbit,1ms")])
+def test_replicas_choose_a_scheme_with_which_those_that_are_left_go_on(begun, tmp_path, auto, shards, link):
+    command = begun(*auto, "--replicas", 3, "--shards", shards, "--link", link)
     command.wait_for_step(3)
     os.kill(command.ranks[shards], signal.SIGKILL)
     assert command.wait() == 0, command.errors
@@ -179,11 +179,13 @@ def test_replicas_choose_a_scheme_with_which_those_that_are_left_go_on(begun, tm
         (tmp_path / "run" / "plan.json").read_text(),
         tomllib.loads((tmp_path / "run" / "config.toml").read_text()),
     )
-    assert config["scheme"]["name"] == json.loads(plan)["chosen"]["scheme"] not in ("auto", "none")
+    assert config["scheme"]["name"] == json.loads(plan)["chosen"]["scheme"] not in ("auto", "none", link and "full")
     assert command.stdout.count(f"auto: {json.loads(plan)['why']}\n") == 1
     found = summary(tmp_path)
     assert (found["steps"], found["replicas_left"], found["replicas_equal"]) == (40, 2, True)
-    resumed = elastic(tmp_path, *auto, "train.steps=44", "--resume", "--replicas", 3, "--shards", shards)
+    resumed = elastic(
+        tmp_path, *auto, "train.steps=44", "--resume", "--replicas", 3, "--shards", shards, "--link", link
+    )
     assert resumed.wait() == 0, resumed.errors
     assert "auto:" not in resumed.stdout and summary(tmp_path)["steps"] == 44
     assert tomllib.loads((tmp_path / "run" / "config.toml").read_text())["scheme"] == config["scheme"]
@@ -195,7 +197,7 @@ def test_a_newcomer_takes_the_scheme_that_the_run_has_chosen(tmp_path, auto):
     commands = [Command(tmp_path / "meet", "meet", address)]
 
     def start(name, *way):
-        given = ("train", recipe, "--out", tmp_path / "run", *way, *LONG, *auto, "--replicas", 2)
+        given = ("train", recipe, "--out", tmp_path / "run", *way, *LONG, *auto, "--replicas", 2, "--link", "5mbit,1ms")
         commands.append(Command(tmp_path / name, *given, env={"DETONATION_TOKEN": "0123456789abcdef"}))
         return commands[-1]
 

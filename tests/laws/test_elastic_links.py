@@ -1,4 +1,4 @@
-"""A throttled link of replicas that may be lost: the time of exchanges by a clock of the test's own, and the same bits."""
+"""A throttled link of replicas that may be lost: the time of exchanges by a clock of a test's own, and equal bits."""
 
 import copy
 from functools import partial
@@ -38,7 +38,7 @@ def replicas_at(speed, act, replicas=3):
 
     def run(replica):
         membership, clock = Membership(store, replica, replicas, 0, 1, 30.0, 1, print, confirm_s=30.0), Clock()
-        axis = SurvivingCommunicator(membership, 30.0, link=speed and NodeLink(speed, 1, clock=clock, sleep=clock.sleep))
+        axis = SurvivingCommunicator(membership, 30.0, link=speed and NodeLink(speed, clock=clock, sleep=clock.sleep))
         found = act(axis, clock)
         if found is None:  # it is lost
             with axis._changed:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from detonation.cluster.init import note_loss
+from detonation.cluster.network.throttled import NodeLink
 from detonation.cluster.survive.agreement import Agreement, RankReport, ReplicaLost, axis_key
 from detonation.cluster.survive.groups import Flight, Group, NumberedCollective, NumberedKind, SurvivedLoss, host
 from detonation.cluster.survive.membership import Membership
@@ -33,9 +34,15 @@ class SurvivingCommunicator(ElasticCommunicator):
     """
 
     def __init__(
-        self, membership: Membership, timeout_s: float, floor: int = 0, begun: int = 0, let_in: Agreement | None = None
+        self,
+        membership: Membership,
+        timeout_s: float,
+        floor: int = 0,
+        begun: int = 0,
+        let_in: Agreement | None = None,
+        link: NodeLink | None = None,
     ) -> None:
-        self._membership, self._timeout_s = membership, timeout_s
+        self._membership, self._timeout_s, self._link = membership, timeout_s, link
         self.layout, self.host = list(membership.members), Host(membership)
         self.replica = self.layout.index(membership.replica)
         self.losses: list[SurvivedLoss] = []
@@ -137,6 +144,30 @@ class SurvivingCommunicator(ElasticCommunicator):
 
     def start(self, kind: NumberedKind, values: Tensor, user: _User) -> Callable[[], Tensor]:
         """Starts a collective among the replicas that have a number for `user`; returns a function that waits."""
+        if self._link is None:
+            return self._start(kind, values, user)
+        name, size = kind.replace("_", "-"), user.size()
+        leaves = torch.tensor([self._link.leave(name, values, size)], dtype=torch.float64)
+        arriving = self._start(kind, values, user)
+        told = self._start("all_gather", leaves.view(torch.uint8), user)  # as any, it goes on without a lost replica
+        return partial(self._arrived, self._link, name, size, arriving, told, user)
+
+    def _arrived(
+        self,
+        link: NodeLink,
+        kind: str,
+        size: int,
+        arriving: Callable[[], Tensor],
+        told: Callable[[], Tensor],
+        user: _User,
+    ) -> Tensor:
+        """Waits for a collective, and until it would have come over `link`."""
+        result, absent = arriving(), user.absent
+        link.arrive(kind, told().view(torch.float64), size)
+        user.absent = absent
+        return result
+
+    def _start(self, kind: NumberedKind, values: Tensor, user: _User) -> Callable[[], Tensor]:
         sent = host(values)
         with self._changed:
             self.settle()

@@ -199,9 +199,8 @@ def surviving_axis(config: Config, mesh: DeviceMesh) -> SurvivingCommunicator:
     if here is None:
         raise ValueError("mesh.elastic needs the address of a store: give --meet and --replica")
     least, silence_s = config.mesh.min_replicas, config.peers.silence_s
-    return elastic(
-        mesh, replica=here.replica, replicas=here.replicas, store=here.store, min_replicas=least, silence_s=silence_s
-    )
+    alike: dict[str, Any] = {"min_replicas": least, "silence_s": silence_s, "link": config.mesh.link}
+    return elastic(mesh, replica=here.replica, replicas=here.replicas, store=here.store, **alike)
 
 
 def seeded_model(config: Config) -> nn.Module:

@@ -202,7 +202,7 @@ def require_same_settings(membership: Membership, config: Config) -> None:
 
 
 _SETTINGS = "settings"
-_ALIKE = ("seed", "model.", "scheme", "optimizer.", "schedule.", "train.")
+_ALIKE = ("seed", "model.", "scheme", "optimizer.", "schedule.", "train.", "mesh.link")
 _OWN = {"train.log_every", "train.loggers", "train.publish", "train.keep", "train.init_from", "train.compile"}
 """Settings of a replica that change nothing for the others."""
 

@@ -198,7 +198,6 @@ class MeshConfig:
         require(1 <= self.min_replicas <= self.replicas, "mesh.min_replicas", self.min_replicas, "from 1 to replicas")
         plain = (self.min_replicas, self.meet) == (1, "")
         require(self.elastic or plain, "mesh.elastic", False, "true with mesh.min_replicas or mesh.meet")
-        require(not (self.elastic and self.link), "mesh.link", self.link, '"" with mesh.elastic')
         if self.link:
             LinkSpeed.parse(self.link)
         fits = self.shard_nodes >= 1 and self.shards % self.shard_nodes == 0

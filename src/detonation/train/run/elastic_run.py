@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import TCPStore
@@ -52,7 +53,8 @@ def joined_session(config: Config, asked: Asked | None, device: torch.device, ad
     mesh = init_mesh(1, config.mesh.shards, device.type)
     model = seeded_model(config).to(device)
     shard(model, mesh, wire=config.mesh.shard_wire)
-    guest = Guest(store, mesh, min_replicas=config.mesh.min_replicas, silence_s=config.peers.silence_s)
+    alike: dict[str, Any] = {"min_replicas": config.mesh.min_replicas, "silence_s": config.peers.silence_s}
+    guest = Guest(store, mesh, link=config.mesh.link, **alike)
     if asked is not None:  # before its own settings: those that train may still be choosing
         settings = settings_of_run(guest.membership)
         theirs = {key.removeprefix("scheme."): each for key, each in settings.items() if key.startswith("scheme.")}
