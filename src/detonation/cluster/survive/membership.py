@@ -175,6 +175,15 @@ class Membership:
         finally:
             self.stop()
 
+    def await_shards(self) -> None:
+        """Waits until all ranks of this replica are as far as to leave, or one is lost: each hands over by itself."""
+        ranks = [self.replica * self.shards + shard for shard in range(self.shards)]
+        while not self.store.check([axis_key("asked", rank) for rank in ranks]):
+            self.require_store()
+            if any(self._is_silent(rank) for rank in ranks):
+                return
+            time.sleep(_POLL_S)
+
     def stop(self) -> None:
         """Stops beating; the others count this rank as lost."""
         self._stopped.set()
