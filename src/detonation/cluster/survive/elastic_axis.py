@@ -172,7 +172,8 @@ def elastic(
 
     Args:
         mesh: ("replicate", "shard"), as of `init_mesh`; or the mesh of this replica alone, with `replica` and
-            `replicas`; None for a replica of one rank.
+            `replicas`; None for a replica of one rank. A mesh of one's own may have the tiers of several nodes, which
+            levels inside this one join: they are lost together.
         replica: The number of this replica, from 0 to below `replicas`, where each replica is a world of its own.
         replicas: How many there are then.
         store: Where all ranks meet; by default the store of the default process group. Without it nobody can agree, so
@@ -196,6 +197,8 @@ def elastic(
         >>> axis.close()
     """
     shard, shards = (0, 1) if mesh is None else (mesh["shard"].get_local_rank(), mesh["shard"].size())
+    if mesh is not None and replica is not None:
+        shard, shards = mesh.mesh.flatten().tolist().index(dist.get_rank()), mesh.size()
     if mesh is not None and replica is None and replicas is None:
         replica, replicas = mesh["replicate"].get_local_rank(), mesh["replicate"].size()
     if replica is None or replicas is None or not 0 <= replica < replicas:

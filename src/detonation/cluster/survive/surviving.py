@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Union
 
@@ -16,7 +16,9 @@ from detonation.cluster.survive.agreement import Agreement, RankReport, ReplicaL
 from detonation.cluster.survive.groups import Flight, Group, NumberedCollective, NumberedKind, SurvivedLoss, host
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.users import AxisUser, Host, StoreTexts
+from detonation.core.link.communicator import Axis
 from detonation.core.link.elastic_communicator import ElasticCommunicator
+from detonation.core.schemes.scheme import Scheme
 
 _MOST_TRIES = 5
 """Agreements in a row after which no group could be made, although nobody was lost."""
@@ -77,6 +79,11 @@ class SurvivingCommunicator(ElasticCommunicator):
 
     def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
         return self.start("all_to_all", mine, self)
+
+    def refuse(self, levels: Sequence[tuple[Axis, Scheme]], *_: object) -> None:
+        """Raises `ValueError` where a level around this one would join what is left of it by ranks that may be lost."""
+        if levels[-1][0] is not self:
+            raise ValueError("only the outermost level may lose replicas: give the elastic axis to the last level")
 
     def for_one(self) -> AxisUser:
         with self._changed:

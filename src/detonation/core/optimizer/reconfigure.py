@@ -137,23 +137,24 @@ def complete(
 def needs_all(levels: Sequence[Level], step: int) -> bool:
     """True where a replica may come in before `step`, and would lack messages that are on their way, or where one
     leaves that has moved in an open round."""
-    elastic = [(axis, scheme.round) for axis, scheme in levels if isinstance(axis, ElasticCommunicator)]
-    return any(
-        (round.delay > 0 and axis.expects(step)) or ((round.delay > 0 or round.every > 1) and axis.leaving(step))
-        for axis, round in elastic
-    )
+    late = any(scheme.round.delay > 0 for _, scheme in levels)
+    rounds = late or any(scheme.round.every > 1 for _, scheme in levels)
+    axes = [axis for axis, _ in levels if isinstance(axis, ElasticCommunicator)]
+    return any((late and axis.expects(step)) or (rounds and axis.leaving(step)) for axis in axes)
 
 
 def hand_over_memory(replicators: Sequence[Replicator], leaving: Sequence[int]) -> None:
-    """Gives the memories of the replicas `leaving` to the first that stays. Collective.
+    """Gives the memories of the replicas `leaving` to the first that stays, those of inner levels, too. Collective.
 
     The sum of all memories, divided by the number of replicas, stays (law 1).
     """
+    between = next(each.link for each in reversed(replicators) if each.link.elastic)
     for channel in (each.channel for each in replicators if each.channel.memory):
-        memory, link = channel.memory, channel.link
+        memory, link = channel.memory, channel.link if channel.link.elastic else between
         assert memory is not None
         leaves = link.replica in leaving
-        if leaves and isinstance(channel.exchange, TwoStage):
+        # what owners inside a replica have not sent is a part of its mean alone, whose share among all changes
+        if isinstance(channel.exchange, TwoStage) and (leaves or not channel.link.elastic):
             _return_residual(channel, channel.exchange)
         handed = link.all_reduce(memory.residual.clone() if leaves else torch.zeros_like(memory.residual))()
         stay = [replica for replica in range(link.replicas) if replica not in leaving]
@@ -179,7 +180,7 @@ def renumber(levels: Sequence[Level], replicators: Sequence[Replicator], routes:
             if leaving := axis.leaving(step):
                 hand_over_memory(replicators, leaving)
             kept = axis.adopt(step)
-            for link, counts in routes:
+            for link, counts in (route for route in routes if route[0].axis is axis):
                 link.renumber()
                 counts.renumber(kept, link.replica)
                 grown = grown or link.replicas > len(kept)
