@@ -191,6 +191,34 @@ def test_replicas_choose_a_scheme_with_which_those_that_are_left_go_on(begun, tm
     assert tomllib.loads((tmp_path / "run" / "config.toml").read_text())["scheme"] == config["scheme"]
 
 
+TIERS = [
+    {"axis": "rack", "replicas": 2, "name": "full"},
+    {"axis": "site", "replicas": 3, "name": "diloco", "every": 4},
+]
+
+
+@some("leaves", [False, True], keep=[False])
+def test_a_site_of_several_nodes_is_lost_or_leaves_as_a_whole(tmp_path, leaves):
+    """Under two levels: the outermost goes on without it, and what is inside the others stays."""
+    recipe = write_recipe(tmp_path / "tiers.toml", scheme=TIERS, mesh={"shards": 1})
+    steps = ("--set", "train.steps=40", "train.checkpoint_every=10", f"peers.silence_s={LIMIT_S}")
+    way = ("train", recipe, "--out", tmp_path / "run", "--elastic", *steps)
+    command = Command(tmp_path, *way)
+    try:
+        command.wait_for_step(3)
+        os.kill(command.ranks[3], signal.SIGTERM if leaves else signal.SIGKILL)  # one node of the second site
+        assert command.wait() == 0, command.errors
+        found = summary(tmp_path)
+        assert (found["steps"], found["replicas_left"], found["replicas_equal"]) == (40, 4, True)
+        assert [(loss["replicas"], loss.get("left", False)) for loss in found["losses"]] == [([1], leaves)]
+        assert {record["taking"] for record in metrics(tmp_path)} == {6, 4}
+        resumed = Command(tmp_path, *way, "train.steps=44", "--resume")
+        assert resumed.wait() == 0, resumed.errors
+        assert "resumed after step 40, from 4 replicas" in resumed.stdout and summary(tmp_path)["replicas_left"] == 6
+    finally:
+        command.kill()
+
+
 def test_a_newcomer_takes_the_scheme_that_the_run_has_chosen(tmp_path, auto):
     """It may ask to come in while the others still measure."""
     address, recipe = f"127.0.0.1:{free_port()}", write_recipe(tmp_path / "tiny.toml")

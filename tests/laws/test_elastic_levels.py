@@ -107,6 +107,8 @@ def test_law_2_the_racks_that_are_left_take_every_step_and_stay_equal(name, poin
             optimizer.step()
             optimizer.zero_grad()
         optimizer.synchronize()
+        counts = optimizer._routes[0, 1][1]  # of the level inside, whose ranks keep their numbers
+        assert len({*counts._good.values()}) <= 1
         place = optimizer.coordinates
         return digest(model.parameters()), optimizer.step_count, (place.replica, place.replicas), between.size()
 

@@ -74,29 +74,30 @@ class Ranks(_Together):
 
 
 class ElasticRanks:
-    """The processes of the replicas that are left; each replica is a process group of its own."""
+    """The processes of the replicas that are left; each replica, of one node or more, is a process group of its own."""
 
     _asked = False  # to leave, in the step before
 
     def __init__(self, mesh: DeviceMesh, axis: SurvivingCommunicator) -> None:
-        self._shards, self._shard, self._axis = mesh["shard"].size(), mesh["shard"].get_local_rank(), axis
+        self._axis, self._hosts, self._shards = axis, mesh.get_group("shard"), mesh["shard"].size()
+        self._ranks = mesh.size()  # of a replica
 
     @property
     def rank(self) -> int:
-        return self._axis.replica * self._shards + self._shard
+        return self._axis.replica * self._ranks + dist.get_rank()
 
     @property
     def size(self) -> int:
-        return self._axis.size() * self._shards
+        return self._axis.size() * self._ranks
 
     @property
     def sizes(self) -> list[int]:
-        """Of the replicas that took part in the collective that was waited for last."""
-        return [self._shards] * (self._axis.size() - len(self._axis.absent))
+        """Of the nodes that took part in the collective that was waited for last."""
+        return [self._shards] * ((self._axis.size() - len(self._axis.absent)) * self._ranks // self._shards)
 
     def all_gather(self, values: Tensor) -> Gathered:
-        mine = [torch.empty_like(values) for _ in range(self._shards)]
-        if self._shards > 1:
+        mine = [torch.empty_like(values) for _ in range(self._ranks)]
+        if self._ranks > 1:
             dist.all_gather(mine, values)
         else:
             mine = [values]
@@ -113,7 +114,7 @@ class ElasticRanks:
         if self._shards == 1:
             return count
         total = torch.tensor(count)
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self._hosts)
         return int(total)
 
     def fingerprint(self, model: nn.Module) -> tuple[str, bool]:
@@ -125,7 +126,7 @@ class ElasticRanks:
 
     def stopped_by(self, numbers: Sequence[float], mine: int) -> int:
         """As of all ranks, but SIGTERM to some replicas ends these alone, where enough are left."""
-        told = torch.tensor(numbers).view(-1, self._shards) == signal.SIGTERM
+        told = torch.tensor(numbers).view(-1, self._ranks) == signal.SIGTERM
         if {*numbers} - {0, signal.SIGTERM} or int((~told.any(1)).sum()) < max(1, self._axis.least):
             return int(max(numbers))
         if mine and self._asked:  # where all are told, some hear of it a step before the others

@@ -29,11 +29,13 @@ _WAIT_S = 300.0
 
 def check_place(request: Request, config: Config, place: LaunchPosition | None, asked: Asked | None) -> None:
     """Raises `ValueError` where an elastic run cannot start as `request` wants it."""
-    number, mesh = request.replica, config.mesh
+    number, mesh, last = request.replica, config.mesh, config.levels[-1].replicas
+    if request.join and len(config.levels) > 1:
+        raise ValueError("nobody comes in under several levels: start all replicas with the run")
     if (mesh.elastic or request.join) and asked and asked.auto.adapt:
         raise ValueError("scheme.adapt watches the link of replicas that stay: leave it out in an elastic run")
-    if number is not None and not (mesh.elastic and mesh.meet and 0 <= number < mesh.replicas):
-        raise ValueError(f"--replica {number} needs --elastic, --meet HOST:PORT and 0 <= replica < {mesh.replicas}")
+    if number is not None and not (mesh.elastic and mesh.meet and 0 <= number < last):
+        raise ValueError(f"--replica {number} needs --elastic, --meet HOST:PORT and 0 <= replica < {last}")
     if mesh.elastic and place is not None and number is None and not request.join:
         raise ValueError("under a launcher an elastic run is one world for each replica: give --replica and --meet")
     if request.join and request.out is None:

@@ -69,9 +69,9 @@ def train_on_rank(task: RunTask) -> Table:
         if task.request.join:
             return _train_with_others(task, joined_session(task.config, task.asked, device, task.request.join), stop)
         if task.request.replica is not None:
-            meet_replicas(mesh.meet, task.request.replica, mesh.replicas)
+            meet_replicas(mesh.meet, task.request.replica, task.config.levels[-1].replicas)
         if mesh.elastic:
-            axis = surviving_axis(task.config, init_mesh(1, mesh.shards, device.type))
+            axis = surviving_axis(task.config, init_mesh(task.config.nodes_inside, mesh.shards, device.type))
         config, chosen = _chosen(task, device, axis)
         session = start_session(config, device, axis)
         losses = Losses(session)
