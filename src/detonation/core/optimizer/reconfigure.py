@@ -137,14 +137,14 @@ def complete(
 def needs_all(levels: Sequence[Level], step: int) -> bool:
     """True where a replica may come in before `step`, and would lack messages that are on their way, or where one
     leaves that has moved in an open round."""
-    late = any(scheme.round.delay > 0 for _, scheme in levels)
-    rounds = late or any(scheme.round.every > 1 for _, scheme in levels)
+    rounds = [scheme.round for _, scheme in levels]
+    late, opens = any(round.delay > 0 for round in rounds), any(round.delay > 0 or round.every > 1 for round in rounds)
     axes = [axis for axis, _ in levels if isinstance(axis, ElasticCommunicator)]
-    return any((late and axis.expects(step)) or (rounds and axis.leaving(step)) for axis in axes)
+    return any((late and axis.expects(step)) or (opens and axis.leaving(step)) for axis in axes)
 
 
 def hand_over_memory(replicators: Sequence[Replicator], leaving: Sequence[int]) -> None:
-    """Gives the memories of the replicas `leaving` to the first that stays, those of inner levels, too. Collective.
+    """Gives the memories of the replicas `leaving`, of all levels, to the first that stays. Collective.
 
     The sum of all memories, divided by the number of replicas, stays (law 1).
     """
@@ -153,7 +153,7 @@ def hand_over_memory(replicators: Sequence[Replicator], leaving: Sequence[int]) 
         memory, link = channel.memory, channel.link if channel.link.elastic else between
         assert memory is not None
         leaves = link.replica in leaving
-        # what owners inside a replica have not sent is a part of its mean alone, whose share among all changes
+        # what owners inside a replica hold back is a part of its mean alone, which becomes another part of all
         if isinstance(channel.exchange, TwoStage) and (leaves or not channel.link.elastic):
             _return_residual(channel, channel.exchange)
         handed = link.all_reduce(memory.residual.clone() if leaves else torch.zeros_like(memory.residual))()

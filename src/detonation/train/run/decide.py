@@ -16,7 +16,7 @@ from detonation.choices import make
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.measure import Everyone, probe_axis
 from detonation.cluster.network.profile import Step
-from detonation.core.link.communicator import Axis
+from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.optimizer.replicate import replicate
 from detonation.core.schemes.registry import SCHEMES
 from detonation.core.schemes.scheme import Scheme
@@ -165,7 +165,7 @@ def again(asked: Asked, path: Path, everyone: Everyone) -> Config | None:
     return None if scheme is None else asked.under(scheme)
 
 
-def decide(asked: Asked, everyone: Everyone, axis: Axis | None = None) -> Chosen:
+def decide(asked: Asked, everyone: Everyone, axis: SurvivingCommunicator | None = None) -> Chosen:
     """Measures the link and the compute of a step, and chooses; all ranks agree. Collective.
 
     `axis`: an elastic one. The model steps beside it: a second optimizer on it would let nobody in.

@@ -19,7 +19,6 @@ from detonation.cluster.processes.signals import Stop, stoppable
 from detonation.cluster.survive.agreement import ReplicaLeft
 from detonation.cluster.survive.elastic_axis import meet_replicas
 from detonation.cluster.survive.surviving import SurvivingCommunicator
-from detonation.core.link.elastic_communicator import TextExchange
 from detonation.core.schemes.traffic import message_bytes
 from detonation.link_speed import LinkSpeed
 from detonation.plan.cost import spelled
@@ -139,9 +138,8 @@ def _chosen(task: RunTask, device: torch.device, axis: SurvivingCommunicator | N
     out = task.request.out if task.resume else None
     shards = [] if axis is None else [init_mesh(1, task.config.mesh.shards, device.type)["shard"]]
     everyone = Everyone(device, axis, shards)
-    texts: TextExchange = Texts(device) if axis is None else axis.texts()
     # Without a checkpoint the run begins anew, and measures what its adapter begins with.
-    if out is not None and candidates(out / directory.CHECKPOINTS, texts):
+    if out is not None and candidates(out / directory.CHECKPOINTS, Texts(device) if axis is None else axis.texts()):
         before = again(task.asked, out, everyone)
         if before is not None:
             return before, None
