@@ -30,14 +30,12 @@ _NEAR_S = 1e-3
 
 
 class Everyone:
-    """All ranks, for agreement beside what is measured: of the default process group, which need not exist where `axis`
-    is elastic: then those of its replicas, without one that is lost meanwhile.
-
-    Its methods are collective. Ranks count by replica and then by shard, from 0 to below `size`.
+    """All ranks, for agreement beside what is measured: of the default process group, or of the replicas along an
+    elastic `axis`, without one that is lost meanwhile. Its methods are collective.
 
     Args:
         device: Of tensors that the groups carry.
-        shards: The axes inside this replica.
+        shards: The axes inside this replica of an elastic axis; ranks count by replica and then by shard.
     """
 
     def __init__(self, device: torch.device, axis: Axis | None = None, shards: Sequence[Axis] = ()) -> None:
@@ -64,23 +62,17 @@ class Everyone:
 
     def barrier(self) -> None:
         """Waits for all, who then go on at about the same time: each pair of replicas sends directly."""
-        if not self._elastic:
-            dist.barrier()
-            return
         *shards, between = self._links
         for link in shards:
             link.send_to_all(None, self.device)
-        between.all_to_all(torch.zeros(between.replicas, 1, dtype=torch.uint8))()
-
-    def over(self, times: Sequence[float], operation: dist.ReduceOp.RedOpType = dist.ReduceOp.MAX) -> list[float]:
-        """The largest of each of `times` over all ranks, or the sum."""
         if self._elastic:
-            reduce: Callable[[Sequence[float]], float] = max if operation == dist.ReduceOp.MAX else sum
-            return [reduce(each) for each in zip(*self.send_to_all(times), strict=True)]
-        found = torch.tensor(times, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
-        dist.all_reduce(found, operation)
-        agreed: list[float] = found.tolist()
-        return agreed
+            between.all_to_all(torch.zeros(between.replicas, 1, dtype=torch.uint8))()
+        else:
+            dist.barrier()
+
+    def over(self, times: Sequence[float], reduced: Callable[[Sequence[float]], float] = max) -> list[float]:
+        """The largest of each of `times` over all ranks, or their mean."""
+        return [reduced(each) for each in zip(*self.send_to_all(times), strict=True)]
 
     def send_to_all(self, value: Any) -> list[Any]:
         """Every rank's `value` (of JSON), in the order of ranks; in the place of one that is lost that of another."""
@@ -180,7 +172,7 @@ def _timed(start: Start, size: int, everyone: Everyone, repeats: int, silent_s: 
         if everyone.device.type == "cuda":  # NCCL's wait does not block the host
             torch.cuda.synchronize(everyone.device)
         times.append(time.perf_counter() - began)
-    return [total / everyone.size for total in everyone.over(times, dist.ReduceOp.SUM)]
+    return everyone.over(times, statistics.fmean)
 
 
 def _silence(start: Start, everyone: Everyone) -> float:

@@ -135,8 +135,7 @@ def complete(
 
 
 def needs_all(levels: Sequence[Level], step: int) -> bool:
-    """True where a replica may come in before `step`, and would lack messages that are on their way, or where one
-    leaves that has moved in an open round."""
+    """True where a newcomer would lack messages on their way, or one that leaves has moved in an open round."""
     rounds = [scheme.round for _, scheme in levels]
     late, opens = any(round.delay > 0 for round in rounds), any(round.delay > 0 or round.every > 1 for round in rounds)
     axes = [axis for axis, _ in levels if isinstance(axis, ElasticCommunicator)]
