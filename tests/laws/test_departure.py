@@ -111,6 +111,25 @@ def test_law_1_what_a_replica_has_not_sent_stays_where_it_leaves(name):
             assert was.any()
 
 
+def test_a_replica_leaves_where_nothing_is_sent_and_nobody_has_a_memory():
+    def act(axis, replica):
+        model = copy.deepcopy(MODEL)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = dt.replicate(sgd, model, axis, "none")
+        if replica == 1:
+            axis.depart()
+        with axis._changed:
+            assert axis._changed.wait_for(lambda: axis.departing, LIMIT_S)
+        model(batch(replica, 0, 32)).mean().backward()
+        try:
+            optimizer.step()
+        except ReplicaLeft:
+            return 0
+        return axis.size()
+
+    assert threads_of(act) == {0: 2, 1: 0, 2: 2}
+
+
 def test_law_1_holds_where_one_shard_hands_over_later_than_the_other(monkeypatch):
     """The one that was first waits; else the others go on without the replica, and what the late one has is lost."""
     first, hand_over, wait = threading.Event(), reconfigure.hand_over_memory, getattr(Membership, "await_shards", None)
@@ -121,7 +140,9 @@ def test_law_1_holds_where_one_shard_hands_over_later_than_the_other(monkeypatch
         hand_over(replicators, leaving)
 
     monkeypatch.setattr(reconfigure, "hand_over_memory", late)
-    monkeypatch.setattr(Membership, "await_shards", lambda self: first.set() or wait(self), raising=False)
+    monkeypatch.setattr(
+        Membership, "await_shards", lambda self, limit_s: first.set() or wait(self, limit_s), raising=False
+    )
 
     def act(axis, rank):
         model = copy.deepcopy(MODEL)

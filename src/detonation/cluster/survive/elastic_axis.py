@@ -231,7 +231,7 @@ def _node_link(speed: LinkSpeed | None, membership: Membership, mesh: DeviceMesh
     if membership.first_text("machine", platform.node()) != platform.node():
         membership.stop()
         raise ValueError(ELSEWHERE)
-    rank, world = (dist.get_rank(), dist.get_world_size()) if mesh is not None else (0, 1)
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     device = None if mesh is None else torch.device(mesh.device_type)
     return NodeLink(speed, rank // membership.shards, -(-world // membership.shards), device)
 

@@ -175,12 +175,12 @@ class Membership:
         finally:
             self.stop()
 
-    def await_shards(self) -> None:
-        """Waits until all ranks of this replica are as far as to leave, or one is lost: each hands over by itself."""
-        ranks = [self.replica * self.shards + shard for shard in range(self.shards)]
+    def await_shards(self, limit_s: float) -> None:
+        """Waits, at most `limit_s`, until all ranks of this replica are about to leave: each hands over by itself."""
+        deadline, ranks = time.monotonic() + limit_s, [self.replica * self.shards + n for n in range(self.shards)]
         while not self.store.check([axis_key("asked", rank) for rank in ranks]):
             self.require_store()
-            if any(self._is_silent(rank) for rank in ranks):
+            if any(self._is_silent(rank) for rank in ranks) or time.monotonic() > deadline:
                 return
             time.sleep(_POLL_S)
 

@@ -44,7 +44,7 @@ class SurvivingCommunicator(ElasticCommunicator):
         let_in: Agreement | None = None,
         link: NodeLink | None = None,
     ) -> None:
-        self._membership, self._timeout_s, self._link = membership, timeout_s, link
+        self._membership, self.timeout_s, self._link = membership, timeout_s, link
         self.layout, self.host = list(membership.members), Host(membership)
         self.replica = self.layout.index(membership.replica)
         self.losses: list[SurvivedLoss] = []
@@ -331,7 +331,7 @@ class SurvivingCommunicator(ElasticCommunicator):
     def _formed(self) -> Group:
         membership = self._membership
         rank = membership.members.index(membership.replica)
-        make = partial(Group, membership.group_store(), rank, len(membership.members), self._timeout_s)
+        make = partial(Group, membership.group_store(), rank, len(membership.members), self.timeout_s)
         return Group.formed(make, membership.breaks_up) if membership.epoch else make()
 
     def _catch_up(self, agreement: Agreement) -> bool:

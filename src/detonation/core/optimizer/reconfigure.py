@@ -147,9 +147,9 @@ def hand_over_memory(replicators: Sequence[Replicator], leaving: Sequence[int]) 
 
     The sum of all memories, divided by the number of replicas, stays (law 1).
     """
-    between = next(each.link for each in reversed(replicators) if each.link.elastic)
-    for channel in (each.channel for each in replicators if each.channel.memory):
-        memory, link = channel.memory, channel.link if channel.link.elastic else between
+    between = [each.link for each in replicators if each.link.elastic]  # none where the outermost level sends nothing
+    for channel in (each.channel for each in replicators if each.channel.memory and between):
+        memory, link = channel.memory, channel.link if channel.link.elastic else between[-1]
         assert memory is not None
         leaves = link.replica in leaving
         # what owners inside a replica hold back is a part of its mean alone, which becomes another part of all
