@@ -50,13 +50,6 @@ class Everyone:
         return [Link(init_device_mesh(self.device.type, (dist.get_world_size(),)))]
 
     @property
-    def rank(self) -> int:
-        rank = 0
-        for link in reversed(self._links):
-            rank = rank * link.replicas + link.replica
-        return rank
-
-    @property
     def size(self) -> int:
         return math.prod(link.replicas for link in self._links) if self._elastic else dist.get_world_size()
 

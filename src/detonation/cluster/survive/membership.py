@@ -99,10 +99,6 @@ class Membership:
         """The text of the rank that came first with one under `name`; the same on all ranks."""
         return str(self.store.compare_set(f"text/{name}", "", text).decode())
 
-    def text(self, name: str) -> str:
-        """That text; waits for it."""
-        return str(self.store.get(f"text/{name}").decode())
-
     def call(self) -> None:
         """Notices a loss: all ranks that are left come to `agree`."""
         if not self.called:

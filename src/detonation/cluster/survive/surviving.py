@@ -151,28 +151,20 @@ class SurvivingCommunicator(ElasticCommunicator):
 
     def start(self, kind: NumberedKind, values: Tensor, user: _User) -> Callable[[], Tensor]:
         """Starts a collective among the replicas that have a number for `user`; returns a function that waits."""
-        if self._link is None:
+        link, name, size = self._link, kind.replace("_", "-"), user.size()
+        if link is None:
             return self._start(kind, values, user)
-        name, size = kind.replace("_", "-"), user.size()
-        leaves = torch.tensor([self._link.leave(name, values, size)], dtype=torch.float64)
+        leaves = torch.tensor([link.leave(name, values, size)], dtype=torch.float64)
         arriving = self._start(kind, values, user)
         told = self._start("all_gather", leaves.view(torch.uint8), user)  # as any, it goes on without a lost replica
-        return partial(self._arrived, self._link, name, size, arriving, told, user)
 
-    def _arrived(
-        self,
-        link: NodeLink,
-        kind: str,
-        size: int,
-        arriving: Callable[[], Tensor],
-        told: Callable[[], Tensor],
-        user: _User,
-    ) -> Tensor:
-        """Waits for a collective, and until it would have come over `link`."""
-        result, absent = arriving(), user.absent
-        link.arrive(kind, told().view(torch.float64), size)
-        user.absent = absent
-        return result
+        def arrived() -> Tensor:
+            result, absent = arriving(), user.absent
+            link.arrive(name, told().view(torch.float64), size)
+            user.absent = absent
+            return result
+
+        return arrived
 
     def _start(self, kind: NumberedKind, values: Tensor, user: _User) -> Callable[[], Tensor]:
         sent = host(values)

@@ -187,7 +187,7 @@ def _arrived(work: dist.Work, everyone: list[Tensor]) -> list[list[Any]]:
 
 def settings_of_run(membership: Membership) -> dict[str, Any]:
     """The settings of the replica that came first to an elastic run. Waits for it."""
-    found: dict[str, Any] = json.loads(membership.text(_SETTINGS))
+    found: dict[str, Any] = json.loads(membership.store.get(f"text/{_SETTINGS}"))
     return found
 
 

@@ -160,8 +160,7 @@ def again(asked: Asked, path: Path, everyone: Everyone) -> Config | None:
 
     No other rank needs to see the directory yet.
     """
-    mine = chosen_before(path) if everyone.rank == 0 else None
-    scheme: Table | None = everyone.send_to_all(mine)[0]
+    scheme: Table | None = everyone.send_to_all(chosen_before(path))[0]
     return None if scheme is None else asked.under(scheme)
 
 
