@@ -1,5 +1,6 @@
 """Trainers of other libraries over an elastic axis: each replica is a process of its own, and one is asked to leave."""
 
+import gc
 import os
 import signal
 import socket
@@ -50,6 +51,7 @@ def forked(acts, folder):
     children = []
     for number, act in enumerate(acts):
         if not (child := os.fork()):
+            gc.freeze()  # the groups of other tests have their threads in the parent alone, and would wait for them
             try:
                 warnings.simplefilter("ignore")  # of the libraries about each other
                 act()

@@ -107,8 +107,8 @@ class ThrottledCommunicator(NodeLink):
         self, kind: str, start: Callable[[Tensor], Callable[[], Tensor]], message: Tensor
     ) -> Callable[[], Tensor]:
         exchange = self._started % _WINDOW  # the same on all ranks
-        self._started += 1
         self._left[dist.get_rank(), exchange] = self.leave(kind, message, self.size())
+        self._started += 1
         wait_for_result = start(message)
 
         def wait() -> Tensor:
