@@ -224,9 +224,9 @@ def _enter(network: str) -> None:
             raise OSError(ctypes.get_errno(), f"cannot enter {network}")
 
 
-def write_recipe(path: Path) -> Path:
-    """The tiny recipe as a file at `path`."""
-    path.write_text(tomli_w.dumps(RECIPE))
+def write_recipe(path: Path, **tables: object) -> Path:
+    """The tiny recipe as a file at `path`, with some tables in the place of its own."""
+    path.write_text(tomli_w.dumps({**RECIPE, **tables}))
     return path
 
 

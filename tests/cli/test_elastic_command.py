@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import tomllib
 from itertools import groupby
 
 import pytest
@@ -12,6 +13,7 @@ from commands import RECIPE, Command, free_port, outliving, write_recipe
 from covering import some
 from detonation.cluster.survive import groups, membership
 from detonation.cluster.survive.agreement import latest_axis_store, note_gone
+from detonation.train.run import decide
 from limits import LIMIT_S
 
 pytestmark = pytest.mark.usefixtures("soon", "patient")
@@ -158,6 +160,90 @@ def test_a_replica_that_came_in_goes_on_with_the_metrics_when_it_alone_is_left(t
     records = metrics(tmp_path)
     assert [record["step"] for record in records] == list(range(1, len(records) + 1))
     assert [taking for taking, _ in groupby(record["taking"] for record in records)] == [1, 2, 1]
+
+
+@pytest.fixture
+def auto(monkeypatch):
+    """Links are probed for a short time; the settings by which a scheme is chosen."""
+    monkeypatch.setattr(decide, "PROBE_S", 0.2)  # also in the ranks, which are forks
+    return ("scheme.name=auto",)
+
+
+@some("shards, link", [(1, "1mbit,1ms"), (2, "")], keep=[(1, "1mbit,1ms")])
+def test_replicas_choose_a_scheme_with_which_those_that_are_left_go_on(begun, tmp_path, auto, shards, link):
+    command = begun(*auto, "--replicas", 3, "--shards", shards, "--link", link)
+    command.wait_for_step(3)
+    os.kill(command.ranks[shards], signal.SIGKILL)
+    assert command.wait() == 0, command.errors
+    plan, config = (
+        (tmp_path / "run" / "plan.json").read_text(),
+        tomllib.loads((tmp_path / "run" / "config.toml").read_text()),
+    )
+    assert config["scheme"]["name"] == json.loads(plan)["chosen"]["scheme"] not in ("auto", "none", link and "full")
+    assert command.stdout.count(f"auto: {json.loads(plan)['why']}\n") == 1
+    found = summary(tmp_path)
+    assert (found["steps"], found["replicas_left"], found["replicas_equal"]) == (40, 2, True)
+    resumed = elastic(
+        tmp_path, *auto, "train.steps=44", "--resume", "--replicas", 3, "--shards", shards, "--link", link
+    )
+    assert resumed.wait() == 0, resumed.errors
+    assert "auto:" not in resumed.stdout and summary(tmp_path)["steps"] == 44
+    assert tomllib.loads((tmp_path / "run" / "config.toml").read_text())["scheme"] == config["scheme"]
+
+
+TIERS = [
+    {"axis": "rack", "replicas": 2, "name": "full"},
+    {"axis": "site", "replicas": 3, "name": "diloco", "every": 4},
+]
+
+
+@some("leaves", [False, True], keep=[False])
+def test_a_site_of_several_nodes_is_lost_or_leaves_as_a_whole(tmp_path, leaves):
+    """Under two levels: the outermost goes on without it, and what is inside the others stays."""
+    recipe = write_recipe(tmp_path / "tiers.toml", scheme=TIERS, mesh={"shards": 1})
+    steps = ("--set", "train.steps=40", "train.checkpoint_every=10", f"peers.silence_s={LIMIT_S}")
+    way = ("train", recipe, "--out", tmp_path / "run", "--elastic", *steps)
+    command = Command(tmp_path, *way)
+    try:
+        command.wait_for_step(3)
+        os.kill(command.ranks[3], signal.SIGTERM if leaves else signal.SIGKILL)  # one node of the second site
+        assert command.wait() == 0, command.errors
+        found = summary(tmp_path)
+        assert (found["steps"], found["replicas_left"], found["replicas_equal"]) == (40, 4, True)
+        assert [(loss["replicas"], loss.get("left", False)) for loss in found["losses"]] == [([1], leaves)]
+        assert {record["taking"] for record in metrics(tmp_path)} == {6, 4}
+        resumed = Command(tmp_path, *way, "train.steps=44", "--resume")
+        assert resumed.wait() == 0, resumed.errors
+        assert "resumed after step 40, from 4 replicas" in resumed.stdout and summary(tmp_path)["replicas_left"] == 6
+    finally:
+        command.kill()
+
+
+def test_a_newcomer_takes_the_scheme_that_the_run_has_chosen(tmp_path, auto):
+    """It may ask to come in while the others still measure."""
+    address, recipe = f"127.0.0.1:{free_port()}", write_recipe(tmp_path / "tiny.toml")
+    commands = [Command(tmp_path / "meet", "meet", address)]
+
+    def start(name, *way):
+        given = ("train", recipe, "--out", tmp_path / "run", *way, *LONG, *auto, "--replicas", 2, "--link", "5mbit,1ms")
+        commands.append(Command(tmp_path / name, *given, env={"DETONATION_TOKEN": "0123456789abcdef"}))
+        return commands[-1]
+
+    try:
+        way = ("--elastic", "--meet", address, "--replica")
+        first, second, newcomer = (
+            start("first", *way, 0),
+            start("second", *way, 1),
+            start("newcomer", "--join", address),
+        )
+        newcomer.wait_for_step(2)
+        assert "as replica 2 of 3" in newcomer.stdout
+        for command in (newcomer, second, first):
+            os.kill(command.pid, signal.SIGTERM)
+            assert command.wait() == 0, command.errors
+    finally:
+        for command in commands:
+            command.kill()
 
 
 def test_a_replica_with_another_recipe_is_told_before_it_comes_in(tmp_path):

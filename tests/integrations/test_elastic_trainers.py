@@ -1,5 +1,6 @@
 """Trainers of other libraries over an elastic axis: each replica is a process of its own, and one is asked to leave."""
 
+import gc
 import os
 import signal
 import socket
@@ -50,6 +51,7 @@ def forked(acts, folder):
     children = []
     for number, act in enumerate(acts):
         if not (child := os.fork()):
+            gc.freeze()  # the groups of other tests have their threads in the parent alone, and would wait for them
             try:
                 warnings.simplefilter("ignore")  # of the libraries about each other
                 act()
@@ -167,6 +169,86 @@ def node(rank, ports, store_port, folder):
     except dt.errors.ReplicaLeft:
         end = "left"
     (folder / f"{rank}.end").write_text(end)
+
+
+def lightning_node(rank, ports, store_port, folder):
+    """A rank of a replica of two, which `ReplicaStrategy` shards: a world of its own, as of one torchrun."""
+    import lightning.pytorch as lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from detonation.integrations.lightning import ReplicaStrategy
+
+    number, shard = divmod(rank, 2)
+    own = {"RANK": shard, "LOCAL_RANK": shard, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
+    os.environ |= {name: str(value) for name, value in own.items()} | {"TORCHELASTIC_RUN_ID": "test"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[number])}
+    mesh = dt.init_mesh(1, 2, "cpu")
+    store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=timedelta(seconds=LIMIT_S))
+    axis = dt.elastic(mesh, replica=number, replicas=3, store=store)
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.inside, self.seen = Model(), []
+
+        def training_step(self, batch, index):
+            self.seen += batch[0][:, 0].tolist()
+            return self.inside(*batch)["loss"]
+
+        def on_train_batch_end(self, *arguments):
+            if (rank, self.global_step) == (3, LEAVES_AT):  # one shard alone is told
+                be_asked_to_leave(axis)
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    saving = ModelCheckpoint(folder / f"node{number}", every_n_train_steps=6)
+    data = TensorDataset(*(torch.randn(6 * 4 * STEPS, n, generator=torch.Generator().manual_seed(n)) for n in (8, 1)))
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        max_steps=STEPS,
+        callbacks=[saving],
+        strategy=ReplicaStrategy(dt.loco(), shards=2, axis=axis, clip=1.0),
+        **quiet,
+    )
+    module = Module()
+    try:
+        trainer.fit(module, DataLoader(data, batch_size=4))
+        axis.close()
+        weights = digest([parameter.to_local() for parameter in module.parameters()])
+        end = f"trained {trainer.global_step} {axis.size()} {weights}"
+    except dt.errors.ReplicaLeft:
+        end = "left"
+    (folder / f"{rank}.seen").write_text(" ".join(map(str, module.seen[: 4 * LEAVES_AT])))
+    (folder / f"{rank}.end").write_text(end)
+
+
+def test_a_sharded_replica_of_lightning_leaves_and_the_others_train_on_bitwise_equal(tmp_path):
+    pytest.importorskip("lightning.pytorch")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ports = free_ports(3)
+    ends = forked([partial(lightning_node, rank, ports, store.port, tmp_path) for rank in range(6)], tmp_path)
+    assert ends[2:4] == ["left", "left"], ends
+    assert ends[:2] == ends[4:] and all(end.startswith(f"trained {STEPS} 2 ") for end in ends[:2]), ends
+    seen = [number for rank in range(6) for number in (tmp_path / f"{rank}.seen").read_text().split()]
+    assert len({*seen}) == len(seen) == 6 * 4 * LEAVES_AT  # each rank of each replica has examples of its own
+    for number in (0, 2):
+        saved = sorted(path.name for path in (tmp_path / f"node{number}").iterdir())
+        assert (
+            saved == [f"epoch=0-step={STEPS}.ckpt"] and (tmp_path / f"node{number}" / saved[0] / "detonation").is_dir()
+        )
+
+
+def test_with_an_axis_the_replicas_are_its_own():
+    pytest.importorskip("lightning.pytorch")
+    from detonation.integrations.lightning import ReplicaStrategy
+
+    axis = dt.elastic(replica=0, replicas=1, store=dist.HashStore())
+    with pytest.raises(ValueError, match="replicas is 2, must be left out with an axis"):
+        ReplicaStrategy(dt.loco(), replicas=2, axis=axis)
+    axis.close()
 
 
 def test_a_sharded_replica_of_the_trainer_leaves_and_the_other_trains_on(tmp_path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import threading
 import time
 from functools import partial
 
@@ -39,19 +40,20 @@ class Clumsy(SurvivingCommunicator):
         return group
 
 
-def threads_of(act, min_replicas=1, clumsy=-1):
-    """What `act(communicator)` returns on each replica, a thread of its own."""
+def threads_of(act, min_replicas=1, clumsy=-1, shards=1):
+    """What `act(communicator, rank)` returns on each rank, a thread of its own."""
     store = HashStore()
 
-    def run(replica):
-        membership = Membership(store, replica, REPLICAS, 0, 1, 30.0, min_replicas, print, confirm_s=30.0)
+    def run(rank):
+        replica, shard = divmod(rank, shards)
+        membership = Membership(store, replica, REPLICAS, shard, shards, 30.0, min_replicas, print, confirm_s=30.0)
         communicator = (Clumsy if replica == clumsy else SurvivingCommunicator)(membership, 30.0)
-        result = act(communicator, replica)
+        result = act(communicator, rank)
         if replica in communicator._membership.members and communicator.error is None:
             communicator.close()
         return result
 
-    return dict(enumerate(together(*(partial(run, replica) for replica in range(REPLICAS)))))
+    return dict(enumerate(together(*(partial(run, rank) for rank in range(REPLICAS * shards)))))
 
 
 def trained(communicator, replica, scheme, leaves, look):
@@ -107,6 +109,64 @@ def test_law_1_what_a_replica_has_not_sent_stays_where_it_leaves(name):
             now = sum(ends[replica][1][number] for replica in stay) / len(stay)
             torch.testing.assert_close(now, was, **CLOSE)
             assert was.any()
+
+
+def test_a_replica_leaves_where_nothing_is_sent_and_nobody_has_a_memory():
+    def act(axis, replica):
+        model = copy.deepcopy(MODEL)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = dt.replicate(sgd, model, axis, "none")
+        if replica == 1:
+            axis.depart()
+        with axis._changed:
+            assert axis._changed.wait_for(lambda: axis.departing, LIMIT_S)
+        model(batch(replica, 0, 32)).mean().backward()
+        try:
+            optimizer.step()
+        except ReplicaLeft:
+            return 0
+        return axis.size()
+
+    assert threads_of(act) == {0: 2, 1: 0, 2: 2}
+
+
+def test_law_1_holds_where_one_shard_hands_over_later_than_the_other(monkeypatch):
+    """The one that was first waits; else the others go on without the replica, and what the late one has is lost."""
+    first, hand_over, wait = threading.Event(), reconfigure.hand_over_memory, getattr(Membership, "await_shards", None)
+    users = {}
+
+    def late(replicators, leaving):
+        assert replicators[0].link.axis is not users[3] or first.wait(LIMIT_S)
+        hand_over(replicators, leaving)
+
+    monkeypatch.setattr(reconfigure, "hand_over_memory", late)
+    monkeypatch.setattr(
+        Membership, "await_shards", lambda self, limit_s: first.set() or wait(self, limit_s), raising=False
+    )
+
+    def act(axis, rank):
+        model = copy.deepcopy(MODEL)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = dt.replicate(sgd, model, axis, dt.demo(topk=4, chunk=16, decay=1.0))
+        users[rank] = optimizer.levels[0][0]
+        for step in range(8):
+            model(batch(rank, step, 32)).mean().backward()
+            if step == 3:
+                if rank == 2:
+                    axis.depart()
+                with axis._changed:  # so that all leave after this step
+                    assert axis._changed.wait_for(lambda: axis.departing, LIMIT_S)
+            try:
+                optimizer.step()
+            except ReplicaLeft:
+                first.set()
+                return "left"
+            optimizer.zero_grad()
+        return digest(model.parameters())
+
+    ends = threads_of(act, shards=2)
+    assert [ends[rank] == "left" for rank in range(6)] == [False, False, True, True, False, False]
+    assert ends[0] == ends[4] and ends[1] == ends[5]
 
 
 def test_law_1_holds_where_another_replica_is_asked_to_leave_while_one_hands_over(monkeypatch):

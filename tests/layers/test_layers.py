@@ -52,7 +52,7 @@ HOUSE = {
     "cluster/processes": ("cluster/devices core", ANY),
     "cluster/init": ("cluster/processes core", ANY),
     "cluster/network": ("cluster/init core", ANY),
-    "cluster/survive": ("cluster/init core", ANY),
+    "cluster/survive": ("cluster/network cluster/init core", ANY),
     "cluster": ("cluster/network cluster/survive wire core", ANY),
     "checkpoint/files": ("core", DTENSOR),
     "checkpoint": ("checkpoint/files wire gates core", ANY),

@@ -261,7 +261,7 @@ def deciding(mesh, other):
     if rank == 1 and other:
         auto.scheme = lambda name, arguments: dt.full()
     choice = dt.demo(topk=3) if rank == 0 else dt.full()
-    return worlds.caught(lambda: auto.broadcast_choice(choice, auto.world_link(device), device) == dt.demo(topk=3))
+    return worlds.caught(lambda: auto.broadcast_choice(choice, auto.Everyone(device)) == dt.demo(topk=3))
 
 
 def test_rank_0_decides_and_all_ranks_must_make_the_same_scheme():

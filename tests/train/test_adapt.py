@@ -201,10 +201,10 @@ class Slowing(ThrottledCommunicator):
         Slowing.made += 1
         self._slows = Slowing.made == 2
 
-    def _queue(self, nbytes):
+    def leave(self, *message):
         if self._slows and self._started == 20:
             self.speed = LinkSpeed(1e6)
-        return super()._queue(nbytes)
+        return super().leave(*message)
 
 
 def test_a_run_over_a_link_that_slows_down_moves_writes_it_down_and_resumes_with_it(tmp_path, monkeypatch, capfd):

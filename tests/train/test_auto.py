@@ -80,7 +80,7 @@ def test_the_choice_stands_in_the_run_and_is_taken_again(recipe, tmp_path, capfd
             "unknown argument of scheme auto 'budgt', did you mean 'budget'? Valid: adapt, budget",
         ),
         (["train", "--set", "scheme.name=aut"], "unknown scheme 'aut'"),
-        (["train", "--set", "scheme.name=auto", "--elastic"], "an elastic run does not measure its links: name a sch"),
+        (["train", "--set", "scheme.name=auto", "scheme.adapt=true", "--elastic"], "scheme.adapt watches the link of "),
         (["train", "--set", "scheme.name=auto", "--link", "100"], "a link is '100', must be a rate above 0"),
         (["train", "--set", "scheme.name=auto", "model.layers=two"], "model.layers is 'two', but must be a whole"),
         (["simulate", "--set", "scheme.name=auto"], "scheme auto needs a link to measure, and a simulation has none"),

@@ -37,7 +37,7 @@ class Admission:
         token: As in `Feed`.
 
     Raises:
-        ValueError: The axis is not elastic, or the token is shorter than 16 bytes.
+        ValueError: The axis is not elastic, there are several levels, or the token is shorter than 16 bytes.
 
     Example:
         >>> import torch, torch.distributed as dist, detonation as dt
@@ -52,7 +52,9 @@ class Admission:
     def __init__(
         self, model: nn.Module, optimizer: Replicated, host: str = "127.0.0.1", *, token: bytes | None = None
     ) -> None:
-        ((axis, _),) = optimizer.levels
+        (axis, _), *others = optimizer.levels
+        if others:
+            raise ValueError("nobody comes in under several levels: start all replicas with the run")
         if not isinstance(axis, AxisUser):
             raise ValueError("only an elastic axis lets replicas in: make it with detonation.elastic")
         self._model, self._optimizer, self._axis = model, optimizer, axis.axis

@@ -1,10 +1,12 @@
 """`ReplicaStrategy`: replication in the Trainer of Lightning."""
 
 import shutil
+import signal
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any, Literal
 
 import torch
@@ -19,6 +21,8 @@ from detonation.choices import checks_keywords
 from detonation.cluster.init import GROUP_TIMEOUT_S
 from detonation.cluster.mesh import init_mesh, shard
 from detonation.core.agreement.safety import Safety
+from detonation.core.link.communicator import Axis
+from detonation.core.link.link import Link
 from detonation.core.optimizer.replicate import replicate
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.schemes.scheme import Scheme
@@ -59,11 +63,14 @@ class ReplicaStrategy(ModelParallelStrategy):
         kernels: Use compiled kernels where they can be built (g++), on all replicas or none.
         safety: The reaction to gradients that are not finite, and to replicas out of sync.
         clip: As `gradient_clip_val`, which Lightning does not take under manual optimization.
+        axis: Between replicas that are worlds of their own, such as that of `elastic`; made after `init_mesh(1)`. Each
+            then saves to a directory of its own, and SIGTERM to a rank lets its replica leave: `ReplicaLeft` in `fit`.
         process_group_backend, timeout: As in Lightning's own strategies.
 
     Raises:
-        ValueError: At `fit`, where Lightning would scale losses (`precision="16-mixed"`) or clip by value, where the
-            optimizer is replicated already, or where replicas x shards is not the number of ranks.
+        ValueError: `replicas` and `axis` are both given; at `fit`, where Lightning would scale losses
+            (`precision="16-mixed"`) or clip by value, where the optimizer is replicated already, or where replicas x
+            shards is not the number of ranks.
         ImportError: Lightning is not installed.
 
     Example:
@@ -89,10 +96,15 @@ class ReplicaStrategy(ModelParallelStrategy):
         kernels: bool = True,
         safety: Safety | None = None,
         clip: float | None = None,
+        axis: Axis | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(seconds=GROUP_TIMEOUT_S),
     ) -> None:
+        if axis is not None and replicas != "auto":
+            raise ValueError(f"replicas is {replicas}, must be left out with an axis, which has their number")
+        replicas = replicas if axis is None else 1
         super().__init__(replicas, shards, process_group_backend=process_group_backend, timeout=timeout)
+        self._axis = axis
         self._scheme, self._own_clip, self._clip = scheme, clip, 0.0
         self._volumes: dict[Path, Volumes] = {}  # of the directories that checkpoints were saved to
         self._options: dict[str, Any] = {"seed": seed, "kernels": kernels, "safety": safety}
@@ -110,7 +122,8 @@ class ReplicaStrategy(ModelParallelStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Every rank gets its own batches, the shards of a replica too."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+        replicas, replica = (1, 0) if self._axis is None else (self._axis.size(), Link(self._axis).replica)
+        return {"num_replicas": replicas * self.world_size, "rank": replica * self.world_size + self.global_rank}
 
     def setup_environment(self) -> None:
         """Joins the world, and makes the mesh ("replicate", "shard")."""
@@ -139,7 +152,7 @@ class ReplicaStrategy(ModelParallelStrategy):
         assert self.model is not None
         if self.replicated:
             raise ValueError("the optimizer is replicated already: give the plain one, the strategy replicates it")
-        axis, clip = self.device_mesh["replicate"], self._clip or None
+        axis, clip = self._axis or self.device_mesh["replicate"], self._clip or None
         self.optimizers = [
             replicate(optimizer, self.model, axis, self._scheme, clip=clip, **self._options)
             for optimizer in self._optimizers
@@ -159,6 +172,12 @@ class ReplicaStrategy(ModelParallelStrategy):
         wide = {"bytes_sent": self.bytes_sent, "waited_s": sum(each.stats.waited_s for each in self.replicated)}
         self.lightning_module.log_dict({name: torch.tensor(float(value)) for name, value in wide.items()})
         return output
+
+    def on_train_start(self) -> None:
+        """Lets SIGTERM ask this replica of an elastic axis to leave; Lightning's handler would wait for the others."""
+        super().on_train_start()
+        if (depart := getattr(self._axis, "depart", None)) and current_thread() is main_thread():
+            signal.signal(signal.SIGTERM, lambda *_: depart())
 
     def on_train_end(self) -> None:
         """Ends open rounds, so that all replicas hold the same weights. Collective."""

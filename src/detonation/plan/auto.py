@@ -5,17 +5,15 @@ import json
 import logging
 from collections.abc import Sequence
 
-import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from detonation.choices import unknown
-from detonation.cluster.network.measure import probe_axis
+from detonation.cluster.network.measure import Everyone, probe_axis
 from detonation.core.flat.tensors import local
 from detonation.core.link.communicator import Axis
-from detonation.core.link.link import Link
+from detonation.core.link.link import links_of_shards
 from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.setup_checks import check_arguments
 from detonation.core.schemes.registry import scheme
@@ -52,7 +50,7 @@ def auto(
         optimizer: The one that will be replicated. With a momentum of its own it needs schemes of dense gradients or of
             rounds; `SignSGD`, and AdamW with betas=(0.0, 0.95), go with most.
         model: The sharded model; its trained parameters give the sizes of the messages.
-        axis: The axis between the replicas, such as `mesh["replicate"]`.
+        axis: The axis between the replicas, such as `mesh["replicate"]` or that of `elastic`.
         step_seconds: Duration of a training step without the network; above 0.
         budget: Share of a step that full synchronisation may spend waiting for the network; between 0 and 1.
         steps: Length of the training; at least 1.
@@ -66,7 +64,7 @@ def auto(
         Mismatch: A rank makes another scheme of the name and arguments that rank 0 chose.
 
     Example:
-        >>> import detonation as dt
+        >>> import torch, torch.distributed as dist, detonation as dt
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> model, mesh = nn.Linear(8, 1), dt.init_mesh(replicas=1, shards=1, device="cpu")
         >>> optimizer = torch.optim.AdamW(model.parameters())
@@ -87,37 +85,34 @@ def auto(
         raise unknown("recipe with measured losses", recipe, recipes())
     check_arguments(optimizer, model)
     device = next(local(parameter).device for parameter in model.parameters())
-    world = world_link(device)
-    shards = node_shapes(model, Link(axis).replica, world, device)
-    network = Network.of_axis(probe_axis(axis, device, PROBE_S), len(shards))
+    everyone = Everyone(device, axis, [link.axis for link in links_of_shards(local_parameters(model).values())])
+    shards = node_shapes(model, axis, everyone)
+    network = Network.of_axis(probe_axis(axis, device, PROBE_S, everyone), len(shards))
     work = Work(shards, step_seconds, overlap=False, on_accelerator=device.type != "cpu")
     trained = trained_by(type(optimizer).__name__, optimizer.defaults)
     goal = Goal(axis.size(), sum(work.sizes.values()), steps, recipe, trained if trained in optimizers() else "AdamW")
     ranked = options(pairs(goal), work, network, goal, budget)
     _log.info("auto: %s", why(ranked, network, goal, budget))
-    return broadcast_choice(ranked[0].cost.scheme, world, device)
+    return broadcast_choice(ranked[0].cost.scheme, everyone)
 
 
-def world_link(device: torch.device) -> Link:
-    """Makes a link between all ranks, for agreement. Collective."""
-    return Link(init_device_mesh(device.type, (dist.get_world_size(),)))
-
-
-def broadcast_choice(choice: Scheme, world: Link, device: torch.device) -> Scheme:
+def broadcast_choice(choice: Scheme, everyone: Everyone) -> Scheme:
     """Returns the choice of rank 0 on every rank. Collective.
 
     Raises:
         Mismatch: On all ranks, where one makes another scheme of the same name and arguments.
     """
-    name, arguments = world.send_to_all([choice.name, dict(choice.arguments)], device)[0]
+    name, arguments = everyone.send_to_all([choice.name, dict(choice.arguments)])[0]
     chosen = scheme(name, arguments)
     text = json.dumps([chosen.name, dict(chosen.arguments)], sort_keys=True)
-    world.require_same({"scheme": hashlib.sha256(text.encode()).hexdigest()[:16]}, device, {"scheme": chosen.name})
+    everyone.require_same({"scheme": hashlib.sha256(text.encode()).hexdigest()[:16]}, {"scheme": chosen.name})
     return chosen
 
 
-def node_shapes(model: nn.Module, replica: int, world: Link, device: torch.device) -> Sequence[Shapes]:
+def node_shapes(model: nn.Module, axis: Axis, everyone: Everyone) -> Sequence[Shapes]:
     """Gathers the local shapes of the trained parameters on each rank of the first replica's node. Collective."""
     shapes = {name: list(local(p).shape) for name, p in local_parameters(model).items() if p.requires_grad}
-    gathered = world.send_to_all([replica, shapes], device)
-    return [{name: tuple(shape) for name, shape in theirs.items()} for number, theirs in gathered if number == 0]
+    replica = axis.get_local_rank() if isinstance(axis, DeviceMesh) else axis.replica
+    gathered = everyone.send_to_all([replica, shapes])
+    first = [theirs for number, theirs in gathered if number == gathered[0][0]]  # 0, or another where that is lost
+    return [{name: tuple(shape) for name, shape in one.items()} for one in first[: everyone.size // axis.size()]]

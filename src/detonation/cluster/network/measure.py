@@ -1,19 +1,21 @@
 """Measures latency, rate and what silence costs on a mesh axis, with the collectives of training and their load."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from detonation.cluster.network.profile import SILENT_BYTES, SILENT_S, AxisProfile, LinkSample, Operation, Sample
 from detonation.core.link.communicator import Axis
-from detonation.core.link.link import Link
+from detonation.core.link.elastic_communicator import ElasticCommunicator
+from detonation.core.link.link import Link, mismatch_on_all
 
 Start = Callable[[int], Callable[[], object]]
 """Starts an exchange of so many bytes, and returns a function that waits for it."""
@@ -28,14 +30,70 @@ _NEAR_S = 1e-3
 """Where all latencies are shorter, nodes are so near that silence costs nothing."""
 
 
-def probe_axis(axis: Axis, device: torch.device, budget_s: float = 6.0) -> AxisProfile:
-    """Measures `axis` with messages of `device` in about `budget_s` seconds. Collective over all ranks.
+class Everyone:
+    """All ranks, for agreement beside what is measured: of the default process group, or of the replicas along an
+    elastic `axis`, without one that is lost meanwhile. Its methods are collective.
+
+    Args:
+        device: Of tensors that the groups carry.
+        shards: The axes inside this replica of an elastic axis; ranks count by replica and then by shard.
+    """
+
+    def __init__(self, device: torch.device, axis: Axis | None = None, shards: Sequence[Axis] = ()) -> None:
+        self.device, self._axis, self._shards = device, axis, [Link(shard) for shard in shards]
+        self._elastic = isinstance(axis, ElasticCommunicator)
+
+    @cached_property
+    def _links(self) -> list[Link]:
+        """From the inside outwards."""
+        if self._elastic and self._axis is not None:
+            return [*self._shards, Link(self._axis)]
+        return [Link(init_device_mesh(self.device.type, (dist.get_world_size(),)))]
+
+    @property
+    def size(self) -> int:
+        return math.prod(link.replicas for link in self._links) if self._elastic else dist.get_world_size()
+
+    def barrier(self) -> None:
+        """Waits for all, who then go on at about the same time: each pair of replicas sends directly."""
+        *shards, between = self._links
+        for link in shards:
+            link.send_to_all(None, self.device)
+        if self._elastic:
+            between.all_to_all(torch.zeros(between.replicas, 1, dtype=torch.uint8))()
+        else:
+            dist.barrier()
+
+    def over(self, times: Sequence[float], reduced: Callable[[Sequence[float]], float] = max) -> list[float]:
+        """The largest of each of `times` over all ranks, or their mean."""
+        return [reduced(each) for each in zip(*self.send_to_all(times), strict=True)]
+
+    def send_to_all(self, value: Any) -> list[Any]:
+        """Every rank's `value` (of JSON), in the order of ranks; in the place of one that is lost that of another."""
+        found = [value]
+        for link in self._links:
+            found = [each for theirs in link.send_to_all(found, self.device) for each in theirs]
+        return found
+
+    def require_same(self, description: Mapping[str, str], notes: Mapping[str, str]) -> None:
+        """Raises `Mismatch` on all ranks where descriptions differ."""
+        *shards, between = self._links
+        for link in (between, *shards):
+            with mismatch_on_all(shards, self.device):
+                link.require_same(description, self.device, notes)
+
+
+def probe_axis(
+    axis: Axis, device: torch.device, budget_s: float = 6.0, everyone: Everyone | None = None
+) -> AxisProfile:
+    """Measures `axis` with messages of `device` in about `budget_s` seconds. Collective over all ranks, `everyone`.
 
     All groups of the axis send at the same time, and each rank sends and receives at once, as in training. Sizes for
     which the time is too short are left out, but not before one shows the rate, of one operation for all: over a long
     latency it takes longer.
     """
-    per_node = dist.get_world_size() // axis.size()
+    everyone = everyone or Everyone(device, axis)
+    per_node = everyone.size // axis.size()
     operations, link, silence = dict[str, Operation](), Link(axis), 0.0
     if axis.size() > 1:
         zeros = partial(torch.zeros, dtype=torch.uint8, device=device)
@@ -45,12 +103,12 @@ def probe_axis(axis: Axis, device: torch.device, budget_s: float = 6.0) -> AxisP
             "all-to-all": lambda n: link.all_to_all(zeros(axis.size(), n // axis.size())),
         }
         for name, start in starts.items():
-            operations[name] = fit_line(_samples(link, start, device, budget_s / (len(starts) + 1), bool(operations)))
+            operations[name] = fit_line(_samples(link, start, everyone, budget_s / (len(starts) + 1), bool(operations)))
         operations = of_one_link(operations)
         if max(operation.latency_s for operation in operations.values()) > _NEAR_S:
-            silence = _silence(starts["all-gather"], device)
+            silence = _silence(starts["all-gather"], everyone)
     # a throttled link has the same speed between all pairs
-    pairs = _pairs(axis) if axis.size() > 2 and isinstance(axis, DeviceMesh) else ()
+    pairs = _pairs(axis, everyone) if axis.size() > 2 and isinstance(axis, DeviceMesh) else ()
     return AxisProfile(axis.size(), per_node, operations, pairs, silence)
 
 
@@ -80,7 +138,7 @@ def of_one_link(operations: Mapping[str, Operation]) -> dict[str, Operation]:
     return found
 
 
-def _samples(link: Link, start: Start, device: torch.device, budget_s: float, shown: bool) -> list[Sample]:
+def _samples(link: Link, start: Start, everyone: Everyone, budget_s: float, shown: bool) -> list[Sample]:
     """Times rising sizes until the budget is used up and the rate is `shown`; all ranks agree on the last size."""
     samples: list[Sample] = []
     size, largest = _SIZES
@@ -88,14 +146,14 @@ def _samples(link: Link, start: Start, device: torch.device, budget_s: float, sh
     began, repeats, further = time.perf_counter(), _REPEATS, 16
     while size <= largest:
         if len(samples) > 1:
-            left_s = budget_s - float(over_ranks(torch.tensor([time.perf_counter() - began], dtype=torch.float64)))
+            left_s = budget_s - everyone.over([time.perf_counter() - began])[0]
             repeats = int(left_s / fit_line(samples).seconds(further * samples[-1].bytes_sent))
             if shown and repeats < _FEWEST:  # not before: better late than a rate that no size has shown
                 break
             repeats = min(max(repeats, _FEWEST), _REPEATS)
         start(size)()  # opens the window of TCP
         sent_before = link.bytes_sent
-        times = _timed(start, size, device, repeats)
+        times = _timed(start, size, everyone, repeats)
         sent = (link.bytes_sent - sent_before) // repeats
         low, median, high = statistics.quantiles(times, n=4)
         # the mean: a run pays for the late and the lost, too
@@ -106,7 +164,7 @@ def _samples(link: Link, start: Start, device: torch.device, budget_s: float, sh
     return samples
 
 
-def _timed(start: Start, size: int, device: torch.device, repeats: int, silent_s: float = 0.0) -> list[float]:
+def _timed(start: Start, size: int, everyone: Everyone, repeats: int, silent_s: float = 0.0) -> list[float]:
     """The seconds of an exchange several times over, each after a silence, averaged over ranks. Collective.
 
     One that begins late waits the less for it: on average over ranks this is the time that an exchange adds to a step.
@@ -114,32 +172,25 @@ def _timed(start: Start, size: int, device: torch.device, repeats: int, silent_s
     times = []
     for _ in range(repeats):
         time.sleep(silent_s)
-        dist.barrier()
+        everyone.barrier()
         began = time.perf_counter()
         start(size)()
-        if device.type == "cuda":  # NCCL's wait does not block the host
-            torch.cuda.synchronize(device)
+        if everyone.device.type == "cuda":  # NCCL's wait does not block the host
+            torch.cuda.synchronize(everyone.device)
         times.append(time.perf_counter() - began)
-    total = over_ranks(torch.tensor(times, dtype=torch.float64), dist.ReduceOp.SUM)
-    return (total / dist.get_world_size()).tolist()
+    return everyone.over(times, statistics.fmean)
 
 
-def _silence(start: Start, device: torch.device) -> float:
+def _silence(start: Start, everyone: Everyone) -> float:
     """Seconds that a message of `SILENT_BYTES` takes longer after `SILENT_S` without any. Collective."""
     usual, late = (
-        statistics.median(_timed(start, SILENT_BYTES, device, _PAIR_REPEATS, silent_s)) for silent_s in (0.0, SILENT_S)
+        statistics.median(_timed(start, SILENT_BYTES, everyone, _PAIR_REPEATS, silent_s))
+        for silent_s in (0.0, SILENT_S)
     )
     return max(0.0, late - usual)
 
 
-def over_ranks(times: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.MAX) -> Tensor:
-    """The elementwise maximum of `times` over all ranks, or their sum. Collective."""
-    found = times.to("cuda") if dist.get_backend() == "nccl" else times.clone()
-    dist.all_reduce(found, operation)
-    return found.cpu()
-
-
-def _pairs(axis: DeviceMesh) -> list[LinkSample]:
+def _pairs(axis: DeviceMesh, everyone: Everyone) -> list[LinkSample]:
     """Measures every pair of replicas of the axis with a short and a long message, both ways at once.
 
     In rounds like those of a tournament, in which each replica sends to one other: as many rounds as replicas.
@@ -149,17 +200,18 @@ def _pairs(axis: DeviceMesh) -> list[LinkSample]:
     for pairs in _rounds(size):
         other = next((b if a == replica else a for a, b in pairs if replica in (a, b)), None)
         peer = None if other is None else ranks[other]
-        times = torch.zeros(2, size, dtype=torch.float64)  # [short and long, lower replica of the pair]
+        times = [0.0] * (2 * size)  # short and long, of the lower replica of each pair
         for i, nbytes in enumerate(_PAIR_SIZES):
-            seconds = statistics.median(_both_ways(peer, nbytes, axis) for _ in range(_PAIR_REPEATS))
+            seconds = statistics.median(_both_ways(peer, nbytes, axis, everyone) for _ in range(_PAIR_REPEATS))
             if other is not None:
-                times[i, min(replica, other)] = seconds
-        short, long = over_ranks(times)
+                times[i * size + min(replica, other)] = seconds
+        agreed = everyone.over(times)
+        short, long = agreed[:size], agreed[size:]
         for a, b in pairs:
             # where two times differ by less than they vary, their difference means nothing
-            seconds = max(float(long[a] - short[a]), 0.1 * float(long[a]))
+            seconds = max(long[a] - short[a], 0.1 * long[a])
             rate = 8 * (_PAIR_SIZES[1] - _PAIR_SIZES[0]) / seconds
-            samples.append(LinkSample(a, b, float(short[a]), rate))
+            samples.append(LinkSample(a, b, short[a], rate))
     return sorted(samples, key=lambda pair: (pair.first, pair.second))
 
 
@@ -179,13 +231,13 @@ def _rounds(size: int) -> list[list[tuple[int, int]]]:
     return rounds
 
 
-def _both_ways(peer: int | None, nbytes: int, axis: DeviceMesh) -> float:
+def _both_ways(peer: int | None, nbytes: int, axis: DeviceMesh, everyone: Everyone) -> float:
     """Seconds to send `nbytes` to `peer` and receive as many from it at the same time; a rank without a peer waits."""
     # gloo sends from host memory alone
     device = torch.device("cpu" if dist.get_backend(axis.get_group()) == "gloo" else axis.device_type)
     outgoing = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     incoming = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    dist.barrier()
+    everyone.barrier()
     began = time.perf_counter()
     if peer is not None:
         group = axis.get_group()

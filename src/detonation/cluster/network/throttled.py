@@ -19,9 +19,50 @@ from detonation.link_speed import LinkSpeed, hops
 
 _WINDOW = 4096
 """The most exchanges of one rank that may be under way at once."""
+ELSEWHERE = "a link can be emulated between processes of one machine only: leave --link out"
 
 
-class ThrottledCommunicator:
+class NodeLink:
+    """The slow link of node `node`, which its ranks share: messages leave one after another, each after bytes / rate.
+
+    Collective over the default process group, if there is one, whose ranks are those of `nodes` nodes. `speed` may be
+    set again between two steps.
+    """
+
+    def __init__(
+        self,
+        speed: LinkSpeed,
+        node: int = 0,
+        nodes: int = 1,
+        device: torch.device | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.speed, self._node, self._clock, self._sleep = speed, node, clock, sleep
+        # [nodes] float64: when all messages of each node will have left
+        self._file, self._idle_from = _shared_memory(8 * nodes, device or torch.device("cpu"))
+
+    def leave(self, kind: str, sent: Tensor, replicas: int) -> float:
+        """Queues what a collective sends behind the messages that this node is sending; returns when all has left."""
+        if kind == "all-to-all":
+            nbytes = sent.nbytes // replicas * (replicas - 1)
+        else:
+            nbytes = ring_bytes(kind, sent.nbytes, replicas)
+        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, self._node)
+        end = max(self._clock(), float(self._idle_from[self._node])) + self.speed.seconds(nbytes, 0)
+        self._idle_from[self._node] = end
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._node)
+        return end
+
+    def arrive(self, kind: str, left: Tensor, replicas: int) -> None:
+        """Waits until the last of what has `left` is there."""  # [replicas] float64
+        far = min(1, replicas - 1) if kind == "all-to-all" else hops(kind, replicas)
+        due = float(left.max()) + self.speed.seconds(0, far)
+        while (early := due - self._clock()) > 0:
+            self._sleep(early)
+
+
+class ThrottledCommunicator(NodeLink):
     """Slows the link of `axis` down to `speed`; takes the place of the axis in `replicate`.
 
     The ranks with the same coordinate on the axis are a node and share its link: their messages leave one after
@@ -29,8 +70,7 @@ class ThrottledCommunicator:
     Computation meanwhile counts, so overlap works as on a real link. Only the sending side is limited: in ring
     collectives a node receives as much as it sends.
 
-    Collective: all ranks construct it together. `speed` may be set again between two steps. Raises `ValueError` where
-    not all ranks are processes of this machine.
+    Collective: all ranks construct it together. Raises `ValueError` where not all ranks are processes of this machine.
     """
 
     def __init__(
@@ -40,76 +80,61 @@ class ThrottledCommunicator:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        world = dist.get_world_size()
-        if int(os.environ.get("LOCAL_WORLD_SIZE", world)) != world:
-            raise ValueError("a link can be emulated between processes of one machine only: leave --link out")
-        self.replica, self.speed = axis.get_local_rank(), speed
-        self._axis, self._group, self._clock, self._sleep = axis, ProcessGroupCommunicator(axis, own=True), clock, sleep
+        world, device = dist.get_world_size(), torch.device(axis.device_type)
+        if int(os.environ.get("LOCAL_WORLD_SIZE", world)) < world:
+            raise ValueError(ELSEWHERE)
+        self.replica = axis.get_local_rank()
+        super().__init__(speed, self.replica, axis.size(), device, clock, sleep)
+        self._axis, self._group = axis, ProcessGroupCommunicator(axis, own=True)
         self._peers = dist.get_process_group_ranks(axis.get_group())
         self._started = 0
-        self._file, times = _shared_memory(8 * (axis.size() + world * _WINDOW), torch.device(axis.device_type))
-        self._idle_from = times[: axis.size()]  # [nodes] float64: when all messages of each node will have left
-        self._left = times[axis.size() :].view(world, _WINDOW)  # [ranks, exchanges]: when each message will have left
+        # [ranks, exchanges]: when each message will have left
+        self._left = _shared_memory(8 * world * _WINDOW, device)[1].view(world, _WINDOW)
 
     def size(self) -> int:
         return self._group.size()
 
     def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
-        nbytes = ring_bytes("all-reduce", values.nbytes, self.size())
-        return self._throttled(self._group.all_reduce, values, nbytes, hops("all-reduce", self.size()))
+        return self._throttled("all-reduce", self._group.all_reduce, values)
 
     def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:
-        nbytes = ring_bytes("all-gather", len(mine), self.size())
-        return self._throttled(self._group.all_gather, mine, nbytes, hops("all-gather", self.size()))
+        return self._throttled("all-gather", self._group.all_gather, mine)
 
     def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
-        others = self.size() - 1
-        return self._throttled(self._group.all_to_all, mine, len(mine) // self.size() * others, min(1, others))
+        return self._throttled("all-to-all", self._group.all_to_all, mine)
 
     def _throttled(
-        self, start: Callable[[Tensor], Callable[[], Tensor]], message: Tensor, nbytes: int, hops: int
+        self, kind: str, start: Callable[[Tensor], Callable[[], Tensor]], message: Tensor
     ) -> Callable[[], Tensor]:
-        exchange = self._queue(nbytes)
+        exchange = self._started % _WINDOW  # the same on all ranks
+        self._left[dist.get_rank(), exchange] = self.leave(kind, message, self.size())
+        self._started += 1
         wait_for_result = start(message)
 
         def wait() -> Tensor:
             result = wait_for_result()
             # all peers have started this exchange, so each has recorded when its message leaves
-            due = float(self._left[self._peers, exchange].max()) + self.speed.seconds(0, hops)
-            while (early := due - self._clock()) > 0:
-                self._sleep(early)
+            self.arrive(kind, self._left[self._peers, exchange], self.size())
             return result
 
         return wait
 
-    def _queue(self, nbytes: int) -> int:
-        """Queues `nbytes` behind the messages that this node is sending, and records when they will have left.
-
-        Returns the column of `_left` that belongs to this exchange, the same on all ranks.
-        """
-        exchange = self._started % _WINDOW
-        self._started += 1
-        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, self.replica)
-        end = max(self._clock(), float(self._idle_from[self.replica])) + self.speed.seconds(nbytes, 0)
-        self._idle_from[self.replica] = end
-        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self.replica)
-        self._left[dist.get_rank(), exchange] = end
-        return exchange
-
 
 def _shared_memory(nbytes: int, device: torch.device) -> tuple[int, Tensor]:
     """A nameless file that all ranks have open, and its memory as float64 zeros. Collective."""
-    path = torch.zeros(4096, dtype=torch.uint8, device=device)
-    if dist.get_rank() == 0:
+    path, rank = torch.zeros(4096, dtype=torch.uint8, device=device), dist.get_rank() if dist.is_initialized() else -1
+    if rank <= 0:
         descriptor, name = tempfile.mkstemp(prefix="detonation-link-")
         os.truncate(descriptor, nbytes)
         os.close(descriptor)
         path[: len(name.encode())] = torch.tensor(list(name.encode()), dtype=torch.uint8)
-    dist.broadcast(path, 0)
+    if rank >= 0:
+        dist.broadcast(path, 0)
     name = bytes(path.tolist()).rstrip(b"\0").decode()
     descriptor = os.open(name, os.O_RDWR)
     memory = mmap.mmap(descriptor, nbytes)
-    dist.barrier()
-    if dist.get_rank() == 0:
+    if rank >= 0:
+        dist.barrier()
+    if rank <= 0:
         Path(name).unlink()
     return descriptor, torch.frombuffer(memory, dtype=torch.float64)

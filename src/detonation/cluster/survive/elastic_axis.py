@@ -1,6 +1,7 @@
 """The axis between replicas, of which some may be lost while the others train on: its store, the axis, its guests."""
 
 import json
+import platform
 import signal
 import socket
 import time
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
 from detonation.cluster.init import GROUP_TIMEOUT_S, LaunchPosition, end_alone, init_replica
+from detonation.cluster.network.throttled import ELSEWHERE, NodeLink
 from detonation.cluster.position import host_and_port
 from detonation.cluster.processes.failure import Failure
 from detonation.cluster.survive.agreement import (
@@ -33,6 +35,7 @@ from detonation.cluster.survive.agreement import (
 )
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
+from detonation.link_speed import LinkSpeed
 
 _TIMEOUT = timedelta(seconds=300)
 
@@ -158,6 +161,7 @@ def elastic(
     silence_s: float = 15.0,
     timeout_s: float = GROUP_TIMEOUT_S,
     end: Callable[[str], object] | None = None,
+    link: str = "",
 ) -> SurvivingCommunicator:
     """The axis between replicas for `replicate`: training goes on when some of them are lost. Collective.
 
@@ -168,7 +172,8 @@ def elastic(
 
     Args:
         mesh: ("replicate", "shard"), as of `init_mesh`; or the mesh of this replica alone, with `replica` and
-            `replicas`; None for a replica of one rank.
+            `replicas`; None for a replica of one rank. A mesh of one's own may have the tiers of several nodes, which
+            levels inside this one join: they are lost together.
         replica: The number of this replica, from 0 to below `replicas`, where each replica is a world of its own.
         replicas: How many there are then.
         store: Where all ranks meet; by default the store of the default process group. Without it nobody can agree, so
@@ -178,9 +183,10 @@ def elastic(
         timeout_s: Seconds for which a collective waits for a rank that is alive.
         end: Called with the reason, in another thread, in a rank whose replica was left out and whose main thread waits
             for something else; by default it logs, and ends the process with code 1.
+        link: Emulated speed of the links between replicas that are processes of one machine, such as "100mbit,5ms".
 
     Raises:
-        ValueError: An argument is out of range, or there is neither a mesh nor a store.
+        ValueError: An argument is out of range, there is neither a mesh nor a store, or `link` joins machines.
         TimeoutError: Not all ranks came within the store's timeout.
 
     Example:
@@ -191,6 +197,8 @@ def elastic(
         >>> axis.close()
     """
     shard, shards = (0, 1) if mesh is None else (mesh["shard"].get_local_rank(), mesh["shard"].size())
+    if mesh is not None and replica is not None:
+        shard, shards = mesh.mesh.flatten().tolist().index(dist.get_rank()), mesh.size()
     if mesh is not None and replica is None and replicas is None:
         replica, replicas = mesh["replicate"].get_local_rank(), mesh["replicate"].size()
     if replica is None or replicas is None or not 0 <= replica < replicas:
@@ -201,6 +209,7 @@ def elastic(
         raise ValueError(f"silence_s is {silence_s}, must be above 1")
     if store is None and mesh is None:
         raise ValueError("replicas without a common process group need a store, such as torch.distributed.TCPStore")
+    speed = LinkSpeed.parse(link) if link else None
     base = store or distributed_c10d._get_default_store()
     membership = Membership(
         next_axis_store(base, replica * shards + shard, replicas * shards),
@@ -212,7 +221,19 @@ def elastic(
         min_replicas,
         end or end_alone,
     )
-    return SurvivingCommunicator(membership, timeout_s)
+    return SurvivingCommunicator(membership, timeout_s, link=_node_link(speed, membership, mesh))
+
+
+def _node_link(speed: LinkSpeed | None, membership: Membership, mesh: DeviceMesh | None) -> NodeLink | None:
+    """The emulated link of this replica. Collective; raises `ValueError` where the first one is on another machine."""
+    if speed is None:
+        return None
+    if membership.first_text("machine", platform.node()) != platform.node():
+        membership.stop()
+        raise ValueError(ELSEWHERE)
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    device = None if mesh is None else torch.device(mesh.device_type)
+    return NodeLink(speed, rank // membership.shards, -(-world // membership.shards), device)
 
 
 _POLL_S = 0.005
@@ -229,7 +250,7 @@ class Guest:
     Args:
         store: Where the replicas meet; see `elastic`.
         mesh: ("replicate", "shard") of this replica alone, as of `init_mesh(replicas=1)`; None for one rank.
-        min_replicas, silence_s, timeout_s: As in `elastic`.
+        min_replicas, silence_s, timeout_s, link: As in `elastic`, with the link of the others.
 
     Raises:
         ValueError: The replicas there have another number of shards.
@@ -252,7 +273,9 @@ class Guest:
         min_replicas: int = 1,
         silence_s: float = 15.0,
         timeout_s: float = GROUP_TIMEOUT_S,
+        link: str = "",
     ) -> None:
+        speed = LinkSpeed.parse(link) if link else None
         self._shard, self._shards = (0, 1) if mesh is None else (mesh["shard"].get_local_rank(), mesh["shard"].size())
         self._timeout_s = timeout_s
         own = latest_axis_store(store)
@@ -268,6 +291,7 @@ class Guest:
         self.membership = Membership(
             own, self.number, replicas, self._shard, shards, silence_s, min_replicas, end_alone, is_guest=True
         )
+        self._link = _node_link(speed, self.membership, mesh)
         self._store = self.membership.store
         self._store.set(axis_key("ask", self.number), "1")  # at once: the others look for one number after another
 
@@ -304,7 +328,7 @@ class Guest:
         floor = max(report.floor for report in beside if report.floor < _ALL)
         for _ in range(_TRIES):
             try:
-                return SurvivingCommunicator(self.membership, self._timeout_s, floor, step, agreement)
+                return SurvivingCommunicator(self.membership, self._timeout_s, floor, step, agreement, self._link)
             except RuntimeError:  # one of the others was lost meanwhile
                 agreement = self.membership.agree(RankReport(_ALL, [], {}, step, users=[step]))
         raise ReplicaLost(f"replica {self.number} could not form a process group with the others")

@@ -171,6 +171,15 @@ class Membership:
         finally:
             self.stop()
 
+    def await_shards(self, limit_s: float) -> None:
+        """Waits, at most `limit_s`, until all ranks of this replica are about to leave: each hands over by itself."""
+        deadline, ranks = time.monotonic() + limit_s, [self.replica * self.shards + n for n in range(self.shards)]
+        while not self.store.check([axis_key("asked", rank) for rank in ranks]):
+            self.require_store()
+            if any(self._is_silent(rank) for rank in ranks) or time.monotonic() > deadline:
+                return
+            time.sleep(_POLL_S)
+
     def stop(self) -> None:
         """Stops beating; the others count this rank as lost."""
         self._stopped.set()

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Union
 
@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from detonation.cluster.init import note_loss
+from detonation.cluster.network.throttled import NodeLink
 from detonation.cluster.survive.agreement import Agreement, RankReport, ReplicaLost, axis_key
 from detonation.cluster.survive.groups import Flight, Group, NumberedCollective, NumberedKind, SurvivedLoss, host
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.users import AxisUser, Host, StoreTexts
+from detonation.core.link.communicator import Axis
 from detonation.core.link.elastic_communicator import ElasticCommunicator
+from detonation.core.schemes.scheme import Scheme
 
 _MOST_TRIES = 5
 """Agreements in a row after which no group could be made, although nobody was lost."""
@@ -33,9 +36,15 @@ class SurvivingCommunicator(ElasticCommunicator):
     """
 
     def __init__(
-        self, membership: Membership, timeout_s: float, floor: int = 0, begun: int = 0, let_in: Agreement | None = None
+        self,
+        membership: Membership,
+        timeout_s: float,
+        floor: int = 0,
+        begun: int = 0,
+        let_in: Agreement | None = None,
+        link: NodeLink | None = None,
     ) -> None:
-        self._membership, self._timeout_s = membership, timeout_s
+        self._membership, self.timeout_s, self._link = membership, timeout_s, link
         self.layout, self.host = list(membership.members), Host(membership)
         self.replica = self.layout.index(membership.replica)
         self.losses: list[SurvivedLoss] = []
@@ -70,6 +79,11 @@ class SurvivingCommunicator(ElasticCommunicator):
 
     def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
         return self.start("all_to_all", mine, self)
+
+    def refuse(self, levels: Sequence[tuple[Axis, Scheme]], *_: object) -> None:
+        """Raises `ValueError` where a level around this one would join what is left of it by ranks that may be lost."""
+        if levels[-1][0] is not self:
+            raise ValueError("only the outermost level may lose replicas: give the elastic axis to the last level")
 
     def for_one(self) -> AxisUser:
         with self._changed:
@@ -137,6 +151,22 @@ class SurvivingCommunicator(ElasticCommunicator):
 
     def start(self, kind: NumberedKind, values: Tensor, user: _User) -> Callable[[], Tensor]:
         """Starts a collective among the replicas that have a number for `user`; returns a function that waits."""
+        link, name, size = self._link, kind.replace("_", "-"), user.size()
+        if link is None:
+            return self._start(kind, values, user)
+        leaves = torch.tensor([link.leave(name, values, size)], dtype=torch.float64)
+        arriving = self._start(kind, values, user)
+        told = self._start("all_gather", leaves.view(torch.uint8), user)  # as any, it goes on without a lost replica
+
+        def arrived() -> Tensor:
+            result, absent = arriving(), user.absent
+            link.arrive(name, told().view(torch.float64), size)
+            user.absent = absent
+            return result
+
+        return arrived
+
+    def _start(self, kind: NumberedKind, values: Tensor, user: _User) -> Callable[[], Tensor]:
         sent = host(values)
         with self._changed:
             self.settle()
@@ -293,7 +323,7 @@ class SurvivingCommunicator(ElasticCommunicator):
     def _formed(self) -> Group:
         membership = self._membership
         rank = membership.members.index(membership.replica)
-        make = partial(Group, membership.group_store(), rank, len(membership.members), self._timeout_s)
+        make = partial(Group, membership.group_store(), rank, len(membership.members), self.timeout_s)
         return Group.formed(make, membership.breaks_up) if membership.epoch else make()
 
     def _catch_up(self, agreement: Agreement) -> bool:

@@ -164,6 +164,7 @@ class AxisUser(ElasticCommunicator):
         leaving = [self.layout[number] for number in self.leaving(step)]
         if self._membership.replica in leaving:
             self._membership.store.set(axis_key("asked", self._membership.rank), "1")
+            self._membership.await_shards(self.axis.timeout_s)
             self.axis.close(0)
             raise ReplicaLeft(f"replica {self._membership.replica} has left before step {step}, as it was asked to")
         while any(member in self._membership.members for member in leaving):

@@ -135,25 +135,25 @@ def complete(
 
 
 def needs_all(levels: Sequence[Level], step: int) -> bool:
-    """True where a replica may come in before `step`, and would lack messages that are on their way, or where one
-    leaves that has moved in an open round."""
-    elastic = [(axis, scheme.round) for axis, scheme in levels if isinstance(axis, ElasticCommunicator)]
-    return any(
-        (round.delay > 0 and axis.expects(step)) or ((round.delay > 0 or round.every > 1) and axis.leaving(step))
-        for axis, round in elastic
-    )
+    """True where a newcomer would lack messages on their way, or one that leaves has moved in an open round."""
+    rounds = [scheme.round for _, scheme in levels]
+    late, opens = any(round.delay > 0 for round in rounds), any(round.delay > 0 or round.every > 1 for round in rounds)
+    axes = [axis for axis, _ in levels if isinstance(axis, ElasticCommunicator)]
+    return any((late and axis.expects(step)) or (opens and axis.leaving(step)) for axis in axes)
 
 
 def hand_over_memory(replicators: Sequence[Replicator], leaving: Sequence[int]) -> None:
-    """Gives the memories of the replicas `leaving` to the first that stays. Collective.
+    """Gives the memories of the replicas `leaving`, of all levels, to the first that stays. Collective.
 
     The sum of all memories, divided by the number of replicas, stays (law 1).
     """
-    for channel in (each.channel for each in replicators if each.channel.memory):
-        memory, link = channel.memory, channel.link
+    between = [each.link for each in replicators if each.link.elastic]  # none where the outermost level sends nothing
+    for channel in (each.channel for each in replicators if each.channel.memory and between):
+        memory, link = channel.memory, channel.link if channel.link.elastic else between[-1]
         assert memory is not None
         leaves = link.replica in leaving
-        if leaves and isinstance(channel.exchange, TwoStage):
+        # what owners inside a replica hold back is a part of its mean alone, which becomes another part of all
+        if isinstance(channel.exchange, TwoStage) and (leaves or not channel.link.elastic):
             _return_residual(channel, channel.exchange)
         handed = link.all_reduce(memory.residual.clone() if leaves else torch.zeros_like(memory.residual))()
         stay = [replica for replica in range(link.replicas) if replica not in leaving]
@@ -179,7 +179,7 @@ def renumber(levels: Sequence[Level], replicators: Sequence[Replicator], routes:
             if leaving := axis.leaving(step):
                 hand_over_memory(replicators, leaving)
             kept = axis.adopt(step)
-            for link, counts in routes:
+            for link, counts in (route for route in routes if route[0].axis is axis):
                 link.renumber()
                 counts.renumber(kept, link.replica)
                 grown = grown or link.replicas > len(kept)

@@ -167,18 +167,21 @@ def misfits(config: Config) -> list[str]:
 def start_session(config: Config, device: torch.device, axis: Axis | None = None) -> Session:
     """The session of this rank. Collective; raises `ValueError` where replicas or sizes do not agree.
 
-    `axis` takes the place of the one that joins the replicas, of a run with one level.
+    `axis` takes the place of the outermost one, such as that of `surviving_axis` in an elastic run.
     """
     slow = config.mesh.slow_backend or None
-    replicas = 1 if config.mesh.elastic else config.mesh.replicas  # of the process group
+    replicas = config.nodes_inside if config.mesh.elastic else config.mesh.replicas  # of the process group
     mesh = init_mesh(replicas, config.mesh.nodes or config.mesh.shards, device.type, slow_backend=slow)
     model = seeded_model(config).to(device)
     shard(model, mesh, wire=config.mesh.shard_wire)
     base = optimizers.build_optimizer(config.optimizer, model)
-    surviving = surviving_axis(config, mesh) if config.mesh.elastic else None
-    axis = surviving or axis
-    optimizer = replicated_run(config, base, model, axes(config, mesh) if axis is None else [axis])
-    world: World = Ranks(mesh, device, config.mesh.sizes) if surviving is None else ElasticRanks(mesh, surviving)
+    surviving = axis if isinstance(axis, SurvivingCommunicator) else None
+    if surviving is not None:
+        require_same_settings(surviving.host.membership, config)
+    optimizer = replicated_run(config, base, model, axes(config, mesh, axis))
+    world: World = (
+        Ranks(mesh, device, config.mesh.sizes[:replicas]) if surviving is None else ElasticRanks(mesh, surviving)
+    )
     return Session(config, world, device, load_data(config.data), model, base, optimizer)
 
 
@@ -190,16 +193,13 @@ def replicated_run(config: Config, base: torch.optim.Optimizer, model: nn.Module
 
 
 def surviving_axis(config: Config, mesh: DeviceMesh) -> SurvivingCommunicator:
-    """The axis between replicas that may be lost. Collective."""
+    """The axis between replicas that may be lost, of which `mesh` is one. Collective."""
     here = place()
     if here is None:
         raise ValueError("mesh.elastic needs the address of a store: give --meet and --replica")
     least, silence_s = config.mesh.min_replicas, config.peers.silence_s
-    axis = elastic(
-        mesh, replica=here.replica, replicas=here.replicas, store=here.store, min_replicas=least, silence_s=silence_s
-    )
-    require_same_settings(axis.host.membership, config)
-    return axis
+    alike: dict[str, Any] = {"min_replicas": least, "silence_s": silence_s, "link": config.mesh.link}
+    return elastic(mesh, replica=here.replica, replicas=here.replicas, store=here.store, **alike)
 
 
 def seeded_model(config: Config) -> nn.Module:
@@ -267,17 +267,21 @@ def scheme_of(level: LevelConfig) -> Scheme:
     return scheme(level.scheme.name, level.scheme.arguments)
 
 
-def axes(config: Config, mesh: DeviceMesh) -> list[Axis]:
-    """The axis of each level, from the innermost outwards; an emulated link slows the outermost down. Collective."""
+def axes(config: Config, mesh: DeviceMesh, between: Axis | None = None) -> list[Axis]:
+    """The axis of each level, from the innermost outwards; an emulated link slows the outermost down. Collective.
+
+    With `between`, that is the outermost, and `mesh` is what is inside it.
+    """
     if len(config.levels) == 1:
-        return [slowed(mesh["replicate"], config.mesh.link)]
-    sizes = {level.axis: level.replicas for level in reversed(config.levels)} | {"shard": config.mesh.shards}
-    backend = slow_axis_backend(config.levels[-1].axis, mesh.device_type, config.mesh.slow_backend or None)
+        return [between or slowed(mesh["replicate"], config.mesh.link)]
+    tiers_of = config.levels if between is None else config.levels[:-1]
+    sizes = {level.axis: level.replicas for level in reversed(tiers_of)} | {"shard": config.mesh.shards}
+    backend = slow_axis_backend(tiers_of[-1].axis, mesh.device_type, config.mesh.slow_backend or None)
     tiers = init_device_mesh(
         mesh.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=backend
     )
-    *inner, outermost = [tiers[level.axis] for level in config.levels]
-    return [*inner, slowed(outermost, config.mesh.link)]
+    inner: list[Axis] = [tiers[level.axis] for level in config.levels[:-1]]
+    return [*inner, between or slowed(tiers[config.levels[-1].axis], config.mesh.link)]
 
 
 def safety(config: Config) -> Safety:

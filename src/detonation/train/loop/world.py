@@ -74,29 +74,30 @@ class Ranks(_Together):
 
 
 class ElasticRanks:
-    """The processes of the replicas that are left; each replica is a process group of its own."""
+    """The processes of the replicas that are left; each replica, of one node or more, is a process group of its own."""
 
     _asked = False  # to leave, in the step before
 
     def __init__(self, mesh: DeviceMesh, axis: SurvivingCommunicator) -> None:
-        self._shards, self._shard, self._axis = mesh["shard"].size(), mesh["shard"].get_local_rank(), axis
+        self._axis, self._hosts, self._shards = axis, mesh.get_group("shard"), mesh["shard"].size()
+        self._ranks = mesh.size()  # of a replica
 
     @property
     def rank(self) -> int:
-        return self._axis.replica * self._shards + self._shard
+        return self._axis.replica * self._ranks + dist.get_rank()
 
     @property
     def size(self) -> int:
-        return self._axis.size() * self._shards
+        return self._axis.size() * self._ranks
 
     @property
     def sizes(self) -> list[int]:
-        """Of the replicas that took part in the collective that was waited for last."""
-        return [self._shards] * (self._axis.size() - len(self._axis.absent))
+        """Of the nodes that took part in the collective that was waited for last."""
+        return [self._shards] * ((self._axis.size() - len(self._axis.absent)) * self._ranks // self._shards)
 
     def all_gather(self, values: Tensor) -> Gathered:
-        mine = [torch.empty_like(values) for _ in range(self._shards)]
-        if self._shards > 1:
+        mine = [torch.empty_like(values) for _ in range(self._ranks)]
+        if self._ranks > 1:
             dist.all_gather(mine, values)
         else:
             mine = [values]
@@ -113,7 +114,7 @@ class ElasticRanks:
         if self._shards == 1:
             return count
         total = torch.tensor(count)
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self._hosts)
         return int(total)
 
     def fingerprint(self, model: nn.Module) -> tuple[str, bool]:
@@ -125,7 +126,7 @@ class ElasticRanks:
 
     def stopped_by(self, numbers: Sequence[float], mine: int) -> int:
         """As of all ranks, but SIGTERM to some replicas ends these alone, where enough are left."""
-        told = torch.tensor(numbers).view(-1, self._shards) == signal.SIGTERM
+        told = torch.tensor(numbers).view(-1, self._ranks) == signal.SIGTERM
         if {*numbers} - {0, signal.SIGTERM} or int((~told.any(1)).sum()) < max(1, self._axis.least):
             return int(max(numbers))
         if mine and self._asked:  # where all are told, some hear of it a step before the others
@@ -184,18 +185,25 @@ def _arrived(work: dist.Work, everyone: list[Tensor]) -> list[list[Any]]:
     return [values.tolist() for values in everyone]
 
 
+def settings_of_run(membership: Membership) -> dict[str, Any]:
+    """The settings of the replica that came first to an elastic run. Waits for it."""
+    found: dict[str, Any] = json.loads(membership.store.get(f"text/{_SETTINGS}"))
+    return found
+
+
 def require_same_settings(membership: Membership, config: Config) -> None:
     """Raises `ValueError` where this replica of an elastic run would train otherwise than the one that came first."""
     own = json.loads(json.dumps(dict(settings_of(to_table(config)))))  # lists, as those of a text
     own = {key: value for key, value in own.items() if key.startswith(_ALIKE) and key not in _OWN}
-    first = json.loads(membership.first_text("settings", json.dumps(own)))
+    first = json.loads(membership.first_text(_SETTINGS, json.dumps(own)))
     for key in sorted(first.keys() | own.keys()):
         if first.get(key) != own.get(key):
             here, there = f"{key} is {own.get(key)!r} here", f"{first.get(key)!r} in the run"
             raise ValueError(f"{here}, {there}: all replicas train by the same recipe and --set")
 
 
-_ALIKE = ("seed", "model.", "scheme", "optimizer.", "schedule.", "train.")
+_SETTINGS = "settings"
+_ALIKE = ("seed", "model.", "scheme", "optimizer.", "schedule.", "train.", "mesh.link")
 _OWN = {"train.log_every", "train.loggers", "train.publish", "train.keep", "train.init_from", "train.compile"}
 """Settings of a replica that change nothing for the others."""
 

@@ -198,7 +198,6 @@ class MeshConfig:
         require(1 <= self.min_replicas <= self.replicas, "mesh.min_replicas", self.min_replicas, "from 1 to replicas")
         plain = (self.min_replicas, self.meet) == (1, "")
         require(self.elastic or plain, "mesh.elastic", False, "true with mesh.min_replicas or mesh.meet")
-        require(not (self.elastic and self.link), "mesh.link", self.link, '"" with mesh.elastic')
         if self.link:
             LinkSpeed.parse(self.link)
         fits = self.shard_nodes >= 1 and self.shards % self.shard_nodes == 0
@@ -292,7 +291,10 @@ class Config:
         )
         publish = self.train.publish
         require(one or not publish, "train.publish", publish, '"": a feed takes one level that agrees')
-        require(one or not self.mesh.elastic, "mesh.elastic", True, "false: it takes one level that agrees")
+        last, least = self.levels[-1].replicas, self.mesh.min_replicas
+        agrees = self.scheme.name != "none"
+        require(agrees or not self.mesh.elastic, "mesh.elastic", True, "false: the outermost level never agrees")
+        require(least <= last, "mesh.min_replicas", least, f"from 1 to {last}, the replicas of the outermost level")
         plain = len(self.levels) == 1 and self.scheme.name != "auto"
         require(plain or not self.mesh.nodes, "mesh.nodes", [*self.mesh.nodes], "left out with several levels or auto")
         assert math.prod(level.replicas for level in self.levels) == self.mesh.replicas
@@ -301,6 +303,11 @@ class Config:
     def scheme(self) -> Choice:
         """The scheme of the outermost level, whose links are the slowest."""
         return self.levels[-1].scheme
+
+    @property
+    def nodes_inside(self) -> int:
+        """The nodes of each replica of the outermost level, which an elastic run loses together."""
+        return self.mesh.replicas // self.levels[-1].replicas
 
     @property
     def schemes(self) -> str:

@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from detonation.cluster.network.measure import Everyone
 from detonation.cluster.network.profile import Operation, Step
 from detonation.core.schemes.registry import scheme
 from detonation.core.schemes.scheme import Scheme
 from detonation.core.schemes.traffic import collective_for
-from detonation.plan.auto import world_link
 from detonation.plan.cost import Network, Work, cost, report_s, spelled
 from detonation.plan.search import check_budget, largest_within
 from detonation.train.loop.session import Session, scheme_of, shard_shapes
@@ -75,7 +75,7 @@ class Adapter:
         self.followed = followed
         self._session = session
         self._first = scheme_of(session.config.levels[-1])
-        self._world = world_link(session.device)
+        self._everyone = Everyone(session.device)
         shapes = shard_shapes(session.config)
         steps = {self._first.name: followed.step}
         self._work = Work(shapes, followed.compute_s, steps, accumulate=session.config.train.accumulate)
@@ -92,9 +92,9 @@ class Adapter:
             return []
         mine = _typical(self._waits, every), statistics.median(self._reports)
         self._waits, self._reports = [], []
-        everyone = self._world.send_to_all(mine, self._session.device)
+        everyone = self._everyone.send_to_all(mine)
         decision = self._decide(*zip(*everyone, strict=True)) if self._session.rank == 0 else None
-        decided = self._world.send_to_all(decision, self._session.device)[0]
+        decided = self._everyone.send_to_all(decision)[0]
         return [] if decided is None else self._follow(record.step, *decided)
 
     def _decide(self, waits: Sequence[float], reports: Sequence[float]) -> tuple[float, float, Table] | None:

@@ -8,18 +8,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from detonation.choices import make
 from detonation.cluster.network.loopback import LoopbackCommunicator
-from detonation.cluster.network.measure import over_ranks, probe_axis
+from detonation.cluster.network.measure import Everyone, probe_axis
 from detonation.cluster.network.profile import Step
+from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.optimizer.replicate import replicate
 from detonation.core.schemes.registry import SCHEMES
 from detonation.core.schemes.scheme import Scheme
-from detonation.plan.auto import PROBE_S, world_link
+from detonation.plan.auto import PROBE_S
 from detonation.plan.cost import Network, Work, changed, spelled
 from detonation.plan.losses import GOAL_STEPS, Goal, task_of, trained_by
 from detonation.plan.search import BUDGET, Candidate, Option, advise, check_budget, options, row, settings, why
@@ -93,6 +94,11 @@ class Asked:
                         raise
         return made
 
+    def under(self, scheme: Mapping[str, Any]) -> Config:
+        """The recipe under the scheme of a table."""
+        arguments = {key: value for key, value in scheme.items() if key != "name"}
+        return check_config(self.layers.under(scheme["name"], arguments))
+
     def check(self) -> Config:
         """The recipe under full synchronisation. Raises `ValueError` for anything that would fail under some scheme."""
         for config in self.candidates().values():
@@ -149,30 +155,30 @@ def chosen_before(path: Path) -> Table | None:
     return scheme if isinstance(scheme, dict) and "name" in scheme else None
 
 
-def again(asked: Asked, path: Path, device: torch.device) -> Config | None:
+def again(asked: Asked, path: Path, everyone: Everyone) -> Config | None:
     """The configuration that the run in `path` has chosen before; None where rank 0 cannot read it. Collective.
 
     No other rank needs to see the directory yet.
     """
-    mine = chosen_before(path) if dist.get_rank() == 0 else None
-    scheme: Table | None = world_link(device).send_to_all(mine, device)[0]
-    if scheme is None:
-        return None
-    arguments = {key: value for key, value in scheme.items() if key != "name"}
-    return check_config(asked.layers.under(scheme["name"], arguments))
+    scheme: Table | None = everyone.send_to_all(chosen_before(path))[0]
+    return None if scheme is None else asked.under(scheme)
 
 
-def decide(asked: Asked, device: torch.device) -> Chosen:
-    """Measures the link and the compute of a step, and chooses; all ranks agree. Collective."""
-    candidates = asked.candidates()
-    session = start_session(asked.check(), device)  # for measuring only: the run makes its own weights
-    axis, _ = session.optimizer.levels[0]
-    measured = probe_axis(axis, device, PROBE_S)
+def decide(asked: Asked, everyone: Everyone, axis: SurvivingCommunicator | None = None) -> Chosen:
+    """Measures the link and the compute of a step, and chooses; all ranks agree. Collective.
+
+    `axis`: an elastic one. The model steps beside it: a second optimizer on it would let nobody in.
+    """
+    candidates, device = asked.candidates(), everyone.device
+    config = asked.check()
+    # for measuring only: the run makes its own weights
+    session = start_session(config, device, axis and LoopbackCommunicator(config.mesh.replicas))
+    measured = probe_axis(axis or session.optimizer.levels[0][0], device, PROBE_S, everyone)
     network = Network.of_axis(measured, session.config.mesh.shards)
-    compute_s, _ = forward_backward(session)
+    compute_s, _ = forward_backward(session, everyone)
     settings = session.config.train.accumulate, True, device.type != "cpu"
     work = Work(shard_shapes(session.config), compute_s, {}, True, *settings)
-    best, found, work = _search(asked.auto.budget, candidates, session, network, work)
+    best, found, work = _search(asked.auto.budget, candidates, session, everyone, network, work)
     goal = goal_of(session.config, work)
     line = why(found, network, goal, asked.auto.budget)
     config = check_config(candidates[spelled(best.cost.scheme)])
@@ -189,26 +195,30 @@ def decide(asked: Asked, device: torch.device) -> Chosen:
 
 
 def _search(
-    budget: float, candidates: Mapping[str, Config], session: Session, network: Network, work: Work
+    budget: float,
+    candidates: Mapping[str, Config],
+    session: Session,
+    everyone: Everyone,
+    network: Network,
+    work: Work,
 ) -> tuple[Option, list[Option], Work]:
     """The choice, the options that it was made from, and the work with the optimizer steps measured for it.
 
     The step of a scheme is measured only when it would be chosen: its time changes the share that is spent waiting. Its
     steps without an exchange are the same at every setting, so the quickest that was measured counts for all.
     """
-    device, world = session.device, world_link(session.device)
     pairs, goal = trained(candidates), goal_of(session.config, work)
     steps: dict[str, Step] = {}
     while True:
         work = replace(work, steps=dict(steps))
         found = options(pairs.values(), work, network, goal, budget)
-        name = world.send_to_all(spelled(found[0].cost.scheme), device)[0]  # the first rank decides
+        name = everyone.send_to_all(spelled(found[0].cost.scheme))[0]  # the first rank decides
         if name in steps:
             best = next(option for option in found if spelled(option.cost.scheme) == name)
             text = json.dumps(to_table(candidates[name]), sort_keys=True)
-            world.require_same({"chosen": text}, device, {})  # raises `Mismatch` on all ranks where one has another
+            everyone.require_same({"chosen": text}, {})  # raises `Mismatch` on all ranks where one has another
             return best, found, work
-        step = optimizer_step(session, candidates[name])
+        step = optimizer_step(session, everyone, candidates[name])
         if step is None:  # the optimizer refuses it
             del pairs[name]
         else:
@@ -219,14 +229,14 @@ def _search(
             steps |= {each: replace(steps[each], local_s=local_s) for each in alike}
 
 
-def forward_backward(session: Session) -> tuple[float, float]:
+def forward_backward(session: Session, everyone: Everyone) -> tuple[float, float]:
     """The median time of the forward and backward passes of a step, and their spread (IQR / median). Collective."""
     backward(session, 0)
-    low, median, high = statistics.quantiles(_times(lambda: backward(session, 0)), n=4)
+    low, median, high = statistics.quantiles(_times(lambda: backward(session, 0), everyone), n=4)
     return median, (high - low) / median
 
 
-def optimizer_step(session: Session, config: Config) -> Step | None:
+def optimizer_step(session: Session, everyone: Everyone, config: Config) -> Step | None:
     """The time of the optimizer's step of `config` on the model of `session`, over a loopback. Collective.
 
     None where the optimizer refuses it, such as a scheme that is larger than dense.
@@ -245,21 +255,20 @@ def optimizer_step(session: Session, config: Config) -> Step | None:
             optimizer.step_count = step
             optimizer.step()
 
-        return min(_times(again))  # what disturbs them only adds
+        return min(_times(again, everyone))  # what disturbs them only adds
 
     last = scheme.round.every - 1
     return Step(at(last), at(last - 1) if last else 0.0)
 
 
-def _times(function: Callable[[], object]) -> list[float]:
+def _times(function: Callable[[], object], everyone: Everyone) -> list[float]:
     """The seconds that `function` takes, several times over; of all ranks, which begin together, the slowest counts."""
     times = []
     for _ in range(_REPEATS):
-        dist.barrier()
+        everyone.barrier()
         began = time.perf_counter()
         function()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
-    agreed: list[float] = over_ranks(torch.tensor(times, dtype=torch.float64)).tolist()
-    return agreed
+    return everyone.over(times)

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import TCPStore
@@ -16,25 +17,25 @@ from detonation.cluster.survive.groups import SurvivedLoss
 from detonation.feed.admission import admitted
 from detonation.feed.shared_state import memory_norm
 from detonation.train.loop.session import Session, load_data, safety, seeded_model
-from detonation.train.loop.world import ElasticRanks, require_same_settings
+from detonation.train.loop.world import ElasticRanks, require_same_settings, settings_of_run
 from detonation.train.output import directory
 from detonation.train.recipe.resolve import Request
 from detonation.train.recipe.schema import Config, Table
+from detonation.train.run.decide import Asked
 from detonation.train.run.recorder import Recorder
 
 _WAIT_S = 300.0
 
 
-def check_place(request: Request, config: Config, place: LaunchPosition | None, asked: bool) -> None:
-    """Raises `ValueError` where an elastic run cannot start as `request` wants it.
-
-    `asked`: the scheme is still to be chosen by measuring the links.
-    """
-    number, mesh = request.replica, config.mesh
-    if mesh.elastic and asked:
-        raise ValueError("an elastic run does not measure its links: name a scheme instead of auto")
-    if number is not None and not (mesh.elastic and mesh.meet and 0 <= number < mesh.replicas):
-        raise ValueError(f"--replica {number} needs --elastic, --meet HOST:PORT and 0 <= replica < {mesh.replicas}")
+def check_place(request: Request, config: Config, place: LaunchPosition | None, asked: Asked | None) -> None:
+    """Raises `ValueError` where an elastic run cannot start as `request` wants it."""
+    number, mesh, last = request.replica, config.mesh, config.levels[-1].replicas
+    if request.join and len(config.levels) > 1:
+        raise ValueError("nobody comes in under several levels: start all replicas with the run")
+    if (mesh.elastic or request.join) and asked and asked.auto.adapt:
+        raise ValueError("scheme.adapt watches the link of replicas that stay: leave it out in an elastic run")
+    if number is not None and not (mesh.elastic and mesh.meet and 0 <= number < last):
+        raise ValueError(f"--replica {number} needs --elastic, --meet HOST:PORT and 0 <= replica < {last}")
     if mesh.elastic and place is not None and number is None and not request.join:
         raise ValueError("under a launcher an elastic run is one world for each replica: give --replica and --meet")
     if request.join and request.out is None:
@@ -43,17 +44,23 @@ def check_place(request: Request, config: Config, place: LaunchPosition | None, 
         host_and_port(address)
 
 
-def joined_session(config: Config, device: torch.device, address: str) -> Session:
+def joined_session(config: Config, asked: Asked | None, device: torch.device, address: str) -> Session:
     """The session of a replica that comes in while others train, at the store of `address`. Collective.
 
-    Its weights and the state of its optimizer are those of the others; `optimizer.step_count` is the step.
+    Where it is to be chosen, the scheme is that of the run. Its weights and the state of its optimizer are
+    those of the others; `optimizer.step_count` is the step.
     """
     host, port = host_and_port(address)
     store = TCPStore(host, port, timeout=timedelta(seconds=_WAIT_S))
     mesh = init_mesh(1, config.mesh.shards, device.type)
     model = seeded_model(config).to(device)
     shard(model, mesh, wire=config.mesh.shard_wire)
-    guest = Guest(store, mesh, min_replicas=config.mesh.min_replicas, silence_s=config.peers.silence_s)
+    alike: dict[str, Any] = {"min_replicas": config.mesh.min_replicas, "silence_s": config.peers.silence_s}
+    guest = Guest(store, mesh, link=config.mesh.link, **alike)
+    if asked is not None:  # before its own settings: those that train may still be choosing
+        settings = settings_of_run(guest.membership)
+        theirs = {key.removeprefix("scheme."): each for key, each in settings.items() if key.startswith("scheme.")}
+        config = asked.under(theirs)
     require_same_settings(guest.membership, config)
     optimizer, axis = admitted(model, guest, safety=safety(config), timeout_s=_WAIT_S)
     return Session(config, ElasticRanks(mesh, axis), device, load_data(config.data), model, optimizer.base, optimizer)

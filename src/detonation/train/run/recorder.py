@@ -146,7 +146,7 @@ class Recording:
         if self._tapes:
             session.optimizer.record(Tapes(self._tapes))
         self._door: Admission | None = None
-        if session.config.mesh.elastic:
+        if session.config.mesh.elastic and len(session.config.levels) == 1:
             own = next(iter(addresses_of(os.environ.get(GLOO_INTERFACE, ""))), "127.0.0.1")
             self._door = Admission(session.model, session.optimizer, own)
 

@@ -101,7 +101,7 @@ def make_task(request: Request, place: LaunchPosition | None) -> RunTask:
         raise ValueError(
             f"train.init_from is {config.train.init_from!r}, but must be the directory of a run or a model"
         )
-    check_place(request, config, place, asked is not None)
+    check_place(request, config, place, asked)
     if place is None or place.rank == 0:
         trackers.check_trackers(config.train.loggers)
     if config.train.publish:
@@ -121,9 +121,9 @@ def run_task(task: RunTask) -> Table:
     try:
         mesh = task.config.mesh
         if task.request.replica is not None or task.request.join:  # this machine has one replica of them
-            mesh = replace(mesh, replicas=1, elastic=False, min_replicas=1, meet="")
+            mesh = replace(mesh, replicas=task.config.nodes_inside, elastic=False, min_replicas=1, meet="")
         afresh = [to_plain(task.request), task.may_start]
-        found = on_ranks(train_on_rank, task, train_afresh, afresh, mesh)
+        found = on_ranks(train_on_rank, task, train_afresh, afresh, mesh, task.config.nodes_inside)
         return dict(next((each for each in found if "left" not in each), found[0]))
     finally:
         clear(task.request.to_stderr)
@@ -136,15 +136,20 @@ def train_afresh(request: Table, may_start: bool) -> Table:
 
 
 def on_ranks(
-    work: Callable[[_W], Any], task: _W, afresh: Callable[..., Any], plain: list[Any], mesh: MeshConfig
+    work: Callable[[_W], Any],
+    task: _W,
+    afresh: Callable[..., Any],
+    plain: list[Any],
+    mesh: MeshConfig,
+    nodes_inside: int = 1,
 ) -> list[Any]:
-    """The results of each rank of a world on this machine.
+    """The results of each rank of a world on this machine, of which an elastic run loses `nodes_inside` together.
 
     Ranks on CPU are forks, and do `work(task)` on the task in memory. Ranks with a GPU each start afresh: they do
     `afresh(*plain)`, with the request in plain values.
     """
     size = sum(mesh.sizes)
-    survival = Survival(mesh.shards, mesh.min_replicas, mesh.meet) if mesh.elastic else None
+    survival = Survival(nodes_inside * mesh.shards, mesh.min_replicas, mesh.meet) if mesh.elastic else None
     if gpus_for(size):
         return run_local(afresh, size, plain, survival=survival)
     return run_local(work, size, [task], survival=survival)

@@ -6,20 +6,25 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from detonation.checkpoint.async_save import Checkpoints
 from detonation.checkpoint.gather import Texts, Volumes, survey
 from detonation.checkpoint.newest import Loaded, candidates
 from detonation.checkpoint.verify import load_weights
 from detonation.cluster.init import GROUP_TIMEOUT_S, local_device, set_group_timeouts, set_timeouts
+from detonation.cluster.mesh import init_mesh
+from detonation.cluster.network.measure import Everyone
 from detonation.cluster.processes.signals import Stop, stoppable
 from detonation.cluster.survive.agreement import ReplicaLeft
 from detonation.cluster.survive.elastic_axis import meet_replicas
+from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.schemes.traffic import message_bytes
 from detonation.link_speed import LinkSpeed
 from detonation.plan.cost import spelled
 from detonation.train.loop.checkpoints import resume, save_async, save_now
 from detonation.train.loop.fit import NonFiniteLoss, Stopped, fit
-from detonation.train.loop.session import Session, start_session
+from detonation.train.loop.session import Session, start_session, surviving_axis
 from detonation.train.loop.summary import saved_counts, summarise
 from detonation.train.output import directory, metrics
 from detonation.train.output.directory import environment
@@ -59,12 +64,15 @@ def train_on_rank(task: RunTask) -> Table:
     name) and `directory` alone; and `left`, where the others train on.
     """
     with stoppable() as stop:
-        config, chosen = _chosen(task)
-        if task.request.replica is not None:
-            meet_replicas(config.mesh.meet, task.request.replica, config.mesh.replicas)
+        mesh, device, axis = task.config.mesh, local_device(), None
         if task.request.join:
-            return _train_with_others(task, joined_session(config, local_device(), task.request.join), stop)
-        session = start_session(config, local_device())
+            return _train_with_others(task, joined_session(task.config, task.asked, device, task.request.join), stop)
+        if task.request.replica is not None:
+            meet_replicas(mesh.meet, task.request.replica, task.config.levels[-1].replicas)
+        if mesh.elastic:
+            axis = surviving_axis(task.config, init_mesh(task.config.nodes_inside, mesh.shards, device.type))
+        config, chosen = _chosen(task, device, axis)
+        session = start_session(config, device, axis)
         losses = Losses(session)
         begin = ""
         if config.train.init_from and _begins(session, task):  # before the replicas take the weights as their anchor
@@ -123,17 +131,19 @@ def _train_with_others(task: RunTask, session: Session, stop: Stop) -> Table:
     return result
 
 
-def _chosen(task: RunTask) -> tuple[Config, Chosen | None]:
-    """The configuration, and the choice of its scheme where the run makes one now."""
+def _chosen(task: RunTask, device: torch.device, axis: SurvivingCommunicator | None) -> tuple[Config, Chosen | None]:
+    """The configuration, and the choice of its scheme where the run makes one now, along `axis` in an elastic run."""
     if task.asked is None:
         return task.config, None
     out = task.request.out if task.resume else None
+    shards = [] if axis is None else [init_mesh(1, task.config.mesh.shards, device.type)["shard"]]
+    everyone = Everyone(device, axis, shards)
     # Without a checkpoint the run begins anew, and measures what its adapter begins with.
-    if out is not None and candidates(out / directory.CHECKPOINTS, Texts(local_device())):
-        before = again(task.asked, out, local_device())
+    if out is not None and candidates(out / directory.CHECKPOINTS, Texts(device) if axis is None else axis.texts()):
+        before = again(task.asked, out, everyone)
         if before is not None:
             return before, None
-    chosen = decide(task.asked, local_device())
+    chosen = decide(task.asked, everyone, axis)
     return chosen.config, chosen
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from detonation.cluster.init import LaunchPosition, launch_position, local_device
 from detonation.cluster.launch import run_under_launcher
 from detonation.cluster.mesh import init_mesh
-from detonation.cluster.network.measure import probe_axis
+from detonation.cluster.network.measure import Everyone, probe_axis
 from detonation.cluster.network.profile import Compute, Profile
 from detonation.core.schemes.registry import SCHEMES
 from detonation.train.loop.session import Session, check_config, slowed, start_session
@@ -107,11 +107,12 @@ def probe_on_rank(task: ProbeTask) -> Table:
 
 
 def _compute(session: Session, name: str, layers: Layers) -> Compute:
-    median, spread = forward_backward(session)
+    everyone = Everyone(session.device)
+    median, spread = forward_backward(session, everyone)
     # Each scheme as the recipe has tuned it, without `--set`.
     plain = Layers(layers.tables, {**_OFF, "mesh": asdict(session.config.mesh)})
     names = dict.fromkeys([*SCHEMES, session.config.scheme.name])
-    every = {scheme: optimizer_step(session, plain.under(scheme, {})) for scheme in names}
+    every = {scheme: optimizer_step(session, everyone, plain.under(scheme, {})) for scheme in names}
     steps = {scheme: step for scheme, step in every.items() if step is not None}
     numel = sum(parameter.numel() for parameter in session.model.parameters() if parameter.requires_grad)
     train = session.config.train

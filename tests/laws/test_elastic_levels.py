@@ -1,0 +1,215 @@
+"""Levels of which the outermost is elastic: racks of nodes are lost and leave whole, and what is inside them stays."""
+
+import copy
+import threading
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import HashStore
+
+import detonation as dt
+from covering import covered
+from detonation import schemes
+from detonation.cluster.survive.agreement import ReplicaLeft
+from detonation.cluster.survive.membership import Membership
+from detonation.cluster.survive.surviving import SurvivingCommunicator
+from detonation.core.flat.tensors import digest
+from steps import together
+from zoo import Plain, batch, built
+
+RACKS, NODES, STEPS = 3, 2, 8
+MODEL = built(Plain)  # the threads share a random generator
+REMEMBERS = partial(dt.demo, topk=4, chunk=16, decay=1.0)
+LEVELS = {
+    "full, full": (dt.full(), dt.full()),
+    "full, demo": (dt.full(), REMEMBERS()),
+    "demo, full": (REMEMBERS(), dt.full()),
+    "owners, owners": (REMEMBERS(link="owner"), REMEMBERS(link="owner")),
+    "full, diloco": (dt.full(), dt.diloco(every=4)),
+    "demo, diloco": (REMEMBERS(), dt.diloco(every=4)),
+    "local_sgd, diloco": (schemes.local_sgd(every=2), dt.diloco(every=4)),
+}
+
+
+class Died(BaseException):
+    """The end of a rack, in the place of its processes."""
+
+
+class Mortal(SurvivingCommunicator):
+    """A rank of a rack that ends at a collective of a step (counted from 1), before it or with it under way."""
+
+    dies_in, countdown, under_way = 4, -1, False
+
+    def _launch(self, each):
+        last = self._begun == self.dies_in and self.countdown == 0 and threading.current_thread().name != "recovery"
+        self._closed |= last
+        if last and not self.under_way:
+            raise Died
+        super()._launch(each)
+        if last:
+            raise Died
+        self.countdown -= self._begun == self.dies_in
+
+
+class Inside:
+    """The axis inside a rack: it hears of no loss, because a rack is lost whole."""
+
+    def __init__(self, inner):
+        self.replica, self.size = inner.replica, inner.size
+        self.all_reduce, self.all_gather, self.all_to_all = inner.all_reduce, inner.all_gather, inner.all_to_all
+
+
+def membership(store, replica, replicas, shard=0, shards=1):
+    return Membership(store, replica, replicas, shard, shards, 30.0, 1, print, confirm_s=30.0)
+
+
+def racks(act):
+    """What `act(inside, between, rank)` returns on each rank, a thread of its own; nothing for one that died."""
+    store, inner, ends = HashStore(), [HashStore() for _ in range(RACKS)], {}
+
+    def run(rank):
+        rack, node = divmod(rank, NODES)
+        within = SurvivingCommunicator(membership(inner[rack], node, NODES), 30.0)
+        between = Mortal(membership(store, rack, RACKS, node, NODES), 30.0)
+        try:
+            ends[rank] = act(Inside(within), between, rank)
+        except Died:
+            with between._changed:
+                between._closed = True
+                between._changed.notify_all()
+            between._membership.leave(0)  # the others need not wait until it is silent for long
+            between._group.abandon()
+        else:
+            if between.error is None and rack in between._membership.members:
+                between.close()
+        within.close(0.0 if rank not in ends else 5.0)
+
+    together(*(partial(run, rank) for rank in range(RACKS * NODES)))
+    return ends
+
+
+def started(schemes, inside, between, base):
+    model = copy.deepcopy(MODEL)
+    levels = list(zip((inside, between), schemes, strict=True))
+    return model, dt.replicate(base(model.parameters()), model, levels=levels, safety=dt.Safety(verify_every=1))
+
+
+@covered("name, point", [*LEVELS], [(0, False), (1, True)])
+def test_law_2_the_racks_that_are_left_take_every_step_and_stay_equal(name, point):
+    def act(inside, between, rank):
+        if rank // NODES == 1:
+            between.countdown, between.under_way = point
+        model, optimizer = started(LEVELS[name], inside, between, torch.optim.AdamW)
+        for step in range(STEPS):
+            model(batch(rank, step, 32)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        counts = optimizer._routes[0, 1][1]  # of the level inside, whose ranks keep their numbers
+        assert len({*counts._good.values()}) <= 1
+        place = optimizer.coordinates
+        return digest(model.parameters()), optimizer.step_count, (place.replica, place.replicas), between.size()
+
+    ends = racks(act)
+    assert ends.keys() == {0, 1, 4, 5} and len({end[0] for end in ends.values()}) == 1
+    assert [end[1:] for end in ends.values()] == [(STEPS, ends[rank][2], 2) for rank in ends]
+    assert [ends[rank][2] for rank in sorted(ends)] == [(number, 4) for number in range(4)]
+
+
+def test_the_mean_is_that_of_the_nodes_that_are_left():
+    """With full synchronisation in both levels: of all nodes alike, against ordinary torch."""
+
+    def act(inside, between, rank):
+        if rank // NODES == 1:
+            between.countdown = 0
+        sgd = partial(torch.optim.SGD, lr=0.1)
+        model, optimizer = started(LEVELS["full, full"], inside, between, sgd)
+        for step in range(STEPS):
+            model(batch(rank, step, 32)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    model, ranks = copy.deepcopy(MODEL), range(RACKS * NODES)
+    for step in range(STEPS):
+        left = [rank for rank in ranks if step < 3 or rank // NODES != 1]  # it died before it sent anything
+        each = [torch.autograd.grad(model(batch(r, step, 32)).mean(), list(model.parameters())) for r in left]
+        with torch.no_grad():
+            for parameter, *gradients in zip(model.parameters(), *each, strict=True):
+                parameter -= 0.1 * torch.stack(gradients).mean(0)
+    for found in racks(act).values():
+        torch.testing.assert_close(found, [*model.parameters()])
+
+
+def unsent(optimizer):
+    """What the memories of this rank hold, of each parameter; of means that it owns, as if they were its own alone."""
+    totals = 0
+    for channel in (each.channel for each in optimizer.build() if each.channel.memory):
+        flat, link = channel.memory.residual.clone(), channel.link
+        if hasattr(channel.exchange, "owners"):
+            owned = [channel.exchange.residual * (replica == link.replica) for replica in range(link.replicas)]
+            flat += link.replicas * channel.scheme.codec.basis.inverse(channel.exchange.owners.collect(owned))
+        totals = totals + torch.cat([part.flatten() for part in channel.layout.parts(flat)])
+    return totals
+
+
+@pytest.mark.parametrize("name", [name for name in LEVELS if "demo" in name or "owners" in name])
+def test_law_1_what_a_rack_has_not_sent_in_any_level_stays_where_it_leaves(name):
+    """It asks in step 3; the mean over ranks of what was given = what the weights took + what they have not sent."""
+
+    def act(inside, between, rank):
+        model, optimizer = started(LEVELS[name], inside, between, partial(torch.optim.SGD, lr=1.0))
+        seen, renumber = [], optimizer.renumber
+
+        def looked():
+            size, before = between.size(), unsent(optimizer) if optimizer.is_built else None
+            try:
+                renumber()
+            finally:
+                if between.size() < size or between.error or between._closed:
+                    seen.append((before, unsent(optimizer)))
+
+        optimizer.renumber = looked  # which each step begins with
+        last = 0
+        while not last or optimizer.step_count < last:
+            model(batch(rank, optimizer.step_count, 32)).mean().backward()
+            if optimizer.step_count == 3 and rank == 2:  # one of its nodes is told
+                between.depart()
+            try:
+                optimizer.step()
+            except ReplicaLeft:
+                return seen[0], "left"
+            optimizer.zero_grad()
+            last = last or (len(seen) and optimizer.step_count + 3)
+        optimizer.synchronize()
+        return seen[0], digest(model.parameters())
+
+    ends = racks(act)
+    stay = [0, 1, 4, 5]
+    assert [ends[rank][1] for rank in (2, 3)] == ["left"] * 2 and len({ends[rank][1] for rank in stay}) == 1
+    was = sum(ends[rank][0][0] for rank in range(RACKS * NODES)) / (RACKS * NODES)
+    now = sum(ends[rank][0][1] for rank in stay) / len(stay)
+    assert was.any()
+    torch.testing.assert_close(now, was, rtol=1e-4, atol=1e-5)
+
+
+def test_inner_levels_lose_no_replica():
+    store = HashStore()
+    axis = dt.elastic(replica=0, replicas=1, store=store)
+    model = nn.Linear(2, 1)
+    adamw = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match="only the outermost level may lose replicas"):
+        dt.replicate(adamw, model, levels=[(axis, dt.full()), (Inside(axis), dt.diloco())])
+    axis.close()
+
+
+def test_nobody_comes_in_under_several_levels():
+    axis = dt.elastic(replica=0, replicas=1, store=HashStore())
+    model = nn.Linear(2, 1)
+    levels = [(Inside(axis), dt.full()), (axis, dt.diloco())]
+    optimizer = dt.replicate(torch.optim.AdamW(model.parameters()), model, levels=levels)
+    with pytest.raises(ValueError, match="nobody comes in under several levels"):
+        dt.Admission(model, optimizer)
+    axis.close()
