@@ -15,6 +15,7 @@ import detonation as dt
 from commands import RECIPE, launched
 from detonation.cli.command import run_command
 from detonation.cluster.launch import run_local
+from detonation.cluster.network.measure import Everyone
 from detonation.cluster.network.profile import Operation, Step
 from detonation.core.schemes import buckets
 from detonation.link_speed import LinkSpeed
@@ -134,11 +135,11 @@ def searched(slow):
     """The local steps that count, and the choice, where one measurement takes twice as long."""
     layers = Layers(tomllib.loads(Path("recipes/quick-lm.toml").read_text()), {"mesh": {"replicas": 2, "shards": 1}})
     asked, measured = decide.Asked(decide.Auto(), layers), itertools.count(1)
-    decide.optimizer_step = lambda session, config: Step(0.06, 0.03 * (1 + (next(measured) == slow)))
+    decide.optimizer_step = lambda session, everyone, config: Step(0.06, 0.03 * (1 + (next(measured) == slow)))
     config = asked.check()
     session = SimpleNamespace(device=torch.device("cpu"), config=config)
     network, work = Network.of_link_speed(LinkSpeed(4e6, 0.02), 2, 1), Work(shard_shapes(config), 0.12, reports=True)
-    best, _, work = decide._search(0.1, asked.candidates(), session, network, work)
+    best, _, work = decide._search(0.1, asked.candidates(), session, Everyone(session.device), network, work)
     return [step.local_s for name, step in work.steps.items() if name.startswith("muloco")], str(best)
 
 
