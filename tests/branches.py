@@ -1,6 +1,6 @@
 """Runs the tests of `make test` on a clone whose branches are marked: which do they take, and what does it cost?
 
-python tests/branches.py [--out benchmarks/results/suite.json] [--map FILE] [--processes 2] [arguments of pytest ...]
+python tests/branches.py [--out benchmarks/results/suite.json] [--map FILE] [--processes N] [arguments of pytest ...]
 
 A branch is the body of a function, an `if`, an `else` (also one that is not written), a loop, its end, a handler or a
 case. Forks and other interpreters write to the same marks. It prints the tests, the seconds of the processor and of the
@@ -144,7 +144,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the figures to this file, too")
     parser.add_argument("--map", type=Path, help="which test takes which branches, to this file")
     parser.add_argument("--missed", action="store_true", help="print the branches of the core that no test takes")
-    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument(
+        "--processes", type=int, default=min((os.cpu_count() or 2) + 1, 8), help="as `make test` by default"
+    )
     given, more = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="branches-") as folder:
         tree, marks, helper = Path(folder, "tree"), Path(folder, "marks"), Path(folder, "helper")
