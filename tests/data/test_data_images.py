@@ -132,44 +132,31 @@ def test_a_picture_that_is_cut_off_is_named(tmp_path):
         load_dataset("images", {"source": str(tmp_path)})
 
 
-def examples(flip, crop, count=64):
+def examples(flip, count=64):
     values = np.random.default_rng(0).integers(0, 256, (count, 5, 6, 3), dtype=np.uint8)
     split = Split(values, np.arange(count))
-    return Images(split, *statistics(split), flip, crop)
+    return Images(split, *statistics(split), flip)
 
 
 def test_flips_mirror_about_half_of_the_images():
-    plain = examples(False, 0)[torch.arange(64)]["pixel_values"]
-    flipped = examples(True, 0).augment({"pixel_values": plain}, torch.Generator().manual_seed(0))["pixel_values"]
+    plain = examples(False)[torch.arange(64)]["pixel_values"]
+    flipped = examples(True).augment({"pixel_values": plain}, torch.Generator().manual_seed(0))["pixel_values"]
     mirrored = (flipped == plain.flip(3)).flatten(1).all(1)
     same = (flipped == plain).flatten(1).all(1)
     assert (mirrored | same).all() and 20 < mirrored.sum() < 44
 
 
-def test_crops_shift_each_image_and_fill_with_the_mean():
-    plain = examples(False, 0)[torch.arange(64)]["pixel_values"]
-    cropped = examples(False, 2).augment({"pixel_values": plain}, torch.Generator().manual_seed(0))["pixel_values"]
-    padded = torch.nn.functional.pad(plain, (2, 2, 2, 2))
-    offsets = set()
-    for before, after in zip(padded, cropped, strict=True):
-        fits = [(y, x) for y in range(5) for x in range(5) if torch.equal(before[:, y : y + 5, x : x + 6], after)]
-        assert len(fits) == 1
-        offsets.update(fits)
-    assert len(offsets) > 15
-
-
 def test_augmentation_depends_on_the_step_and_spares_validation(folder):
-    data = load_dataset("images", {"source": str(folder), "flip": True, "crop": 2})
+    data = load_dataset("images", {"source": str(folder), "flip": True})
     arguments = {"seed": 0, "part": 0, "parts": 1, "size": 6}
     once, again = (batch(data.train, step=1, **arguments)["pixel_values"] for _ in range(2))
     assert torch.equal(once, again)
-    assert not data.validation.flip and data.validation.crop == 0
+    assert data.train.flip and not data.validation.flip
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"crop": 28}, "crop must be at least 0 and below the size 28x28, not 28"),
         ({"source": "fasion-mnist"}, "did you mean 'fashion-mnist'"),
         ({"label_column": "y"}, "label_column is for sources hf:NAME"),
     ],

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from detonation.choices import needs
 from detonation.data import readers
@@ -29,7 +28,6 @@ _AT_ONCE = 8
 def images(
     source: str = "fashion-mnist",
     flip: bool = False,
-    crop: int = 0,
     size: int | None = None,
     channels: int | None = None,
     split: str | None = None,
@@ -44,7 +42,6 @@ def images(
             tenth image of a class is held out) or with `train/CLASS` and `validation/CLASS`, a directory of
             `save_to_disk`, or `hf:NAME[:CONFIG]` of the hub.
         flip: Mirrors a training image left to right with probability 1/2.
-        crop: Pads a training image by so many pixels of the mean and cuts a random window of the original size.
         size: Scale images to squares of so many pixels, and cut off what is longer. By default that of the model, where
             it has one; otherwise the images must be of one size.
         channels: 1 for grey, 3 for colour; by default colour where one image has it.
@@ -69,11 +66,9 @@ def images(
         readers.refuse(source, split=split, validation_split=validation_split, column=column, label_column=label_column)
         name, decoded = _read(source, form)
     height, width, depth = decoded.train.images.shape[1:]
-    if not 0 <= crop < min(height, width):
-        raise ValueError(f"crop must be at least 0 and below the size {height}x{width}, not {crop}")
     mean, std = statistics(decoded.train)
-    train = Images(decoded.train, mean, std, flip, crop)
-    validation = Images(decoded.validation, mean, std, flip=False, crop=0)
+    train = Images(decoded.train, mean, std, flip)
+    validation = Images(decoded.validation, mean, std, flip=False)
     square = {"image_size": height} if height == width else {}
     return Data(name, source, "images", train, validation, {**square, "channels": depth, "classes": decoded.classes})
 
@@ -87,7 +82,6 @@ class Images:
     mean: Tensor  # [C], of bytes
     std: Tensor  # [C]
     flip: bool
-    crop: int
 
     def __len__(self) -> int:
         return len(self.split.labels)
@@ -99,27 +93,15 @@ class Images:
         return {"pixel_values": values, "labels": torch.from_numpy(self.split.labels[chosen])}
 
     def augment(self, batch: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-        """Crops and mirrors each image at random.
+        """Mirrors each image at random.
 
         Shapes: `pixel_values` `[B, C, H, W]` -> the same.
         """
         values = batch["pixel_values"]
-        if self.crop:
-            values = _random_crop(values, self.crop, generator)
         if self.flip:
             chosen = torch.rand(len(values), generator=generator) < 0.5
             values = torch.where(chosen.view(-1, 1, 1, 1), values.flip(3), values)
         return {**batch, "pixel_values": values}
-
-
-def _random_crop(values: Tensor, border: int, generator: torch.Generator) -> Tensor:  # [B, C, H, W]
-    count, _, height, width = values.shape
-    padded = pad(values, (border, border, border, border)).permute(0, 2, 3, 1)  # [B, H + 2b, W + 2b, C]
-    shift = torch.randint(2 * border + 1, (2, count, 1), generator=generator)
-    rows = shift[0] + torch.arange(height)  # [B, H]
-    columns = shift[1] + torch.arange(width)  # [B, W]
-    windows = padded[torch.arange(count).view(-1, 1, 1), rows.unsqueeze(2), columns.unsqueeze(1)]
-    return windows.permute(0, 3, 1, 2).contiguous()
 
 
 def statistics(split: "Split") -> tuple[Tensor, Tensor]:
