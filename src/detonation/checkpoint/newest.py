@@ -68,9 +68,11 @@ def inspect(
     path = retention.committed(directory, name)
     manifest, view = _manifest(path)
     views = _gathered(view, texts)
-    if reason := _disagreement(views) or (manifest is not None and _misnamed(path, manifest)):
+    if reason := _disagreement(views):
         return path, None, reason
     assert manifest is not None
+    if retention.step_of(path) != manifest.step:
+        return path, None, f"its name is not that of step {manifest.step}"
     beside = [rank for rank, other in enumerate(views) if other.file == view.file]
     view = _files(path, manifest, own, held, beside, texts.rank)
     views = _gathered(view, texts)
@@ -101,10 +103,6 @@ def _disagreement(views: Sequence[View]) -> str:
     if other := [rank for rank, view in enumerate(views) if view.digest != first.digest]:
         return f"{MANIFEST_NAME} {_where(other, views)} is not that of rank 0 on {first.host}"
     return ""
-
-
-def _misnamed(path: Path, manifest: Manifest) -> str:
-    return "" if retention.step_of(path) == manifest.step else f"its name is not that of step {manifest.step}"
 
 
 def _files(

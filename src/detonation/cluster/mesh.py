@@ -69,7 +69,7 @@ def shard_links(mesh: DeviceMesh, wire: ShardWire) -> tuple[Link, dist.ProcessGr
     if isinstance(mesh, UnevenMesh):
         raise ValueError("a shard wire needs replicas of equally many ranks: start as many for each, or leave it out")
     shards = mesh["shard"].size()
-    nodes = wire.nodes if wire.nodes is not None else _nodes_of_launcher(shards)
+    nodes = wire.nodes if wire.nodes is not None else max(1, shards // _ranks_of_a_node("shard_wire(nodes=...)"))
     if nodes < 2 or shards % nodes:
         raise ValueError(
             f"the {shards} shards of a replica cannot lie on {nodes} nodes with equally many each: a shard wire needs "
@@ -92,14 +92,6 @@ def split_shards(mesh: DeviceMesh, nodes: int) -> DeviceMesh:
     at = names.index("shard")
     sizes[at : at + 1], names[at : at + 1] = [nodes, sizes[at] // nodes], ["shard_node", "shard_local"]
     return DeviceMesh(mesh.device_type, mesh.mesh.view(sizes), mesh_dim_names=tuple(names))
-
-
-def _nodes_of_launcher(shards: int) -> int:
-    position = launch_position(os.environ)
-    ranks = position.local_world_size if position else None
-    if ranks is None:
-        raise ValueError("the launcher does not say how many ranks a node has: give shard_wire(nodes=...)")
-    return max(1, shards // ranks)
 
 
 def init_mesh(
@@ -151,7 +143,7 @@ def init_mesh(
     place = launch_position(os.environ)
     world = dist.get_world_size() if dist.is_initialized() else place.world_size if place else 1
     if shards is None and replicas is None:
-        shards = _ranks_of_a_node(world)
+        shards = 1 if world == 1 else _ranks_of_a_node("shards, or set LOCAL_WORLD_SIZE")
         if world > 1 and not (place and place.one_machine):
             shards = sizes_of_nodes(shards, join_world(device))
     sizes = _sizes(replicas, shards, world)
@@ -181,12 +173,11 @@ def _sizes(replicas: int | None, shards: int | Sequence[int] | None, world: int)
     return sizes
 
 
-def _ranks_of_a_node(world: int) -> int:
+def _ranks_of_a_node(remedy: str) -> int:
     position = launch_position(os.environ)
-    ranks = 1 if world == 1 else position.local_world_size if position else None
-    if ranks is None:
-        raise ValueError("the launcher does not say how many ranks a node has: give shards, or set LOCAL_WORLD_SIZE")
-    return ranks
+    if position is None or position.local_world_size is None:
+        raise ValueError(f"the launcher does not say how many ranks a node has: give {remedy}")
+    return position.local_world_size
 
 
 def shard(

@@ -174,6 +174,9 @@ def advise(
     reason = why(ranked, network, goal, budget)
     if pays is False:  # what matters most comes first
         reason, machines = f"{machines}. With them {reason}", ""
+    found, evidence = best.estimate, list[str]()
+    if found is not None and found.interval != (0.0, 0.0):
+        evidence = [f"evidence: {found.verdict} to the baseline, on {found.evidence} ({found.loss.source})"]
     half, twice = (options(among, work, network.faster(times), goal, budget)[0] for times in (0.5, 2.0))
     return {
         "options": [row(option, goal) for option in ranked],
@@ -181,7 +184,7 @@ def advise(
         "settings": {"name": best.cost.scheme.name, **settings(best.cost.scheme)},
         "reason": reason,
         "pays": pays,
-        "notes": [*filter(None, [machines]), *_evidence(best), *_help(ranked)],
+        "notes": [*filter(None, [machines]), *evidence, *_help(ranked)],
         "baseline": f"full() with {goal.baseline}",
         "after_steps": goal.steps,
         "if_half_the_rate": row(half, goal),
@@ -252,13 +255,6 @@ def _second_machine(ranked: Sequence[Option], network: Network, goal: Goal) -> t
         return False, f"No second machine pays: {known}, {machines}, when the loss of one is {-ahead:.1%} lower"
     lead = f"{alone_s / seconds:.2g} times as long; in the same seconds its loss is {ahead:.1%} higher"
     return True, f"{network.replicas} machines pay: {known}, {lead}"
-
-
-def _evidence(best: Option) -> list[str]:
-    found = best.estimate
-    if found is None or found.interval == (0.0, 0.0):
-        return []
-    return [f"evidence: {found.verdict} to the baseline, on {found.evidence} ({found.loss.source})"]
 
 
 def _help(ranked: Sequence[Option]) -> list[str]:

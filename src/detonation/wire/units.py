@@ -78,7 +78,8 @@ class ShardUnit:
             # frozen weights may be left out of a checkpoint: nothing moves them, so nodes hold them exactly
             piece = saved.get(f"reference.{name}", None if parameter.requires_grad else local(parameter.detach()))
             if piece is not None and piece.shape == local(parameter).shape:
-                own.append(_padded(piece.to(local(parameter).device), padded_numel(parameter)))
+                flat = piece.to(local(parameter).device).reshape(-1)
+                own.append(torch.nn.functional.pad(flat, (0, padded_numel(parameter) - len(flat))))
         types = {piece.dtype for key, piece in saved.items() if key.startswith("reference.")}
         if counts is not None and len(own) == len(self.parameters) and len(types) == 1:
             self.gather.restore(torch.cat([piece.to(next(iter(types))) for piece in own]), counts)
@@ -179,10 +180,6 @@ def mend_references(model: nn.Module) -> None:
             _log.warning(
                 "nodes held different references of %s: the next exchange is exact", next(iter(unit.parameters))
             )
-
-
-def _padded(shard: Tensor, size: int) -> Tensor:  # local shape -> [size]
-    return torch.nn.functional.pad(shard.reshape(-1), (0, size - shard.numel()))
 
 
 ON_MOVE.append(WEIGHT_MOVES)

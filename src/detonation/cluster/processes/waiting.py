@@ -149,7 +149,9 @@ class Watch:
                 if standing != seen:
                     seen, since, due, self._text = standing, now, self._line_s, ""
                     continue
-                standings = self._standings()
+                if not self._store.check(self._keys):  # a rank has not published its standing yet
+                    continue
+                standings = [Standing.parse(text.decode()) for text in self._store.multi_get(self._keys)]
                 self._text = who_waits(self._rank, standings, now - since)
             except (RuntimeError, OSError, ValueError):  # the store is gone, or not in order: that is for others to say
                 continue
@@ -167,9 +169,3 @@ class Watch:
         if standing != self._published:
             self._store.set(self._keys[self._rank], str(standing))
             self._published = standing
-
-    def _standings(self) -> list[Standing]:
-        """Of all ranks, if all have published one."""
-        if not self._store.check(self._keys):
-            raise ValueError("a rank has not published its standing yet")
-        return [Standing.parse(text.decode()) for text in self._store.multi_get(self._keys)]

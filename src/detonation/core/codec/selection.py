@@ -200,7 +200,10 @@ def random_start(*key: int) -> int:
     """
     start = 0
     for part in key:
-        start = _mixed(start + _GOLDEN * (part + 1))
+        start += _GOLDEN * (part + 1)
+        for shift, factor in _ROUNDS:
+            start %= 2**64
+            start = (start ^ (start >> shift)) * factor
     return signed(start)
 
 
@@ -234,13 +237,6 @@ def _random_words(count: int, device: torch.device, *key: int) -> Tensor:
         for shift, factor in _ROUNDS:
             block.bitwise_xor_((block >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(signed(factor))
     return words
-
-
-def _mixed(word: int) -> int:
-    for shift, factor in _ROUNDS:
-        word %= 2**64
-        word = (word ^ (word >> shift)) * factor
-    return word
 
 
 _TABLES = 64

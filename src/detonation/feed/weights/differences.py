@@ -118,10 +118,8 @@ def decode_difference(planes: Mapping[str, Tensor], count: int, patterns: int) -
     if not 0 <= count <= patterns:
         raise ValueError(f"a difference has {count} changes of {patterns} patterns")
     gaps, zigzag = (_numbers(planes, name, count) for name in ("gaps", "deltas"))
-    if count and int(gaps.max()) >= patterns:
-        raise ValueError("a difference goes beyond the weights")
-    positions = (gaps + 1).cumsum(0) - 1
-    if count and int(positions[-1]) >= patterns:
+    positions = (gaps + 1).cumsum(0) - 1  # which may have wrapped around where a gap is too wide
+    if count and max(int(gaps.max()), int(positions[-1])) >= patterns:
         raise ValueError("a difference goes beyond the weights")
     return positions, ((zigzag >> 1) ^ -(zigzag & 1)).to(torch.int16)
 
