@@ -78,7 +78,9 @@ def memory_norm(optimizer: Replicated) -> float:
 
 def shared_content(snapshot: Snapshot) -> list[memoryview]:
     """The state that all replicas share, as the file of a checkpoint has it."""
-    tensors = {key: tensor for key, tensor in snapshot.tensors.items() if not _is_private(key)}
+    tensors = {key: tensor for key, tensor in snapshot.tensors.items() if not key.startswith("generator.")}
+    own = {key for key in tensors if key.startswith("replica.") and not is_shared(key.removeprefix("replica."))}
+    tensors = {key: tensor for key, tensor in tensors.items() if key not in own}
     return list(shard_content(tensors, snapshot.rest))
 
 
@@ -149,10 +151,6 @@ def show_agreed(optimizer: Replicated) -> None:
     for replicator in optimizer.build():
         if replicator.scheme.signal == "parameters":
             copy(locals_of(replicator.parameters), replicator.shared_weights())
-
-
-def _is_private(key: str) -> bool:
-    return key.startswith("generator.") or (key.startswith("replica.") and not is_shared(key.removeprefix("replica.")))
 
 
 def is_shared(key: str) -> bool:

@@ -118,7 +118,6 @@ class Estimate:
     """The expectation of a run from a measurement.
 
     Args:
-        loss: The measurement.
         cost: The loss of the run relative to that of the baseline at equal steps; below 0 for a lower loss.
         interval: 95 % of `cost` over seeds, wider the farther the measurement is from the run.
         seeds: Pairs of runs that were compared.
@@ -164,8 +163,9 @@ def estimate(scheme: Scheme, optimizer: str, goal: Goal) -> Estimate | None:
     """
     found = [loss for loss in loss_table() if loss.optimizer == optimizer and loss.fits(scheme)]
     near = sorted((loss for loss in found if loss.recipe == goal.recipe), key=lambda loss: _distance(loss, goal))
+    full = [loss for loss in loss_table() if loss.is_full and loss.optimizer == goal.baseline]
     for loss in near:
-        base = _baseline(loss, goal.baseline)
+        base = next((each for each in full if each.task == loss.task and set(each.losses) & set(loss.losses)), None)
         if base is not None:
             return _expected(loss, base, goal)
     return None
@@ -234,15 +234,10 @@ def _distance(loss: Loss, goal: Goal) -> tuple[float, float, int, float]:
     return abs(loss.doublings(goal.replicas)), abs(steps), -len(loss.losses), abs(size)
 
 
-def _baseline(loss: Loss, optimizer: str) -> Loss | None:
-    """Full synchronisation with `optimizer` of the same task, on seeds that both have."""
-    same = [each for each in loss_table() if each.is_full and each.task == loss.task]
-    return next((each for each in same if each.optimizer == optimizer and set(each.losses) & set(loss.losses)), None)
-
-
 def _expected(loss: Loss, base: Loss, goal: Goal) -> Estimate:
     cost, interval, seeds = relative(loss.losses, base.losses)
-    exponent = _exponent(base)
+    curve, half = dict(base.curve), base.steps // 2  # how fast its loss falls at the end of its run
+    exponent = math.log2(curve[half] / curve[base.steps]) if half in curve else STEPS_EXPONENT
     if loss is base:
         return Estimate(loss, 0.0, (0.0, 0.0), seeds, exponent)
     low, high = interval or (cost - SPREAD, cost + SPREAD)
@@ -263,14 +258,6 @@ def _expected(loss: Loss, base: Loss, goal: Goal) -> Estimate:
 def _shorter(cost: float, factor: float) -> float:
     """A lead shrinks in a longer run; a loss that is higher is taken to stay so."""
     return cost * factor if cost < 0 else cost
-
-
-def _exponent(base: Loss) -> float:
-    """How fast the baseline's loss falls at the end of its run, between half of its steps and all of them."""
-    losses = dict(base.curve)
-    if base.steps // 2 not in losses:
-        return STEPS_EXPONENT
-    return math.log2(losses[base.steps // 2] / losses[base.steps])
 
 
 def _counted(number: int, noun: str) -> str:

@@ -35,7 +35,7 @@ def write_file(path: Path, content: Iterable[memoryview]) -> tuple[int, str]:
     _about_to("create", path)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
-        for block in _blocks(content):
+        for block in (part[at : at + WRITE_BLOCK] for part in content for at in range(0, len(part), WRITE_BLOCK)):
             _about_to("write", path)
             rest = block
             while rest:
@@ -80,12 +80,6 @@ def remove(path: Path) -> None:
                 entry.unlink()
     _about_to("rmdir", path)
     shutil.rmtree(path, ignore_errors=True)
-
-
-def _blocks(content: Iterable[memoryview]) -> Iterable[memoryview]:
-    for part in content:
-        for start in range(0, len(part), WRITE_BLOCK):
-            yield part[start : start + WRITE_BLOCK]
 
 
 def _about_to(operation: str, path: Path) -> None:

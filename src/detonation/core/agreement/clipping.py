@@ -31,7 +31,6 @@ class Clip:
 
     Args:
         parameters: By name, in the model's order.
-        base: The base optimizer.
         max_norm: Above 0; infinity measures the norm and scales nothing.
         parts: Whose norms make the global one, in this order; those of `parameters` when left out.
     """
@@ -61,7 +60,12 @@ class Clip:
         norms, gradients = [], []
         for shards, part in self._parts:
             local = local_gradients(part)
-            norms.append(_over_shards(norms_of(local, next(iter(part.values())).device), shards))
+            found = norms_of(local, next(iter(part.values())).device)
+            for communicator in shards:  # the norms over all shards, the same bits on each
+                everyone = communicator.all_gather(found.square().view(torch.uint8))()  # [shards, 4 * n]
+                squares = everyone.reshape(-1).view(torch.float32).view(-1, len(found)).T.double()
+                found = square_root(added(squares).float())
+            norms.append(found)
             gradients += [gradient for gradient in local if gradient is not None]
         self.norm = torch.linalg.vector_norm(torch.cat(norms))
         if gradients:
@@ -78,14 +82,6 @@ def norms_of(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
     norms = iter(torch._foreach_norm(found, 2.0, dtype=torch.float32) if found else ())
     zero = torch.zeros((), dtype=torch.float32, device=device)
     return torch.stack([zero if tensor is None else next(norms) for tensor in tensors])
-
-
-def _over_shards(norms: Tensor, shards: Sequence[Communicator]) -> Tensor:
-    """The norms over all shards, the same bits on each."""  # [n] fp32 -> [n] fp32
-    for communicator in shards:
-        everyone = communicator.all_gather(norms.square().view(torch.uint8))()  # [shards, 4 * n]
-        norms = square_root(added(everyone.reshape(-1).view(torch.float32).view(-1, len(norms)).T.double()).float())
-    return norms
 
 
 def _sharded_over(parameter: Tensor) -> tuple[Axis, ...]:

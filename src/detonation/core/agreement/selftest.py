@@ -53,7 +53,10 @@ def selftest(scheme: Scheme, runtime: Runtime, base: BaseStep | None) -> dict[st
         if base and not (isinstance(base.optimizer, SignSGD) and base.optimizer.moves_by_signs_alone):
             gradient = _ramp(update.numel(), runtime.device).view(_SHAPE).flip(0)
             with base.rounding:
-                found[STEP_SELFTEST] = digest([_stepped(gradient, base.optimizer)])[:16]
+                # `before` is not zeros: to add to zero rounds alike with and without fused multiply-add
+                before = _ramp(update.numel(), runtime.device).view(_SHAPE)
+                some = slice(64 if isinstance(base.optimizer, Muon) else None)  # whose products take long
+                found[STEP_SELFTEST] = digest(_steps([before[some]], [gradient[some]], base.optimizer))[:16]
         return found
 
 
@@ -69,13 +72,6 @@ def _message(scheme: Scheme, layout: Layout, number: int, shared: Tensor | None,
         begins = (torch.arange(rows, dtype=torch.int64, device=device) + 7 * number) % (chunk - (k - 1) * apart)
         indices = begins.unsqueeze(1) + apart * torch.arange(k, dtype=torch.int64, device=device)
     return codec.encode(Selected((1 + 2 * number) * values.view(rows, k), indices))
-
-
-def _stepped(update: Tensor, base: Optimizer) -> Tensor:
-    # `before` is not zeros: to add to zero rounds alike with and without fused multiply-add
-    before = _ramp(update.numel(), update.device).view(_SHAPE)
-    some = slice(64 if isinstance(base, Muon) else None)  # whose products take long
-    return _steps([before[some]], [update[some]], base)[0]
 
 
 def rounds_by_place(base: Optimizer, dtype: torch.dtype, device: torch.device) -> bool:

@@ -157,11 +157,6 @@ class ReferenceEngine(Rule):
     ) -> Replier | None:
         """The engine of an owner, whose memory of coefficients is `residual`; None where ordinary torch answers.
 
-        Args:
-            answer: The codec of its messages.
-            aggregation: Of the messages that it answers.
-            owner: Its number.
-
         Shapes: residual `[owned, chunk]` fp32.
         """
         return None
@@ -240,20 +235,14 @@ class ReferenceEngine(Rule):
                 _move(strip.cut(weights), strip.layout.parts(part.sign_()), [rates[index]])
                 del part  # before the next one is made
             return
-        for block, part in self._decoded_blocks(received):
+        first = 0
+        for part in self._decoded_parts(received):
+            block, first = self._block(first, first + len(part)), first + len(part)
             may_be_message = isinstance(self.codec.basis, Identity) and isinstance(received.aggregation, Mean)
             may_be_message &= self.codec.selection.k == self.layout.chunk >= received.width  # of one replica
             moved, signs = block.cut(weights), block.layout.views(part.sign() if may_be_message else part.sign_())
             _move(moved, signs, [rates[piece.index] for piece in block.pieces])
             del block, part, signs  # before the next one is made
-
-    def _decoded_blocks(self, received: Received) -> Iterator[tuple[Bucket, Tensor]]:
-        """The update in blocks of rows, each with the pieces of parameters that lie in it."""
-        first = 0
-        for part in self._decoded_parts(received):
-            yield self._block(first, first + len(part)), part
-            first += len(part)
-            del part  # before the next one is made
 
     def _decoded_tiles(self, received: Received, at_once: int | None = None) -> Iterator[tuple[Bucket, Tensor]]:
         """The update in lines of tiles, parameter by parameter: a line ends anywhere in a block of rows."""

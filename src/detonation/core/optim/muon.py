@@ -83,7 +83,12 @@ class Muon(Optimizer):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(matrix)
         momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
-        direction = _orthogonal(gradient.lerp(momentum, group["momentum"]))
+        direction = gradient.lerp(momentum, group["momentum"])
+        if isinstance(direction, DTensor):  # of the whole matrix, sharded as it is
+            mesh, placements, whole = direction.device_mesh, direction.placements, direction.full_tensor()
+            direction = distribute_tensor(_newton_schulz(whole), mesh, placements, src_data_rank=None)
+        else:
+            direction = _newton_schulz(direction)
         matrix.mul_(1 - lr * group["weight_decay"])
         matrix.add_(direction, alpha=-lr * 0.2 * math.sqrt(max(matrix.shape)))
 
@@ -108,15 +113,6 @@ class Muon(Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-
-
-def _orthogonal(matrix: Tensor) -> Tensor:
-    """`_newton_schulz` of the whole matrix, sharded as `matrix` is."""
-    if not isinstance(matrix, DTensor):
-        return _newton_schulz(matrix)
-    whole = _newton_schulz(matrix.full_tensor())
-    mine: DTensor = distribute_tensor(whole, matrix.device_mesh, matrix.placements, src_data_rank=None)
-    return mine
 
 
 def _newton_schulz(matrix: Tensor) -> Tensor:

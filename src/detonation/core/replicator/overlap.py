@@ -1,7 +1,7 @@
 """Overlap: hooks send buckets of gradients while backward still computes the others."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -129,16 +129,12 @@ class Overlap:
                 (signals[index],) = local_gradients({name: parameter})
                 self._versions.setdefault(name, (parameter.grad, _versions(parameter.grad)))
             pieces = pipeline.bucket.cut(signals)
-            self._keep_sample(pieces)
+            largest = max((p for p in pieces if p is not None), key=Tensor.numel, default=None)
+            if largest is not None:  # torch's GradScaler does not change the version of a tensor
+                sample = largest.reshape(-1)[:: max(1, largest.numel() // SAMPLED_VALUES)]
+                self._samples.append((sample, sample.clone()))
             self._channel.send_bucket(self._transfer, pipeline, pieces)
         self._left.popleft()
-
-    def _keep_sample(self, pieces: Sequence[Tensor | None]) -> None:
-        """Copies a sample of the largest piece: torch's GradScaler does not change the version of a tensor."""
-        largest = max((p for p in pieces if p is not None), key=Tensor.numel, default=None)
-        if largest is not None:
-            sample = largest.reshape(-1)[:: max(1, largest.numel() // SAMPLED_VALUES)]
-            self._samples.append((sample, sample.clone()))
 
     def _equal(self) -> Tensor:
         """True if the samples have not changed."""  # [] bool

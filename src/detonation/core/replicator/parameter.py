@@ -143,7 +143,9 @@ class ParameterReplicator(Replicator):
         """
         self._arrived = None
         self._steps_left.fill_(delay)
-        weight, (found, weights) = self._weight() if self._local_steps else 1.0, self._weights()
+        weight, (found, weights) = 1.0, self._weights()
+        if self._local_steps and any(taken := self._taken.tolist()):  # its part of all tokens, times the replicas
+            weight = taken[self.link.replica] * len(taken) / sum(taken)
         if not self._divides:
             self._in_flight.append((self.channel.start(step), []))
         for pipeline in self.channel.pipelines:
@@ -155,11 +157,6 @@ class ParameterReplicator(Replicator):
         if weights is not found:
             copy(found, weights)
         self._taken.zero_()
-
-    def _weight(self) -> float:
-        """The weight of this replica's movement in the mean, times the number of replicas: its part of all tokens."""
-        taken = self._taken.tolist()
-        return taken[self.link.replica] * len(taken) / sum(taken) if any(taken) else 1.0
 
     def _send(self, pipeline: BucketPipeline, weights: Sequence[Tensor], step: int, weight: float, delay: int) -> None:
         moved = self._movement(pipeline.bucket, weights, weight)
@@ -174,7 +171,9 @@ class ParameterReplicator(Replicator):
             self._lost[pipeline.bucket.first] = lost.any() if isinstance(lost, Tensor) else lost
         unsent: Unsent = None
         if transfer.own and self._start:
-            self._depart(pipeline.bucket, transfer.own.pop(), weights)
+            bucket, rows = pipeline.bucket, pipeline.bucket.rows  # whose parameters follow what was just sent
+            self._start.advance(rows, self._anchor.flat[rows], self._decoded(bucket, transfer.own.pop()))
+            copy(bucket.cut(weights), bucket.layout.parts(self._start.flat[rows]))
         elif transfer.own:
             own = transfer.own.pop()
             # an accelerator has less memory and more time: it subtracts once more when the message lands
@@ -199,12 +198,6 @@ class ParameterReplicator(Replicator):
     def _decoded(self, bucket: Bucket, own: Update) -> Tensor:
         """The part of a bucket that this replica has sent."""  # [rows of the bucket, chunk]
         return own.flat()
-
-    def _depart(self, bucket: Bucket, own: Update, weights: Sequence[Tensor]) -> None:
-        """Lets the parameters follow what was just sent."""
-        assert self._start
-        self._start.advance(bucket.rows, self._anchor.flat[bucket.rows], self._decoded(bucket, own))
-        copy(bucket.cut(weights), bucket.layout.parts(self._start.flat[bucket.rows]))
 
     def _land(self) -> None:
         """Moves the anchor by the update that arrived, and the parameters after it."""
