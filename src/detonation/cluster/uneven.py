@@ -154,12 +154,7 @@ class UnevenAxis:
 
 
 class UnevenMesh:
-    """The axes "replicate" and "shard" of replicas that have different numbers of ranks, as `init_mesh` returns them.
-
-    Args:
-        sizes: The ranks of each replica.
-        backend: As in `UnevenAxis`.
-    """
+    """The axes "replicate" and "shard" of replicas with different numbers of ranks, as `init_mesh` returns them."""
 
     mesh_dim_names = ("replicate", "shard")
 

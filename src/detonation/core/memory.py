@@ -145,7 +145,6 @@ class LocalState:
     """Tensors that share memory with the objects whose state they are.
 
     Args:
-        layout: Of the flats.
         flats: By kind (`residual`, `anchor`, ...), `[rows, chunk]` each.
         others: By name, the tensors that are not in the coordinates of a parameter.
     """

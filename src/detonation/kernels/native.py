@@ -86,9 +86,7 @@ class Library:
         Args:
             residual: Changed in place; the share `release` of what was selected leaves it at once.
             gradients: fp32, one per parameter; None is zero.
-            numel: Coordinates of each parameter.
             width: Bits per index; 0 for a bitmap.
-            basis: The basis vectors.
             values, statistics, indices: Where what was selected goes; contiguous. Signs where there are `statistics`.
 
         Shapes: residual `[rows, chunk]`, basis `[chunk, chunk]`, values `[rows, k]` fp32; all else `[nbytes]` uint8.
@@ -144,8 +142,6 @@ class Library:
             few: Whether a row is one sum of its coefficients, at most `chunk`, of all replicas
                 (`scatter_sum.weighted_sum`); otherwise they are aggregated first (`scatter_sum.product_in_order`).
             nonzero: Whether the mean is over the replicas that sent a coefficient other than 0, not over all.
-            basis: The basis vectors.
-            rates: Per parameter.
 
         Shapes: basis `[chunk, chunk]`, values `[rows, k]`, magnitudes `[blocks]` fp32; signs, indices `[nbytes]` uint8.
         """

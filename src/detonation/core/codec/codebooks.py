@@ -241,7 +241,6 @@ def decoded(packed: Tensor, levels: Tensor, first: int, shape: tuple[int, int], 
         levels: Of all blocks of each message, by code.
         first: The block with which the rows begin.
         shape: Rows, and values of a row.
-        block: Values of a block.
 
     Shapes: packed `[..., nbytes]` uint8, levels `[..., blocks, 2**width]` fp32 -> `[..., rows, k]` fp32.
     """

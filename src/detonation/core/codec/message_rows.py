@@ -59,8 +59,6 @@ class MessageRows:
 
     Args:
         codec: The precision, the coding of the indices, and with them the parts.
-        rows: Of each message.
-        allocate: Makes `octets`.
         first: The first row, of each message.
         room: The bytes of `octets` before the first part.
         owners: How rows of the flat are dealt to the messages; None for one message.

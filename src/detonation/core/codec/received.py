@@ -223,11 +223,7 @@ class Arrived(Received):
 
 
 class Collected(Received):
-    """The replies of all owners of rows, as one message.
-
-    Args:
-        replies: Of each owner about its rows.
-    """
+    """The replies of all owners of rows, as one message."""
 
     def __init__(self, replies: Arrived, owners: RowOwners) -> None:
         self._replies, self.owners, self.rows, self.release = replies, owners, owners.rows, replies.release
@@ -254,8 +250,6 @@ class Sums(Received):
 
     Args:
         runs: The first row of each run of rows, and its values `[rows, k]`; in the order of the rows.
-        rows: Of all runs.
-        aggregation: The mean of them.
         shared: The indices of all rows, None where the values are whole rows.
         report: `[1 + digits]` fp32, whose first number is 1 where all values are finite; the sum counts as zeros where
             it is 0. None where nobody needs to ask.

@@ -44,7 +44,6 @@ class Room:
     """The memory that temporaries may take.
 
     Args:
-        rows: The rows of a bucket.
         few_launches: Whether fewer blocks count more than memory.
     """
 
@@ -88,7 +87,6 @@ def decoded_at_once(codec: Codec, received: Received, room: Room, into_flat: boo
     """The rows of messages that are decoded at once.
 
     Args:
-        codec: Of the update.
         into_flat: Whether the result is one matrix: it is made in blocks only where that takes less.
     """
     line, width, source = 4 * codec.selection.chunk, received.width or codec.selection.k, received.source

@@ -26,10 +26,8 @@ class Rule:
 
     Args:
         codec: The basis, the selection and the precision.
-        layout: Of the parameters in the rows.
         memory: What was not sent yet; None for a scheme without one.
         seed: Of the random selections; the same on all replicas.
-        device: Of the flat.
     """
 
     def __init__(self, codec: Codec, layout: Layout, memory: Memory | None, seed: int, device: torch.device) -> None:

@@ -37,7 +37,6 @@ class TwoStage(Exchange):
 
     Args:
         residual: The server residual of the rows that this replica owns, `[owned, chunk]` fp32.
-        room: The memory that an accelerator may take.
         engine: Of the replica, which may bring one for an owner's answers.
         first: The number of the first row among those of the whole flat.
     """

@@ -29,9 +29,7 @@ class Header:
 
     Args:
         schema: A hash of all settings that sender and receiver must share to read the message.
-        step: Of the exchange.
         place: Which of its sender's messages of that step it is.
-        sender: The replica.
         status: 0, or 1 + the number of the parameter because of which the message is empty; `[]` int64 where only
             the device knows.
         received: What must be the same on all replicas: a digest of the messages that its sender received earlier, and

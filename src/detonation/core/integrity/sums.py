@@ -18,12 +18,8 @@ class SumGuard:
     place: Which of the messages of a step these are.
 
     Args:
-        names: Of the parameters.
         schema: All settings that sender and receiver must share to read a message.
-        place: As above.
-        replica: The number of this replica.
         delay: Steps that a message may be in flight.
-        counts: Counts every fault.
         on_device: Whether the device decides. Faulty messages are then never used either, but counts, warnings and
             reasons to stop follow only in `FaultCounts.catch_up`.
         usual: The usual norm of messages, see `decide_usable`; several guards may share it. `[1]` fp32.

@@ -28,7 +28,6 @@ class Link:
     tape: Where received messages are recorded, or played back from.
 
     Args:
-        axis: Between the replicas.
         intra_node: The axis inside the node, where all its ranks hold the same message: each then sends a part of it.
         own: Whether a mesh axis gets a process group of its own, for collectives that start while others use the axis.
     """

@@ -16,7 +16,6 @@ class Replicator(ABC):
 
     Args:
         parameters: By name, in the order of the channel's layout.
-        channel: To the other replicas.
     """
 
     acts_before = True

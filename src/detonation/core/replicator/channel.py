@@ -107,8 +107,6 @@ class Channel:
 
     Args:
         scheme: The codec, the memory, the round and the collective.
-        layout: Of the parameters.
-        link: To the other replicas.
         runtime: The device, the seed, and the use of kernels.
         counts: Of the faults of the level; a new one when left out.
         place: The number of the channel among all channels of the optimizer.

@@ -98,7 +98,6 @@ def sum_of_vectors(
     the other, in the order of replicas and of their coefficients.
 
     Args:
-        share: One over `replicas`.
         vectors: `[COLUMNS, COLUMNS]` fp32.
 
     Shapes: as in `aggregated`.
