@@ -87,18 +87,13 @@ def _built(name: str, config: Any, task: str, pretrained: bool, dtype: str, clas
     auto = getattr(needs("transformers", "models"), loader)
     if type(config) not in auto._model_mapping:
         raise ValueError(f"{HUB_PREFIX}{name} is a {config.model_type}, which is no {noun}: the data are {task}")
+    options = {"dtype": getattr(torch, dtype), "trust_remote_code": False}
     try:
         if not pretrained or torch.empty(0).is_meta:  # the sizes alone are wanted
-            model: nn.Module = auto.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
+            model: nn.Module = auto.from_config(config, **options)
             return model
-        model, report = auto.from_pretrained(
-            name,
-            config=config,
-            dtype=getattr(torch, dtype),
-            trust_remote_code=False,
-            ignore_mismatched_sizes=task in CLASSIFIES,
-            output_loading_info=True,
-        )
+        options |= {"ignore_mismatched_sizes": task in CLASSIFIES, "output_loading_info": True}
+        model, report = auto.from_pretrained(name, config=config, **options)
     except (OSError, ValueError, RuntimeError, AssertionError) as error:
         raise ValueError(f"{HUB_PREFIX}{name} cannot be built: {first_line(error)}") from error
     new = {*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}

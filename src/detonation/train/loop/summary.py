@@ -154,15 +154,7 @@ def _levels(session: Session, records: Sequence[Record]) -> dict[str, Any]:
     for level, dense in zip(levels, session.optimizer.dense_bytes_by_level, strict=True):
         sent = sum(record.levels[level.axis] for record in records) / len(records)
         full_sync = session.world.over_shards(dense)
-        tiers.append(
-            {
-                "axis": level.axis,
-                "replicas": level.replicas,
-                "scheme": level.scheme.name,
-                "scheme_arguments": dict(level.scheme.arguments),
-                "bytes_sent_per_step": sent,
-                "bytes_full_sync_per_step": full_sync,
-                "reduction": reduction(sent, full_sync),
-            }
-        )
+        chosen = {"scheme": level.scheme.name, "scheme_arguments": dict(level.scheme.arguments)}
+        traffic = {"bytes_full_sync_per_step": full_sync, "reduction": reduction(sent, full_sync)}
+        tiers.append({"axis": level.axis, "replicas": level.replicas, **chosen, "bytes_sent_per_step": sent, **traffic})
     return {"levels": tiers}

@@ -28,7 +28,6 @@ def environment() -> dict[str, Any]:
     """Versions of Python and the packages that matter, platform, processors, threads and GPUs."""
     import torch
 
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "python": platform.python_version(),
         "packages": {package: _version(package) for package in _PACKAGES},
@@ -37,7 +36,7 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
         "cuda": torch.version.cuda,
-        "gpus": gpus,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
 
 
