@@ -72,5 +72,5 @@ def test_the_balance_of_experts_counts_in_training_alone():
 
 
 def test_more_active_experts_than_there_are_is_an_error():
-    with pytest.raises(ValueError, match="active 9 is above experts 8"):
+    with pytest.raises(ValueError, match="active must be from 1 to experts, which is 8, not 9"):
         build_model("olmoe", {"active": 9})

@@ -30,8 +30,7 @@ from detonation.wire.units import ShardUnit, load_shard_state, shard_units
 class Elastic:
     """The state of the rank at `own`, read from a checkpoint of a world of another shape.
 
-    Args:
-        among: the replicas to read where all share a tensor; all by default. Of close replicas the first counts.
+    Where all share a tensor, the replicas `among` are read, all by default. Of close replicas the first counts.
     """
 
     def __init__(self, saved: CheckpointReader, own: Coordinates, among: Sequence[int] | None = None) -> None:

@@ -24,12 +24,7 @@ from detonation.core.optimizer.replicated import Replicated
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts between all ranks.
-
-    Args:
-        device: A device whose tensors the group's backend can send.
-        group: Over all ranks; by default the default group.
-    """
+    """Texts between all ranks of `group`, by default the default group, whose backend can send tensors of `device`."""
 
     device: torch.device
     group: dist.ProcessGroup | None = None

@@ -191,12 +191,7 @@ def load_base_state(
     parameter: Tensor,
     alike: bool = False,
 ) -> None:
-    """Replaces the base optimizer's state of one parameter.
-
-    Args:
-        file: Has its keys, and its values that are no tensors.
-        alike: See `Elastic.agreed`.
-    """
+    """Replaces the base optimizer's state of one parameter; `file` has its keys, and its values that are no tensors."""
     prefix = f"optimizer.{name}."
     state: dict[str, Any] = {k.removeprefix(prefix): v for k, v in file.values.items() if _is_entry(k, prefix)}
     if not all(isinstance(value, int | float | None) for value in state.values()):

@@ -95,13 +95,10 @@ _log = logging.getLogger("detonation.checkpoint")
 
 
 class ShardSaver:
-    """Saves the file of this rank, and with the other ranks turns the files of all into a checkpoint.
+    """Saves the file of this rank, and with the other ranks turns the files of all into a checkpoint; `keep` stay.
 
     Without a shared file system `directory` is one of its own on each node. Each then has the files of its own ranks,
     and all have the same manifest.
-
-    Args:
-        keep: how many of the newest checkpoints stay.
     """
 
     def __init__(self, directory: Path, keep: int, texts: TextExchange) -> None:

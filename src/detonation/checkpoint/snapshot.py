@@ -131,7 +131,11 @@ def take_snapshot(model: nn.Module, optimizer: Replicated, frozen: bool = True) 
     found |= {f"shard.0.{key}": tensor for key, tensor in wire.items()}
     if isinstance(optimizer.closeness, Closeness):
         values |= {MOVED + name: moved for name, moved in optimizer.closeness.movements().items()}
-    tensors = {key: _copy(tensor) for key, tensor in found.items()}
+    # contiguous copies on the host, which share memory with nothing
+    tensors = {
+        key: local(tensor.detach()).to("cpu", memory_format=torch.contiguous_format, copy=True).contiguous()
+        for key, tensor in found.items()
+    }
     tensors |= {key: generator.get_state().clone() for key, generator in generators(model).items()}
     wrapped = [key for key, tensor in found.items() if isinstance(tensor, DTensor)]
     home = next(local(parameter).device.type for parameter in model.parameters())
@@ -224,8 +228,3 @@ def _parameter_of(key: str) -> str:
     if part == "optimizer":
         return rest.rpartition(".")[0]
     return rest if part == "model" else ".".join(rest.split(".")[2:])
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """A contiguous copy of the local part on the host that shares memory with nothing."""
-    return local(tensor.detach()).to("cpu", memory_format=torch.contiguous_format, copy=True).contiguous()

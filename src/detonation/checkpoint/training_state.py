@@ -19,10 +19,6 @@ class TrainingState(Stateful):
     refused by name. All ranks call save and load. For reading and writing torch's format only: it unpickles its own
     metadata, and is neither atomic nor checked; `detonation.save_checkpoint` is.
 
-    Args:
-        model: The trained model.
-        optimizer: Made by `replicate`.
-
     Raises:
         KeyError: While loading, where the saved world had other replicas or shards.
 

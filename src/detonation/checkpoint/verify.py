@@ -60,10 +60,7 @@ class VerifyReport:
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    """The checkpoints under `directory`, newest first.
-
-    Args:
-        directory: a run directory, a directory of checkpoints, or one checkpoint.
+    """The checkpoints of a run, of a directory of checkpoints, or one checkpoint; newest first.
 
     Raises:
         ValueError: there are none.

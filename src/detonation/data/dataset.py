@@ -72,15 +72,11 @@ class Data:
 def batch(
     examples: Examples | Streamed, *, seed: int, step: int, part: int, parts: int, size: int
 ) -> dict[str, Tensor]:
-    """Draws the batch of one part of a step.
+    """Draws the batch of part `part` of the `parts` of a step, `size` examples.
 
     Each epoch is a permutation of all examples that depends on `seed` and the epoch alone. The parts of a step take
     neighbouring sections of it, so that no two parts see the same example in an epoch. A batch may span two epochs.
     Augmentation depends on `seed`, `step` and `part` alone. A stream is read in its own order, whatever the seed.
-
-    Args:
-        part, parts: Number of this rank's part, and of all parts.
-        size: Examples per part.
 
     Shapes: tensors of `[size, ...]`.
 

@@ -158,9 +158,7 @@ class Form:
 class Pictures:
     """Images as an array that is not in memory: `pictures[indices]` is `[B, H, W, C]` uint8.
 
-    Args:
-        open_picture: Returns the picture of a number, as pillow has it.
-        name: Names it in errors.
+    `open_picture` returns the picture of a number, as pillow has it, and `name` its name for errors.
     """
 
     def __init__(self, open_picture: Callable[[int], Any], count: int, form: Form, name: Callable[[int], str]) -> None:

@@ -116,10 +116,8 @@ def olmoe(
     Reference: Muennighoff et al., OLMoE, 2024, arXiv 2409.02060.
     """
     shared = _causal(vocab, hidden_size, layers, heads, feed_forward, dropout)
-    if experts < 1 or active < 1:
-        raise ValueError(f"experts and active must be at least 1, not {experts} and {active}")
-    if active > experts:
-        raise ValueError(f"active {active} is above experts {experts}: a token goes to some of the experts")
+    if not 1 <= active <= experts:
+        raise ValueError(f"active must be from 1 to experts, which is {experts}, not {active}")
     if balance < 0:
         raise ValueError(f"balance must be at least 0, not {balance}")
     transformers = needs("transformers", "models")

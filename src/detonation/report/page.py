@@ -28,11 +28,7 @@ class Grid:
 
 
 def write_page(directories: Sequence[Path], out: Path | None = None) -> Path:
-    """Writes the page about the runs in `directories`; returns its path.
-
-    Args:
-        directories: Run directories.
-        out: The page; by default report.html, in the run's directory where there is one run.
+    """Writes the page about the runs in `directories` to `out`, or report.html (of one run: there); returns its path.
 
     Raises:
         ValueError: A directory holds no finished run, a file is damaged, or matplotlib is not installed.

@@ -195,14 +195,12 @@ def take_options(replicators: Sequence[Replicator], groups: Sequence[dict[str, A
         {key: value.tolist() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
         for group in groups
     ]
-    plain = [{key: value for key, value in group.items() if _is_plain(value)} for group in plain]
+    plain = [
+        {k: v for k, v in group.items() if isinstance(v, int | float | str | tuple | list | None)} for group in plain
+    ]
     options = replicators[0].link.send_to_all(plain, replicators[0].channel.runtime.device)[0]
     for group, theirs in zip(groups, options, strict=True) if newcomer else ():
         group |= {key: _like(group.get(key), value) for key, value in theirs.items()}
-
-
-def _is_plain(value: object) -> bool:
-    return value is None or isinstance(value, bool | int | float | str | tuple | list)
 
 
 def _like(current: object, value: Any) -> Any:

@@ -40,11 +40,8 @@ class Stopped(RunError):
 def fit(session: Session, done: int, until: int, report: Callable[[Record], None], stop: Stop) -> None:
     """Trains from `done` finished steps to `until`. Collective.
 
-    After the last step of the recipe the optimizer synchronizes, so that all replicas hold the same weights.
-
-    Args:
-        report: Called with the record of each step, on every rank.
-        stop: Set by a signal; the run then stops after the same step on all ranks.
+    After the last step of the recipe the optimizer synchronizes, so that all replicas hold the same weights. Every rank
+    hands `report` the record of each step. Where a signal sets `stop`, all stop after the same step.
 
     Raises:
         NonFiniteLoss: On all ranks, with the weights that the step began with.

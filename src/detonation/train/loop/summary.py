@@ -65,7 +65,8 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
     seconds = sum(record.seconds for record in records)
     fingerprint, equal = session.world.fingerprint(session.model)
     moves = [record.setting for record in records if record.setting]
-    data, memory = portion(session), _most(session, peak_memory(session.device))
+    peak = torch.tensor([peak_memory(session.device)], device=session.device)
+    data, memory = portion(session), int(max(count for (count,) in session.world.all_gather(peak)()))
     taken = data.times(records)
     examples = _examples(session) * taken
     session.waits.meet(
@@ -139,10 +140,6 @@ def _examples(session: Session) -> int:
     train = session.config.train
     sizes = session.config.mesh.sizes
     return train.batch_size * train.accumulate * sum(sizes) // len(sizes)
-
-
-def _most(session: Session, count: int) -> int:
-    return int(max(count for (count,) in session.world.all_gather(torch.tensor([count], device=session.device))()))
 
 
 def _levels(session: Session, records: Sequence[Record]) -> dict[str, Any]:

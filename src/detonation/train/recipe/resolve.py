@@ -314,12 +314,7 @@ Section = Literal["model", "data", "optimizer", "scheme"]
 
 
 def require_trust(trusted: bool, config: Config, where: str, verb: str, *sections: Section) -> None:
-    """Raises `ValueError` where `verb` would run code that `config` names, unless it is `trusted`.
-
-    Args:
-        where: The name of the place that `config` is from, for the error.
-        sections: Those of `config` that the verb builds.
-    """
+    """Raises `ValueError` where `verb` would run code of `sections` of `config`, from `where`, unless `trusted`."""
     named = {
         # No code of a model of transformers runs. The prefix means nothing elsewhere: `hf:build` is of a module `hf`.
         "model": [config.model.name] if not config.model.name.startswith(HUB_PREFIX) else [],

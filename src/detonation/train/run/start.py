@@ -31,9 +31,7 @@ _W = TypeVar("_W")
 def run_training(request: Request, fail: Callable[[Exception], int]) -> Table:
     """Trains in the world that a launcher started, or in one of its own; returns the summary.
 
-    Args:
-        fail: Shows an error and returns the exit code, for a rank under a launcher that cannot raise because its main
-            thread waits for a lost rank.
+    Where the main thread of a rank waits for a lost one, `fail` shows the error and returns the exit code.
 
     Raises:
         ValueError: Bad input, before any process starts.

@@ -28,15 +28,12 @@ _COMMA = re.compile(r",(?![^\[{]*[\]}])")
 
 
 def compare_runs(request: Request, schemes: Sequence[str], varied: Sequence[str] = ()) -> list[Table]:
-    """Trains under each of `schemes`, at the settings that the recipe has for it, with each choice of `varied`.
+    """Trains under each of `schemes` (or the recipe's own), at the settings that the recipe has for it, with each
+    choice of `varied`, such as "optimizer.lr=1e-3,2e-3".
 
     Each run has a directory of its own in `request.out`, named after its scheme and settings. Runs that are finished
     there are not run again, and runs that were stopped go on. Returns the summaries; of a run that failed its
     `directory`, `scheme` and `optimizer`, the `error`, and whether it has `diverged`.
-
-    Args:
-        schemes: The recipe's own when empty.
-        varied: Keys of the recipe and their values, such as "optimizer.lr=1e-3,2e-3".
 
     Raises:
         ValueError: Bad input for any of the runs, before the first one starts.

@@ -30,10 +30,8 @@ def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, An
     The tokenizer lies beside it, also that of bytes. A module that is not of transformers is written as a state dict,
     for `safetensors.torch.load_model`, and so is that of a loop of one's own, whose checkpoint names no model.
 
-    In the middle of a round it is the mean of the replicas, as far as their files are on this node.
-
-    Args:
-        trust_code: Import and call a model function that the checkpoint names as "package.module:function".
+    In the middle of a round it is the mean of the replicas, as far as their files are on this node. `trust_code` lets
+    it call a model function that the checkpoint names as "package.module:function".
 
     Raises:
         ValueError: There is no whole checkpoint, its replicas trained alone, `out` is not empty, the code is not
