@@ -22,9 +22,9 @@ def poison(monkeypatch):
     """The gradient of one parameter is not finite on the second replica."""
     started = worker.start_session
 
-    def poisoned(config, device):
-        session = started(config, device)
-        if session.rank // config.mesh.shards == 1:
+    def poisoned(*arguments):
+        session = started(*arguments)
+        if session.rank // session.config.mesh.shards == 1:
             name = next(name for name, _ in session.model.named_parameters() if name.endswith(NAME))
             parameter = session.model.get_parameter(name)
             parameter.register_post_accumulate_grad_hook(lambda p: local(p.grad).mul_(float("nan")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -133,10 +134,12 @@ def dct_waves(size: int, device: torch.device) -> Tensor:
     return dct_matrix(size, device).T.contiguous()
 
 
-_ONE_DNN = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch._C._has_mkldnn else None
+@lru_cache
+def _one_dnn() -> Callable[..., Tensor] | None:
+    return getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch._C._has_mkldnn else None
 
 
 def _product(one: Tensor, other: Tensor) -> Tensor:
     """`one @ other.T`, on a CPU by oneDNN: MKL, the default of torch, has half the throughput on AMD processors."""
-    product = _ONE_DNN if one.device.type == "cpu" and one.numel() and other.numel() else None
+    product = _one_dnn() if one.device.type == "cpu" and one.numel() and other.numel() else None
     return product(one, other, None, "none", [], "") if product else one @ other.T

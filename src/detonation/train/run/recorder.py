@@ -30,10 +30,7 @@ _MOST_REPLICAS = 16
 class Recorder:
     """Keeps every step's record; rank 0 also writes each down, and shows those that are due.
 
-    Args:
-        done: Steps of earlier starts.
-        before: Faults in earlier starts.
-        kept: Records of earlier starts.
+    `done` steps, the faults `before` and the records `kept` are of earlier starts.
     """
 
     def __init__(
