@@ -13,23 +13,11 @@ from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
 from detonation.link_speed import LinkSpeed
+from limits import Clock
 from steps import together
 from zoo import TALKING, Plain, batch, built
 
 MODEL = built(Plain)  # the threads share a random generator
-
-
-class Clock:
-    """A clock that advances by sleeping alone."""
-
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
 
 
 def replicas_at(speed, act, replicas=3):

@@ -8,19 +8,7 @@ import worlds
 from detonation.cluster.network.throttled import ThrottledCommunicator
 from detonation.core.link.link import Link
 from detonation.link_speed import LinkSpeed
-
-
-class Clock:
-    """A clock that advances by sleeping alone."""
-
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
+from limits import Clock
 
 
 def exchanges(mesh):
