@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from detonation.data.dataset import Data
 from detonation.data.labels import labelled
@@ -92,9 +92,10 @@ def verses(source: str = "bible-en-es", tokenizer: str = "", context: int = 48) 
 class Retriever(nn.Module):
     """The encoder under a contrastive loss: of all translations in the batch that of a verse is to be nearest."""
 
-    def __init__(self) -> None:
+    def __init__(self, pretrained: bool) -> None:
         super().__init__()
-        self.bert: Any = AutoModel.from_pretrained(minilm())
+        for_shapes = torch.get_default_device().type == "meta"
+        self.bert: Any = (AutoModel.from_pretrained if pretrained and not for_shapes else _of_config)(minilm())
 
     def forward(
         self,
@@ -116,9 +117,13 @@ class _Output:
         self.loss, self.logits = loss, logits
 
 
+def _of_config(directory: str) -> Any:
+    return AutoModel.from_config(AutoConfig.from_pretrained(directory))
+
+
 def retriever(pretrained: bool = True) -> nn.Module:
     """The encoder for the retrieval."""
-    return Retriever()
+    return Retriever(pretrained)
 
 
 def embedded(encoder: Any, ids: Tensor, real: Tensor) -> Tensor:
