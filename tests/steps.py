@@ -1,4 +1,4 @@
-"""Steps that change all that may change between steps: learning rates, and a gradient that is missing."""
+"""Steps that change all that may change between them: rates, a gradient that is missing, a replica that ends."""
 
 import queue
 import threading
@@ -8,6 +8,7 @@ import torch
 
 import detonation as dt
 from detonation.cluster.network.simulated import wait_until_gone
+from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.exchange.two_stage import TwoStage
 from limits import LIMIT_S
 from zoo import SCHEMES, Plain, batch, built
@@ -74,3 +75,23 @@ def together(*acts):
         results[number] = result
     wait_until_gone(threads)
     return [results[number] for number in range(len(acts))]
+
+
+class Died(BaseException):
+    """The end of a replica, in the place of its process."""
+
+
+class Mortal(SurvivingCommunicator):
+    """A replica that ends at a collective of a step (counted from 1), before it or with it under way."""
+
+    dies_in, countdown, under_way = 4, -1, False
+
+    def _launch(self, each):
+        last = self._begun == self.dies_in and self.countdown == 0 and threading.current_thread().name != "recovery"
+        self._closed |= last  # its other threads end, too: else they might report, and the others wait for a dead one
+        if last and not self.under_way:
+            raise Died
+        super()._launch(each)
+        if last:
+            raise Died
+        self.countdown -= self._begun == self.dies_in

@@ -1,7 +1,6 @@
 """Levels of which the outermost is elastic: racks of nodes are lost and leave whole, and what is inside them stays."""
 
 import copy
-import threading
 from functools import partial
 
 import pytest
@@ -16,7 +15,7 @@ from detonation.cluster.survive.agreement import ReplicaLeft
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
-from steps import together
+from steps import Died, Mortal, together
 from zoo import Plain, batch, built
 
 RACKS, NODES, STEPS = 3, 2, 8
@@ -31,26 +30,6 @@ LEVELS = {
     "demo, diloco": (REMEMBERS(), dt.diloco(every=4)),
     "local_sgd, diloco": (schemes.local_sgd(every=2), dt.diloco(every=4)),
 }
-
-
-class Died(BaseException):
-    """The end of a rack, in the place of its processes."""
-
-
-class Mortal(SurvivingCommunicator):
-    """A rank of a rack that ends at a collective of a step (counted from 1), before it or with it under way."""
-
-    dies_in, countdown, under_way = 4, -1, False
-
-    def _launch(self, each):
-        last = self._begun == self.dies_in and self.countdown == 0 and threading.current_thread().name != "recovery"
-        self._closed |= last
-        if last and not self.under_way:
-            raise Died
-        super()._launch(each)
-        if last:
-            raise Died
-        self.countdown -= self._begun == self.dies_in
 
 
 class Inside:

@@ -38,31 +38,11 @@ from detonation.core.flat.tensors import digest
 from detonation.core.integrity.fault_counts import BadPeer, Desync
 from detonation.core.optimizer.trained import TrainedParameters
 from limits import LIMIT_S
-from steps import step_on, together, unsent
+from steps import Died, Mortal, step_on, together, unsent
 from zoo import KINDS, TALKING, Plain, batch, built
 
 REPLICAS, STEPS = 4, 8
 MODEL = built(Plain)  # the threads share a random generator
-
-
-class Died(BaseException):
-    """The end of a replica, in the place of its process."""
-
-
-class Mortal(SurvivingCommunicator):
-    """A replica that ends at a collective of a step (counted from 1), before it or with it under way."""
-
-    dies_in, countdown, under_way = 4, -1, False
-
-    def _launch(self, each):
-        last = self._begun == self.dies_in and self.countdown == 0 and threading.current_thread().name != "recovery"
-        self._closed |= last  # its other threads end, too: else they might report, and the others wait for a dead one
-        if last and not self.under_way:
-            raise Died
-        super()._launch(each)
-        if last:
-            raise Died
-        self.countdown -= self._begun == self.dies_in
 
 
 def die(communicator):
