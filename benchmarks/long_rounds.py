@@ -111,7 +111,7 @@ def _claimed(scratch: Path, name: str) -> Iterator[bool]:
 def status(grid: Callable[[Rows], Iterator[Method]], results: Path) -> str:
     """How much of the grid is there, as far as it is known, and the next run."""
     done = rows(results)
-    every = list(grid(done))
+    every = list(dict.fromkeys(grid(done)))
     left = list({cell.key: cell for cell in missing(every, done)}.values())
     hours = sum(row["cpu_s"] for row in done.values()) / 3600
     following = f"; next {file_name(left[0])}" if left else ""

@@ -1,12 +1,13 @@
 """The methods of benchmarks/long_rounds.py, the most important first: research/long-rounds.md has the reasons.
 
-Each scheme has six tries on seed 0: three learning rates around that of its reference, with the first outer setting,
-then three other outer settings at the best rate. The references have six tries, too, and more rates at an end.
+A scheme has five tries on seed 0 per number of replicas, in rounds of 100 steps: three learning rates around that of
+its reference, with the first outer setting, then two other outer settings at the best rate. What they choose is judged
+in rounds of every length. The references have six tries, and more rates at an end.
 """
 
 import dataclasses
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from frontier_grid import QUICK
 from tuning import Method, Rows, losses
@@ -35,21 +36,22 @@ INNER = {
 }
 """Inner optimizers by reference, with the settings that the reference tries."""
 
-OUTER = (1.0, 0.0), (0.7, 0.5), (0.7, 0.9), (1.5, 0.0)
+OUTER = (1.0, 0.0), (0.7, 0.5), (0.7, 0.9)
 """Learning rates and momenta of the outer step."""
-ALONE = (0.7, 0.5), (1.0, 0.5), (0.7, 0.9), (0.5, 0.5)
+ALONE = (0.7, 0.5), (1.0, 0.5), (0.7, 0.9)
 """The same for one worker, whose (1, 0) is the reference itself."""
-SPARSE = (1.0, 0.7, 1.5, 2.0)
+SPARSE = (1.0, 0.7, 1.5)
 """Outer learning rates of `sparseloco`, which has no outer momentum."""
 
-ROUNDS = (30, 100, 300)
+TUNED_AT = 100
+"""Steps of the rounds that are tuned."""
+ROUNDS = (TUNED_AT, 30, 300)
 GROWING = "later:600:scheme.every=100 later:900:scheme.every=300"
 """Rounds of 30 until step 600, of 100 until 900, then of 300: 30 rounds, as many as of 100."""
 MULOCO = "scheme.name=muloco scheme.aggregate=mean"
 """Of the settings that the recipe has tuned for short rounds none may stay unsaid."""
 SCHEMES = {
     "muloco, 2bit": (MUON, f"{MULOCO} scheme.precision=2bit"),
-    "diloco": (ADAMW, "scheme.name=diloco"),
     "diloco, 2bit": (ADAMW, f"{MULOCO} scheme.precision=2bit"),
     "streaming_diloco, 4bit": (ADAMW, "scheme.name=streaming_diloco scheme.delay=5"),
     "sparseloco": (ADAMW, "scheme.name=sparseloco"),
@@ -68,14 +70,10 @@ GAP = {
 def methods(done: Rows) -> Iterator[Method]:
     """Lists the methods, as far as they follow from the runs that are done, the most important first."""
     yield from (reference(name) for name in RATES)
-    yield from schemes(done, 8, 100)
-    yield from alone(done, 100)
-    for every in (30, 300):
-        yield from schemes(done, 8, every)
-    for every in (30, 300):
-        yield from alone(done, every)
-    for every in (100, 30, 300):
-        yield from schemes(done, 2, every)
+    first, second = tuple(SCHEMES)[:2], tuple(SCHEMES)[2:]
+    yield from schemes(done, first)
+    yield from alone(done)
+    yield from schemes(done, second)
     yield from (reference(name, seeds=8) for name in RATES)
     yield from winners(done)
     yield from gap(done)
@@ -88,18 +86,31 @@ def reference(name: str, total: int = TOTAL, seeds: int = 3) -> Method:
     return Method(study, name, QUICK, sets, RATES[name], total, 1, seeds, INNER[name])
 
 
-def alone(done: Rows, every: int) -> Iterator[Method]:
+def alone(done: Rows) -> Iterator[Method]:
     """One worker with an outer step and no exchange."""
     for name in RATES:
-        called = f"{name.split(',')[0]}, outer step every {every}"
-        yield _tried(done, "alone", called, name, "scheme.name=diloco", every, 1, with_outer(ALONE))
+        called = f"{name.split(',')[0]}, outer step every {TUNED_AT}"
+        yield _tried(done, "alone", called, name, "scheme.name=diloco", TUNED_AT, 1, with_outer(ALONE))
 
 
-def schemes(done: Rows, replicas: int, every: int) -> Iterator[Method]:
-    """Every scheme with rounds of one length."""
-    for name, (against, scheme) in SCHEMES.items():
-        tried = tuple(f"scheme.outer_lr={lr}" for lr in SPARSE) if name == "sparseloco" else with_outer(OUTER)
-        yield _tried(done, "rounds", f"{name}, every {every}", against, scheme, every, replicas, tried)
+def schemes(done: Rows, names: Sequence[str]) -> Iterator[Method]:
+    """Schemes with rounds of every length."""
+    for every in ROUNDS:
+        yield from (rounds(done, name, replicas, every) for replicas in (8, 2) for name in names)
+
+
+def rounds(done: Rows, name: str, replicas: int, every: int) -> Method:
+    """A scheme with rounds of one length; other lengths than `TUNED_AT` take the setting that was tuned there."""
+    against, scheme = SCHEMES[name]
+    tried = tuple(f"scheme.outer_lr={lr}" for lr in SPARSE) if name == "sparseloco" else with_outer(OUTER)
+    tuned = _tried(done, "rounds", f"{name}, every {TUNED_AT}", against, scheme, TUNED_AT, replicas, tried)
+    best = tuned.best(done)
+    if every == TUNED_AT or best is None:
+        return tuned
+    values = dict(each.split("=", 1) for each in best.sets if not each.startswith("later:"))
+    variant = " ".join(f"{key}={values[key]}" for key in ("scheme.outer_lr", "scheme.outer_momentum") if key in values)
+    own = _tried(done, "rounds", f"{name}, every {every}", against, scheme, every, replicas, (variant,))
+    return dataclasses.replace(own, rates=(float(values["optimizer.lr"]),))
 
 
 def gap(done: Rows) -> Iterator[Method]:
@@ -116,7 +127,7 @@ def gap(done: Rows) -> Iterator[Method]:
 def winners(done: Rows) -> Iterator[Method]:
     """The scheme with the lowest mean for each number of replicas, once all have been judged, on eight seeds."""
     for replicas in (8, 2):
-        every = [each for length in ROUNDS for each in schemes(done, replicas, length)]
+        every = [rounds(done, name, replicas, length) for name in SCHEMES for length in ROUNDS]
         means = {each.name: _mean(each, done) for each in every}
         if None not in means.values():
             best = min(every, key=lambda each: means[each.name] or 0.0)

@@ -42,7 +42,7 @@ def table(grid: Callable[[Rows], Iterator[Method]], done: Rows) -> str:
     for each in every.values():
         tried = [cell for cell in each.tried(done) if cell.key in done]
         for replicas in REPLICAS if " full" in each.name else (each.replicas,):
-            if tried:
+            if tried or _runs(each, done):
                 lines.append("| " + " | ".join(_line(each, tried, replicas, done)) + " |")
     return "\n".join(lines)
 
@@ -54,7 +54,7 @@ def _line(method: Method, tried: list[Cell], replicas: int, done: Rows) -> list[
     mean = f"{statistics.fmean(found.values()):.4f}" if found else "diverged"
     against = [_against(found, _reference(name, method.total, done)) for name in (ADAMW, MUON)]
     seeds = "tuning" if set(found) <= {0} else str(len(found))
-    row = done[best.key]
+    row = done.get(best.key) or next(iter(runs.values()))
     sent, seconds = _sent(best, replicas, done), _seconds(best, replicas, done)
     if replicas == best.replicas:
         sent = per_parameter(row) if row["val_loss"] else sent
@@ -88,7 +88,7 @@ def _chosen(method: Method, best: Cell) -> str:
     """What tuning chose: the learning rate, marked at an end of its grid, and the settings of the variant."""
     values = dict(each.split("=", 1) for each in best.sets if "=" in each and not each.startswith("later:"))
     rate = float(values["optimizer.lr"])
-    edge = " (edge)" if rate in (method.rates[0], method.rates[-1]) else ""
+    edge = " (edge)" if len(method.rates) > 1 and rate in (method.rates[0], method.rates[-1]) else ""
     keys = [each.split("=")[0] for each in method.variants[0].split()]
     shown = [f"{key.split('.')[1]} {values[key]}" for key in keys if key != "optimizer.name"]
     return ", ".join([f"lr {rate:g}{edge}", *shown])

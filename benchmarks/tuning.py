@@ -23,7 +23,7 @@ class Method:
     """One line of a table.
 
     sets: settings without a learning rate and a variant; rates: learning rates in their order, an odd number; variants:
-    settings of which the first goes with each rate, and the others with the best.
+    settings of which the first goes with each rate, and the others with the best. A single setting needs no try.
     """
 
     study: str
@@ -43,7 +43,8 @@ class Method:
     def tried(self, done: Rows) -> list[Cell]:
         """The settings that seed 0 tries, as far as they follow from the runs that are done."""
         every = [self.cell(rate, self.variants[0]) for rate in self.rates]
-        low, high = len(every) // 2 - 1, len(every) // 2 + 2
+        middle = len(every) // 2
+        low, high = max(middle - 1, 0), min(middle + 2, len(every))
         while True:
             cells = every[low:high]
             if any(cell.key not in done for cell in cells):
@@ -59,6 +60,8 @@ class Method:
     def best(self, done: Rows) -> Cell | None:
         """The setting that seed 0 chose; None until it has tried all."""
         tried = self.tried(done)
+        if len(tried) == 1:
+            return tried[0]
         if any(cell.key not in done for cell in tried):
             return None
         return min(tried, key=lambda cell: loss(done[cell.key]))
@@ -92,7 +95,7 @@ class Method:
             return ""
         settings = dict(each.split("=") for each in best.sets if "=" in each)
         rate = float(settings["optimizer.lr"])
-        edge = " (edge)" if rate in (self.rates[0], self.rates[-1]) else ""
+        edge = " (edge)" if len(self.rates) > 1 and rate in (self.rates[0], self.rates[-1]) else ""
         variants = [dict(each.split("=") for each in variant.split()) for variant in self.variants]
         odd = [key for key in variants[0] if len({each[key] for each in variants}) > 1]
         return ", ".join([f"{rate:g}{edge}", *(f"{key.split('.')[1]} {float(settings[key]):g}" for key in odd)])
@@ -121,7 +124,8 @@ def run_missing(
 def missing(methods: Iterable[Method], done: Rows) -> Iterator[Cell]:
     """Runs that are not done: a method's tuning, then its judging seeds, then the next method."""
     for method in methods:
-        cells = [*method.tried(done), *method.judging(done).values()]
+        tried = method.tried(done)
+        cells = [*(tried if len(tried) > 1 else ()), *method.judging(done).values()]
         yield from (cell for cell in cells if cell.key not in done)
 
 

@@ -96,12 +96,15 @@ def test_a_second_call_runs_the_next_and_skips_what_is_there(tmp_path):
 
 
 def test_a_run_that_another_process_trains_is_left_to_it(tmp_path):
-    def grid(done):
-        yield Method("test", "sparse", "recipes/quick-lm.toml", f"{TRAIN} {SCHEMES['sparse']}", (0.01,), 4, 2)
-
-    with long_rounds._claimed(tmp_path, long_rounds.file_name(next(grid({})).tried({})[0])) as mine:
+    only = Method("test", "sparse", "recipes/quick-lm.toml", f"{TRAIN} {SCHEMES['sparse']}", (0.01,), 4, 2, 1)
+    with long_rounds._claimed(tmp_path, long_rounds.file_name(only.judging({})[1])) as mine:
         assert mine
-        assert long_rounds.run_missing(grid, tmp_path / "results", tmp_path) == []
+        assert long_rounds.run_missing(lambda done: iter([only]), tmp_path / "results", tmp_path) == []
+
+
+def test_a_single_setting_is_judged_without_a_try():
+    only = Method("test", "sparse", "recipes/quick-lm.toml", f"{TRAIN} {SCHEMES['sparse']}", (0.01,), 4, 2)
+    assert [each.seed for each in long_rounds.missing([only], {})] == [1, 2, 3]
 
 
 RATES = 0.005, 0.01, 0.02
