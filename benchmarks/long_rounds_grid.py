@@ -69,7 +69,10 @@ GAP = {
 
 def methods(done: Rows) -> Iterator[Method]:
     """Lists the methods, as far as they follow from the runs that are done, the most important first."""
-    yield from (reference(name) for name in RATES)
+    references = [reference(name) for name in RATES]
+    yield from references
+    if any(each.best(done) is None for each in references):  # their settings are the middle of all other grids
+        return
     first, second = tuple(SCHEMES)[:2], tuple(SCHEMES)[2:]
     yield from schemes(done, first)
     yield from alone(done)
@@ -119,7 +122,10 @@ def gap(done: Rows) -> Iterator[Method]:
         every = 30 if "growing" in name else 100
         called = name if "growing" in name else f"{name}, every 100"
         yield _tried(done, "gap", called, MUON, scheme, every, 8, with_outer(OUTER))
-    yield reference(MUON, LARGER)
+    larger = reference(MUON, LARGER)
+    yield larger
+    if larger.best(done) is None:
+        return
     scheme, called = SCHEMES["muloco, 2bit"][1], "muloco, 2bit, every 100"
     yield _tried(done, "larger batch", called, MUON, scheme, 100, 8, with_outer(OUTER), LARGER)
 
