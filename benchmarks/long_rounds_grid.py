@@ -9,7 +9,7 @@ import dataclasses
 import statistics
 from collections.abc import Iterator, Sequence
 
-from frontier_grid import QUICK
+from frontier_grid import QUICK, Cell
 from tuning import Method, Rows, losses
 
 STEPS = 3000
@@ -61,6 +61,7 @@ GAP = {
     "muloco, 2bit, rescaled": "scheme.name=muloco scheme.precision=2bit scheme.aggregate=rescaled_mean",
     "muloco, fp32": f"{MULOCO} scheme.precision=fp32",
     "muloco, 2bit, no error feedback": f"{MULOCO} scheme.precision=2bit scheme.decay=0.0",
+    "muloco, low rank, bytes of 2bit": f"{MULOCO} scheme.precision=fp32 later:0:low_rank",
     "muloco, 2bit, orthogonal": f"{MULOCO} scheme.precision=2bit later:0:orthogonal_movement",
     "muloco, 2bit, growing rounds": f"{MULOCO} scheme.precision=2bit {GROWING}",
 }
@@ -110,24 +111,24 @@ def rounds(done: Rows, name: str, replicas: int, every: int) -> Method:
     best = tuned.best(done)
     if every == TUNED_AT or best is None:
         return tuned
-    values = dict(each.split("=", 1) for each in best.sets if not each.startswith("later:"))
-    variant = " ".join(f"{key}={values[key]}" for key in ("scheme.outer_lr", "scheme.outer_momentum") if key in values)
-    own = _tried(done, "rounds", f"{name}, every {every}", against, scheme, every, replicas, (variant,))
-    return dataclasses.replace(own, rates=(float(values["optimizer.lr"]),))
+    return _as_tuned(best, done, "rounds", f"{name}, every {every}", against, scheme, every)
 
 
 def gap(done: Rows) -> Iterator[Method]:
-    """What may close the gap to Muon with eight replicas."""
+    """What may close the gap to Muon with eight replicas, each with the setting that the plain scheme was tuned to."""
+    best = rounds(done, "muloco, 2bit", 8, TUNED_AT).best(done)
+    if best is None:
+        return
     for name, scheme in GAP.items():
-        every = 30 if "growing" in name else 100
-        called = name if "growing" in name else f"{name}, every 100"
-        yield _tried(done, "gap", called, MUON, scheme, every, 8, with_outer(OUTER))
+        every = 30 if "growing" in name else TUNED_AT
+        called = name if "growing" in name else f"{name}, every {TUNED_AT}"
+        yield _as_tuned(best, done, "gap", called, MUON, scheme, every)
     larger = reference(MUON, LARGER)
     yield larger
     if larger.best(done) is None:
         return
-    scheme, called = SCHEMES["muloco, 2bit"][1], "muloco, 2bit, every 100"
-    yield _tried(done, "larger batch", called, MUON, scheme, 100, 8, with_outer(OUTER), LARGER)
+    scheme, called = SCHEMES["muloco, 2bit"][1], f"muloco, 2bit, every {TUNED_AT}"
+    yield _tried(done, "larger batch", called, MUON, scheme, TUNED_AT, 8, with_outer(OUTER), LARGER)
 
 
 def winners(done: Rows) -> Iterator[Method]:
@@ -164,6 +165,14 @@ def _tried(
     inner = " ".join(f"{key}={value}" for key, value in own.items()) or INNER[against][0]
     sets = f"{COMMON} train.validate_every={CURVE.get(every, 100)} {scheme} scheme.every={every} {inner}"
     return Method(study, name, QUICK, sets, (middle / 2, middle, 2 * middle), total, replicas, 3, variants)
+
+
+def _as_tuned(best: Cell, done: Rows, study: str, name: str, against: str, scheme: str, every: int) -> Method:
+    """A method with the learning rate and the outer step of a setting that was tuned, and no tries of its own."""
+    values = dict(each.split("=", 1) for each in best.sets if not each.startswith("later:"))
+    outer = " ".join(f"{key}={values[key]}" for key in ("scheme.outer_lr", "scheme.outer_momentum") if key in values)
+    own = _tried(done, study, name, against, scheme, every, best.replicas, (outer,))
+    return dataclasses.replace(own, rates=(float(values["optimizer.lr"]),))
 
 
 def _mean(method: Method, done: Rows) -> float | None:

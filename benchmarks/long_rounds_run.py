@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -144,7 +145,56 @@ def orthogonal_movement(optimizer: Any) -> None:
         anchor.step = step
 
 
-CHANGES: dict[str, Callable[[Any], None]] = {"orthogonal_movement": orthogonal_movement}
+def low_rank(optimizer: Any) -> None:
+    """From now on two thin factors of each matrix are sent, in the bytes of 2 bits per number; the rest is remembered.
+
+    For a scheme in fp32 with a memory that forgets nothing.
+    """
+    for replicator in optimizer.set_up():
+        ThinFactors(replicator)
+
+
+class ThinFactors:
+    """Takes the place of two methods of a replicator: memory + movement goes out as the product of thin factors."""
+
+    def __init__(self, replicator: Any) -> None:
+        (self._pipeline,) = replicator.channel.pipelines  # one bucket: whole matrices
+        self._memory, self._views = replicator.channel.memory.residual, replicator.layout.views
+        self._rest = self._memory
+        self._send, self._movement = replicator._send, replicator._movement
+        replicator._send, replicator._movement = self.send, self.movement
+
+    def movement(self, *of: Any) -> Tensor:
+        """What makes the thin product of it and the memory; the rest is kept for later."""
+        moved = self._movement(*of)
+        whole = moved + self._memory
+        sent = whole.clone()
+        for part in self._views(sent):
+            if part.ndim == 2:
+                part.copy_(thin(part))
+        self._rest = whole - sent
+        return moved - self._rest
+
+    def send(self, *of: Any) -> None:
+        self._send(*of)
+        self._memory.copy_(self._rest)  # all that was sent has left it
+
+
+def thin(matrix: Tensor) -> Tensor:
+    """The product of two factors of a matrix in bf16, which together have its numbers times 2 bits, or one column each.
+
+    Shapes: `[rows, columns]` -> the same.
+    """
+    rows, columns = matrix.shape
+    rank = max(rows * columns // (8 * (rows + columns)), 1)
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    scale = values[:rank].sqrt()
+    factors = left[:, :rank] * scale, scale[:, None] * right[:rank]
+    first, second = (each.bfloat16().float() for each in factors)
+    return first @ second
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {"orthogonal_movement": orthogonal_movement, "low_rank": low_rank}
 """Changes of a training that are no setting, by name."""
 
 

@@ -55,8 +55,9 @@ def _line(method: Method, tried: list[Cell], replicas: int, done: Rows) -> list[
     against = [_against(found, _reference(name, method.total, done)) for name in (ADAMW, MUON)]
     seeds = "tuning" if set(found) <= {0} else str(len(found))
     row = done.get(best.key) or next(iter(runs.values()))
-    sent, seconds = _sent(best, replicas, done), _seconds(best, replicas, done)
-    if replicas == best.replicas:
+    priced = _priced(best)
+    sent, seconds = _sent(priced, replicas, done), _seconds(priced, replicas, done)
+    if replicas == best.replicas and priced == best:
         sent = per_parameter(row) if row["val_loss"] else sent
     cells = [method.name, str(replicas), str(method.total), _chosen(method, best), str(len(tried)), seeds, mean]
     return [*cells, *against, f"{sent:.4f}", *(f"{each:,.0f}" for each in seconds)]
@@ -92,6 +93,14 @@ def _chosen(method: Method, best: Cell) -> str:
     keys = [each.split("=")[0] for each in method.variants[0].split()]
     shown = [f"{key.split('.')[1]} {values[key]}" for key in keys if key != "optimizer.name"]
     return ", ".join([f"lr {rate:g}{edge}", *shown])
+
+
+def _priced(cell: Cell) -> Cell:
+    """The run whose bytes count: thin factors, which the simulation sends as their product, have those of 2 bits."""
+    if not any(each.endswith(":low_rank") for each in cell.sets):
+        return cell
+    bits = {"scheme.precision=fp32": "scheme.precision=2bit"}
+    return dataclasses.replace(cell, sets=tuple(bits.get(each, each) for each in cell.sets))
 
 
 def _sent(cell: Cell, replicas: int, done: Rows) -> float:

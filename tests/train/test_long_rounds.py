@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 from benchmarks import long_rounds
 from benchmarks import long_rounds_run as one_run
 from benchmarks import long_rounds_table as tables
@@ -22,6 +24,7 @@ SCHEMES = {
     "sparse": "scheme.name=sparseloco scheme.every=2 optimizer.name=AdamW",
     "longer rounds": f"{MULOCO} {ROUNDS} later:4:scheme.every=1",
     "orthogonal": f"{MULOCO} {ROUNDS} later:0:orthogonal_movement",
+    "low rank": f"{MULOCO} {ROUNDS} scheme.precision=fp32 later:0:low_rank",
 }
 
 
@@ -65,6 +68,33 @@ def test_an_interrupted_run_equals_one_that_was_not(name, tmp_path, monkeypatch)
         assert all(mine[key].equal(theirs[key]) for key in mine.keys() | theirs.keys())
     assert whole["replicas_equal"]
     assert [step for step, _ in whole["curve"]] == [2, 4, 6]
+
+
+def test_thin_factors_have_the_bytes_of_two_bits_and_come_near_a_matrix_that_is_thin():
+    factors = torch.randn(64, 3), torch.randn(3, 192)
+    matrix = factors[0] @ factors[1]
+    sent = one_run.thin(matrix)
+    assert torch.linalg.matrix_rank(sent) <= 6 == 64 * 192 // (8 * (64 + 192))
+    torch.testing.assert_close(sent, matrix, rtol=0.02, atol=0.1)
+    assert torch.linalg.matrix_rank(one_run.thin(torch.randn(64, 192))) == 6
+
+
+def test_what_a_thin_product_leaves_out_waits_in_the_memory():
+    optimizer = SimpleNamespace(set_up=lambda: [replicator])
+    memory, sent = torch.randn(8, 8), []
+    replicator = SimpleNamespace(
+        channel=SimpleNamespace(pipelines=[0], memory=SimpleNamespace(residual=memory)),
+        layout=SimpleNamespace(views=lambda flat: [flat]),
+        _movement=lambda: moved.clone(),
+    )
+    replicator._send = lambda: (sent.append(memory + replicator._movement()), memory.zero_())
+    one_run.low_rank(optimizer)
+    for _ in range(3):
+        moved = torch.randn(8, 8)
+        whole = memory + moved
+        replicator._send()
+        assert torch.linalg.matrix_rank(sent[-1], atol=1e-4) == 1
+        torch.testing.assert_close(sent[-1] + memory, whole)
 
 
 def test_what_diverges_is_a_row_and_not_an_error(tmp_path):
