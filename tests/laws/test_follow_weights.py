@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -480,17 +482,29 @@ def test_a_base_is_a_file_of_safetensors(tmp_path):
     }
 
 
+class CheckpointWeightPatch(NamedTuple):
+    """The fields of vLLM's."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    values: torch.Tensor
+    indices: torch.Tensor | None
+
+
 class SparseEngine:
-    """Patches parameters in place as the sparse engine of vLLM does: flat indices and values, by name."""
+    """Patches parameters as vLLM does: a tensor in the checkpoint's shape, in which NaN is what stays as it was."""
 
     def __init__(self, model):
         self.parameters, self.elements = dict(model.named_parameters()) | dict(model.named_buffers()), 0
 
     def apply(self, patch):
-        flat = self.parameters[patch.name].data.view(-1)
-        assert patch.indices.dtype == torch.int64 and patch.values.dtype == flat.dtype
+        own = self.parameters[patch.name].data
+        assert (patch.shape, patch.dtype, patch.indices.dtype) == (own.shape, own.dtype, torch.int64)
         assert patch.indices.shape == patch.values.shape
-        flat[patch.indices] = patch.values
+        new = torch.full(patch.shape, torch.nan, dtype=patch.dtype) if own.is_floating_point() else own
+        new.view(-1)[patch.indices] = patch.values
+        own.copy_(torch.where(new.isnan(), own, new))
         self.elements += patch.indices.numel()
 
 
@@ -504,11 +518,24 @@ def test_patches_keep_an_inference_server_at_the_weights(tmp_path):
         loop.step(steps)
         before = engine.elements
         for patch in follower.patches():
-            engine.apply(patch)
+            engine.apply(CheckpointWeightPatch(**vars(patch)))
         counts.append(engine.elements - before)
         assert held(served) == held(follower.model) == loop.hashes[loop.steps]
     assert follower.joins == 2 and follower.patches() == []
     assert counts[1] < 0.2 * counts[0]
+
+
+def test_a_server_that_reloads_a_directory_has_the_weights(tmp_path):
+    config = transformers.BertConfig(
+        vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+    )
+    trained, served = (transformers.BertModel(config).to(BF16) for _ in range(2))
+    feed = dt.Feed.of_weights(trained, tmp_path / "feed")
+    feed.publish(0)
+    dt.follow(served, tmp_path / "feed").update()
+    served.save_pretrained(tmp_path / "served")
+    reloaded = transformers.AutoModel.from_pretrained(tmp_path / "served", dtype=BF16)
+    assert held(reloaded) == held(trained)
 
 
 def test_patches_of_wide_elements_name_each_once(tmp_path):

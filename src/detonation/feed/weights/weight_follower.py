@@ -24,14 +24,16 @@ POLL_S = 0.1
 
 @dataclass(frozen=True)
 class WeightPatch:
-    """New values of one tensor, with the fields of the `SparseWeightPatch` of vLLM.
+    """New values of one tensor, with the fields of vLLM's `CheckpointWeightPatch`; three are its `SparseWeightPatch`.
 
     name: In the model. indices: `[changed]` int64 in rising order, of the flattened tensor. values: `[changed]`.
     """
 
     name: str
-    indices: Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
     values: Tensor
+    indices: Tensor
 
 
 class WeightFollower(AbstractContextManager["WeightFollower"]):
@@ -123,7 +125,8 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         finally:
             touched, self._touched = self._touched, None
         found = {name: torch.unique(torch.cat(parts)) for name, parts in touched.items()}
-        return [WeightPatch(name, at, self._tensors[name].reshape(-1)[at]) for name, at in found.items()]
+        own = [(name, self._tensors[name], at) for name, at in found.items()]
+        return [WeightPatch(name, tuple(of.shape), of.dtype, of.reshape(-1)[at], at) for name, of, at in own]
 
     def close(self) -> None:
         """Follows no longer; the model stays where it is. Nothing has to be closed."""
