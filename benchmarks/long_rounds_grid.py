@@ -99,8 +99,8 @@ def alone(done: Rows) -> Iterator[Method]:
 
 def schemes(done: Rows, names: Sequence[str]) -> Iterator[Method]:
     """Schemes with rounds of every length."""
-    for every in ROUNDS:
-        yield from (rounds(done, name, replicas, every) for replicas in (8, 2) for name in names)
+    for replicas in (2, 8):
+        yield from (rounds(done, name, replicas, every) for every in ROUNDS for name in names)
 
 
 def rounds(done: Rows, name: str, replicas: int, every: int) -> Method:
