@@ -35,7 +35,8 @@ from frontier import Row
 from frontier_grid import Cell
 from long_rounds_run import judge, train
 from long_rounds_table import table
-from tuning import Method, Rows, missing
+from paired import Measured
+from tuning import Method, Rows, measured, missing
 
 from detonation.data.packages import cache_dir
 from detonation.whole_files import write_whole
@@ -118,6 +119,15 @@ def status(grid: Callable[[Rows], Iterator[Method]], results: Path) -> str:
     return (
         f"{len(done)} runs, {hours:.2f} processor-hours; {len(every)} methods, {len(left)} known runs left{following}"
     )
+
+
+def planned() -> Iterator[Measured]:
+    """What the planner learns: the references and the schemes, as one study."""
+    done = rows(RESULTS)
+    for each in long_rounds_grid.methods(done):
+        if each.study in ("references", "rounds"):
+            for scheme, recipe, replicas, runs, _, source in measured(each, done):
+                yield scheme, recipe, replicas, runs, "long rounds", source
 
 
 def _processor() -> str:

@@ -100,7 +100,7 @@ def alone(done: Rows) -> Iterator[Method]:
 def schemes(done: Rows, names: Sequence[str]) -> Iterator[Method]:
     """Schemes with rounds of every length."""
     for replicas in (2, 8):
-        yield from (rounds(done, name, replicas, every) for every in ROUNDS for name in names)
+        yield from (rounds(done, name, replicas, every) for name in names for every in ROUNDS)
 
 
 def rounds(done: Rows, name: str, replicas: int, every: int) -> Method:

@@ -166,10 +166,11 @@ def main() -> None:
     args = parser.parse_args()
     found = rows(args.results)
     if args.losses:
-        from paper import planned  # these two judge by the functions here
+        import long_rounds  # these three judge by the functions here
+        import paper
         from second_round import second_round
 
-        every = losses([*first_round(found), *second_round(), *planned()])
+        every = losses([*first_round(found), *second_round(), *paper.planned(), *long_rounds.planned()])
         print("[\n  " + ",\n  ".join(json.dumps(row) for row in every) + "\n]")
         return
     print("\n".join(table(found)))
