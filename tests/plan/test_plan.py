@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import worlds
 from detonation.cli.command import run_command as main
 from detonation.cluster.network.profile import SILENT_BYTES, SILENT_S, AxisProfile, Operation, Profile, Step
 from detonation.core.schemes import buckets
-from detonation.core.schemes.registry import SCHEMES, register
+from detonation.core.schemes.registry import SCHEMES, register, scheme
 from detonation.core.schemes.scheme import GradientScheme
 from detonation.core.schemes.traffic import buckets_of, exchange_bytes
 from detonation.link_speed import LinkSpeed
@@ -21,6 +22,7 @@ from detonation.plan.cost import Network, Work, cost
 from detonation.plan.losses import Goal
 from detonation.plan.search import advise, candidate_settings, largest_within, options, pairs, row
 from detonation.report.terminal import plan_rows, plan_words
+from detonation.train.recipe.resolve import parse_sets, read_recipe, resolve
 from detonation.train.verbs.plan import count
 
 ROOT = Path(__file__).parents[2]
@@ -209,6 +211,36 @@ def test_a_person_reads_a_sentence_five_rows_of_six_columns_and_the_flags(capsys
     assert "state per rank" in everything and len(everything.splitlines()) > 100
 
 
+@pytest.mark.parametrize("asked", [["1gbit,5ms", "AdamW"], ["1gbit,5ms", "Muon"], ["1mbit,100ms", "SignSGD"]])
+def test_the_flags_of_a_plan_for_no_recipe_are_its_first_choice_in_any_recipe(capsys, asked):
+    """Whatever the recipe has tuned for that scheme."""
+    question = ["plan", "--parameters", "1b", "--step-time", "1", "--link", asked[0], "--optimizer", asked[1], "--json"]
+    assert main(question) == 0
+    printed = capsys.readouterr()
+    flags = shlex.split(printed.err.split("to take it: --set ")[1].splitlines()[0])
+    recipes = [recipe for recipe in map(read_recipe, ROOT.glob("recipes/*.toml")) if isinstance(recipe["scheme"], dict)]
+    taken = [resolve(recipe, parse_sets([*flags, "optimizer.lr=1"])).scheme for recipe in recipes]
+    first = json.loads(printed.out)["first"]
+    assert [scheme(table.name, table.arguments).arguments for table in taken] == 9 * [first["arguments"]]
+
+
+def test_what_a_shell_would_expand_is_quoted(capsys):
+    assert main(["plan", *ASK, "--optimizer", "AdamW without momentum"]) == 0
+    assert " 'optimizer.betas=[0.0,0.95]'\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("step_s", "times"), [("0.5", 2), ("0.05", 14)])
+def test_more_examples_are_a_whole_number_that_brings_the_wait_to_a_half(capsys, step_s, times):
+    """The number is for train.accumulate; 1 would help nobody."""
+    asked = ["plan", "--parameters", "0.1b", "--shards", "8", "--link", "10mbit,100ms", "--step-time"]
+    assert main([*asked, step_s, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (note,) = [note for note in found["notes"] if note.startswith("more work per step: ")]
+    first = found["first"]
+    assert note.startswith(f"more work per step: with {times} times the examples ")
+    assert times - 1 < first["exposed_s"] / (first["compute_s"] + first["step_s"]) <= times
+
+
 def test_an_optimizer_that_stays_is_what_everything_is_compared_with(capsys):
     assert main(["plan", *ASK, "--optimizer", "Muon", "--steps", "300", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -218,10 +250,13 @@ def test_an_optimizer_that_stays_is_what_everything_is_compared_with(capsys):
     assert full["loss_interval"] == [0.0, 0.0]
 
 
-def test_one_node_has_no_rate_in_the_plan(capsys, tmp_path):
+@pytest.mark.parametrize("given", ["profile", "link"])
+def test_one_node_has_no_rate_in_the_plan(capsys, tmp_path, given):
     """And JSON no Infinity."""
     Profile(1, 2, "gloo", {"replicate": AxisProfile(1, 2, {})}).write(tmp_path / "profile.json")
     arguments = ["--parameters", "1m", "--profile", str(tmp_path / "profile.json"), "--step-time", "1"]
+    if given == "link":
+        arguments[2:4] = ["--link", "1gbit", "--replicas", "1"]
     assert main(["plan", *arguments, "--json"]) == 0
     printed = capsys.readouterr()
     found = json.loads(printed.out, parse_constant=pytest.fail)
@@ -271,6 +306,10 @@ def test_a_profile_of_another_world_gets_one_line(capsys, monkeypatch, tmp_path,
             "unknown --optimizer 'Adam', did you mean 'AdamW'? Valid: AdamW, ",
         ),
         (["--parameters", "1b", "--profile", "nowhere.json"], "nowhere.json is no profile"),
+        (
+            [str(ROOT / "recipes/three-tiers.toml"), "--link", "1gbit", "--step-time", "1"],
+            "scheme is 'full+demo+diloco', but must be one level",
+        ),
     ],
 )
 def test_bad_questions_get_one_line(capsys, arguments, line):

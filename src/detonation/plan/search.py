@@ -166,7 +166,7 @@ def advise(
 ) -> dict[str, Any]:
     """Describes the plan: every option, the reason for the first, and the first on a slower and a faster network.
 
-    settings: The arguments that choose a scheme where it is trained. `rate_bits_per_s` is None without a limit.
+    settings: The arguments that choose a scheme where it is trained. `rate_bits_per_s`: None where nothing limits it.
     """
     best = ranked[0]
     among = [(option.cost.scheme, option.optimizer) for option in ranked]
@@ -191,7 +191,7 @@ def advise(
         "if_twice_the_rate": row(twice, goal),
         "replicas": network.replicas,
         "shards": network.shards,
-        "rate_bits_per_s": network.rate_bits_per_s if math.isfinite(network.rate_bits_per_s) else None,
+        "rate_bits_per_s": rate if network.replicas > 1 and math.isfinite(rate := network.rate_bits_per_s) else None,
         "budget": budget,
         "parameters": goal.parameters,
     }
@@ -262,8 +262,8 @@ def _help(ranked: Sequence[Option]) -> list[str]:
     best = ranked[0]
     if best.cost.waiting <= LONG_WAIT:
         return []
-    times = best.cost.exposed_s / (best.cost.compute_s + best.cost.step_s)
-    lines = [f"more work per step: with {times:,.0f} times the examples (train.accumulate) half of a step is waiting"]
+    times = math.ceil(best.cost.exposed_s / (best.cost.compute_s + best.cost.step_s))  # accumulate is a whole number
+    lines = [f"more work per step: with {times:,} times the examples (train.accumulate) half of a step is waiting"]
     known = [option for option in ranked[1:] if option.estimate and option.cost.waiting < 0.8 * best.cost.waiting]
     if known:
         less = min(known, key=lambda option: option.cost.waiting)

@@ -1,6 +1,7 @@
 """Lines and tables of a terminal, by rich: of a run, of several, of a plan and of a profile. They take plain values."""
 
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
@@ -230,8 +231,8 @@ def plan_words(plan: Mapping[str, Any]) -> list[str]:
     """The text beside the table, in lines: the reason, how to take the first, and what else is known of it."""
     speed, first = plan["rate_bits_per_s"], plan["first"]
     tables = {"scheme": plan["settings"], "optimizer": plan.get("optimizer", {})}
-    flags = [f"{name}.{key}={_toml(value)}" for name, table in tables.items() for key, value in table.items()]
-    lines = [plan["reason"], f"to take it: --set {' '.join(flags)}", *plan["notes"]]
+    sets = [f"{name}.{key}={_toml(value)}" for name, table in tables.items() for key, value in table.items()]
+    lines = [plan["reason"], f"to take it: --set {shlex.join(sets)}", *plan["notes"]]
     for key, part in (("if_half_the_rate", 0.5), ("if_twice_the_rate", 2.0)) if speed is not None else ():
         other = plan[key]
         choice = "the same first choice" if _named(other) == _named(first) else f"first {_named(other)}"

@@ -21,8 +21,8 @@ from detonation.core.optimizer.replicate import replicate
 from detonation.core.schemes.registry import SCHEMES
 from detonation.core.schemes.scheme import Scheme
 from detonation.plan.auto import PROBE_S
-from detonation.plan.cost import Network, Work, changed, spelled
-from detonation.plan.losses import GOAL_STEPS, Goal, task_of, trained_by
+from detonation.plan.cost import Network, Work, spelled
+from detonation.plan.losses import Goal, task_of, trained_by
 from detonation.plan.search import BUDGET, Candidate, Option, advise, check_budget, options, row, settings, why
 from detonation.train.loop.fit import backward
 from detonation.train.loop.session import Session, check_config, check_levels, scheme_of, shard_shapes, start_session
@@ -115,17 +115,13 @@ def trained(candidates: Mapping[str, Config]) -> dict[str, Candidate]:
     }
 
 
-def goal_of(config: Config, work: Work, optimizer: str | None = None) -> Goal:
+def goal_of(config: Config, work: Work) -> Goal:
     """The run of a recipe, for estimates of its loss."""
-    parameters = sum(work.sizes.values())
-    steps = config.train.steps or GOAL_STEPS  # of a recipe in epochs, whose steps its data tell
-    return Goal(config.mesh.replicas, parameters, steps, task_of(config.model.name), optimizer)
+    return Goal(config.mesh.replicas, sum(work.sizes.values()), config.train.steps, task_of(config.model.name))
 
 
 def settings_in(layers: Layers, chosen: Scheme) -> dict[str, object]:
     """The arguments that a recipe must be given to train under `chosen`: those that it has otherwise under its name."""
-    if isinstance(layers.tables.get("scheme"), list):
-        return changed(chosen)
     own = scheme_of(layers.under(chosen.name, {}).levels[-1]).arguments
     return {key: value for key, value in chosen.arguments.items() if value != own[key]}
 

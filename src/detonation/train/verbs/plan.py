@@ -13,7 +13,7 @@ from detonation.cluster.network.profile import Compute, Profile
 from detonation.core.schemes.registry import SCHEMES, scheme
 from detonation.core.schemes.scheme import Scheme
 from detonation.link_speed import LinkSpeed
-from detonation.plan.cost import Network, Shapes, Work, changed
+from detonation.plan.cost import Network, Shapes, Work
 from detonation.plan.losses import GOAL_STEPS, TEXT, Goal, optimizers, task_of, trained_by
 from detonation.plan.search import Candidate, advise, options, pairs
 from detonation.train.recipe.schema import require
@@ -104,7 +104,7 @@ class _Training:
         examples: Of a rank in a step; 0 where nothing is said of them.
         steps, losses_of: Its length, and the recipe whose losses count for it.
         tuned: Each scheme with the optimizer that trains with it in the recipe; empty without one.
-        settings: The arguments that choose a scheme: over the recipe, or else over the scheme's defaults.
+        settings: The arguments that choose a scheme: those that the recipe has otherwise, all where it is not known.
     """
 
     replicas: int
@@ -115,7 +115,7 @@ class _Training:
     steps: int = GOAL_STEPS
     losses_of: str = TEXT
     tuned: Sequence[Candidate] = ()
-    settings: Callable[[Scheme], Mapping[str, object]] = changed
+    settings: Callable[[Scheme], Mapping[str, object]] = lambda chosen: chosen.arguments
 
 
 def _of_parameters(question: Question, profile: Profile | None) -> _Training:
@@ -138,6 +138,7 @@ def _of_recipe(question: Question, profile: Profile | None) -> _Training:
     mesh = {"replicas": world.replicas, "shards": world.shards}
     layers = read_layers(question.recipe, question.overrides, mesh=mesh)
     config = check_config(standing(layers))
+    require(len(config.levels) == 1, "scheme", config.schemes, "one level: schemes are ranked for one axis")
     tuned, chosen, train = [*trained(Asked(Auto(), layers).candidates()).values()], config.scheme, config.train
     if chosen.name not in SCHEMES:
         own = trained_by(config.optimizer.name, config.optimizer.arguments)
