@@ -42,6 +42,28 @@ def test_rows_are_documents_and_their_syntax_is_not_trained_on(tmp_path):
     assert len(both.train.ids) > 1.9 * len(texts["a.jsonl"]) / 16
 
 
+@pytest.mark.parametrize(
+    ("task", "name", "line"),
+    [
+        ("text", "a.csv", '"document {0} of some words"'),
+        ("text", "a.jsonl", '{{"text": "document {0} of some words"}}'),
+        ("text", "a.txt", "document {0} of some words"),
+        ("translation", "a.tsv", "text {0}\ttexte {0}"),
+        ("translation", "a.jsonl", '{{"translation": {{"en": "text {0}", "fr": "texte {0}"}}}}'),
+    ],
+)
+def test_the_mark_with_which_excel_and_windows_begin_a_file_is_no_part_of_it(tmp_path, task, name, line):
+    lines = [*["text"] * name.endswith(".csv"), *(line.format(n) for n in range(40))]
+    found = []
+    for encoding in ("utf-8", "utf-8-sig"):
+        (tmp_path / name).write_text("\n".join(lines), encoding=encoding)
+        batch = load_dataset(
+            task, {"source": str(tmp_path / name), **({"context": 16} if task == "text" else {})}
+        ).train
+        found.append(batch[torch.arange(8)]["input_ids"])
+    assert torch.equal(*found)
+
+
 def test_parquet_and_directories_of_save_to_disk(tmp_path):
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()

@@ -136,6 +136,8 @@ def test_bad_recipes_are_named(recipe, message):
 def test_a_recipe_that_is_not_there_or_not_toml(tmp_path):
     with pytest.raises(ValueError, match="cannot read the recipe"):
         read_recipe(tmp_path / "none.toml")
+    (tmp_path / "marked.toml").write_text("seed = 3", encoding="utf-8-sig")  # as Windows does
+    assert read_recipe(tmp_path / "marked.toml") == {"seed": 3}
     (tmp_path / "bad.toml").write_text("a = = b")
     with pytest.raises(ValueError, match="is not TOML"):
         read_recipe(tmp_path / "bad.toml")

@@ -21,7 +21,7 @@ _BUILDERS = {".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "te
 
 
 def _json_lines(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8-sig") as lines:  # Windows and Excel begin a file with a mark
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 try:
@@ -35,7 +35,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
 
 def _csv(path: Path) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)  # 128 KiB otherwise, which a text may exceed
-    with path.open(encoding="utf-8", newline="") as lines:
+    with path.open(encoding="utf-8-sig", newline="") as lines:
         try:
             yield from csv.DictReader(lines)
         except csv.Error as error:
@@ -107,7 +107,7 @@ def documents(path: Path, column: str | None) -> list[bytes]:
             if file.suffix.lower() in ROWS:
                 found.extend(str(value).encode() for value in values_of(file, column or "text") if value)
             else:
-                found.append(file.read_bytes())
+                found.append(file.read_bytes().removeprefix("\ufeff".encode()))
     return found
 
 

@@ -127,7 +127,7 @@ def _read(source: str, split: str | None, column: str | None) -> tuple[str, list
         readers.refuse(source, column=column)
         if suffix not in (".tsv", ""):
             raise ValueError(f"{source} cannot be read as pairs: a source is {readable}")
-        with file.open(encoding="utf-8") as lines:
+        with file.open(encoding="utf-8-sig") as lines:
             return name, _stripped(source, (line.rstrip("\r\n").split("\t") for line in lines if line.strip()))
 
 

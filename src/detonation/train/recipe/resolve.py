@@ -246,7 +246,7 @@ def read_recipe(path: Path) -> Table:
     """
     shipped = {} if path.exists() or len(path.parts) > 1 else shipped_recipes()
     try:
-        return tomllib.loads(shipped.get(path.name, path).read_text(encoding="utf-8"))
+        return tomllib.loads(shipped.get(path.name, path).read_text(encoding="utf-8-sig"))  # Windows marks it
     except OSError as error:
         names = f"; the package has {', '.join(shipped)}" if shipped else ""
         raise ValueError(f"cannot read the recipe {str(path)!r}: {error.strerror}{names}") from error
