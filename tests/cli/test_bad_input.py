@@ -48,6 +48,8 @@ def fails(capsys, monkeypatch, tmp_path):
         ("optimizer.name=Adm optimizer.lr=1", "unknown optimizer 'Adm', did you mean 'Adam'? Valid: ASGD,"),
         ("optimizer.name=LBFGS optimizer.lr=1", "optimizer LBFGS cannot be used: it evaluates the loss several times"),
         ("optimizer.name=SparseAdam optimizer.lr=1", "optimizer SparseAdam cannot be used: it takes sparse gradients"),
+        ("optimizer.name=Adafactor optimizer.lr=1", "optimizer Adafactor cannot be used: torch has no step of it for"),
+        ("optimizer.name=Rprop optimizer.lr=1", "optimizer Rprop cannot be used: torch has no step of it for shards"),
         ("optimizer.name=adm", "unknown optimizer 'adm'. Valid: ASGD,"),  # the name before what it lacks
         ("optimizer.name=sgd", "unknown optimizer 'sgd', did you mean 'SGD'? Valid: ASGD,"),
         ("optimizer.name=SGD", "optimizer.lr is missing: give it in [optimizer]"),

@@ -60,6 +60,12 @@ class Bare(Line):
         return super().forward(points, labels).logits
 
 
+class Scaled(Line):
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
 def sgd(params, lr, momentum: float = 0.5):
     return torch.optim.SGD(params, lr=lr, momentum=momentum)
 
@@ -123,6 +129,12 @@ def test_a_model_that_returns_no_loss_is_one_line(recipe, capfd):
     assert run_command(["train", recipe, "--set", "model.name=own_parts:Bare"]) == 2
     line = "model own_parts:Bare returns a Tensor, must return .loss (and .logits)\n"
     assert capfd.readouterr().err.endswith(line)
+
+
+def test_a_model_with_a_scalar_is_one_line(recipe, capfd):
+    assert run_command(["train", recipe, "--set", "model.name=own_parts:Scaled"]) == 2
+    line = "error: the shape of scale is (), but must be (1,) or larger: FSDP2 shards no scalar\n"
+    assert capfd.readouterr().err == line
 
 
 def test_schemes_of_ones_own_are_compared_simulated_and_planned(recipe, registered, capfd):

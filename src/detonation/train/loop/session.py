@@ -141,8 +141,9 @@ def shard_shapes(config: Config) -> list[dict[str, tuple[int, ...]]]:
 
 def local_shapes(model: nn.Module, shard: int, shards: int) -> dict[str, tuple[int, ...]]:
     """The shapes of the trained parameters on one shard, by name."""
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return {name: Box.of_shard(parameter, shard, shards).shape for name, parameter in trained.items()}
+    for name, parameter in model.named_parameters():
+        require(parameter.dim() > 0, f"the shape of {name}", (), "(1,) or larger: FSDP2 shards no scalar")
+    return {name: Box.of_shard(p, shard, shards).shape for name, p in model.named_parameters() if p.requires_grad}
 
 
 def misfits(config: Config) -> list[str]:

@@ -16,6 +16,7 @@ from detonation.train.recipe.schema import OptimizerConfig, ScheduleConfig
 REFUSED = {
     "LBFGS": "it evaluates the loss several times per step, and replicas would not take the same number of evaluations",
     "SparseAdam": "it takes sparse gradients only, and sharded gradients are dense",
+    **dict.fromkeys(("Adafactor", "Rprop"), "torch has no step of it for shards"),
 }
 """Optimizers of torch that cannot be used, and why."""
 
