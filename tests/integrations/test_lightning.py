@@ -18,7 +18,7 @@ import detonation as dt
 import worlds
 
 lightning = pytest.importorskip("lightning.pytorch")
-from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging  # noqa: E402
 from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
 
 from detonation.integrations.lightning import ReplicaStrategy  # noqa: E402
@@ -360,6 +360,7 @@ def refused(mesh):
         "manual clipping": worlds.caught(lambda: fit("demo", 1, module=ManualByParts(clip=0.1))),
         "value": worlds.caught(lambda: fit("demo", 1, gradient_clip_val=1.0, gradient_clip_algorithm="value")),
         "fp16": worlds.caught(lambda: fit("demo", 1, plugins=[Scaled()])),
+        "average": worlds.caught(lambda: fit("demo", 1, callbacks=[StochasticWeightAveraging(1e-2)])),
         "by itself": worlds.caught(lambda: fit("demo", 1, module=Clipping())),
         "values by itself": worlds.caught(lambda: fit("demo", 1, module=ClippingValues())),
         "twice": worlds.caught(lambda: fit("demo", 1, module=Replicating())),
@@ -376,6 +377,7 @@ def test_what_the_strategy_cannot_do_is_refused_in_one_line():
         "manual clipping": ("ValueError", "ReplicaStrategy(..., clip=0.1)"),
         "value": ("ValueError", 'gradient_clip_algorithm="norm"'),
         "fp16": ("ValueError", 'use "bf16-mixed"'),
+        "average": ("ValueError", "StochasticWeightAveraging cannot write shards"),
         "by itself": ("ValueError", "set Trainer(gradient_clip_val=0.5)"),
         "values by itself": ("ValueError", 'gradient_clip_algorithm="norm"'),
         "twice": ("ValueError", "give the plain one"),

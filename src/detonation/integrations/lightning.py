@@ -30,6 +30,7 @@ from detonation.core.schemes.scheme import Scheme
 try:
     from lightning.fabric.utilities.load import _METADATA_FILENAME
     from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
     from lightning.pytorch.strategies import ModelParallelStrategy
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -69,8 +70,8 @@ class ReplicaStrategy(ModelParallelStrategy):
 
     Raises:
         ValueError: `replicas` and `axis` are both given; at `fit`, where Lightning would scale losses
-            (`precision="16-mixed"`) or clip by value, where the optimizer is replicated already, or where replicas x
-            shards is not the number of ranks.
+            (`precision="16-mixed"`) or clip by value, where a callback would average weights, where the optimizer is
+            replicated already, or where replicas x shards is not the number of ranks.
         ImportError: Lightning is not installed.
 
     Example:
@@ -141,6 +142,8 @@ class ReplicaStrategy(ModelParallelStrategy):
         """Refuses what would part the replicas, and sets up the model and its optimizers."""
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ValueError('precision="16-mixed" scales the loss of each replica by itself: use "bf16-mixed"')
+        if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
+            raise ValueError("StochasticWeightAveraging cannot write shards, its average would be lost: leave it out")
         self._clip = self._own_clip or trainer.gradient_clip_val or 0.0
         if self._clip and trainer.gradient_clip_algorithm == "value":
             _refuse_value(None, self._clip)
@@ -234,9 +237,7 @@ class ReplicaStrategy(ModelParallelStrategy):
         finally:
             self._optimizers = kept
         for optimizer in self.replicated if fits else ():  # whose base was loaded from elsewhere; the next step warns
-            state = optimizer.state_dict()
-            del state["replication"]
-            optimizer.load_state_dict(state)
+            optimizer.load_state_dict({k: v for k, v in optimizer.state_dict().items() if k != "replication"})
         return rest
 
     def _load_exactly(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
@@ -247,8 +248,7 @@ class ReplicaStrategy(ModelParallelStrategy):
             if loaded is None:
                 raise ValueError(f"{path} was written with {number} optimizers, there are {len(self.replicated)}")
             self.sent_before += int(loaded.extra.get("bytes_sent", 0)) - self.bytes_sent  # as if it had not stopped
-        rest: dict[str, Any] = {}
-        problem = ""
+        rest, problem = dict[str, Any](), ""
         try:
             rest = torch.load(path / _METADATA_FILENAME, weights_only=weights_only) if self.is_global_zero else {}
         except Exception as error:  # the file may hold anything, and the others wait
