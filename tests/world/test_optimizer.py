@@ -411,6 +411,7 @@ def refusals(mesh):
         caught(sparse.step),
         caught(dt.init_mesh, 3, 1),
         caught(dt.replicate(torch.optim.AdamW(tiny.parameters()), tiny, axis, dt.demo()).step),
+        caught(lambda: late.train()),  # as optimizers without a schedule have it
     ]
 
 
@@ -448,6 +449,7 @@ def test_wrong_use_gets_one_clear_line():
         ("ValueError", "the gradient of weight is sparse"),
         ("ValueError", "3 replicas x 1 shards are 3 ranks, the world has 2"),
         (LargerThanDense.__name__, "would send 38 bytes per step over 2 replicas, full synchronisation sends 8"),
+        ("AttributeError", "optimizer.train does not exist; the optimizer inside is optimizer.base"),
     ]
     for outcome, (kind, text) in zip(worlds.run(refusals, 2, 1)[0], expected, strict=True):
         assert outcome[0] == kind and text in outcome[1], outcome

@@ -24,7 +24,7 @@ class OptimizerWrapper(Optimizer):
         super().__setstate__({})  # hooks and profiling, without a second list of parameters
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"optimizer.{name} does not exist")
+        raise AttributeError(f"optimizer.{name} does not exist; the optimizer inside is optimizer.base")
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("this optimizer holds links of its process and cannot be copied or pickled: use state_dict()")
