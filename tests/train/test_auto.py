@@ -97,10 +97,11 @@ def test_what_cannot_be_chosen_is_one_line(recipe, tmp_path, capsys, arguments, 
 
 
 def test_a_configuration_that_cannot_be_read_chooses_nothing(tmp_path):
-    assert decide.chosen_before(tmp_path / "nowhere") is None
+    alone, asked = SimpleNamespace(send_to_all=lambda scheme: [scheme]), decide.Asked(decide.Auto(), Layers(RECIPE, {}))
+    assert decide.again(asked, tmp_path / "nowhere", alone) is None
     for text in ("[scheme", "scheme = 3", "[scheme]\ntopk = 4"):
         (tmp_path / "config.toml").write_text(text)
-        assert decide.chosen_before(tmp_path) is None
+        assert decide.again(asked, tmp_path, alone) is None
 
 
 SIGNS = {"name": "demo", "topk": 2, "chunk": 32, "decay": 0.5, "precision": "sign", "error_feedback": False}

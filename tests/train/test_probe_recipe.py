@@ -1,6 +1,7 @@
 """The probe of a recipe: every scheme's step is timed on its own, and the profile is what the next verb reads."""
 
 import json
+import logging
 
 import pytest
 import tomli_w
@@ -53,8 +54,16 @@ def test_the_verb_measures_a_world_without_a_recipe(tmp_path, capsys):
 
 def test_a_profile_counts_for_the_model_that_was_measured_alone(tmp_path, capsys, tiny_recipe):
     recipe, out = tmp_path / "tiny.toml", tmp_path / "profile.json"
-    recipe.write_text(tomli_w.dumps({**tiny_recipe, "optimizer": {"name": "SignSGD", "lr": 1e-3}}))
-    assert run_command(["probe", str(recipe), "--out", str(out)]) == 0
+    tuned = {"decoupled_adamw": {"optimizer": {"name": "AdamW", "lr": 1e-3}}}  # as the recipes have it
+    recipe.write_text(tomli_w.dumps({**tiny_recipe, "optimizer": {"name": "SignSGD", "lr": 1e-3}, "tuned": tuned}))
+    warnings = logging.FileHandler(tmp_path / "warnings")  # of the ranks, which are forks
+    logging.getLogger("detonation").addHandler(warnings)
+    try:
+        assert run_command(["probe", str(recipe), "--out", str(out)]) == 0
+    finally:
+        logging.getLogger("detonation").removeHandler(warnings)
+        warnings.close()
+    assert "loss" not in (tmp_path / "warnings").read_text()  # nothing is trained that could warn of one
     capsys.readouterr()
     measured = Profile.read(out).compute
     seconds, larger = measured.forward_backward_s, ["--set", "model.layers=2"]

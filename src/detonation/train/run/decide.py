@@ -1,6 +1,7 @@
 """`[scheme] name = "auto"`: what a recipe asks for, and the choice for the links that are there, alike on all ranks."""
 
 import json
+import logging
 import statistics
 import time
 import tomllib
@@ -142,22 +143,17 @@ class Chosen:
     followed: Followed
 
 
-def chosen_before(path: Path) -> Table | None:
-    """The scheme of the run in `path`; None where no configuration is there, or none that can be read."""
-    try:
-        scheme = tomllib.loads((path / directory.CONFIG).read_text(encoding="utf-8")).get("scheme")
-    except (OSError, ValueError):  # the other ranks already wait for the answer of this one
-        return None
-    return scheme if isinstance(scheme, dict) and "name" in scheme else None
-
-
 def again(asked: Asked, path: Path, everyone: Everyone) -> Config | None:
     """The configuration that the run in `path` has chosen before; None where rank 0 cannot read it. Collective.
 
     No other rank needs to see the directory yet.
     """
-    scheme: Table | None = everyone.send_to_all(chosen_before(path))[0]
-    return None if scheme is None else asked.under(scheme)
+    try:
+        scheme = tomllib.loads((path / directory.CONFIG).read_text(encoding="utf-8")).get("scheme")
+    except (OSError, ValueError):  # the other ranks already wait for the answer of this one
+        scheme = None
+    found = everyone.send_to_all(scheme if isinstance(scheme, dict) and "name" in scheme else None)[0]
+    return None if found is None else asked.under(found)
 
 
 def decide(asked: Asked, everyone: Everyone, axis: SurvivingCommunicator | None = None) -> Chosen:
@@ -239,12 +235,15 @@ def optimizer_step(session: Session, everyone: Everyone, config: Config) -> Step
     """
     scheme = scheme_of(config.levels[-1])
     base = optimizers.build_optimizer(config.optimizer, session.model)
+    logging.disable(logging.WARNING)  # replicate warns of a higher loss, and here is none
     try:
         communicator = LoopbackCommunicator(session.config.mesh.replicas)
         optimizer = replicate(base, session.model, communicator, scheme, clip=config.train.clip or None)
         optimizer.step()
     except ValueError:
         return None
+    finally:
+        logging.disable(logging.NOTSET)
 
     def at(step: int) -> float:
         def again() -> None:
