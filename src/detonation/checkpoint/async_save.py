@@ -44,8 +44,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         >>> import tempfile, torch, torch.distributed as dist, detonation as dt
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> model, mesh = torch.nn.Linear(8, 1), dt.init_mesh(replicas=1, shards=1, device="cpu")
-        >>> base = torch.optim.AdamW(model.parameters())
-        >>> optimizer = dt.replicate(base, model, mesh["replicate"], dt.loco())
+        >>> optimizer = dt.replicate(torch.optim.AdamW(model.parameters()), model, mesh["replicate"], dt.loco())
         >>> folder = tempfile.TemporaryDirectory()
         >>> with dt.Checkpoints(folder.name, model, optimizer, keep=2) as checkpoints:
         ...     for step in range(6):
@@ -176,13 +175,11 @@ def save_checkpoint(
         >>> import tempfile, torch, torch.distributed as dist, detonation as dt
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> model, mesh = torch.nn.Linear(8, 1), dt.init_mesh(replicas=1, shards=1, device="cpu")
-        >>> base = torch.optim.AdamW(model.parameters())
-        >>> optimizer = dt.replicate(base, model, mesh["replicate"], dt.loco())
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> path = dt.save_checkpoint(folder.name, model, optimizer, {"epoch": 3})
-        >>> sorted(file.name for file in path.iterdir())
+        >>> optimizer = dt.replicate(torch.optim.AdamW(model.parameters()), model, mesh["replicate"], dt.loco())
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     sorted(file.name for file in dt.save_checkpoint(folder, model, optimizer, {"epoch": 3}).iterdir())
         ['manifest.json', 'replica0-shard0.safetensors']
-        >>> folder.cleanup(); dt.leave()
+        >>> dt.leave()
     """
     _require_positive(keep)
     job = make_save_job(model, optimizer, extra, frozen)

@@ -200,8 +200,7 @@ def load_checkpoint(directory: Path | str, model: nn.Module, optimizer: Replicat
         >>> import tempfile, torch, torch.distributed as dist, detonation as dt
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> model, mesh = torch.nn.Linear(8, 1), dt.init_mesh(replicas=1, shards=1, device="cpu")
-        >>> base = torch.optim.AdamW(model.parameters())
-        >>> optimizer = dt.replicate(base, model, mesh["replicate"], dt.loco())
+        >>> optimizer = dt.replicate(torch.optim.AdamW(model.parameters()), model, mesh["replicate"], dt.loco())
         >>> folder = tempfile.TemporaryDirectory()
         >>> dt.load_checkpoint(folder.name, model, optimizer)  # nothing to load yet
         >>> path = dt.save_checkpoint(folder.name, model, optimizer, {"epoch": 3})

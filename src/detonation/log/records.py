@@ -1,10 +1,12 @@
 """The records of a log, each with a checksum, and the recorder: a tape that makes them of the messages of each step."""
 
 import json
+import re
 import struct
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -77,37 +79,25 @@ def whole_records(path: Path) -> Iterator[LogRecord]:
     with path.open("rb") as file:
         while (record := _next(file, size)) is not None:
             yield record
-        at = file.tell()
-        if _another(file, at):
+        at, rest = file.tell(), memoryview(file.read())
+        if any(_found(rest[match.start() :]) for match in re.finditer(_MAGIC, rest) if match.start()):
             raise DamagedLog(f"{path} is damaged at byte {at:,}: whole records follow; restore it, or replay to before")
 
 
 def _next(file: BinaryIO, size: int) -> LogRecord | None:
     """The record where `file` stands; None, and back to where it stood, where there is no whole one."""
-    at = file.tell()
-    head = file.read(_HEADER.size)
-    if len(head) == _HEADER.size:
-        magic, kind, place, step, count, checksum = _HEADER.unpack(head)
-        if magic == _MAGIC and count <= size - at - _HEADER.size:  # before anything is allocated
-            content = file.read(count)
-            if len(content) == count and zlib.crc32(content, zlib.crc32(head[: _CHECKED.size])) == checksum:
-                return LogRecord(kind, place, step, content)
-    file.seek(at)
+    at, head = file.tell(), file.read(_HEADER.size)
+    fits = len(head) == _HEADER.size and _HEADER.unpack(head)[4] <= size - at - len(head)  # before it is read
+    record = _found(memoryview(head + file.read(_HEADER.unpack(head)[4]))) if fits else None
+    file.seek(at if record is None else file.tell())
+    return record
+
+
+def _found(octets: memoryview) -> LogRecord | None:
+    """The record that `octets` begin with, if it is whole."""
+    with suppress(DamagedLog):
+        return record_of(octets)[0]
     return None
-
-
-def _another(file: BinaryIO, at: int) -> bool:
-    """True if a whole record begins after `at`."""
-    size = file.seek(0, 2)
-    file.seek(at)
-    rest = file.read()
-    found = rest.find(_MAGIC, 1)
-    while found >= 0:
-        file.seek(at + found)
-        if _next(file, size) is not None:
-            return True
-        found = rest.find(_MAGIC, found + 1)
-    return False
 
 
 Copy = tuple[int, int, Readback]
@@ -147,8 +137,7 @@ class StepRecorder(ABC):
             self._late = int(message.device.type != "cpu")
 
     def take(self, place: int, step: int) -> Tensor:
-        """Never called: this tape records."""
-        raise NotImplementedError
+        raise NotImplementedError("this tape records")
 
     def take_messages(self, what: str, optimizer: Replicated) -> tuple[Copies, bool]:
         """The messages of a step or call of `synchronize` that ends, and whether it follows the one that ended last.
@@ -211,8 +200,7 @@ class Tapes:
             tape.put(place, step, message)
 
     def take(self, place: int, step: int) -> Tensor:
-        """Never called: these tapes record."""
-        raise NotImplementedError
+        raise NotImplementedError("these tapes record")
 
     def end(self, what: str, optimizer: Any) -> None:
         """Ends a step, or a call of `synchronize`."""

@@ -200,14 +200,14 @@ def take_options(replicators: Sequence[Replicator], groups: Sequence[dict[str, A
     ]
     options = replicators[0].link.send_to_all(plain, replicators[0].channel.runtime.device)[0]
     for group, theirs in zip(groups, options, strict=True) if newcomer else ():
-        group |= {key: _like(group.get(key), value) for key, value in theirs.items()}
+        group |= {key: like_option(group.get(key), value) for key, value in theirs.items()}
 
 
-def _like(current: object, value: Any) -> Any:
+def like_option(current: object, value: Any) -> Any:
     """An option as JSON has it, in the type that the group has."""
     if isinstance(current, Tensor):
         return current.fill_(value)
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(value) if isinstance(current, tuple) else value
 
 
 def hand_over_by_name(old: Sequence[Sequence[Replicator]], new: Sequence[Sequence[Replicator]]) -> None:
