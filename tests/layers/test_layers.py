@@ -56,7 +56,7 @@ HOUSE = {
     "cluster": ("cluster/network cluster/survive wire core", ANY),
     "checkpoint/files": ("core", DTENSOR),
     "checkpoint": ("checkpoint/files wire gates core", ANY),
-    "log": ("core", NONE),
+    "log": ("checkpoint cluster/network core", NONE),
     "feed/token": ("core", NONE),
     "feed/frames": ("feed/token log cluster/position core", NONE),
     "feed/weights": ("feed/token checkpoint core", DTENSOR),

@@ -24,7 +24,7 @@ from detonation.core.schemes.scheme import Scheme
 from detonation.feed import shared_state
 from detonation.feed.stream import Joined, Stepped
 from detonation.log.records import MESSAGE, SYNCHRONIZE, LogRecord
-from detonation.log.repeat import Player, repeat_step
+from detonation.log.repeat import Player, repeat_step, show_agreed
 from detonation.log.writer import identity, round_like
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -84,7 +84,7 @@ class ShardFollower:
                 self._repeat(event.records, self.optimizer)
             self.moment = moment_after(event, self.moment)
         if events and self.optimizer is not None:
-            shared_state.show_agreed(self.optimizer)
+            show_agreed(self.optimizer)
 
     @torch.no_grad()
     def _load(self, joined: Joined) -> None:

@@ -12,8 +12,7 @@ from detonation.checkpoint.files.reader import Box, ShardReader
 from detonation.checkpoint.files.shard_file import CorruptCheckpoint, shard_content
 from detonation.checkpoint.restore import load_base_state
 from detonation.checkpoint.snapshot import Snapshot, weights
-from detonation.core.flat.layout import copy
-from detonation.core.flat.tensors import local, locals_of, padding_row
+from detonation.core.flat.tensors import local, padding_row
 from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.optimizer.trained import note_padding
@@ -143,14 +142,6 @@ def load_shared_state(saved: ShardReader, optimizer: Replicated, parameters: Map
                 raise ValueError(f"{full} is {tuple(mine[key].shape)} in training, is {tuple(tensor.shape)} here")
         replicator.local_state().load(mine)
     optimizer.resume_at(step)
-
-
-@torch.no_grad()
-def show_agreed(optimizer: Replicated) -> None:
-    """Moves the weights to those that the replicas agreed on last."""
-    for replicator in optimizer.build():
-        if replicator.scheme.signal == "parameters":
-            copy(locals_of(replicator.parameters), replicator.shared_weights())
 
 
 def is_shared(key: str) -> bool:

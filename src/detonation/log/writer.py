@@ -50,14 +50,13 @@ class UpdateLog(StepRecorder):
     Example:
         >>> import tempfile, torch, detonation as dt
         >>> from detonation.cluster.network.loopback import LoopbackCommunicator
-        >>> model, folder = torch.nn.Linear(2, 1), tempfile.TemporaryDirectory()
-        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> optimizer = dt.replicate(sgd, model, LoopbackCommunicator(2), dt.demo(topk=1, chunk=2))
-        >>> optimizer.record(dt.UpdateLog(folder.name))
-        >>> optimizer.step()
-        >>> [path.name for path in Path(folder.name).iterdir()]
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = dt.replicate(torch.optim.SGD(model.parameters()), model, LoopbackCommunicator(2), dt.full())
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     optimizer.record(dt.UpdateLog(folder))
+        ...     optimizer.step()
+        ...     [path.name for path in Path(folder).iterdir()]
         ['replica0-shard0-0.updates']
-        >>> folder.cleanup()
     """
 
     def __init__(self, directory: Path | str, fsync_every: int = 0) -> None:
@@ -121,12 +120,9 @@ class UpdateLog(StepRecorder):
     def rotate(self, oldest: int = 0) -> None:
         """Begins another file, as after a checkpoint; removes those whose steps are all among the first `oldest`."""
         self.close()
-        files = segments(self.directory, "")
-        for rank in {rank for rank, _, _ in files} if self.records else ():
-            mine = [(first, path) for other, first, path in files if other == rank]
-            for (_, path), (end, _) in pairwise(mine):
-                if end <= oldest:
-                    path.unlink(missing_ok=True)
+        for (rank, _, path), (other, end, _) in pairwise(segments(self.directory, "") if self.records else ()):
+            if rank == other and end <= oldest:
+                path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Writes what is left, and closes the file; another step opens another."""

@@ -56,7 +56,7 @@ class Replicated(OptimizerWrapper):
         self.closeness: ClosenessGate | None = None  # where bits are equal
         if settings.safety.equal == "close":
             self.closeness = imported(CLOSENESS)()
-        self.base_step, self._buffers = BaseStep(base), BufferSync(model)
+        self.base_step, self.model, self._buffers = BaseStep(base), model, BufferSync(model)
         self._trained = TrainedParameters(model, base)
         self.memory_lost = False  # until a step: a loaded state dict had no replica state, which may still come
         self._routes: dict[tuple[int, int], Route] = {}
