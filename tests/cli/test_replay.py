@@ -2,10 +2,13 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
 from commands import Command, write_recipe
+from detonation.log.repeat import log_files
+from detonation.train.run import recorder
 
 
 def detonation(folder, *arguments):
@@ -65,6 +68,47 @@ def test_the_checkpoint_that_it_writes_is_whole_and_goes_on(run, tmp_path):
     assert done.code == 0, done.stderr
     assert last_line(done.stdout)["steps"] == 6 and last_line(done.stdout)["replicas_equal"]
     assert len((tmp_path / "at-5" / "metrics.jsonl").read_text().splitlines()) == 6
+
+
+def killed(out, to):
+    """A copy of a run, as if all its machines were gone in step 6: without its last checkpoint, and a torn log."""
+    run = shutil.copytree(out, to / "run")
+    (run / "summary.json").unlink()
+    for path in run.glob("updates/replica0-shard*-4.updates"):
+        content = path.read_bytes()
+        path.write_bytes(content[: 3 * len(content) // 4])
+    return run
+
+
+@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_a_run_that_lost_all_its_machines_goes_on_after_the_last_step_of_its_log(run, replicas, tmp_path):
+    """It draws no batch again but for that of the step under way, and its own log goes on."""
+    folder, recipe, out, summary = run
+    out = killed(out, tmp_path)
+    rounds = ["scheme.every=3"] if "diloco" in summary["scheme"] else []
+    flags = ["--shards", 2, "--replicas", replicas, "--checkpoint-every", 2, "--log", "--out", out, "--json"]
+    set_up = ["--scheme", summary["scheme"].partition("(")[0], "--set", "seed=3", *rounds]
+    done = detonation(folder, "train", recipe, *set_up, *flags, "--resume")
+    assert done.code == 0, done.stderr
+    goes_on = [line for line in done.stderr.splitlines() if "of the log follow" in line]
+    said = "1 steps of the log follow: training goes on after step 5, with empty memories"
+    assert goes_on == ([] if rounds else [said])  # the last round ended after three steps, before the checkpoint
+    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [*range(1, 7)] and last_line(done.stdout)["replicas_equal"]
+    logged = [(first, last) for path, first, last, _ in log_files(out / "updates") if "shard0" in path.name]
+    assert logged == ([(3, 4), (5, 6)] if rounds else [(3, 4), (5, 5), (6, 6)])
+
+
+def test_a_log_that_does_not_begin_with_the_checkpoint_is_of_another_training(tmp_path, monkeypatch):
+    """As where a run was resumed without one, and then with: its steps would be those of other weights."""
+    monkeypatch.setattr(recorder, "replay", lambda *_: pytest.fail("it was replayed"))
+    (tmp_path / "replica0-shard0-3.updates").write_text("")
+    texts = SimpleNamespace(broadcast=lambda text: text)
+    config = SimpleNamespace(train=SimpleNamespace(steps=9))
+    session = SimpleNamespace(
+        optimizer=SimpleNamespace(step_count=4), world=SimpleNamespace(texts=lambda: texts), config=config
+    )
+    assert recorder.replay_rest(session, tmp_path) == []
 
 
 def test_steps_that_are_not_there_are_said_in_one_line(run, tmp_path):

@@ -15,7 +15,8 @@ from detonation.core.integrity.message import Tape
 from detonation.feed.admission import Admission
 from detonation.feed.publisher import Feed
 from detonation.log.records import Tapes
-from detonation.log.writer import UpdateLog
+from detonation.log.repeat import replay
+from detonation.log.writer import UpdateLog, segments
 from detonation.train.loop.session import Session, misfits
 from detonation.train.loop.summary import NOTHING, Counts, portion
 from detonation.train.output import directory, metrics, trackers
@@ -182,3 +183,14 @@ class Recording:
             self._session.model, self._session.optimizer, config.train.publish, about=about, run=self._run
         )
         self._tapes.append(self._feed)
+
+
+def replay_rest(session: Session, updates: Path) -> list[str]:
+    """Takes the steps that a log has after the checkpoint, but not the last of the run; returns a line. Collective."""
+    step = session.optimizer.step_count
+    begun = [begun for _, begun, _ in segments(updates, "")]  # with a checkpoint, unless training went on without a log
+    if not session.world.texts().broadcast("a log" if step in begun else ""):
+        return []
+    reached = replay(updates, session.optimizer, max(step, session.config.train.steps - 1))
+    line = f"{reached - step} steps of the log follow: training goes on after step {reached}, with empty memories"
+    return [line] if reached > step else []

@@ -35,7 +35,7 @@ from detonation.train.recipe.tables import to_table
 from detonation.train.run.adapt import Adapter, Followed
 from detonation.train.run.decide import Asked, Chosen, again, decide
 from detonation.train.run.elastic_run import Losses, joined_session
-from detonation.train.run.recorder import Recorder, Recording
+from detonation.train.run.recorder import Recorder, Recording, replay_rest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,12 +91,14 @@ def train_on_rank(task: RunTask) -> Table:
                     f"no shared file system: each node keeps the checkpoints of its own ranks in its own {path}"
                     f" ({volumes.ranks_text()}); metrics, summary and report are on the node of rank 0"
                 )
-            found = resume(session, path / directory.CHECKPOINTS, task.may_start) if task.resume else (None, [])
+            checkpoints = path / directory.CHECKPOINTS
+            loaded, resumed = resume(session, checkpoints, task.may_start) if task.resume else (None, list[str]())
             _expect(session)
-            loaded, resumed = found
+            if task.resume and config.train.log_updates:
+                resumed += replay_rest(session, path / directory.UPDATES)
             before = saved_counts(loaded.extra if loaded else {})
             adapter, more = _adapter(session, task, chosen, loaded)
-            done = loaded.step if loaded else 0
+            done = session.optimizer.step_count
             if done > config.train.steps:
                 raise ValueError(
                     f"train.steps is {config.train.steps}, but {done} steps have been taken: give more --steps"
