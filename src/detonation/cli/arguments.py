@@ -104,7 +104,7 @@ class Train(Shortcuts, Processes):
     print: Flag = False
     """Print the recipe instead, as the start of your own."""
     resume: Flag = False
-    """Continue the run in --out from its newest whole checkpoint."""
+    """Continue the run in --out from its newest whole checkpoint, and its log."""
     checkpoint_every: Integer = None
     """Steps between checkpoints; only at the end when left out."""
     keep: Integer = None
@@ -114,7 +114,7 @@ class Train(Shortcuts, Processes):
     logger: Annotated[UseAppendAction[tuple[str, ...]], shown("NAME")] = ()
     """Send steps to tensorboard, trackio, wandb, web:PORT or module:function."""
     log: Flag = False
-    """Keep the updates since the last checkpoints, for detonation follow."""
+    """Keep the updates since the last checkpoints, for --resume and follow."""
     publish: Address = None
     """Serve the weights for detonation follow; needs DETONATION_TOKEN."""
     elastic: Flag = False

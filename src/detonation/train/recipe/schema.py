@@ -101,7 +101,7 @@ class TrainConfig:
         verify_every: Steps between comparisons of the state that replicas share; 0 never compares.
         on_desync: "stop" the run where replicas differ in it, or "repair" it.
         loggers: Trackers that get each step, besides `metrics.jsonl`.
-        log_updates: Keep each step's agreed messages since the last two checkpoints, for `detonation follow DIR`.
+        log_updates: Keep each step's agreed messages since the last two checkpoints, for --resume and `follow DIR`.
         publish: "HOST:PORT" at which `detonation follow` finds the weights in training, shard s at PORT + s; it needs
             a token in the environment. "" publishes nothing.
 
