@@ -45,7 +45,7 @@ def trained(mesh, name, folder):
     return found
 
 
-def resumed(mesh, name, folder, more=0, spoil=None):
+def resumed(mesh, name, folder, more=0, spoil=None, to=None):
     """The step from which a world goes on, what it agrees on there and `more` steps later, and what it warned of."""
     said = list[str]()
     logging.getLogger("detonation").addFilter(lambda record: said.append(record.getMessage()) or True)
@@ -57,7 +57,7 @@ def resumed(mesh, name, folder, more=0, spoil=None):
     vars(repeat).update(replaced)
     said.clear()
     try:
-        step = dt.replay(folder / "updates", optimizer)
+        step = dt.replay(folder / "updates", optimizer, to)
     finally:
         vars(repeat).update(kept)
         logging.getLogger("detonation").filters.clear()
@@ -88,6 +88,12 @@ def test_a_world_that_lost_all_replicas_goes_on_from_the_last_step_of_the_log(na
     assert STEPS - scheme.round.delay - scheme.round.every < step <= STEPS
     assert all(each[:3] == (step, seen[step], end) for each in ends)
     assert worlds.run(followed, 1, 1, name, tmp_path) == [(step + 3, end)]
+
+
+def test_without_memories_training_goes_on_as_if_no_replica_had_been_lost(tmp_path):
+    seen = worlds.run(trained, 2, 1, "full", tmp_path)[0]
+    ends = worlds.run(resumed, 2, 1, "full", tmp_path, 2, None, STEPS - 2)
+    assert [end[:3] for end in ends] == [(STEPS - 2, seen[STEPS - 2], seen[STEPS])] * 2
 
 
 def test_shards_replay_their_own_files(tmp_path):

@@ -287,10 +287,10 @@ def show_agreed(optimizer: Replicated) -> None:
 
 
 def _repeat(directory: Path, optimizer: Replicated, to: int | None) -> None:
-    reader = Playback(directory, optimizer, optimizer.step_count, to)
-    optimizer.record(reader)
+    optimizer.record(reader := Playback(directory, optimizer, optimizer.step_count, to))
     while (end := reader.next_end()) is not None:
         repeat_step(end, optimizer)
+    optimizer.zero_grad()  # which has the last update, and backward would add to it
 
 
 def repeat_step(end: LogRecord, optimizer: Replicated) -> None:
