@@ -10,8 +10,8 @@ A trace is a file of lines `zone,seconds,available`, one for each change, of 16 
 by `--seed`. Stretches without a change are skipped but for some steps, and a virtual clock adds their seconds: seconds
 of recovery are real, those of training are the trace's.
 
-Goodput is the machine-seconds of steps that count, of those in which a machine was there. Beside it stands the same
-trace under the practice of restarting all from the newest checkpoint at any change, by the same clock and with the cost
+Goodput is the machine-seconds of steps that count, of those in which a machine was there: with the log of updates, by
+which a world goes on after the loss of all machines, and as if there were none. Beside it stands the same trace under the practice of restarting all from the newest checkpoint at any change, by the same clock and with the cost
 of a start that was measured here; and a kinder one, which also saves before any change but a kill.
 
 Machines are forks of a process that has imported torch. So the seconds of an import, measured once, are added to each
@@ -37,7 +37,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.spot_world import SCHEMES, WARM, Conductor, Event, as_row, last_mark
+from benchmarks.spot_world import (
+    SCHEMES,
+    WARM,
+    Conductor,
+    Event,
+    as_row,
+    last_mark,
+    seconds_of_a_replayed_step,
+)
 
 ASKED = 16
 RESULTS = Path(__file__).parent / "results" / "spot"
@@ -83,32 +91,38 @@ def kills(machines: int, times: int) -> list[Event]:
     return [Event(60.0 * n, *pair, 60.0 * (n + 1)) for n, pair in enumerate(pairwise(counts))]
 
 
-def elastic_goodput(rows: Sequence[Row], import_s: float, checkpoint_s: float) -> tuple[float, float]:
+def elastic_goodput(rows: Sequence[Row], import_s: float, checkpoint_s: float, logs: bool) -> tuple[float, float]:
     """Machine-seconds that were there, and those of them that count, as the events of `rows` went.
 
-    Where the last machines are killed, what they did since the newest checkpoint is lost. A broken event costs all
-    until the next one.
+    Where the last machines are killed, what they did since the newest checkpoint is lost. With `logs` only the steps
+    under way are, and the next machines take the others from the log: as many as fit into these seconds of the trace,
+    each in the seconds that were measured for one. A broken event costs all until the next one.
     """
-    there = idle = 0.0
+    there = idle = unsaved = 0.0
+    ordinary_s = statistics.median([row["ordinary_s"] for row in rows if row["ordinary_s"]] or [1.0])
     world: list[tuple[float, float, int]] = []  # stretches since all began together
     for row in rows:
         before, after, at, until = row["before"], row["after"], row["at"], row["until"]
         whole, stalled = after * (until - at), max(row["stalled_s"], row["longest_s"])
+        log_s = unsaved * row["replay_step_s"] / ordinary_s if logs else -row["replay_s"]
         cost = {
             "kill": after * stalled,
             "notice": after * stalled,
             "join": before * stalled + sum(each + import_s for each in row["came_s"]),
-            "start": after * (row["until_s"] + import_s),
+            "start": after * (row["until_s"] + import_s + log_s),
         }.get(row["kind"], 0.0)
         there += whole
         idle += whole if row["broken"] else min(cost, whole)
         if row["kind"] == "start":
             world = []
         elif row["kind"] == "kill, all gone" and world:
-            since = max(last_mark(at, checkpoint_s), world[0][0])
-            idle += sum(count * (end - max(begin, since)) for begin, end, count in world if end > since)
+            mark, began = last_mark(at, checkpoint_s), world[0][0]
+            since = max(mark, began)
+            unsaved = at - since + (unsaved if mark <= began else 0.0)  # and what it had taken from the log itself
+            lost = sum(count * (end - max(begin, since)) for begin, end, count in world if end > since)
+            idle += before * ordinary_s * (1 + row["lost_steps"]) if logs else lost
         elif row["kind"] == "notice, all gone":
-            idle += before * row["until_s"]
+            idle, unsaved = idle + before * row["until_s"], 0.0
         world.append((at, until, after))
     return there, there - idle
 
@@ -169,7 +183,7 @@ def table(rows: Sequence[Row], restart_s: float) -> str:
     """The results of some zones, with the same settings."""
     first = rows[0]
     import_s = statistics.median(row["import_s"] for row in rows)
-    starts = [row["until_s"] for row in rows if row["kind"] == "start" and not row["broken"]]
+    starts = [row["until_s"] - row["replay_s"] for row in rows if row["kind"] == "start" and not row["broken"]]
     start_s = statistics.median(starts or [0.0]) + import_s
     zones = sorted({row["zone"] for row in rows})
     some = {name: [row for row in rows if row["kind"] == name and not row["broken"]] for name in LEFT_SOME}
@@ -189,27 +203,30 @@ def table(rows: Sequence[Row], restart_s: float) -> str:
         measured("join: until the first newcomer trains", [min(row["came_s"]) for row in some["join"]]),
         measured("join: until all train, for each", [row["until_s"] / len(row["came_s"]) for row in some["join"]]),
         measured("start from nothing, with the load", starts),
+        measured("steps of the log after it", [row["replay_s"] for row in rows if row["replayed"]]),
         "",
-        f"| goodput | elastic | restart in {start_s:.1f} s | same, saves if told | restart in {restart_s:g} s | "
-        "same, saves if told |",
-        "|---|---|---|---|---|---|",
+        f"| goodput | elastic, with the log | elastic | restart in {start_s:.1f} s | same, saves if told | "
+        f"restart in {restart_s:g} s | same, saves if told |",
+        "|---|---|---|---|---|---|---|",
     ]
     for zone in [*zones, *(["all"] if len(zones) > 1 else [])]:
         of_zone = [[row for row in rows if row["zone"] == name] for name in (zones if zone == "all" else [zone])]
         every = first["checkpoint_s"]
-        found = [[elastic_goodput(each, import_s, every) for each in of_zone]]
+        found = [[elastic_goodput(each, import_s, every, logs) for each in of_zone] for logs in (True, False)]
         for seconds in (start_s, restart_s):
             found += [[restart_goodput(each, seconds, every, saves) for each in of_zone] for saves in (False, True)]
         shares = [sum(good for _, good in each) / max(1e-9, sum(there for there, _ in each)) for each in found]
         lines.append(f"| {zone} | " + " | ".join(f"{100 * share:.2f} %" for share in shares) + " |")
-    bad = violations(rows)
+    bad, step_s = violations(rows), statistics.median(row["ordinary_s"] for row in rows if row["ordinary_s"])
     lost = [row["lost_steps"] for row in rows if row["after"] and row["kind"] != "start"]
     gone = [row for row in rows if not row["after"]]
     lines += [
         "",
         f"Steps lost while a machine was left: {sum(lost)} in {len(lost)} events. All machines went {len(gone)} times, "
         f"{sum(row['kind'].startswith('notice') for row in gone)} with a notice (lost steps there: "
-        f"{sum(row['lost_steps'] for row in gone if row['kind'].startswith('notice'))}). "
+        f"{sum(row['lost_steps'] for row in gone if row['kind'].startswith('notice'))}; with the others, that the log "
+        f"lacks: {sum(row['lost_steps'] for row in gone if row['kind'].startswith('kill'))}). "
+        f"A step took {1000 * step_s:.0f} ms, to take it again {1000 * first['replay_step_s']:.1f} ms. "
         f"Sums of memories compared: {sum(row['checked'] for row in rows)}. Violations: {len(bad)}.",
         *bad,
     ]
@@ -230,6 +247,8 @@ def play(zone: str, todo: Sequence[Event], path: Path, args: argparse.Namespace)
     if len(done) >= len(todo):
         return
     settings["import_s"] = done[0]["import_s"] if done else import_seconds()
+    again = seconds_of_a_replayed_step
+    settings["replay_step_s"] = done[0]["replay_step_s"] if done else again(args.scheme, args.machines)
     path.parent.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(prefix="spot-") as folder,

@@ -3,6 +3,9 @@
 Each machine is one replica, forked from a process that has imported torch once. It takes steps of a tiny model all the
 time, and writes a line after each: the moment, the step, the number of replicas, and a digest of the weights. Where the
 number of replicas changes it also writes its memory before and after, which tells whether something was lost.
+
+Checkpoints and the log of updates are in one place, which outlives all machines: a world that starts from nothing loads
+the newest checkpoint, and takes the steps of the log after it again.
 """
 
 import contextlib
@@ -11,6 +14,7 @@ import random
 import signal
 import socket
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,9 +28,11 @@ import torch
 import torch.distributed as dist
 
 import detonation as dt
+from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.exchange.two_stage import TwoStage
 from detonation.core.flat.tensors import digest
 from detonation.errors import ReplicaLeft
+from detonation.log.repeat import log_files
 
 SCHEMES = {"demo": dt.demo(topk=4, chunk=16), "random_sign": dt.random_sign(rate=1 / 4)}
 TOKEN = b"a token for a benchmark"
@@ -61,8 +67,9 @@ class Outcome:
     until_s: from the event until all that are there have taken a step together; where all go, until all have ended.
     stalled_s: the same without the ordinary steps that the slowest took meanwhile. longest_s: the longest step of those
     that were there before, above an ordinary one. came_s: of each newcomer, until its first step. left_s: until the
-    last that had a notice has ended. lost_steps: those that will be taken again. saved_at: second of the trace at which
-    the newest checkpoint was saved. checked: changes of numbers over which the sum of memories was compared.
+    last that had a notice has ended. lost_steps: those that no message or log has, whose batches will be drawn again.
+    saved_at: second of the trace at which the newest checkpoint was saved. replayed: steps that a start took from the
+    log, in at most replay_s. checked: changes of numbers over which the sum of memories was compared.
     """
 
     kind: str
@@ -78,6 +85,8 @@ class Outcome:
     left_s: float = 0.0
     lost_steps: int = 0
     saved_at: float | None = None
+    replayed: int = 0
+    replay_s: float = 0.0
     checked: int = 0
     unequal: list[str] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
@@ -116,8 +125,14 @@ def train(folder: Path, port: int, name: str, replica: int, replicas: int, schem
         axis = dt.elastic(replica=replica, replicas=replicas, store=store)
         base = dt.SignSGD(model.parameters(), lr=1e-3)
         optimizer = dt.replicate(base, model, axis, SCHEMES[scheme])
-        if (loaded := dt.load_checkpoint(folder / "checkpoints", model, optimizer)) is not None:
-            (folder / f"{name}.loaded").write_text(f"{loaded.step} {digest(model.parameters())[:16]}")
+        loaded = dt.load_checkpoint(folder / "checkpoints", model, optimizer)
+        began, saved = time.monotonic(), loaded.step if loaded else 0
+        step = dt.replay(folder / "updates", optimizer) if (folder / "updates").exists() else 0
+        if step:
+            taken = f"{step - saved} {time.monotonic() - began}"
+            (folder / f"{name}.loaded").write_text(f"{step} {digest(model.parameters())[:16]} {taken}")
+    log = dt.UpdateLog(folder / "updates")
+    optimizer.record(log)
     door = dt.Admission(model, optimizer, token=TOKEN)
     noticed: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: noticed.append(1))
@@ -144,9 +159,38 @@ def train(folder: Path, port: int, name: str, replica: int, replicas: int, schem
             asked += bool(noticed)
             if int(rows[:, 1].max()) > 0 and bool((rows[:, 1] > 0).all()):
                 path = dt.save_checkpoint(folder / "checkpoints", model, optimizer)
+                log.rotate(oldest=optimizer.step_count)
                 (folder / f"{name}.saved").write_text(f"{wanted} {path.name} {found}")
                 while (folder / "save").exists():  # the conductor removes it once all have saved
                     time.sleep(POLL_S)
+
+
+def seconds_of_a_replayed_step(scheme: str, machines: int, steps: int = 300) -> float:
+    """The seconds in which each of `machines` takes one step of a log again, all of them at once."""
+
+    def alike() -> tuple[torch.nn.Module, Any]:
+        model = made()
+        base = dt.SignSGD(model.parameters(), lr=1e-3)
+        return model, dt.replicate(base, model, LoopbackCommunicator(machines), SCHEMES[scheme])
+
+    def replay(path: Path, to: int) -> None:
+        dt.replay(path, alike()[1], to=to)
+
+    with tempfile.TemporaryDirectory(prefix="spot-") as folder:
+        path, (model, optimizer) = Path(folder), alike()
+        optimizer.record(dt.UpdateLog(path / "updates"))
+        for _ in range(steps):
+            model(torch.rand(4, 32)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        taken = []
+        for to in (steps // 3, steps):
+            began = time.monotonic()
+            pids = [forked(lambda to=to: replay(path / "updates", to), path / "error") for _ in range(machines)]
+            if sum(os.waitpid(pid, 0)[1] for pid in pids):
+                raise Broken((path / "error").read_text())
+            taken.append(time.monotonic() - began)
+    return (taken[1] - taken[0]) / (steps - steps // 3)
 
 
 def watch_memory(optimizer: Any, axis: Any, folder: Path, name: str) -> None:
@@ -337,7 +381,7 @@ class Conductor:
         began = time.monotonic()
         if event.kind == "start":
             self._start(event.after)
-            outcome.unequal += self._compare_loaded()
+            outcome.unequal += self._compare_loaded(outcome)
         elif event.kind == "join":
             self._alive = stay + [self._machine(-1, 0) for _ in range(event.after - event.before)]
         else:
@@ -414,25 +458,28 @@ class Conductor:
         self._saved = int(name.rpartition("-")[2]), found
 
     def _all_gone(self, gone: Sequence[Machine], event: Event) -> int:
-        """The steps that are lost with the last machines. Their last states must be in a checkpoint after a notice."""
-        last = max((machine.look()[-1] for machine in gone if machine.look()), key=lambda line: line.step)
-        newest = max(
-            (path for path in (self._folder / "checkpoints").glob("step-*") if (path / "manifest.json").exists()),
-            default=None,
-        )
-        step = int(newest.name.rpartition("-")[2]) if newest else 0
-        if event.noticed:
-            self._saved, self._saved_at = (last.step, last.digest), event.at
+        """The steps that are lost with the last machines, none after a notice; the next begin after the others."""
         for machine in gone:
             self._note(machine)
-        return last.step - step
+        last = max(machine.lines[-1].step for machine in gone if machine.lines)
+        manifests = (self._folder / "checkpoints").glob("step-*/manifest.json")
+        saved = [int(path.parent.name.rpartition("-")[2]) for path in manifests]
+        logged = [end for _, _, end, _ in log_files(self._folder / "updates")]
+        step = max([0, *saved, *([] if event.noticed else logged)])
+        if event.noticed:
+            self._saved_at = event.at
+        self._saved = step, self._seen.get(step, "")  # killed before it wrote a line of this step
+        return max(0, last - step)
 
-    def _compare_loaded(self) -> list[str]:
-        """Where a world went on from other weights than those that were saved."""
+    def _compare_loaded(self, outcome: Outcome) -> list[str]:
+        """Where a world went on from other weights than those of the step that it goes on from."""
         files = [self._folder / f"{machine.name}.loaded" for machine in self._alive]
-        said = {file.read_text() if file.exists() else "nothing" for file in files}
-        wanted = f"{self._saved[0]} {self._saved[1]}" if self._saved else "nothing"
-        return [] if said == {wanted} else [f"loaded {sorted(said)}, saved was {wanted}"]
+        said = [file.read_text().split() if file.exists() else ["0", "nothing", "0", "0"] for file in files]
+        outcome.replayed = max(int(words[2]) for words in said)
+        outcome.replay_s = max(float(words[3]) for words in said)
+        step, wanted = self._saved or (0, "nothing")
+        found = {(int(words[0]), words[1] if wanted else "") for words in said}
+        return [] if found == {(step, wanted)} else [f"went on from {sorted(found)}, the last was {step} {wanted}"]
 
     def _compare(self) -> list[str]:
         return [text for machine in self._alive for text in self._note(machine)]

@@ -80,13 +80,13 @@ def killed(out, to):
     return run
 
 
-@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_a_run_that_lost_all_its_machines_goes_on_after_the_last_step_of_its_log(run, replicas, tmp_path):
+@pytest.mark.parametrize("more", [[], pytest.param(["--replicas", 3, "--elastic"], marks=pytest.mark.long)])
+def test_a_run_that_lost_all_its_machines_goes_on_after_the_last_step_of_its_log(run, more, tmp_path):
     """It draws no batch again but for that of the step under way, and its own log goes on."""
     folder, recipe, out, summary = run
     out = killed(out, tmp_path)
     rounds = ["scheme.every=3"] if "diloco" in summary["scheme"] else []
-    flags = ["--shards", 2, "--replicas", replicas, "--checkpoint-every", 2, "--log", "--out", out, "--json"]
+    flags = ["--shards", 2, *more, "--checkpoint-every", 2, "--log", "--out", out, "--json"]
     set_up = ["--scheme", summary["scheme"].partition("(")[0], "--set", "seed=3", *rounds]
     done = detonation(folder, "train", recipe, *set_up, *flags, "--resume")
     assert done.code == 0, done.stderr
