@@ -11,8 +11,9 @@ by `--seed`. Stretches without a change are skipped but for some steps, and a vi
 of recovery are real, those of training are the trace's.
 
 Goodput is the machine-seconds of steps that count, of those in which a machine was there: with the log of updates, by
-which a world goes on after the loss of all machines, and as if there were none. Beside it stands the same trace under the practice of restarting all from the newest checkpoint at any change, by the same clock and with the cost
-of a start that was measured here; and a kinder one, which also saves before any change but a kill.
+which a world goes on after the loss of all machines, and as if there were none. Beside it stands the same trace under
+the practice of restarting all from the newest checkpoint at any change, by the same clock and with the cost of a start
+that was measured here; and a kinder one, which also saves before any change but a kill.
 
 Machines are forks of a process that has imported torch. So the seconds of an import, measured once, are added to each
 machine that comes and to each restart. A step stands still for `--pace-s`, as a host does whose accelerator computes.
