@@ -188,7 +188,7 @@ class Recording:
 def replay_rest(session: Session, updates: Path) -> list[str]:
     """Takes the steps that a log has after the checkpoint, but not the last of the run; returns a line. Collective."""
     step = session.optimizer.step_count
-    begun = [begun for _, begun, _ in segments(updates, "")]  # with a checkpoint, unless training went on without a log
+    begun = [begun for _, begun, _ in segments(updates, "")]  # one with each checkpoint of a run with a log
     if not session.world.texts().broadcast("a log" if step in begun else ""):
         return []
     reached = replay(updates, session.optimizer, max(step, session.config.train.steps - 1))
