@@ -219,6 +219,7 @@ def table(rows: Sequence[Row], restart_s: float) -> str:
         shares = [sum(good for _, good in each) / max(1e-9, sum(there for there, _ in each)) for each in found]
         lines.append(f"| {zone} | " + " | ".join(f"{100 * share:.2f} %" for share in shares) + " |")
     bad, step_s = violations(rows), statistics.median(row["ordinary_s"] for row in rows if row["ordinary_s"])
+    again_s = statistics.median(row["replay_step_s"] for row in rows)
     lost = [row["lost_steps"] for row in rows if row["after"] and row["kind"] != "start"]
     gone = [row for row in rows if not row["after"]]
     lines += [
@@ -227,7 +228,7 @@ def table(rows: Sequence[Row], restart_s: float) -> str:
         f"{sum(row['kind'].startswith('notice') for row in gone)} with a notice (lost steps there: "
         f"{sum(row['lost_steps'] for row in gone if row['kind'].startswith('notice'))}; with the others, that the log "
         f"lacks: {sum(row['lost_steps'] for row in gone if row['kind'].startswith('kill'))}). "
-        f"A step took {1000 * step_s:.0f} ms, to take it again {1000 * first['replay_step_s']:.1f} ms. "
+        f"A step took {1000 * step_s:.0f} ms, to take it again {1000 * again_s:.1f} ms. "
         f"Sums of memories compared: {sum(row['checked'] for row in rows)}. Violations: {len(bad)}.",
         *bad,
     ]
