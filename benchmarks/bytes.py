@@ -23,7 +23,6 @@ SCHEMES = [
     dt.diloco(),
     dt.schemes.local_sgd(),
     dt.schemes.streaming_diloco(fragments=1),
-    dt.schemes.eager_diloco(),
     dt.muloco(),
     dt.schemes.sparta(),
     dt.schemes.sparseloco(),

@@ -42,8 +42,6 @@ SCHEMES = {
     "sparseloco": dt.schemes.sparseloco(every=2, topk=8, chunk=256),
     "demo-diloco": dt.schemes.demo_diloco(every=3, outer_momentum=0.5),
     "decoupled-adamw": dt.schemes.decoupled_adamw(topk=4, chunk=16, decay=0.9),
-    "eager": dt.schemes.eager_diloco(every=2),
-    "eager-int8": dt.schemes.eager_diloco(every=3, outer_momentum=0.0, precision="int8"),
     "muloco": dt.muloco(every=3),
     "muloco-2bit": dt.muloco(every=2, precision="2bit", decay=0.9),
     # not in 2 bits, which have no zero: the zeros of two replicas cancel in a mean, but have a length

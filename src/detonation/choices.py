@@ -23,6 +23,7 @@ GONE_KEYS = {
     "distro": 'take demo with precision "sign", error_feedback = false and a delay',
     "demo_published": 'take demo with tiles = true, aggregate = "mean_nonzero" and link = "all-gather"',
     "slicing": "take striding, or random",
+    "eager_diloco": "take streaming_diloco",
     "reverse": "leave it out, and give a file with the languages in the other order",
     "namespaces": "leave it out; `link` emulates the network",
     "shard_resync_every": "leave it out, or give dt.shard_wire(resync_every=...) in a loop of your own",

@@ -2,7 +2,7 @@
 
 from detonation.core.schemes.compressed import demo_diloco, muloco, sparseloco, sparta
 from detonation.core.schemes.gradients import decoupled_adamw, demo, full, loco, none
-from detonation.core.schemes.parameters import diloco, eager_diloco, local_sgd, streaming_diloco
+from detonation.core.schemes.parameters import diloco, local_sgd, streaming_diloco
 from detonation.core.schemes.rotating import random, random_sign, striding
 from detonation.core.schemes.scheme import Scheme
 
@@ -12,7 +12,6 @@ __all__ = [
     "demo",
     "demo_diloco",
     "diloco",
-    "eager_diloco",
     "full",
     "local_sgd",
     "loco",

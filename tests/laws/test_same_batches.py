@@ -27,13 +27,8 @@ def without_owners(scheme):
     return replace(scheme, link="all-gather") if "owner" in ways else scheme
 
 
-def depends_on_the_number(scheme):
-    """`eager_diloco` begins a round with its own share, 1 / R, of the outer step."""
-    return getattr(scheme, "resume_from", "") == "own_share"
-
-
 SLOW = {"streaming-slow": dt.schemes.streaming_diloco(every=6, fragments=2, delay=3, precision="fp32")}
-AS_THEY_ARE = {name: scheme for name, scheme in (TALKING | SLOW).items() if not depends_on_the_number(scheme)}
+AS_THEY_ARE = TALKING | SLOW
 LAW = {name: without_owners(scheme) for name, scheme in AS_THEY_ARE.items()}
 FORGETFUL = [name for name, scheme in LAW.items() if scheme.feedback is None and scheme is AS_THEY_ARE[name]]
 SAVED = ["full", "demo", "random-late", "diloco", "streaming", "streaming-slow", "sparseloco", "muloco-2bit", "sparta"]

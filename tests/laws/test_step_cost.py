@@ -178,7 +178,6 @@ ROUNDS = {
     ),  # messages of three in flight
     "muloco": (dt.muloco(every=2), 3),
     "demo-diloco": (dt.schemes.demo_diloco(every=2), 3),
-    "eager": (dt.schemes.eager_diloco(every=2), 5),
     "sparta": (dt.schemes.sparta(rate=1 / 4), 1),
     "sparseloco": (dt.schemes.sparseloco(every=2, topk=8, chunk=512), 2),
 }

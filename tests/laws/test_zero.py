@@ -231,13 +231,10 @@ def padding_after(scheme, replicas, tied=False):
     return [(weight[Padded.padding], weight[Padded.padding - 1] - start[Padded.padding - 1]) for weight in found]
 
 
-@covered("name, replicas", [*TALKING, "eager-2bit", "diloco-owner"], [2, 3])
+@covered("name, replicas", [*TALKING, "diloco-owner"], [2, 3])
 def test_the_padding_row_of_an_embedding_stays_exactly_where_it_is(name, replicas):
     """Though chunks cross rows, and one bit has no zero."""
-    more = {
-        "eager-2bit": dt.schemes.eager_diloco(2, precision="2bit"),
-        "diloco-owner": dt.muloco(every=2, link="owner"),
-    }
+    more = {"diloco-owner": dt.muloco(every=2, link="owner")}
     for padding, beside in padding_after((TALKING | more)[name], replicas):
         assert torch.equal(padding, torch.arange(32) / 10) and beside.any()
 

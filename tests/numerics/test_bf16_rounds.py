@@ -68,20 +68,6 @@ def test_diloco_is_the_papers_rule_on_bf16_weights():
         torch.testing.assert_close(found, anchor.detach(), atol=1e-5, rtol=0)
 
 
-def test_eager_diloco_is_the_papers_rule_on_bf16_weights():
-    """Each replica's own outer optimizer takes its fresh part and the others' part of the round before."""
-    starts, outer = outer_sgd(REPLICAS)
-    stale = torch.zeros(REPLICAS, *SHAPE)
-    for number in range(ROUNDS):
-        fresh = torch.stack(moved([start.detach() for start in starts], number))
-        for replica, start in enumerate(starts):
-            start.grad = (fresh[replica] + stale.sum(0) - stale[replica]) / REPLICAS
-        outer.step()
-        stale = fresh
-    for replica, ((_, start, _), *_) in enumerate(trained(dt.schemes.eager_diloco(every=EVERY, outer_momentum=0.5))):
-        torch.testing.assert_close(start, starts[replica].detach(), atol=1e-5, rtol=0)
-
-
 STILL = {
     "diloco": (dt.diloco(every=2, outer_momentum=0.0), 0),
     "diloco-int8": (dt.diloco(every=2, outer_momentum=0.0, precision="int8"), 0),
@@ -89,7 +75,6 @@ STILL = {
         dt.schemes.streaming_diloco(4, fragments=1, delay=1, keep=0.0, outer_momentum=0.0, precision="fp32"),
         4,
     ),
-    "eager": (dt.schemes.eager_diloco(every=2, outer_momentum=0.0), 4),
     "muloco": (dt.muloco(every=2, outer_momentum=0.0, precision="int8"), 40),
     "sparseloco": (
         dt.schemes.sparseloco(every=2, topk=32, chunk=64, aggregate="mean", outer_lr=0.7, precision="int8"),

@@ -30,9 +30,8 @@ def trained(scheme, replicas):
 
 
 def depends_on_the_group(scheme):
-    """`eager_diloco` is ahead by its own share, of 1 / R; owners round again, each for blocks of its own rows."""
-    eager = getattr(scheme, "resume_from", "") == "own_share"
-    return eager or scheme.link == "owner"
+    """Owners round again, each for blocks of its own rows."""
+    return scheme.link == "owner"
 
 
 @pytest.mark.parametrize("name", [name for name, scheme in TALKING.items() if not depends_on_the_group(scheme)])

@@ -64,11 +64,11 @@ def test_bytes_are_those_of_one_replica_with_all_its_shards(train):
         ("2x2", ["scheme.name=diloco", "scheme.every=4", "model.dropout=0.1"]),
         pytest.param(
             "2x2",
-            ["scheme.name=eager_diloco", "scheme.every=2", "optimizer.name=Muon", "optimizer.lr=0.003"],
+            ["scheme.name=muloco", "scheme.every=2", "optimizer.name=Muon", "optimizer.lr=0.003"],
             marks=pytest.mark.long,
         ),
     ],
-    ids=["demo-adamw", "random-sgd", "diloco-adamw", "eager-muon"],
+    ids=["demo-adamw", "random-sgd", "diloco-adamw", "muloco-muon"],
 )
 def test_stopped_and_resumed_equals_uninterrupted(train, tmp_path, world, sets):
     replicas, shards = world.split("x")

@@ -120,7 +120,6 @@ SETTINGS = {
         dt.schemes.streaming_diloco(4, 2, 1, precision="fp32"),
         dt.schemes.streaming_diloco(6, 2, 1, precision="fp32"),
     ],
-    "eager": [dt.schemes.eager_diloco(every=2), dt.schemes.eager_diloco(every=3)],
     "sparseloco": [dt.schemes.sparseloco(2, 8, 256), dt.schemes.sparseloco(3, 2, 256)],
 }
 

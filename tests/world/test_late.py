@@ -24,7 +24,7 @@ BUCKETED = {"full", "demo", "demo-owner", "late-owner"}
 SKIP = dt.Safety(non_finite="skip")
 KINDS = (
     *("full", "full-bf16", "demo", "demo-tiles", "demo-sign", "demo-bitmap-2bit", "demo-owner", "random-late"),
-    *("random-int8-clipped", "diloco", "streaming", "eager-int8", "sparta"),
+    *("random-int8-clipped", "diloco", "streaming", "sparta"),
 )
 LATE = dt.demo(chunk=16, precision="sign", error_feedback=False, delay=1, link="owner")
 SCHEMES = {name: TALKING[name] for name in KINDS} | {"late-owner": LATE}

@@ -17,7 +17,7 @@ from zoo import Plain, built
 pytestmark = pytest.mark.usefixtures("lasting_worlds")
 
 SAVED = 3
-USUAL = ("demo", "demo-sign", "random-sign-owner", "random-late", "diloco", "eager")
+USUAL = ("demo", "demo-sign", "random-sign-owner", "random-late", "diloco", "streaming")
 """Error feedback, signs, owners, messages on their way, rounds, and rounds whose messages are on their way."""
 
 

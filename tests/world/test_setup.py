@@ -523,7 +523,7 @@ def test_fp64_parameters_are_looked_through_as_others_are(bad):
 
 @pytest.mark.parametrize(
     "scheme",
-    [dt.demo(), dt.diloco(every=2), dt.schemes.eager_diloco(every=2), dt.schemes.sparta()],
+    [dt.demo(), dt.diloco(every=2), dt.schemes.streaming_diloco(2, 2, 1), dt.schemes.sparta()],
 )
 def test_a_state_without_that_of_the_replica_leaves_the_loaded_weights_alone(scheme):
     """An anchor would put the weights of before back."""

@@ -275,8 +275,7 @@ def _memory_bytes(scheme: Scheme, layout: Layout, replicas: int) -> int:
     flat = 4 * layout.rows * layout.chunk
     state = flat if scheme.feedback else 0
     if isinstance(scheme, ParameterScheme):
-        own_share = scheme.resume_from == "own_share"
-        state += flat * (1 + (scheme.outer.momentum > 0)) * (1 + own_share)
+        state += flat * (1 + (scheme.outer.momentum > 0))
     collective = traffic.collective_for(scheme, layout, replicas)
     if collective == "owner":
         state += flat // replicas

@@ -1,4 +1,4 @@
-"""The outer optimizer that moves the anchor, and one replica's own share of its next step."""
+"""The outer optimizer that moves the anchor."""
 
 import torch
 from torch import Tensor
@@ -38,27 +38,3 @@ class OuterSGD:
             return gradient
         momentum = self._momentum[rows].mul_(self._outer.momentum).add_(gradient)
         return gradient.add_(momentum * self._outer.momentum) if self._outer.nesterov else momentum
-
-
-class EagerStart(OuterSGD):
-    """The start of this replica's round: the anchor plus this replica's own share of the outer step in flight.
-
-    An outer step is linear in the messages of the replicas, and so the sum of a share of each. The own share is known
-    at once, with a momentum of its own; the others' shares come with the message (Kale et al., arXiv 2502.12996, where
-    each replica holds the whole sum instead of an anchor that all agree on).
-    """
-
-    def __init__(self, anchor: Tensor, outer: Outer, replicas: int) -> None:
-        super().__init__(anchor.clone(), outer)
-        self._replicas = replicas
-
-    def advance(self, rows: slice, anchor: Tensor, own_update: Tensor) -> None:
-        """Moves some rows to where `own_update` alone would move those of the anchor.
-
-        Shapes: `[len(rows), chunk]` each.
-        """
-        share = self._direction(rows, own_update / self._replicas)
-        torch.sub(anchor, share * self._outer.lr, out=self.flat[rows])
-
-    def state(self) -> dict[str, Tensor]:
-        return {"start": self.flat} | {f"share_{kind}": flat for kind, flat in super().state().items()}

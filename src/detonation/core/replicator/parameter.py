@@ -14,7 +14,7 @@ from detonation.core.flat.tensors import locals_of, padding_row
 from detonation.core.memory import LocalState
 from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.channel import BucketPipeline, Channel, Transfer, Update
-from detonation.core.replicator.outer import EagerStart, OuterSGD
+from detonation.core.replicator.outer import OuterSGD
 from detonation.core.round import Round
 from detonation.core.schemes.scheme import ParameterScheme
 
@@ -53,8 +53,6 @@ class ParameterReplicator(Replicator):
         self._rounds = any(parameter.dtype == torch.bfloat16 for parameter in parameters.values())
         # by replica, since the last message: the local steps that are in it
         self._taken = torch.zeros(channel.link.replicas if self._local_steps else 0, dtype=torch.int64, device="cpu")
-        eager = scheme.resume_from == "own_share"
-        self._start = EagerStart(self._anchor.flat, scheme.outer, channel.link.replicas) if eager else None
 
     def after(self, step: int) -> None:
         if self._local_steps:
@@ -93,8 +91,6 @@ class ParameterReplicator(Replicator):
                 self._exchange(each, delay=0)
         if self._keep or self.scheme.needs_own_update:  # else they are there, or where an outer level has moved them
             copy(locals_of(self.parameters), self.shared_weights())
-        if self._start:
-            self._start.flat.copy_(self._anchor.flat)
         self._synchronized_at.fill_(step)
 
     def shared_weights(self) -> list[Tensor]:
@@ -113,8 +109,6 @@ class ParameterReplicator(Replicator):
         for suffix, flat in self._agreed().items():
             self.layout.write(flat, [tensors.get(slot.name + suffix) for slot in self.layout.slots])
         shift = self._anchor.flat - before
-        if self._start:
-            self._start.flat.add_(shift)
         parts = map(self.layout.parts, (before, shift, self._anchor.flat))
         for weight, was, by, anchor in zip(locals_of(self.parameters), *parts, strict=True):
             moved = weight + by  # what the replica moved in this round stays
@@ -122,7 +116,7 @@ class ParameterReplicator(Replicator):
             weight.copy_(torch.where(alone, anchor, moved))
 
     def local_state(self) -> LocalState:
-        flats = {"anchor": self._anchor.flat, **self._anchor.state(), **(self._start.state() if self._start else {})}
+        flats = {"anchor": self._anchor.flat, **self._anchor.state()}
         others = {"synchronized_at": self._synchronized_at}
         if self.round.delay:
             flats["arriving"] = self._arriving()
@@ -170,11 +164,7 @@ class ParameterReplicator(Replicator):
             lost = self.channel.send_bucket(transfer, pipeline, pieces)
             self._lost[pipeline.bucket.first] = lost.any() if isinstance(lost, Tensor) else lost
         unsent: Unsent = None
-        if transfer.own and self._start:
-            bucket, rows = pipeline.bucket, pipeline.bucket.rows  # whose parameters follow what was just sent
-            self._start.advance(rows, self._anchor.flat[rows], self._decoded(bucket, transfer.own.pop()))
-            copy(bucket.cut(weights), bucket.layout.parts(self._start.flat[rows]))
-        elif transfer.own:
+        if transfer.own:
             own = transfer.own.pop()
             # an accelerator has less memory and more time: it subtracts once more when the message lands
             kept = delay > 0 or not self.channel.runtime.decides_on_device
@@ -183,7 +173,7 @@ class ParameterReplicator(Replicator):
 
     def _movement(self, bucket: Bucket, weights: Sequence[Tensor], weight: float) -> Tensor:
         """The movement of a bucket in this round, times `weight`."""  # [rows of the bucket, chunk]
-        moved, start = self._position(bucket, weights), (self._start or self._anchor).flat
+        moved, start = self._position(bucket, weights), self._anchor.flat
         torch.sub(self._rounded(start, bucket, weights) if self._rounds else start[bucket.rows], moved, out=moved)
         return moved.mul_(weight) if weight != 1.0 else moved
 
@@ -228,8 +218,6 @@ class ParameterReplicator(Replicator):
         Shapes: update and unsent `[rows of the bucket, chunk]`; weights one local shape per parameter.
         """
         self._anchor.step(bucket.rows, update)
-        if self._start:
-            return
         target = anchor = self._anchor.flat[bucket.rows]
         if unsent is not None:
             begun = self._rounded(self._anchor.flat, bucket, weights) if self._rounds else anchor

@@ -132,38 +132,6 @@ def streaming_diloco(
 
 
 @register
-def eager_diloco(
-    every: int = 100,
-    outer_lr: float = 0.7,
-    outer_momentum: float = 0.5,
-    precision: str = "fp32",
-    link: LinkKind = "auto",
-) -> ParameterScheme:
-    """`diloco` that never waits: a message has a whole round to arrive; until then a replica uses its own share.
-
-    In the paper the outer gradient is this replica's fresh part and the others' part of the round before. Here the
-    anchor holds the updates that arrived, bitwise equal on all replicas, and a round starts from the anchor plus this
-    replica's own share of the next outer step: the same sum. The parameters are equal everywhere after `synchronize()`.
-    With one replica it is `diloco`.
-
-    Args:
-        every, outer_lr, outer_momentum, precision: As in `diloco`.
-        link: As in `demo`.
-
-    Raises:
-        ValueError: A value is out of range.
-
-    Example:
-        >>> eager_diloco(every=100).round.delay
-        100
-
-    Reference: Kale et al., Eager Updates, arXiv 2502.12996.
-    """
-    scheme = outer_sgd(every, outer_lr, outer_momentum, True, precision, link=link)
-    return replace(scheme, round=Round(every, delay=every), resume_from="own_share")
-
-
-@register
 def local_sgd(every: int = 16, precision: str = "fp32") -> ParameterScheme:
     """Local steps with any optimizer; every `every` steps the replicas' parameters are averaged.
 

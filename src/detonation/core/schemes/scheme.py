@@ -174,9 +174,8 @@ class ParameterScheme(Scheme):
         fragments: Parts of the parameters whose rounds take turns; from 1 to `every`.
         unit: The part of the model that stays in one fragment; see `Layout.fragments`.
         keep: The share of their own movement that stays when parameters follow the anchor; from 0 to 1.
-        resume_from: Where parameters go when the anchor has moved. "anchor": to it, except for `keep`. "own_share": to
-            the anchor plus this replica's share of the outer step in flight. "sent": to the anchor in the coordinates
-            that were sent; the rest stays. Needs a round without a delay.
+        resume_from: Where parameters go when the anchor has moved. "anchor": to it, except for `keep`. "sent": to the
+            anchor in the coordinates that were sent; the rest stays. Needs a round without a delay.
     """
 
     signal = "parameters"
@@ -184,11 +183,11 @@ class ParameterScheme(Scheme):
     fragments: int = 1
     unit: FragmentUnit = "parameter"
     keep: float = 0.0
-    resume_from: Literal["anchor", "own_share", "sent"] = "anchor"
+    resume_from: Literal["anchor", "sent"] = "anchor"
 
     @property
     def needs_own_update(self) -> bool:
-        return self.resume_from != "anchor"
+        return self.resume_from == "sent"
 
     @property
     def averages(self) -> bool:
@@ -208,7 +207,7 @@ class ParameterScheme(Scheme):
             raise ValueError(f"keep is {self.keep}, must be from 0 to 1")
         if self.resume_from == "sent" and self.round.delay:
             raise ValueError(f"delay is {self.round.delay}, must be 0 where parameters follow what was sent")
-        if self.resume_from != "own_share" and self.round.delay >= self.round.every:
+        if self.round.delay >= self.round.every:
             raise ValueError(f"delay is {self.round.delay}, must be below every ({self.round.every})")
 
 
