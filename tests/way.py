@@ -51,16 +51,16 @@ CEILINGS = {
 """Python calls of one `optimizer.step()`, moves from one file to another, and files: at most. They only fall."""
 
 SIZES = {
-    "lines of core": 11_800,
+    "lines of core": 11_731,
     "files of core": 87,
-    "lines of src": 38_255,
+    "lines of src": 38_253,
     "files of src": 249,
     "public names": 40,
     "verbs": 11,
     "recipe keys": 117,
     "private names of core that the application imports": 19,
-    "words of README": 841,
-    "words of docs": 39_417,
+    "words of README": 840,
+    "words of docs": 39_415,
 }
 """The size of the package, at most. The numbers only fall."""
 

@@ -162,6 +162,30 @@ def test_the_farther_the_evidence_the_wider_the_interval(table):
     assert "this run has 16 replicas, for which the interval is wider" in more.evidence
 
 
+def test_fewer_rounds_than_were_measured_widen_the_interval(table):
+    rounds = measured(0.9, 0.9, 0.9, scheme="diloco", arguments={"every": 10}, steps=1000)
+    table(baseline(1.0, 1.0, 1.0, steps=1000), rounds, measured(0.9, 0.9, 0.9, steps=1000))
+    as_many, fewer = (expected(dt.diloco(every=10), steps=steps) for steps in (1000, 100))
+    assert as_many.interval == pytest.approx((-0.1, -0.1))
+    assert fewer.interval == pytest.approx((-0.135, -0.065)) and fewer.far == ("0.1 times the length",)
+    assert expected(steps=100).interval == pytest.approx((-0.1, -0.1)), "it exchanges at every step"
+
+
+def test_ten_times_fewer_rounds_cost_what_was_measured():
+    rows = [loss for loss in loss_table() if loss.optimizer == "Muon" and loss.replicas in (1, 2)]
+    full = {row.task: row.losses for row in rows if row.is_full}
+    few, many = (
+        min(
+            relative(row.losses, full[row.task])[0]
+            for row in rows
+            if row.arguments.get("every") == 30 and row.arguments["precision"] == "2bit" and row.steps == steps
+            if row.parameters < 10**6
+        )
+        for steps in (300, 3000)
+    )
+    assert round(few - many, 3) == losses.PER_FEWER_ROUNDS
+
+
 def test_a_lead_that_was_measured_at_two_lengths_halves_as_it_is_taken_to():
     at = {loss.steps: estimate(dt.full(), "Muon", goal_of(steps=loss.steps)) for loss in loss_table() if loss.is_full}
     assert round(at[300].cost, 3) == -0.219 and round(at[1000].cost, 3) == -0.109

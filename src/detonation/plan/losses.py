@@ -26,6 +26,9 @@ PER_DECADE = 0.01
 0.6 to 4.3 million parameters (docs/findings.md)."""
 PER_DOUBLING = 0.08
 """The same for each factor of two in replicas: the largest change of a mean, `muloco` every 30 (docs/findings.md)."""
+PER_FEWER_ROUNDS = 0.035
+"""The same for each factor of ten by which a run has fewer rounds: `muloco` every 30 over 100 and over 10 rounds, +0.9
+and +4.4 % (docs/findings.md)."""
 SPREAD = 0.07
 """Half of a 95 % interval of three seeds on text (docs/findings.md), for a single seed."""
 # fmt: off
@@ -244,6 +247,8 @@ def _expected(loss: Loss, base: Loss, goal: Goal) -> Estimate:
     longer = 0.5 ** (max(0.0, math.log(goal.steps / loss.steps)) / HALVING)
     times, doublings = goal.parameters / loss.parameters, loss.doublings(goal.replicas)
     wider = PER_DECADE * abs(math.log10(times)) + PER_DOUBLING * abs(doublings)
+    if loss.arguments.get("every", 1) != 1:
+        wider += PER_FEWER_ROUNDS * max(0.0, math.log10(loss.steps / goal.steps))
     far = []
     if not 0.5 < times < 2:
         far.append(f"{times:,.2g} times the size" if times < 10 else f"{times:,.0f} times the size")
