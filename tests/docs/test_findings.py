@@ -11,6 +11,8 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import finetune
 import long_rounds
+import long_rounds_grid
+import long_rounds_table
 import paired
 import paper
 import paper_claims
@@ -24,7 +26,7 @@ PAGES = [
     "README.md",
     *(f"docs/{name}.md" for name in ("findings", "research", "which-scheme", "networks", "your-loop")),
 ]
-PAGES += ["docs/tutorials/larger-than-a-node.md", "research/frontier.md"]
+PAGES += ["docs/tutorials/larger-than-a-node.md", "research/frontier.md", "research/long-rounds.md"]
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +37,7 @@ def printed():
     text = [second_round.pairs(done), *(second_round.table(done, study) for study in second_round.REFERENCES)]
     text += [claim(paper.rows(ROOT / paper.LOSSES)) for claim in paper_claims.CLAIMS]
     text.append(finetune.table(long_rounds.rows(ROOT / finetune.RESULTS)))
+    text.append(long_rounds_table.table(long_rounds_grid.methods, long_rounds.rows(ROOT / long_rounds.RESULTS)))
     text += paired.table(paired.rows([ROOT / path for path in paired.RESULTS]))
     text += shard_wire.table([json.loads(line) for line in shards])
     asked = Question(parameters="1.2b", link="1gbit,1ms", step_time=0.35, replicas=8, shards=8)  # of docs/networks.md
