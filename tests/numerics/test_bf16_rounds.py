@@ -53,13 +53,9 @@ def moved(starts, number):
     return [start.bfloat16().float() - end.float() for start, end in pairs]
 
 
-def outer_sgd(count):
-    parameters = [torch.nn.Parameter(weights().float()) for _ in range(count)]
-    return parameters, torch.optim.SGD(parameters, lr=0.7, momentum=0.5, nesterov=True)
-
-
 def test_diloco_is_the_papers_rule_on_bf16_weights():
-    (anchor,), outer = outer_sgd(1)
+    anchor = torch.nn.Parameter(weights().float())
+    outer = torch.optim.SGD([anchor], lr=0.7, momentum=0.5, nesterov=True)
     for number in range(ROUNDS):
         anchor.grad = torch.stack(moved([anchor.detach()] * REPLICAS, number)).mean(0)
         outer.step()

@@ -193,7 +193,7 @@ def test_the_verb_ranks_schemes_for_a_given_link(capsys):
     assert found["parameters"] == count("1.2b") and found["replicas"] == 16 and found["after_steps"] == 1000
     assert {option["scheme"] for option in found["options"]} == SCHEMES.keys()
     assert found["reason"] in " ".join(printed.err.split())
-    assert "optimizer.name=Muon optimizer.momentum=0." in printed.err and "optimizer.lr" not in printed.err
+    assert "optimizer.name=Muon optimizer.momentum=0.9" in printed.err and "optimizer.lr" not in printed.err
 
 
 def test_a_person_reads_a_sentence_five_rows_of_six_columns_and_the_flags(capsys):
