@@ -78,14 +78,13 @@ CHOSEN = {
     "muloco 60, 4bit": muloco(60, "4bit"),
     "muloco 30, 2bit": muloco(30, "2bit"),
     "sparseloco 20": averaged("sparseloco"),
-    "demo_diloco 20": averaged("demo_diloco", PLAIN_OUTER),
     "streaming_diloco 20": averaged("streaming_diloco", f"scheme.delay=2 {PLAIN_OUTER}"),
 }
 """quick-lm at 2 replicas, with the learning rates that seed 0 chose."""
 
 CORE = ("random_sign 1/8", "demo 1/64, sign", "demo 1/128, sign", "AdamW, full", "demo 4/64, fp32")
 
-AVERAGED = ("sparseloco 20", "demo_diloco 20", "streaming_diloco 20")
+AVERAGED = ("sparseloco 20", "streaming_diloco 20")
 
 ROUNDS = ("muloco 60, 4bit", "muloco 30, 2bit", "Muon, full")
 

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import detonation as dt
 from detonation.cluster.network.simulated import SimulatedCommunicator, simulate_replicas
 from detonation.core.link.communicator import Communicator
+from detonation.extend import DCT, TopK, outer_sgd
 from detonation.plan.losses import spread
 
 RESULTS = Path("benchmarks/results/2026-11-22-links.jsonl")
@@ -36,7 +37,7 @@ CASES: dict[str, tuple[dt.schemes.Scheme, str, float]] = {
     "demo 4/64 fp32": (dt.demo(), "SignSGD", 2e-3),
     "decoupled_adamw 4/64 fp32": (dt.schemes.decoupled_adamw(), "AdamW", 3e-3),
     "demo 4/64 sign": (dt.demo(**SIGNS), "SignSGD", 2e-3),
-    "demo_diloco 10": (dt.schemes.demo_diloco(every=10, outer_lr=1.0, outer_momentum=0.0), "AdamW", 3e-3),
+    "demo_diloco 10": (outer_sgd(10, 1.0, basis=DCT(), selection=TopK(4, 64), decay=0.95), "AdamW", 3e-3),
     "random_sign 1/8": (dt.random_sign(decay=0.9, cycle=True), "SignSGD", 4e-3),
 }
 """Scheme, base optimizer and its learning rate for `teacher`."""

@@ -62,7 +62,6 @@ CASES: dict[str, tuple[dt.schemes.Scheme, Base, torch.dtype]] = {
     "diloco int8 + AdamW": (dt.diloco(every=4, precision="int8"), adamw, torch.float32),
     "local_sgd + AdamW": (dt.schemes.local_sgd(every=4), adamw, torch.float32),
     "streaming_diloco 4bit + AdamW": (dt.schemes.streaming_diloco(every=8, fragments=4, delay=1), adamw, torch.float32),
-    "demo_diloco + AdamW": (dt.schemes.demo_diloco(every=4), adamw, torch.float32),
     "muloco 4bit + AdamW": (dt.muloco(every=4), adamw, torch.float32),
     "sparta 1/200 + AdamW": (dt.schemes.sparta(), adamw, torch.float32),
     "sparseloco + AdamW": (dt.schemes.sparseloco(every=4), adamw, torch.float32),

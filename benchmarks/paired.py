@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import detonation as dt
+from detonation.choices import GONE_KEYS
 from detonation.plan.losses import relative, trained_by
 
 RESULTS = sorted(Path("benchmarks/results").glob("*-frontier*.jsonl"))
@@ -68,11 +69,13 @@ def percent(cost: float, interval: tuple[float, float] | None) -> str:
 
 
 def scheme_of(sets: Sequence[str]) -> dt.schemes.Scheme | None:
-    """The scheme of a run with nothing but settings of scheme and optimizer, else None; look-ahead is gone."""
+    """The scheme of a run with nothing but settings of scheme and optimizer, else None, as of what is gone."""
     values = dict(each.split("=", 1) for each in sets)
     if any(not key.startswith(("scheme.", "optimizer.")) for key in values):
         return None
     given = {key.removeprefix("scheme."): value for key, value in values.items() if key.startswith("scheme.")}
+    if given["name"] in GONE_KEYS:
+        return None
     arguments = {key: _value(value) for key, value in given.items() if key != "name"}
     ahead, made = arguments.pop("lookahead", True), dt.scheme(given["name"], arguments)
     return None if ahead and made.signal == "gradients" and made.round.delay else made

@@ -197,13 +197,23 @@ def launched(
     ]
 
 
-def free_port() -> int:
-    """A port to listen on later, below those that the kernel gives out by itself: no other world takes it meanwhile."""
+def free_ports(count: int) -> list[int]:
+    """Ports to listen on later, below those that the kernel gives out by itself: no other world takes one meanwhile."""
     first = 20_000 + os.getpid() * 97 % 10_000
-    for port in range(first, 32_000):
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-    raise OSError("no port is free")
+    with contextlib.ExitStack() as held:
+        found: list[int] = []
+        for port in range(first, 32_000):
+            with contextlib.suppress(OSError):
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+                found.append(port)
+            if len(found) == count:
+                return found
+    raise OSError("too few ports are free")
+
+
+def free_port() -> int:
+    """One of `free_ports`."""
+    return free_ports(1)[0]
 
 
 def outliving(pids: Sequence[int], timeout_s: float = LIMIT_S) -> list[int]:

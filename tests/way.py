@@ -51,16 +51,16 @@ CEILINGS = {
 """Python calls of one `optimizer.step()`, moves from one file to another, and files: at most. They only fall."""
 
 SIZES = {
-    "lines of core": 11_731,
+    "lines of core": 11_728,
     "files of core": 87,
-    "lines of src": 38_253,
+    "lines of src": 38_250,
     "files of src": 249,
     "public names": 40,
     "verbs": 11,
     "recipe keys": 117,
     "private names of core that the application imports": 19,
     "words of README": 840,
-    "words of docs": 39_414,
+    "words of docs": 39_383,
 }
 """The size of the package, at most. The numbers only fall."""
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import detonation as dt
 from detonation.core.codec.aggregate import AGGREGATIONS, Aggregation, aggregate
 from detonation.core.codec.codec import Codec
+from detonation.extend import DCT, TopK, outer_sgd
 
 DEVICE = torch.device(os.environ.get("TEST_DEVICE", "cpu"))
 """Where the models and batches of the tests are; `make gpu` sets TEST_DEVICE=cuda."""
@@ -40,7 +41,7 @@ SCHEMES = {
     "streaming": dt.schemes.streaming_diloco(every=4, fragments=3, delay=1, precision="fp32"),
     "local-sgd": dt.schemes.local_sgd(every=2, precision="int8"),
     "sparseloco": dt.schemes.sparseloco(every=2, topk=8, chunk=256),
-    "demo-diloco": dt.schemes.demo_diloco(every=3, outer_momentum=0.5),
+    "demo-diloco": outer_sgd(3, 0.7, 0.5, basis=DCT(), selection=TopK(4, 64), decay=0.95),
     "decoupled-adamw": dt.schemes.decoupled_adamw(topk=4, chunk=16, decay=0.9),
     "muloco": dt.muloco(every=3),
     "muloco-2bit": dt.muloco(every=2, precision="2bit", decay=0.9),

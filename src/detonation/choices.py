@@ -24,6 +24,7 @@ GONE_KEYS = {
     "demo_published": 'take demo with tiles = true, aggregate = "mean_nonzero" and link = "all-gather"',
     "slicing": "take striding, or random",
     "eager_diloco": "take streaming_diloco",
+    "demo_diloco": "take sparseloco, or diloco with precision 2bit",
     "reverse": "leave it out, and give a file with the languages in the other order",
     "namespaces": "leave it out; `link` emulates the network",
     "shard_resync_every": "leave it out, or give dt.shard_wire(resync_every=...) in a loop of your own",

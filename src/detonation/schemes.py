@@ -1,6 +1,6 @@
 """Every scheme, each a function of its arguments. A face, like `detonation` itself, which has the ones most used."""
 
-from detonation.core.schemes.compressed import demo_diloco, muloco, sparseloco, sparta
+from detonation.core.schemes.compressed import muloco, sparseloco, sparta
 from detonation.core.schemes.gradients import decoupled_adamw, demo, full, loco, none
 from detonation.core.schemes.parameters import diloco, local_sgd, streaming_diloco
 from detonation.core.schemes.rotating import random, random_sign, striding
@@ -10,7 +10,6 @@ __all__ = [
     "Scheme",
     "decoupled_adamw",
     "demo",
-    "demo_diloco",
     "diloco",
     "full",
     "local_sgd",

@@ -9,7 +9,6 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import subprocess
 import time
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from benchmarks.lab import INTERFACE, NamespaceCluster, namespace_cluster
 from rows import Row
 
 import detonation as dt
+from commands import free_port
 from detonation.core.flat.tensors import digest
 from detonation.errors import ReplicaLeft
 from detonation.link_speed import LinkSpeed
@@ -112,7 +112,7 @@ def world(
     """One world, which suffers faults of `kinds` one after the other. Returns the seconds of each recovery."""
     replicas, shards = shape
     everyone, keeper = range(replicas + kinds.count("rejoin")), replicas + kinds.count("rejoin")
-    address = (nodes.address(keeper), 29400) if nodes else ("127.0.0.1", _free_port())
+    address = (nodes.address(keeper), 29400) if nodes else ("127.0.0.1", free_port())
     store = _forked(lambda: _keep_store(address, nodes, keeper), folder / "store")
     places = [Place(address, folder, r, s, r >= replicas, nodes) for r in everyone for s in range(shards)]
     pids = {(p.replica, p.shard): _forked(lambda p=p: _train(p, name, shape), p.file) for p in places}
@@ -154,11 +154,6 @@ def _strike(kind: str, pid: int, victim: int, nodes: NamespaceCluster | None) ->
     if kind == "slow":
         time.sleep(SILENCE_S / 4)
         os.kill(pid, signal.SIGCONT)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 def _forked(act, file: Path) -> int:

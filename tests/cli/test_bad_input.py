@@ -40,7 +40,7 @@ def fails(capsys, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("sets", "line"),
     [
-        ("scheme.name=dem", "unknown scheme 'dem', did you mean 'demo'? Valid: decoupled_adamw, demo, demo_diloco,"),
+        ("scheme.name=dem", "unknown scheme 'dem', did you mean 'demo'? Valid: decoupled_adamw, demo, diloco,"),
         ("train.stps=3", "unknown key of [train] 'stps', did you mean 'steps'? Valid: accumulate,"),
         ("model.hiden_size=3", "unknown argument of model olmo2 'hiden_size', did you mean 'hidden_size'? Valid:"),
         ("scheme.tpk=3", "unknown argument of scheme demo 'tpk', did you mean 'topk'? Valid:"),

@@ -3,9 +3,7 @@
 import gc
 import os
 import signal
-import socket
 import warnings
-from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 
@@ -16,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import detonation as dt
+from commands import free_ports
 from detonation.core.flat.tensors import digest
 from limits import LIMIT_S
 
@@ -38,12 +37,6 @@ def examples(axis):
     """Those of this replica alone."""
     made = torch.Generator().manual_seed(axis.replica)
     return torch.randn(4 * STEPS, 8, generator=made), torch.randn(4 * STEPS, 1, generator=made)
-
-
-def free_ports(count):
-    with ExitStack() as held:
-        listeners = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [listener.getsockname()[1] for listener in listeners]
 
 
 def forked(acts, folder):

@@ -83,7 +83,7 @@ ONCE = [case for number, case in enumerate(CASES[: len(memory.CASES)]) if number
 ONCE += [(name, 2) for name, replicas in CASES if (name, 8) not in ONCE and (name, 2) in CASES]
 
 
-@pytest.mark.long_cases("demo 32/64 + SignSGD-8", "diloco int8 + AdamW-8", "demo_diloco + AdamW-8")
+@pytest.mark.long_cases("demo 32/64 + SignSGD-8", "diloco int8 + AdamW-8")
 @some("name, replicas", CASES, keep=ONCE)
 def test_temporaries_of_a_step_take_no_more_than_a_bucket(name, replicas):
     found = memory.measured(*memory.CASES[name], SHAPES, replicas)

@@ -1,6 +1,7 @@
 """Levels of which the outermost is elastic: racks of nodes are lost and leave whole, and what is inside them stays."""
 
 import copy
+import threading
 from functools import partial
 
 import pytest
@@ -11,10 +12,12 @@ from torch.distributed import HashStore
 import detonation as dt
 from covering import covered
 from detonation import schemes
-from detonation.cluster.survive.agreement import ReplicaLeft
+from detonation.cluster.survive.agreement import ReplicaLeft, ReplicaLost
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
+from detonation.core.link.link import Link
+from limits import LIMIT_S
 from steps import Died, Mortal, together
 from zoo import Plain, batch, built
 
@@ -63,6 +66,7 @@ def racks(act):
         else:
             if between.error is None and rack in between._membership.members:
                 between.close()
+            between._membership.stop()
         within.close(0.0 if rank not in ends else 5.0)
 
     together(*(partial(run, rank) for rank in range(RACKS * NODES)))
@@ -95,6 +99,66 @@ def test_law_2_the_racks_that_are_left_take_every_step_and_stay_equal(name, poin
     assert ends.keys() == {0, 1, 4, 5} and len({end[0] for end in ends.values()}) == 1
     assert [end[1:] for end in ends.values()] == [(STEPS, ends[rank][2], 2) for rank in ends]
     assert [ends[rank][2] for rank in sorted(ends)] == [(number, 4) for number in range(4)]
+
+
+class Late(Mortal):
+    """Rank 3 ends before it sends, and after ranks 0 and 4 have received what its rack sent through rank 2."""
+
+    there = ()  # an event of each rank
+
+    def _launch(self, each):
+        if self.countdown == 0 and self._begun == self.dies_in:
+            assert self.there[0].wait(LIMIT_S) and self.there[4].wait(LIMIT_S)
+        super()._launch(each)
+
+    def _conclude(self, each, result, absent):
+        super()._conclude(each, result, absent)
+        if self._begun == self.dies_in:
+            self.there[self._membership.rank].set()
+
+
+@pytest.fixture
+def late(monkeypatch):
+    monkeypatch.setattr("test_elastic_levels.Mortal", Late)
+    monkeypatch.setattr(Late, "there", [threading.Event() for _ in range(RACKS * NODES)])
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_law_2_a_rack_is_lost_after_one_of_its_nodes_has_sent_and_before_the_other_has(name, late):
+    def act(inside, between, rank):
+        between.countdown = 0 if rank == 3 else -1
+        model, optimizer = started(LEVELS[name], inside, between, torch.optim.AdamW)
+        try:
+            for step in range(STEPS):
+                model(batch(rank, step, 32)).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        except ReplicaLost:
+            return "lost"
+        optimizer.synchronize()
+        return digest(model.parameters()), between.size()
+
+    ends = racks(act)
+    assert ends.pop(2) == "lost" and ends.keys() == {0, 1, 4, 5}
+    assert len({*ends.values()}) == 1 and ends[0][1] == 2
+
+
+def test_law_2_parts_of_a_message_are_of_the_same_racks(late):
+    """Each node sends a part of what its rack holds whole; all join the parts of the racks that are there."""
+
+    def act(inside, between, rank):
+        between.dies_in, between.countdown = 0, 0 if rank == 3 else -1
+        link = Link(between, intra_node=inside)
+        try:
+            (rows,), absent = link.wait([link.all_gather(torch.full((5,), 1 + rank // NODES, dtype=torch.uint8))])
+            (total,), _ = link.wait([link.all_reduce(torch.full((5,), 1.0 + rank // NODES))])
+        except ReplicaLost:
+            return "lost"
+        return rows.tolist(), absent, total.tolist()
+
+    ends = racks(act)
+    assert ends.pop(2) == "lost"
+    assert [*ends.values()] == [([[1] * 5, [0] * 5, [3] * 5], {1}, [4.0] * 5)] * 4
 
 
 def test_the_mean_is_that_of_the_nodes_that_are_left():

@@ -177,7 +177,6 @@ ROUNDS = {
         2 + 1 / 8 * 3,
     ),  # messages of three in flight
     "muloco": (dt.muloco(every=2), 3),
-    "demo-diloco": (dt.schemes.demo_diloco(every=2), 3),
     "sparta": (dt.schemes.sparta(rate=1 / 4), 1),
     "sparseloco": (dt.schemes.sparseloco(every=2, topk=8, chunk=512), 2),
 }

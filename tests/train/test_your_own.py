@@ -154,7 +154,7 @@ def test_schemes_of_ones_own_are_compared_simulated_and_planned(recipe, register
 def test_train_lists_registered_schemes(registered, capsys):
     assert run_command(["train"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "schemes: decoupled_adamw, demo, demo_diloco" in shown
+    assert "schemes: decoupled_adamw, demo, diloco" in shown
     assert ", quarter, random, " in shown
 
 

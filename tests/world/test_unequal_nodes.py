@@ -1,7 +1,6 @@
 """Replicas of different numbers of ranks: they train as replicas of equally many, bit for bit, and are equal."""
 
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import detonation as dt
 import worlds
 import zoo
+from commands import free_port
 from covering import covered, some
 from detonation.checkpoint.newest import load_checkpoint
 from detonation.core import runtime
@@ -513,14 +513,12 @@ dt.leave()
 @pytest.mark.long  # five interpreters; what a launcher says is the test below
 def test_torchrun_starts_other_numbers_of_ranks_on_other_nodes(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(_LOOP)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
     start = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--master-addr=127.0.0.1"]
+    start.append(f"--master-port={free_port()}")
     nodes = [
         subprocess.Popen(
             [
                 *start,
-                f"--master-port={port}",
                 f"--node-rank={node}",
                 f"--nproc-per-node={node + 1}",
                 str(tmp_path / "loop.py"),

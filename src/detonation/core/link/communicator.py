@@ -1,6 +1,7 @@
 """Communicators carry bytes between the replicas of one axis: a process group, or an emulation of one."""
 
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
@@ -78,22 +79,22 @@ class Communicator(Protocol):
     """One replica's end of an axis: three collectives, which all replicas start in the same order.
 
     A tensor that is handed over belongs to the communicator from there on; each collective returns a function that
-    waits. Sizes are the same on all replicas.
+    waits. Sizes are the same on all replicas. replica: the number of this one on the axis.
     """
 
-    @property
-    def replica(self) -> int:
-        """The number of this replica on the axis."""
-        ...
+    replica: int
 
+    @abstractmethod
     def size(self) -> int:
         """The number of replicas on the axis."""
         ...
 
+    @abstractmethod
     def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
         """The sum over all replicas, bitwise the same on each."""
         ...
 
+    @abstractmethod
     def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:
         """Every replica's bytes, in replica order.
 
@@ -101,6 +102,7 @@ class Communicator(Protocol):
         """
         ...
 
+    @abstractmethod
     def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
         """Slice r of `mine` goes to replica r; returns the slice that each replica has for this one.
 

@@ -1,8 +1,9 @@
 """The contract of a communicator whose replicas may be lost while it is used."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
-from typing import Protocol
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,15 +34,14 @@ class TextExchange(Protocol):
         ...
 
 
-class RenumberedCommunicator(ABC):
+class RenumberedCommunicator(Communicator):
     """A `Communicator` whose replicas may be others from a step on.
 
     Those that stay take the numbers 0, 1, ... in their old order; those that come follow them.
 
-    replica: the number of this replica. absent: the replicas without a part in the collective that was waited for last.
+    absent: the replicas without a part in the collective that was waited for last; `size` counts them, too.
     """
 
-    replica: int
     absent: Collection[int] = ()
 
     @property
@@ -52,28 +52,6 @@ class RenumberedCommunicator(ABC):
     def for_one(self) -> "RenumberedCommunicator":
         """The end of the axis for one more optimizer, which adopts before its own steps."""
         return self
-
-    @abstractmethod
-    def size(self) -> int:
-        """The number of replicas, with those that are absent."""
-
-    @abstractmethod
-    def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
-        """See `Communicator`."""
-
-    @abstractmethod
-    def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:
-        """See `Communicator`.
-
-        Shapes: `[bytes]` -> `[replicas, bytes]` uint8.
-        """
-
-    @abstractmethod
-    def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
-        """See `Communicator`.
-
-        Shapes: `[replicas * bytes]` -> `[replicas, bytes]` uint8.
-        """
 
     @abstractmethod
     def enter_step(self, step: int) -> bool:
@@ -111,6 +89,45 @@ class ElasticCommunicator(RenumberedCommunicator):
         """
 
 
+class AgreedCommunicator:
+    """An axis of replicas, seen by one of the ranks of a replica that must stay equal. They join replicas alike.
+
+    A replica may be lost after its message has reached some of these ranks, and before it has reached all: they then
+    start that collective once more, without it.
+
+    Args:
+        beside: The axes that join these ranks.
+    """
+
+    def __init__(self, between: RenumberedCommunicator, beside: Sequence[Communicator]) -> None:
+        self._between, self._beside, self.size = between, beside, between.size
+        self.all_reduce = partial(self._agreed, between.all_reduce)
+        self.all_gather = partial(self._agreed, between.all_gather)
+        self.all_to_all = partial(self._agreed, between.all_to_all)
+
+    def __getattr__(self, name: str) -> Any:  # replica and absent, as they are now
+        return getattr(self._between, name)
+
+    def _agreed(self, collective: Callable[[Tensor], Callable[[], Tensor]], mine: Tensor) -> Callable[[], Tensor]:
+        arriving = collective(mine)
+
+        def wait() -> Tensor:
+            result = arriving()
+            while self._differ(result.device):
+                result = collective(mine)()
+            return result
+
+        return wait
+
+    def _differ(self, device: torch.device) -> bool:
+        """True on all ranks where a replica is absent on some of them alone."""
+        absent = [each in self._between.absent for each in range(self.size())]
+        found = torch.tensor([absent, [not each for each in absent]], dtype=torch.uint8, device=device).view(-1)
+        for axis in self._beside:
+            found = axis.all_gather(found)().amax(0)
+        return bool(found.view(2, -1).all(0).any())
+
+
 def present_rows(communicator: Communicator, rows: Tensor) -> Tensor:
     """`rows` of an all-gather, where the first present replica stands in for each absent one.
 
@@ -118,9 +135,8 @@ def present_rows(communicator: Communicator, rows: Tensor) -> Tensor:
 
     Shapes: `[replicas, n]` -> the same.
     """
-    if not isinstance(communicator, ElasticCommunicator) or not communicator.absent:
+    if not (absent := sorted(getattr(communicator, "absent", ()))):
         return rows
-    absent = sorted(communicator.absent)
-    present = next(row for row in range(len(rows)) if row not in communicator.absent)
+    present = next(row for row in range(len(rows)) if row not in absent)
     where = torch.tensor(absent, dtype=torch.int64, device=rows.device)
     return rows.index_copy(0, where, rows[present].expand(len(absent), -1))

@@ -12,7 +12,12 @@ from torch.distributed.tensor import DTensor
 from detonation.core.flat.tensors import whole_of
 from detonation.core.integrity.message import Tape
 from detonation.core.link.communicator import Axis, communicator_of
-from detonation.core.link.elastic_communicator import RenumberedCommunicator, present_rows
+from detonation.core.link.elastic_communicator import (
+    AgreedCommunicator,
+    ElasticCommunicator,
+    RenumberedCommunicator,
+    present_rows,
+)
 from detonation.core.link.handshake import SAME_START, Mismatch, require_same, send_to_all
 from detonation.core.link.hierarchical import HierarchicalCommunicator
 from detonation.core.schemes.traffic import bytes_per_rank, ring_bytes
@@ -30,14 +35,20 @@ class Link:
     Args:
         intra_node: The axis inside the node, where all its ranks hold the same message: each then sends a part of it.
         own: Whether a mesh axis gets a process group of its own, for collectives that start while others use the axis.
+        inside: The axes of the levels inside this one, whose ranks stay equal.
     """
 
-    def __init__(self, axis: Axis, intra_node: Axis | None = None, own: bool = False) -> None:
+    def __init__(
+        self, axis: Axis, intra_node: Axis | None = None, own: bool = False, inside: Sequence[Axis] = ()
+    ) -> None:
         self.axis = axis
         self._inter_node = communicator_of(axis, own)
         self._intra_node = None if intra_node is None else communicator_of(intra_node)
-        self._communicator = self._inter_node
         self.elastic = self._inter_node if isinstance(self._inter_node, RenumberedCommunicator) else None
+        beside = [communicator_of(each) for each in (*inside, intra_node) if each not in (None, axis)]
+        if beside and isinstance(self._inter_node, ElasticCommunicator):
+            self._inter_node = AgreedCommunicator(self._inter_node, beside)
+        self._communicator = self._inter_node
         if self._intra_node is not None:
             self._communicator = HierarchicalCommunicator(self._inter_node, self._intra_node)
         self.replicas, self.replica = self._inter_node.size(), self._inter_node.replica
@@ -115,7 +126,7 @@ class Link:
             words = (local * weights[:, None]).sum(0)
         lines = self._inter_node.all_gather(words.contiguous().view(torch.uint8))()
         if self.elastic and self.elastic.absent:
-            lines = present_rows(self._inter_node, lines)
+            lines = present_rows(self.elastic, lines)
         return lines.reshape(-1).view(words.dtype).view(self.replicas, -1)
 
     def send_to_all(self, value: Any, device: torch.device) -> list[Any]:

@@ -116,7 +116,8 @@ def build_levels(
         for part, on, group, local_ranks in _ways(axis, scheme, parameters, settings.intra_node):
             key = number - 1, part + local_ranks
             if key not in routes:
-                link = Link(on, settings.intra_node if local_ranks > 1 else None, own=True)
+                inside = [axis for axis, _ in levels[: number - 1]]
+                link = Link(on, settings.intra_node if local_ranks > 1 else None, own=True, inside=inside)
                 routes[key] = link, consensus.add_level(faults, link, scheme.signal == "gradients", number - 1)
             link, counts = routes[key]
             largest = scheme.codec.layout({name: largest_local_shape(p) for name, p in group.items()})

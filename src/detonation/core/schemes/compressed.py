@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from detonation.core.codec.basis import DCT, Identity
+from detonation.core.codec.basis import Identity
 from detonation.core.codec.selection import Everything, Random, TopK
 from detonation.core.schemes.parameters import outer_sgd
 from detonation.core.schemes.registry import register
@@ -10,39 +10,6 @@ from detonation.core.schemes.scheme import LinkKind, ParameterScheme
 
 ROW = 256
 """Coefficients of a row of `muloco`, where rows matter: enough for a length, and few enough for small parameters."""
-
-
-@register
-def demo_diloco(
-    every: int = 30,
-    topk: int = 4,
-    chunk: int = 64,
-    decay: float = 0.95,
-    outer_lr: float = 0.7,
-    outer_momentum: float = 0.5,
-    precision: str = "fp32",
-    link: LinkKind = "auto",
-) -> ParameterScheme:
-    """`diloco` that sends the largest DCT coefficients of the movement and leaves the rest in memory.
-
-    One difference to the paper: there each replica also applies the part that it did not send, to itself, so that
-    replicas are never quite equal; here that part waits in the memory until it is sent.
-
-    Args:
-        every, outer_lr, outer_momentum, precision: As in `diloco`.
-        topk, chunk, link: As in `demo`.
-        decay: Of the memory of the unsent part, from 0 to 1.
-
-    Raises:
-        ValueError: A value is out of range.
-
-    Example:
-        >>> demo_diloco(every=30, topk=4).feedback.decay
-        0.95
-
-    Reference: Nedelkoski et al., arXiv 2510.03371.
-    """
-    return outer_sgd(every, outer_lr, outer_momentum, True, precision, DCT(), TopK(topk, chunk), decay, link=link)
 
 
 @register
