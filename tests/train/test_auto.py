@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import logging
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,6 +144,25 @@ def searched(slow):
     network, work = Network.of_link_speed(LinkSpeed(4e6, 0.02), 2, 1), Work(shard_shapes(config), 0.12, reports=True)
     best, _, work = decide._search(0.1, asked.candidates(), session, Everyone(session.device), network, work)
     return [step.local_s for name, step in work.steps.items() if name.startswith("muloco")], str(best)
+
+
+def test_what_others_log_is_heard_while_a_step_is_timed(monkeypatch, caplog):
+    """Such as the loss of a replica; the warnings of the step itself are about a run that nobody begins."""
+    log = logging.getLogger("detonation")
+
+    def refusing(*_, **__):
+        log.warning("of the step")
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(log.warning, "of another thread").result()
+        raise ValueError
+
+    monkeypatch.setattr(decide, "replicate", refusing)
+    layers = Layers({**RECIPE, "scheme": {"name": "auto"}}, {})
+    config = next(iter(decide.Asked(decide.Auto(), layers).candidates().values()))
+    session = SimpleNamespace(model=torch.nn.Linear(2, 2), config=config)
+    assert decide.optimizer_step(session, None, config) is None
+    log.warning("afterwards")
+    assert [record.message for record in caplog.records] == ["of another thread", "afterwards"]
 
 
 def test_settings_that_do_not_go_with_the_recipes_own_are_left_out():

@@ -24,10 +24,7 @@ class HierarchicalCommunicator:
 
     def __init__(self, inter_node: Communicator, intra_node: Communicator) -> None:
         self._slow, self._fast = inter_node, intra_node
-        self.replica = inter_node.replica
-
-    def size(self) -> int:
-        return self._slow.size()
+        self.replica, self.size = inter_node.replica, inter_node.size
 
     def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:  # [any] -> [any]
         arriving = self._slow.all_reduce(self._own_part(values.reshape(1, -1)).view(-1))

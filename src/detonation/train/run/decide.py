@@ -3,6 +3,7 @@
 import json
 import logging
 import statistics
+import threading
 import time
 import tomllib
 from collections.abc import Callable, Mapping
@@ -235,7 +236,8 @@ def optimizer_step(session: Session, everyone: Everyone, config: Config) -> Step
     """
     scheme = scheme_of(config.levels[-1])
     base = optimizers.build_optimizer(config.optimizer, session.model)
-    logging.disable(logging.WARNING)  # replicate warns of a higher loss, and here is none
+    log, mine = logging.getLogger("detonation"), threading.get_ident()
+    log.addFilter(of_others := lambda record: record.thread != mine)  # replicate warns of a loss, and here is none
     try:
         communicator = LoopbackCommunicator(session.config.mesh.replicas)
         optimizer = replicate(base, session.model, communicator, scheme, clip=config.train.clip or None)
@@ -243,7 +245,7 @@ def optimizer_step(session: Session, everyone: Everyone, config: Config) -> Step
     except ValueError:
         return None
     finally:
-        logging.disable(logging.NOTSET)
+        log.removeFilter(of_others)
 
     def at(step: int) -> float:
         def again() -> None:
