@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from benchmarks.lab import INTERFACE, NamespaceCluster, namespace_cluster
 from rows import Row
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import detonation as dt
 from commands import free_port
@@ -33,7 +35,9 @@ SCHEMES = {
     "full": dt.full(),
     "diloco": dt.diloco(every=5),
 }
-SHAPES = ((4, 1), (2, 2))
+SHARDED, WHOLE, LEVELS = "sharded", "partly whole", "two levels"
+SHAPES = ((4, 1, SHARDED), (2, 2, SHARDED), (4, 2, WHOLE), (4, 2, LEVELS))
+"""Replicas, ranks of each, and what these ranks are to each other: nobody comes in where they hold the same."""
 ENDING = {"kill": "kill -9", "stop": "SIGSTOP", "cut": "cut cable", "leave": "asked to leave (SIGTERM)"}
 KINDS = {**ENDING, "slow": "slow (SIGSTOP, SIGCONT)", "rejoin": "rejoin"}
 SILENCE_S, LIMIT_S, AHEAD = 2.0, 120.0, 15
@@ -72,7 +76,7 @@ def survived(folder: Path, seed: int, faults: int) -> list[Row]:
         place.mkdir(parents=True)
         if len(bag) < len(kinds):
             bag += rng.sample(kinds, len(kinds))
-        drawn = _possible(bag, shape[0], min(left, len(kinds)))
+        drawn = _possible(bag, shape, min(left, len(kinds)))
         with contextlib.ExitStack() as held:
             nodes = None
             if "cut" in drawn:
@@ -89,11 +93,13 @@ def survived(folder: Path, seed: int, faults: int) -> list[Row]:
     return list(rows.values())
 
 
-def _possible(bag: list[str], replicas: int, most: int) -> list[str]:
+def _possible(bag: list[str], shape: tuple[int, int, str], most: int) -> list[str]:
     """Takes kinds of faults out of `bag`, in an order that leaves one replica at any time."""
     drawn: list[str] = []
+    replicas, _, inside = shape
     for kind in list(bag):
-        if len(drawn) < most and (kind not in ENDING or replicas > 1):
+        admits = kind != "rejoin" or inside == SHARDED
+        if admits and len(drawn) < most and (kind not in ENDING or replicas > 1):
             bag.remove(kind)
             drawn.append(kind)
             replicas += (kind == "rejoin") - (kind in ENDING)
@@ -103,14 +109,14 @@ def _possible(bag: list[str], replicas: int, most: int) -> list[str]:
 def world(
     folder: Path,
     name: str,
-    shape: tuple[int, int],
+    shape: tuple[int, int, str],
     kinds: list[str],
     nodes: NamespaceCluster | None,
     rng: random.Random,
     rows: dict[str, Row],
 ) -> list[float]:
     """One world, which suffers faults of `kinds` one after the other. Returns the seconds of each recovery."""
-    replicas, shards = shape
+    replicas, shards, inside = shape
     everyone, keeper = range(replicas + kinds.count("rejoin")), replicas + kinds.count("rejoin")
     address = (nodes.address(keeper), 29400) if nodes else ("127.0.0.1", free_port())
     store = _forked(lambda: _keep_store(address, nodes, keeper), folder / "store")
@@ -141,7 +147,10 @@ def world(
         os.kill(store, signal.SIGKILL)
         os.waitpid(store, 0)
     for shard in range(shards):
-        _compare(places, alive, shard, rows[kinds[-1]], f"{name} {shape} {kinds}")
+        mine = [place for place in places if place.shard == shard]
+        _compare(mine, alive, 1, rows[kinds[-1]], f"{name} {shape} {kinds}")
+    if inside != SHARDED:
+        _compare(places, alive, 2, rows[kinds[-1]], f"{name} {shape} {kinds}, what all ranks hold")
     return recoveries
 
 
@@ -177,8 +186,8 @@ def _keep_store(address: tuple[str, int], nodes: NamespaceCluster | None, node: 
         signal.pause()
 
 
-def _train(place: Place, name: str, shape: tuple[int, int]) -> None:
-    replicas, shards = shape
+def _train(place: Place, name: str, shape: tuple[int, int, str]) -> None:
+    replicas, shards, inside = shape
     if place.nodes:
         place.nodes.enter(place.replica)
     while place.joins and not (place.folder / f"go{place.replica}").exists():
@@ -191,22 +200,36 @@ def _train(place: Place, name: str, shape: tuple[int, int]) -> None:
         own = dist.PrefixStore(f"replica{place.replica}", store)
         dist.init_process_group("gloo", store=own, rank=place.shard, world_size=shards)
         mesh = dt.init_mesh(1, shards, "cpu")
-        dt.shard(model, mesh)
+        if inside == SHARDED:
+            dt.shard(model, mesh)
+        elif inside == WHOLE:
+            fully_shard(model.layers[0], mesh=mesh["shard"])
     if place.joins:
         optimizer, axis = dt.admitted(model, dt.Guest(store, mesh, silence_s=SILENCE_S), token=TOKEN)
     else:
         axis = dt.elastic(mesh, replica=place.replica, replicas=replicas, store=store, silence_s=SILENCE_S)
-        optimizer = dt.replicate(torch.optim.AdamW(model.parameters(), lr=1e-3), model, axis, SCHEMES[name])
-    door = dt.Admission(model, optimizer, place.host, token=TOKEN)
+        way = {
+            SHARDED: {"axis": axis, "scheme": SCHEMES[name]},
+            WHOLE: {"axis": axis, "scheme": SCHEMES[name], "intra_node": mesh and mesh["shard"]},
+            LEVELS: {"levels": [(mesh and mesh["shard"], dt.full()), (axis, SCHEMES[name])]},
+        }
+        optimizer = dt.replicate(torch.optim.AdamW(model.parameters(), lr=1e-3), model, **way[inside])
+    door = dt.Admission(model, optimizer, place.host, token=TOKEN) if inside == SHARDED else None
     signal.signal(signal.SIGTERM, lambda *_: axis.depart())
     with contextlib.suppress(ReplicaLeft), place.file.open("w", buffering=1) as lines:
         while not _comes_to_end(place.folder, store, optimizer.step_count):
             model(batch(axis.replica * shards + place.shard, optimizer.step_count, 32)).mean().backward()
+            for parameter in model.parameters() if inside == WHOLE else ():
+                if not isinstance(parameter, DTensor):
+                    dist.all_reduce(parameter.grad, group=mesh.get_group("shard"))
             optimizer.step()
             optimizer.zero_grad()
-            agreed = [tensor for each in optimizer.build() for tensor in each.shared_weights()]
-            lines.write(f"{optimizer.step_count} {digest(agreed)[:16]}\n")
-            door.after_step()
+            parts = optimizer.build()
+            whole = [each for each in parts if not any(isinstance(p, DTensor) for p in each.parameters.values())]
+            found = (digest([t for each in some for t in each.shared_weights()])[:16] for some in (parts, whole))
+            lines.write(f"{optimizer.step_count} {' '.join(found)}\n")
+            if door:
+                door.after_step()
     if not _is_over(place.folder):
         return  # it has left
     axis.close()
@@ -263,16 +286,20 @@ def _ended(places: list[Place], pids: dict[tuple[int, int], int], alive: set[int
     return [float(number) for file in losses if file.exists() for number in file.read_text().split()]
 
 
-def _compare(places: list[Place], alive: set[int], shard: int, row: Row, what: str) -> None:
-    """Every survivor took every step from its first one on, and all of them agreed at each, and on the last."""
+def _compare(places: list[Place], alive: set[int], column: int, row: Row, what: str) -> None:
+    """Every survivor took every step from its first one on, and all of them agreed at each, and on the last.
+
+    Args:
+        column: Of the digest in a line.
+    """
     seen: dict[str, str] = {}
     lasts = set()
     for place in places:
-        if place.shard != shard or place.replica not in alive:
+        if place.replica not in alive:
             continue
         lines = [line.split() for line in _lines(place.file)]
         first = int(lines[0][0]) if place.joins and lines else 1
-        for expected, (step, found) in enumerate(lines, first):
+        for expected, (step, found) in enumerate(((line[0], line[column]) for line in lines), first):
             if int(step) != expected:
                 row.losses.append(f"{what}: replica {place.replica} has step {step} in the place of {expected}")
                 break
