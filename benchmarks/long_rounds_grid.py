@@ -58,12 +58,12 @@ SCHEMES = {
 }
 """By name, the reference with the same inner optimizer and the scheme."""
 GAP = {
-    "muloco, 2bit, rescaled": "scheme.name=muloco scheme.precision=2bit scheme.aggregate=rescaled_mean",
+    "muloco, 2bit, growing rounds": f"{MULOCO} scheme.precision=2bit {GROWING}",
     "muloco, fp32": f"{MULOCO} scheme.precision=fp32",
+    "muloco, 2bit, rescaled": "scheme.name=muloco scheme.precision=2bit scheme.aggregate=rescaled_mean",
     "muloco, 2bit, no error feedback": f"{MULOCO} scheme.precision=2bit scheme.decay=0.0",
     "muloco, low rank, bytes of 2bit": f"{MULOCO} scheme.precision=fp32 later:0:low_rank",
     "muloco, 2bit, orthogonal": f"{MULOCO} scheme.precision=2bit later:0:orthogonal_movement",
-    "muloco, 2bit, growing rounds": f"{MULOCO} scheme.precision=2bit {GROWING}",
 }
 """What may close the gap of `muloco` with eight replicas, by name."""
 
@@ -75,12 +75,13 @@ def methods(done: Rows) -> Iterator[Method]:
     if any(each.best(done) is None for each in references):  # their settings are the middle of all other grids
         return
     first, second = tuple(SCHEMES)[:2], tuple(SCHEMES)[2:]
+    yield from gap(done)
     yield from schemes(done, first)
     yield from alone(done)
     yield from schemes(done, second)
     yield from (reference(name, seeds=8) for name in RATES)
     yield from winners(done)
-    yield from gap(done)
+    yield from larger(done)
 
 
 def reference(name: str, total: int = TOTAL, seeds: int = 3) -> Method:
@@ -123,9 +124,13 @@ def gap(done: Rows) -> Iterator[Method]:
         every = 30 if "growing" in name else TUNED_AT
         called = name if "growing" in name else f"{name}, every {TUNED_AT}"
         yield _as_tuned(best, done, "gap", called, MUON, scheme, every)
-    larger = reference(MUON, LARGER)
-    yield larger
-    if larger.best(done) is None:
+
+
+def larger(done: Rows) -> Iterator[Method]:
+    """The same scheme where each replica has more examples, as in real runs."""
+    whole = reference(MUON, LARGER)
+    yield whole
+    if whole.best(done) is None:
         return
     scheme, called = SCHEMES["muloco, 2bit"][1], f"muloco, 2bit, every {TUNED_AT}"
     yield _tried(done, "larger batch", called, MUON, scheme, TUNED_AT, 8, with_outer(OUTER), LARGER)
