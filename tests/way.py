@@ -53,7 +53,7 @@ CEILINGS = {
 SIZES = {
     "lines of core": 11_725,
     "files of core": 87,
-    "lines of src": 38_249,
+    "lines of src": 38_248,
     "files of src": 249,
     "public names": 40,
     "verbs": 11,

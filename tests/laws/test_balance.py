@@ -3,6 +3,7 @@
 import copy
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import worlds
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest, local
+from detonation.core.link.link import Link
 from detonation.core.round import LocalSteps, Round
 from detonation.core.schemes.registry import SCHEMES as REGISTERED
 from detonation.gates import balance
@@ -267,3 +269,15 @@ def test_all_shards_of_a_slow_replica_sit_out():
     assert [len(worked) for worked, _, _ in runs] == [8, 8, 6, 6]
     assert all(counts == [4, 2] for _, counts, _ in runs)
     assert runs[0][2] == runs[2][2] and runs[1][2] == runs[3][2]
+
+
+def test_shards_take_the_same_steps_where_a_replica_is_lost_before_all_of_its_shards_have_said_theirs():
+    """The second shard never hears how quick the lost replica was; shards that part wait for each other for ever."""
+
+    def shard(communicator):
+        heard = torch.tensor([[4], [2] if communicator.replica == 0 else [4], [8]])
+        between, steps = SimpleNamespace(collect=lambda mine: heard, replica=0), LocalSteps(4, 3)
+        balance.Balance(steps, between, [Link(communicator)], torch.device("cpu")).end(3)
+        return steps.counts.tolist()
+
+    assert simulate_replicas(shard, 2) == [[4, 4, 2]] * 2

@@ -41,11 +41,10 @@ class Balance:
         """Ends `step`; agrees at the end of a round. Collective there."""
         if (step + 1) % self.local_steps.every == 0:
             lasted = typical([elapsed_ns(*lap) for lap in self._laps])
-            mine = torch.tensor([lasted], dtype=torch.int64, device=self._device)
-            for link in self._shards:
-                mine = link.collect(mine).amax(0)
-            everyone = self._link.collect(mine).view(-1).tolist()
-            self.local_steps.agree(everyone)
+            everyone = self._link.collect(torch.tensor([lasted], dtype=torch.int64, device=self._device)).view(-1)
+            for link in self._shards:  # last: a replica may be lost after some of its shards have said theirs
+                everyone = link.collect(everyone).amax(0)
+            self.local_steps.agree(everyone.tolist())
             self._laps.clear()
         self._since = time_mark(self._device)
 
