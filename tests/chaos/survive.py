@@ -71,7 +71,8 @@ def survived(folder: Path, seed: int, faults: int) -> list[Row]:
     rows = {kind: Row(f"{KINDS[kind]}, survived in place") for kind in kinds}
     rng, number, recoveries, bag = random.Random(seed), 0, list[float](), list[str]()
     while (left := faults - sum(row.tried for row in rows.values())) > 0:
-        name, shape = list(SCHEMES)[number % len(SCHEMES)], SHAPES[number // len(SCHEMES) % len(SHAPES)]
+        shape = SHAPES[number % len(SHAPES)]
+        name = list(SCHEMES)[(number + number // len(SHAPES)) % len(SCHEMES)]  # each with each in turn
         place = folder / f"world{number}"
         place.mkdir(parents=True)
         if len(bag) < len(kinds):
