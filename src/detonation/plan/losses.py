@@ -24,11 +24,11 @@ HALVING = math.log(10 / 3)
 PER_DECADE = 0.01
 """How much wider an interval grows at both ends for each factor of ten in parameters: the largest change of a mean from
 0.6 to 4.3 million parameters (docs/findings.md)."""
-PER_DOUBLING = 0.08
-"""The same for each factor of two in replicas: the largest change of a mean, `muloco` every 30 (docs/findings.md)."""
+PER_DOUBLING = 0.1
+"""The same for each factor of two in replicas: the largest change of a mean, `muloco` every 300 (docs/findings.md)."""
 PER_FEWER_ROUNDS = 0.035
-"""The same for each factor of ten by which a run has fewer rounds: `muloco` every 30 over 100 and over 10 rounds, +0.9
-and +4.4 % (docs/findings.md)."""
+"""The same for each factor of ten by which a run has fewer rounds, times log2(replicas): `muloco` every 30 over 100 and
+over 10 rounds, +0.9 and +4.4 % with two replicas, +5.9 and +17.9 % with eight (docs/findings.md)."""
 SPREAD = 0.07
 """Half of a 95 % interval of three seeds on text (docs/findings.md), for a single seed."""
 # fmt: off
@@ -248,7 +248,7 @@ def _expected(loss: Loss, base: Loss, goal: Goal) -> Estimate:
     times, doublings = goal.parameters / loss.parameters, loss.doublings(goal.replicas)
     wider = PER_DECADE * abs(math.log10(times)) + PER_DOUBLING * abs(doublings)
     if loss.arguments.get("every", 1) != 1:
-        wider += PER_FEWER_ROUNDS * max(0.0, math.log10(loss.steps / goal.steps))
+        wider += PER_FEWER_ROUNDS * math.log2(loss.replicas) * max(0.0, math.log10(loss.steps / goal.steps))
     far = []
     if not 0.5 < times < 2:
         far.append(f"{times:,.2g} times the size" if times < 10 else f"{times:,.0f} times the size")
