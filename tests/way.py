@@ -51,9 +51,9 @@ CEILINGS = {
 """Python calls of one `optimizer.step()`, moves from one file to another, and files: at most. They only fall."""
 
 SIZES = {
-    "lines of core": 11_725,
+    "lines of core": 11_716,
     "files of core": 87,
-    "lines of src": 38_248,
+    "lines of src": 38_239,
     "files of src": 249,
     "public names": 40,
     "verbs": 11,

@@ -3,6 +3,7 @@
 import copy
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from torch.distributed import HashStore
 import detonation as dt
 from covering import covered
 from detonation import schemes
+from detonation.cluster.network.simulated import simulate_replicas
 from detonation.cluster.survive.agreement import ReplicaLeft, ReplicaLost
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
+from detonation.core.link.elastic_communicator import AgreedCommunicator
 from detonation.core.link.link import Link
 from limits import LIMIT_S
 from steps import Died, Mortal, together
@@ -159,6 +162,24 @@ def test_law_2_parts_of_a_message_are_of_the_same_racks(late):
     ends = racks(act)
     assert ends.pop(2) == "lost"
     assert [*ends.values()] == [([[1] * 5, [0] * 5, [3] * 5], {1}, [4.0] * 5)] * 4
+
+
+def test_law_2_what_an_all_to_all_brought_to_one_rack_alone_changes_nothing_on_the_others():
+    """Each receives rows of its own, so that no other rack knows what it has: nobody may start anything anew."""
+
+    def of_rack(*absent):
+        started = []
+
+        def node(inside):
+            between = SimpleNamespace(size=lambda: 3, absent=absent[inside.replica], all_gather=None)
+            between.all_to_all = lambda mine: lambda: started.append(1) or torch.ones(3, 2, dtype=torch.uint8)
+            agreed = AgreedCommunicator(between, [inside])
+            return agreed.all_to_all(None)().tolist(), set(agreed.absent)
+
+        return *simulate_replicas(node, NODES), len(started)
+
+    assert of_rack({}, {}) == (([[1, 1]] * 3, set()),) * NODES + (NODES,)
+    assert of_rack({1}, {}) == (([[1, 1], [0, 0], [1, 1]], {1}),) * NODES + (NODES,)
 
 
 def test_the_mean_is_that_of_the_nodes_that_are_left():

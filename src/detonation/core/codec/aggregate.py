@@ -31,7 +31,6 @@ class Aggregation(Protocol):
     @property
     def rowwise(self) -> bool:
         """True if each row of the result depends only on the same row of the messages; False for a `NormWeighing`."""
-        ...
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
         """Aggregates one message per replica.
@@ -43,7 +42,6 @@ class Aggregation(Protocol):
 
         Shapes: values `[replicas, rows, k]` fp32, indices `[replicas, rows, k]` integer -> `[rows, chunk]` fp32.
         """
-        ...
 
 
 class _Rowwise:
@@ -100,7 +98,6 @@ class NormWeighing(Aggregation, Protocol):
 
         Shapes: `[replicas]` fp32 -> `[replicas]` fp32.
         """
-        ...
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ class Basis(Protocol):
     @property
     def tile(self) -> int:
         """The side of the square tile that a row holds; 0 where a row is a run of neighbouring coordinates."""
-        ...
 
     def forward(self, chunks: Tensor) -> Tensor: ...  # [rows, chunk] -> [rows, chunk]
 

@@ -24,12 +24,10 @@ class Precision(Protocol):
     @property
     def summable(self) -> bool:
         """True if an all-reduce can add encoded values."""
-        ...
 
     @property
     def block(self) -> int:
         """The number of values that are encoded together: a message may be cut between blocks."""
-        ...
 
     def encode(self, values: Tensor, negative_zeros: bool = False) -> Tensor:
         """Encodes values.
@@ -39,13 +37,11 @@ class Precision(Protocol):
 
         Shapes: `[..., rows, k]` fp32 -> one tensor that owns its memory.
         """
-        ...
 
     def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor: ...  # -> [..., rows, k] fp32
 
     def lengths(self, rows: int, k: int) -> tuple[int, ...]:
         """The bytes of each part of an encoding; between two blocks every part can be cut."""
-        ...
 
     def nbytes(self, rows: int, k: int) -> int: ...
 
@@ -56,7 +52,6 @@ class Precision(Protocol):
 
         Shapes: the output of `encode` -> `[...]` bool, `[...]` fp32.
         """
-        ...
 
 
 @dataclass(frozen=True)

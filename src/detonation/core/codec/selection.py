@@ -36,13 +36,11 @@ class Selection(Protocol):
     @property
     def period(self) -> int:
         """Steps after which every coordinate was sent at least once; 0 where there is no such number."""
-        ...
 
     def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor: ...  # [rows, chunk] -> [rows, k] int64
 
     def for_rows(self, first: int, rows: int) -> Selection:
         """The selection for a bucket that begins at row `first` of a flat of `rows` rows."""
-        ...
 
 
 @dataclass(frozen=True)

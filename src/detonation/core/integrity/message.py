@@ -30,18 +30,15 @@ class Tape(Protocol):
             place: The channel and the bucket of which they are.
             step: At which they were sent.
         """
-        ...
 
     def take(self, place: int, step: int) -> Tensor:
         """The next messages of a place, as they were put in.
 
         Shapes: -> `[bytes]` uint8.
         """
-        ...
 
     def end(self, what: str, optimizer: Any) -> None:
         """Ends what moved the weights of a `Replicated` with the messages before: a "step", or "synchronize"."""
-        ...
 
 
 @dataclass

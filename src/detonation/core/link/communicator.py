@@ -87,12 +87,10 @@ class Communicator(Protocol):
     @abstractmethod
     def size(self) -> int:
         """The number of replicas on the axis."""
-        ...
 
     @abstractmethod
     def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
         """The sum over all replicas, bitwise the same on each."""
-        ...
 
     @abstractmethod
     def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:
@@ -100,7 +98,6 @@ class Communicator(Protocol):
 
         Shapes: `[bytes]` -> `[replicas, bytes]` uint8.
         """
-        ...
 
     @abstractmethod
     def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
@@ -108,7 +105,6 @@ class Communicator(Protocol):
 
         Shapes: `[replicas * bytes]` -> `[replicas, bytes]` uint8.
         """
-        ...
 
 
 Axis = DeviceMesh | Communicator

@@ -27,11 +27,9 @@ class TextExchange(Protocol):
 
     def gather(self, text: str) -> list[str]:
         """The texts of all ranks, by rank."""
-        ...
 
     def broadcast(self, text: str) -> str:
         """The text of the first rank."""
-        ...
 
 
 class RenumberedCommunicator(Communicator):
@@ -92,8 +90,8 @@ class ElasticCommunicator(RenumberedCommunicator):
 class AgreedCommunicator:
     """An axis of replicas, seen by one of the ranks of a replica that must stay equal. They join replicas alike.
 
-    A replica may be lost after its message has reached some of these ranks, and before it has reached all: they then
-    start that collective once more, without it.
+    A replica may be lost after its message has reached some of these ranks, and before it has reached all: then it is
+    absent on all of them, and a sum starts once more, without it.
 
     Args:
         beside: The axes that join these ranks.
@@ -101,31 +99,44 @@ class AgreedCommunicator:
 
     def __init__(self, between: RenumberedCommunicator, beside: Sequence[Communicator]) -> None:
         self._between, self._beside, self.size = between, beside, between.size
-        self.all_reduce = partial(self._agreed, between.all_reduce)
-        self.all_gather = partial(self._agreed, between.all_gather)
-        self.all_to_all = partial(self._agreed, between.all_to_all)
+        self.all_gather = partial(self._rows, between.all_gather)
+        self.all_to_all = partial(self._rows, between.all_to_all)  # of which others may have received more, or less
 
     def __getattr__(self, name: str) -> Any:  # replica and absent, as they are now
         return getattr(self._between, name)
 
-    def _agreed(self, collective: Callable[[Tensor], Callable[[], Tensor]], mine: Tensor) -> Callable[[], Tensor]:
-        arriving = collective(mine)
+    def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
+        arriving = self._between.all_reduce(values)
 
         def wait() -> Tensor:
-            result = arriving()
-            while self._differ(result.device):
-                result = collective(mine)()
-            return result
+            total = arriving()
+            while not self._alike(total.device):
+                total = self._between.all_reduce(values)()
+            return total
 
         return wait
 
-    def _differ(self, device: torch.device) -> bool:
-        """True on all ranks where a replica is absent on some of them alone."""
-        absent = [each in self._between.absent for each in range(self.size())]
+    def _rows(self, collective: Callable[[Tensor], Callable[[], Tensor]], mine: Tensor) -> Callable[[], Tensor]:
+        arriving = collective(mine)
+
+        def wait() -> Tensor:
+            rows = arriving()
+            if self._alike(rows.device):
+                return rows
+            absent = torch.tensor(sorted(self.absent), dtype=torch.int64, device=rows.device)
+            return rows.index_fill(0, absent, 0)  # of a copy: another replica may still need the rows
+
+        return wait
+
+    def _alike(self, device: torch.device) -> bool:
+        """Makes a replica absent on all ranks that is absent on any; returns whether it was on all."""
+        absent = [each in self.absent for each in range(self.size())]
         found = torch.tensor([absent, [not each for each in absent]], dtype=torch.uint8, device=device).view(-1)
         for axis in self._beside:
             found = axis.all_gather(found)().amax(0)
-        return bool(found.view(2, -1).all(0).any())
+        anywhere, elsewhere = found.view(2, -1).tolist()
+        self._between.absent = frozenset(replica for replica, gone in enumerate(anywhere) if gone)
+        return not any(elsewhere[replica] for replica in self.absent)
 
 
 def present_rows(communicator: Communicator, rows: Tensor) -> Tensor:

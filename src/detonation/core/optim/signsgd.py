@@ -22,11 +22,9 @@ class SignEngine(Protocol):
 
     def can_apply_signs(self, received: Any, weights: Sequence[Tensor]) -> bool:
         """True if it can move these weights by the messages received."""
-        ...
 
     def apply_signs(self, received: Any, weights: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
         """`weight = shrink * weight - lr * sign(update)`, with shrink and lr of each weight."""
-        ...
 
 
 class SignedUpdate(Protocol):
