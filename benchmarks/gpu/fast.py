@@ -1,6 +1,7 @@
 """Fast: device time of a step beside its floor, the bytes that must move at the speed of a copy, and AdamW."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,17 @@ SCHEMES: dict[str, dt.schemes.Scheme] = {
     "random_sign 1/8": dt.random_sign(),
     "random 1/8": dt.schemes.random(rate=1 / 8),
 }
-FLOOR_BYTES = {"ours": 20, "AdamW": 28}
-"""Bytes per fp32 parameter: the gradient is read; weight and momentum (two for AdamW) are read and written."""
+PREDICTED: dict[str, Callable[..., dt.schemes.Scheme]] = {
+    "demo 1/64": partial(dt.demo, topk=1),
+    "demo 4/64": dt.demo,
+    "demo 4/64 sign": partial(dt.demo, precision="sign", error_feedback=False),
+    "random_sign 1/8": dt.random_sign,
+    "loco": dt.loco,
+}
+"""The rows of the table of docs/gpu.md."""
+FLOOR_BYTES = {"AdamW": 28, "loco": 16}
+"""Bytes per fp32 parameter, 20 where none are named: the gradient is read; weight and momentum (two for AdamW) are read
+and written, but not the weights by `loco`, whose optimizer is another."""
 
 
 def measure(job: Job) -> None:
@@ -47,9 +57,27 @@ def measure(job: Job) -> None:
                     seconds = _subject(job, size, name, engine, act, bandwidth, adamw_s)
                     if seconds is not None and size == names[0] and adamw_s:
                         best[f"{name}, {engine}"] = seconds / adamw_s
+        if size == names[-1]:
+            _predicted(job, size, bandwidth)
     if best:
         name, ratio = min(best.items(), key=lambda item: item[1])
         job.headline(f"{names[0]}: {name} takes {ratio:.2f} times as long as AdamW(fused)")
+
+
+def _predicted(job: Job, size: str, bandwidth: float) -> None:
+    """Measures what docs/gpu.md predicts: by replicas, through an all-gather and through owners; and one in bf16."""
+    engine = "torch" if job.tiny else "triton"  # on a CPU kernels are interpreted
+    cells = [(name, replicas, "all-gather") for name in PREDICTED for replicas in (1, 2, 8)]
+    cells += [(name, 8, "owner") for name in PREDICTED]
+    kinds = [(*cell, torch.float32) for cell in cells] + [("demo 4/64 sign", 2, "all-gather", torch.bfloat16)]
+    for name, replicas, link, dtype in kinds:
+        called = f"{name}, R={replicas}, {link}" + ", bf16" * (dtype == torch.bfloat16)
+        if job.left_s() < 8:
+            job.note(f"{size}: {called} was left out: the time was up")
+            continue
+        make = partial(stepper, SIZES[size], job.device, PREDICTED[name](link=link), engine, dtype, replicas=replicas)
+        made = job.attempt(f"{called} is built", make)
+        _subject(job, size, called, engine, made.step if made else None, bandwidth, None)
 
 
 def _adamw(job: Job, shapes: list[tuple[int, ...]]) -> Callable[[], Any] | None:
@@ -79,12 +107,13 @@ def _subject(
     seconds: float | None = job.attempt(f"{size} {name}, {engine}", lambda: median_s(act, job.device, times))
     if seconds is None:
         return None
-    floor_s = FLOOR_BYTES["AdamW" if name.startswith("AdamW") else "ours"] * numel(SIZES[size]) / bandwidth
+    floor_s = FLOOR_BYTES.get(name.partition(",")[0], 20) * numel(SIZES[size]) / bandwidth
     job.row(
         parameters=size,
         step=name,
         engine=engine,
         ms=1e3 * seconds,
+        ms_per_1e9=1e12 * seconds / numel(SIZES[size]),
         floor_ms=1e3 * floor_s,
         times_floor=seconds / floor_s,
         times_AdamW="" if adamw_s is None else seconds / adamw_s,

@@ -14,7 +14,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[2]))
 
 from benchmarks.gpu import __main__ as check
-from benchmarks.gpu import children, first, right, world
+from benchmarks.gpu import children, fast, first, right, world
 from benchmarks.gpu.children import environment
 from benchmarks.gpu.common import Findings, Job
 from benchmarks.gpu.compiling import compile_all
@@ -42,6 +42,16 @@ def test_a_part_measures_and_nothing_in_it_fails(part, tmp_path):
     found = check.read_findings(tmp_path / f"{part}.json")
     assert not found.failures and found.checks and found.headline
     assert found.table and all(len(row) == len(found.columns) for row in found.table)
+
+
+def test_fast_measures_what_is_predicted(tmp_path, monkeypatch):
+    monkeypatch.setattr(fast, "SCHEMES", {})
+    fast.measure(job_in(tmp_path, "fast"))
+    found = check.read_findings(tmp_path / "fast.json")
+    steps = {row[found.columns.index("step")] for row in found.table}
+    ways = ("R=1, all-gather", "R=2, all-gather", "R=8, all-gather", "R=8, owner")
+    assert not found.failures and {f"{name}, {way}" for name in fast.PREDICTED for way in ways} < steps
+    assert "ms per 1e9" in found.columns and "demo 4/64 sign, R=2, all-gather, bf16" in steps
 
 
 def test_a_world_whose_ranks_end_badly_says_how(tmp_path):
