@@ -60,7 +60,7 @@ SIZES = {
     "recipe keys": 117,
     "private names of core that the application imports": 19,
     "words of README": 840,
-    "words of docs": 39_382,
+    "words of docs": 39_381,
 }
 """The size of the package, at most. The numbers only fall."""
 

@@ -82,16 +82,20 @@ def started(schemes, inside, between, base):
     return model, dt.replicate(base(model.parameters()), model, levels=levels, safety=dt.Safety(verify_every=1))
 
 
+def take_steps(model, optimizer, rank):
+    for step in range(STEPS):
+        model(batch(rank, step, 32)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @covered("name, point", [*LEVELS], [(0, False), (1, True)])
 def test_law_2_the_racks_that_are_left_take_every_step_and_stay_equal(name, point):
     def act(inside, between, rank):
         if rank // NODES == 1:
             between.countdown, between.under_way = point
         model, optimizer = started(LEVELS[name], inside, between, torch.optim.AdamW)
-        for step in range(STEPS):
-            model(batch(rank, step, 32)).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        take_steps(model, optimizer, rank)
         optimizer.synchronize()
         counts = optimizer._routes[0, 1][1]  # of the level inside, whose ranks keep their numbers
         assert len({*counts._good.values()}) <= 1
@@ -132,10 +136,7 @@ def test_law_2_a_rack_is_lost_after_one_of_its_nodes_has_sent_and_before_the_oth
         between.countdown = 0 if rank == 3 else -1
         model, optimizer = started(LEVELS[name], inside, between, torch.optim.AdamW)
         try:
-            for step in range(STEPS):
-                model(batch(rank, step, 32)).mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            take_steps(model, optimizer, rank)
         except ReplicaLost:
             return "lost"
         optimizer.synchronize()
@@ -190,10 +191,7 @@ def test_the_mean_is_that_of_the_nodes_that_are_left():
             between.countdown = 0
         sgd = partial(torch.optim.SGD, lr=0.1)
         model, optimizer = started(LEVELS["full, full"], inside, between, sgd)
-        for step in range(STEPS):
-            model(batch(rank, step, 32)).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        take_steps(model, optimizer, rank)
         return [parameter.detach() for parameter in model.parameters()]
 
     model, ranks = copy.deepcopy(MODEL), range(RACKS * NODES)

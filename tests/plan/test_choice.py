@@ -172,7 +172,8 @@ def test_fewer_rounds_than_were_measured_widen_the_interval(table):
 
 
 @pytest.mark.parametrize("replicas", [2, 8])
-def test_ten_times_fewer_rounds_cost_no_more_than_the_interval_widens(replicas):
+def test_ten_times_fewer_rounds_cost_what_was_measured(replicas):
+    """By two replicas to the last digit; the rule for more is 14 % off for eight."""
     rows = [loss for loss in loss_table() if loss.optimizer == "Muon"]
     full = {row.task: row.losses for row in rows if row.is_full}  # the same for any number of replicas
     few, many = (
@@ -185,7 +186,9 @@ def test_ten_times_fewer_rounds_cost_no_more_than_the_interval_widens(replicas):
         )
         for steps in (300, 3000)
     )
-    assert 0.85 < (few - many) / (losses.PER_FEWER_ROUNDS * math.log2(replicas)) < 1.15
+    if replicas == 2:
+        assert round(few - many, 3) == losses.PER_FEWER_ROUNDS
+    assert abs((few - many) / (losses.PER_FEWER_ROUNDS * math.log2(replicas)) - 1) < 0.15
 
 
 def test_a_lead_that_was_measured_at_two_lengths_halves_as_it_is_taken_to():
