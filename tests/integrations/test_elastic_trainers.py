@@ -1,5 +1,6 @@
 """Trainers of other libraries over an elastic axis: each replica is a process of its own, and one is asked to leave."""
 
+import faulthandler
 import gc
 import os
 import signal
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import detonation as dt
 from commands import free_ports
+from detonation.cluster.survive.elastic_axis import MeetingPoint, Survival
 from detonation.core.flat.tensors import digest
 from limits import LIMIT_S
 
@@ -40,21 +42,28 @@ def examples(axis):
 
 
 def forked(acts, folder):
-    """What each act has written, or the error with which it ended; each in a process of its own."""
-    children = []
+    """What each act has written, or the error with which it ended; each in a process of its own.
+
+    An act takes the port of a store. The store answers once all are forked: its thread resolves the addresses of
+    clients, and a fork meanwhile would inherit the resolver's lock, which nobody there releases.
+    """
+    point, children = MeetingPoint(Survival(1, 1), 0), []
     for number, act in enumerate(acts):
         if not (child := os.fork()):
+            faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=2)
             gc.freeze()  # the groups of other tests have their threads in the parent alone, and would wait for them
             try:
                 warnings.simplefilter("ignore")  # of the libraries about each other
-                act()
+                act(point.port)
                 os._exit(0)
             except BaseException as error:
                 (folder / f"{number}.end").write_text(repr(error))
                 os._exit(1)
         children.append(child)
+    point.serve()
     for child in children:
         os.waitpid(child, 0)
+    point.close()
     return [(folder / f"{number}.end").read_text() for number in range(len(acts))]
 
 
@@ -122,7 +131,7 @@ def with_lightning(model, axis, after_step, folder):
     lightning.Trainer(accelerator="cpu", max_steps=STEPS, **quiet).fit(Module(), loader)
 
 
-def node(rank, ports, store_port, folder):
+def node(rank, ports, folder, store_port):
     """A rank of a replica of two, which Accelerate shards by FSDP2: a world of its own."""
     import accelerate_on_cpu
     import transformers.training_args
@@ -164,7 +173,7 @@ def node(rank, ports, store_port, folder):
     (folder / f"{rank}.end").write_text(end)
 
 
-def lightning_node(rank, ports, store_port, folder):
+def lightning_node(rank, ports, folder, store_port):
     """A rank of a replica of two, which `ReplicaStrategy` shards: a world of its own, as of one torchrun."""
     import lightning.pytorch as lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -220,9 +229,8 @@ def lightning_node(rank, ports, store_port, folder):
 
 def test_a_sharded_replica_of_lightning_leaves_and_the_others_train_on_bitwise_equal(tmp_path):
     pytest.importorskip("lightning.pytorch")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ports = free_ports(3)
-    ends = forked([partial(lightning_node, rank, ports, store.port, tmp_path) for rank in range(6)], tmp_path)
+    ends = forked([partial(lightning_node, rank, ports, tmp_path) for rank in range(6)], tmp_path)
     assert ends[2:4] == ["left", "left"], ends
     assert ends[:2] == ends[4:] and all(end.startswith(f"trained {STEPS} 2 ") for end in ends[:2]), ends
     seen = [number for rank in range(6) for number in (tmp_path / f"{rank}.seen").read_text().split()]
@@ -247,14 +255,13 @@ def test_with_an_axis_the_replicas_are_its_own():
 def test_a_sharded_replica_of_the_trainer_leaves_and_the_other_trains_on(tmp_path):
     pytest.importorskip("transformers.trainer")
     pytest.importorskip("accelerate")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ports = free_ports(2)
-    ends = forked([partial(node, rank, ports, store.port, tmp_path) for rank in range(4)], tmp_path)
+    ends = forked([partial(node, rank, ports, tmp_path) for rank in range(4)], tmp_path)
     assert ends == ["trained 1", "trained 1", "left", "left"]
     assert (tmp_path / "node0" / f"checkpoint-{STEPS}" / "detonation").is_dir()
 
 
-def replica(number, train, port, folder):
+def replica(number, train, folder, port):
     """Trains as replica `number`; writes what it has in the end."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=LIMIT_S))
     axis, model = dt.elastic(replica=number, replicas=REPLICAS, store=store), Model()
@@ -285,7 +292,6 @@ def replica(number, train, port, folder):
 )
 def test_a_replica_leaves_the_loop_of_a_library_and_the_others_train_on(library, train, tmp_path):
     pytest.importorskip(library)  # here, so that the replicas find it imported
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ends = forked([partial(replica, number, train, store.port, tmp_path) for number in range(REPLICAS)], tmp_path)
+    ends = forked([partial(replica, number, train, tmp_path) for number in range(REPLICAS)], tmp_path)
     assert ends[1] == "left" and ends[0] == ends[2], ends
     assert ends[0].startswith(f"trained {STEPS} 2 "), ends
