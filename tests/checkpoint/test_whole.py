@@ -212,7 +212,7 @@ def without_a_manifest(mesh, folder):
 def test_where_no_manifest_can_be_made_all_ranks_know_and_nothing_is_retired(tmp_path):
     for told, left in worlds.run(without_a_manifest, 2, 1, tmp_path):
         assert {name for name, _ in told} == {"NotSaved"} and left == ["step-000001"]
-        reasons = [text.removeprefix("checkpoint step-000002 failed: ").partition(" (")[0] for _, text in told]
+        reasons = [text.removeprefix("checkpoint step-000002 failed: ").partition(";")[0] for _, text in told]
         assert reasons[1:] == ["no JSON", "too deep"]
         assert reasons[0].startswith("manifest.json would have 67,1") and "at most 67,108,864" in reasons[0]
 

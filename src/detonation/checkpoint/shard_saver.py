@@ -169,7 +169,7 @@ class ShardSaver:
         except (OSError, ValueError, TypeError, RecursionError) as error:
             where = "" if volumes.shared else f" on {platform.node()}"
             text = f"{getattr(error, 'strerror', None) or error}{where}"
-            report |= {"failure": text, "free": _free(self._directory)}
+            report |= {"failure": text} | ({"free": _free(self._directory)} if isinstance(error, OSError) else {})
         reports = [json.loads(text) for text in self._texts.gather(json.dumps(report))]
         failed = next((rank for rank, report in enumerate(reports) if "failure" in report), None)
         if failed is None:
@@ -186,9 +186,9 @@ class ShardSaver:
         saved = [json.loads(text) for text in self._texts.gather(json.dumps(_steps(self._directory)))]
         before = [step for step in _common(saved) if step < job.step]
         still = f"{retention.checkpoint_name(before[0])} is still whole" if before else "there is none before it"
-        sizes = f"need {_amount(need)}, {_amount(report['free'])} free"
+        sizes = f" (need {_amount(need)}, {_amount(report['free'])} free)" if "free" in report else ""
         name = retention.checkpoint_name(job.step)
-        return NotSaved(f"checkpoint {name} failed: {report['failure']} ({sizes}); {still}")
+        return NotSaved(f"checkpoint {name} failed: {report['failure']}{sizes}; {still}")
 
 
 def _commit(directory: Path, step: int) -> dict[str, Any]:
