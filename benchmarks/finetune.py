@@ -39,8 +39,9 @@ KINDS = {
     "speakers, LoRA": f"data.task={TASKS}:speakers model.name={TASKS}:lora",
     "verses": f"data.task={TASKS}:verses data.source=bible-en-es model.name={TASKS}:retriever",
 }
-ADAMW, SIGNS, MUON = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3), (3e-6, 1e-5, 3e-5, 1e-4, 3e-4), (3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
+ADAMW, SIGNS, MUON = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3), (1e-5, 3e-5, 1e-4, 3e-4, 1e-3), (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 SIGN = "optimizer.name=SignSGD optimizer.weight_decay=0.0"
+MUON_ALONE = "optimizer.name=Muon optimizer.weight_decay=0.0"
 ROUND = "scheme.every=20 scheme.outer_lr=1.0 scheme.outer_momentum=0.0"
 DEMO = (
     "scheme.name=demo scheme.topk=4 scheme.chunk=64 scheme.decay=0.95 scheme.precision=sign scheme.error_feedback=false"
@@ -50,11 +51,9 @@ SCHEMES: dict[str, tuple[str, tuple[float, ...]]] = {
     "demo": (f"{DEMO} {SIGN}", SIGNS),
     "loco": ("scheme.name=loco", ADAMW),
     "diloco": (f"scheme.name=diloco {ROUND}", ADAMW),
-    "muloco": (
-        f"scheme.name=muloco scheme.precision=2bit {ROUND} optimizer.name=Muon optimizer.weight_decay=0.0",
-        MUON,
-    ),
+    "muloco": (f"scheme.name=muloco scheme.precision=2bit {ROUND} {MUON_ALONE}", MUON),
     "random_sign": (f"scheme.name=random_sign scheme.rate=0.03125 scheme.decay=0.95 {SIGN}", SIGNS),
+    "Muon, full": (f"scheme.name=full {MUON_ALONE}", MUON),
 }
 REFERENCE = "AdamW, full"
 FOR_LORA = REFERENCE, "demo", "loco", "diloco"
