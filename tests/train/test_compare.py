@@ -122,8 +122,10 @@ def test_bad_comparisons_get_one_line_before_anything_runs(tmp_path, monkeypatch
         ("--schemes", "full"): "error: --schemes is 'full': compare needs two runs or more",
         ("--schemes", "full,full"): "error: --schemes is 'full,full', must be different schemes",
         ("--schemes", "full,dem"): "error: unknown scheme 'dem', did you mean 'demo'?",
-        ("--vary", "optimizer.lr"): "error: --vary takes key=value,value, got 'optimizer.lr'",
-        ("--vary", "optimizer.lr=1e-3,"): "error: --vary takes key=value,value, got 'optimizer.lr=1e-3,'",
+        ("--vary", "optimizer.lr"): "error: --vary takes key=value,value, each key once, got 'optimizer.lr'",
+        ("--vary", "seed=1,"): "error: --vary takes key=value,value, each key once, got 'seed=1,'",
+        ("--vary", "seed=1,2", "seed=3"): "error: --vary takes key=value,value, each key once, got 'seed=3'",
+        ("--schemes", "full,demo", "--vary", "scheme.name=loco"): "error: --vary takes key=value,value, each key once",
         (
             "--vary",
             "optimiser.lr=1e-3,2e-3",

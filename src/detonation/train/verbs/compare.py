@@ -74,14 +74,14 @@ def runs_of(schemes: Sequence[str], varied: Sequence[str]) -> Mapping[str, tuple
     >>> runs_of(["demo"], ["optimizer.lr=1e-3,2e-3"])["demo,optimizer.lr=2e-3"]
     ('scheme.name=demo', 'optimizer.lr=2e-3')
     """
-    choices = [[(name, f"scheme.name={name}") for name in schemes]] if schemes else []
+    choices = {"scheme.name": [(name, f"scheme.name={name}") for name in schemes]} if schemes else {}
     for each in varied:
         key, equals, values = each.partition("=")
-        if not equals or not all(value.strip() for value in _COMMA.split(values)):
-            raise ValueError(f"--vary takes key=value,value, got {each!r}")
+        if not equals or key.strip() in choices or not all(value.strip() for value in _COMMA.split(values)):
+            raise ValueError(f"--vary takes key=value,value, each key once, got {each!r}")
         sets = [f"{key.strip()}={value.strip()}" for value in _COMMA.split(values)]
-        choices.append([(urllib.parse.quote(text, safe="=.[],+ "), text) for text in sets])
-    runs = [tuple(zip(*chosen, strict=True)) for chosen in itertools.product(*choices)] if choices else []
+        choices[key.strip()] = [(urllib.parse.quote(text, safe="=.[],+ "), text) for text in sets]
+    runs = [tuple(zip(*chosen, strict=True)) for chosen in itertools.product(*choices.values())] if choices else []
     return {",".join(names): sets for names, sets in runs}
 
 
