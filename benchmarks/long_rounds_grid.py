@@ -76,8 +76,8 @@ def methods(done: Rows) -> Iterator[Method]:
         return
     first, second = tuple(SCHEMES)[:2], tuple(SCHEMES)[2:]
     yield from gap(done)
-    yield from schemes(done, first)
     yield from alone(done)
+    yield from schemes(done, first)
     yield from schemes(done, second)
     yield from (reference(name, seeds=8) for name in RATES)
     yield from winners(done)
