@@ -101,14 +101,15 @@ def test_a_run_that_lost_all_its_machines_goes_on_after_the_last_step_of_its_log
 
 def test_a_log_that_does_not_begin_with_the_checkpoint_is_of_another_training(tmp_path, monkeypatch):
     """As where a run was resumed without one, and then with: its steps would be those of other weights."""
-    monkeypatch.setattr(recorder, "replay", lambda *_: pytest.fail("it was replayed"))
-    (tmp_path / "replica0-shard0-3.updates").write_text("")
+    monkeypatch.setattr(recorder, "replay_together", lambda *_: pytest.fail("it was replayed"))
+    (tmp_path / "updates").mkdir()
+    (tmp_path / "updates" / "replica0-shard0-3.updates").write_text("")
     texts = SimpleNamespace(broadcast=lambda text: text)
     config = SimpleNamespace(train=SimpleNamespace(steps=9))
     session = SimpleNamespace(
         optimizer=SimpleNamespace(step_count=4), world=SimpleNamespace(texts=lambda: texts), config=config
     )
-    assert recorder.replay_rest(session, tmp_path) == []
+    assert recorder.replay_rest(session, tmp_path, False) == []
 
 
 def test_steps_that_are_not_there_are_said_in_one_line(run, tmp_path):

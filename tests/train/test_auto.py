@@ -3,6 +3,7 @@
 import itertools
 import json
 import logging
+import shutil
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -49,7 +50,8 @@ def recipe(tmp_path, monkeypatch):
 def test_the_choice_stands_in_the_run_and_is_taken_again(recipe, tmp_path, capfd):
     """Ranks of a launcher choose together; others go on with that, as a run that names the scheme does."""
     out = tmp_path / "run"
-    train = ["train", str(recipe), *SLOW, "train.steps=4", "--replicas", "2", "--shards", "1", "--out", str(out)]
+    world = ["--replicas", "2", "--shards", "1"]
+    train = ["train", str(recipe), *SLOW, "train.steps=4", *world, "--log", "--out", str(out)]
     ranks = launched(tmp_path / "ranks", 2, *train, "--stop-after", "2")
     assert [rank.wait() for rank in ranks] == [0, 0]
     plan, config = json.loads((out / "plan.json").read_text()), tomllib.loads((out / "config.toml").read_text())
@@ -62,10 +64,12 @@ def test_the_choice_stands_in_the_run_and_is_taken_again(recipe, tmp_path, capfd
     overrides = {**parse_sets(["train.steps=4", "mesh.link=1mbit,1ms"]), "scheme": config["scheme"]}
     assert from_table(config).optimizer == resolve({**RECIPE, "tuned": TUNED}, overrides).optimizer
 
-    assert run_command([*train, "--resume"]) == 0
-    told = capfd.readouterr().out
-    assert "resumed after step 2, exactly as saved" in told and "auto:" not in told
-    assert tomllib.loads((out / "config.toml").read_text()) == config
+    killed = shutil.copytree(out, tmp_path / "killed", ignore=shutil.ignore_patterns("checkpoints"))
+    for path, goes_on in ((out, "resumed after step 2, exactly as saved"), (killed, "no checkpoint was saved yet: ")):
+        assert run_command([*train[:-1], str(path), "--resume"]) == 0
+        told = capfd.readouterr().out
+        assert goes_on in told and "auto:" not in told
+        assert tomllib.loads((path / "config.toml").read_text()) == config
 
     assert run_command(["train", str(out / "config.toml"), "--out", str(tmp_path / "again")]) == 0
     summaries = [json.loads((run / "summary.json").read_text()) for run in (out, tmp_path / "again")]

@@ -20,6 +20,9 @@ def test_a_second_run_is_told_who_has_the_directory(tmp_path):
     RunDirectory(tmp_path).close()
 
 
+LOG = ["updates/", "updates/replica0-shard0-0.updates"]
+
+
 @pytest.mark.parametrize(
     ("files", "resume", "message"),
     [
@@ -27,6 +30,8 @@ def test_a_second_run_is_told_who_has_the_directory(tmp_path):
         (["summary.json", "config.toml"], True, "holds a finished run"),
         (["config.toml"], False, "is not empty: remove it, or choose another --out"),
         (["config.toml"], True, "it has no checkpoints; remove it, or choose another --out"),
+        (["config.toml", *LOG], True, "it has no checkpoints; add --log, to go on from its log of updates"),
+        (["config.toml", *LOG], False, "is not empty: continue it with --resume, or choose another --out"),
         (["config.toml", "checkpoints/"], False, "is not empty: continue it with --resume, or choose another --out"),
         (["thesis.tex"], False, "is not empty: choose another --out"),
         ([], True, "it has no checkpoints; leave --resume out to start"),
@@ -35,9 +40,10 @@ def test_a_second_run_is_told_who_has_the_directory(tmp_path):
 def test_what_is_there_is_not_overwritten(tmp_path, files, resume, message):
     for name in files:
         (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).touch()
+    there = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(ValueError, match=message):
         check_free(tmp_path, resume)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(name.strip("/") for name in files)
+    assert sorted(path.name for path in tmp_path.iterdir()) == there
 
 
 def test_a_file_is_no_directory(tmp_path):

@@ -4,6 +4,7 @@ import logging
 import shutil
 
 import pytest
+import torch
 
 import detonation as dt
 import worlds
@@ -181,3 +182,26 @@ def test_without_a_log_nothing_is_done(copied):
         return [dt.replay(folder / name, optimizer) for name in ("nowhere", "updates")], agreed(optimizer)
 
     assert worlds.run_alone(first, 2, 1, folder) == [([0, STEPS], seen[STEPS])] * 2
+
+
+def test_a_log_is_replayed_from_the_weights_with_which_it_begins_alone(copied):
+    """From others, its steps would be those of no training."""
+    folder, _, _ = copied
+
+    def first(mesh, folder):
+        said = list[str]()
+        logging.getLogger("detonation").addFilter(lambda record: said.append(record.getMessage()) or True)
+        model, optimizer, _ = begun(mesh, "demo")
+        with torch.no_grad():
+            next(model.parameters()).mul_(2)
+        before = digest(model.parameters())
+        assert dt.replay(folder / "updates", optimizer) == 0 and digest(model.parameters()) == before
+        return said
+
+    said, _ = worlds.run_alone(first, 2, 1, folder)
+    assert "replica0-shard0-0.updates begins with other weights than this run" in said[-1], said
+    model, optimizer = started(LoopbackCommunicator(2), LOGGED["demo"])
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    with pytest.raises(ValueError, match="begins with other weights than this run"):
+        dt.replay(folder / "updates", optimizer)

@@ -105,7 +105,7 @@ Copy = tuple[int, int, Readback]
 Copies = list[Copy]
 
 
-class StepRecorder(ABC):
+class StepRecorder(Tape, ABC):
     """Copies the messages of each step, and hands them on as records once the host has them.
 
     On an accelerator the records of a step follow one step later, so that the host does not wait.
@@ -186,13 +186,17 @@ class StepRecorder(ABC):
         ]
 
 
-class Tapes:
+class Tapes(Tape):
     """Several tapes that take in the same messages."""
 
     plays = False
 
     def __init__(self, tapes: Sequence[Tape]) -> None:
         self._tapes = tapes
+
+    def begin(self, optimizer: Any) -> None:
+        for tape in self._tapes:
+            tape.begin(optimizer)
 
     def put(self, place: int, step: int, message: Tensor) -> None:
         """Takes in the messages of all replicas."""

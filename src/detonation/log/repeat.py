@@ -8,7 +8,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,8 @@ from torch import Tensor
 from detonation.checkpoint.gather import texts_between
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.flat.layout import copy
-from detonation.core.flat.tensors import locals_of
+from detonation.core.flat.tensors import digest, locals_of
+from detonation.core.integrity.message import Tape
 from detonation.core.optimizer.reconfigure import like_option
 from detonation.core.optimizer.replicated import Replicated
 from detonation.log.records import LOG_VERSION, MESSAGE, START, STEP, DamagedLog, LogRecord, whole_records
@@ -42,7 +42,7 @@ def log_files(directory: Path) -> list[tuple[Path, int, int, str]]:
     return found
 
 
-class Player(ABC):
+class Player(Tape, ABC):
     """Plays back records in the place of an exchange: one process is all replicas. `DamagedLog` where some lack."""
 
     plays = True
@@ -73,10 +73,6 @@ class Player(ABC):
 
     def put(self, place: int, step: int, message: Tensor) -> None:
         raise NotImplementedError("this tape plays back")
-
-    def end(self, what: str, optimizer: Any) -> None:
-        """Nothing is recorded."""
-        return
 
     def _load(self) -> bool:
         record = self.read()
@@ -181,6 +177,9 @@ class Playback(Player):
         for key, now in self._identity.items():
             if about.get(key) != now:
                 raise ValueError(f"{path} was written with {key} {about.get(key)}, this run has {now}")
+        weights = about.get("start", "") if self.first == 0 else ""
+        if weights and weights != digest(self._optimizer.model.parameters()):
+            raise ValueError(f"{path} begins with other weights than this run: another seed, model or init_from")
 
 
 def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) -> int:
@@ -228,7 +227,7 @@ def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) 
     if to is not None and to < optimizer.step_count:
         raise ValueError(f"to is {to}, but {optimizer.step_count} steps were taken: load an earlier checkpoint")
     if not all(isinstance(axis, LoopbackCommunicator) for axis, _ in optimizer.levels):
-        return _replay_together(Path(directory), optimizer, to)
+        return replay_together(Path(directory), optimizer, to)[0]
     try:
         _repeat(Path(directory), optimizer, to)
     finally:
@@ -238,8 +237,11 @@ def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) 
     return optimizer.step_count
 
 
-def _replay_together(directory: Path, optimizer: Replicated, to: int | None) -> int:
-    """`replay` on all ranks of a world: each takes the steps alone, up to the last that all can; then all compare."""
+def replay_together(directory: Path, optimizer: Replicated, to: int | None) -> tuple[int, str]:
+    """`replay` on all ranks of a world: each takes the steps alone, up to the last that all can; then all compare.
+
+    Returns the number of steps taken in all, and why not more.
+    """
     optimizer.set_up()
     first, texts, alone = optimizer.step_count, texts_between(optimizer.model, optimizer), None
     try:
@@ -248,7 +250,7 @@ def _replay_together(directory: Path, optimizer: Replicated, to: int | None) -> 
     except (OSError, ValueError) as error:
         found = first, str(error)
     goal, why = min(map(json.loads, texts.gather(json.dumps(found))), key=lambda told: (told[0], not told[1]))
-    if why and (first or goal) and texts.rank == 0:
+    if why and texts.rank == 0 and (first or segments(directory, "")):
         _log.warning("the log in %s is replayed up to step %d: %s", directory, goal, why)
     if alone and goal > first:
         _repeat(directory, alone, goal)
@@ -257,7 +259,7 @@ def _replay_together(directory: Path, optimizer: Replicated, to: int | None) -> 
         _hand_over(alone, optimizer)
         optimizer.resume_at(goal)
         optimizer.verify()
-    return optimizer.step_count
+    return optimizer.step_count, why
 
 
 def _alone(directory: Path, optimizer: Replicated) -> Replicated:

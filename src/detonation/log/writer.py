@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from detonation.core.agreement.selftest import selftest
+from detonation.core.flat.tensors import digest
 from detonation.core.link.elastic_communicator import ElasticCommunicator
 from detonation.core.optimizer.replicated import Replicated
 from detonation.log.records import LOG_VERSION, START, STEP, Copies, LogRecord, StepRecorder, noted
@@ -70,6 +71,11 @@ class UpdateLog(StepRecorder):
         self._writing: Future[None] | None = None  # the last step
         self._kept: deque[list[LogRecord]] = deque(maxlen=_KEPT)
         self._identity: dict[str, Any] = {}  # of the kept steps
+        self._start: dict[str, Any] = {}  # a digest of the weights before the first step
+
+    def begin(self, optimizer: Replicated) -> None:
+        """Notes with which weights a replay from the start begins."""
+        self._start = {"start": digest(optimizer.model.parameters())}
 
     def end(self, what: str, optimizer: Replicated) -> None:
         """Ends a step, or a call of `synchronize`."""
@@ -153,6 +159,7 @@ class UpdateLog(StepRecorder):
     def _begin(self, optimizer: Replicated, first: int, settings: dict[str, Any]) -> None:
         rank = optimizer.coordinates
         about = {"version": LOG_VERSION, "first": first, "rank": rank.name, **settings}
+        about |= {} if first else self._start
         self.directory.mkdir(parents=True, exist_ok=True)
         for _, begun, later in segments(self.directory, rank.name):
             if begun > first:  # training went back to before them: a replay would take their steps for its own

@@ -23,6 +23,10 @@ class Tape(Protocol):
 
     plays: bool
 
+    def begin(self, optimizer: Any) -> None:
+        """Sees the weights of a `Replicated` before its first step."""
+        return
+
     def put(self, place: int, step: int, message: Tensor) -> None:
         """Takes in the messages of all replicas, or their sum, which may be overwritten afterwards.
 
@@ -39,6 +43,7 @@ class Tape(Protocol):
 
     def end(self, what: str, optimizer: Any) -> None:
         """Ends what moved the weights of a `Replicated` with the messages before: a "step", or "synchronize"."""
+        return
 
 
 @dataclass

@@ -211,6 +211,8 @@ class Replicated(OptimizerWrapper):
         self.tape = tape
         for link, _ in self._routes.values():
             link.tape = tape
+        if tape and self.is_built and not self.step_count:
+            tape.begin(self)
 
     def state_dict(self) -> dict[str, Any]:
         """The base optimizer's state, and under "replication" the state private to this replica and shard.

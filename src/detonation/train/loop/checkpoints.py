@@ -20,7 +20,7 @@ from detonation.data import Data, Streamed
 from detonation.train.loop.session import Session
 from detonation.train.loop.summary import Counts, counted
 from detonation.train.output.directory import Unwritable
-from detonation.train.recipe.schema import Table
+from detonation.train.recipe.schema import Config, Table
 from detonation.train.recipe.tables import settings_of, to_table
 
 _ANNOUNCED = {"mesh.replicas", "mesh.shards", "mesh.nodes", "train.init_from"}
@@ -82,10 +82,10 @@ def resume(
         return None, ["no checkpoint was saved yet: starting from the beginning"]
     if found is None:
         raise NoCheckpoint(f"there is no checkpoint in {directory}: start without --resume in another --out")
-    extra, here = found.manifest.extra, json.loads(json.dumps(to_table(session.config)))  # lists, as those of a file
+    extra = found.manifest.extra
     was = extra["config"] if isinstance(extra.get("config"), dict) else {}
-    _check(found.path, was, here)
-    changed = [*_changes(was, here), *_other_data(extra.get("data"), session.data)]
+    changed = compare_settings(found.path, was, session.config, "checkpoint")
+    changed += _other_data(extra.get("data"), session.data)
     _restore_setting(session, found.manifest.extra.get("setting"))
     loaded = load_found(found, session.model, session.optimizer)
     positions = extra.get("positions")
@@ -108,7 +108,12 @@ def _restore_setting(session: Session, setting: object) -> None:
         session.optimizer.reconfigure(there)
 
 
-def _check(path: Path, saved: Table, here: Table) -> None:
+def compare_settings(path: Path, saved: Table, config: Config, since: str) -> list[str]:
+    """A line about the settings that are others than in `path`, as of a checkpoint, and count from now on.
+
+    Raises `ValueError` where one is another that must be the same.
+    """
+    here = json.loads(json.dumps(to_table(config)))  # lists, as those of a file
     for key in ("model", "data", "scheme", "seed"):
         if saved.get(key) != here[key]:
             was, now = saved.get(key), here[key]
@@ -117,16 +122,12 @@ def _check(path: Path, saved: Table, here: Table) -> None:
     was, now = (table.get("optimizer", {}) for table in (saved, here))
     for key in was.keys() | now.keys() if was.get("name") == now["name"] else ():
         if key != "lr" and was.get(key) != now.get(key):
-            texts = f"optimizer.{key} {was.get(key)}, this run has {now.get(key)}"
-            raise ValueError(f"{path} was written with {texts}: resume with the same")
-
-
-def _changes(saved: Table, here: Table) -> list[str]:
-    """A line about the settings that are others than in the checkpoint and count from now on."""
+            text = f"optimizer.{key} {was.get(key)}, this run has {now.get(key)}"
+            raise ValueError(f"{path} was written with {text}: resume with the same")
     before, now = (dict(settings_of(table)) for table in (saved, here))
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in _ANNOUNCED]
     texts = [f"{key} is {now.get(key)}, was {before.get(key)}" for key in keys]
-    return [f"changed since the checkpoint: {'; '.join(texts)}"] if texts else []
+    return [f"changed since the {since}: {'; '.join(texts)}"] if texts else []
 
 
 def _data_mark(data: Data) -> list[object]:

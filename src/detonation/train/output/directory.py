@@ -17,6 +17,7 @@ from typing import IO, Any
 import tomli_w
 
 from detonation.cluster.processes.failure import RunError
+from detonation.log.writer import segments
 from detonation.whole_files import write_whole
 
 _PACKAGES = (
@@ -125,11 +126,17 @@ class InUse(ValueError):
     """Another process writes to the run directory."""
 
 
-def check_free(path: Path, resume: bool, may_start: bool = False, steps: int = 0) -> None:
+def log_follows(path: Path, step: int = 0) -> bool:
+    """True where a file of the run's log begins after `step` steps, as one does with each checkpoint."""
+    return any(begun == step for _, begun, _ in segments(path / UPDATES, ""))
+
+
+def check_free(path: Path, resume: bool, may_start: bool = False, steps: int = 0, logs: bool = False) -> None:
     """Raises `ValueError` unless a run can start in `path`, or continue there with `resume`. Changes nothing.
 
     may_start: with `resume`, a run may start from the beginning where no checkpoint was saved yet.
     steps: of the run; with `resume`, a finished run of fewer steps goes on.
+    logs: whether the run keeps a log of updates; with `resume`, it may go on from one that has its first step.
     """
     if path.exists() and not path.is_dir():
         raise ValueError(f"the run directory {str(path)!r} is a file: choose another --out")
@@ -146,10 +153,12 @@ def check_free(path: Path, resume: bool, may_start: bool = False, steps: int = 0
     if (path / SUMMARY).exists() and not (resume and steps > steps_finished(path)):
         more = f"; with --resume and more --steps than {steps_finished(path)} it goes on"
         raise ValueError(f"run directory {path} holds a finished run: choose another --out, or remove it{more}")
-    saved = (path / CHECKPOINTS).is_dir()
-    if resume and not may_start and not saved:
+    saved, logged = (path / CHECKPOINTS).is_dir(), log_follows(path)
+    if resume and not (may_start or saved or (logged and logs)):
         remedy = "remove it, or choose another --out" if held else "leave --resume out to start"
+        remedy = "add --log, to go on from its log of updates" if logged else remedy
         raise ValueError(f"nothing to resume in {path}: it has no checkpoints; {remedy}")
+    saved |= logged
     ours = (path / CONFIG).exists() or saved
     if held and not (resume and ours):
         remedy = "continue it with --resume, or choose" if saved else "remove it, or choose" if ours else "choose"

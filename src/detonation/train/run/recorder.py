@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +16,9 @@ from detonation.core.integrity.message import Tape
 from detonation.feed.admission import Admission
 from detonation.feed.publisher import Feed
 from detonation.log.records import Tapes
-from detonation.log.repeat import replay
-from detonation.log.writer import UpdateLog, segments
+from detonation.log.repeat import replay_together
+from detonation.log.writer import UpdateLog
+from detonation.train.loop.checkpoints import compare_settings
 from detonation.train.loop.session import Session, misfits
 from detonation.train.loop.summary import NOTHING, Counts, portion
 from detonation.train.output import directory, metrics, trackers
@@ -185,12 +187,26 @@ class Recording:
         self._tapes.append(self._feed)
 
 
-def replay_rest(session: Session, updates: Path) -> list[str]:
-    """Takes the steps that a log has after the checkpoint, but not the last of the run; returns a line. Collective."""
-    step = session.optimizer.step_count
-    begun = [begun for _, begun, _ in segments(updates, "")]  # one with each checkpoint of a run with a log
-    if not session.world.texts().broadcast("a log" if step in begun else ""):
+def replay_rest(session: Session, path: Path, may_start: bool) -> list[str]:
+    """Takes the steps that the log of the run in `path` has after the checkpoint or the start, but not the last of the
+    run; returns lines. Collective.
+
+    Raises `ValueError` where there is no checkpoint and the log is of another run, unless the run `may_start` anew.
+    """
+    step, texts = session.optimizer.step_count, session.world.texts()
+    if not texts.broadcast("a log" if directory.log_follows(path, step) else ""):
         return []
-    reached = replay(updates, session.optimizer, max(step, session.config.train.steps - 1))
+    lines = [] if step else _compared(session, path / directory.CONFIG)
+    most = max(step, session.config.train.steps - 1)
+    reached, why = replay_together(path / directory.UPDATES, session.optimizer, most)
+    if why and not reached and not may_start:
+        raise ValueError(f"cannot go on from the log: {why}; resume as the run began, or choose another --out")
     line = f"{reached - step} steps of the log follow: training goes on after step {reached}, with empty memories"
-    return [line] if reached > step else []
+    return [*lines, line] if reached > step else []
+
+
+def _compared(session: Session, path: Path) -> list[str]:
+    """A line about the settings that are others than at the start of the run. Collective."""
+    text = path.read_text(encoding="utf-8") if session.rank == 0 and path.exists() else ""
+    text = session.world.texts().broadcast(text)
+    return compare_settings(path, tomllib.loads(text), session.config, "start") if text else []

@@ -19,6 +19,7 @@ from detonation.cluster.processes.signals import Stop, stoppable
 from detonation.cluster.survive.agreement import ReplicaLeft
 from detonation.cluster.survive.elastic_axis import meet_replicas
 from detonation.cluster.survive.surviving import SurvivingCommunicator
+from detonation.core.link.elastic_communicator import TextExchange
 from detonation.core.schemes.traffic import message_bytes
 from detonation.link_speed import LinkSpeed
 from detonation.plan.cost import spelled
@@ -92,10 +93,11 @@ def train_on_rank(task: RunTask) -> Table:
                     f" ({volumes.ranks_text()}); metrics, summary and report are on the node of rank 0"
                 )
             checkpoints = path / directory.CHECKPOINTS
-            loaded, resumed = resume(session, checkpoints, task.may_start) if task.resume else (None, list[str]())
+            may_start = task.may_start or _logged(task, path, session.world.texts())
+            loaded, resumed = resume(session, checkpoints, may_start) if task.resume else (None, list[str]())
             _expect(session)
             if task.resume and config.train.log_updates:
-                resumed += replay_rest(session, path / directory.UPDATES)
+                resumed += replay_rest(session, path, task.may_start)
             before = saved_counts(loaded.extra if loaded else {})
             adapter, more = _adapter(session, task, chosen, loaded)
             done = session.optimizer.step_count
@@ -140,8 +142,9 @@ def _chosen(task: RunTask, device: torch.device, axis: SurvivingCommunicator | N
     out = task.request.out if task.resume else None
     shards = [] if axis is None else [init_mesh(1, task.config.mesh.shards, device.type)["shard"]]
     everyone = Everyone(device, axis, shards)
-    # Without a checkpoint the run begins anew, and measures what its adapter begins with.
-    if out is not None and candidates(out / directory.CHECKPOINTS, Texts(device) if axis is None else axis.texts()):
+    # Without a checkpoint or a log the run begins anew, and measures what its adapter begins with.
+    texts = Texts(device) if axis is None else axis.texts()
+    if out is not None and (candidates(out / directory.CHECKPOINTS, texts) or _logged(task, out, texts)):
         before = again(task.asked, out, everyone)
         if before is not None:
             return before, None
@@ -154,7 +157,13 @@ def _begins(session: Session, task: RunTask) -> bool:
     if not task.resume:
         return True
     out = task.request.out
-    return task.may_start and (out is None or not candidates(out / directory.CHECKPOINTS, session.world.texts()))
+    return out is None or not candidates(out / directory.CHECKPOINTS, session.world.texts())
+
+
+def _logged(task: RunTask, path: Path, texts: TextExchange) -> bool:
+    """True where the run in `path` may go on from its log, without a checkpoint. Collective."""
+    logs = task.resume and task.config.train.log_updates
+    return logs and texts.broadcast("a log" if directory.log_follows(path) else "") != ""
 
 
 def _adapter(
@@ -280,7 +289,8 @@ def _run_directory(session: Session, task: RunTask) -> Iterator[tuple[Path, Volu
     with contextlib.ExitStack() as held:
         if session.rank == 0:
             path = task.request.out or directory.fresh_directory(f"{task.request.recipe.stem}-{session.config.schemes}")
-            directory.check_free(path, task.resume, task.may_start, session.config.train.steps)
+            train = session.config.train
+            directory.check_free(path, task.resume, task.may_start, train.steps, train.log_updates)
             held.enter_context(contextlib.closing(directory.RunDirectory(path)))
         path = Path(texts.broadcast(str(path))) if task.request.out is None else path
         try:
