@@ -109,9 +109,14 @@ def test_law_2_the_racks_that_are_left_take_every_step_and_stay_equal(name, poin
 
 
 class Late(Mortal):
-    """Rank 3 ends before it sends, and after ranks 0 and 4 have received what its rack sent through rank 2."""
+    """Rank 3 ends before it sends, and after ranks 0 and 4 have received what its rack sent through rank 2.
 
+    So it does in a step whose collectives before, `after` of them, all ranks have received.
+    """
+
+    after = 0
     there = ()  # an event of each rank
+    seen = 0  # collectives of that step that were received here
 
     def _launch(self, each):
         if self.countdown == 0 and self._begun == self.dies_in:
@@ -120,7 +125,8 @@ class Late(Mortal):
 
     def _conclude(self, each, result, absent):
         super()._conclude(each, result, absent)
-        if self._begun == self.dies_in:
+        self.seen += self._begun == self.dies_in
+        if self.seen > self.after:
             self.there[self._membership.rank].set()
 
 
@@ -145,6 +151,58 @@ def test_law_2_a_rack_is_lost_after_one_of_its_nodes_has_sent_and_before_the_oth
     ends = racks(act)
     assert ends.pop(2) == "lost" and ends.keys() == {0, 1, 4, 5}
     assert len({*ends.values()}) == 1 and ends[0][1] == 2
+
+
+def faulty(optimizer, rank):
+    """On rack 1 a reason to stop in step 4."""
+
+    def fault(*_):
+        if optimizer.step_count == 3 and rank // NODES == 1:
+            optimizer._routes[0, 1][1].desync(1, "a weight")
+
+    optimizer.register_step_pre_hook(fault)
+
+
+@pytest.mark.parametrize("name, messages", [("full, demo", 1), ("owners, owners", 2)])
+def test_law_2_a_reason_to_stop_of_which_some_nodes_hear_and_others_lose_the_rack_is_lost(
+    name, messages, late, monkeypatch
+):
+    monkeypatch.setattr(Late, "after", messages)
+
+    def act(inside, between, rank):
+        between.countdown = between.after if rank == 3 else -1
+        model, optimizer = started(LEVELS[name], inside, between, torch.optim.AdamW)
+        faulty(optimizer, rank)
+        try:
+            take_steps(model, optimizer, rank)
+        except (ReplicaLost, dt.errors.Desync):
+            return "ended"
+        return digest(model.parameters()), between.size()
+
+    ends = racks(act)
+    assert ends.pop(2) == "ended" and ends.keys() == {0, 1, 4, 5}
+    assert len({*ends.values()}) == 1 and ends[0][1] == 2
+
+
+def test_a_reason_to_stop_of_which_some_shards_hear_and_others_lose_the_replica_stops_all(late, monkeypatch):
+    """Each of them exchanges its own part: what one has heard, the others learn afterwards."""
+    monkeypatch.setattr(Late, "after", 2)
+
+    def act(inside, between, rank):
+        between.countdown = between.after if rank == 3 else -1
+        model = copy.deepcopy(MODEL)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = dt.replicate(sgd, model, between, REMEMBERS(link="owner"))
+        optimizer.set_up()
+        optimizer._consensus._shards = (Link(inside),)
+        optimizer._consensus.connect(optimizer.levels, optimizer.build())
+        faulty(optimizer, rank)
+        with pytest.raises((ReplicaLost, dt.errors.Desync)) as error:
+            take_steps(model, optimizer, rank)
+        return error.type.__name__, optimizer.step_count
+
+    ends = racks(act)
+    assert ends.pop(2)[1] == 3 and ends == dict.fromkeys((0, 1, 4, 5), ("Desync", 3))
 
 
 def test_law_2_parts_of_a_message_are_of_the_same_racks(late):

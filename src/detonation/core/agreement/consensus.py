@@ -93,8 +93,8 @@ class StopConsensus:
         """Adds links to the replicas of each level, if the replicas of one level do not see every message."""
         several = sum(scheme.signal != "nothing" for _, scheme in levels) > 1
         secluded = any(replicator.channel.exchange.secluded for replicator in replicators)
-        axes = {id(each.link.axis): each.link.axis for each in replicators}.values() if several or secluded else ()
-        self._others = *self._shards, *map(Link, axes)
+        links = {id(each.link.axis): each.link for each in replicators}.values() if several or secluded else ()
+        self._others = *links, *self._shards  # last, since a lost replica may have told some shards alone
         in_pieces = any(isinstance(p, Piece) for each in replicators for p in each.parameters.values())
         self._asks = bool(self._others) or in_pieces
 
@@ -190,7 +190,7 @@ class StopConsensus:
             fatal = self.counts[0].announcement(name) << 4 | self.counts[0].number
         for link in self._others:
             mine = torch.full((1,), fatal, dtype=torch.int64, device=self.runtime.device)
-            everyone = link.collect(mine).view(-1).tolist()
+            everyone = link.collect_apart(mine).view(-1).tolist()
             fatal = FaultCounts.announced_apart([each >> 4 for each in everyone]) << 4 | max(everyone) & 15
         if not FaultCounts.is_announcement(fatal >> 4):
             self._raise(fatal, step)
@@ -285,7 +285,7 @@ class StopConsensus:
         """The gravest reason of all ranks. Collective."""  # [1] int64
         gravest = torch.full((1,), fatal, dtype=torch.int64, device=self.runtime.device)
         for link in self._others:
-            gravest = link.collect(gravest).amax(0)
+            gravest = link.collect_apart(gravest).amax((0, 1))
         return gravest
 
     def _raise_asked(self) -> None:
