@@ -440,6 +440,30 @@ def test_a_rank_whose_port_answered_and_refuses_now_is_lost_at_once():
     assert not membership._is_silent(1)
 
 
+def test_a_replica_that_is_lost_while_all_connect_ends_nobody_else():
+    """Its process has met the others at the store, and ends before the first collective has a network."""
+    store, scheme = HashStore(), dt.random_sign()
+
+    class Incomplete(SurvivingCommunicator):
+        def _formed(self):
+            if not self._membership.epoch:
+                raise RuntimeError("wait timeout, keys: /0/shard0/0/1")  # of gloo, which waits for a replica in vain
+            return super()._formed()
+
+    def run(replica):
+        membership = Membership(store, replica, 3, 0, 1, 30.0, 2, print, confirm_s=30.0)
+        if replica == 1:
+            membership.leave(0)
+            return None
+        communicator = Incomplete(membership, 30.0)
+        optimizer, end, _ = trained(communicator, scheme, dt.SignSGD)
+        communicator.close()
+        return end, optimizer.step_count, communicator.size(), communicator.losses[0].replicas
+
+    first, _, last = together(*(partial(run, replica) for replica in range(3)))
+    assert first == last and first[1:] == (STEPS, 2, (1,))
+
+
 def test_too_few_replicas_stop_and_say_how_many_are_left():
     def act(communicator):
         if communicator.replica == 1:

@@ -113,7 +113,7 @@ class Closeness:
         for name, tensor in floats.items():
             words += (mine := projections(tensor).tolist()) + [self._movement(link, name, mine)]
         sent = torch.tensor(words, dtype=torch.float64, device="cpu").view(torch.int64)
-        table = link.collect_apart(sent.to(device)).cpu().view(torch.float64)
+        table = link.collect(sent.to(device), apart=True).cpu().view(torch.float64)
         rows = table.view(link.replicas * link.local_ranks, len(floats), _SIGNS + 1).tolist()
         for number, (name, tensor) in enumerate(floats.items()):
             of_all = [row[number] for row in rows]

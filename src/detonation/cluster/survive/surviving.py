@@ -9,6 +9,7 @@ from typing import Union
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 from detonation.cluster.init import note_loss
 from detonation.cluster.network.throttled import NodeLink
@@ -63,7 +64,12 @@ class SurvivingCommunicator(ElasticCommunicator):
         self._users: list[AxisUser] = []
         self._changed = membership.changed  # guards all state here, and is notified of each change
         self._recovering = self._broken = self._closed = False
-        self._group = self._formed()
+        try:
+            self._group = self._formed()
+        except RuntimeError:
+            if let_in:
+                raise
+            self._broken, self._group = True, Group(HashStore(), 0, 1, timeout_s)  # the others agree on who is there
         self.error: Exception | None = None
         # Not the main thread, which may wait inside the network library for another shard of its replica.
         threading.Thread(target=self._watch, name="recovery", daemon=True).start()

@@ -190,7 +190,7 @@ class StopConsensus:
             fatal = self.counts[0].announcement(name) << 4 | self.counts[0].number
         for link in self._others:
             mine = torch.full((1,), fatal, dtype=torch.int64, device=self.runtime.device)
-            everyone = link.collect_apart(mine).view(-1).tolist()
+            everyone = link.collect(mine, apart=True).view(-1).tolist()
             fatal = FaultCounts.announced_apart([each >> 4 for each in everyone]) << 4 | max(everyone) & 15
         if not FaultCounts.is_announcement(fatal >> 4):
             self._raise(fatal, step)
@@ -285,7 +285,7 @@ class StopConsensus:
         """The gravest reason of all ranks. Collective."""  # [1] int64
         gravest = torch.full((1,), fatal, dtype=torch.int64, device=self.runtime.device)
         for link in self._others:
-            gravest = link.collect_apart(gravest).amax((0, 1))
+            gravest = link.collect(gravest, apart=True).amax().view(1)
         return gravest
 
     def _raise_asked(self) -> None:

@@ -100,28 +100,18 @@ class Link:
         """Takes the numbers of the replicas that are left."""
         self.replicas, self.replica = self._inter_node.size(), self._inter_node.replica
 
-    def collect_apart(self, words: Tensor) -> Tensor:
-        """Every rank's `words`, equally many on each, in the order of replicas and then of the ranks of a node.
-
-        Shapes: `[n]` int64 -> `[replicas, local ranks, n]` int64. Not counted as sent.
-        """
-        mine = words.contiguous().view(torch.uint8)
-        if self._intra_node is not None:
-            mine = self._intra_node.all_gather(mine)().reshape(-1)
-        lines = present_rows(self._inter_node, self._inter_node.all_gather(mine)())
-        return lines.reshape(-1).view(words.dtype).view(self.replicas, self.local_ranks, -1)
-
-    def collect(self, words: Tensor) -> Tensor:
+    def collect(self, words: Tensor, apart: bool = False) -> Tensor:
         """Every replica's `words`, equally many on each, in replica order. Not counted as sent.
 
         The ranks of a node may differ here, unlike in messages: their words are mixed into one, so that all ranks
-        notice a difference.
+        notice a difference; or they come `apart`, in the order of these ranks.
 
-        Shapes: `[n]` int64 -> `[replicas, n]` int64.
+        Shapes: `[n]` int64 -> `[replicas, n]` int64; apart `[replicas, local ranks * n]`.
         """
         if self._intra_node is not None:
-            lines = self._intra_node.all_gather(words.contiguous().view(torch.uint8))()
-            local = lines.reshape(-1).view(words.dtype).view(self._intra_node.size(), -1)
+            words = self._intra_node.all_gather(words.contiguous().view(torch.uint8))().reshape(-1).view(words.dtype)
+        if self._intra_node is not None and not apart:
+            local = words.view(self.local_ranks, -1)
             weights = torch.arange(1, 2 * len(local), 2, dtype=torch.int64, device=words.device)
             words = (local * weights[:, None]).sum(0)
         lines = self._inter_node.all_gather(words.contiguous().view(torch.uint8))()

@@ -19,7 +19,6 @@ from detonation.cluster.processes.signals import Stop, stoppable
 from detonation.cluster.survive.agreement import ReplicaLeft
 from detonation.cluster.survive.elastic_axis import meet_replicas
 from detonation.cluster.survive.surviving import SurvivingCommunicator
-from detonation.core.link.elastic_communicator import TextExchange
 from detonation.core.schemes.traffic import message_bytes
 from detonation.link_speed import LinkSpeed
 from detonation.plan.cost import spelled
@@ -93,8 +92,10 @@ def train_on_rank(task: RunTask) -> Table:
                     f" ({volumes.ranks_text()}); metrics, summary and report are on the node of rank 0"
                 )
             checkpoints = path / directory.CHECKPOINTS
-            may_start = task.may_start or _logged(task, path, session.world.texts())
-            loaded, resumed = resume(session, checkpoints, may_start) if task.resume else (None, list[str]())
+            loaded, resumed = None, list[str]()
+            if task.resume:
+                may_start = bool(session.world.texts().broadcast(_log_in(path, task))) or task.may_start
+                loaded, resumed = resume(session, checkpoints, may_start)
             _expect(session)
             if task.resume and config.train.log_updates:
                 resumed += replay_rest(session, path, task.may_start)
@@ -144,7 +145,7 @@ def _chosen(task: RunTask, device: torch.device, axis: SurvivingCommunicator | N
     everyone = Everyone(device, axis, shards)
     # Without a checkpoint or a log the run begins anew, and measures what its adapter begins with.
     texts = Texts(device) if axis is None else axis.texts()
-    if out is not None and (candidates(out / directory.CHECKPOINTS, texts) or _logged(task, out, texts)):
+    if out is not None and (candidates(out / directory.CHECKPOINTS, texts) or texts.broadcast(_log_in(out, task))):
         before = again(task.asked, out, everyone)
         if before is not None:
             return before, None
@@ -160,10 +161,9 @@ def _begins(session: Session, task: RunTask) -> bool:
     return out is None or not candidates(out / directory.CHECKPOINTS, session.world.texts())
 
 
-def _logged(task: RunTask, path: Path, texts: TextExchange) -> bool:
-    """True where the run in `path` may go on from its log, without a checkpoint. Collective."""
-    logs = task.resume and task.config.train.log_updates
-    return logs and texts.broadcast("a log" if directory.log_follows(path) else "") != ""
+def _log_in(path: Path, task: RunTask) -> str:
+    """Not empty where the run in `path` may go on from its log, without a checkpoint."""
+    return "a log" if task.config.train.log_updates and directory.log_follows(path) else ""
 
 
 def _adapter(
