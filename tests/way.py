@@ -51,7 +51,7 @@ CEILINGS = {
 """Python calls of one `optimizer.step()`, moves from one file to another, and files: at most. They only fall."""
 
 SIZES = {
-    "lines of core": 11_716,
+    "lines of core": 11_692,
     "files of core": 87,
     "lines of src": 38_239,
     "files of src": 249,

@@ -136,9 +136,6 @@ class StepRecorder(Tape, ABC):
             self._messages.append((taken, (place, step, Readback(copied))))
             self._late = int(message.device.type != "cpu")
 
-    def take(self, place: int, step: int) -> Tensor:
-        raise NotImplementedError("this tape records")
-
     def take_messages(self, what: str, optimizer: Replicated) -> tuple[Copies, bool]:
         """The messages of a step or call of `synchronize` that ends, and whether it follows the one that ended last.
 
@@ -199,15 +196,10 @@ class Tapes(Tape):
             tape.begin(optimizer)
 
     def put(self, place: int, step: int, message: Tensor) -> None:
-        """Takes in the messages of all replicas."""
         for tape in self._tapes:
             tape.put(place, step, message)
 
-    def take(self, place: int, step: int) -> Tensor:
-        raise NotImplementedError("these tapes record")
-
     def end(self, what: str, optimizer: Any) -> None:
-        """Ends a step, or a call of `synchronize`."""
         for tape in self._tapes:
             tape.end(what, optimizer)
 

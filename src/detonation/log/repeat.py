@@ -71,9 +71,6 @@ class Player(Tape, ABC):
             pass
         return self._ends.popleft() if self._ends else None
 
-    def put(self, place: int, step: int, message: Tensor) -> None:
-        raise NotImplementedError("this tape plays back")
-
     def _load(self) -> bool:
         record = self.read()
         if record is None:
@@ -240,7 +237,7 @@ def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) 
 def replay_together(directory: Path, optimizer: Replicated, to: int | None) -> tuple[int, str]:
     """`replay` on all ranks of a world: each takes the steps alone, up to the last that all can; then all compare.
 
-    Returns the number of steps taken in all, and why not more.
+    Also returns why not more.
     """
     optimizer.set_up()
     first, texts, alone = optimizer.step_count, texts_between(optimizer.model, optimizer), None

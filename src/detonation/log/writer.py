@@ -158,8 +158,7 @@ class UpdateLog(StepRecorder):
 
     def _begin(self, optimizer: Replicated, first: int, settings: dict[str, Any]) -> None:
         rank = optimizer.coordinates
-        about = {"version": LOG_VERSION, "first": first, "rank": rank.name, **settings}
-        about |= {} if first else self._start
+        about = {"version": LOG_VERSION, "first": first, "rank": rank.name, **settings} | ({} if first else self._start)
         self.directory.mkdir(parents=True, exist_ok=True)
         for _, begun, later in segments(self.directory, rank.name):
             if begun > first:  # training went back to before them: a replay would take their steps for its own

@@ -155,11 +155,6 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor], rest: Mapping[str, An
     return ShardSummary(*disk.write_file(path, shard_content(tensors, rest)))
 
 
-def shard_size(tensors: Mapping[str, Tensor]) -> int:
-    """About the number of bytes that `write_shard` will need."""
-    return sum(tensor.nbytes + 200 for tensor in tensors.values())
-
-
 def shard_fault(path: Path, expected: ShardSummary) -> str | None:
     """The fault of the file at `path`, in words; None where it is as `expected`."""
     try:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 from detonation.cluster.survive.agreement import (
     EPOCH,
@@ -151,10 +151,6 @@ class Membership:
                 f"lost replica {', '.join(map(str, lost_here))} before step {agreement.next_step}: {left}"
             )
         return agreement
-
-    def group_store(self) -> Store:
-        """A store for the process group of this epoch and shard, which is formed in a thread of its own."""
-        return PrefixStore(f"{self.epoch}/shard{self.shard}", self.store.clone())  # type: ignore[attr-defined]
 
     def breaks_up(self) -> bool:
         """True where a member is lost, so that all have to agree again."""

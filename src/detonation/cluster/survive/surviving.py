@@ -10,6 +10,7 @@ from typing import Union
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.distributed_c10d import PrefixStore
 
 from detonation.cluster.init import note_loss
 from detonation.cluster.network.throttled import NodeLink
@@ -329,7 +330,8 @@ class SurvivingCommunicator(ElasticCommunicator):
     def _formed(self) -> Group:
         membership = self._membership
         rank = membership.members.index(membership.replica)
-        make = partial(Group, membership.group_store(), rank, len(membership.members), self.timeout_s)
+        store = PrefixStore(f"{membership.epoch}/shard{membership.shard}", membership.store.clone())  # type: ignore
+        make = partial(Group, store, rank, len(membership.members), self.timeout_s)
         return Group.formed(make, membership.breaks_up) if membership.epoch else make()
 
     def _catch_up(self, agreement: Agreement) -> bool:

@@ -98,10 +98,6 @@ class StopConsensus:
         in_pieces = any(isinstance(p, Piece) for each in replicators for p in each.parameters.values())
         self._asks = bool(self._others) or in_pieces
 
-    def restart(self) -> None:
-        """Goes on from another state. Called on all replicas between the same two steps."""
-        self.half_step = ""
-
     def enter_step(self, step: int) -> None:
         """Begins a step, before its first message, in backward or in `step`.
 
@@ -179,7 +175,7 @@ class StopConsensus:
             replicator.discard(transfers)
         self._decide(step, at - 1 + max(replicator.scheme.round.delay for replicator, _ in sent))
         for counts in self.counts:
-            counts.forget_change()
+            counts.changing, counts.changed = 0, {}
 
     def _meet(self, step: int, name: str) -> None:
         """`end` of `step`, or `begin` of the next, for a rank that announces a change of `name`."""

@@ -124,10 +124,6 @@ class FaultCounts:
             return largest & ~(_CHANGING << 56) | _CHANGED_APART << 56
         return largest
 
-    def forget_change(self) -> None:
-        """Ends a change of the trained parameters: all ranks have made it."""
-        self.changing, self.changed = 0, {}
-
     def renumber(self, kept: Sequence[int], replica: int) -> None:
         """Goes on with the counts of the replicas `kept`, by their old numbers, as the replicas 0, 1, ..."""
         number = {old: new for new, old in enumerate(kept)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from detonation.core.codec.message_rows import MessageRows, SharedIndices, joine
 from detonation.core.integrity.header import HEADER_BYTES
 
 
-class Tape(Protocol):
+class Tape:
     """Takes in what was agreed on, or plays it back in the place of an exchange.
 
     plays: Whether it plays back. Replicas then encode and send nothing, and receive from the tape.
@@ -25,7 +25,6 @@ class Tape(Protocol):
 
     def begin(self, optimizer: Any) -> None:
         """Sees the weights of a `Replicated` before its first step."""
-        return
 
     def put(self, place: int, step: int, message: Tensor) -> None:
         """Takes in the messages of all replicas, or their sum, which may be overwritten afterwards.
@@ -34,16 +33,17 @@ class Tape(Protocol):
             place: The channel and the bucket of which they are.
             step: At which they were sent.
         """
+        raise NotImplementedError("this tape plays back")
 
     def take(self, place: int, step: int) -> Tensor:
         """The next messages of a place, as they were put in.
 
         Shapes: -> `[bytes]` uint8.
         """
+        raise NotImplementedError("this tape records")
 
     def end(self, what: str, optimizer: Any) -> None:
         """Ends what moved the weights of a `Replicated` with the messages before: a "step", or "synchronize"."""
-        return
 
 
 @dataclass

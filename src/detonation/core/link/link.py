@@ -1,9 +1,9 @@
 """A link is one axis of the cluster: it starts collectives and counts their bytes. It knows no algorithm."""
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from detonation.core.link.elastic_communicator import (
     RenumberedCommunicator,
     present_rows,
 )
-from detonation.core.link.handshake import SAME_START, Mismatch, require_same, send_to_all
+from detonation.core.link.handshake import Mismatch, require_same, send_to_all
 from detonation.core.link.hierarchical import HierarchicalCommunicator
 from detonation.core.schemes.traffic import bytes_per_rank, ring_bytes
 
@@ -54,6 +54,8 @@ class Link:
         self.replicas, self.replica = self._inter_node.size(), self._inter_node.replica
         self.recycle: Callable[[Tensor], None] = getattr(self._communicator, "recycle", lambda _: None)
         self.local_ranks = 1 if self._intra_node is None else self._intra_node.size()
+        self.send_to_all = partial(send_to_all, self._inter_node)  # not counted as sent, like what follows
+        self.require_same = partial(require_same, self._inter_node, self._intra_node)
         self.bytes_sent = 0
         self.waited_s = 0.0
         self.tape: Tape | None = None
@@ -118,21 +120,6 @@ class Link:
         if self.elastic and self.elastic.absent:
             lines = present_rows(self.elastic, lines)
         return lines.reshape(-1).view(words.dtype).view(self.replicas, -1)
-
-    def send_to_all(self, value: Any, device: torch.device) -> list[Any]:
-        """Every replica's `value` (of JSON), in replica order. Not counted as sent."""
-        return send_to_all(self._inter_node, value, device)
-
-    def require_same(
-        self,
-        description: Mapping[str, str],
-        device: torch.device,
-        notes: Mapping[str, str],
-        remedy: str = SAME_START,
-        free: Collection[str] = (),
-    ) -> dict[str, str]:
-        """Raises `Mismatch` on every rank where descriptions differ; see `handshake.require_same`. Collective."""
-        return require_same(self._inter_node, self._intra_node, description, device, notes, remedy, free)
 
 
 def links_of_shards(parameters: Iterable[Tensor]) -> tuple[Link, ...]:

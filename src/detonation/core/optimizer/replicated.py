@@ -241,7 +241,7 @@ class Replicated(OptimizerWrapper):
         """Continues after `step` steps, the state of everything in `build` having been replaced. Collective."""
         self.step_count = step
         if self._consensus is not None:
-            self._consensus.restart()
+            self._consensus.half_step = ""
             self.build()
             self._compare(frozen=self._trained.frozen)
             if self.closeness:

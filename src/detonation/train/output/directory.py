@@ -18,6 +18,7 @@ import tomli_w
 
 from detonation.cluster.processes.failure import RunError
 from detonation.log.writer import segments
+from detonation.train.recipe.schema import TrainConfig
 from detonation.whole_files import write_whole
 
 _PACKAGES = (
@@ -131,12 +132,11 @@ def log_follows(path: Path, step: int = 0) -> bool:
     return any(begun == step for _, begun, _ in segments(path / UPDATES, ""))
 
 
-def check_free(path: Path, resume: bool, may_start: bool = False, steps: int = 0, logs: bool = False) -> None:
+def check_free(path: Path, resume: bool, may_start: bool = False, train: TrainConfig | None = None) -> None:
     """Raises `ValueError` unless a run can start in `path`, or continue there with `resume`. Changes nothing.
 
     may_start: with `resume`, a run may start from the beginning where no checkpoint was saved yet.
-    steps: of the run; with `resume`, a finished run of fewer steps goes on.
-    logs: whether the run keeps a log of updates; with `resume`, it may go on from one that has its first step.
+    train: with `resume`, a finished run of fewer steps goes on, and one that keeps a log from its first step alone.
     """
     if path.exists() and not path.is_dir():
         raise ValueError(f"the run directory {str(path)!r} is a file: choose another --out")
@@ -150,11 +150,11 @@ def check_free(path: Path, resume: bool, may_start: bool = False, steps: int = 0
     passing = (LOCK, f"{CONFIG}.part")
     entries = [entry.name for entry in path.iterdir()] if path.is_dir() else []
     held = [name for name in entries if name not in passing and not name.startswith(_PROBE)]
-    if (path / SUMMARY).exists() and not (resume and steps > steps_finished(path)):
+    if (path / SUMMARY).exists() and not (resume and train and train.steps > steps_finished(path)):
         more = f"; with --resume and more --steps than {steps_finished(path)} it goes on"
         raise ValueError(f"run directory {path} holds a finished run: choose another --out, or remove it{more}")
     saved, logged = (path / CHECKPOINTS).is_dir(), log_follows(path)
-    if resume and not (may_start or saved or (logged and logs)):
+    if resume and not (may_start or saved or (logged and train and train.log_updates)):
         remedy = "remove it, or choose another --out" if held else "leave --resume out to start"
         remedy = "add --log, to go on from its log of updates" if logged else remedy
         raise ValueError(f"nothing to resume in {path}: it has no checkpoints; {remedy}")
@@ -176,12 +176,17 @@ def steps_finished(path: Path) -> int:
 
 def steps_of_epochs(path: Path, epochs: float) -> int:
     """The number of steps that so many epochs took when the run in `path` began; 0 where it says none."""
-    try:
-        train = tomllib.loads((path / CONFIG).read_text(encoding="utf-8"))["train"]
-        steps = train["steps"] if train["epochs"] == epochs else 0
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
+    train = config_in(path).get("train")
+    steps = train.get("steps") if isinstance(train, dict) and train.get("epochs") == epochs else 0
     return steps if type(steps) is int else 0
+
+
+def config_in(path: Path) -> dict[str, Any]:
+    """The configuration with which the run in `path` began or went on, as a table; {} where it cannot be read."""
+    try:
+        return tomllib.loads((path / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
 
 
 def fresh_directory(name: str) -> Path:

@@ -5,7 +5,6 @@ import logging
 import statistics
 import threading
 import time
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -149,10 +148,7 @@ def again(asked: Asked, path: Path, everyone: Everyone) -> Config | None:
 
     No other rank needs to see the directory yet.
     """
-    try:
-        scheme = tomllib.loads((path / directory.CONFIG).read_text(encoding="utf-8")).get("scheme")
-    except (OSError, ValueError):  # the other ranks already wait for the answer of this one
-        scheme = None
+    scheme = directory.config_in(path).get("scheme")
     found = everyone.send_to_all(scheme if isinstance(scheme, dict) and "name" in scheme else None)[0]
     return None if found is None else asked.under(found)
 

@@ -1,8 +1,8 @@
 """Records of a run: each step's, the log of its updates, and the feed of its weights."""
 
+import json
 import os
 import secrets
-import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -134,8 +134,8 @@ class Recording:
 
     def __init__(self, session: Session, path: Path, came_later: bool = False) -> None:
         self._session, train = session, session.config.train
-        self._log, self._checkpoints = UpdateLog(path / directory.UPDATES), path / directory.CHECKPOINTS
-        self._tapes: list[Tape] = [self._log] if train.log_updates else []
+        self.log, self._checkpoints = UpdateLog(path / directory.UPDATES), path / directory.CHECKPOINTS
+        self._tapes: list[Tape] = [self.log] if train.log_updates else []
         self._feed: Feed | None = None
         self._trouble = ""
         self._run = ""
@@ -168,15 +168,12 @@ class Recording:
     def saved(self, step: int) -> None:
         """Begins another file of the log with the checkpoint of `step`; files before the last whole one go."""
         whole = [retention.step_of(found) for found in retention.saved_checkpoints(self._checkpoints)]
-        self._log.rotate(max((before for before in whole if before < step), default=0))
+        self.log.rotate(max((before for before in whole if before < step), default=0))
 
     def close(self, ended: bool) -> None:
         """Ends the feed. ended: Whether training has come to its end."""
         if self._feed is not None:
             self._feed.close(ended=ended)
-
-    def close_log(self) -> None:
-        self._log.close()
 
     def _publish(self) -> None:
         config = self._session.config
@@ -188,25 +185,18 @@ class Recording:
 
 
 def replay_rest(session: Session, path: Path, may_start: bool) -> list[str]:
-    """Takes the steps that the log of the run in `path` has after the checkpoint or the start, but not the last of the
-    run; returns lines. Collective.
+    """Takes the steps that the run's log has after the checkpoint or the start, but not the last; returns lines.
 
-    Raises `ValueError` where there is no checkpoint and the log is of another run, unless the run `may_start` anew.
+    Raises `ValueError` where, without a checkpoint, the log is of another run, unless it `may_start` anew. Collective.
     """
     step, texts = session.optimizer.step_count, session.world.texts()
     if not texts.broadcast("a log" if directory.log_follows(path, step) else ""):
         return []
-    lines = [] if step else _compared(session, path / directory.CONFIG)
+    was = {} if step else json.loads(texts.broadcast(json.dumps(directory.config_in(path))))
+    lines = compare_settings(path / directory.CONFIG, was, session.config, "start") if was else []
     most = max(step, session.config.train.steps - 1)
     reached, why = replay_together(path / directory.UPDATES, session.optimizer, most)
     if why and not reached and not may_start:
         raise ValueError(f"cannot go on from the log: {why}; resume as the run began, or choose another --out")
     line = f"{reached - step} steps of the log follow: training goes on after step {reached}, with empty memories"
     return [*lines, line] if reached > step else []
-
-
-def _compared(session: Session, path: Path) -> list[str]:
-    """A line about the settings that are others than at the start of the run. Collective."""
-    text = path.read_text(encoding="utf-8") if session.rank == 0 and path.exists() else ""
-    text = session.world.texts().broadcast(text)
-    return compare_settings(path, tomllib.loads(text), session.config, "start") if text else []

@@ -161,8 +161,7 @@ def is_first() -> bool:
 
 def _check_directory(task: RunTask) -> None:
     if task.request.out is not None:
-        train = task.config.train
-        directory.check_free(task.request.out, task.resume, task.may_start, train.steps, train.log_updates)
+        directory.check_free(task.request.out, task.resume, task.may_start, task.config.train)
 
 
 def _finished(request: Request, place: LaunchPosition | None) -> Table | None:

@@ -155,10 +155,8 @@ def _chosen(task: RunTask, device: torch.device, axis: SurvivingCommunicator | N
 
 def _begins(session: Session, task: RunTask) -> bool:
     """True where no checkpoint will replace the weights of the start. Collective."""
-    if not task.resume:
-        return True
     out = task.request.out
-    return out is None or not candidates(out / directory.CHECKPOINTS, session.world.texts())
+    return not task.resume or out is None or not candidates(out / directory.CHECKPOINTS, session.world.texts())
 
 
 def _log_in(path: Path, task: RunTask) -> str:
@@ -232,7 +230,7 @@ def _train(
         try:
             fit(session, done, until, after_step, stop)
         finally:
-            recording.close_log()
+            recording.log.close()
         recording.close(ended=until == steps)
     except NonFiniteLoss as error:
         saved = save_now(session, checkpoints, recorder.before, followed())
@@ -289,8 +287,7 @@ def _run_directory(session: Session, task: RunTask) -> Iterator[tuple[Path, Volu
     with contextlib.ExitStack() as held:
         if session.rank == 0:
             path = task.request.out or directory.fresh_directory(f"{task.request.recipe.stem}-{session.config.schemes}")
-            train = session.config.train
-            directory.check_free(path, task.resume, task.may_start, train.steps, train.log_updates)
+            directory.check_free(path, task.resume, task.may_start, session.config.train)
             held.enter_context(contextlib.closing(directory.RunDirectory(path)))
         path = Path(texts.broadcast(str(path))) if task.request.out is None else path
         try:
