@@ -8,7 +8,7 @@ addresses 16 divides. ptxas is that of triton's wheel. Local memory is what a th
 and what is spilled. Nothing runs, so nothing here says how fast a kernel is.
 
 With --arithmetic it prints instead which line of the sources makes a kernel's PTX multiply and add at once, or
-approximate: "TARGET KERNEL INSTRUCTION FILE:LINE".
+approximate, and which adds fp32 numbers in an order that the compiler chooses: "TARGET KERNEL INSTRUCTION FILE:LINE".
 """
 
 import argparse
@@ -87,7 +87,7 @@ def main() -> None:
                     known.add((found.hash, target))
                     if not args.arithmetic:
                         print(line(name, found, target, constants), flush=True)
-                    for each in arithmetic(found.asm["ptx"]) if args.arithmetic else ():
+                    for each in (*arithmetic(found.asm["ptx"]), *sums(found.asm["ttgir"])) if args.arithmetic else ():
                         if (text := f"{target} {found.name} {each}") not in said:
                             said.add(text)
                             print(text, flush=True)
@@ -162,6 +162,28 @@ def arithmetic(ptx: str) -> list[str]:
             at = f"{files.get(place[1], place[1])}:{place[2]}"
         elif not each.lstrip().startswith((".", "//")) and (odd := _ODD.search(each)):
             found.append(f"{odd[1]} {at}")
+    return [*dict.fromkeys(found)]
+
+
+def sums(ttgir: str) -> list[str]:
+    """Each sum of fp32 numbers in an order that follows from their layout among threads, and the line that it is from.
+
+    >>> lines = '#loc1 = loc("a.py":22:5)', '#loc2 = loc("triton/language/standard.py":7:1)'
+    >>> lines += '#loc = loc(callsite(#loc2 at #loc1))', '"tt.reduce"(%s) ({', 'arith.addf %1, %2', '}) : f32 loc(#loc)'
+    >>> sums("\\n".join(lines))
+    ['tt.reduce a.py:22']
+    """
+    places = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", ttgir, re.MULTILINE))
+
+    def spelled(at: str) -> str:
+        return re.sub(r"#loc\d*", lambda found: spelled(found[0]), places[at])
+
+    found = list[str]()
+    for each in ttgir.split('"tt.reduce"(')[1:]:
+        body, _, after = each.partition("}) : ")
+        if "arith.addf" in body and (at := re.search(r" loc\((#loc\d*)\)", after)):
+            own = [place for place in re.findall(r'"([^"]+)":(\d+):', spelled(at[1])) if "/language/" not in place[0]]
+            found.append("tt.reduce " + ":".join(own[0]))
     return [*dict.fromkeys(found)]
 
 

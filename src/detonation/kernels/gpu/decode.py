@@ -209,34 +209,31 @@ def decode_kernel(
 @triton.jit
 def weigh_kernel(
     message, stride, statistics_at, numbers, squares, programs, arrivals, weights, replicas,
-    PRECISION: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, LANE_BITS: tl.constexpr,
-    PART_BITS: tl.constexpr, REPLICAS: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr,
+    PARTS: tl.constexpr, REPLICAS: tl.constexpr,
 ):  # fmt: skip
     """Writes the weights of `aggregate.ClippedMean`; `programs` read a message, and the last of all weighs.
 
     Args:
-        numbers: The values of each message, whose squares are added in the order of `scatter_sum.SumOfSquares`, of
-            2**LANE_BITS lanes and 2**PART_BITS parts.
+        numbers: The values of each message, whose squares are added in the order of `scatter_sum.SumOfSquares`.
         squares, arrivals: `[replicas, parts]` fp32 and `[1]` int32, see `is_last`.
         weights: `[replicas]` fp32.
     """
-    lanes: tl.constexpr = 1 << LANE_BITS
-    parts: tl.constexpr = 1 << PART_BITS
     which = (tl.program_id(0) // programs).to(tl.int64)
     values = message + which * stride
-    for part in range(tl.program_id(0) % programs, parts, programs):
-        square = tl.zeros([lanes], dtype=tl.float32)
-        for first in range(part, tl.cdiv(numbers, lanes), parts):
-            number = wide(first) * lanes + tl.arange(0, lanes)
+    for part in range(tl.program_id(0) % programs, PARTS, programs):
+        square = tl.zeros([LANES], dtype=tl.float32)
+        for first in range(part, tl.cdiv(numbers, LANES), PARTS):
+            number = wide(first) * LANES + tl.arange(0, LANES)
             value = load_value(values, values + statistics_at, number, number < numbers, PRECISION, BLOCK, ALIGNED)
             square += value * value
-        of_part = tl.reshape(sum_of_halves(tl.reshape(square, [1, lanes]), LANE_BITS), [1])
-        tl.store(squares + which * parts + part + tl.arange(0, 1), of_part)
+        of_part = sum_of_halves(tl.reshape(square, [1, LANES]))
+        tl.store(squares + which * PARTS + part + tl.arange(0, 1), of_part)
     if is_last(arrivals, replicas * programs):
         number = tl.arange(0, REPLICAS)
-        place = number[:, None] * parts + tl.arange(0, parts)[None, :]
+        place = number[:, None] * PARTS + tl.arange(0, PARTS)[None, :]
         of_parts = tl.load(squares + place, mask=number[:, None] < replicas, other=0.0)
-        norms = tl.sqrt_rn(tl.reshape(sum_of_halves(of_parts, PART_BITS), [REPLICAS]))
+        norms = tl.sqrt_rn(sum_of_halves(of_parts))
         size = tl.where(norms > 0, norms, float("inf"))
         rank = ranks_of(size, number)
         heard = tl.sum((norms > 0).to(tl.int32), axis=0)

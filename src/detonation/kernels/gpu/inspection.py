@@ -19,8 +19,8 @@ from detonation.kernels.gpu.messages import (
 LINE_BYTES, HEADER_BYTES, CHECKSUM_WORD = 4096, 64, 14
 PARTS = 2 if INTERPRETED else 128
 """The programs that read one message."""
-LANE_BITS, PART_BITS = 12, 7
-"""The lanes and parts of the squares of a norm, as powers of two; those of `scatter_sum.SumOfSquares`."""
+NORM_LANES, NORM_PARTS = 4096, 128
+"""The lanes and parts of the squares of a norm that weighs a message; those of `scatter_sum.SumOfSquares`."""
 OCTETS = 4096
 """The values that a program looks at together."""
 ROW, SCANNING = 1024, 512
@@ -60,7 +60,7 @@ class Inspector:
         self._columns = torch.empty(count, PARTS, LINE_BYTES // 4, dtype=torch.int32, device=device)
         self._sums = torch.empty(count, PARTS, dtype=torch.int64, device=device)
         self._firsts = torch.empty(count, dtype=torch.int32, device=device)
-        self._squares = torch.empty(count, max(PARTS, 1 << PART_BITS), dtype=torch.float32, device=device)
+        self._squares = torch.empty(count, max(PARTS, NORM_PARTS), dtype=torch.float32, device=device)
         self._faults = torch.empty(count, PARTS, dtype=torch.int32, device=device)
         self._table = torch.empty(count, 13, dtype=torch.int64, device=device)
         self._arrivals = torch.zeros(count + 1, dtype=torch.int32, device=device)  # zeros again after each launch
@@ -116,8 +116,8 @@ class Inspector:
         launch(
             weigh_kernel, self._count * PARTS, message, message.stride(0), places.statistics_at,
             places.owned * coding.k, self._squares, PARTS, self._arrivals, weights, self._count,
-            PRECISION=coding.precision, BLOCK=coding.block, ALIGNED=is_aligned(message, 4), LANE_BITS=LANE_BITS,
-            PART_BITS=PART_BITS, REPLICAS=power(self._count),
+            PRECISION=coding.precision, BLOCK=coding.block, ALIGNED=is_aligned(message, 4), LANES=NORM_LANES,
+            PARTS=NORM_PARTS, REPLICAS=power(self._count),
         )  # fmt: skip
 
     def _lines(self, runs: Sequence[RowRun]) -> tuple[Tensor, int]:

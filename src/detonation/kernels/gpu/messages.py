@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from detonation.kernels.gpu.addressing import load_coordinates, slot_of, span_of, status_of, wide
-from detonation.kernels.gpu.numbers import LARGEST, facts_of, load_value, ranks_of
+from detonation.kernels.gpu.numbers import LARGEST, facts_of, load_value, ranks_of, sum_of_halves
 
 LINE_WORDS, LINE_BYTES = tl.constexpr(1024), tl.constexpr(4096)
 TOGETHER = tl.constexpr(8)
@@ -88,7 +88,7 @@ def read_message(
             square, found = facts_of(octets, runs + 16 * run, part, parts, square, found, ALIGNED, CHUNK, COLUMNS, K,
                                      PRECISION, BLOCK, WIDTH, BITMAP, SOME)  # fmt: skip
         bits = (tl.max(found & 1, axis=0) | tl.max(found & 2, axis=0)) | tl.max(found & 4, axis=0)
-        tl.store(squares + which * parts + part, tl.sum(square, axis=0))
+        tl.store(squares + which * parts + part + tl.arange(0, 1), sum_of_halves(tl.reshape(square, [1, SOME])))
         tl.store(faults + which * parts + part, bits)
 
 

@@ -16,12 +16,15 @@ def halves_of(numbers):
 
 
 @triton.jit
-def sum_of_halves(numbers, LEVELS: tl.constexpr):
-    """The sum of each row of 2**LEVELS numbers, in the order of `scatter_sum.added`: `[rows, n]` -> `[rows, 1]`."""
-    for _ in tl.static_range(LEVELS):
+def sum_of_halves(numbers):
+    """The sum of each row in the order of `scatter_sum.added`, where that of `tl.sum` is the compiler's, which lays
+    numbers out for each target anew: `[rows, n]` -> `[rows]`."""
+    if numbers.shape[1] > 1:
         first, last = halves_of(numbers)
-        numbers = first + last
-    return numbers
+        found = sum_of_halves(first + last)
+    else:
+        found = tl.reshape(numbers, [numbers.shape[0]])
+    return found
 
 
 @triton.jit
@@ -280,7 +283,7 @@ def facts_of(
             block = (wide(first) * (SOME // 256) + block_item)[:, None]
             statistic = load_bf16(values + statistics_at, block * 256 + level[None, :], block < blocks)
             largest = tl.max(finite_size(statistic), axis=1)
-            square += tl.where(item == 0, tl.sum(square_of(largest), axis=0), 0.0)
+            square += tl.where(item == 0, sum_of_halves(tl.reshape(square_of(largest), [1, SOME // 256])), 0.0)
     else:
         each: tl.constexpr = 4 if PRECISION == "2bit" else 1
         blocks = tl.cdiv(numbers, BLOCK)
