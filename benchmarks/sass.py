@@ -45,6 +45,7 @@ import triton
 from aot import FAR, compiled_for, instead_of_launches, resources
 from lane import Code, play
 from launches import Recycling
+from moved import bytes_of, label
 from torch import Tensor, nn
 
 import detonation as dt
@@ -144,7 +145,7 @@ def main() -> None:
                     known[key] = counted(launch, target)
                 costs.append(known[key])
                 if not args.sums:
-                    print(row(name, label(launch), target, costs[-1], floor), flush=True)
+                    print(row(name, label(launch.kernel.__name__, launch.named), target, costs[-1], floor), flush=True)
             total = Cost(*[0] * 4, *(sum(getattr(each, what.name) for each in costs) for what in fields(Cost)[4:]))
             took = sum(each.predicted_s for each in costs) * 1e9 / NUMEL
             if not args.sums:
@@ -155,15 +156,6 @@ def main() -> None:
         print("|" + "---|" * 6)
         for (name, target), cells in sums.items():
             print("| " + " | ".join([name if target == 90 else f"{name}, sm_{target}", *cells, ""]) + " |")
-
-
-def label(launch: Launch) -> str:
-    """The name of a row."""
-    role = launch.constants.get("INTO") or (
-        "reply" if launch.named.get("ARRIVED_K") and launch.named["replicas"] else ""
-    )
-    name = launch.kernel.__name__.removesuffix("_kernel")
-    return f"{name} ({role})" if role else name
 
 
 def described(launch: Launch) -> list[Any]:
@@ -247,7 +239,7 @@ def counted(launch: Launch, target: int) -> Cost:
         last = play(code, constants, 0, memory, arrives).counts
         more = last.total() - paths[0].counts.total(), spent(code, last) - spent(code, paths[0].counts)
         tail = max(tail, more[0] * launch.warps / SCHEDULERS, more[1])
-    moved = bytes_of(launch)
+    moved = bytes_of(launch.kernel.__name__, launch.named, launch.programs, NUMEL)
     return Cost(
         registers, local, compiled.metadata.shared, resident, launch.programs * launch.warps * instructions, moved,
         launch.programs * asked, per_scheduler * max(instructions, stalls / at_once) / CLOCK, moved / BANDWIDTH,
@@ -317,28 +309,6 @@ def resident_programs(registers: int, shared: int, warps: int) -> int:
     of_warp = -(-registers * 32 // 256) * 256
     by_registers = 65536 // SCHEDULERS // of_warp * SCHEDULERS // warps
     return min(by_registers, 64 // warps, 32, 228 * 1024 // (shared + 1024))
-
-
-def bytes_of(launch: Launch) -> float:
-    """The bytes that a launch must move to and from memory, each once; tables and what stays in a cache left out."""
-    given, name = launch.named, launch.kernel.__name__
-    if name == "scan_kernel":
-        return 4 * NUMEL
-    if name == "encode_kernel":
-        rows = given["count"] * given["owned"]
-        residual = 8 * rows * given["CHUNK"] * given["MEMORY"]
-        signal = given["arrived"].numel() if given["AGGREGATION"] else 4 * NUMEL
-        return residual + signal + given["message"].numel()
-    if name in ("seal_kernel", "inspect_kernel"):
-        return given["message"].numel() * (2 if given.get("JOIN") else 1)
-    if name == "decode_kernel":
-        into = {"signs": 8, "tensors": 4, "flat": 4}[given["INTO"]] * NUMEL
-        return into + (4 * given["rows"] * given["K"] if given["AGGREGATION"] == "sum" else given["message"].numel())
-    if name == "weigh_kernel":
-        return launch.programs // given["programs"] * 4 * given["numbers"]
-    if name == "inspect_sum_kernel":
-        return 4 * sum(given[f"count{run}"] for run in range(given["RUNS"]))
-    return 0
 
 
 if __name__ == "__main__":

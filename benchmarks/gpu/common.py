@@ -128,10 +128,34 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def seconds_of(act: Callable[[], Any], device: torch.device) -> float:
+    """The seconds of `act` on the device, by its events on a GPU and by the clock elsewhere."""
+    if device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        act()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+    at = time.perf_counter()
+    act()
+    return time.perf_counter() - at
+
+
+def cold_cache(device: torch.device) -> Callable[[], Any]:
+    """Writes over the caches of a GPU, of which none holds as much; does nothing elsewhere."""
+    return torch.empty(2**28, dtype=torch.uint8, device=device).zero_ if device.type == "cuda" else lambda: None
+
+
 def median_s(
-    act: Callable[[], Any], device: torch.device, times: int = 50, warm: int = 3, most_s: float = 5.0
+    act: Callable[[], Any],
+    device: torch.device,
+    times: int = 50,
+    warm: int = 3,
+    most_s: float = 5.0,
+    before: Callable[[], Any] = lambda: None,
 ) -> float:
-    """The median seconds of `act` on the device, by its events on a GPU and by the clock elsewhere.
+    """The median seconds of `act` on the device, and of nothing that `before` does there each time.
 
     Fewer than `times` are taken where they would last longer than `most_s`, but at least five.
     """
@@ -141,17 +165,8 @@ def median_s(
     seconds: list[float] = []
     began = time.monotonic()
     while len(seconds) < times and (len(seconds) < 5 or time.monotonic() - began < most_s):
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            act()
-            end.record()
-            end.synchronize()
-            seconds.append(start.elapsed_time(end) / 1e3)
-        else:
-            at = time.perf_counter()
-            act()
-            seconds.append(time.perf_counter() - at)
+        before()
+        seconds.append(seconds_of(act, device))
     return statistics.median(seconds)
 
 
@@ -159,7 +174,7 @@ def copy_bandwidth(device: torch.device, nbytes: int) -> float:
     """Bytes per second that a copy inside the device's memory moves: read and written."""
     source = torch.ones(nbytes // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * nbytes / median_s(lambda: target.copy_(source), device, times=20)
+    return 2 * nbytes / median_s(lambda: target.copy_(source), device, times=20, before=cold_cache(device))
 
 
 @dataclass

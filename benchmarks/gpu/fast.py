@@ -1,11 +1,29 @@
-"""Fast: device time of a step beside its floor, the bytes that must move at the speed of a copy, and AdamW."""
+"""Fast: device time of a step, and of each of its kernels, beside the bytes that must move at the speed of a copy.
 
+Each repetition, and each kernel, begins with a cold cache.
+"""
+
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from benchmarks.gpu.common import ENGINES, SIZES, Job, copy_bandwidth, median_s, numel, stepper
+from benchmarks.gpu.common import (
+    ENGINES,
+    SIZES,
+    Job,
+    Stepper,
+    cold_cache,
+    copy_bandwidth,
+    median_s,
+    numel,
+    seconds_of,
+    stepper,
+)
+from benchmarks.moved import bytes_of, label
 
 import detonation as dt
 
@@ -78,6 +96,32 @@ def _predicted(job: Job, size: str, bandwidth: float) -> None:
         make = partial(stepper, SIZES[size], job.device, PREDICTED[name](link=link), engine, dtype, replicas=replicas)
         made = job.attempt(f"{called} is built", make)
         _subject(job, size, called, engine, made.step if made else None, bandwidth, None)
+        if made and replicas == 2 and dtype == torch.float32 and engine == "triton":
+            job.attempt(f"the kernels of {called}", partial(kernels, job, size, called, made, bandwidth))
+
+
+def kernels(job: Job, size: str, step: str, made: Stepper, bandwidth: float) -> None:
+    """Adds a row for each kernel of a step: its time, and that of a copy of the bytes that it must move."""
+    from detonation.kernels.gpu import inspection, launches, launching
+
+    seconds, moved = defaultdict[str, list[float]](list), defaultdict[str, float](float)
+    cold = cold_cache(job.device)
+
+    def timed(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+        given = dict(zip(kernel.arg_names, arguments, strict=False)) | constants
+        name = label(kernel.__name__, given)
+        cold()
+        act = partial(launching.launch, kernel, programs, *arguments, **constants)
+        seconds[name].append(seconds_of(act, job.device))
+        moved[name] += bytes_of(kernel.__name__, given, programs, numel(SIZES[size]))
+
+    times = 2 if job.tiny else 10
+    with patch.object(launches, "launch", timed), patch.object(inspection, "launch", timed):
+        for _ in range(times):
+            made.step()
+    for name, each in seconds.items():
+        nbytes, of_step = moved[name] / times, len(each) / times
+        _row(job, size, f"{step}: {name}", "triton", median(each) * of_step, nbytes, bandwidth)
 
 
 def _adamw(job: Job, shapes: list[tuple[int, ...]]) -> Callable[[], Any] | None:
@@ -103,19 +147,27 @@ def _subject(
     """Adds the row of one subject; returns its seconds per step, or None where it failed."""
     if act is None:
         return None
-    times = 5 if job.tiny else 50
-    seconds: float | None = job.attempt(f"{size} {name}, {engine}", lambda: median_s(act, job.device, times))
-    if seconds is None:
-        return None
-    floor_s = FLOOR_BYTES.get(name.partition(",")[0], 20) * numel(SIZES[size]) / bandwidth
+    measured = partial(median_s, act, job.device, 5 if job.tiny else 50, before=cold_cache(job.device))
+    seconds: float | None = job.attempt(f"{size} {name}, {engine}", measured)
+    if seconds is not None:
+        nbytes = FLOOR_BYTES.get(name.partition(",")[0], 20) * numel(SIZES[size])
+        _row(job, size, name, engine, seconds, nbytes, bandwidth, adamw_s)
+    return seconds
+
+
+def _row(
+    job: Job, size: str, name: str, engine: str, seconds: float, nbytes: float, bandwidth: float,
+    adamw_s: float | None = None,
+) -> None:  # fmt: skip
+    """A line of the table. nbytes: What must move; the floor is the time of a copy that moves as many."""
     job.row(
         parameters=size,
         step=name,
         engine=engine,
         ms=1e3 * seconds,
         ms_per_1e9=1e12 * seconds / numel(SIZES[size]),
-        floor_ms=1e3 * floor_s,
-        times_floor=seconds / floor_s,
+        GB_per_s=nbytes / seconds / 1e9,
+        floor_ms=1e3 * nbytes / bandwidth,
+        times_floor=seconds * bandwidth / nbytes if nbytes else "",
         times_AdamW="" if adamw_s is None else seconds / adamw_s,
     )
-    return seconds

@@ -14,7 +14,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[2]))
 
 from benchmarks.gpu import __main__ as check
-from benchmarks.gpu import children, fast, first, right, world
+from benchmarks.gpu import children, common, fast, first, right, world
 from benchmarks.gpu.children import environment
 from benchmarks.gpu.common import Findings, Job
 from benchmarks.gpu.compiling import compile_all
@@ -52,6 +52,29 @@ def test_fast_measures_what_is_predicted(tmp_path, monkeypatch):
     ways = ("R=1, all-gather", "R=2, all-gather", "R=8, all-gather", "R=8, owner")
     assert not found.failures and {f"{name}, {way}" for name in fast.PREDICTED for way in ways} < steps
     assert "ms per 1e9" in found.columns and "demo 4/64 sign, R=2, all-gather, bf16" in steps
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # by numpy, in the interpreter
+def test_fast_has_a_row_of_each_kernel_that_a_step_launches(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("DETONATION_KERNELS", "triton")
+    monkeypatch.setitem(common.SIZES, "tiny", [(64, 64), (3,)])
+    job, cold = job_in(tmp_path), []
+    monkeypatch.setattr(fast, "cold_cache", lambda device: lambda: cold.append(device))
+    made = common.stepper(common.SIZES["tiny"], CPU, fast.PREDICTED["demo 4/64 sign"](), "triton")
+    made.step()  # what is built in the first step is no kernel of a step
+    fast.kernels(job, "tiny", "demo", made, 1e9)
+    rows = {row[1]: dict(zip(job.findings.columns, row, strict=True)) for row in job.findings.table}
+    names = ("scan", "encode", "seal", "inspect", "decode (signs)")
+    assert {*rows} == {f"demo: {name}" for name in names} and len(cold) == 2 * len(names)
+    assert float(rows["demo: scan"]["floor ms"]) == pytest.approx(4e-6 * (64 * 64 + 3), rel=0.01)
+    assert all(row[name] not in ("", "0") for row in rows.values() for name in ("ms", "GB per s", "times floor"))
+
+
+def test_a_repetition_begins_with_what_is_not_timed():
+    order = []
+    common.median_s(lambda: order.append("step"), CPU, 5, 1, before=lambda: order.append("cold"))
+    assert order == ["step", *["cold", "step"] * 5] and common.cold_cache(CPU)() is None
 
 
 def test_a_world_whose_ranks_end_badly_says_how(tmp_path):
