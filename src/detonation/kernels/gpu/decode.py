@@ -179,8 +179,11 @@ def decode_kernel(
         total = tl.where(tl.load(report) > 0, total, 0.0)
         update = tl.div_rn(total, tl.zeros_like(total) + replicas)
     else:
-        holder, local = message_of_row(row, count, turns, run, owned)
-        values = (message + holder * stride)[:, None]
+        values, local = message + tl.zeros_like(row), row
+        if count > 1:
+            holder, local = message_of_row(row, count, turns, run, owned)
+            values += holder * stride
+        values = values[:, None]
         if SUMMED:
             update = sum_of_vectors(values, wide(stride), statistics_at, indices_at, replicas, share, local[:, None],
                                     present[:, None], column, inverse, CHUNK, COLUMNS, K, PRECISION, BLOCK, WIDTH,

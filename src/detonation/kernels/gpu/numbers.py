@@ -87,11 +87,11 @@ def store_fp32(octets, index, numbers, mask):
 def load_packed(octets, index, mask, WIDTH: tl.constexpr):
     """Number `index` of `WIDTH` bits, at most 8, among packed ones."""
     bit = index * WIDTH
-    found = tl.load(octets + bit // 8, mask=mask, other=0).to(tl.int32)
+    found = tl.load(octets + (bit >> 3), mask=mask, other=0).to(tl.int32)
     if 8 % WIDTH:  # it may end in the next byte
-        ends = mask & (bit % 8 + WIDTH > 8)
-        found |= tl.load(octets + bit // 8 + 1, mask=ends, other=0).to(tl.int32) << 8
-    return (found >> (bit % 8).to(tl.int32)) & ((1 << WIDTH) - 1)
+        ends = mask & ((bit & 7) + WIDTH > 8)
+        found |= tl.load(octets + (bit >> 3) + 1, mask=ends, other=0).to(tl.int32) << 8
+    return (found >> (bit & 7).to(tl.int32)) & ((1 << WIDTH) - 1)
 
 
 @triton.jit
