@@ -21,7 +21,6 @@ AGGREGATION_NAMES: dict[type[Aggregation], str] = {
 }  # fmt: skip
 """The aggregations that kernels know, by type."""
 PRECISION_NAMES = {precision: name for name, precision in PRECISIONS.items()}
-"""Every precision's name."""
 _ROTATIONS: dict[type, str] = {Random: "random", Striding: "striding", Everything: "everything"}
 
 

@@ -79,9 +79,8 @@ class TritonEngine(ReferenceEngine):
         # where the memory is released as the message is read, one must be written
         codec = self.codec if self._releases == "read" else replace(self.codec, precision=FP32)
         rows = self.layout.rows
-        run = MessageRows(
-            codec, rows, partial(torch.empty, 1, codec.nbytes(rows), dtype=torch.uint8, device=self.device)
-        )
+        octets = partial(torch.empty, 1, codec.nbytes(rows), dtype=torch.uint8, device=self.device)
+        run = MessageRows(codec, rows, octets)
         self._encode(codec, signals, step, bad, run)
         return Selected(codec.written(run), self._indices(run, step))
 
@@ -153,8 +152,7 @@ class TritonEngine(ReferenceEngine):
 
     def reads(self, received: Received) -> bool:
         """True if a kernel decodes these messages; else the log says once why not."""
-        reason = why_decoded_in_torch(received)
-        if reason:
+        if reason := why_decoded_in_torch(received):
             note_engine(f"decodes in torch, because {reason}")
         return not reason
 
@@ -190,9 +188,10 @@ class TritonEngine(ReferenceEngine):
     ) -> None:
         memory = self.memory
         self._rotate(codec, step)
-        readable = [None if s is None else self._readable(s) for s in signals]  # copies live until the launch
+        read = [s if s is None or s.dtype in launching.KIND_OF else s.float() for s in signals]
+        read = [s if s is None else s.contiguous() for s in read]  # copies live until the launch
         self._coder(codec).encode(
-            self._signals.update(readable),
+            self._signals.update(read),
             self._fine if bad is None else bad,
             run.octets[:, run.room :],
             places_of(codec, run.rows, run.owners),
@@ -240,9 +239,6 @@ class TritonEngine(ReferenceEngine):
         self._coder(source.codec).decode(
             source.body, places, replicas, name, into, addresses, flat, rates, weights, summed=summed
         )
-
-    def _readable(self, tensor: Tensor) -> Tensor:
-        return tensor.contiguous() if tensor.dtype in launching.KIND_OF else tensor.float().contiguous()
 
     def _rotate(self, codec: Codec, step: int) -> None:
         selection, coder = codec.selection, self._coder(codec)

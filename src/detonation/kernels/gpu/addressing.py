@@ -50,21 +50,38 @@ def searched(starts, rows, slots, SEARCH: tl.constexpr):
 
 
 @triton.jit
-def slot_of(starts, rows, first, last, slots, SEARCH: tl.constexpr):
-    """`searched` for rows from `first` to `last`, which one slot mostly holds: then one search is enough."""
-    low = searched(starts, first, slots, SEARCH)
-    found = tl.zeros_like(rows).to(tl.int32) + low
-    if tl.load(starts + low + 1, mask=low + 1 < slots, other=1 << 62) <= last:
-        found = searched(starts, rows, slots, SEARCH)
-    return found
+def slot_of(starts, numels, slots, first, last, CHUNK: tl.constexpr, SEARCH: tl.constexpr, ROWS: tl.constexpr):
+    """The slot of row `first`, and whether all `ROWS` rows up to `last` follow it there and have all coordinates."""
+    slot = searched(starts, first, slots, SEARCH)
+    left = tl.load(numels + slot) - (first - tl.load(starts + slot)) * CHUNK
+    return slot, (last - first == ROWS - 1) & (left >= ROWS * CHUNK)
 
 
 @triton.jit
-def span_of(starts, numels, slot, rows, CHUNK: tl.constexpr):
-    """Where each row begins in the flattened tensor of its slot, and how many coordinates are left there."""
-    # [rows] each -> [rows] int64 and int32
-    begin = (rows - tl.load(starts + slot)) * CHUNK
-    return begin, tl.minimum(tl.load(numels + slot) - begin, CHUNK).to(tl.int32)
+def rows_of_tile(
+    starts, numels, slots, slot, first, last, row, present, column, CHUNK: tl.constexpr, SEARCH: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Rows up to `last`, of which `slot` mostly holds all: their numbers, their slots, where they begin in the
+    flattened tensors of these, whether they exist, and which coordinates do.
+
+    WHOLE: They follow row `first` as `slot_of` says: then nothing is read for each of them, and masks are constants.
+
+    Shapes: row, present `[rows]` -> four times `[rows]`, and `[rows, columns]` bool.
+    """
+    found = tl.zeros_like(row).to(tl.int32) + slot
+    if WHOLE:
+        item, present = tl.arange(0, row.shape[0]), tl.zeros_like(found) == 0
+        row, begin = first + item, (first - tl.load(starts + slot)) * CHUNK + item * CHUNK
+        inside = present[:, None] & (column < CHUNK)[None, :]
+    else:
+        row = tl.where(present, row, 0)
+        if tl.load(starts + slot + 1, mask=slot + 1 < slots, other=1 << 62) <= last:
+            found = searched(starts, row, slots, SEARCH)
+        begin = (row - tl.load(starts + found)) * CHUNK
+        left = tl.minimum(tl.load(numels + found) - begin, CHUNK).to(tl.int32)
+        inside = present[:, None] & (column[None, :] < left[:, None])
+    return row, found, begin, present, inside
 
 
 @triton.jit
@@ -74,15 +91,11 @@ def load_coordinates(table, slot, slots, begin, column, inside, KINDS: tl.conste
     kind = tl.load(table + slots + slot)
     there = inside & (address != 0)[:, None]
     found = tl.zeros(inside.shape, dtype=tl.float32)
-    if KINDS & 1:
-        place = (address.to(tl.pointer_type(tl.float32)) + begin)[:, None] + column[None, :]
-        found += tl.load(place, mask=there & (kind == 1)[:, None], other=0.0)
-    if KINDS & 2:
-        place = (address.to(tl.pointer_type(tl.bfloat16)) + begin)[:, None] + column[None, :]
-        found += tl.load(place, mask=there & (kind == 2)[:, None], other=0.0).to(tl.float32)
-    if KINDS & 4:
-        place = (address.to(tl.pointer_type(tl.float16)) + begin)[:, None] + column[None, :]
-        found += tl.load(place, mask=there & (kind == 4)[:, None], other=0.0).to(tl.float32)
+    for bit in tl.static_range(3):
+        if KINDS >> bit & 1:
+            read = address.to(tl.pointer_type((tl.float32, tl.bfloat16, tl.float16)[bit]))
+            place, mine = (read + begin)[:, None] + column[None, :], there & (kind == 1 << bit)[:, None]
+            found += tl.load(place, mask=mine, other=0.0).to(tl.float32)
     return found
 
 

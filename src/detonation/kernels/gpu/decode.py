@@ -8,8 +8,8 @@ from detonation.kernels.gpu.addressing import (
     message_of_row,
     places_of_row,
     rounded_as,
+    rows_of_tile,
     slot_of,
-    span_of,
     store_coordinates,
     wide,
 )
@@ -162,51 +162,52 @@ def decode_kernel(
     """
     column = tl.arange(0, COLUMNS)
     first = tl.program_id(0).to(tl.int64) * ROWS
-    row = first + tl.arange(0, ROWS)
-    present = row < rows
-    row = tl.where(present, row, 0)
-    slot = slot_of(starts, row, first, first + ROWS - 1, slots, SEARCH)
-    start, left = span_of(starts, numels, slot, row, CHUNK)
-    inside = present[:, None] & (column[None, :] < left[:, None])
-    at = tl.zeros([ROWS, COLUMNS], dtype=tl.int32)
-    if SELECTION != "topk":
-        at = places_of_row(table, turn, first_row, row, rows, column, CHUNK, K, SELECTION)
-    if AGGREGATION == "sum":
-        address, local = run_of_rows(address0, address1, row1, address2, row2, address3, row3, row, RUNS)
-        octets = address.to(tl.pointer_type(tl.uint8))[:, None]
-        total = coefficients_of(octets, octets, octets, local[:, None], present[:, None], at, column, CHUNK, K,
-                                SELECTION, PRECISION, BLOCK, WIDTH, BITMAP, ALIGNED)  # fmt: skip
-        total = tl.where(tl.load(report) > 0, total, 0.0)
-        update = tl.div_rn(total, tl.zeros_like(total) + replicas)
-    else:
-        values, local = message + tl.zeros_like(row), row
-        if count > 1:
-            holder, local = message_of_row(row, count, turns, run, owned)
-            values += holder * stride
-        values = values[:, None]
-        if SUMMED:
-            update = sum_of_vectors(values, wide(stride), statistics_at, indices_at, replicas, share, local[:, None],
-                                    present[:, None], column, inverse, CHUNK, COLUMNS, K, PRECISION, BLOCK, WIDTH,
-                                    BITMAP, ALIGNED)  # fmt: skip
-        else:
-            update = aggregated(values, wide(stride), statistics_at, indices_at, replicas, local[:, None],
-                                present[:, None], at, column, weights, CHUNK, K, SELECTION, PRECISION, BLOCK, WIDTH,
-                                BITMAP, ALIGNED, AGGREGATION)  # fmt: skip
-    if BASIS == "dct" and not SUMMED:
-        update = product_of(update, inverse, COLUMNS)
-    place = (flat + row * CHUNK)[:, None] + column[None, :]
-    if INTO == "flat":
-        tl.store(place, update, mask=inside)
-    elif INTO == "tensors":
-        store_coordinates(targets, slot, slots, start, column, inside, update, KINDS)
-    else:
-        kind = tl.load(targets + slots + slot)[:, None]
-        shrink = tl.load(rates + 2 * slot)[:, None]
-        lr = tl.load(rates + 2 * slot + 1)[:, None]
-        weight = load_coordinates(targets, slot, slots, start, column, inside, KINDS)
-        weight = rounded_as(weight * shrink, kind, KINDS)
-        step = tl.where(update > 0, lr, tl.where(update < 0, -lr, 0.0))
-        store_coordinates(targets, slot, slots, start, column, inside, weight - step, KINDS)
+    last, item = first + ROWS - 1, first + tl.arange(0, ROWS)
+    tensor, whole = slot_of(starts, numels, slots, first, last, CHUNK, SEARCH, ROWS)
+    for WHOLE in tl.static_range(2):
+        if whole == (WHOLE == 1):
+            row, slot, start, present, inside = rows_of_tile(
+                starts, numels, slots, tensor, first, last, item, item < rows, column, CHUNK, SEARCH, WHOLE
+            )
+            at = tl.zeros([ROWS, COLUMNS], dtype=tl.int32)
+            if SELECTION != "topk":
+                at = places_of_row(table, turn, first_row, row, rows, column, CHUNK, K, SELECTION)
+            if AGGREGATION == "sum":
+                address, local = run_of_rows(address0, address1, row1, address2, row2, address3, row3, row, RUNS)
+                octets = address.to(tl.pointer_type(tl.uint8))[:, None]
+                total = coefficients_of(octets, octets, octets, local[:, None], present[:, None], at, column, CHUNK, K,
+                                        SELECTION, PRECISION, BLOCK, WIDTH, BITMAP, ALIGNED)  # fmt: skip
+                total = tl.where(tl.load(report) > 0, total, 0.0)
+                update = tl.div_rn(total, tl.zeros_like(total) + replicas)
+            else:
+                values, local = message + tl.zeros_like(row), row
+                if count > 1:
+                    holder, local = message_of_row(row, count, turns, run, owned)
+                    values += holder * stride
+                values, local = values[:, None], local[:, None]
+                if SUMMED:
+                    update = sum_of_vectors(values, wide(stride), statistics_at, indices_at, replicas, share, local,
+                                            present[:, None], column, inverse, CHUNK, COLUMNS, K, PRECISION, BLOCK,
+                                            WIDTH, BITMAP, ALIGNED)  # fmt: skip
+                else:
+                    update = aggregated(values, wide(stride), statistics_at, indices_at, replicas, local,
+                                        present[:, None], at, column, weights, CHUNK, K, SELECTION, PRECISION, BLOCK,
+                                        WIDTH, BITMAP, ALIGNED, AGGREGATION)  # fmt: skip
+            if BASIS == "dct" and not SUMMED:
+                update = product_of(update, inverse, COLUMNS)
+            place = (flat + row * CHUNK)[:, None] + column[None, :]
+            if INTO == "flat":
+                tl.store(place, update, mask=inside)
+            elif INTO == "tensors":
+                store_coordinates(targets, slot, slots, start, column, inside, update, KINDS)
+            else:
+                kind = tl.load(targets + slots + slot)[:, None]
+                shrink = tl.load(rates + 2 * slot)[:, None]
+                lr = tl.load(rates + 2 * slot + 1)[:, None]
+                weight = load_coordinates(targets, slot, slots, start, column, inside, KINDS)
+                weight = rounded_as(weight * shrink, kind, KINDS)
+                step = tl.where(update > 0, lr, tl.where(update < 0, -lr, 0.0))
+                store_coordinates(targets, slot, slots, start, column, inside, weight - step, KINDS)
 
 
 @triton.jit

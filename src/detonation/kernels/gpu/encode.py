@@ -10,8 +10,8 @@ from detonation.kernels.gpu.addressing import (
     largest_of,
     load_coordinates,
     places_of_row,
+    rows_of_tile,
     slot_of,
-    span_of,
     status_of,
     wide,
 )
@@ -21,25 +21,22 @@ from detonation.kernels.gpu.numbers import product_of, quantised, store_bf16, st
 
 @triton.jit
 def rows_of_message(
-    which, begin, starts, numels, slots, rows, count, turns, run, owned, table, turn, first_row, owner, owners,
-    owner_turns, owner_run, owner_owned, flat_rows, column,
+    which, begin, part, first, last, slot, starts, numels, slots, rows, count, turns, run, owned, table, turn,
+    first_row, owner, owners, owner_turns, owner_run, owner_owned, flat_rows, column,
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, SELECTION: tl.constexpr, SEARCH: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The rows of the flat that follow row `begin` of message `which`: their numbers, their tensors and the first
-    coordinates there, whether they exist, which coordinates do, and the places of those that all replicas send.
+    """The rows of the flat that follow row `begin + part` of message `which`: what `rows_of_tile` says of them, and the
+    places of the coefficients that all replicas send. The unit from row `begin` on has `first`, `last` and `slot`.
 
     Shapes: begin int64 -> four times `[ROWS]`, `[ROWS, COLUMNS]` bool, `[ROWS, COLUMNS]` int32.
     """
-    local = begin + tl.arange(0, ROWS)
+    local = begin + part + tl.arange(0, ROWS)
     row = dealt_row(which, local, count, turns, run, owned)
-    first = tl.max(dealt_row(which, begin, count, turns, run, owned), axis=0)
-    last = tl.max(dealt_row(which, begin + ROWS - 1, count, turns, run, owned), axis=0)
     present = (local < owned) & (row < rows)
-    row = tl.where(present, row, 0)
-    slot = slot_of(starts, row, first, last, slots, SEARCH)
-    start, left = span_of(starts, numels, slot, row, CHUNK)
-    inside = present[:, None] & (column[None, :] < left[:, None])
+    row, slot, start, present, inside = rows_of_tile(
+        starts, numels, slots, slot, first + part, last, row, present, column, CHUNK, SEARCH, WHOLE
+    )
     at = tl.zeros([ROWS, COLUMNS], dtype=tl.int32)
     if SELECTION != "topk":
         of_flat = dealt_row(owner, row, owners, owner_turns, owner_run, owner_owned)
@@ -61,7 +58,7 @@ def encode_kernel(
     ARRIVED_PRECISION: tl.constexpr, ARRIVED_BLOCK: tl.constexpr, ARRIVED_WIDTH: tl.constexpr,
     ARRIVED_BITMAP: tl.constexpr,
     RELEASE: tl.constexpr, MEMORY: tl.constexpr, KINDS: tl.constexpr, SEARCH: tl.constexpr, STATUSES: tl.constexpr,
-    UNIT: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr, SHORT: tl.constexpr,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
     """Encodes units of `UNIT` rows, so that no two programs write a byte or a block of the precision.
 
@@ -81,105 +78,101 @@ def encode_kernel(
             describe them as the arguments above do the message that is written.
         scratch, numbers: `[programs, UNIT * K]` fp32, for int8 with 256 int64 after each; and
             `[programs, UNIT * max(K, CHUNK)]` uint8.
-        SHORT: Whether a unit ends with its last row; else rows that do not exist are masked alone, and the bound that
-            is known saves registers.
         RELEASE: How the sent part leaves the residual: "exact", "rounded" to bf16, or "read" from the message, as every
             receiver does; "" where it stays.
     """
     # the sent part is a few basis vectors, but for a coefficient that was rounded on the way alone
     SPARSE: tl.constexpr = (BASIS == "dct" and SELECTION == "topk" and WIDTH > 0 and not BITMAP
                             and (PRECISION != "bf16" or RELEASE == "rounded"))  # fmt: skip
+    EACH: tl.constexpr = CHUNK if BITMAP else K
     column = tl.arange(0, COLUMNS)
     in_row = column < CHUNK
     silent = status_of(status, statuses, STATUSES) != 0
     kept = tl.where(silent, 1.0, decay)
     scratch += tl.program_id(0).to(tl.int64) * (UNIT * K + (512 if PRECISION == "int8" else 0))
-    numbers += tl.program_id(0).to(tl.int64) * UNIT * (CHUNK if BITMAP else K)
+    numbers += tl.program_id(0).to(tl.int64) * UNIT * EACH
     units_each = tl.cdiv(owned, UNIT)
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         which = (unit // units_each).to(tl.int64)
         begin = (unit % units_each).to(tl.int64) * UNIT
         values_out = message + which * stride
         here = tl.minimum(owned - begin, UNIT).to(tl.int32)
-        end = here if SHORT else UNIT
-        for part in range(0, end, ROWS):
-            within = part + tl.arange(0, ROWS)
-            local = begin + within
-            row, slot, start, present, inside, at = rows_of_message(
-                which, begin + part, starts, numels, slots, rows, count, turns, run, owned, table, turn, first_row,
-                owner, owners, owner_turns, owner_run, owner_owned, flat_rows, column, CHUNK, COLUMNS, K, SELECTION,
-                SEARCH, ROWS
-            )  # fmt: skip
-            if AGGREGATION == "":
-                signal = load_coordinates(signals, slot, slots, start, column, inside & (not silent), KINDS)
-            else:
-                signal = aggregated(arrived, wide(arrived_stride), arrived_statistics_at, arrived_indices_at, replicas,
-                                    local[:, None], present[:, None], at, column, scratch, CHUNK, ARRIVED_K,
-                                    ARRIVED_SELECTION, ARRIVED_PRECISION, ARRIVED_BLOCK, ARRIVED_WIDTH,
-                                    ARRIVED_BITMAP, True, AGGREGATION)  # fmt: skip
-            place = (residual + row * CHUNK)[:, None] + column[None, :]
-            if MEMORY:
-                signal += tl.load(place, mask=inside, other=0.0) * kept
-            coefficients = signal
-            if BASIS == "dct":
-                coefficients = product_of(signal, forward, COLUMNS)
-            if SELECTION == "topk":
-                size = tl.abs(coefficients).to(tl.int32, bitcast=True)
-                chosen = largest_of(tl.where(in_row[None, :], size, -1), column, K, COLUMNS)
-                at = tl.where(chosen == 1, tl.cumsum(chosen, axis=1) - 1, -1)
-            else:
-                chosen = (at >= 0).to(tl.int32)
-            real = (chosen == 1) & (local < owned)[:, None]
-            value = tl.where(silent | (present[:, None] == 0), 0.0, coefficients)
-            numbered = local[:, None] * K + at
-            if PRECISION == "fp32":
-                if ALIGNED:
-                    tl.store(values_out.to(tl.pointer_type(tl.float32), bitcast=True) + numbered, value, mask=real)
+        first = tl.max(dealt_row(which, begin, count, turns, run, owned), axis=0)
+        last = tl.max(dealt_row(which, begin + UNIT - 1, count, turns, run, owned), axis=0)
+        tensor, whole = slot_of(starts, numels, slots, first, last, CHUNK, SEARCH, UNIT)
+        whole = whole & (begin + UNIT <= owned)
+        for WHOLE in tl.static_range(2):
+            for part in range(0, tl.where(whole == (WHOLE == 1), here, 0), ROWS):
+                within = part + tl.arange(0, ROWS)
+                local = begin + within
+                row, slot, start, present, inside, at = rows_of_message(
+                    which, begin, part, first, last, tensor, starts, numels, slots, rows, count, turns, run, owned,
+                    table, turn, first_row, owner, owners, owner_turns, owner_run, owner_owned, flat_rows, column,
+                    CHUNK, COLUMNS, K, SELECTION, SEARCH, ROWS, WHOLE
+                )  # fmt: skip
+                if AGGREGATION == "":
+                    signal = load_coordinates(signals, slot, slots, start, column, inside & (not silent), KINDS)
                 else:
+                    signal = aggregated(arrived, wide(arrived_stride), arrived_statistics_at, arrived_indices_at,
+                                        replicas, local[:, None], present[:, None], at, column, scratch, CHUNK,
+                                        ARRIVED_K, ARRIVED_SELECTION, ARRIVED_PRECISION, ARRIVED_BLOCK, ARRIVED_WIDTH,
+                                        ARRIVED_BITMAP, True, AGGREGATION)  # fmt: skip
+                place = (residual + row * CHUNK)[:, None] + column[None, :]
+                if MEMORY:
+                    signal += tl.load(place, mask=inside, other=0.0) * kept
+                coefficients = signal
+                if BASIS == "dct":
+                    coefficients = product_of(signal, forward, COLUMNS)
+                if SELECTION == "topk":
+                    size = tl.abs(coefficients).to(tl.int32, bitcast=True)
+                    chosen = largest_of(tl.where(in_row[None, :], size, -1), column, K, COLUMNS)
+                    at = tl.where(chosen == 1, tl.cumsum(chosen, axis=1) - 1, -1)
+                else:
+                    chosen = (at >= 0).to(tl.int32)
+                real = (chosen == 1) & (local < owned)[:, None]
+                value = tl.where(silent | (present[:, None] == 0), 0.0, coefficients)
+                numbered = local[:, None] * K + at
+                if PRECISION == "fp32" and ALIGNED:
+                    tl.store(values_out.to(tl.pointer_type(tl.float32), bitcast=True) + numbered, value, mask=real)
+                elif PRECISION == "fp32":
                     store_fp32(values_out, numbered, value, real)
-            elif PRECISION == "bf16":
-                if ALIGNED:
+                elif PRECISION == "bf16" and ALIGNED:
                     halves = values_out.to(tl.pointer_type(tl.int16), bitcast=True)
                     tl.store(halves + numbered, bf16_bits(value).to(tl.int16), mask=real)
-                else:
+                elif PRECISION == "bf16":
                     store_bf16(values_out, numbered, value, real)
-            else:
-                tl.store(scratch + within[:, None] * K + at, value, mask=real)
-            if WIDTH > 0:
-                if BITMAP:
-                    tl.store(numbers + within[:, None] * CHUNK + column[None, :], chosen.to(tl.uint8),
-                             mask=(local < owned)[:, None] & in_row[None, :])  # fmt: skip
                 else:
-                    index = tl.zeros_like(chosen) + column[None, :]
-                    tl.store(numbers + within[:, None] * K + at, index.to(tl.uint8), mask=real)
-            if MEMORY:
-                if RELEASE == "exact" or RELEASE == "rounded":
-                    if RELEASE == "rounded":
-                        value = as_bf16(value)
-                    if SPARSE:
-                        tl.debug_barrier()  # other threads of this program wrote what is read now
-                        written = scratch.to(tl.pointer_type(tl.uint8), bitcast=True) - begin * (4 * K)
-                        written = written if BLOCK > 1 else values_out
-                        numbers_at = numbers.to(tl.int64) - written.to(tl.int64) - begin * K  # a byte each
-                        sent = sum_of_vectors(written, 0, 0, numbers_at, 1, 1.0, local[:, None], present[:, None],
-                                              column, inverse, CHUNK, COLUMNS, K, "fp32" if BLOCK > 1 else PRECISION,
-                                              1, 8, False, ALIGNED or BLOCK > 1)  # fmt: skip
+                    tl.store(scratch + within[:, None] * K + at, value, mask=real)
+                if WIDTH > 0:
+                    if BITMAP:
+                        tl.store(numbers + within[:, None] * CHUNK + column[None, :], chosen.to(tl.uint8),
+                                 mask=(local < owned)[:, None] & in_row[None, :])  # fmt: skip
                     else:
-                        sent = tl.where(chosen == 1, value, 0.0)
-                        if BASIS == "dct":
-                            sent = product_of(sent, inverse, COLUMNS)
-                    signal -= sent * alpha
-                tl.store(place, signal, mask=inside)
+                        index = tl.zeros_like(chosen) + column[None, :]
+                        tl.store(numbers + within[:, None] * K + at, index.to(tl.uint8), mask=real)
+                if MEMORY:
+                    if RELEASE == "exact" or RELEASE == "rounded":
+                        if RELEASE == "rounded":
+                            value = as_bf16(value)
+                        if SPARSE:
+                            tl.debug_barrier()  # other threads of this program wrote what is read now
+                            written = scratch.to(tl.pointer_type(tl.uint8), bitcast=True) - begin * (4 * K)
+                            written = written if BLOCK > 1 else values_out
+                            numbers_at = numbers.to(tl.int64) - written.to(tl.int64) - begin * K  # a byte each
+                            sent = sum_of_vectors(written, 0, 0, numbers_at, 1, 1.0, local[:, None], present[:, None],
+                                                  column, inverse, CHUNK, COLUMNS, K,
+                                                  "fp32" if BLOCK > 1 else PRECISION, 1, 8, False,
+                                                  ALIGNED or BLOCK > 1)  # fmt: skip
+                        else:
+                            sent = tl.where(chosen == 1, value, 0.0)
+                            if BASIS == "dct":
+                                sent = product_of(sent, inverse, COLUMNS)
+                        signal -= sent * alpha
+                    tl.store(place, signal, mask=inside)
         tl.debug_barrier()  # other threads of this program wrote the numbers that are read now
         if WIDTH > 0:
-            if BITMAP:
-                store_packed(
-                    values_out + indices_at + begin * CHUNK // 8, numbers, here * CHUNK, UNIT * CHUNK, 1, BYTES
-                )
-            else:
-                store_packed(
-                    values_out + indices_at + begin * K * WIDTH // 8, numbers, here * K, UNIT * K, WIDTH, BYTES
-                )
+            indices_out = values_out + indices_at + begin * EACH * WIDTH // 8
+            store_packed(indices_out, numbers, here * EACH, UNIT * EACH, WIDTH, BYTES)
         if PRECISION == "int8":
             for first in range(0, here * K, BLOCK):
                 write_int8(
@@ -205,18 +198,19 @@ def encode_kernel(
                 tl.store(values_out + (begin * K + block * BLOCK) // each + octet, packed.to(tl.uint8), mask=used)
         tl.debug_barrier()  # all have read them: the next unit may overwrite them; and the message is written
         if RELEASE == "read":
-            for part in range(0, end, ROWS):
-                local = begin + part + tl.arange(0, ROWS)
-                row, slot, start, present, inside, at = rows_of_message(
-                    which, begin + part, starts, numels, slots, rows, count, turns, run, owned, table, turn, first_row,
-                    owner, owners, owner_turns, owner_run, owner_owned, flat_rows, column, CHUNK, COLUMNS, K,
-                    SELECTION, SEARCH, ROWS
-                )  # fmt: skip
-                sent = coefficients_of(
-                    values_out, values_out + statistics_at, values_out + indices_at, local[:, None], present[:, None],
-                    at, column, CHUNK, K, SELECTION, PRECISION, BLOCK, WIDTH, BITMAP, ALIGNED
-                )  # fmt: skip
-                if BASIS == "dct":
-                    sent = product_of(sent, inverse, COLUMNS)
-                place = (residual + row * CHUNK)[:, None] + column[None, :]
-                tl.store(place, tl.load(place, mask=inside, other=0.0) - sent * alpha, mask=inside)
+            for WHOLE in tl.static_range(2):
+                for part in range(0, tl.where(whole == (WHOLE == 1), here, 0), ROWS):
+                    local = begin + part + tl.arange(0, ROWS)
+                    row, slot, start, present, inside, at = rows_of_message(
+                        which, begin, part, first, last, tensor, starts, numels, slots, rows, count, turns, run, owned,
+                        table, turn, first_row, owner, owners, owner_turns, owner_run, owner_owned, flat_rows, column,
+                        CHUNK, COLUMNS, K, SELECTION, SEARCH, ROWS, WHOLE
+                    )  # fmt: skip
+                    sent = coefficients_of(
+                        values_out, values_out + statistics_at, values_out + indices_at, local[:, None],
+                        present[:, None], at, column, CHUNK, K, SELECTION, PRECISION, BLOCK, WIDTH, BITMAP, ALIGNED
+                    )  # fmt: skip
+                    if BASIS == "dct":
+                        sent = product_of(sent, inverse, COLUMNS)
+                    place = (residual + row * CHUNK)[:, None] + column[None, :]
+                    tl.store(place, tl.load(place, mask=inside, other=0.0) - sent * alpha, mask=inside)

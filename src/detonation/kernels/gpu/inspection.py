@@ -121,12 +121,7 @@ class Inspector:
         )  # fmt: skip
 
     def _lines(self, runs: Sequence[RowRun]) -> tuple[Tensor, int]:
-        """Where the parts of runs lie in the whole, and its lines."""
-        total = HEADER_BYTES + sum(sum(run.lengths) for run in runs)
-        return self._table_of(runs), -(-total // LINE_BYTES)
-
-    def _table_of(self, runs: Sequence[RowRun]) -> Tensor:
-        """Where the parts of runs lie in the whole, as `read_message` reads it."""  # [runs, 16] int64
+        """Where the parts of runs lie in the whole, as `read_message` reads it, and its lines."""  # [runs, 16] int64
         key = tuple(number for run in runs for number in (run.room, run.rows, *run.lengths))
         if key not in self._runs:
             lines, begin = [[0] * 3 if not run.room else [0, HEADER_BYTES, 0] for run in runs], HEADER_BYTES
@@ -136,7 +131,8 @@ class Inspector:
                     begin = line[-2]
             numbers = [number for line, run in zip(lines, runs, strict=True) for number in (*line, run.rows, 0, 0, 0)]
             self._runs[key] = uploaded(numbers, torch.int64, self._device)
-        return self._runs[key]
+        total = HEADER_BYTES + sum(sum(run.lengths) for run in runs)
+        return self._runs[key], -(-total // LINE_BYTES)
 
 
 def _addresses(runs: Sequence[RowRun]) -> list[int]:

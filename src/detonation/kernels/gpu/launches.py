@@ -166,7 +166,6 @@ class Coder:
             **coding.constants, ALIGNED=is_aligned(message, 4), AGGREGATION=given.aggregation,
             **given.constants, RELEASE=release, MEMORY=residual is not None, KINDS=signals.kinds, SEARCH=slots.search,
             STATUSES=power(status.numel()), UNIT=self._unit, ROWS=self._together, BYTES=65536 if INTERPRETED else 256,
-            SHORT=INTERPRETED or coding.precision == "int8",  # which takes its time for them, or whose units are long
             warps=8 if self._together == self._rows else 16,
         )  # fmt: skip
 

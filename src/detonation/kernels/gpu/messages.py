@@ -4,7 +4,7 @@ messages, of sums that the network has added up, and of signals before they ente
 import triton
 import triton.language as tl
 
-from detonation.kernels.gpu.addressing import load_coordinates, slot_of, span_of, status_of, wide
+from detonation.kernels.gpu.addressing import load_coordinates, rows_of_tile, searched, status_of, wide
 from detonation.kernels.gpu.numbers import LARGEST, facts_of, load_value, ranks_of, sum_of_halves
 
 LINE_WORDS, LINE_BYTES = tl.constexpr(1024), tl.constexpr(4096)
@@ -278,11 +278,10 @@ def scan_kernel(
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         begin = tl.max(wide(tile) * ROWS, axis=0)
         row = begin + tl.arange(0, ROWS)
-        present = row < rows
-        row = tl.where(present, row, 0)
-        slot = slot_of(starts, row, begin, begin + ROWS - 1, slots, SEARCH)
-        start, left = span_of(starts, numels, slot, row, ROW)
-        inside = present[:, None] & (column[None, :] < left[:, None])
+        slot = searched(starts, begin, slots, SEARCH)
+        _, slot, start, _, inside = rows_of_tile(
+            starts, numels, slots, slot, begin, begin + ROWS - 1, row, row < rows, column, ROW, SEARCH, False
+        )
         value = tl.abs(load_coordinates(signals, slot, slots, start, column, inside, KINDS))
         beyond = tl.max(tl.where(value <= limit, 0, 1), axis=1)
         first = tl.minimum(first, tl.where(beyond > 0, slot, slots))

@@ -124,14 +124,14 @@ def load_value(
         octets: Where the values begin; with `ALIGNED` at an address for their type.
         statistics: Where the statistics of blocks of `BLOCK` values begin, at any address.
     """
+    if PRECISION == "fp32" and ALIGNED:
+        return tl.load(octets.to(tl.pointer_type(tl.float32), bitcast=True) + index, mask=mask, other=0.0)
     if PRECISION == "fp32":
-        if ALIGNED:
-            return tl.load(octets.to(tl.pointer_type(tl.float32), bitcast=True) + index, mask=mask, other=0.0)
         return load_fp32(octets, index, mask)
+    if PRECISION == "bf16" and ALIGNED:
+        found = tl.load(octets.to(tl.pointer_type(tl.bfloat16), bitcast=True) + index, mask=mask, other=0.0)
+        return found.to(tl.float32)
     if PRECISION == "bf16":
-        if ALIGNED:
-            found = tl.load(octets.to(tl.pointer_type(tl.bfloat16), bitcast=True) + index, mask=mask, other=0.0)
-            return found.to(tl.float32)
         return load_bf16(octets, index, mask)
     if PRECISION == "sign":
         size = load_bf16(statistics, index // BLOCK, mask)
