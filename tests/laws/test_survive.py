@@ -464,6 +464,25 @@ def test_a_replica_that_is_lost_while_all_connect_ends_nobody_else():
     assert first == last and first[1:] == (STEPS, 2, (1,))
 
 
+def test_where_nobody_can_connect_the_error_says_why():
+    """As where a firewall lets the store through, and no other port."""
+    store = HashStore()
+
+    class Unconnected(SurvivingCommunicator):
+        def _formed(self):
+            raise RuntimeError("connect to 10.0.0.2: No route to host\nException raised from connect")
+
+    def run(replica):
+        membership = Membership(store, replica, 2, 0, 1, 30.0, 1, print)
+        communicator = Unconnected(membership, 30.0)
+        with pytest.raises(dt.errors.ReplicaLost, match=r"process group: connect to 10.0.0.2: No route to host$"):
+            communicator.all_reduce(torch.zeros(1))
+        membership.leave(LIMIT_S)
+        return True
+
+    assert together(*(partial(run, replica) for replica in range(2))) == [True, True]
+
+
 def test_too_few_replicas_stop_and_say_how_many_are_left():
     def act(communicator):
         if communicator.replica == 1:

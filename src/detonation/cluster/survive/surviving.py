@@ -9,7 +9,6 @@ from typing import Union
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from detonation.cluster.init import note_loss
@@ -70,7 +69,8 @@ class SurvivingCommunicator(ElasticCommunicator):
         except RuntimeError:
             if let_in:
                 raise
-            self._broken, self._group = True, Group(HashStore(), 0, 1, timeout_s)  # the others agree on who is there
+            self._broken = True  # so all agree on who is there
+            self._group = Group(PrefixStore(f"alone/{membership.rank}", membership.store), 0, 1, timeout_s)
         self.error: Exception | None = None
         # Not the main thread, which may wait inside the network library for another shard of its replica.
         threading.Thread(target=self._watch, name="recovery", daemon=True).start()
@@ -265,7 +265,8 @@ class SurvivingCommunicator(ElasticCommunicator):
 
     def _recover(self) -> None:
         """Agrees with the others on who is left, and goes on with them. Collective."""
-        membership, noticed, before = self._membership, time.monotonic(), list(self._membership.members)
+        membership, noticed, why = self._membership, time.monotonic(), ""
+        before = list(membership.members)
         if membership.called:
             noticed = min(noticed, membership.noticed_at)
         for _ in range(_MOST_TRIES):
@@ -276,12 +277,13 @@ class SurvivingCommunicator(ElasticCommunicator):
             self._group.abandon()
             try:
                 self._group = self._formed()
-            except RuntimeError:  # one more is lost; the others hear of it with the next agreement
+            except RuntimeError as error:  # one more is lost; the others hear of it with the next agreement
+                why = f": {error}".partition("\n")[0]
                 continue
             if self._catch_up(agreement):
                 break
         else:
-            raise ReplicaLost(f"the replicas {membership.members} could not form a process group")
+            raise ReplicaLost(f"the replicas {membership.members} could not form a process group{why}")
         if before != membership.members:
             for pending in (self.pending, *(user.pending for user in self._users)):
                 pending.append(agreement)
