@@ -129,7 +129,8 @@ def stopped(mesh, curious):
 @pytest.mark.parametrize("shards, after", [(1, 4), (2, 5)])
 def test_a_reason_to_stop_is_known_to_all_ranks_at_the_same_later_step(shards, after, curious):
     # at the step where the message of step 2 lands
-    text = "the gradient of layers.1.weight is not finite on replica 1 at step 3: lower lr, or clip"
+    remedy = 'lower lr, or clip; a GradScaler needs Safety(non_finite="skip")'
+    text = f"the gradient of layers.1.weight is not finite on replica 1 at step 3: {remedy}"
     assert worlds.run(stopped, 2, shards, curious) == [((NonFiniteGradient.__name__, text), after, True)] * 2 * shards
 
 

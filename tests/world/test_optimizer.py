@@ -395,6 +395,7 @@ def refusals(mesh):
     embedding = nn.Embedding(9, 9, sparse=True)
     sparse = dt.replicate(torch.optim.SGD(embedding.parameters()), embedding, axis, dt.full())
     embedding(torch.arange(3)).sum().backward()
+    words = dt.shard(nn.Sequential(nn.EmbeddingBag(9, 9, sparse=True)), mesh)
     late = dt.replicate(adamw, model, axis, dt.demo())
     tiny = nn.Linear(1, 1)
     return [
@@ -406,6 +407,7 @@ def refusals(mesh):
         caught(dt.replicate(stranger, model, axis, dt.full()).step),
         caught(dt.replicate(adamw, model, mesh, dt.full()).step),
         caught(sparse.step),
+        caught(dt.replicate, torch.optim.SGD(words.parameters()), words, axis, dt.full()),  # before FSDP2 meets it
         caught(dt.init_mesh, 3, 1),
         caught(dt.replicate(torch.optim.AdamW(tiny.parameters()), tiny, axis, dt.demo()).step),
         caught(lambda: late.train()),  # as optimizers without a schedule have it
@@ -444,6 +446,7 @@ def test_wrong_use_gets_one_clear_line():
         ("ValueError", "2 parameters of the optimizer are not in the model"),
         ("ValueError", "the axis has 2 dimensions ('replicate', 'shard')"),
         ("ValueError", "the gradient of weight is sparse"),
+        ("ValueError", "the gradient of 0.weight is sparse, which cannot be replicated: use sparse=False"),
         ("ValueError", "3 replicas x 1 shards are 3 ranks, the world has 2"),
         (LargerThanDense.__name__, "would send 38 bytes per step over 2 replicas, full synchronisation sends 8"),
         ("AttributeError", "optimizer.train does not exist; the optimizer inside is optimizer.base"),

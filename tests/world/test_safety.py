@@ -54,7 +54,8 @@ def stopped(mesh, value):
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, 1e17])
 def test_poison_stops_all_ranks_at_the_same_step_with_the_same_words(value):
-    text = f"the gradient of {BLOCK} is not finite on replica 1 at step 2: lower lr, or clip"
+    remedy = 'lower lr, or clip; a GradScaler needs Safety(non_finite="skip")'
+    text = f"the gradient of {BLOCK} is not finite on replica 1 at step 2: {remedy}"
     outcomes = worlds.run(stopped, 2, 2, value)
     assert [outcome for outcome, _, _ in outcomes] == [(NonFiniteGradient.__name__, text)] * 4
     assert all(unmoved for _, unmoved, _ in outcomes)

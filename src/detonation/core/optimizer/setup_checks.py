@@ -31,7 +31,7 @@ _INSIDE = 'fully_shard(model, mesh=mesh["shard"]) or detonation.shard(model, mes
 
 
 def check_arguments(optimizer: object, model: object) -> None:
-    """Raises `TypeError` unless `replicate` got an optimizer and a model, `ValueError` for LBFGS."""
+    """Raises `TypeError` unless `replicate` got an optimizer and a model; `ValueError` if they cannot be replicated."""
     if isinstance(optimizer, type):
         name = optimizer.__name__
         raise TypeError(f"the optimizer is the class {name}: make one, {name}(model.parameters())")
@@ -40,6 +40,9 @@ def check_arguments(optimizer: object, model: object) -> None:
         raise TypeError(f"replicate takes an optimizer and then its model, {kinds}: replicate(optimizer, model, ...)")
     if isinstance(optimizer, LBFGS):
         raise ValueError("LBFGS evaluates the loss several times in a step, which cannot be replicated: take another")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and isinstance(module.weight, DTensor):
+            raise ValueError(f"the gradient of {name}.weight is sparse, which cannot be replicated: use sparse=False")
 
 
 def check_options(switches: Mapping[str, object], numbers: Mapping[str, object], safety: object) -> None:
@@ -131,9 +134,7 @@ def warn_of_second_momentum(optimizer: Optimizer, levels: Sequence[Level], since
     if not sparse or not own or optimizer in _warned:
         return
     _warned.add(optimizer)
-    remedy = (
-        "set it to 0, for Adam by betas=(0.0, 0.95), or take detonation.loco(), which goes with the optimizer as it is"
-    )
+    remedy = "set it to 0, for Adam by betas=(0.0, 0.95), or take detonation.loco(), which leaves it as it is"
     if since:
         remedy = "it was set later, as OneCycleLR and CyclicLR do without cycle_momentum=False"
     if _is_first(levels):
@@ -155,8 +156,6 @@ _SINGLY = (
     "replicas round differently: %s. Each operation of the optimizer's steps is rounded by itself now, which takes "
     'longer and keeps the replicas equal to the last bit; with Safety(equal="close") torch takes the steps'
 )
-
-
 _warned: WeakSet[Optimizer] = WeakSet()
 
 
