@@ -85,14 +85,14 @@ def pairs(goal: Goal, among: Iterable[Scheme] | None = None) -> list[Candidate]:
 def options(
     among: Iterable[Candidate], work: Work, network: Network, goal: Goal, budget: float = BUDGET
 ) -> list[Option]:
-    """Ranks the candidates, best first; leaves out those that would send more than full synchronisation.
+    """Ranks the candidates, best first; without those that send more than full synchronisation, or only at the end.
 
     Full synchronisation comes first where it waits at most `budget` of a step, and nothing is sooner by more than that.
     Those with a known loss follow, by the expected time to the loss of the run's baseline, then full synchronisation of
     an unknown loss, then the others by the time of a step, and schemes that exchange nothing. Of equal times the scheme
     that sends less comes first.
     """
-    among = list(among)
+    among = [(one, optimizer) for one, optimizer in among if one.round.every < max(2, goal.steps)]
     prices = {name: _price(one, work, network) for name, one in {spelled(one): one for one, _ in among}.items()}
     priced = [(prices[spelled(one)], one, optimizer) for one, optimizer in among]
     ranked = [Option(price, optimizer, estimate(one, optimizer, goal)) for price, one, optimizer in priced if price]
