@@ -17,7 +17,6 @@ from typing import IO, Any
 import tomli_w
 
 from detonation.cluster.processes.failure import RunError
-from detonation.log.writer import segments
 from detonation.train.recipe.schema import TrainConfig
 from detonation.whole_files import write_whole
 
@@ -129,7 +128,7 @@ class InUse(ValueError):
 
 def log_follows(path: Path, step: int = 0) -> bool:
     """True where a file of the run's log begins after `step` steps, as one does with each checkpoint."""
-    return any(begun == step for _, begun, _ in segments(path / UPDATES, ""))
+    return any((path / UPDATES).glob(f"*-{step}.updates"))  # their names are those of `log.writer.segments`
 
 
 def check_free(path: Path, resume: bool, may_start: bool = False, train: TrainConfig | None = None) -> None:
