@@ -53,7 +53,7 @@ CEILINGS = {
 SIZES = {
     "lines of core": 11_692,
     "files of core": 87,
-    "lines of src": 38_238,
+    "lines of src": 38_237,
     "files of src": 249,
     "public names": 40,
     "verbs": 11,

@@ -315,7 +315,9 @@ class SurvivingCommunicator(ElasticCommunicator):
     def _report(self) -> RankReport:
         for each in self._kept.values():
             if each.result is None and each.kind != "all_to_all" and each.flight is not None and each.flight.ended:
-                self._take_quietly(each)
+                floor, each.floor = each.floor, 0  # what is kept must not change in a loop over it
+                self._take(each)
+                each.floor = floor
         done = [each for each in self._kept.values() if each.result is not None]
         beyond = [each.number for each in done if each.number > self._floor]
         absent = {str(each.number): sorted(each.absent) for each in done}
@@ -323,11 +325,6 @@ class SurvivingCommunicator(ElasticCommunicator):
         entered, leaves = max([0, *(user.entered for user in self._users)]), self._membership.leaves
         known = [*self.departing.items()], self.guest
         return RankReport(self._floor, beyond, absent, self._begun, self.awaits, users, leaves, entered, *known)
-
-    def _take_quietly(self, each: NumberedCollective) -> None:
-        floor, each.floor = each.floor, 0  # what is kept must not change in a loop over it
-        self._take(each)
-        each.floor = floor
 
     def _formed(self) -> Group:
         membership = self._membership
