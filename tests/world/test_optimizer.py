@@ -396,6 +396,9 @@ def refusals(mesh):
     sparse = dt.replicate(torch.optim.SGD(embedding.parameters()), embedding, axis, dt.full())
     embedding(torch.arange(3)).sum().backward()
     words = dt.shard(nn.Sequential(nn.EmbeddingBag(9, 9, sparse=True)), mesh)
+    frozen = nn.Sequential(nn.Embedding(9, 9, sparse=True), nn.Linear(9, 1))
+    frozen[0].weight.requires_grad_(False)
+    dt.replicate(torch.optim.SGD(dt.shard(frozen, mesh)[1].parameters()), frozen, axis, dt.full())
     late = dt.replicate(adamw, model, axis, dt.demo())
     tiny = nn.Linear(1, 1)
     return [

@@ -33,15 +33,15 @@ _INSIDE = 'fully_shard(model, mesh=mesh["shard"]) or detonation.shard(model, mes
 def check_arguments(optimizer: object, model: object) -> None:
     """Raises `TypeError` unless `replicate` got an optimizer and a model; `ValueError` if they cannot be replicated."""
     if isinstance(optimizer, type):
-        name = optimizer.__name__
-        raise TypeError(f"the optimizer is the class {name}: make one, {name}(model.parameters())")
+        raise TypeError(f"the optimizer is the class {(n := optimizer.__name__)}: make one, {n}(model.parameters())")
     if not (hasattr(optimizer, "param_groups") and isinstance(model, nn.Module)):
         kinds = f"got {type(optimizer).__name__} and {type(model).__name__}"
         raise TypeError(f"replicate takes an optimizer and then its model, {kinds}: replicate(optimizer, model, ...)")
     if isinstance(optimizer, LBFGS):
         raise ValueError("LBFGS evaluates the loss several times in a step, which cannot be replicated: take another")
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and isinstance(module.weight, DTensor):
+        sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad
+        if sparse and isinstance(module.weight, DTensor):
             raise ValueError(f"the gradient of {name}.weight is sparse, which cannot be replicated: use sparse=False")
 
 
