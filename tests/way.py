@@ -51,9 +51,9 @@ CEILINGS = {
 """Python calls of one `optimizer.step()`, moves from one file to another, and files: at most. They only fall."""
 
 SIZES = {
-    "lines of core": 11_692,
+    "lines of core": 11_691,
     "files of core": 87,
-    "lines of src": 38_237,
+    "lines of src": 38_236,
     "files of src": 249,
     "public names": 40,
     "verbs": 11,

@@ -199,10 +199,9 @@ class FaultCounts:
         name = self.names[number] if number < len(self.names) else "a state that its log names"
         if kind == _NON_FINITE:
             often = f" for the {IN_A_ROW + 1}th time in a row" if self._policy == "skip" else ""
-            remedy = "lower lr, or clip" if often else 'lower lr, or clip; a GradScaler needs Safety(non_finite="skip")'
-            return NonFiniteGradient(
-                f"{self._signal} of {name} is not finite on replica {sender} at step {step}{often}: {remedy}"
-            )
+            scaler = "" if often or "gradient" not in self._signal else '; a GradScaler needs Safety(non_finite="skip")'
+            text = f"{self._signal} of {name} is not finite on replica {sender} at step {step}{often}"
+            return NonFiniteGradient(f"{text}: lower lr, or clip{scaler}")
         if kind == _REFUSED:
             text = f"{STRIKES} messages of {_sender(sender)} were refused, the last at step {step}"
             return BadPeer(f"{text}: the log says why")
