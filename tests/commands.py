@@ -245,9 +245,10 @@ def listening(pids):
     sockets = set()
     for pid in pids:
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            target = str(descriptor.readlink())
-            if target.startswith("socket:["):
-                sockets.add(target[8:-1])
+            with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+                target = str(descriptor.readlink())
+                if target.startswith("socket:["):
+                    sockets.add(target[8:-1])
     rows = [
         line.split()
         for table in ("/proc/net/tcp", "/proc/net/tcp6")

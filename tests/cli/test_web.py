@@ -1,5 +1,6 @@
 """`detonation train --web`: a page on this machine alone, for as long as the run lasts."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -34,8 +35,11 @@ def test_the_page_is_there_while_the_run_trains_and_ends_with_it(tmp_path, stop)
 
 def children(pid):
     """The processes that `pid` has started, by any of its threads."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for task in tasks for child in task.read_text().split()]
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread has ended meanwhile
+            found += map(int, task.read_text().split())
+    return found
 
 
 @pytest.mark.parametrize("flags", [["--web"], ["--logger", "web:8000"]])

@@ -13,7 +13,7 @@ from covering import some
 from limits import LIMIT_S
 
 RANKS = """
-import gc, importlib, json, os, runpy, sys
+import contextlib, gc, importlib, json, os, runpy, sys
 from pathlib import Path
 
 # once, for all ranks of all examples
@@ -33,7 +33,10 @@ for line in sys.stdin:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             runpy.run_path(path)
-            threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+            threads = []
+            for thread in Path("/proc/self/task").glob("*/comm"):
+                with contextlib.suppress(OSError):  # it has ended meanwhile
+                    threads.append(thread.read_text().strip())
             # caches of torch.distributed.tensor keep the groups of a sharded model until the process ends
             sharded = any(name in path for name in ("fsdp2", "lightning", "axes"))
             left = not sharded and any("gloo" in name for name in threads)
