@@ -684,6 +684,19 @@ def test_a_rank_whose_thread_fails_hears_of_it(error):
         membership.require_store()
 
 
+def test_who_has_left_does_not_fail_where_the_process_of_the_store_ended_first():
+    """Replica 0 keeps the store, saw that all had left and ended; this one was about to look once more."""
+    store = HashStore()
+    membership = stopped(store)
+
+    def ended(keys):
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    membership.store = Hooked(store, check=ended)
+    membership.leave(LIMIT_S)
+    assert store.check([axis_key("left", 0)])
+
+
 def test_all_replicas_end_in_words_where_the_process_of_the_store_is_killed():
     listener = socket.create_server(("127.0.0.1", 0))
     port, trained = listener.getsockname()[1], threading.Barrier(2, timeout=LIMIT_S)

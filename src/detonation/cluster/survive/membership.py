@@ -10,9 +10,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import Store
 
 from detonation.cluster.survive.agreement import (
@@ -132,8 +134,8 @@ class Membership:
             else:
                 time.sleep(_POLL_S)
         agreement = parse_agreement(self.epoch + 1, self.store.get(self._key("record")))
-        lost_here = [member for member in self.members if member not in agreement.members]
-        for member in lost_here:
+        missing = [member for member in self.members if member not in agreement.members]
+        for member in missing:
             if not self._has_left(member * self.shards + self.shard):
                 self.store.set(f"lost/{member}", "1")
         if self.replica not in agreement.members:
@@ -147,9 +149,7 @@ class Membership:
         self.store.set(EPOCH, str(self.epoch))
         if len(self.members) < self.least:
             left = f"{len(self.members)} of the replicas are left, min_replicas is {self.least}"
-            raise ReplicaLost(
-                f"lost replica {', '.join(map(str, lost_here))} before step {agreement.next_step}: {left}"
-            )
+            raise ReplicaLost(f"lost replica {', '.join(map(str, missing))} before step {agreement.next_step}: {left}")
         return agreement
 
     def breaks_up(self) -> bool:
@@ -161,9 +161,10 @@ class Membership:
         deadline = time.monotonic() + limit_s
         try:
             self.store.set(axis_key("left", self.rank), "1")
-            for rank in self._ranks():
-                while not (self._has_left(rank) or self._is_silent(rank)) and time.monotonic() < deadline:
-                    time.sleep(_POLL_S)
+            with suppress(DistNetworkError):  # the process of the store saw that all had left, and ended
+                for rank in self._ranks():
+                    while not (self._has_left(rank) or self._is_silent(rank)) and time.monotonic() < deadline:
+                        time.sleep(_POLL_S)
         finally:
             self.stop()
 
@@ -260,10 +261,8 @@ class Membership:
             try:
                 self._beat(count)
             except Exception as error:  # whatever it is: the others drop this rank, which must hear of it
-                why = str(error).partition("\n")[0]
-                self._error = (
-                    f"rank {self.rank} has lost the store (ended or out of reach): {type(error).__name__}: {why}"
-                )
+                why = f"{type(error).__name__}: {error}".partition("\n")[0]
+                self._error = f"rank {self.rank} has lost the store (ended or out of reach): {why}"
                 self._notice()
                 return
 
