@@ -18,12 +18,15 @@ GOAL_STEPS = 1000
 STEPS_EXPONENT = 0.205
 """Loss falls as steps ** -0.205: AdamW with full synchronisation on quick-lm, seed 1, 300 and 1,200 steps
 (research/frontier.md). For a study whose baseline was validated on the way, its own curve counts."""
-HALVING = math.log(10 / 3)
-"""A lead halves for each so many times longer goal, in natural logarithms: Muon's over AdamW from 300 to 1,000 steps,
+HALVING = math.log10(10 / 3)
+"""A lead halves for each so many powers of ten of a longer goal: Muon's over AdamW from 300 to 1,000 steps,
 -21.9 % to -10.9 % (docs/findings.md)."""
 PER_DECADE = 0.01
 """How much wider an interval grows at both ends for each factor of ten in parameters: the largest change of a mean from
 0.6 to 4.3 million parameters (docs/findings.md)."""
+PER_LONGER = 0.04
+"""The same for each factor of ten in length: what `random_sign` with eight replicas lost more of its lead than half from
+300 to 1,000 steps, -6.4 % to -1.2 % (docs/findings.md)."""
 PER_DOUBLING = 0.1
 """The same for each factor of two in replicas: the largest change of a mean, `muloco` every 300 (docs/findings.md)."""
 PER_FEWER_ROUNDS = 0.035
@@ -244,20 +247,18 @@ def _expected(loss: Loss, base: Loss, goal: Goal) -> Estimate:
     if loss is base:
         return Estimate(loss, 0.0, (0.0, 0.0), seeds, exponent)
     low, high = interval or (cost - SPREAD, cost + SPREAD)
-    longer = 0.5 ** (max(0.0, math.log(goal.steps / loss.steps)) / HALVING)
-    times, doublings = goal.parameters / loss.parameters, loss.doublings(goal.replicas)
-    wider = PER_DECADE * abs(math.log10(times)) + PER_DOUBLING * abs(doublings)
+    size, length, doublings = goal.parameters / loss.parameters, goal.steps / loss.steps, loss.doublings(goal.replicas)
+    longer, shorter = max(0.0, math.log10(length)), max(0.0, -math.log10(length))
+    wider = PER_DECADE * abs(math.log10(size)) + PER_DOUBLING * abs(doublings) + PER_LONGER * longer
     if loss.arguments.get("every", 1) != 1:
-        wider += PER_FEWER_ROUNDS * math.log2(loss.replicas) * max(0.0, math.log10(loss.steps / goal.steps))
-    far = []
-    if not 0.5 < times < 2:
-        far.append(f"{times:,.2g} times the size" if times < 10 else f"{times:,.0f} times the size")
-    if doublings:
-        far.append(_counted(goal.replicas, "replica"))
-    if not 0.5 < goal.steps / loss.steps < 2:
-        far.append(f"{goal.steps / loss.steps:,.2g} times the length")
-    ends = (_shorter(low, longer) - wider, _shorter(high, longer) + wider)
-    return Estimate(loss, _shorter(cost, longer), ends, seeds, exponent, tuple(far))
+        wider += PER_FEWER_ROUNDS * math.log2(loss.replicas) * shorter
+    lead = 0.5 ** (longer / HALVING)
+    far = [_counted(goal.replicas, "replica")] if doublings else []
+    for times, noun in ((size, "size"), (length, "length")):
+        if not 0.5 < times < 2:
+            far.append(f"{times:,.2g} times the {noun}" if times < 10 else f"{times:,.0f} times the {noun}")
+    ends = (_shorter(low, lead) - wider, _shorter(high, lead) + wider)
+    return Estimate(loss, _shorter(cost, lead), ends, seeds, exponent, tuple(far))
 
 
 def _shorter(cost: float, factor: float) -> float:
