@@ -2,7 +2,9 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +14,11 @@ from commands import outliving
 from detonation.cluster import launch
 from detonation.cluster.init import LaunchPosition, launch_position
 from detonation.cluster.launch import run_local
+from detonation.cluster.processes import heartbeat
 from detonation.cluster.processes.failure import WorldError
 from detonation.cluster.processes.signals import die_with_agent
 from detonation.train.recipe.resolve import Request
-from limits import LIMIT_S
+from limits import LIMIT_S, Clock
 
 
 def test_results_come_back_by_rank():
@@ -72,6 +75,41 @@ def test_a_killed_rank_brings_the_others_down():
 def test_a_world_that_hangs_is_ended():
     with pytest.raises(WorldError, match=r"ranks \[0, 1\] did not finish in time"):
         run_local(signal.pause, 2, timeout_s=1)
+
+
+def test_a_rank_ends_where_the_board_is_lost_while_it_looks_who_is_silent(monkeypatch):
+    """Its neighbour was lost, and then the process of the store: its thread reports, so nobody else here does."""
+    clock, ended = Clock(), []
+
+    class Board:
+        where = "the store"
+
+        def write_count(self, rank, count):
+            pass
+
+        def read_counts(self, ranks):
+            raise dist.DistNetworkError("Connection reset by peer")
+
+    class Turns:
+        """The thread that beats has an answer in each turn."""
+
+        def wait(self, seconds):
+            clock.sleep(seconds)
+            beats._answered = clock.now
+            return False
+
+    def end(*told):
+        ended.append(told)
+        sys.exit()
+
+    beats = heartbeat.Heartbeat(Board(), 0, 2, end)
+    beats.set_limit(1.0, 1)
+    beats.stop()
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=clock, sleep=clock.sleep))
+    beats._stopped = Turns()
+    with pytest.raises(SystemExit):
+        beats._watch()
+    assert ended == [("rank 0 has lost the store: Connection reset by peer", False)]
 
 
 def test_no_process_outlives_the_call(tmp_path):

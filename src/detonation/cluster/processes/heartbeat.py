@@ -183,11 +183,7 @@ class Heartbeat:
         board, and True where another rank posted it.
         """
         self._reporting.acquire()
-        try:
-            lost = self._silent_ranks()
-            return self._post(self._lost_message(lost, _MISSED * BEAT_S) if lost else text)
-        except (RuntimeError, OSError) as error:
-            return self._board_lost(str(error).splitlines()[0]), False
+        return self._explained(text, _MISSED * BEAT_S)
 
     def report(self, text: str) -> bool:
         """Posts why this rank ends, so that all ranks end. True where another rank has posted a reason already."""
@@ -235,7 +231,15 @@ class Heartbeat:
             if self._notice and self._reporting.acquire(blocking=False):
                 self._end(self._notice.partition(" ")[2], True)
             if silence > self._limit_s and unanswered < _MISSED * BEAT_S and self._reporting.acquire(blocking=False):
-                self._end(*self._post(self._lost_message(self._silent_ranks() or [neighbour], silence)))
+                self._end(*self._explained(self._lost_message([neighbour], silence), silence))
+
+    def _explained(self, text: str, silence: float) -> tuple[str, bool]:
+        """`explain`, where this thread is the one that reports."""
+        try:
+            lost = self._silent_ranks()
+            return self._post(self._lost_message(lost, silence) if lost else text)
+        except (RuntimeError, OSError) as error:
+            return self._board_lost(str(error).splitlines()[0]), False
 
     def _silent_ranks(self) -> list[int]:
         """The other ranks whose counts stand still for a moment."""
