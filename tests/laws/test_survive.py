@@ -11,6 +11,7 @@ import time
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ import detonation as dt
 from covering import covered, some
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.processes.failure import Failure
+from detonation.cluster.survive import membership as memberships
 from detonation.cluster.survive.agreement import (
     EPOCH,
     GONE,
@@ -363,10 +365,17 @@ def test_replicas_renumber_in_fp32_wherever_synchronize_is_called(monkeypatch):
     assert seen == [False]
 
 
-def test_a_replica_that_stood_still_itself_takes_nobody_for_lost():
+@pytest.fixture
+def now(monkeypatch):
+    """The time of memberships, which stands still: these tests tell fractions of a second apart."""
+    monkeypatch.setattr(memberships, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    return 100.0
+
+
+def test_a_replica_that_stood_still_itself_takes_nobody_for_lost(now):
     membership = Membership(HashStore(), 0, 1, 0, 1, 30.0, 1, print)
     membership.stop()
-    now = time.monotonic()
+    membership._pace = 0.05
     membership._seen[1] = b"7", now - 5  # an old beat, all that it knew when it was stopped
     membership._awake = now - 5
     assert not membership._lost(1, 0.6)
@@ -374,13 +383,12 @@ def test_a_replica_that_stood_still_itself_takes_nobody_for_lost():
     assert membership._lost(1, 0.6)
 
 
-def test_a_rank_has_its_time_to_report_from_the_notice_on():
+def test_a_rank_has_its_time_to_report_from_the_notice_on(now):
     store = HashStore()
     store.set(axis_key("beat", 1), "1")
     membership = Membership(store, 0, 2, 0, 1, 30.0, 1, print)
     membership.stop()
-    now = membership._awake = time.monotonic()
-    membership._pace = 0.05
+    membership._awake, membership._pace = now, 0.05
     membership._seen[1] = b"1", now - 1
     membership.noticed_at = now - 0.5
     assert not membership._is_silent(1)
@@ -473,7 +481,7 @@ def test_where_nobody_can_connect_the_error_says_why():
             raise RuntimeError("connect to 10.0.0.2: No route to host\nException raised from connect")
 
     def run(replica):
-        membership = Membership(store, replica, 2, 0, 1, 30.0, 1, print)
+        membership = Membership(store, replica, 2, 0, 1, 30.0, 1, print, confirm_s=30.0)
         communicator = Unconnected(membership, 30.0)
         with pytest.raises(dt.errors.ReplicaLost, match=r"process group: connect to 10.0.0.2: No route to host$"):
             communicator.all_reduce(torch.zeros(1))
@@ -684,17 +692,43 @@ def test_a_rank_whose_thread_fails_hears_of_it(error):
         membership.require_store()
 
 
-def test_who_has_left_does_not_fail_where_the_process_of_the_store_ended_first():
-    """Replica 0 keeps the store, saw that all had left and ended; this one was about to look once more."""
-    store = HashStore()
-    membership = stopped(store)
+@pytest.mark.parametrize("asked", ["check", "set"])
+def test_who_leaves_does_not_fail_where_the_process_of_the_store_ended_first(asked):
+    """Replica 0 keeps the store, saw that all had left and ended while this one was about to look once more; or it had
+    waited for this one as long as it waits."""
 
-    def ended(keys):
+    def ended(*_):
         raise dist.DistNetworkError("Connection reset by peer")
 
-    membership.store = Hooked(store, check=ended)
+    membership = stopped(HashStore())
+    membership.store = Hooked(membership.store, **{asked: ended})
     membership.leave(LIMIT_S)
-    assert store.check([axis_key("left", 0)])
+    assert membership._stopped.is_set() and membership._beats.check([axis_key("left", 0)]) == (asked == "check")
+
+
+def test_a_replica_leaves_once_its_recovery_from_a_loss_is_over():
+    """Otherwise its thread makes another group, which the end of the interpreter meets."""
+    membership = Membership(HashStore(), 0, 1, 0, 1, 30.0, 1, print)
+    begun, goes_on, found, leave = threading.Event(), threading.Event(), [], membership.leave
+
+    class Slow(SurvivingCommunicator):
+        def _recover(self):
+            begun.set()
+            assert goes_on.wait(LIMIT_S)
+
+    communicator = Slow(membership, 30.0)
+
+    def wait_for(*given):
+        goes_on.set()
+        return threading.Condition.wait_for(communicator._changed, *given)
+
+    membership.leave = lambda limit_s: found.append(communicator._recovering) or leave(limit_s)
+    membership.call()
+    assert begun.wait(LIMIT_S)
+    communicator._changed.wait_for = wait_for
+    communicator.close()
+    goes_on.set()
+    assert found == [False]
 
 
 def test_all_replicas_end_in_words_where_the_process_of_the_store_is_killed():

@@ -160,8 +160,8 @@ class Membership:
         """Waits until all members leave or are lost, at most `limit_s`, and stops: the others do not wait for it."""
         deadline = time.monotonic() + limit_s
         try:
-            self.store.set(axis_key("left", self.rank), "1")
-            with suppress(DistNetworkError):  # the process of the store saw that all had left, and ended
+            with suppress(DistNetworkError):  # the process of the store saw that all had left, or gave up, and ended
+                self.store.set(axis_key("left", self.rank), "1")
                 for rank in self._ranks():
                     while not (self._has_left(rank) or self._is_silent(rank)) and time.monotonic() < deadline:
                         time.sleep(_POLL_S)

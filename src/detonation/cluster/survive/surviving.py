@@ -153,6 +153,7 @@ class SurvivingCommunicator(ElasticCommunicator):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._recovering, limit_s)  # else it makes a group after the last one
         self._membership.leave(limit_s)
         self._group.abandon()
 
