@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import queue
 import socket
 import threading
 
@@ -12,7 +13,7 @@ from torch._C._distributed_c10d import HashStore
 
 import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
-from detonation.feed import frames, publisher
+from detonation.feed import frames, publisher, stream
 from detonation.feed.frames import ABOUT, MOST_STRANGERS, STATE, WANT, BadFrame, FrameSocket, encoded, host_and_port
 from detonation.feed.token import prove_to_feed, prove_to_follower, read_token
 from limits import LIMIT_S
@@ -178,6 +179,31 @@ def test_a_follower_that_is_too_far_behind_is_dropped_and_comes_again(caplog, mo
         while not follower.ended:
             follower.update(wait_s=1)
         assert follower.step == optimizer.step_count and torch.equal(served.weight, model.weight)
+
+
+def test_a_feed_that_knows_of_a_follower_is_not_gone_for_it(monkeypatch):
+    """Reached late, when training may end: a follower of several shards then gives up those whose feeds are gone."""
+    monkeypatch.setattr(stream, "PAUSES_S", (0.001,))
+    seen, send = queue.Queue(), FrameSocket.send
+
+    def sent(frames, kind, content=b""):
+        send(frames, kind, content)
+        if kind == WANT:
+            seen.put(follower._streams[0].gone)
+
+    monkeypatch.setattr(FrameSocket, "send", sent)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        follower = dt.follow(nn.Linear(8, 8), address, token=TOKEN, wait=False)
+        while not follower._streams[0].gone:
+            follower.update(wait_s=0.01)
+        nobody.listen()
+        connection, _ = nobody.accept()
+        with connection:
+            prove_to_follower(connection, TOKEN)
+            assert seen.get(timeout=LIMIT_S) is False
+            follower.close()
 
 
 def test_a_copy_that_fails_ends_the_following_and_not_the_training(monkeypatch, caplog):

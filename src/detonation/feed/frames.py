@@ -225,13 +225,14 @@ class Subscription:
         self._thread = threading.Thread(target=self._send, name="feed-sender", daemon=True)
         self._thread.start()
 
-    def begin(self, about: Mapping[str, Any], state: Sequence[Octets], skip: int) -> None:
+    def begin(self, about: Mapping[str, Any], state: Sequence[memoryview], skip: int) -> None:
         """Queues a description and the copy of the state; `skip` steps before the copy are still to be offered."""
         size = sum(map(len, state))
         with self._changed:
             self._begun, self._skip, self._most_bytes = True, skip, max(LEAST_WAITING, size)
             self._queue.append((ABOUT, encoded({**about, "state_bytes": size})))
-            self._queue.extend((STATE, piece) for part in state for piece in _pieces(part))
+            pieces = ((part, at) for part in state for at in range(0, len(part), LONGEST_PIECE))
+            self._queue.extend((STATE, part[at : at + LONGEST_PIECE]) for part, at in pieces)
             self._changed.notify()
         _log.info("%s follows from step %s on", self.peer, about.get("step"))
 
@@ -287,8 +288,3 @@ class Subscription:
                 self._bytes -= len(content)
             self._caught_up = (self._begun and not self._queue) or self._caught_up
             return kind, content
-
-
-def _pieces(part: Octets) -> list[memoryview]:
-    view = memoryview(part)
-    return [view[at : at + LONGEST_PIECE] for at in range(0, len(view), LONGEST_PIECE)]

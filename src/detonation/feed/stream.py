@@ -53,19 +53,19 @@ class Stepped:
     records: list[LogRecord]
 
 
-def ask(connection: socket.socket, token: bytes, wanted: str) -> FrameSocket:
-    """Shows the token to a feed, and asks for its "state" or what it is "about"."""
-    frames = FrameSocket(connection, prove_to_feed(connection, token), feeds=False)
+def introduced(connection: socket.socket, token: bytes) -> FrameSocket:
+    """Shows the token to a feed, which then waits for the follower to `WANT` its "state", or what it is "about"."""
+    key = prove_to_feed(connection, token)
     connection.settimeout(SILENCE_S)
-    frames.send(WANT, encoded({"want": wanted}))
-    return frames
+    return FrameSocket(connection, key, feeds=False)
 
 
 def read_about(address: str, token: bytes) -> dict[str, Any]:
     """The description that the feed at `address` has for followers. Raises `Refused`, or `OSError` without a feed."""
     host, port = host_and_port(address.split(",")[0])
     with socket.create_connection((host, port), HANDSHAKE_S) as connection:
-        kind, content = ask(connection, token, "about").receive(SHORT)
+        (frames := introduced(connection, token)).send(WANT, encoded({"want": "about"}))
+        kind, content = frames.receive(SHORT)
         if kind != ABOUT:
             raise Refused(str(table_of(content).get("reason")))
         return table_of(content)
@@ -140,8 +140,8 @@ class Stream:
 
     def _follow(self) -> None:
         with socket.create_connection((self.host, self.port), HANDSHAKE_S) as connection:
-            frames = ask(connection, self._token, "state")
-            self._frames = frames
+            frames = self._frames = introduced(connection, self._token)  # first: a feed that knows of it is not `gone`
+            frames.send(WANT, encoded({"want": "state"}))
             about: dict[str, Any] = {}
             while not self._closed.is_set():
                 before = frames.bytes_moved
