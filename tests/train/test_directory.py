@@ -2,11 +2,12 @@
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 
 from detonation.train.output import metrics
-from detonation.train.output.directory import InUse, RunDirectory, Unwritable, check_free, write_text
+from detonation.train.output.directory import LOCK, InUse, RunDirectory, Unwritable, check_free, write_text
 
 
 def test_a_second_run_is_told_who_has_the_directory(tmp_path):
@@ -18,6 +19,24 @@ def test_a_second_run_is_told_who_has_the_directory(tmp_path):
     held.close()
     check_free(tmp_path, resume=False)
     RunDirectory(tmp_path).close()
+
+
+def test_a_run_that_begins_while_another_looks_has_the_directory(tmp_path, monkeypatch):
+    """The other saw no lock, and then the files of the run: it said that they were in the way."""
+    exists, begun = Path.exists, []
+
+    def begins(path):
+        found = exists(path)
+        if path.name == LOCK and not begun:
+            begun.append(RunDirectory(tmp_path))
+            write_text(tmp_path / "config.toml", "")
+        return found
+
+    monkeypatch.setattr(Path, "exists", begins)
+    with pytest.raises(InUse):
+        check_free(tmp_path, resume=False)
+        RunDirectory(tmp_path)
+    begun[0].close()
 
 
 LOG = ["updates/", "updates/replica0-shard0-0.updates"]

@@ -143,11 +143,11 @@ def check_free(path: Path, resume: bool, may_start: bool = False, train: TrainCo
         raise ValueError(
             f"the run directory {str(path)!r} is a link to nowhere: make its target, or choose another --out"
         )
-    if (path / LOCK).exists():
+    entries = [entry.name for entry in path.iterdir()] if path.is_dir() else []
+    if (path / LOCK).exists():  # looked at last: whoever made these entries and still runs has it by now
         with (path / LOCK).open("r+") as file:
             _take(file, path)
     passing = (LOCK, f"{CONFIG}.part")
-    entries = [entry.name for entry in path.iterdir()] if path.is_dir() else []
     held = [name for name in entries if name not in passing and not name.startswith(_PROBE)]
     if (path / SUMMARY).exists() and not (resume and train and train.steps > steps_finished(path)):
         more = f"; with --resume and more --steps than {steps_finished(path)} it goes on"
