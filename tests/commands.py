@@ -111,11 +111,11 @@ class Command:
 
     @property
     def stdout(self) -> str:
-        return self._out.read_text()
+        return self._out.read_text(errors="replace")  # it may be in the middle of a character
 
     @property
     def stderr(self) -> str:
-        return self._err.read_text()
+        return self._err.read_text(errors="replace")
 
     @property
     def ended(self) -> bool:
@@ -151,11 +151,10 @@ class Command:
 
     def comes_to_step(self, step: int) -> bool:
         """Waits until it has shown that many steps; False where it ended or the time was over before."""
-        limit = time.monotonic() + LIMIT_S
-        while self.stdout.count("\nstep ") < step:
-            if select.select([self._handle], [], [], 0.01)[0] or time.monotonic() > limit:
-                return False
-        return True
+        limit, over = time.monotonic() + LIMIT_S, False
+        while not over and self.stdout.count("\nstep ") < step:
+            over = bool(select.select([self._handle], [], [], 0.01)[0]) or time.monotonic() > limit
+        return self.stdout.count("\nstep ") >= step
 
     def kill(self) -> None:
         """Ends it, and with it its ranks, if it still runs."""
@@ -197,23 +196,23 @@ def launched(
     ]
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports to listen on later, below those that the kernel gives out by itself: no other world takes one meanwhile."""
-    first = 20_000 + os.getpid() * 97 % 10_000
-    with contextlib.ExitStack() as held:
-        found: list[int] = []
-        for port in range(first, 32_000):
-            with contextlib.suppress(OSError):
-                held.enter_context(socket.create_server(("127.0.0.1", port)))
-                found.append(port)
-            if len(found) == count:
-                return found
-    raise OSError("too few ports are free")
+_reserved: list[socket.socket] = []
+"""Names of ports of `free_port`, which no other process of the tests takes while this one lives."""
 
 
 def free_port() -> int:
-    """One of `free_ports`."""
-    return free_ports(1)[0]
+    """A port to listen on later, below those that the kernel gives out by itself: nobody else gets it meanwhile."""
+    for port in range(20_000, 32_000):
+        name = socket.socket(socket.AF_UNIX)
+        try:
+            name.bind(f"\0detonation-test-port-{port}")  # of no file: it is free again when its processes have ended
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            name.close()
+            continue
+        _reserved.append(name)
+        return port
+    raise OSError("no port is free")
 
 
 def outliving(pids: Sequence[int], timeout_s: float = LIMIT_S) -> list[int]:

@@ -21,7 +21,9 @@ from benchmarks import lab
 from torch.distributed.tensor import _op_schema, _sharding_prop
 
 from detonation.cluster.processes import heartbeat
+from detonation.cluster.survive import groups, membership
 from detonation.core.agreement import selftest
+from limits import LIMIT_S
 
 torch.set_num_threads(1)
 # torch takes a traceback for each operation that is new to DTensor, and Python would look on the disk each time whether
@@ -105,3 +107,10 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for a sign of a rank waits less, in the commands too, which are forks; the gate has the real times."""
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.15)
     monkeypatch.setattr(heartbeat, "_READING_S", 1.0)
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No replica is lost because this machine is slow: all, also in forks, hear of each end."""
+    for module, name in ((membership, "CONFIRM_S"), (membership, "ARRIVE_S"), (groups, "FORM_S")):
+        monkeypatch.setattr(module, name, LIMIT_S)

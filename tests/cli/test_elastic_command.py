@@ -11,7 +11,6 @@ from torch._C._distributed_c10d import TCPStore
 
 from commands import RECIPE, Command, free_port, outliving, write_recipe
 from covering import some
-from detonation.cluster.survive import groups, membership
 from detonation.cluster.survive.agreement import latest_axis_store, note_gone
 from detonation.train.run import decide
 from limits import LIMIT_S
@@ -20,14 +19,6 @@ pytestmark = pytest.mark.usefixtures("soon", "patient")
 
 SETS = ("--set", "train.steps=40", "train.checkpoint_every=10", "train.log_updates=true", f"peers.silence_s={LIMIT_S}")
 LONG = ("--set", "train.steps=100000", "train.checkpoint_every=20", f"peers.silence_s={LIMIT_S}")
-
-
-@pytest.fixture
-def patient(monkeypatch):
-    """Nobody is lost because this machine is slow: the commands, which are forks, hear of each end."""
-    monkeypatch.setattr(membership, "CONFIRM_S", LIMIT_S)
-    monkeypatch.setattr(membership, "ARRIVE_S", LIMIT_S)
-    monkeypatch.setattr(groups, "FORM_S", LIMIT_S)
 
 
 def end_first(command, address):

@@ -15,10 +15,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import detonation as dt
-from commands import free_ports
+from commands import free_port
 from detonation.cluster.survive.elastic_axis import MeetingPoint, Survival
 from detonation.core.flat.tensors import digest
 from limits import LIMIT_S
+
+pytestmark = pytest.mark.usefixtures("patient")
 
 STEPS, LEAVES_AT, REPLICAS = 12, 4, 3
 
@@ -229,7 +231,7 @@ def lightning_node(rank, ports, folder, store_port):
 
 def test_a_sharded_replica_of_lightning_leaves_and_the_others_train_on_bitwise_equal(tmp_path):
     pytest.importorskip("lightning.pytorch")
-    ports = free_ports(3)
+    ports = [free_port() for _ in range(3)]
     ends = forked([partial(lightning_node, rank, ports, tmp_path) for rank in range(6)], tmp_path)
     assert ends[2:4] == ["left", "left"], ends
     assert ends[:2] == ends[4:] and all(end.startswith(f"trained {STEPS} 2 ") for end in ends[:2]), ends
@@ -255,7 +257,7 @@ def test_with_an_axis_the_replicas_are_its_own():
 def test_a_sharded_replica_of_the_trainer_leaves_and_the_other_trains_on(tmp_path):
     pytest.importorskip("transformers.trainer")
     pytest.importorskip("accelerate")
-    ports = free_ports(2)
+    ports = [free_port() for _ in range(2)]
     ends = forked([partial(node, rank, ports, tmp_path) for rank in range(4)], tmp_path)
     assert ends == ["trained 1", "trained 1", "left", "left"]
     assert (tmp_path / "node0" / f"checkpoint-{STEPS}" / "detonation").is_dir()

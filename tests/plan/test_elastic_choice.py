@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import HashStore
 
 import detonation as dt
 import worlds
+from detonation.cluster.survive.agreement import note_gone
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
@@ -89,6 +90,7 @@ def sharded(mesh, dies):
     axis, model = dt.elastic(mesh), dt.shard(copy.deepcopy(MODEL), mesh)
     if dies and axis.replica == 2:
         axis._membership.stop()
+        note_gone(axis._membership.store, axis._membership.rank)  # as by a launcher
         axis._group.abandon()
         return None
     found = chosen_and_trained(axis, model, dist.get_rank())
@@ -97,6 +99,7 @@ def sharded(mesh, dies):
     return *found, digest(weights)
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("dies", [False, True])
 def test_all_shards_of_all_replicas_that_are_left_choose_the_same(dies):
     ends = worlds.run_alone(sharded, 3 if dies else 2, 2, dies)[:4]

@@ -9,6 +9,8 @@ from benchmarks.spot_world import Conductor, Event, ordinary
 
 from limits import LIMIT_S
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 TRACE = [Event(0, 0, 2, 600), Event(600, 2, 3, 900), Event(900, 3, 2, 1800, noticed=True), Event(1800, 2, 1, 2100)]
 TRACE += [Event(2100, 1, 0, 2700), Event(2700, 0, 2, 3300), Event(3300, 2, 0, 3900, noticed=True)]
 TRACE += [Event(3900, 0, 1, 4200)]

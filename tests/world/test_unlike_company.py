@@ -206,6 +206,9 @@ NEWCOMERS = (
     BEGIN
     + """
 from torch.distributed import TCPStore
+from detonation.cluster.survive import groups, membership
+from limits import LIMIT_S
+membership.CONFIRM_S = membership.ARRIVE_S = groups.FORM_S = LIMIT_S  # nobody is lost because this machine is slow
 token, equal, last = b"a token for tests only", sys.argv[3], 4  # steps after each that came in
 members = 2
 import time
@@ -226,7 +229,7 @@ def came(number):
     return os.path.exists(os.path.join(folder, f"came-{number}"))
 
 if rank < members:
-    axis = dt.elastic(replica=rank, replicas=members, store=store, silence_s=300.0)
+    axis = dt.elastic(replica=rank, replicas=members, store=store, silence_s=LIMIT_S)
     model, optimizer = started(axis, safety=safety)
 else:
     while rank > members and not came(rank - 1):
@@ -235,7 +238,7 @@ else:
     with torch.no_grad():
         [parameter.zero_() for parameter in model.parameters()]
     try:
-        optimizer, axis = dt.admitted(model, dt.Guest(store, silence_s=300.0), token=token, safety=safety)
+        optimizer, axis = dt.admitted(model, dt.Guest(store, silence_s=LIMIT_S), token=token, safety=safety)
     except ValueError as error:
         print("refused", error)
         open(os.path.join(folder, f"came-{rank}"), "w").close()
