@@ -137,12 +137,13 @@ def test_where_one_rank_cannot_write_all_ranks_know_and_nothing_is_left(tmp_path
 def one_is_late(mesh, folder):
     """What each rank is told where rank 1 stood still in the middle of its file, and the checkpoint after that."""
     go_on = threading.Event()
-    async_save.SAVE_TIMEOUT_S = 0.5
     model, optimizer = start(mesh, DEMO, BASES["AdamW"])
     advance(model, optimizer, range(1))
     if mesh.get_rank() == 1:
         disk.observer = lambda operation, path: go_on.wait() if operation == "write" else None
     checkpoints = dt.Checkpoints(folder, model, optimizer)
+    checkpoints._open_group()  # where ranks may be late
+    async_save.SAVE_TIMEOUT_S = 0.5
     checkpoints.save()
     told = worlds.caught(checkpoints.wait) if mesh.get_rank() == 0 else None
     dist.barrier()  # the ranks' own group is as it was

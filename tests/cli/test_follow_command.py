@@ -3,9 +3,11 @@
 import json
 import os
 import signal
+import time
+from functools import partial
 
 from commands import Command, free_port, write_recipe
-from detonation.feed import stream
+from detonation.feed import publisher, stream
 
 SECRET = {"DETONATION_TOKEN": "a token for tests only"}
 
@@ -29,7 +31,15 @@ def test_a_run_is_followed_through_its_restart_to_its_end(tmp_path, monkeypatch)
     stopped = int(next((tmp_path / "run" / "checkpoints").iterdir()).name.removeprefix("step-"))
     last = stopped + 20
     more = ["--steps", last, "--resume", "--json"]
-    second = Command(tmp_path / "second", *train, *clip, *more, env=SECRET)
+    end = publisher.Feed.end
+
+    def waits(feed, what, optimizer):
+        while optimizer.step_count == last - 10 and not feed.followers:
+            time.sleep(0.01)
+        end(feed, what, optimizer)
+
+    enter = partial(monkeypatch.setattr, publisher.Feed, "end", waits)  # otherwise it may end before it is followed
+    second = Command(tmp_path / "second", *train, *clip, *more, env=SECRET, enter=enter)
     assert second.wait() == 0, second.stderr
     assert follower.wait() == 0, follower.stderr
     summary, said = last_line(second.stdout), follower.stdout.splitlines()

@@ -71,6 +71,7 @@ def test_a_restart_goes_on_or_starts_and_a_finished_run_stays(tmp_path, recipe, 
     victim = 1 if saved else 0  # the latter keeps the store, the run directory and its lock
     os.kill(ranks[victim].pid, signal.SIGKILL)
     assert ranks[1 - victim].wait() == 1
+    assert ranks[victim].wait() == -signal.SIGKILL  # so that it holds no lock
     ranks = start()
     assert [rank.wait() for rank in ranks] == [0, 0]
     assert ("no checkpoint was saved yet: starting from the beginning" in ranks[0].stdout) == (not saved)

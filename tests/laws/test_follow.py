@@ -119,7 +119,7 @@ def test_a_follower_that_nobody_has_any_more_leaves_its_place():
     (thread,) = (stream._thread for stream in follower._streams)
     del follower
     gc.collect()
-    thread.join(30)
+    thread.join(LIMIT_S)
     assert not thread.is_alive()
     with dt.follow(built(Plain), feed.address, token=TOKEN, wait=False) as other:
         while other.step < 0:
@@ -259,7 +259,7 @@ def reached_late(mesh, steps):
         return None
     with follower:
         try:
-            follower.update(to=1 + steps, wait_s=5)
+            follower.update(to=1 + steps, wait_s=LIMIT_S)
         except dt.errors.LostFeed as error:
             return str(error)
         return follower.ended and digest(whole) == digest(follower.model.parameters())

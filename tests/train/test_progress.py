@@ -1,5 +1,6 @@
 """What a terminal shows of a run while it trains, and what is left of it when it ends, however it ends."""
 
+import codecs
 import contextlib
 import dataclasses
 import io
@@ -197,6 +198,7 @@ class Typed:
         if self.pid == 0:
             self._run([str(argument) for argument in arguments], env)
         self.terminal, self._told = Terminal(), ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")()  # a character may come in two pieces
 
     def _run(self, arguments, env):
         code = 70
@@ -222,7 +224,7 @@ class Typed:
             if not piece:
                 assert words is None, f"ended without {words!r}: {self._told[-500:]}"
                 return
-            self._told += piece.decode()
+            self._told += self._decoder.decode(piece)
 
     def press(self, keys):
         os.write(self._master, keys)

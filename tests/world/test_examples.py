@@ -34,9 +34,11 @@ for line in sys.stdin:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             runpy.run_path(path)
             threads = []
-            for thread in Path("/proc/self/task").glob("*/comm"):
+            for thread in Path("/proc/self/task").glob("*/stat"):
                 with contextlib.suppress(OSError):  # it has ended meanwhile
-                    threads.append(thread.read_text().strip())
+                    name, _, rest = thread.read_text().rpartition(")")
+                    if not int(rest.split()[6]) & 4:  # PF_EXITING: who waited for its end goes on a moment before it
+                        threads.append(name)
             # caches of torch.distributed.tensor keep the groups of a sharded model until the process ends
             sharded = any(name in path for name in ("fsdp2", "lightning", "axes"))
             left = not sharded and any("gloo" in name for name in threads)

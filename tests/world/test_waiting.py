@@ -3,6 +3,7 @@
 import logging
 import re
 import signal
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -20,6 +21,7 @@ from detonation.cluster.processes import waiting
 from detonation.cluster.processes.failure import failure_from_exception, failure_from_exit_code, root_cause
 from detonation.cluster.processes.waiting import Standing, partners_of, waits_in_vain, who_waits
 from detonation.core.runtime import PROGRESS
+from limits import LIMIT_S
 
 INSIDE, OUTSIDE, LEFT = (Standing(21, where) for where in ("inside", "outside", "left"))
 BEFORE, FIRST = Standing(20), Standing(0)
@@ -134,8 +136,8 @@ def test_an_error_of_nccl_says_who_has_not_come_and_follows_from_that_ranks_end(
 def alone_in_a_step(mesh, scheme, way):
     """Two steps on both ranks, and a third on rank 0 alone; what rank 0 logs and raises."""
     lines, PROGRESS.steps = [], 0  # simulated replicas of other tests have counted in this process
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
+    handler, said = logging.Handler(), threading.Event()
+    handler.emit = lambda record: lines.append(record.getMessage()) or said.set()
     logging.getLogger(waiting.__name__).addHandler(handler)
     store = distributed_c10d._get_default_store()
     model = nn.Linear(8, 8)
@@ -146,7 +148,8 @@ def alone_in_a_step(mesh, scheme, way):
         if step == 2:
             init._watch.stop()
             init._watch, init.WAIT_LINE_S = None, 0.4
-            dt.init_mesh(2, 1, "cpu", timeout_s=2.0)
+            dt.init_mesh(2, 1, "cpu", timeout_s=1.0)
+            PROGRESS.explain = lambda error: said.wait(LIMIT_S) and init._watch.explain(error)  # its thread may be late
         if step == 2 and rank:
             break
         if step == 2 and way == "overlap":
@@ -197,9 +200,11 @@ def left_alone(mesh):
         dist.barrier()
     if dist.get_rank():
         init._watch.leave()
+        store.set("left", "")
         code = store.get("ended").decode()
         dist.barrier()  # which lets rank 0 go, in the place of its end
     else:
+        store.get("left")  # its first line is of one that has left
         with within_step():
             dist.barrier()
         code = store.get("ended").decode()
