@@ -1,8 +1,10 @@
 """Files that are there whole or not at all. Pure Python, a leaf."""
 
+import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 
 def write_whole(path: Path, content: bytes | bytearray | Iterable[memoryview]) -> None:
@@ -21,3 +23,7 @@ def write_whole(path: Path, content: bytes | bytearray | Iterable[memoryview]) -
     except OSError:
         part.unlink(missing_ok=True)
         raise
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))

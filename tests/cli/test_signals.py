@@ -8,7 +8,7 @@ import pytest
 from commands import Command, outliving, write_recipe
 from covering import covered, some
 from detonation.checkpoint.files import manifest, retention
-from detonation.cluster.processes.signals import Stop
+from detonation.cluster.processes.signals import Stop, stoppable
 from detonation.train.output import metrics
 
 LONG = ("--set", "train.steps=100000")
@@ -41,6 +41,26 @@ def test_the_end_of_a_child_after_the_request_is_no_second_request(monkeypatch):
     assert stop.number == signal.SIGTERM
     with pytest.raises(SystemExit):
         stop.receive(signal.SIGUSR1)
+
+
+def test_a_signal_to_a_fork_is_its_own():
+    """As of a pool that ends its workers: else it asks the run to stop, and the worker stays."""
+    receiver, sender = os.pipe()
+    workers = []
+    with stoppable() as stop:
+        for _ in range(2):
+            workers.append(os.fork())
+            if not workers[-1]:
+                os.write(sender, b"1")
+                while True:
+                    signal.pause()
+            os.read(receiver, 1)
+        os.kill(workers[0], signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(workers[0], 0)[1]) == -signal.SIGTERM
+    assert not stop  # and all that had come was read, although a worker still has what it inherited
+    os.kill(workers[1], signal.SIGKILL)
+    os.waitpid(workers[1], 0)
+    os.close(receiver), os.close(sender)
 
 
 @covered("to, name", ["the launcher", "one rank", "everyone"], ["SIGTERM", "SIGUSR1"])

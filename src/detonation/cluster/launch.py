@@ -26,7 +26,6 @@ from detonation.cluster.processes.failure import (
     WorldError,
     failure_from_exception,
     failure_from_exit_code,
-    read_result,
     root_cause,
     write_result,
 )
@@ -34,6 +33,7 @@ from detonation.cluster.processes.heartbeat import Heartbeat
 from detonation.cluster.processes.rendezvous import keep_to_one_interface
 from detonation.cluster.processes.signals import STOP_SIGNALS, Stop, die_with_agent, die_with_parent, end_now, stoppable
 from detonation.cluster.survive.elastic_axis import MeetingPoint, Survival, join_replicas
+from detonation.whole_files import read_json
 
 _T = TypeVar("_T")
 
@@ -108,7 +108,7 @@ def run_local(
             if failure is not None:
                 raise WorldError(failure, world_size)
             results = [folder / f"result-{rank}.json" for rank in range(world_size)]
-            return [read_result(path) for path in results if meeting is None or path.exists()]
+            return [read_json(path) for path in results if meeting is None or path.exists()]
     finally:
         _kill(pids)
         if meeting is not None:
@@ -203,7 +203,7 @@ def _wait(
                 if meeting is not None and not meeting.has_left(rank):
                     end_deadline = time.monotonic() + _LEAVING_S
                 continue
-            failure = Failure(**read_result(path)) if path.exists() else failure_from_exit_code(rank, code)
+            failure = Failure(**read_json(path)) if path.exists() else failure_from_exit_code(rank, code)
             beside = meeting.survives(failure) if meeting is not None else ()
             for other in pids.keys() & set(beside):
                 os.kill(pids[other], signal.SIGKILL)
@@ -330,6 +330,6 @@ def _reported(heartbeat: Heartbeat | None, failure: Failure, world_size: int) ->
 
 
 if __name__ == "__main__":
-    rank_, world_, module, name, given, parent_, where_ = read_result(Path(sys.argv[1]))
+    rank_, world_, module, name, given, parent_, where_ = read_json(Path(sys.argv[1]))
     called = getattr(importlib.import_module(module), name)
     sys.exit(_child(_Rank(rank_, world_, Path(sys.argv[1]).parent, called, given, parent_, where_)))

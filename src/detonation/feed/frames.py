@@ -222,8 +222,8 @@ class Subscription:
         self._skip, self._bytes, self._most_bytes = 0, 0, LEAST_WAITING  # before `begin` nothing waits
         self._queue: deque[tuple[int, Octets]] = deque()  # kind and content
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._send, name="feed-sender", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._send, name="feed-sender", daemon=True)
+        self.thread.start()
 
     def begin(self, about: Mapping[str, Any], state: Sequence[memoryview], skip: int) -> None:
         """Queues a description and the copy of the state; `skip` steps before the copy are still to be offered."""
@@ -262,9 +262,6 @@ class Subscription:
         if was:
             self._connection.close()
             _log.warning("%s no longer follows: %s", self.peer, reason)
-
-    def join(self, wait_s: float) -> None:
-        self._thread.join(wait_s)
 
     def _send(self) -> None:
         kind = ALIVE

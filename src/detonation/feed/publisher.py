@@ -204,7 +204,7 @@ class Feed(StepRecorder):
             each.finish({"ended": ended, "reason": "training has ended" if ended else "training has stopped"})
         deadline = time.monotonic() + wait_s
         for each in everyone:
-            each.join(max(0.0, deadline - time.monotonic()))
+            each.thread.join(max(0.0, deadline - time.monotonic()))
 
     def hand_on(self, records: Sequence[LogRecord]) -> None:
         content = b"".join(part for record in filter(self._is_new, records) for part in record.parts())

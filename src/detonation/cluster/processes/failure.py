@@ -108,7 +108,3 @@ def is_network_error(error: BaseException) -> bool:
 def write_result(path: Path, value: Any) -> None:
     """Writes JSON values to a file that appears whole: its presence means that the result is complete."""
     write_whole(path, json.dumps(value).encode())
-
-
-def read_result(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))

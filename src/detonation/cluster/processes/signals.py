@@ -63,15 +63,22 @@ def stoppable() -> Iterator[Stop]:
     numbers = STOP_SIGNALS if ignored else (*STOP_SIGNALS, signal.SIGINT)
     descriptor = signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
     before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+
+    def undo() -> None:
+        global _stop
+        if _stop is stop:
+            _stop = None
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(descriptor)
+            os.close(sender)
+
+    os.register_at_fork(after_in_child=undo)  # the end of a worker of somebody's pool asks nobody else to stop
     watcher.start()
     try:
         yield stop
     finally:
-        _stop = None
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(descriptor)
-        os.close(sender)
+        undo()
         watcher.join()
         os.close(receiver)
 
@@ -81,13 +88,10 @@ def _watch(receiver: int, stop: Stop) -> None:
         stop.receive(data[0])
 
 
-_PR_SET_PDEATHSIG = 1
-
-
 def die_with_parent(parent: int) -> None:
     """Makes the kernel end this process as soon as its parent, process `parent`, ends. Linux only."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:  # the parent ended before the call above
             os._exit(1)
 

@@ -18,6 +18,7 @@ import tomli_w
 
 from detonation.cluster.processes.failure import RunError
 from detonation.train.recipe.schema import TrainConfig
+from detonation.whole_files import read_json as read_json
 from detonation.whole_files import write_whole
 
 _PACKAGES = (
@@ -232,10 +233,6 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Puts `value` at `path` as readable JSON, whole or not at all."""
     write_text(path, json.dumps(value, indent=2) + "\n")
-
-
-def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 class Unwritable(RunError):
