@@ -25,8 +25,8 @@ PER_DECADE = 0.01
 """How much wider an interval grows at both ends for each factor of ten in parameters: the largest change of a mean from
 0.6 to 4.3 million parameters (docs/findings.md)."""
 PER_LONGER = 0.04
-"""The same for each factor of ten in length: what `random_sign` with eight replicas lost more of its lead than half from
-300 to 1,000 steps, -6.4 % to -1.2 % (docs/findings.md)."""
+"""The same for each factor of ten in length: `random_sign` with eight replicas lost more than half of its lead from 300
+to 1,000 steps, -6.4 % to -1.2 % (docs/findings.md)."""
 PER_DOUBLING = 0.1
 """The same for each factor of two in replicas: the largest change of a mean, `muloco` every 300 (docs/findings.md)."""
 PER_FEWER_ROUNDS = 0.035
