@@ -105,6 +105,8 @@ def alone(job: Job, kernel: str, shapes: tuple[int, ...], log: Path) -> Found:
                 for line in _parsed(raw):
                     if "interpreted" in line:
                         found.interpreted = "yes" if line["interpreted"] else "no"
+                        if job.on_gpu and line["interpreted"]:
+                            found.failures.append(("is interpreted, on the CPU", ""))
                     elif "shapes" in line:
                         shape = f"shapes {line['shapes']}"
                     elif "launch" in line:

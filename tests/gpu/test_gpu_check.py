@@ -203,6 +203,18 @@ def test_a_fault_in_a_kernel_costs_no_other_part(monkeypatch, capsys, tmp_path):
     assert page.index("(`first`)") < page.index("(`twin`)") and "FAILED scan_kernel" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("kind, failures", [("cuda", ["is interpreted, on the CPU"]), ("cpu", [])])
+def test_a_kernel_that_a_gpu_would_interpret_is_no_compiled_one(kind, failures, monkeypatch, tmp_path):
+    process = tmp_path / "python"
+    process.write_text('#!/bin/sh\necho \'{"interpreted": true}\'\necho \'{"compared": 0, "seen": ""}\'\n')
+    process.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(process))
+    job = job_in(tmp_path)
+    job.device = torch.device(kind)
+    found = first.alone(job, "scan_kernel", (0,), tmp_path / "log.txt")
+    assert (found.interpreted, found.good) == ("yes", 1) and [line for line, _ in found.failures] == failures
+
+
 @pytest.mark.long_cases("weigh_kernel")
 @some("kernel", first.KERNELS, keep=[*first.KERNELS][::3])
 def test_every_kernel_is_compared_with_torch_and_a_wrong_bit_is_seen(kernel, monkeypatch):

@@ -1,5 +1,6 @@
 """The Triton kernels at the edges that small tests do not see: large flats, odd shapes, several GPUs, long runs."""
 
+import runpy
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -49,6 +50,11 @@ def test_interpreted_kernels_are_refused_for_a_gpu():
     """They would read its addresses on the host, and end the process."""
     with pytest.raises(RuntimeError, match=r"^TRITON_INTERPRET=1 would run the kernels on the CPU.*: unset it$"):
         why_not(Runtime(torch.device("cuda")))
+
+
+def test_interpreted_kernels_are_known_however_triton_was_asked_for_them(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "true")
+    assert runpy.run_path(launching.__file__)["INTERPRETED"]
 
 
 @triton.jit

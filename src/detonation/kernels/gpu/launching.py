@@ -1,6 +1,5 @@
 """Starting kernels: the numbers and tables that they are given, none of which makes the host wait."""
 
-import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
@@ -9,11 +8,12 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
-from detonation.kernels.gpu.addressing import BF16, FP16, FP32
+from detonation.kernels.gpu.addressing import BF16, FP16, FP32, wide
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED = not isinstance(wide, triton.JITFunction)  # as TRITON_INTERPRET asks, in any of its spellings
 """True where Triton's interpreter runs the kernels, which takes as long for few numbers as for many."""
 KIND_OF = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 """The types of tensors that kernels read and write."""
