@@ -26,8 +26,10 @@ from detonation.core.codec.precision import PRECISIONS  # noqa: E402
 from detonation.core.codec.selection import TopK  # noqa: E402
 from detonation.core.engine.choice import engine_for  # noqa: E402
 from detonation.core.flat.owners import RowOwners  # noqa: E402
+from detonation.core.memory import Memory  # noqa: E402
 from detonation.core.runtime import Runtime  # noqa: E402
 from detonation.core.schemes import buckets  # noqa: E402
+from detonation.core.schemes.buckets import rows_of_a_turn  # noqa: E402
 from detonation.engines.triton import why_not  # noqa: E402
 from detonation.kernels.gpu import inspection, launches, launching  # noqa: E402
 from detonation.kernels.gpu.addressing import as_bf16, dealt_row, message_of_row  # noqa: E402
@@ -75,8 +77,8 @@ def test_a_message_above_2_gib_is_read_where_it_lies(line):
 
 @triton.jit
 def dealt(out, which, local, messages, turns, run, owned, row):
-    tl.store(out + tl.arange(0, 1), dealt_row(which + tl.zeros([1], tl.int64), local, messages, turns, run, owned))
-    message, at = message_of_row(row + tl.zeros([1], tl.int64), messages, turns, run, owned)
+    tl.store(out + tl.arange(0, 1), dealt_row(which + tl.zeros([1], tl.int64), local, 0, messages, turns, run, owned))
+    message, at = message_of_row(row + tl.zeros([1], tl.int64), 0, messages, turns, run, owned)
     tl.store(out + 1 + tl.arange(0, 1), message)
     tl.store(out + 2 + tl.arange(0, 1), at)
 
@@ -90,6 +92,58 @@ def test_more_rows_than_32_bits_count_are_dealt_to_their_owners(rows, replicas):
     last = turns * replicas + (owners.owned - turns) + owners.owned - 1 - turns
     block = 5_000_000 // owners.run
     assert found.tolist() == [last, block % replicas, block // replicas * owners.run + 5_000_000 % owners.run]
+
+
+@triton.jit
+def dealt_rows(rows_of, messages_of, places_of, which, begin, replicas, turns, run, owned, rows, SOME: tl.constexpr):
+    item = tl.arange(0, SOME)
+    row = dealt_row(which, begin + tl.zeros([1], tl.int64), item, replicas, turns, run, owned)
+    tl.store(rows_of + which * owned + begin + item, row, mask=begin + item < owned)
+    row = which * owned + begin + item
+    message, at = message_of_row(which * owned + begin + tl.zeros([1], tl.int64), item, replicas, turns, run, owned)
+    tl.store(messages_of + row, message, mask=(begin + item < owned) & (row < rows))
+    tl.store(places_of + row, at, mask=(begin + item < owned) & (row < rows))
+
+
+@pytest.mark.parametrize("rows, replicas, run", [(203, 3, 8), (40, 2, 32), (100, 4, 5)])
+def test_rows_are_dealt_many_at_once_as_ordinary_torch_deals_them(rows, replicas, run):
+    owners = RowOwners(rows, replicas, run)
+    found = torch.zeros(3, replicas, owners.owned, dtype=torch.int64)
+    dealing = replicas, owners.in_turns, run, owners.owned, rows
+    for which in range(replicas):
+        for begin in range(0, owners.owned, 16):  # in the middle of a turn, too
+            dealt_rows[(1,)](*found, which, begin, *dealing, SOME=16)
+    numbers = torch.arange(rows)[:, None]
+    wanted = owners.deal(numbers, torch.tensor([-1]))[..., 0]
+    real = wanted >= 0
+    assert torch.equal(found[0][real], wanted[real])
+    places = torch.arange(replicas)[:, None] * owners.owned + torch.arange(owners.owned)
+    wanted = owners.collect(places[..., None])[:, 0]
+    assert torch.equal(found[1].view(-1)[:rows] * owners.owned + found[2].view(-1)[:rows], wanted)
+
+
+@pytest.mark.parametrize("name", ["demo-owner", "random-sign", "loco"])
+def test_units_of_rows_that_lie_apart_make_the_message_of_all_at_once(name, monkeypatch):
+    """Of rows dealt to owners, in two tensors, of which one ends within a row: some units are whole, some are not."""
+    scheme = TALKING[name]
+    codec, shapes = scheme.codec, {"large": (701, 16), "odd": (67,)}
+    layout = codec.layout(shapes)
+    owners = RowOwners(layout.rows, 2, rows_of_a_turn(scheme, 2))
+    drawn = torch.Generator().manual_seed(0)
+    signals = [torch.randn(shape, generator=drawn) for shape in shapes.values()]
+
+    def messages():
+        memory = Memory(layout, scheme.feedback, CPU) if scheme.feedback else None
+        engine = engine_for(codec, layout, memory, Runtime(CPU))
+        octets = torch.zeros(2, codec.nbytes(owners.owned), dtype=torch.uint8)
+        engine.encode_into(MessageRows(codec, owners.owned, lambda: octets, owners=owners), signals, 0)
+        return octets, memory.residual if memory else octets
+
+    by_one_program = messages()
+    monkeypatch.setattr(launches, "INTERPRETED", False)  # programs of the size that a GPU has
+    monkeypatch.setattr(launches, "TILE", 1024)
+    for found, wanted in zip(messages(), by_one_program, strict=True):
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("name", TALKING)

@@ -50,11 +50,11 @@ def searched(starts, rows, slots, SEARCH: tl.constexpr):
 
 
 @triton.jit
-def slot_of(starts, numels, slots, first, last, CHUNK: tl.constexpr, SEARCH: tl.constexpr, ROWS: tl.constexpr):
-    """The slot of row `first`, and whether all `ROWS` rows up to `last` follow it there and have all coordinates."""
+def slot_of(starts, numels, slots, first, last, CHUNK: tl.constexpr, SEARCH: tl.constexpr):
+    """The slot of row `first`, and whether it has all coordinates of all rows up to `last`, fewer than 2**31."""
     slot = searched(starts, first, slots, SEARCH)
     left = tl.load(numels + slot) - (first - tl.load(starts + slot)) * CHUNK
-    return slot, (last - first == ROWS - 1) & (left >= ROWS * CHUNK)
+    return slot, tl.minimum(left, 1 << 31) >= (last + 1 - first) * CHUNK
 
 
 @triton.jit
@@ -62,19 +62,19 @@ def rows_of_tile(
     starts, numels, slots, slot, first, last, row, present, column, CHUNK: tl.constexpr, SEARCH: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Rows up to `last`, of which `slot` mostly holds all: their numbers, their slots, where they begin in the
-    flattened tensors of these, whether they exist, and which coordinates do.
+    """Rows from `first` up to `last`, of which `slot` mostly holds all: their numbers, their slots, where they begin in
+    the flattened tensors of these, whether they exist, and which coordinates do.
 
-    WHOLE: They follow row `first` as `slot_of` says: then nothing is read for each of them, and masks are constants.
+    WHOLE: All are as `slot_of` says: then nothing is read for each of them, and masks are constants.
 
-    Shapes: row, present `[rows]` -> four times `[rows]`, and `[rows, columns]` bool.
+    Shapes: row, present `[rows]` -> row `[rows]`, slot `[1]` or `[rows]`, twice `[rows]`, and `[rows, columns]` bool.
     """
-    found = tl.zeros_like(row).to(tl.int32) + slot
     if WHOLE:
-        item, present = tl.arange(0, row.shape[0]), tl.zeros_like(found) == 0
-        row, begin = first + item, (first - tl.load(starts + slot)) * CHUNK + item * CHUNK
+        found, present = tl.zeros([1], dtype=tl.int32) + slot, tl.zeros_like(row) == 0
+        begin = (first - tl.load(starts + slot)) * CHUNK + (row - first).to(tl.int32) * CHUNK
         inside = present[:, None] & (column < CHUNK)[None, :]
     else:
+        found = tl.zeros_like(row).to(tl.int32) + slot
         row = tl.where(present, row, 0)
         if tl.load(starts + slot + 1, mask=slot + 1 < slots, other=1 << 62) <= last:
             found = searched(starts, row, slots, SEARCH)
@@ -105,15 +105,11 @@ def store_coordinates(table, slot, slots, begin, column, inside, numbers, KINDS:
     address = tl.load(table + slot)
     kind = tl.load(table + slots + slot)
     there = inside & (address != 0)[:, None]
-    if KINDS & 1:
-        place = (address.to(tl.pointer_type(tl.float32)) + begin)[:, None] + column[None, :]
-        tl.store(place, numbers, mask=there & (kind == 1)[:, None])
-    if KINDS & 2:
-        place = (address.to(tl.pointer_type(tl.int16)) + begin)[:, None] + column[None, :]
-        tl.store(place, bf16_bits(numbers).to(tl.int16), mask=there & (kind == 2)[:, None])
-    if KINDS & 4:
-        place = (address.to(tl.pointer_type(tl.float16)) + begin)[:, None] + column[None, :]
-        tl.store(place, numbers.to(tl.float16), mask=there & (kind == 4)[:, None])
+    for bit in tl.static_range(3):
+        if KINDS >> bit & 1:
+            written = address.to(tl.pointer_type((tl.float32, tl.int16, tl.float16)[bit]))
+            place, mine = (written + begin)[:, None] + column[None, :], there & (kind == 1 << bit)[:, None]
+            tl.store(place, bf16_bits(numbers).to(tl.int16) if bit == 1 else numbers, mask=mine)
 
 
 @triton.jit
@@ -128,25 +124,31 @@ def rounded_as(numbers, kind, KINDS: tl.constexpr):
 
 
 @triton.jit
-def dealt_row(message, local, messages, turns, run, owned):
-    """The row of the flat that is row `local` of message number `message`: see `RowOwners.deal`.
+def dealt_row(message, begin, item, messages, turns, run, owned):
+    """The row of the flat that is row `begin + item` of message number `message`: see `RowOwners.deal`.
 
-    turns: The rows of each message that are dealt in turns of `run` rows; the remainder is split into equal parts.
+    item: int32, so that what is divided for each row has 32 bits. turns: The rows of each message that are dealt in
+    turns of `run` rows; the remainder is split into equal parts.
     """
-    in_turns = (local // run * messages + message) * run + local % run
-    after = wide(turns) * messages + message * (owned - turns) + (local - turns)
-    return tl.where(local < turns, in_turns, after)
+    row = wide(begin + item)
+    if messages > 1:
+        of_turn = (begin % run).to(tl.int32) + item
+        in_turns = ((begin // run + of_turn // run) * messages + message) * run + of_turn % run
+        after = wide(turns) * messages + message * (owned - turns) + (row - turns)
+        row = tl.where(row < turns, in_turns, after)
+    return row
 
 
 @triton.jit
-def message_of_row(row, messages, turns, run, owned):
-    """The message that a row of the flat was dealt to, and its row there; the inverse of `dealt_row`."""
-    block = row // run
-    rest = row - wide(turns) * messages
-    left = tl.maximum(owned - turns, 1)
-    dealt = row < wide(turns) * messages
-    message = tl.where(dealt, block % messages, rest // left)
-    return message, tl.where(dealt, block // messages * run + row % run, turns + rest % left)
+def message_of_row(begin, item, messages, turns, run, owned):
+    """The message that row `begin + item` of the flat was dealt to, and its row there; the inverse of `dealt_row`."""
+    of_turn = (begin % run).to(tl.int32) + item
+    turn = (begin // run % messages).to(tl.int32) + of_turn // run
+    rest = begin + item - wide(turns) * messages  # below `messages * run` where it counts
+    left = tl.maximum(wide(owned) - turns, 1).to(tl.int32)
+    message = tl.where(rest < 0, turn % messages, rest.to(tl.int32) // left)
+    in_turns = (begin // run // messages + turn // messages) * run + of_turn % run
+    return message.to(tl.int64), tl.where(rest < 0, in_turns, turns + rest.to(tl.int32) % left)
 
 
 @triton.jit

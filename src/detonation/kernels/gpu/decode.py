@@ -163,7 +163,7 @@ def decode_kernel(
     column = tl.arange(0, COLUMNS)
     first = tl.program_id(0).to(tl.int64) * ROWS
     last, item = first + ROWS - 1, first + tl.arange(0, ROWS)
-    tensor, whole = slot_of(starts, numels, slots, first, last, CHUNK, SEARCH, ROWS)
+    tensor, whole = slot_of(starts, numels, slots, first, last, CHUNK, SEARCH)
     for WHOLE in tl.static_range(2):
         if whole == (WHOLE == 1):
             row, slot, start, present, inside = rows_of_tile(
@@ -182,7 +182,7 @@ def decode_kernel(
             else:
                 values, local = message + tl.zeros_like(row), row
                 if count > 1:
-                    holder, local = message_of_row(row, count, turns, run, owned)
+                    holder, local = message_of_row(first, tl.arange(0, ROWS), count, turns, run, owned)
                     values += holder * stride
                 values, local = values[:, None], local[:, None]
                 if SUMMED:

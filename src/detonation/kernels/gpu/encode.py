@@ -21,27 +21,32 @@ from detonation.kernels.gpu.numbers import product_of, quantised, store_bf16, st
 
 @triton.jit
 def rows_of_message(
-    which, begin, part, first, last, slot, starts, numels, slots, rows, count, turns, run, owned, table, turn,
-    first_row, owner, owners, owner_turns, owner_run, owner_owned, flat_rows, column,
+    reach, part, flat, dealing, shared, column,
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, SELECTION: tl.constexpr, SEARCH: tl.constexpr,
     ROWS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The rows of the flat that follow row `begin + part` of message `which`: what `rows_of_tile` says of them, and the
-    places of the coefficients that all replicas send. The unit from row `begin` on has `first`, `last` and `slot`.
+    """The rows from row `part` of a unit on: which of them the message has, what `rows_of_tile` says of them, and the
+    places of the coefficients that all replicas send.
 
-    Shapes: begin int64 -> four times `[ROWS]`, `[ROWS, COLUMNS]` bool, `[ROWS, COLUMNS]` int32.
+    reach: The message, its row where the unit begins, the first and last row of the flat, and the slot of the first.
+    flat, dealing, shared: The arguments of `encode_kernel` from `starts`, `count` and `table` on.
     """
-    local = begin + part + tl.arange(0, ROWS)
-    row = dealt_row(which, local, count, turns, run, owned)
-    present = (local < owned) & (row < rows)
+    which, begin, first, last, slot = reach
+    starts, numels, slots, rows = flat
+    count, turns, run, owned = dealing
+    within = part + tl.arange(0, ROWS)
+    row = dealt_row(which, begin, within, count, turns, run, owned)
+    written = begin + within < owned
     row, slot, start, present, inside = rows_of_tile(
-        starts, numels, slots, slot, first + part, last, row, present, column, CHUNK, SEARCH, WHOLE
+        starts, numels, slots, slot, first, last, row, written & (row < rows), column, CHUNK, SEARCH, WHOLE
     )
     at = tl.zeros([ROWS, COLUMNS], dtype=tl.int32)
     if SELECTION != "topk":
-        of_flat = dealt_row(owner, row, owners, owner_turns, owner_run, owner_owned)
+        table, turn, first_row, owner, owners, owner_turns, owner_run, owner_owned, flat_rows = shared
+        after = tl.maximum(row - first, 0).to(tl.int32)
+        of_flat = dealt_row(owner, first, after, owners, owner_turns, owner_run, owner_owned)
         at = places_of_row(table, turn, first_row, of_flat, flat_rows, column, CHUNK, K, SELECTION)
-    return row, slot, start, present, inside, at
+    return present if WHOLE else written, row, slot, start, present, inside, at
 
 
 @triton.jit(do_not_specialize=["negative_zeros"])
@@ -91,45 +96,45 @@ def encode_kernel(
     kept = tl.where(silent, 1.0, decay)
     scratch += tl.program_id(0).to(tl.int64) * (UNIT * K + (512 if PRECISION == "int8" else 0))
     numbers += tl.program_id(0).to(tl.int64) * UNIT * EACH
+    flat, dealing = (starts, numels, slots, rows), (count, turns, run, owned)
+    shared = table, turn, first_row, owner, owners, owner_turns, owner_run, owner_owned, flat_rows
     units_each = tl.cdiv(owned, UNIT)
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         which = (unit // units_each).to(tl.int64)
         begin = (unit % units_each).to(tl.int64) * UNIT
         values_out = message + which * stride
         here = tl.minimum(owned - begin, UNIT).to(tl.int32)
-        first = tl.max(dealt_row(which, begin, count, turns, run, owned), axis=0)
-        last = tl.max(dealt_row(which, begin + UNIT - 1, count, turns, run, owned), axis=0)
-        tensor, whole = slot_of(starts, numels, slots, first, last, CHUNK, SEARCH, UNIT)
+        first = tl.max(dealt_row(which, begin, 0, count, turns, run, owned), axis=0)
+        last = tl.max(dealt_row(which, begin, UNIT - 1, count, turns, run, owned), axis=0)
+        tensor, whole = slot_of(starts, numels, slots, first, last, CHUNK, SEARCH)
         whole = whole & (begin + UNIT <= owned)
+        reach = which, begin, first, last, tensor
         for WHOLE in tl.static_range(2):
             for part in range(0, tl.where(whole == (WHOLE == 1), here, 0), ROWS):
                 within = part + tl.arange(0, ROWS)
                 local = begin + within
-                row, slot, start, present, inside, at = rows_of_message(
-                    which, begin, part, first, last, tensor, starts, numels, slots, rows, count, turns, run, owned,
-                    table, turn, first_row, owner, owners, owner_turns, owner_run, owner_owned, flat_rows, column,
-                    CHUNK, COLUMNS, K, SELECTION, SEARCH, ROWS, WHOLE
-                )  # fmt: skip
+                written, row, slot, start, present, inside, at = rows_of_message(
+                    reach, part, flat, dealing, shared, column, CHUNK, COLUMNS, K, SELECTION, SEARCH, ROWS, WHOLE
+                )
                 if AGGREGATION == "":
                     signal = load_coordinates(signals, slot, slots, start, column, inside & (not silent), KINDS)
                 else:
-                    signal = aggregated(arrived, wide(arrived_stride), arrived_statistics_at, arrived_indices_at,
-                                        replicas, local[:, None], present[:, None], at, column, scratch, CHUNK,
-                                        ARRIVED_K, ARRIVED_SELECTION, ARRIVED_PRECISION, ARRIVED_BLOCK, ARRIVED_WIDTH,
-                                        ARRIVED_BITMAP, True, AGGREGATION)  # fmt: skip
+                    signal = aggregated(
+                        arrived, wide(arrived_stride), arrived_statistics_at, arrived_indices_at, replicas,
+                        local[:, None], present[:, None], at, column, scratch, CHUNK, ARRIVED_K, ARRIVED_SELECTION,
+                        ARRIVED_PRECISION, ARRIVED_BLOCK, ARRIVED_WIDTH, ARRIVED_BITMAP, True, AGGREGATION
+                    )  # fmt: skip
                 place = (residual + row * CHUNK)[:, None] + column[None, :]
                 if MEMORY:
                     signal += tl.load(place, mask=inside, other=0.0) * kept
-                coefficients = signal
-                if BASIS == "dct":
-                    coefficients = product_of(signal, forward, COLUMNS)
+                coefficients = product_of(signal, forward, COLUMNS) if BASIS == "dct" else signal
                 if SELECTION == "topk":
                     size = tl.abs(coefficients).to(tl.int32, bitcast=True)
                     chosen = largest_of(tl.where(in_row[None, :], size, -1), column, K, COLUMNS)
                     at = tl.where(chosen == 1, tl.cumsum(chosen, axis=1) - 1, -1)
                 else:
                     chosen = (at >= 0).to(tl.int32)
-                real = (chosen == 1) & (local < owned)[:, None]
+                real = (chosen == 1) & written[:, None]
                 value = tl.where(silent | (present[:, None] == 0), 0.0, coefficients)
                 numbered = local[:, None] * K + at
                 if PRECISION == "fp32" and ALIGNED:
@@ -146,27 +151,24 @@ def encode_kernel(
                 if WIDTH > 0:
                     if BITMAP:
                         tl.store(numbers + within[:, None] * CHUNK + column[None, :], chosen.to(tl.uint8),
-                                 mask=(local < owned)[:, None] & in_row[None, :])  # fmt: skip
+                                 mask=written[:, None] & in_row[None, :])  # fmt: skip
                     else:
-                        index = tl.zeros_like(chosen) + column[None, :]
-                        tl.store(numbers + within[:, None] * K + at, index.to(tl.uint8), mask=real)
+                        tl.store(numbers + within[:, None] * K + at, column[None, :].to(tl.uint8), mask=real)
                 if MEMORY:
                     if RELEASE == "exact" or RELEASE == "rounded":
-                        if RELEASE == "rounded":
-                            value = as_bf16(value)
+                        value = as_bf16(value) if RELEASE == "rounded" else value
                         if SPARSE:
                             tl.debug_barrier()  # other threads of this program wrote what is read now
-                            written = scratch.to(tl.pointer_type(tl.uint8), bitcast=True) - begin * (4 * K)
-                            written = written if BLOCK > 1 else values_out
-                            numbers_at = numbers.to(tl.int64) - written.to(tl.int64) - begin * K  # a byte each
-                            sent = sum_of_vectors(written, 0, 0, numbers_at, 1, 1.0, local[:, None], present[:, None],
-                                                  column, inverse, CHUNK, COLUMNS, K,
-                                                  "fp32" if BLOCK > 1 else PRECISION, 1, 8, False,
-                                                  ALIGNED or BLOCK > 1)  # fmt: skip
+                            octets = scratch.to(tl.pointer_type(tl.uint8), bitcast=True) - begin * (4 * K)
+                            octets = octets if BLOCK > 1 else values_out
+                            numbers_at = numbers.to(tl.int64) - octets.to(tl.int64) - begin * K  # a byte each
+                            sent = sum_of_vectors(
+                                octets, 0, 0, numbers_at, 1, 1.0, local[:, None], present[:, None], column, inverse,
+                                CHUNK, COLUMNS, K, "fp32" if BLOCK > 1 else PRECISION, 1, 8, False, ALIGNED or BLOCK > 1
+                            )  # fmt: skip
                         else:
                             sent = tl.where(chosen == 1, value, 0.0)
-                            if BASIS == "dct":
-                                sent = product_of(sent, inverse, COLUMNS)
+                            sent = product_of(sent, inverse, COLUMNS) if BASIS == "dct" else sent
                         signal -= sent * alpha
                     tl.store(place, signal, mask=inside)
         tl.debug_barrier()  # other threads of this program wrote the numbers that are read now
@@ -174,10 +176,10 @@ def encode_kernel(
             indices_out = values_out + indices_at + begin * EACH * WIDTH // 8
             store_packed(indices_out, numbers, here * EACH, UNIT * EACH, WIDTH, BYTES)
         if PRECISION == "int8":
-            for first in range(0, here * K, BLOCK):
+            for number in range(0, here * K, BLOCK):
                 write_int8(
-                    values_out + begin * K + first, values_out + statistics_at, scratch + first,
-                    tl.minimum(here * K - first, BLOCK), (begin * K + first) // BLOCK,
+                    values_out + begin * K + number, values_out + statistics_at, scratch + number,
+                    tl.minimum(here * K - number, BLOCK), (begin * K + number) // BLOCK,
                     (scratch + UNIT * K).to(tl.pointer_type(tl.int64), bitcast=True), 1024
                 )  # fmt: skip
         elif BLOCK > 1:
@@ -189,9 +191,8 @@ def encode_kernel(
                 number = block * BLOCK + item
                 real_values = number < here * K
                 values = tl.load(scratch + number, mask=real_values, other=0.0)
-                block_number = begin * K // BLOCK + block
-                code = quantised(values_out, values_out + statistics_at, values, real_values, block_number,
-                                 negative_zeros, PRECISION, BLOCK)  # fmt: skip
+                code = quantised(values_out, values_out + statistics_at, values, real_values,
+                                 begin * K // BLOCK + block, negative_zeros, PRECISION, BLOCK)  # fmt: skip
                 code = tl.where(real_values, code, 0)
                 packed = tl.sum(tl.reshape(code, [BLOCK // each, each]) << (bits * tl.arange(0, each))[None, :], axis=1)
                 used = block * BLOCK + octet * each < here * K
@@ -200,17 +201,14 @@ def encode_kernel(
         if RELEASE == "read":
             for WHOLE in tl.static_range(2):
                 for part in range(0, tl.where(whole == (WHOLE == 1), here, 0), ROWS):
-                    local = begin + part + tl.arange(0, ROWS)
-                    row, slot, start, present, inside, at = rows_of_message(
-                        which, begin, part, first, last, tensor, starts, numels, slots, rows, count, turns, run, owned,
-                        table, turn, first_row, owner, owners, owner_turns, owner_run, owner_owned, flat_rows, column,
-                        CHUNK, COLUMNS, K, SELECTION, SEARCH, ROWS, WHOLE
-                    )  # fmt: skip
+                    _, row, _, _, present, inside, at = rows_of_message(
+                        reach, part, flat, dealing, shared, column, CHUNK, COLUMNS, K, SELECTION, SEARCH, ROWS, WHOLE
+                    )
+                    local = (begin + part + tl.arange(0, ROWS))[:, None]
                     sent = coefficients_of(
-                        values_out, values_out + statistics_at, values_out + indices_at, local[:, None],
-                        present[:, None], at, column, CHUNK, K, SELECTION, PRECISION, BLOCK, WIDTH, BITMAP, ALIGNED
+                        values_out, values_out + statistics_at, values_out + indices_at, local, present[:, None], at,
+                        column, CHUNK, K, SELECTION, PRECISION, BLOCK, WIDTH, BITMAP, ALIGNED
                     )  # fmt: skip
-                    if BASIS == "dct":
-                        sent = product_of(sent, inverse, COLUMNS)
+                    sent = product_of(sent, inverse, COLUMNS) if BASIS == "dct" else sent
                     place = (residual + row * CHUNK)[:, None] + column[None, :]
                     tl.store(place, tl.load(place, mask=inside, other=0.0) - sent * alpha, mask=inside)
