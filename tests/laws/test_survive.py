@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import HashStore
 import detonation as dt
 from covering import covered, some
 from detonation.cluster.network.loopback import LoopbackCommunicator
+from detonation.cluster.processes import waiting
 from detonation.cluster.processes.failure import Failure
 from detonation.cluster.survive import membership as memberships
 from detonation.cluster.survive.agreement import (
@@ -29,8 +30,11 @@ from detonation.cluster.survive.agreement import (
     RankReport,
     axis_key,
     axis_store,
+    beat_of,
     latest_axis_store,
     next_axis_store,
+    note_gone,
+    serve_one_axis,
 )
 from detonation.cluster.survive.elastic_axis import MeetingPoint, Survival
 from detonation.cluster.survive.membership import Membership
@@ -330,7 +334,8 @@ def test_a_start_that_was_not_complete_spoils_no_later_one():
     store = HashStore()
     store.set_timeout(timedelta(seconds=0.2))
     for rank in (1, 0):
-        with pytest.raises(TimeoutError, match="the 3 ranks did not meet within 0 s"):
+        away = "ranks 1, 2" if rank == 0 else "rank 0"
+        with pytest.raises(TimeoutError, match=f"rank {rank} has not met {away} within 0.2 s"):
             next_axis_store(store, rank, 3)
     store.set_timeout(timedelta(seconds=LIMIT_S))
     threads = [threading.Thread(target=lambda r=r: next_axis_store(store, r, 3).set(f"here/{r}", "")) for r in range(3)]
@@ -339,6 +344,34 @@ def test_a_start_that_was_not_complete_spoils_no_later_one():
     for thread in threads:
         thread.join()
     assert latest_axis_store(store).check([f"here/{rank}" for rank in range(3)])
+
+
+def test_who_waits_for_others_before_the_start_names_them_once_they_are_late(monkeypatch, caplog):
+    monkeypatch.setattr(waiting, "MEET_LINE_S", 0.02)
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=0.3))
+    store.set(axis_key("beat", 2), beat_of(0, 1.0))
+    with pytest.raises(TimeoutError, match=r"rank 0 has not met rank 1 within 0\.3 s"):
+        Membership(store, 0, 3, 0, 1, 30.0, 1, print)
+    assert "rank 0 has waited for 0 s, at most 0.3, for rank 1" in caplog.text
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_replica_that_its_launcher_saw_end_before_all_had_met_ends_nobody_else(lost):
+    store, scheme = HashStore(), dt.random_sign()
+    serve_one_axis(store)
+
+    def run(replica):
+        if replica == lost:
+            note_gone(axis_store(store, 0), replica)
+            return None
+        communicator = dt.elastic(replica=replica, replicas=3, store=store, min_replicas=2)
+        optimizer, end, _ = trained(communicator, scheme, dt.SignSGD)
+        communicator.close()
+        return end, optimizer.step_count, communicator.size(), communicator.losses[0].replicas
+
+    ends = {*together(*(partial(run, replica) for replica in range(3)))} - {None}
+    assert {end[1:] for end in ends} == {(STEPS, 2, (lost,))} and len(ends) == 1
 
 
 def test_a_guest_that_gave_up_keeps_nobody_out():

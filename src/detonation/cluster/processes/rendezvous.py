@@ -4,7 +4,6 @@ import errno
 import os
 import secrets
 import socket
-import time
 from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
 from pathlib import Path
@@ -18,12 +17,12 @@ from torch.distributed.rendezvous import rendezvous
 from detonation.cluster.devices import device_name, require_own_devices
 from detonation.cluster.position import LOOPBACK, LaunchPosition, addresses_of, interface_towards, is_loopback
 from detonation.cluster.processes.failure import RunError
+from detonation.cluster.processes.waiting import Awaited
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 INTERFACES = (GLOO_INTERFACE, "NCCL_SOCKET_IFNAME")
 """The variables from which torch's network libraries read the interface to listen on."""
 _RENDEZVOUS_TIMEOUT_S = 300.0
-_POLL_S = 0.02
 
 
 def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> Store:
@@ -81,16 +80,17 @@ def name_of_first(store: Store, rank: int, world_size: int, name: str, timeout_s
     name, which no other start in this store had, until each rank has confirmed it; a rank believes an answer to its own
     greeting alone. The store may hold what ranks that are gone have left.
     """
-    token, deadline = secrets.token_hex(8), time.monotonic() + timeout_s
+    token, awaited = secrets.token_hex(8), Awaited(f"rank {rank}", timeout_s)
     others = range(1, world_size)
     for other in others if rank == 0 else [rank]:
         for kind in ("greeting", "answer", "name"):
             store.compare_set(_key(kind, other), "", "-")
-    while time.monotonic() < deadline:
+    while True:
         if rank == 0:
             for other in others:
                 store.set(_key("answer", other), f"{store.get(_key('greeting', other)).decode()} {name}")
-            if all(store.get(_key("name", other)).decode() == name for other in others):
+            away = [other for other in others if store.get(_key("name", other)).decode() != name]
+            if not away:
                 return name
         else:
             store.set(_key("greeting", rank), token)
@@ -98,8 +98,8 @@ def name_of_first(store: Store, rank: int, world_size: int, name: str, timeout_s
             if greeting == token:
                 store.set(_key("name", rank), given)
                 return given
-        time.sleep(_POLL_S)
-    raise TimeoutError(f"the {world_size} ranks did not meet within {timeout_s:.0f} s")
+            away = [0]
+        awaited.wait(away)
 
 
 def _key(kind: str, rank: int) -> str:

@@ -20,11 +20,13 @@ from torch.distributed.distributed_c10d import Store
 from detonation.cluster.processes.failure import is_network_error
 from detonation.core.runtime import PROGRESS
 
+MEET_LINE_S = 5.0
+"""A rank that has met only some of the others for this long names those that have not come, as `WAIT_LINE_S`."""
 WAIT_LINE_S = 30.0
 """A rank that stands still for this long says so; again after twice the time, and so on. After twice the time it ends,
 where those for whom it waits have left."""
 _INSIDE, _OUTSIDE, _LEFT = "inside", "outside", "left"
-_MOST_NAMED = 8
+_MOST_NAMED, _POLL_S = 8, 0.02
 _log = logging.getLogger(__name__)
 
 
@@ -99,6 +101,24 @@ def _described(rank: int, standing: Standing) -> str:
     if not standing.steps:
         return f"rank {rank} has not begun its first step"
     return f"rank {rank} is between steps {standing.steps} and {standing.steps + 1}"
+
+
+class Awaited:
+    """Waits for ranks that have not come to where `who` is: says who they are, and after `limit_s` gives up."""
+
+    def __init__(self, who: str, limit_s: float) -> None:
+        self._who, self._limit_s, self._began, self._due = who, limit_s, time.monotonic(), MEET_LINE_S
+
+    def wait(self, away: Collection[int]) -> None:
+        """Waits a moment longer for the ranks `away`. Raises `TimeoutError` after the limit."""
+        seconds = time.monotonic() - self._began
+        names = f"rank{'s' * (len(away) > 1)} {', '.join(map(str, away))}"
+        if seconds > self._limit_s:
+            raise TimeoutError(f"{self._who} has not met {names} within {self._limit_s:g} s")
+        if seconds > self._due:
+            self._due *= 2
+            _log.warning("%s has waited for %.0f s, at most %g, for %s", self._who, seconds, self._limit_s, names)
+        time.sleep(_POLL_S)
 
 
 class Watch:

@@ -118,12 +118,22 @@ def axis_store(base: Store, number: int) -> Store:
     return PrefixStore(f"{_AXES}/{number}", base)
 
 
+def serve_one_axis(base: Store) -> None:
+    """Leaves `base` to one axis, so that its ranks need not agree on a part: any of them may end before they meet."""
+    base.set(f"{_AXES}/latest", "0")
+    base.set(f"{_AXES}/only", "")
+
+
 def next_axis_store(base: Store, rank: int, world_size: int) -> Store:
     """The part for a new axis of all ranks. Collective; raises `TimeoutError` where not all come.
 
     The store may have those of earlier starts, in which not all came.
     """
+    if base.check([f"{_AXES}/only"]):
+        return axis_store(base, 0)
     mine = str(base.add(f"{_AXES}/made", 1) - 1) if rank == 0 else ""
+    if rank == 0:
+        axis_store(base, int(mine)).set(axis_key("beat", 0), beat_of(0, 1.0))  # the others look who has come
     timeout_s = base.timeout.total_seconds()  # type: ignore[attr-defined]
     number = name_of_first(PrefixStore(f"{_AXES}/meet", base), rank, world_size, mine, timeout_s)
     if rank == 0:

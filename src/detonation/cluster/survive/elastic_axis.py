@@ -32,6 +32,7 @@ from detonation.cluster.survive.agreement import (
     next_axis_store,
     note_gone,
     parse_agreement,
+    serve_one_axis,
 )
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
@@ -86,6 +87,8 @@ class MeetingPoint:
         self._store = TCPStore(
             self.host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=fd, use_libuv=True
         )
+        if self._replicas:
+            serve_one_axis(self._store)
 
     def survives(self, failure: Failure) -> Collection[int]:
         """The ranks of the replica that `failure` takes along, where the others go on; none where they cannot."""

@@ -17,6 +17,7 @@ from typing import Any
 from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import Store
 
+from detonation.cluster.processes.waiting import Awaited
 from detonation.cluster.survive.agreement import (
     EPOCH,
     GONE,
@@ -92,7 +93,9 @@ class Membership:
         if not is_guest:
             self.store.set(SIZE, f"{replicas} {shards}")
             self.store.set(EPOCH, "0")
-        self._beats.wait([axis_key("beat", rank) for rank in self._seen])
+        awaited = Awaited(f"rank {self.rank}", store.timeout.total_seconds())  # type: ignore[attr-defined]
+        while away := [rank for rank in self._seen if not self._beats.check([axis_key("beat", rank)])]:
+            awaited.wait(away)
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
         self._thread.start()
         atexit.register(self.stop)  # a thread inside the store must not meet the end of the interpreter
@@ -110,8 +113,12 @@ class Membership:
     def call_if_left(self) -> None:
         """Notices a rank that has ended, where no collective is under way that would fail. Raises as `agree`."""
         self.require_store()
-        if any(self._seen[rank][0] == GONE or self._has_left(rank) for rank in self._ranks()):
+        if self.some_left():
             self.call()
+
+    def some_left(self) -> bool:
+        """True where a member is known to have ended."""
+        return any(self._seen[rank][0] == GONE or self._has_left(rank) for rank in self._ranks())
 
     def agree(self, report: RankReport) -> Agreement:
         """Waits until all ranks that are left have reported, and returns what all of them get. Collective.

@@ -332,7 +332,7 @@ class SurvivingCommunicator(ElasticCommunicator):
         rank = membership.members.index(membership.replica)
         store = PrefixStore(f"{membership.epoch}/shard{membership.shard}", membership.store.clone())  # type: ignore
         make = partial(Group, store, rank, len(membership.members), self.timeout_s)
-        return Group.formed(make, membership.breaks_up) if membership.epoch else make()
+        return Group.formed(make, membership.breaks_up if membership.epoch else membership.some_left)
 
     def _catch_up(self, agreement: Agreement) -> bool:
         """Copies what only some have finished, and starts the rest again; False where one more replica is lost."""
