@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import TCPStore
 from commands import RECIPE, Command, free_port, outliving, write_recipe
 from covering import some
 from detonation.cluster.survive.agreement import latest_axis_store, note_gone
-from detonation.train.run import decide
+from detonation.train.run import decide, worker
 from limits import LIMIT_S
 
 pytestmark = pytest.mark.usefixtures("soon", "patient")
@@ -77,6 +77,30 @@ def test_the_others_finish_the_run_when_the_first_replica_is_lost(begun, tmp_pat
     resumed = elastic(tmp_path, "--resume", "--replicas", 3, "--set", "train.steps=44")  # the original number
     assert resumed.wait() == 0, resumed.errors
     assert "resumed after step 40, from 2 replicas" in resumed.stdout and summary(tmp_path)["steps"] == 44
+
+
+@pytest.mark.parametrize("where", ["surviving_axis", "resume"])
+def test_the_others_train_where_a_replica_ends_before_its_first_step(begun, tmp_path, monkeypatch, where):
+    """Before all have met, or while they read a checkpoint."""
+    more = ["--replicas", 3]
+    if where == "resume":
+        earlier = begun(*more, "--stop-after", 10)
+        assert earlier.wait() == 0, earlier.errors
+        more.append("--resume")
+    went_on = getattr(worker, where)
+
+    def end(*arguments):
+        if os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return went_on(*arguments)
+
+    monkeypatch.setattr(worker, where, end)
+    command = begun(*more)
+    assert command.wait() == 0, command.errors
+    found = summary(tmp_path)
+    assert (found["steps"], found["replicas_left"], found["replicas_equal"]) == (40, 2, True)
+    assert [loss["replicas"] for loss in found["losses"]] == [[0]]
+    assert [record["step"] for record in metrics(tmp_path)] == list(range(1, 41))
 
 
 def test_replicas_meet_as_worlds_of_their_own_and_another_one_comes_in(tmp_path):

@@ -127,9 +127,9 @@ class InUse(ValueError):
     """Another process writes to the run directory."""
 
 
-def log_follows(path: Path, step: int = 0) -> bool:
-    """True where a file of the run's log begins after `step` steps, as one does with each checkpoint."""
-    return any((path / UPDATES).glob(f"*-{step}.updates"))  # their names are those of `log.writer.segments`
+def log_starts(path: Path) -> list[int]:
+    """The steps after which files of the run's log begin, as one does with each checkpoint."""
+    return [int(each.stem.rpartition("-")[2]) for each in (path / UPDATES).glob("*-*.updates")]  # of `log.writer`
 
 
 def check_free(path: Path, resume: bool, may_start: bool = False, train: TrainConfig | None = None) -> None:
@@ -153,7 +153,7 @@ def check_free(path: Path, resume: bool, may_start: bool = False, train: TrainCo
     if (path / SUMMARY).exists() and not (resume and train and train.steps > steps_finished(path)):
         more = f"; with --resume and more --steps than {steps_finished(path)} it goes on"
         raise ValueError(f"run directory {path} holds a finished run: choose another --out, or remove it{more}")
-    saved, logged = (path / CHECKPOINTS).is_dir(), log_follows(path)
+    saved, logged = (path / CHECKPOINTS).is_dir(), 0 in log_starts(path)
     if resume and not (may_start or saved or (logged and train and train.log_updates)):
         remedy = "remove it, or choose another --out" if held else "leave --resume out to start"
         remedy = "add --log, to go on from its log of updates" if logged else remedy

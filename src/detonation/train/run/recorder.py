@@ -2,7 +2,6 @@
 
 import json
 import os
-import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -126,21 +125,17 @@ def _title(session: Session, path: Path) -> str:
 
 
 class Recording:
-    """Logs and publishes a run, as its configuration says. Collective: all ranks construct it.
+    """Logs and publishes a run, as its configuration says, under the name `run`.
 
     Each rank of the first replica has a feed. Where that replica is lost, those of the next one take its place.
-    For a replica that `came_later`, while others trained, it is not collective.
     """
 
-    def __init__(self, session: Session, path: Path, came_later: bool = False) -> None:
+    def __init__(self, session: Session, path: Path, run: str = "") -> None:
         self._session, train = session, session.config.train
         self.log, self._checkpoints = UpdateLog(path / directory.UPDATES), path / directory.CHECKPOINTS
         self._tapes: list[Tape] = [self.log] if train.log_updates else []
         self._feed: Feed | None = None
-        self._trouble = ""
-        self._run = ""
-        if train.publish and not came_later:
-            self._run = session.world.texts().broadcast(secrets.token_hex(8))
+        self._trouble, self._run = "", run
         if train.publish and not session.optimizer.coordinates.replica:
             self._publish()
         if self._tapes:
@@ -184,15 +179,16 @@ class Recording:
         self._tapes.append(self._feed)
 
 
-def replay_rest(session: Session, path: Path, may_start: bool) -> list[str]:
+def replay_rest(session: Session, path: Path, log: list[int], may_start: bool) -> list[str]:
     """Takes the steps that the run's log has after the checkpoint or the start, but not the last; returns lines.
 
-    Raises `ValueError` where, without a checkpoint, the log is of another run, unless it `may_start` anew. Collective.
+    Files of the `log` begin after these steps. Collective. Raises `ValueError` where, without a checkpoint, the log is
+    of another run, unless it `may_start` anew.
     """
-    step, texts = session.optimizer.step_count, session.world.texts()
-    if not texts.broadcast("a log" if directory.log_follows(path, step) else ""):
+    step = session.optimizer.step_count
+    if step not in log:
         return []
-    was = {} if step else json.loads(texts.broadcast(json.dumps(directory.config_in(path))))
+    was = {} if step else json.loads(session.world.texts().broadcast(json.dumps(directory.config_in(path))))
     lines = compare_settings(path / directory.CONFIG, was, session.config, "start") if was else []
     most = max(step, session.config.train.steps - 1)
     reached, why = replay_together(path / directory.UPDATES, session.optimizer, most)

@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import json
 import platform
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from detonation.cluster.processes.signals import Stop, stoppable
 from detonation.cluster.survive.agreement import ReplicaLeft
 from detonation.cluster.survive.elastic_axis import meet_replicas
 from detonation.cluster.survive.surviving import SurvivingCommunicator
+from detonation.core.link.elastic_communicator import PeerLost, TextExchange
 from detonation.core.schemes.traffic import message_bytes
 from detonation.link_speed import LinkSpeed
 from detonation.plan.cost import spelled
@@ -71,7 +74,7 @@ def train_on_rank(task: RunTask) -> Table:
             meet_replicas(mesh.meet, task.request.replica, task.config.levels[-1].replicas)
         if mesh.elastic:
             axis = surviving_axis(task.config, init_mesh(task.config.nodes_inside, mesh.shards, device.type))
-        config, chosen = _chosen(task, device, axis)
+        config, chosen, log = _chosen(task, device, axis)
         session = start_session(config, device, axis)
         losses = Losses(session)
         begin = ""
@@ -80,45 +83,54 @@ def train_on_rank(task: RunTask) -> Table:
         # Replicas compare their schemes, and sizes are checked, before anything is written.
         session.optimizer.set_up()
         set_group_timeouts(GROUP_TIMEOUT_S)  # a node may read its checkpoint from a slow disk
-        screen = Screen(session.rank != 0, task.request.to_stderr)
-        stop.last_act = screen.wipe
-        with _run_directory(session, task) as (path, volumes), screen:
-            for line in (chosen.line if chosen is not None else "", begin):
-                if line:
-                    screen.line(line)
-            if not volumes.shared:
-                screen.line(
-                    f"no shared file system: each node keeps the checkpoints of its own ranks in its own {path}"
-                    f" ({volumes.ranks_text()}); metrics, summary and report are on the node of rank 0"
-                )
-            checkpoints = path / directory.CHECKPOINTS
-            loaded, resumed = None, list[str]()
-            if task.resume:
-                may_start = bool(session.world.texts().broadcast(_log_in(path, task))) or task.may_start
-                loaded, resumed = resume(session, checkpoints, may_start)
-            _expect(session)
-            if task.resume and config.train.log_updates:
-                resumed += replay_rest(session, path, task.may_start)
-            before = saved_counts(loaded.extra if loaded else {})
-            adapter, more = _adapter(session, task, chosen, loaded)
-            done = session.optimizer.step_count
-            if done > config.train.steps:
-                raise ValueError(
-                    f"train.steps is {config.train.steps}, but {done} steps have been taken: give more --steps"
-                )
-            kept, damage = _kept(session, path / directory.METRICS, done, volumes)
-            if volumes.leads(session.rank):  # only now: what is refused leaves the directory as it was
-                plan = chosen.plan if chosen is not None and session.rank == 0 else None
-                directory.begin_run(path, to_table(session.config), environment(), plan)
-            with contextlib.closing(Recorder(session, path, screen, done, before, kept)) as recorder:
-                recorder.show([*resumed, *more])
-                recorder.warn(damage)
-                recording = Recording(session, path)
-                result = _train(
-                    session, path, recorder, recording, done, task.request.stop_after, stop, adapter, losses
-                )
+        result = None
+        while result is None:
+            try:
+                log = _log_of(task, session.world.texts()) if log is None else log
+                result = _train_in_directory(session, task, chosen, begin, log, stop, losses)
+            except PeerLost:  # before the first step: those that are left read directory and checkpoint again
+                session.optimizer.synchronize()
         losses.close("left" in result)
         return result
+
+
+def _train_in_directory(
+    session: Session, task: RunTask, chosen: Chosen | None, begin: str, log: list[int], stop: Stop, losses: Losses
+) -> Table:
+    """Goes on from what the run directory has, and trains; returns the summary as `train_on_rank` does."""
+    screen = Screen(session.rank != 0, task.request.to_stderr)
+    stop.last_act = screen.wipe
+    with _run_directory(session, task) as (path, volumes), screen:
+        for line in (chosen.line if chosen is not None else "", begin):
+            if line:
+                screen.line(line)
+        if not volumes.shared:
+            screen.line(
+                f"no shared file system: each node keeps the checkpoints of its own ranks in its own {path}"
+                f" ({volumes.ranks_text()}); metrics, summary and report are on the node of rank 0"
+            )
+        loaded, resumed = None, list[str]()
+        if task.resume:
+            loaded, resumed = resume(session, path / directory.CHECKPOINTS, task.may_start or 0 in log)
+        _expect(session)
+        resumed += replay_rest(session, path, log, task.may_start)
+        before = saved_counts(loaded.extra if loaded else {})
+        adapter, more = _adapter(session, task, chosen, loaded)
+        done = session.optimizer.step_count
+        if done > session.config.train.steps:
+            raise ValueError(
+                f"train.steps is {session.config.train.steps}, but {done} steps have been taken: give more --steps"
+            )
+        run = session.world.texts().broadcast(secrets.token_hex(8)) if session.config.train.publish else ""
+        kept, damage = _kept(session, path / directory.METRICS, done, volumes)
+        if volumes.leads(session.rank):  # only now: what is refused leaves the directory as it was
+            plan = chosen.plan if chosen is not None and session.rank == 0 else None
+            directory.begin_run(path, to_table(session.config), environment(), plan)
+        with contextlib.closing(Recorder(session, path, screen, done, before, kept)) as recorder:
+            recorder.show([*resumed, *more])
+            recorder.warn(damage)
+            recording = Recording(session, path, run)
+            return _train(session, path, recorder, recording, done, task.request.stop_after, stop, adapter, losses)
 
 
 def _train_with_others(task: RunTask, session: Session, stop: Stop) -> Table:
@@ -130,27 +142,33 @@ def _train_with_others(task: RunTask, session: Session, stop: Stop) -> Table:
     with screen, contextlib.closing(Recorder(session, path, screen, done)) as recorder:
         place = session.optimizer.coordinates
         recorder.show([f"came in after step {done}, as replica {place.replica} of {place.replicas}"])
-        recording = Recording(session, path, came_later=True)
+        recording = Recording(session, path)
         result = _train(session, path, recorder, recording, done, task.request.stop_after, stop, None, losses)
     losses.close("left" in result)
     return result
 
 
-def _chosen(task: RunTask, device: torch.device, axis: SurvivingCommunicator | None) -> tuple[Config, Chosen | None]:
-    """The configuration, and the choice of its scheme where the run makes one now, along `axis` in an elastic run."""
+def _chosen(
+    task: RunTask, device: torch.device, axis: SurvivingCommunicator | None
+) -> tuple[Config, Chosen | None, list[int] | None]:
+    """The configuration, the choice of its scheme where the run makes one now, and `_log_of` where that was asked.
+
+    The choice is made along `axis` in an elastic run.
+    """
     if task.asked is None:
-        return task.config, None
+        return task.config, None, None
     out = task.request.out if task.resume else None
     shards = [] if axis is None else [init_mesh(1, task.config.mesh.shards, device.type)["shard"]]
     everyone = Everyone(device, axis, shards)
     # Without a checkpoint or a log the run begins anew, and measures what its adapter begins with.
     texts = Texts(device) if axis is None else axis.texts()
-    if out is not None and (candidates(out / directory.CHECKPOINTS, texts) or texts.broadcast(_log_in(out, task))):
+    log = _log_of(task, texts)
+    if out is not None and (0 in log or candidates(out / directory.CHECKPOINTS, texts)):
         before = again(task.asked, out, everyone)
         if before is not None:
-            return before, None
+            return before, None, log
     chosen = decide(task.asked, everyone, axis)
-    return chosen.config, chosen
+    return chosen.config, chosen, log
 
 
 def _begins(session: Session, task: RunTask) -> bool:
@@ -159,9 +177,10 @@ def _begins(session: Session, task: RunTask) -> bool:
     return not task.resume or out is None or not candidates(out / directory.CHECKPOINTS, session.world.texts())
 
 
-def _log_in(path: Path, task: RunTask) -> str:
-    """Not empty where the run in `path` may go on from its log, without a checkpoint."""
-    return "a log" if task.config.train.log_updates and directory.log_follows(path) else ""
+def _log_of(task: RunTask, texts: TextExchange) -> list[int]:
+    """The steps after which the log of a run that goes on has a file: each checkpoint, and 0. Collective."""
+    out = task.request.out if task.resume and task.config.train.log_updates else None
+    return [] if out is None else list(json.loads(texts.broadcast(json.dumps(directory.log_starts(out)))))
 
 
 def _adapter(
@@ -293,6 +312,8 @@ def _run_directory(session: Session, task: RunTask) -> Iterator[tuple[Path, Volu
         try:
             volumes = survey(path, texts)
         except OSError as error:
+            if isinstance(error, PeerLost):
+                raise
             raise directory.Unwritable(f"cannot write into the run directory: {error.strerror}") from error
         leads, problem = volumes.leads(session.rank), ""
         if leads and session.rank:
