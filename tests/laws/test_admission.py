@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 import detonation as dt
-from detonation.cluster.survive import membership
+from detonation.cluster.survive import elastic_axis, membership
 from detonation.cluster.survive.agreement import ReplicaLeft, ReplicaLost, axis_key, next_axis_store, note_gone
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
@@ -143,6 +144,46 @@ def test_all_know_the_step_of_a_newcomer_where_some_have_to_agree_twice():
     members = [partial(member, store, replica, scheme, kind=kind) for replica, kind in enumerate(kinds)]
     ends = together(*members, lambda: newcomer(store, scheme))
     assert len(set(ends)) == 1 and ends[0][-1] == REPLICAS + 1
+
+
+@pytest.mark.parametrize("scheme", ["demo", "full", "demo-owner"])
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_newcomer_that_gives_up_a_group_in_which_the_others_begin_its_first_step_takes_it_too(
+    lost, scheme, monkeypatch
+):
+    """It does not hear from one of them for a moment; that one may be lost, and is absent in this step then."""
+    axes = {}
+
+    class Member(SurvivingCommunicator):
+        def _formed(self):
+            axes[self._membership.replica] = self
+            return super()._formed()
+
+    class Newcomer(SurvivingCommunicator):
+        def _formed(self):
+            group = super()._formed()
+            if REPLICAS not in axes:
+                axes[REPLICAS] = self
+                while not any(each.result is None for each in list(axes[1]._kept.values())):
+                    time.sleep(0.01)
+                if lost:
+                    axes[0]._membership.stop()
+                    note_gone(axes[0]._membership.store, 0)
+                group.abandon()
+                raise RuntimeError("a member was lost meanwhile")
+            return group
+
+    monkeypatch.setattr(elastic_axis, "SurvivingCommunicator", Newcomer)
+    store, scheme = HashStore(), TALKING[scheme]
+
+    def first():
+        try:
+            return member(store, 0, scheme, kind=Member)
+        except ReplicaLost:
+            return None
+
+    *ends, gone = together(lambda: member(store, 1, scheme, kind=Member), lambda: newcomer(store, scheme), first)
+    assert ends[0] == ends[1] and ends[0][-1] == REPLICAS + 1 - lost and gone in {None if lost else ends[0]}
 
 
 def test_a_newcomer_knows_of_a_replica_that_is_asked_to_leave_while_all_wait_for_it(monkeypatch):

@@ -329,11 +329,13 @@ class Guest:
         self.membership.join(agreement)
         beside = [report for rank, report in agreement.reports.items() if rank % self._shards == self._shard]
         floor = max(report.floor for report in beside if report.floor < _ALL)
+        agreed = [agreement]
         for _ in range(_TRIES):
             try:
-                return SurvivingCommunicator(self.membership, self._timeout_s, floor, step, agreement, self._link)
-            except RuntimeError:  # one of the others was lost meanwhile
-                agreement = self.membership.agree(RankReport(_ALL, [], {}, step, users=[step]))
+                return SurvivingCommunicator(self.membership, self._timeout_s, floor, step, agreed, self._link)
+            except RuntimeError:  # one of the others was lost meanwhile; they may have begun the step with it
+                agreement = self.membership.agree(RankReport(floor, [], {}, step, users=[step]))
+                agreed = [*agreed, agreement] if agreement.next_step > step else [agreement]
         raise ReplicaLost(f"replica {self.number} could not form a process group with the others")
 
     def let_in(self, report: RankReport | None = None) -> Agreement | None:

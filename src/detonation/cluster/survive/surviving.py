@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Union
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -16,18 +16,16 @@ from detonation.cluster.network.throttled import NodeLink
 from detonation.cluster.survive.agreement import Agreement, RankReport, ReplicaLost, axis_key
 from detonation.cluster.survive.groups import Flight, Group, NumberedCollective, NumberedKind, SurvivedLoss, host
 from detonation.cluster.survive.membership import Membership
-from detonation.cluster.survive.users import AxisUser, Host, StoreTexts
+from detonation.cluster.survive.users import AxisEnd, AxisUser, Host
 from detonation.core.link.communicator import Axis
-from detonation.core.link.elastic_communicator import ElasticCommunicator
 from detonation.core.schemes.scheme import Scheme
 
 _MOST_TRIES = 5
 """Agreements in a row after which no group could be made, although nobody was lost."""
-_User = Union["SurvivingCommunicator", AxisUser]
 _log = logging.getLogger("detonation")
 
 
-class SurvivingCommunicator(ElasticCommunicator):
+class SurvivingCommunicator(AxisEnd):
     """One shard's end of the axis between replicas; `losses` lists what it survived, `host` lets others in.
 
     All ranks start the same collectives in the same order, so a number names each. After a loss the ranks compare which
@@ -42,25 +40,25 @@ class SurvivingCommunicator(ElasticCommunicator):
         timeout_s: float,
         floor: int = 0,
         begun: int = 0,
-        let_in: Agreement | None = None,
+        let_in: Sequence[Agreement] = (),
         link: NodeLink | None = None,
     ) -> None:
         self._membership, self.timeout_s, self._link = membership, timeout_s, link
-        self.layout, self.host = list(membership.members), Host(membership)
+        self.layout, self.host = list(let_in[0].members if let_in else membership.members), Host(membership)
         self.replica = self.layout.index(membership.replica)
         self.losses: list[SurvivedLoss] = []
         self._kept: dict[int, NumberedCollective] = {}
         self._started, self._floor, self._joined = floor, floor, begun
         self.guest: tuple[int, int] | None = None  # the step before which a replica comes in, and its number
-        self.awaits, self._channels, self.adopted = -1, 0, begun
+        self.axis, self.awaits, self.adopted = self, -1, begun
         self.departing: dict[int, int] = {}  # replicas that leave, and the steps before which they do
-        if let_in:  # by the others, who know who leaves and who comes next
-            for report in let_in.reports.values():
+        for agreement in let_in:  # by the others, who know who leaves and who comes next
+            for report in agreement.reports.values():
                 self.departing |= dict(report.departing)
                 if report.coming and report.coming[1] not in self.layout:
                     self.guest = report.coming[0], report.coming[1]
-            self._note(let_in)
-        self.pending: list[Agreement] = []  # on members whom no user has adopted
+            self._note(agreement)
+        self.pending = [after for before, after in pairwise(let_in) if after.members != before.members]
         self._users: list[AxisUser] = []
         self._changed = membership.changed  # guards all state here, and is notified of each change
         self._recovering = self._broken = self._closed = False
@@ -74,18 +72,6 @@ class SurvivingCommunicator(ElasticCommunicator):
         self.error: Exception | None = None
         # Not the main thread, which may wait inside the network library for another shard of its replica.
         threading.Thread(target=self._watch, name="recovery", daemon=True).start()
-
-    def size(self) -> int:
-        return len(self.layout)
-
-    def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
-        return self.start("all_reduce", values, self)
-
-    def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:
-        return self.start("all_gather", mine, self)
-
-    def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
-        return self.start("all_to_all", mine, self)
 
     def refuse(self, levels: Sequence[tuple[Axis, Scheme]], *_: object) -> None:
         """Raises `ValueError` where a level around this one would join what is left of it by ranks that may be lost."""
@@ -137,17 +123,6 @@ class SurvivingCommunicator(ElasticCommunicator):
     def _begun(self) -> int:
         return max([self._joined, *(user.begun for user in self._users)])
 
-    def follow(self, user: AxisUser, due: list[Agreement], step: int) -> None:
-        """Takes the numbers of the first user that adopts `due`, for what is no user."""
-        if not due or due[-1] in self.pending:
-            self.pending = [each for each in self.pending if each not in due]
-            self.layout, self.replica = user.layout, user.replica
-            self._channels, self.adopted = 0, step  # the same members may come together again
-
-    def texts(self) -> StoreTexts:
-        self._channels += 1
-        return StoreTexts(self._membership, self.layout, f"{self.layout}/{self.adopted}/{self._channels}")
-
     def close(self, limit_s: float = 5.0) -> None:
         """Leaves together with the replicas that are left, for which it waits at most `limit_s`. Collective."""
         with self._changed:
@@ -157,7 +132,7 @@ class SurvivingCommunicator(ElasticCommunicator):
         self._membership.leave(limit_s)
         self._group.abandon()
 
-    def start(self, kind: NumberedKind, values: Tensor, user: _User) -> Callable[[], Tensor]:
+    def start(self, kind: NumberedKind, values: Tensor, user: AxisEnd) -> Callable[[], Tensor]:
         """Starts a collective among the replicas that have a number for `user`; returns a function that waits."""
         link, name, size = self._link, kind.replace("_", "-"), user.size()
         if link is None:
@@ -174,7 +149,7 @@ class SurvivingCommunicator(ElasticCommunicator):
 
         return arrived
 
-    def _start(self, kind: NumberedKind, values: Tensor, user: _User) -> Callable[[], Tensor]:
+    def _start(self, kind: NumberedKind, values: Tensor, user: AxisEnd) -> Callable[[], Tensor]:
         sent = host(values)
         with self._changed:
             self.settle()
@@ -215,7 +190,7 @@ class SurvivingCommunicator(ElasticCommunicator):
         with self._changed:
             self._changed.notify_all()
 
-    def _wait(self, each: NumberedCollective, device: torch.device, user: _User) -> Tensor:
+    def _wait(self, each: NumberedCollective, device: torch.device, user: AxisEnd) -> Tensor:
         with self._changed:
             while each.result is None:
                 self.settle()

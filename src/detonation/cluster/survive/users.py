@@ -94,23 +94,18 @@ class Host:
         return int(store.get(copy)) if store.check([copy]) else math.inf
 
 
-class AxisUser(ElasticCommunicator):
-    """One optimizer's end of an elastic axis: after a loss it takes the new numbers before a step of its own.
+class AxisEnd(ElasticCommunicator):
+    """An end of an elastic axis, for an optimizer or for what is none.
 
-    Until then a lost replica is absent for it. Optimizers may be in different steps. All ranks make them in one order.
-
-    layout: the replicas that have a number for it, by the numbers with which they began. begun: the steps that it
-    began; entered: those for which it asked who leaves. pending: agreements on members that it has not adopted.
+    layout: the replicas that have a number for it, by the numbers with which they began. adopted: the step before which
+    it took them. pending: agreements on members that it has not adopted. name: of its texts.
     """
 
-    def __init__(self, axis: "SurvivingCommunicator", number: int, begun: int) -> None:
-        self.axis, self.number, self.layout, self.replica = axis, number, axis.layout, axis.replica
-        self.pending, self.begun, self.entered, self._first = list(axis.pending), begun, begun, float("inf")
-        self._adopted, self._channels, self._membership = axis.adopted, 0, axis.host.membership
-
-    @property
-    def shared(self) -> bool:
-        return self.axis.shared
+    axis: "SurvivingCommunicator"
+    layout: list[int]
+    pending: list[Agreement]
+    adopted: int
+    name, channels = "", 0
 
     def size(self) -> int:
         return len(self.layout)
@@ -123,6 +118,35 @@ class AxisUser(ElasticCommunicator):
 
     def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
         return self.axis.start("all_to_all", mine, self)
+
+    def texts(self) -> StoreTexts:
+        self.channels += 1
+        channel = f"{self.layout}/{self.adopted}/{self.name}{self.channels}"
+        return StoreTexts(self.axis.host.membership, self.layout, channel)
+
+    def take(self, due: Sequence[Agreement], members: list[int], step: int) -> None:
+        """Takes the numbers that `members` have from `step` on, by the agreements `due`."""
+        self.pending = [each for each in self.pending if each not in due]
+        self.layout, self.replica = members, members.index(self.axis.host.membership.replica)
+        self.channels, self.adopted = 0, step  # the same members may come together again
+
+
+class AxisUser(AxisEnd):
+    """One optimizer's end of an elastic axis: after a loss it takes the new numbers before a step of its own.
+
+    Until then a lost replica is absent for it. Optimizers may be in different steps. All ranks make them in one order.
+
+    begun: the steps that it began; entered: those for which it asked who leaves.
+    """
+
+    def __init__(self, axis: "SurvivingCommunicator", number: int, begun: int) -> None:
+        self.axis, self.number, self.layout, self.replica = axis, number, axis.layout, axis.replica
+        self.pending, self.begun, self.entered, self._first = list(axis.pending), begun, begun, float("inf")
+        self.adopted, self.name, self._membership = axis.adopted, f"user{number}/", axis.host.membership
+
+    @property
+    def shared(self) -> bool:
+        return self.axis.shared
 
     def enter_step(self, step: int) -> bool:
         with self._membership.changed:
@@ -147,17 +171,11 @@ class AxisUser(ElasticCommunicator):
             due = self._due(step)
             members = due[-1].members if due else self.layout
             kept = [number for number, member in enumerate(self.layout) if member in members]
-            self.pending = [each for each in self.pending if each not in due]
-            self.layout, self.replica = members, members.index(self._membership.replica)
-            self._channels, self._adopted = 0, step
+            if not due or due[-1] in self.axis.pending:  # the first user that adopts: for what is no user, too
+                self.axis.take(due, members, step)
+            self.take(due, members, step)
             self._begin(step)
-            self.axis.follow(self, due, step)
         return kept
-
-    def texts(self) -> StoreTexts:
-        self._channels += 1
-        channel = f"{self.layout}/{self._adopted}/user{self.number}/{self._channels}"
-        return StoreTexts(self._membership, self.layout, channel)
 
     def _await_departure(self, step: int) -> None:
         """Leaves where this replica is to leave before `step`; otherwise waits until all have agreed on who is left."""

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from detonation.checkpoint.gather import Texts
 from detonation.cluster.mesh import compared_digests, fingerprint, weights_digest
-from detonation.cluster.survive.groups import SurvivedLoss
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core import runtime
@@ -80,7 +79,7 @@ class ElasticRanks:
 
     def __init__(self, mesh: DeviceMesh, axis: SurvivingCommunicator) -> None:
         self._axis, self._hosts, self._shards = axis, mesh.get_group("shard"), mesh["shard"].size()
-        self._ranks = mesh.size()  # of a replica
+        self._ranks, self.losses = mesh.size(), axis.losses  # of a replica; of the axis, and the replicas that came
 
     @property
     def rank(self) -> int:
@@ -133,11 +132,6 @@ class ElasticRanks:
             self._axis.depart()
         self._asked = mine > 0
         return 0
-
-    @property
-    def changes(self) -> list[SurvivedLoss]:
-        """The losses so far, and the replicas that came in."""
-        return [change for change in self._axis.losses if change.replicas or change.came]
 
     def close(self) -> None:
         """Leaves together with the others."""

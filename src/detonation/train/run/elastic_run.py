@@ -82,7 +82,7 @@ class Losses:
         if recorder.take_over():
             with contextlib.suppress(directory.InUse):  # by the lost one, which only stands still
                 self._lock = directory.RunDirectory(path)
-        new, self._told = self._world.changes[self._told :], len(self._world.changes)
+        new, self._told = self._world.losses[self._told :], len(self._world.losses)
         return [line for change in new for line in self._lines(change)]
 
     def _lines(self, change: SurvivedLoss) -> Iterator[str]:
