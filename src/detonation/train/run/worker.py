@@ -2,17 +2,17 @@
 
 import contextlib
 import dataclasses
-import json
 import platform
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from detonation.checkpoint.async_save import Checkpoints
-from detonation.checkpoint.gather import Texts, Volumes, survey
-from detonation.checkpoint.newest import Loaded, candidates
+from detonation.checkpoint.files.retention import saved_checkpoints
+from detonation.checkpoint.gather import Volumes, survey
+from detonation.checkpoint.newest import Loaded
 from detonation.checkpoint.verify import load_weights
 from detonation.cluster.init import GROUP_TIMEOUT_S, local_device, set_group_timeouts, set_timeouts
 from detonation.cluster.mesh import init_mesh
@@ -21,7 +21,7 @@ from detonation.cluster.processes.signals import Stop, stoppable
 from detonation.cluster.survive.agreement import ReplicaLeft
 from detonation.cluster.survive.elastic_axis import meet_replicas
 from detonation.cluster.survive.surviving import SurvivingCommunicator
-from detonation.core.link.elastic_communicator import PeerLost, TextExchange
+from detonation.core.link.elastic_communicator import PeerLost
 from detonation.core.schemes.traffic import message_bytes
 from detonation.link_speed import LinkSpeed
 from detonation.plan.cost import spelled
@@ -67,18 +67,21 @@ def train_on_rank(task: RunTask) -> Table:
     name) and `directory` alone; and `left`, where the others train on.
     """
     with stoppable() as stop:
-        mesh, device, axis = task.config.mesh, local_device(), None
+        mesh, device, axis, inside = task.config.mesh, local_device(), None, list[DeviceMesh]()
         if task.request.join:
             return _train_with_others(task, joined_session(task.config, task.asked, device, task.request.join), stop)
         if task.request.replica is not None:
             meet_replicas(mesh.meet, task.request.replica, task.config.levels[-1].replicas)
         if mesh.elastic:
-            axis = surviving_axis(task.config, init_mesh(task.config.nodes_inside, mesh.shards, device.type))
-        config, chosen, log = _chosen(task, device, axis)
+            replica = init_mesh(task.config.nodes_inside, mesh.shards, device.type)
+            axis, inside = surviving_axis(task.config, replica), [replica["shard"], replica["replicate"]]
+        everyone = Everyone(device, axis, inside)
+        saved, log = _earlier(task, everyone)
+        config, chosen = _chosen(task, everyone, axis, saved or 0 in log)
         session = start_session(config, device, axis)
         losses = Losses(session)
         begin = ""
-        if config.train.init_from and _begins(session, task):  # before the replicas take the weights as their anchor
+        if config.train.init_from and not saved:  # before the replicas take the weights as their anchor
             begin = load_weights(Path(config.train.init_from), session.model)
         # Replicas compare their schemes, and sizes are checked, before anything is written.
         session.optimizer.set_up()
@@ -86,7 +89,6 @@ def train_on_rank(task: RunTask) -> Table:
         result = None
         while result is None:
             try:
-                log = _log_of(task, session.world.texts()) if log is None else log
                 result = _train_in_directory(session, task, chosen, begin, log, stop, losses)
             except PeerLost:  # before the first step: those that are left read directory and checkpoint again
                 session.optimizer.synchronize()
@@ -148,39 +150,29 @@ def _train_with_others(task: RunTask, session: Session, stop: Stop) -> Table:
     return result
 
 
-def _chosen(
-    task: RunTask, device: torch.device, axis: SurvivingCommunicator | None
-) -> tuple[Config, Chosen | None, list[int] | None]:
-    """The configuration, the choice of its scheme where the run makes one now, and `_log_of` where that was asked.
+def _earlier(task: RunTask, everyone: Everyone) -> tuple[bool, list[int]]:
+    """Whether any rank sees a checkpoint of a run that goes on, and after which steps its log has files. Collective."""
+    if not task.resume or (out := task.request.out) is None:
+        return False, []
+    starts = directory.log_starts(out) if task.config.train.log_updates else []
+    found = everyone.send_to_all([bool(saved_checkpoints(out / directory.CHECKPOINTS)), starts])
+    return any(saved for saved, _ in found), found[0][1]
 
-    The choice is made along `axis` in an elastic run.
+
+def _chosen(
+    task: RunTask, everyone: Everyone, axis: SurvivingCommunicator | None, goes_on: bool
+) -> tuple[Config, Chosen | None]:
+    """The configuration, and the choice of its scheme where the run makes one now, along `axis` in an elastic run.
+
+    A run that does not go on, from a checkpoint or a log, begins anew, and measures what its adapter begins with.
     """
     if task.asked is None:
-        return task.config, None, None
-    out = task.request.out if task.resume else None
-    shards = [] if axis is None else [init_mesh(1, task.config.mesh.shards, device.type)["shard"]]
-    everyone = Everyone(device, axis, shards)
-    # Without a checkpoint or a log the run begins anew, and measures what its adapter begins with.
-    texts = Texts(device) if axis is None else axis.texts()
-    log = _log_of(task, texts)
-    if out is not None and (0 in log or candidates(out / directory.CHECKPOINTS, texts)):
-        before = again(task.asked, out, everyone)
-        if before is not None:
-            return before, None, log
+        return task.config, None
+    before = again(task.asked, task.request.out, everyone) if goes_on and task.request.out else None
+    if before is not None:
+        return before, None
     chosen = decide(task.asked, everyone, axis)
-    return chosen.config, chosen, log
-
-
-def _begins(session: Session, task: RunTask) -> bool:
-    """True where no checkpoint will replace the weights of the start. Collective."""
-    out = task.request.out
-    return not task.resume or out is None or not candidates(out / directory.CHECKPOINTS, session.world.texts())
-
-
-def _log_of(task: RunTask, texts: TextExchange) -> list[int]:
-    """The steps after which the log of a run that goes on has a file: each checkpoint, and 0. Collective."""
-    out = task.request.out if task.resume and task.config.train.log_updates else None
-    return [] if out is None else list(json.loads(texts.broadcast(json.dumps(directory.log_starts(out)))))
+    return chosen.config, chosen
 
 
 def _adapter(
