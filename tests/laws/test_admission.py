@@ -146,35 +146,48 @@ def test_all_know_the_step_of_a_newcomer_where_some_have_to_agree_twice():
     assert len(set(ends)) == 1 and ends[0][-1] == REPLICAS + 1
 
 
-@pytest.mark.parametrize("scheme", ["demo", "full", "demo-owner"])
-@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize(
+    ("name", "lost", "started"),
+    [("full", False, True), ("demo-owner", False, False), ("demo", True, True), ("demo-owner", True, False)],
+)
 def test_a_newcomer_that_gives_up_a_group_in_which_the_others_begin_its_first_step_takes_it_too(
-    lost, scheme, monkeypatch
+    name, lost, started, monkeypatch
 ):
-    """It does not hear from one of them for a moment; that one may be lost, and is absent in this step then."""
-    axes = {}
+    """It does not hear from one of them for a moment; that one may be lost, and is absent in this step then.
+
+    The others have started a collective of that step, or not yet.
+    """
+    axes, again = {}, threading.Event()
+
+    def kept(axis):
+        return [*axis._kept.values()]
 
     class Member(SurvivingCommunicator):
         def _formed(self):
             axes[self._membership.replica] = self
             return super()._formed()
 
+        def start(self, *arguments):
+            if REPLICAS in axes and not started:
+                assert again.wait(LIMIT_S)
+            return super().start(*arguments)
+
     class Newcomer(SurvivingCommunicator):
         def _formed(self):
-            group = super()._formed()
-            if REPLICAS not in axes:
-                axes[REPLICAS] = self
-                while not any(each.result is None for each in list(axes[1]._kept.values())):
-                    time.sleep(0.01)
-                if lost:
-                    axes[0]._membership.stop()
-                    note_gone(axes[0]._membership.store, 0)
-                group.abandon()
-                raise RuntimeError("a member was lost meanwhile")
-            return group
+            if REPLICAS in axes:
+                again.set()
+                return super()._formed()
+            group, axes[REPLICAS], other = super()._formed(), self, axes[1]
+            while other._begun <= self._joined or (started and all(each.result is not None for each in kept(other))):
+                time.sleep(0.01)
+            if lost:
+                axes[0]._membership.stop()
+                note_gone(axes[0]._membership.store, 0)
+            group.abandon()
+            raise RuntimeError("a member was lost meanwhile")
 
     monkeypatch.setattr(elastic_axis, "SurvivingCommunicator", Newcomer)
-    store, scheme = HashStore(), TALKING[scheme]
+    store, scheme = HashStore(), TALKING[name]
 
     def first():
         try:
