@@ -115,11 +115,9 @@ class MeetingPoint:
 
     def left_out(self) -> list[int]:
         """The ranks of replicas without which the others go on."""
-        if self._store is None:
-            return []
-        shards, store = self._survival.shards, axis_store(self._store, 0)
-        lost = [replica for replica in range(self._replicas) if store.check([f"lost/{replica}"])]
-        return [replica * shards + shard for replica in lost for shard in range(shards)]
+        members, shards = self._members() if self._store else {*range(self._replicas)}, self._survival.shards
+        ranks = range(self._replicas * shards)
+        return [rank for rank in ranks if rank // shards not in members and not self.has_left(rank)]
 
     def close(self) -> None:
         """Answers no longer."""
@@ -144,8 +142,7 @@ def join_replicas(position: LaunchPosition, host: str, port: int, shards: int) -
 
 def meet_replicas(address: str, replica: int, replicas: int) -> None:
     """Takes the place of replica `replica`, a world of its own, at the store that somebody keeps at `address`."""
-    host, port = host_and_port(address)
-    take_place(TCPStore(host, port, timeout=_TIMEOUT), replica, replicas)
+    take_place(TCPStore(*host_and_port(address), timeout=_TIMEOUT), replica, replicas)
 
 
 def take_place(store: Store, replica: int, replicas: int) -> None:

@@ -111,11 +111,6 @@ def _outlast(held: list[tuple[Any, list[dist.Work]]]) -> None:
     held.clear()
 
 
-def host(tensor: Tensor) -> Tensor:
-    """`tensor` in host memory, which is all that gloo carries; a copy from an accelerator."""
-    return tensor.to(torch.device("cpu"))
-
-
 NumberedKind = Literal["all_reduce", "all_gather", "all_to_all"]
 
 

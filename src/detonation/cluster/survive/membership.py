@@ -142,9 +142,6 @@ class Membership:
                 time.sleep(_POLL_S)
         agreement = parse_agreement(self.epoch + 1, self.store.get(self._key("record")))
         missing = [member for member in self.members if member not in agreement.members]
-        for member in missing:
-            if not self._has_left(member * self.shards + self.shard):
-                self.store.set(f"lost/{member}", "1")
         if self.replica not in agreement.members:
             raise ReplicaLost(agreement.leaves_out(self.replica))
         with self.changed:

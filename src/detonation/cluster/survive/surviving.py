@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from detonation.cluster.init import note_loss
 from detonation.cluster.network.throttled import NodeLink
 from detonation.cluster.survive.agreement import Agreement, RankReport, ReplicaLost, axis_key
-from detonation.cluster.survive.groups import Flight, Group, NumberedCollective, NumberedKind, SurvivedLoss, host
+from detonation.cluster.survive.groups import Flight, Group, NumberedCollective, NumberedKind, SurvivedLoss
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.users import AxisEnd, AxisUser, Host
 from detonation.core.link.communicator import Axis
@@ -59,7 +59,7 @@ class SurvivingCommunicator(AxisEnd):
                     self.guest = report.coming[0], report.coming[1]
             self._note(agreement)
         self.pending = [after for before, after in pairwise(let_in) if after.members != before.members]
-        self._users: list[AxisUser] = []
+        self.users: list[AxisUser] = []
         self._changed = membership.changed  # guards all state here, and is notified of each change
         self._recovering = self._broken = self._closed = False
         try:
@@ -80,24 +80,17 @@ class SurvivingCommunicator(AxisEnd):
 
     def for_one(self) -> AxisUser:
         with self._changed:
-            self._users.append(AxisUser(self, len(self._users), 0 if self._users else self._joined))
-        return self._users[-1]
-
-    @property
-    def shared(self) -> bool:
-        return len(self._users) > 1
+            self.users.append(AxisUser(self, len(self.users), 0 if self.users else self._joined))
+        return self.users[-1]
 
     def enter_step(self, step: int) -> bool:
-        return (self._users or [self.for_one()])[0].enter_step(step)
-
-    def expects(self, step: int) -> bool:
-        return self.guest is not None and step >= self.guest[0]
+        return (self.users or [self.for_one()])[0].enter_step(step)
 
     def leaving(self, step: int) -> list[int]:
-        return (self._users or [self.for_one()])[0].leaving(step)
+        return (self.users or [self.for_one()])[0].leaving(step)
 
     def adopt(self, step: int) -> list[int]:
-        return (self._users or [self.for_one()])[0].adopt(step)
+        return (self.users or [self.for_one()])[0].adopt(step)
 
     @property
     def least(self) -> int:
@@ -121,7 +114,7 @@ class SurvivingCommunicator(AxisEnd):
 
     @property
     def _begun(self) -> int:
-        return max([self._joined, *(user.begun for user in self._users)])
+        return max([self._joined, *(user.begun for user in self.users)])
 
     def close(self, limit_s: float = 5.0) -> None:
         """Leaves together with the replicas that are left, for which it waits at most `limit_s`. Collective."""
@@ -150,7 +143,7 @@ class SurvivingCommunicator(AxisEnd):
         return arrived
 
     def _start(self, kind: NumberedKind, values: Tensor, user: AxisEnd) -> Callable[[], Tensor]:
-        sent = host(values)
+        sent = values.cpu()  # which is all that gloo carries
         with self._changed:
             self.settle()
             self._started += 1
@@ -261,7 +254,7 @@ class SurvivingCommunicator(AxisEnd):
         else:
             raise ReplicaLost(f"the replicas {membership.members} could not form a process group{why}")
         if before != membership.members:
-            for pending in (self.pending, *(user.pending for user in self._users)):
+            for pending in (self.pending, *(user.pending for user in self.users)):
                 pending.append(agreement)
         lost = tuple(member for member in before if member not in membership.members)
         if lost:
@@ -297,8 +290,8 @@ class SurvivingCommunicator(AxisEnd):
         done = [each for each in self._kept.values() if each.result is not None]
         beyond = [each.number for each in done if each.number > self._floor]
         absent = {str(each.number): sorted(each.absent) for each in done}
-        users = [user.begun for user in self._users]
-        entered, leaves = max([0, *(user.entered for user in self._users)]), self._membership.leaves
+        users = [user.begun for user in self.users]
+        entered, leaves = max([0, *(user.entered for user in self.users)]), self._membership.leaves
         known = [*self.departing.items()], self.guest
         return RankReport(self._floor, beyond, absent, self._begun, self.awaits, users, leaves, entered, *known)
 

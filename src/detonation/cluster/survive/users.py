@@ -107,6 +107,13 @@ class AxisEnd(ElasticCommunicator):
     adopted: int
     name, channels = "", 0
 
+    @property
+    def shared(self) -> bool:
+        return len(self.axis.users) > 1
+
+    def expects(self, step: int) -> bool:
+        return self.axis.guest is not None and step >= self.axis.guest[0]
+
     def size(self) -> int:
         return len(self.layout)
 
@@ -144,10 +151,6 @@ class AxisUser(AxisEnd):
         self.pending, self.begun, self.entered, self._first = list(axis.pending), begun, begun, float("inf")
         self.adopted, self.name, self._membership = axis.adopted, f"user{number}/", axis.host.membership
 
-    @property
-    def shared(self) -> bool:
-        return self.axis.shared
-
     def enter_step(self, step: int) -> bool:
         with self._membership.changed:
             self.axis.settle()
@@ -156,9 +159,6 @@ class AxisUser(AxisEnd):
                 return True
             self._begin(step)
         return False
-
-    def expects(self, step: int) -> bool:
-        return self.axis.expects(step)
 
     def leaving(self, step: int) -> list[int]:
         return [self.layout.index(m) for m, first in self.axis.departing.items() if first <= step and m in self.layout]

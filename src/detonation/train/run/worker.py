@@ -79,8 +79,7 @@ def train_on_rank(task: RunTask) -> Table:
         saved, log = _earlier(task, everyone)
         config, chosen = _chosen(task, everyone, axis, saved or 0 in log)
         session = start_session(config, device, axis)
-        losses = Losses(session)
-        begin = ""
+        losses, begin = Losses(session), ""
         if config.train.init_from and not saved:  # before the replicas take the weights as their anchor
             begin = load_weights(Path(config.train.init_from), session.model)
         # Replicas compare their schemes, and sizes are checked, before anything is written.
