@@ -24,7 +24,7 @@ from detonation.core.runtime import PROGRESS
 from limits import LIMIT_S
 
 INSIDE, OUTSIDE, LEFT = (Standing(21, where) for where in ("inside", "outside", "left"))
-BEFORE, FIRST, SAVING = Standing(20), Standing(0), Standing(21, "save_checkpoint()", 1)
+BEFORE, FIRST = Standing(20), Standing(0)
 
 
 @pytest.mark.parametrize(
@@ -43,12 +43,6 @@ BEFORE, FIRST, SAVING = Standing(20), Standing(0), Standing(21, "save_checkpoint
         (0, [INSIDE, OUTSIDE], None),  # the other has received everything, so this one is at work
         (0, [FIRST, FIRST], None),
         (0, [LEFT, BEFORE], None),
-        (0, [SAVING, OUTSIDE], r"30 s in save_checkpoint\(\) after step 21, .*: rank 1 is between steps 21 and 22$"),
-        (0, [SAVING, Standing(22, "inside")], "to which others have not come: rank 1 is still in step 22$"),
-        (1, [SAVING, Standing(22, "inside")], r"in step 22, .*: rank 0 is in save_checkpoint\(\) after step 21$"),
-        (0, [SAVING, SAVING], None),  # all write
-        (0, [SAVING, Standing(22, "inside", 1)], None),  # the other has its part of it behind it
-        (0, [Standing(0, "load_checkpoint()", 1), FIRST], "rank 1 has not begun its first step$"),
     ],
 )
 def test_the_line_names_those_who_have_not_come(rank, standings, text):
@@ -89,8 +83,8 @@ def test_partners_share_a_group_that_is_not_the_whole_world_where_there_is_one()
 
 
 def test_a_standing_is_read_as_it_was_written_and_nothing_else_is():
-    assert Standing.parse(str(INSIDE)) == INSIDE and Standing.parse(str(SAVING)) == SAVING
-    for text in ("", "21", "21 inside it", "many inside 0", "21 home 0", "21 inside"):
+    assert Standing.parse(str(INSIDE)) == INSIDE
+    for text in ("", "21", "21 inside it", "many inside", "21 home"):
         with pytest.raises(ValueError, match=r"."):
             Standing.parse(text)
 
@@ -164,8 +158,6 @@ def alone_in_a_step(mesh, scheme, way):
         else:
             model(torch.ones(1, 8)).sum().backward()
         try:
-            if step == 2 and way == "save":
-                dt.save_checkpoint("nowhere", model, optimizer)
             optimizer.step()
         except RuntimeError as error:
             raised = str(error)
@@ -176,12 +168,11 @@ def alone_in_a_step(mesh, scheme, way):
     return lines, raised
 
 
-@pytest.mark.parametrize("way", ["plain", "overlap", "save"])
-def test_a_rank_that_steps_or_saves_alone_says_for_whom_it_waits_and_so_does_the_error(way):
+@pytest.mark.parametrize("way", ["plain", "overlap"])
+def test_a_rank_that_steps_alone_says_for_whom_it_waits_and_so_does_the_error(way):
     (lines, raised), (quiet, none) = worlds.run_alone(alone_in_a_step, 2, 1, dt.demo(topk=2, chunk=8), way)
-    where = "in save_checkpoint() after step 2" if way == "save" else "in step 3"
     assert lines and all(
-        f"{where}, to which others have not come: rank 1 is between steps 2 and 3" in line for line in lines
+        "in step 3, to which others have not come: rank 1 is between steps 2 and 3" in line for line in lines
     )
     assert raised.startswith("rank 0 has waited for ") and "rank 1 is between steps 2 and 3: " in raised
     assert (quiet, none) == ([], "")

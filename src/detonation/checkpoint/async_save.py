@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from detonation.checkpoint.files.retention import checkpoint_name
-from detonation.checkpoint.gather import Texts, device_of, elastic_axis, named, texts_between
+from detonation.checkpoint.gather import Texts, device_of, elastic_axis, texts_between
 from detonation.checkpoint.shard_saver import NotSaved, SaveJob, ShardSaver, make_save_job
 from detonation.core.optimizer.replicated import Replicated
 
@@ -145,7 +145,6 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         _log.warning("%s", self._outcome)
 
 
-@named("save_checkpoint()")
 def save_checkpoint(
     directory: Path | str,
     model: nn.Module,

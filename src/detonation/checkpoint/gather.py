@@ -7,7 +7,7 @@ import platform
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -20,21 +20,6 @@ from detonation.checkpoint.files import disk
 from detonation.core.flat.tensors import local
 from detonation.core.link.elastic_communicator import ElasticCommunicator, TextExchange
 from detonation.core.optimizer.replicated import Replicated
-from detonation.core.runtime import PROGRESS
-
-
-@contextlib.contextmanager
-def named(call: str) -> Iterator[None]:
-    """Lets other ranks know that this one is in the collective `call`; its error names those that did not come."""
-    PROGRESS.call, PROGRESS.calls = call, PROGRESS.calls + 1
-    try:
-        yield
-    except BaseException as error:
-        PROGRESS.calls -= 1
-        PROGRESS.explain(error)
-        raise
-    finally:
-        PROGRESS.call = ""
 
 
 @dataclass(frozen=True)

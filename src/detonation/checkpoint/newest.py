@@ -23,7 +23,7 @@ from detonation.checkpoint.files.manifest import (
 )
 from detonation.checkpoint.files.reader import CheckpointReader
 from detonation.checkpoint.files.shard_file import CorruptCheckpoint, shard_fault
-from detonation.checkpoint.gather import named, ranges, texts_between
+from detonation.checkpoint.gather import ranges, texts_between
 from detonation.checkpoint.restore import restore
 from detonation.checkpoint.snapshot import held_shards
 from detonation.core.base_error import DetonationError
@@ -180,7 +180,6 @@ class Loaded:
     merged: str
 
 
-@named("load_checkpoint()")
 def load_checkpoint(directory: Path | str, model: nn.Module, optimizer: Replicated) -> Loaded | None:
     """Loads the newest whole checkpoint of `directory` into `model` and `optimizer`. All ranks call it.
 

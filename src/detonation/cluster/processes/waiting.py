@@ -32,25 +32,21 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Standing:
-    """How far a rank has come. steps: that have begun. where: inside the last of them, outside a step, or left.
-
-    Or where is a collective that all call between two steps, such as "save_checkpoint()"; calls: of these, that began.
-    """
+    """How far a rank has come. steps: that have begun. where: inside the last of them, outside a step, or left."""
 
     steps: int
     where: str = _OUTSIDE
-    calls: int = 0
 
     @classmethod
     def parse(cls, text: str) -> "Standing":
         """The inverse of `str`. Raises `ValueError` for any other text."""
-        steps, where, calls = text.split(" ")
-        if where not in (_INSIDE, _OUTSIDE, _LEFT) and not where.endswith("()"):
+        steps, where = text.split(" ")
+        if where not in (_INSIDE, _OUTSIDE, _LEFT):
             raise ValueError(f"{where!r} is no place in a loop")
-        return cls(int(steps), where, int(calls))
+        return cls(int(steps), where)
 
     def __str__(self) -> str:
-        return f"{self.steps} {self.where} {self.calls}"
+        return f"{self.steps} {self.where}"
 
 
 def who_waits(rank: int, standings: Sequence[Standing], seconds: float) -> str:
@@ -84,13 +80,10 @@ def partners_of(rank: int) -> set[int]:
 def _waiting(rank: int, standings: Sequence[Standing], seconds: float) -> str:
     """`who_waits`, also where a lower rank says it."""
     mine = standings[rank]
-    called = mine.where if mine.where.endswith("()") else ""
-    if mine.where == _LEFT or not (mine.steps or called):
+    if not mine.steps or mine.where == _LEFT:
         return ""
-    late = [other.calls < mine.calls if called else other.steps < mine.steps for other in standings]
-    behind = [r for r, other in enumerate(standings) if late[r] or other.where == _LEFT]
-    where = f"in {called} after" if called else "in" if mine.where == _INSIDE else "after"
-    here = f"rank {rank} has waited for {seconds:.0f} s {where} step {mine.steps}"
+    behind = [r for r, other in enumerate(standings) if other.steps < mine.steps or other.where == _LEFT]
+    here = f"rank {rank} has waited for {seconds:.0f} s {'in' if mine.where == _INSIDE else 'after'} step {mine.steps}"
     if behind:
         more = f" and {len(behind) - _MOST_NAMED} more" if len(behind) > _MOST_NAMED else ""
         others = ", ".join(_described(r, standings[r]) for r in behind[:_MOST_NAMED])
@@ -105,8 +98,6 @@ def _described(rank: int, standing: Standing) -> str:
         return f"rank {rank} has left after step {standing.steps}"
     if standing.where == _INSIDE:
         return f"rank {rank} is still in step {standing.steps}"
-    if standing.where != _OUTSIDE:
-        return f"rank {rank} is in {standing.where} after step {standing.steps}"
     if not standing.steps:
         return f"rank {rank} has not begun its first step"
     return f"rank {rank} is between steps {standing.steps} and {standing.steps + 1}"
@@ -192,8 +183,7 @@ class Watch:
                 _log.warning("%s", self._text)
 
     def _standing(self) -> Standing:
-        where = _LEFT if self._left else _INSIDE if PROGRESS.inside else PROGRESS.call or _OUTSIDE
-        return Standing(PROGRESS.steps, where, PROGRESS.calls)
+        return Standing(PROGRESS.steps, _LEFT if self._left else _INSIDE if PROGRESS.inside else _OUTSIDE)
 
     def _publish(self, standing: Standing) -> None:
         if standing != self._published:
