@@ -121,7 +121,6 @@ def axis_store(base: Store, number: int) -> Store:
 def serve_one_axis(base: Store) -> None:
     """Leaves `base` to one axis, so that its ranks need not agree on a part: any of them may end before they meet."""
     base.set(f"{_AXES}/latest", "0")
-    base.set(f"{_AXES}/only", "")
 
 
 def next_axis_store(base: Store, rank: int, world_size: int) -> Store:
@@ -129,7 +128,7 @@ def next_axis_store(base: Store, rank: int, world_size: int) -> Store:
 
     The store may have those of earlier starts, in which not all came.
     """
-    if base.check([f"{_AXES}/only"]):
+    if base.check([f"{_AXES}/latest"]) and not base.check([f"{_AXES}/made"]):  # by `serve_one_axis`
         return axis_store(base, 0)
     mine = str(base.add(f"{_AXES}/made", 1) - 1) if rank == 0 else ""
     if rank == 0:

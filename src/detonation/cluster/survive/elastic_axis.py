@@ -35,7 +35,7 @@ from detonation.cluster.survive.agreement import (
     serve_one_axis,
 )
 from detonation.cluster.survive.membership import Membership
-from detonation.cluster.survive.surviving import SurvivingCommunicator
+from detonation.cluster.survive.surviving import MOST_TRIES, SurvivingCommunicator
 from detonation.link_speed import LinkSpeed
 
 _TIMEOUT = timedelta(seconds=300)
@@ -237,7 +237,6 @@ def _node_link(speed: LinkSpeed | None, membership: Membership, mesh: DeviceMesh
 
 
 _POLL_S = 0.005
-_TRIES = 5
 _ALL = 2**62
 """A guest lacks no collective of those before it came."""
 
@@ -327,7 +326,7 @@ class Guest:
         beside = [report for rank, report in agreement.reports.items() if rank % self._shards == self._shard]
         floor = max(report.floor for report in beside if report.floor < _ALL)
         agreed = [agreement]
-        for _ in range(_TRIES):
+        for _ in range(MOST_TRIES):
             try:
                 return SurvivingCommunicator(self.membership, self._timeout_s, floor, step, agreed, self._link)
             except RuntimeError:  # one of the others was lost meanwhile; they may have begun the step with it

@@ -20,7 +20,7 @@ from detonation.cluster.survive.users import AxisEnd, AxisUser, Host
 from detonation.core.link.communicator import Axis
 from detonation.core.schemes.scheme import Scheme
 
-_MOST_TRIES = 5
+MOST_TRIES = 5
 """Agreements in a row after which no group could be made, although nobody was lost."""
 _log = logging.getLogger("detonation")
 
@@ -238,7 +238,7 @@ class SurvivingCommunicator(AxisEnd):
         before = list(membership.members)
         if membership.called:
             noticed = min(noticed, membership.noticed_at)
-        for _ in range(_MOST_TRIES):
+        for _ in range(MOST_TRIES):
             agreement = membership.agree(self._report())
             if agreement.awaited >= 0:
                 self.guest, self.awaits = None, -1

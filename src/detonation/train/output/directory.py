@@ -128,8 +128,8 @@ class InUse(ValueError):
 
 
 def log_starts(path: Path) -> list[int]:
-    """The steps after which files of the run's log begin, as one does with each checkpoint."""
-    return [int(each.stem.rpartition("-")[2]) for each in (path / UPDATES).glob("*-*.updates")]  # of `log.writer`
+    """The steps after which files of the run's log begin, by their names, as one does with each checkpoint."""
+    return [int(n) for each in (path / UPDATES).glob("*-*.updates") if (n := each.stem.rpartition("-")[2]).isdecimal()]
 
 
 def check_free(path: Path, resume: bool, may_start: bool = False, train: TrainConfig | None = None) -> None:

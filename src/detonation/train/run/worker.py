@@ -20,7 +20,6 @@ from detonation.cluster.network.measure import Everyone
 from detonation.cluster.processes.signals import Stop, stoppable
 from detonation.cluster.survive.agreement import ReplicaLeft
 from detonation.cluster.survive.elastic_axis import meet_replicas
-from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.link.elastic_communicator import PeerLost
 from detonation.core.schemes.traffic import message_bytes
 from detonation.link_speed import LinkSpeed
@@ -77,7 +76,11 @@ def train_on_rank(task: RunTask) -> Table:
             axis, inside = surviving_axis(task.config, replica), [replica["shard"], replica["replicate"]]
         everyone = Everyone(device, axis, inside)
         saved, log = _earlier(task, everyone)
-        config, chosen = _chosen(task, everyone, axis, saved or 0 in log)
+        config, chosen = task.config, None
+        if task.asked is not None:  # a run that begins anew measures what its adapter begins with
+            before = again(task.asked, task.request.out or Path(), everyone) if saved or 0 in log else None
+            chosen = decide(task.asked, everyone, axis) if before is None else None
+            config = chosen.config if chosen else before or config
         session = start_session(config, device, axis)
         losses, begin = Losses(session), ""
         if config.train.init_from and not saved:  # before the replicas take the weights as their anchor
@@ -102,9 +105,8 @@ def _train_in_directory(
     screen = Screen(session.rank != 0, task.request.to_stderr)
     stop.last_act = screen.wipe
     with _run_directory(session, task) as (path, volumes), screen:
-        for line in (chosen.line if chosen is not None else "", begin):
-            if line:
-                screen.line(line)
+        for line in filter(None, (chosen.line if chosen is not None else "", begin)):
+            screen.line(line)
         if not volumes.shared:
             screen.line(
                 f"no shared file system: each node keeps the checkpoints of its own ranks in its own {path}"
@@ -130,8 +132,7 @@ def _train_in_directory(
         with contextlib.closing(Recorder(session, path, screen, done, before, kept)) as recorder:
             recorder.show([*resumed, *more])
             recorder.warn(damage)
-            recording = Recording(session, path, run)
-            return _train(session, path, recorder, recording, done, task.request.stop_after, stop, adapter, losses)
+            return _train(session, path, recorder, run, done, task.request.stop_after, stop, adapter, losses)
 
 
 def _train_with_others(task: RunTask, session: Session, stop: Stop) -> Table:
@@ -143,8 +144,7 @@ def _train_with_others(task: RunTask, session: Session, stop: Stop) -> Table:
     with screen, contextlib.closing(Recorder(session, path, screen, done)) as recorder:
         place = session.optimizer.coordinates
         recorder.show([f"came in after step {done}, as replica {place.replica} of {place.replicas}"])
-        recording = Recording(session, path)
-        result = _train(session, path, recorder, recording, done, task.request.stop_after, stop, None, losses)
+        result = _train(session, path, recorder, "", done, task.request.stop_after, stop, None, losses)
     losses.close("left" in result)
     return result
 
@@ -156,22 +156,6 @@ def _earlier(task: RunTask, everyone: Everyone) -> tuple[bool, list[int]]:
     starts = directory.log_starts(out) if task.config.train.log_updates else []
     found = everyone.send_to_all([bool(saved_checkpoints(out / directory.CHECKPOINTS)), starts])
     return any(saved for saved, _ in found), found[0][1]
-
-
-def _chosen(
-    task: RunTask, everyone: Everyone, axis: SurvivingCommunicator | None, goes_on: bool
-) -> tuple[Config, Chosen | None]:
-    """The configuration, and the choice of its scheme where the run makes one now, along `axis` in an elastic run.
-
-    A run that does not go on, from a checkpoint or a log, begins anew, and measures what its adapter begins with.
-    """
-    if task.asked is None:
-        return task.config, None
-    before = again(task.asked, task.request.out, everyone) if goes_on and task.request.out else None
-    if before is not None:
-        return before, None
-    chosen = decide(task.asked, everyone, axis)
-    return chosen.config, chosen
 
 
 def _adapter(
@@ -205,15 +189,15 @@ def _train(
     session: Session,
     path: Path,
     recorder: Recorder,
-    recording: Recording,
+    run: str,
     done: int,
     stop_after: int | None,
     stop: Stop,
     adapter: Adapter | None,
     losses: Losses,
 ) -> Table:
-    """Trains to the end, or to `stop_after`, with checkpoints; returns the summary as `train_on_rank` does."""
-    steps = session.config.train.steps
+    """Trains to the end, or to `stop_after`, with checkpoints, and feeds named `run`; returns as `train_on_rank`."""
+    recording, steps = Recording(session, path, run), session.config.train.steps
     until = max(done, min(steps, stop_after or steps))
     kept = path / directory.CHECKPOINTS
     checkpoints = Checkpoints(kept, session.model, session.optimizer, session.config.train.keep)
