@@ -8,6 +8,7 @@ import pytest
 
 from commands import Command, write_recipe
 from detonation.log.repeat import log_files
+from detonation.train.output import directory
 from detonation.train.run import recorder
 
 
@@ -109,7 +110,7 @@ def test_a_log_that_does_not_begin_with_the_checkpoint_is_of_another_training(tm
     session = SimpleNamespace(
         optimizer=SimpleNamespace(step_count=4), world=SimpleNamespace(texts=lambda: texts), config=config
     )
-    assert recorder.replay_rest(session, tmp_path, False) == []
+    assert recorder.replay_rest(session, tmp_path, directory.log_starts(tmp_path), False) == []
 
 
 def test_steps_that_are_not_there_are_said_in_one_line(run, tmp_path):
