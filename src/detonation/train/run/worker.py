@@ -119,11 +119,9 @@ def _train_in_directory(
         resumed += replay_rest(session, path, log, task.may_start)
         before = saved_counts(loaded.extra if loaded else {})
         adapter, more = _adapter(session, task, chosen, loaded)
-        done = session.optimizer.step_count
-        if done > session.config.train.steps:
-            raise ValueError(
-                f"train.steps is {session.config.train.steps}, but {done} steps have been taken: give more --steps"
-            )
+        done, steps = session.optimizer.step_count, session.config.train.steps
+        if done > steps:
+            raise ValueError(f"train.steps is {steps}, but {done} steps have been taken: give more --steps")
         run = session.world.texts().broadcast(secrets.token_hex(8)) if session.config.train.publish else ""
         kept, damage = _kept(session, path / directory.METRICS, done, volumes)
         if volumes.leads(session.rank):  # only now: what is refused leaves the directory as it was
