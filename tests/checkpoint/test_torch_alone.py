@@ -25,6 +25,8 @@ def hiding(finder):
     class Hiding:
         def find_spec(name, path=None, target=None):
             return None if name.partition(".")[0] in sys.argv[2:] else finder.find_spec(name, path, target)
+        if hasattr(finder, "find_distributions"):  # by which torch finds gloo from 2.14 on
+            find_distributions = finder.find_distributions
     return Hiding
 
 sys.meta_path[:] = map(hiding, sys.meta_path)
