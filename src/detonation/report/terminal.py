@@ -14,7 +14,7 @@ from rich.table import Column, Table
 
 from detonation.report.words import duration, equality, factor, less_text, loss_text, printable, rate, size_text
 
-HEADS = ("scheme and optimizer", "to the loss", "step", "waiting", "sent per step", "loss to the baseline")
+HEADS = ("scheme and optimizer", "to the loss", "step", "waiting", "sent/step", "loss to the baseline")
 """Of a plan; the last is AdamW with full synchronisation, or the optimizer that must stay."""
 MORE_HEADS = (*HEADS, "sent per day", "state per rank", "measured on")
 RESULTS = ("scheme, optimizer", "validation loss", "sent per step", "less", "step time", "replicas equal")
