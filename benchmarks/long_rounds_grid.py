@@ -7,7 +7,7 @@ in rounds of every length. The references have six tries, and more rates at an e
 
 import dataclasses
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from frontier_grid import QUICK, Cell
 from tuning import Method, Rows, losses
@@ -55,8 +55,11 @@ SCHEMES = {
     "diloco, 2bit": (ADAMW, f"{MULOCO} scheme.precision=2bit"),
     "streaming_diloco, 4bit": (ADAMW, "scheme.name=streaming_diloco scheme.delay=5"),
     "sparseloco": (ADAMW, "scheme.name=sparseloco"),
+    "streaming_diloco, 4bit, keep 0": (ADAMW, "scheme.name=streaming_diloco scheme.delay=5 scheme.keep=0.0"),
 }
 """By name, the reference with the same inner optimizer and the scheme."""
+KEEPS, KEEPS_NOTHING = "streaming_diloco, 4bit", "streaming_diloco, 4bit, keep 0"
+"""With eight replicas the second alone is tried: the first parts two of them. With two it takes the first's setting."""
 GAP = {
     "muloco, 2bit, growing rounds": f"{MULOCO} scheme.precision=2bit {GROWING}",
     "muloco, fp32": f"{MULOCO} scheme.precision=fp32",
@@ -101,7 +104,12 @@ def alone(done: Rows) -> Iterator[Method]:
 def schemes(done: Rows, names: Sequence[str]) -> Iterator[Method]:
     """Schemes with rounds of every length."""
     for replicas in (2, 8):
-        yield from (rounds(done, name, replicas, every) for name in names for every in ROUNDS)
+        yield from (rounds(done, name, replicas, every) for name in tried_with(replicas, names) for every in ROUNDS)
+
+
+def tried_with(replicas: int, names: Iterable[str]) -> list[str]:
+    """Those of these schemes that so many replicas try."""
+    return [name for name in names if replicas == 2 or name != KEEPS]
 
 
 def rounds(done: Rows, name: str, replicas: int, every: int) -> Method:
@@ -109,8 +117,13 @@ def rounds(done: Rows, name: str, replicas: int, every: int) -> Method:
     against, scheme = SCHEMES[name]
     tried = tuple(f"scheme.outer_lr={lr}" for lr in SPARSE) if name == "sparseloco" else with_outer(OUTER)
     tuned = _tried(done, "rounds", f"{name}, every {TUNED_AT}", against, scheme, TUNED_AT, replicas, tried)
-    best = tuned.best(done)
-    if every == TUNED_AT or best is None:
+    if name == KEEPS_NOTHING and replicas == 2:
+        best = rounds(done, KEEPS, replicas, TUNED_AT).best(done)
+    else:
+        best = tuned.best(done)
+        if every == TUNED_AT:
+            return tuned
+    if best is None:
         return tuned
     return _as_tuned(best, done, "rounds", f"{name}, every {every}", against, scheme, every)
 
@@ -139,7 +152,7 @@ def larger(done: Rows) -> Iterator[Method]:
 def winners(done: Rows) -> Iterator[Method]:
     """The scheme with the lowest mean for each number of replicas, once all have been judged, on eight seeds."""
     for replicas in (8, 2):
-        every = [rounds(done, name, replicas, length) for name in SCHEMES for length in ROUNDS]
+        every = [rounds(done, name, replicas, length) for name in tried_with(replicas, SCHEMES) for length in ROUNDS]
         means = {each.name: _mean(each, done) for each in every}
         if None not in means.values():
             best = min(every, key=lambda each: means[each.name] or 0.0)
