@@ -2,12 +2,21 @@
 
 import errno
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from detonation.train.output import metrics
-from detonation.train.output.directory import LOCK, InUse, RunDirectory, Unwritable, check_free, write_text
+from detonation.train.output.directory import (
+    LOCK,
+    InUse,
+    RunDirectory,
+    Unwritable,
+    check_free,
+    fresh_directory,
+    write_text,
+)
 
 
 def test_a_second_run_is_told_who_has_the_directory(tmp_path):
@@ -19,6 +28,12 @@ def test_a_second_run_is_told_who_has_the_directory(tmp_path):
     held.close()
     check_free(tmp_path, resume=False)
     RunDirectory(tmp_path).close()
+
+
+def test_runs_that_begin_in_one_second_have_a_directory_each(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "time", lambda: 1e9)
+    assert len({fresh_directory("quick-lm-demo") for _ in range(3)}) == 3
 
 
 def test_a_run_that_begins_while_another_looks_has_the_directory(tmp_path, monkeypatch):

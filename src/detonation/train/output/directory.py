@@ -148,8 +148,7 @@ def check_free(path: Path, resume: bool, may_start: bool = False, train: TrainCo
     if (path / LOCK).exists():  # looked at last: whoever made these entries and still runs has it by now
         with (path / LOCK).open("r+") as file:
             _take(file, path)
-    passing = (LOCK, f"{CONFIG}.part")
-    held = [name for name in entries if name not in passing and not name.startswith(_PROBE)]
+    held = [name for name in entries if name not in (LOCK, f"{CONFIG}.part") and not name.startswith(_PROBE)]
     if (path / SUMMARY).exists() and not (resume and train and train.steps > steps_finished(path)):
         more = f"; with --resume and more --steps than {steps_finished(path)} it goes on"
         raise ValueError(f"run directory {path} holds a finished run: choose another --out, or remove it{more}")
@@ -190,11 +189,17 @@ def config_in(path: Path) -> dict[str, Any]:
 
 
 def fresh_directory(name: str) -> Path:
-    """A path in `runs` that is free."""
+    """A directory in `runs` that was not there before, so that runs that start at once get one each."""
     now, name = time.time(), name.replace(":", ".")
-    while (path := Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}").exists():
-        now += 1
-    return path
+    while True:
+        path = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            now += 1
+        except OSError as error:
+            raise unwritable(path, error) from error
 
 
 class RunDirectory:

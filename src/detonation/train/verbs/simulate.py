@@ -1,7 +1,7 @@
 """`detonation simulate`: any number of replicas, trained in one process by the code that trains real ones."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -59,7 +59,6 @@ def simulate(request: Simulation) -> Table:
     trackers.check_trackers(config.train.loggers)
     if request.out is not None:
         directory.check_free(request.out, resume=False)
-    out = request.out or directory.fresh_directory(f"{request.recipe.stem}-{config.scheme.name}-{config.mesh.replicas}")
     screen = Screen(silent=False, to_stderr=request.to_stderr)
     tables = to_table(config)
     left_out = [f"{table}.{key}" for table, keys in _LEFT_OUT.items() for key in keys if tables[table].get(key)]
@@ -69,15 +68,20 @@ def simulate(request: Simulation) -> Table:
     def act(communicator: SimulatedCommunicator) -> Table:
         session = virtual(config, communicator)
         session.optimizer.set_up()  # replicas compare their schemes, and sizes are checked, before anything is written
-        with contextlib.ExitStack() as stack:
-            recorder = stack.enter_context(_recorder(session, out, screen)) if communicator.replica == 0 else None
-            summary = train_virtual(session, recorder)
-            if recorder is not None:
+        if communicator.replica:
+            return train_virtual(session, None)
+        name = f"{request.recipe.stem}-{config.scheme.name}-{config.mesh.replicas}"
+        out = request.out or directory.fresh_directory(name)
+        with contextlib.closing(directory.RunDirectory(out)):
+            directory.write_text(out / directory.CONFIG, tomli_w.dumps(to_table(session.config)))
+            directory.write_json(out / directory.ENVIRONMENT, environment())
+            with contextlib.closing(Recorder(session, out, screen, done=0)) as recorder:
+                summary = train_virtual(session, recorder)
                 directory.write_json(out / directory.SUMMARY, summary)
-        return summary
+        return {**summary, "directory": str(out)}
 
     with screen:
-        return {**simulate_replicas(act, config.mesh.replicas)[0], "directory": str(out)}
+        return simulate_replicas(act, config.mesh.replicas)[0]
 
 
 def configured(request: Simulation) -> Config:
@@ -159,13 +163,3 @@ def _step(brought: Sequence[tuple[torch.optim.Optimizer, Callable[[], Any]]]) ->
         for mine, group in zip(base.param_groups, first.param_groups, strict=True):
             pairs = zip(mine["params"], group["params"], strict=True)
             base.state.update({p: first.state[q] for p, q in pairs if q in first.state})
-
-
-@contextlib.contextmanager
-def _recorder(session: Session, path: Path, screen: Screen) -> Iterator[Recorder]:
-    """The recorder of a run directory, which holds the configuration and is locked until the end."""
-    with contextlib.closing(directory.RunDirectory(path)):
-        directory.write_text(path / directory.CONFIG, tomli_w.dumps(to_table(session.config)))
-        directory.write_json(path / directory.ENVIRONMENT, environment())
-        with contextlib.closing(Recorder(session, path, screen, done=0)) as recorder:
-            yield recorder
