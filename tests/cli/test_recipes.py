@@ -80,7 +80,8 @@ def test_the_version_is_printed_and_all_others_for_a_bug_report(capsys):
     first, *others = capsys.readouterr().out.splitlines()
     assert first == f"detonation {__version__}" and any(line.startswith("- torch: ") for line in others)
     assert run_command(["--version", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["packages"]["torch"] == torch.__version__
+    shown = json.loads(capsys.readouterr().out)["packages"]["torch"]
+    assert torch.__version__.startswith(shown)  # whose wheel may leave out which CUDA it was built for
 
 
 def test_two_machines_are_compared_before_a_run(capsys, tmp_path):
