@@ -259,6 +259,35 @@ def test_messages_are_refused_as_by_ordinary_torch(name):
         assert torch.equal(given[:, HEADER_BYTES : HEADER_BYTES + nbytes], kept)
 
 
+def test_a_message_is_inspected_once_its_own_programs_are_done(monkeypatch):
+    """Without those of the other messages: on a GPU nobody inspects all of them one after the other."""
+    codec, rows, replicas = RUN["demo"].codec, 24, 3
+    nbytes = codec.nbytes(rows)
+    messages = torch.zeros(replicas, HEADER_BYTES + nbytes, dtype=torch.uint8)
+    for replica in range(replicas):
+        values = torch.randn(rows, codec.selection.chunk, generator=torch.Generator().manual_seed(replica))
+        messages[replica, HEADER_BYTES:] = codec.encode(codec.select(values, 0, 0))
+        Header(2**40, 3, 0, replica).seal(messages[replica : replica + 1], nbytes)
+    inspector = inspection.Inspector(replicas, CPU)
+    inspector._table.fill_(-9)
+    grids = []
+
+    def launched(kernel, programs, *arguments, **constants):
+        grids.append(programs)
+        launching.launch(kernel, inspection.PARTS, *arguments, **constants)
+
+    monkeypatch.setattr(inspection, "launch", launched)
+    lengths = codec.precision.lengths(rows, codec.selection.k)
+    run = inspection.RowRun(messages, HEADER_BYTES, rows, (lengths[0], sum(lengths[1:]), nbytes - sum(lengths)))
+    table = inspector.inspect(
+        [run], messages, nbytes, coding_of(codec), places_of(codec, rows), IDENTITY, 2**40,
+        3, 0, 6, torch.ones(1), True, inspection.Limits(LIMIT, LOUDER, FORGET),
+    )  # fmt: skip
+    assert grids == [replicas * inspection.PARTS]
+    assert table[0, 12] == 1 and table[0, 10].view(torch.float64) > 0, "the first message has no fault, and a norm"
+    assert (table[1:] == -9).all() and table[0, 11] == -9, "nobody has decided"
+
+
 @some("name", ["demo", "demo-clipped-2bit"], keep=["demo-clipped-2bit"])
 def test_messages_are_weighed_as_by_ordinary_torch(name):
     codec, rows = RUN[name].codec, 3000  # whose squares lie in several parts
