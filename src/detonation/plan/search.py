@@ -248,13 +248,13 @@ def _second_machine(ranked: Sequence[Option], network: Network, goal: Goal) -> t
     if alone is None or seconds is None:
         return None, ""
     optimizer, found, alone_s = alone
-    known = f"one machine with {optimizer} and the same examples per step is there within {duration(alone_s)}"
+    known = f"one machine with {optimizer} and the same examples per step has the baseline's loss"
     ahead = (seconds / alone_s) ** -found.exponent - 1  # of one machine's loss when the others are there
     if alone_s <= seconds:
-        machines = f"{network.replicas} machines within {duration(seconds)}"
-        return False, f"No second machine pays: {known}, {machines}, when the loss of one is {-ahead:.1%} lower"
+        both = f"within {duration(alone_s)}, {network.replicas} machines within {duration(seconds)}"
+        return False, f"No second machine pays: {known} {both}; by then that of one is {-ahead:.1%} lower"
     lead = f"{alone_s / seconds:.2g} times as long; in the same seconds its loss is {ahead:.1%} higher"
-    return True, f"{network.replicas} machines pay: {known}, {lead}"
+    return True, f"{network.replicas} machines pay: {known} within {duration(alone_s)}, {lead}"
 
 
 def _help(ranked: Sequence[Option]) -> list[str]:
