@@ -113,7 +113,7 @@ def streaming_diloco(
         every, outer_lr, outer_momentum, precision: As in `diloco`.
         fragments: From 1 to every.
         delay: Steps, from 0 to below every.
-        keep: From 0 to 1; with 1 parameters follow no anchor before `synchronize()`.
+        keep: From 0 to 1; with 1 parameters follow no anchor before `synchronize()`. Long rounds want 0.
         unit: "parameter", or "block" to keep the parameters of a numbered layer (layers.3) in one fragment, as the
             paper does; layers of equal size take turns.
         link: As in `demo`.
