@@ -200,18 +200,23 @@ _reserved: list[socket.socket] = []
 """Names of ports of `free_port`, which no other process of the tests takes while this one lives."""
 
 
-def free_port() -> int:
-    """A port to listen on later, below those that the kernel gives out by itself: nobody else gets it meanwhile."""
-    for port in range(20_000, 32_000):
-        name = socket.socket(socket.AF_UNIX)
+def free_port(count: int = 1) -> int:
+    """The first of `count` ports in a row to listen on later, as the shards of a feed do: those of no other process.
+
+    They are below those that the kernel gives out by itself.
+    """
+    for first in range(20_000, 32_000):
+        names = [socket.socket(socket.AF_UNIX) for _ in range(count)]
         try:
-            name.bind(f"\0detonation-test-port-{port}")  # of no file: it is free again when its processes have ended
-            socket.create_server(("127.0.0.1", port)).close()
+            for port, name in enumerate(names, first):
+                name.bind(f"\0detonation-test-port-{port}")  # of no file: free when its processes have ended
+                socket.create_server(("127.0.0.1", port)).close()
         except OSError:
-            name.close()
+            for name in names:
+                name.close()
             continue
-        _reserved.append(name)
-        return port
+        _reserved.extend(names)
+        return first
     raise OSError("no port is free")
 
 

@@ -18,7 +18,7 @@ def last_line(text):
 
 def test_a_run_is_followed_through_its_restart_to_its_end(tmp_path, monkeypatch):
     monkeypatch.setattr(stream, "PAUSES_S", (0.02,))  # it comes again at once, so that the run may be short
-    recipe, address = write_recipe(tmp_path / "tiny.toml"), f"127.0.0.1:{free_port()}"
+    recipe, address = write_recipe(tmp_path / "tiny.toml"), f"127.0.0.1:{free_port(2)}"  # one per shard
     train = ["train", recipe, "--shards", 2, "--out", tmp_path / "run", "--publish", address]
     clip = ["--set", "train.clip=0.1"]
     first = Command(tmp_path / "first", *train, "--steps", 100_000, *clip, env=SECRET)
