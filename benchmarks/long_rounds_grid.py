@@ -50,16 +50,16 @@ GROWING = "later:600:scheme.every=100 later:900:scheme.every=300"
 """Rounds of 30 until step 600, of 100 until 900, then of 300: 30 rounds, as many as of 100."""
 MULOCO = "scheme.name=muloco scheme.aggregate=mean"
 """Of the settings that the recipe has tuned for short rounds none may stay unsaid."""
+KEEPS, KEEPS_NOTHING = "streaming_diloco, 4bit", "streaming_diloco, 4bit, keep 0"
+"""With eight replicas the second alone is tried: the first parts two of them. With two it takes the first's setting."""
 SCHEMES = {
     "muloco, 2bit": (MUON, f"{MULOCO} scheme.precision=2bit"),
     "diloco, 2bit": (ADAMW, f"{MULOCO} scheme.precision=2bit"),
-    "streaming_diloco, 4bit": (ADAMW, "scheme.name=streaming_diloco scheme.delay=5"),
+    KEEPS: (ADAMW, "scheme.name=streaming_diloco scheme.delay=5"),
     "sparseloco": (ADAMW, "scheme.name=sparseloco"),
-    "streaming_diloco, 4bit, keep 0": (ADAMW, "scheme.name=streaming_diloco scheme.delay=5 scheme.keep=0.0"),
+    KEEPS_NOTHING: (ADAMW, "scheme.name=streaming_diloco scheme.delay=5 scheme.keep=0.0"),
 }
 """By name, the reference with the same inner optimizer and the scheme."""
-KEEPS, KEEPS_NOTHING = "streaming_diloco, 4bit", "streaming_diloco, 4bit, keep 0"
-"""With eight replicas the second alone is tried: the first parts two of them. With two it takes the first's setting."""
 GAP = {
     "muloco, 2bit, growing rounds": f"{MULOCO} scheme.precision=2bit {GROWING}",
     "muloco, fp32": f"{MULOCO} scheme.precision=fp32",
@@ -108,7 +108,7 @@ def schemes(done: Rows, names: Sequence[str]) -> Iterator[Method]:
 
 
 def tried_with(replicas: int, names: Iterable[str]) -> list[str]:
-    """Those of these schemes that so many replicas try."""
+    """The schemes among `names` that so many replicas try."""
     return [name for name in names if replicas == 2 or name != KEEPS]
 
 
@@ -117,13 +117,9 @@ def rounds(done: Rows, name: str, replicas: int, every: int) -> Method:
     against, scheme = SCHEMES[name]
     tried = tuple(f"scheme.outer_lr={lr}" for lr in SPARSE) if name == "sparseloco" else with_outer(OUTER)
     tuned = _tried(done, "rounds", f"{name}, every {TUNED_AT}", against, scheme, TUNED_AT, replicas, tried)
-    if name == KEEPS_NOTHING and replicas == 2:
-        best = rounds(done, KEEPS, replicas, TUNED_AT).best(done)
-    else:
-        best = tuned.best(done)
-        if every == TUNED_AT:
-            return tuned
-    if best is None:
+    source = rounds(done, KEEPS, replicas, TUNED_AT) if name == KEEPS_NOTHING and replicas == 2 else tuned
+    best = source.best(done)
+    if best is None or (source is tuned and every == TUNED_AT):
         return tuned
     return _as_tuned(best, done, "rounds", f"{name}, every {every}", against, scheme, every)
 

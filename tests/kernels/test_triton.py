@@ -207,6 +207,16 @@ DAMAGES = {
 }
 
 
+def inspected(inspector, messages, whole, codec, rows, usual):
+    """The table of whole messages of step 3, which are joined in `whole`."""
+    nbytes, lengths = codec.nbytes(rows), codec.precision.lengths(rows, codec.selection.k)
+    run = inspection.RowRun(messages, HEADER_BYTES, rows, (lengths[0], sum(lengths[1:]), nbytes - sum(lengths)))
+    return inspector.inspect(
+        [run], whole, nbytes, coding_of(codec), places_of(codec, rows), IDENTITY, 2**40,
+        3, 0, 6, usual, True, inspection.Limits(LIMIT, LOUDER, FORGET),
+    )  # fmt: skip
+
+
 @pytest.mark.long_cases("random-sign", "demo-int8")
 @some(
     "name",
@@ -238,13 +248,7 @@ def test_messages_are_refused_as_by_ordinary_torch(name):
         arrived = Arrived(codec, messages[:, HEADER_BYTES : HEADER_BYTES + nbytes], rows, None, dt.demo().aggregation)
         refused, table = decide_usable(*unsealed(messages), *arrived.facts(), expected, usual)
         given = torch.zeros_like(messages)
-        lengths = codec.precision.lengths(rows, codec.selection.k)
-        parts = lengths[0], sum(lengths[1:]), nbytes - sum(lengths)
-        run = inspection.RowRun(messages[:, : HEADER_BYTES + nbytes].contiguous(), HEADER_BYTES, rows, parts)
-        found = inspector.inspect(
-            [run], given, nbytes, coding_of(codec), places_of(codec, rows), IDENTITY, 2**40,
-            3, 0, 6, mine, True, inspection.Limits(LIMIT, LOUDER, FORGET),
-        )  # fmt: skip
+        found = inspected(inspector, messages[:, : HEADER_BYTES + nbytes].contiguous(), given, codec, rows, mine)
         norms, bounds = ([each[:, at].clone().view(torch.float64) for each in (found, table)] for at in (10, 11))
         beyond = [~(norm <= LIMIT) for norm in norms]  # how far is an accident of the order of a sum
         assert torch.equal(*beyond)
@@ -277,12 +281,7 @@ def test_a_message_is_inspected_once_its_own_programs_are_done(monkeypatch):
         launching.launch(kernel, inspection.PARTS, *arguments, **constants)
 
     monkeypatch.setattr(inspection, "launch", launched)
-    lengths = codec.precision.lengths(rows, codec.selection.k)
-    run = inspection.RowRun(messages, HEADER_BYTES, rows, (lengths[0], sum(lengths[1:]), nbytes - sum(lengths)))
-    table = inspector.inspect(
-        [run], messages, nbytes, coding_of(codec), places_of(codec, rows), IDENTITY, 2**40,
-        3, 0, 6, torch.ones(1), True, inspection.Limits(LIMIT, LOUDER, FORGET),
-    )  # fmt: skip
+    table = inspected(inspector, messages, messages, codec, rows, torch.ones(1))
     assert grids == [replicas * inspection.PARTS]
     assert table[0, 12] == 1 and table[0, 10].view(torch.float64) > 0, "the first message has no fault, and a norm"
     assert (table[1:] == -9).all() and table[0, 11] == -9, "nobody has decided"

@@ -148,7 +148,7 @@ def _train_with_others(task: RunTask, session: Session, stop: Stop) -> Table:
 
 
 def _earlier(task: RunTask, everyone: Everyone) -> tuple[bool, list[int]]:
-    """Whether any rank sees a checkpoint of a run that goes on, and after which steps its log has files. Collective."""
+    """True where any rank sees a checkpoint of a run that goes on, and the steps after which logs begin. Collective."""
     if not task.resume or (out := task.request.out) is None:
         return False, []
     starts = directory.log_starts(out) if task.config.train.log_updates else []
