@@ -55,7 +55,7 @@ BY_HAND: list[tuple[str, Mapping[str, Any]]] = [
     ("demo", {"topk": 1, "decay": 0.95, **SIGNS}),
     ("demo", {"topk": 4, **SIGNS}),
     ("random_sign", {}),
-    ("streaming_diloco", {"every": 10, "delay": 1, **OUTER}),
+    ("streaming_diloco", {"every": 10, "delay": 1, "keep": 0.5, **OUTER}),
     *(("diloco", {"every": every, **OUTER}) for every in EVERY),
     *(("muloco", {"every": every, **MULOCO}) for every in EVERY),
 ]

@@ -78,7 +78,7 @@ CHOSEN = {
     "muloco 60, 4bit": muloco(60, "4bit"),
     "muloco 30, 2bit": muloco(30, "2bit"),
     "sparseloco 20": averaged("sparseloco"),
-    "streaming_diloco 20": averaged("streaming_diloco", f"scheme.delay=2 {PLAIN_OUTER}"),
+    "streaming_diloco 20": averaged("streaming_diloco", f"scheme.delay=2 scheme.keep=0.5 {PLAIN_OUTER}"),
 }
 """quick-lm at 2 replicas, with the learning rates that seed 0 chose."""
 

@@ -55,7 +55,7 @@ KEEPS, KEEPS_NOTHING = "streaming_diloco, 4bit", "streaming_diloco, 4bit, keep 0
 SCHEMES = {
     "muloco, 2bit": (MUON, f"{MULOCO} scheme.precision=2bit"),
     "diloco, 2bit": (ADAMW, f"{MULOCO} scheme.precision=2bit"),
-    KEEPS: (ADAMW, "scheme.name=streaming_diloco scheme.delay=5"),
+    KEEPS: (ADAMW, "scheme.name=streaming_diloco scheme.delay=5 scheme.keep=0.5"),
     "sparseloco": (ADAMW, "scheme.name=sparseloco"),
     KEEPS_NOTHING: (ADAMW, "scheme.name=streaming_diloco scheme.delay=5 scheme.keep=0.0"),
 }

@@ -233,7 +233,7 @@ def rounds() -> Iterator[Method]:
     for count in (2, 8, 16):
         tried = with_outer(*OUTER)
         yield _rounds("muloco 10, 2bit, rescaled", RESCALED + muloco(10), MUON_RATES, count, tried)
-    streaming = "scheme.name=streaming_diloco scheme.delay=1" + adamw
+    streaming = "scheme.name=streaming_diloco scheme.delay=1 scheme.keep=0.5" + adamw
     yield _rounds("streaming_diloco 10", streaming, ADAMW_RATES, variants=with_outer(*OUTER))
     sparse = tuple(f"{FLOOR} scheme.outer_lr={lr}" for lr in (1.0, 0.7, 0.5))
     yield _rounds("sparseloco 10", "scheme.name=sparseloco" + adamw, ADAMW_RATES, variants=sparse)

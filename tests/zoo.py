@@ -38,7 +38,7 @@ SCHEMES = {
     "random-late": dt.schemes.random(rate=1 / 4, delay=2),
     "striding": dt.schemes.striding(rate=1 / 16),
     "diloco": dt.diloco(every=3),
-    "streaming": dt.schemes.streaming_diloco(every=4, fragments=3, delay=1, precision="fp32"),
+    "streaming": dt.schemes.streaming_diloco(every=4, fragments=3, delay=1, keep=0.5, precision="fp32"),
     "local-sgd": dt.schemes.local_sgd(every=2, precision="int8"),
     "sparseloco": dt.schemes.sparseloco(every=2, topk=8, chunk=256),
     "demo-diloco": outer_sgd(3, 0.7, 0.5, basis=DCT(), selection=TopK(4, 64), decay=0.95),

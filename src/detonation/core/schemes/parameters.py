@@ -95,7 +95,7 @@ def streaming_diloco(
     every: int = 100,
     fragments: int = 4,
     delay: int = 5,
-    keep: float = 0.5,
+    keep: float = 0.0,
     outer_lr: float = 0.7,
     outer_momentum: float = 0.5,
     precision: str = "4bit",
@@ -113,7 +113,7 @@ def streaming_diloco(
         every, outer_lr, outer_momentum, precision: As in `diloco`.
         fragments: From 1 to every.
         delay: Steps, from 0 to below every.
-        keep: From 0 to 1; with 1 parameters follow no anchor before `synchronize()`. Long rounds want 0.
+        keep: From 0 to 1. With the paper's 0.5 replicas part in long rounds; with 1, until `synchronize()`.
         unit: "parameter", or "block" to keep the parameters of a numbered layer (layers.3) in one fragment, as the
             paper does; layers of equal size take turns.
         link: As in `demo`.
