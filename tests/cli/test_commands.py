@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import tyro
 
 from commands import Command, launched, outliving, write_recipe
 from covering import some
-from detonation.cli.verbs import SHORTCUTS, assignments
-from detonation.train.recipe.resolve import parse_sets
+from detonation.cli.arguments import Verb
+from detonation.cli.verbs import SHORTCUTS, assignments, requested
+from detonation.train.recipe.resolve import Request, parse_sets
 from limits import LIMIT_S
 
 ROOT = Path(__file__).parents[2]
@@ -194,6 +196,12 @@ def test_a_command_runs_without_an_output():
 def test_a_text_flag_is_no_number():
     given = parse_sets(assignments(SHORTCUTS, {"data": "2024", "scheme": "demo", "steps": 3, "link": None}))
     assert given == {"data": {"source": "2024"}, "scheme": {"name": "demo"}, "train": {"steps": 3}}
+
+
+def test_a_comparison_has_the_flags_that_all_of_its_runs_share():
+    flags = ["--schemes", "full,demo", "--steps", "7", "--data", "my.txt"]
+    asked = requested(Request, tyro.cli(Verb, args=["compare", "quick-lm", *flags]))
+    assert asked.overrides == ("train.steps=7", 'data.source="my.txt"')
 
 
 def test_an_interrupt_while_modules_are_imported_is_one_line():

@@ -6,7 +6,7 @@ import torch
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.link.link import Link
 from detonation.wire.collectives import WEIGHT_MOVES, BlockIntegers, DifferenceGather, ErrorFeedbackReduce
-from detonation.wire.wire import quantized_bytes
+from quantized import quantized_bytes
 
 CODECS = {
     "4bit": (BlockIntegers(4), 0.14),

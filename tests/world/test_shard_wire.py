@@ -16,7 +16,8 @@ import worlds
 from covering import some
 from detonation.core.flat.tensors import digest, local
 from detonation.wire.units import mend_references, shard_units
-from detonation.wire.wire import WIDTHS, quantized_bytes
+from detonation.wire.wire import WIDTHS
+from quantized import quantized_bytes
 from zoo import Menagerie, Plain, batch, built
 
 pytestmark = pytest.mark.usefixtures("lasting_worlds")

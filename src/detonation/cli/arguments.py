@@ -71,23 +71,29 @@ class Processes(Overrides):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shortcuts(Overrides):
-    """Flags for the settings that change most; --set has all of them."""
+class Experiment(Overrides):
+    """What is trained, on what, and for how long."""
 
-    recipe: Positional[Annotated[Path | None, shown("[RECIPE]")]] = None
-    """A TOML file, or a name that detonation train alone lists."""
-    scheme: Text = None
-    """What replicas exchange: demo, diloco, full, ...; auto chooses."""
     steps: Integer = None
     """Steps of the optimizer (train.steps)."""
-    lr: Annotated[float | None, shown("NUMBER")] = None
-    """Learning rate (optimizer.lr)."""
     model: Text = None
     """Such as olmo2, vit, hf:DIRECTORY or hf:ID (model.name)."""
     data: Annotated[str | None, shown("SOURCE")] = None
     """A name of detonation fetch, a file, a directory, hf:ID (data.source)."""
     init_from: Annotated[str | None, shown("DIR")] = None
     """Begin with the weights of a run or of an exported model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shortcuts(Experiment):
+    """Flags for the settings that change most; --set has all of them."""
+
+    recipe: Positional[Annotated[Path | None, shown("[RECIPE]")]] = None
+    """A TOML file, or a name that detonation train alone lists."""
+    scheme: Text = None
+    """What replicas exchange: demo, diloco, full, ...; auto chooses."""
+    lr: Annotated[float | None, shown("NUMBER")] = None
+    """Learning rate (optimizer.lr)."""
 
 
 @verb("recipe", "scheme", "steps", "replicas", "shards", "out", "web")
@@ -146,8 +152,8 @@ class Simulate(Shortcuts):
     """Run directory; runs/<recipe>-<scheme>-<replicas>-<time> when left out."""
 
 
-@verb("recipe", "schemes", "vary", "replicas", "shards", "out")
-class Compare(Processes):
+@verb("recipe", "schemes", "vary", "steps", "replicas", "shards", "out")
+class Compare(Experiment, Processes):
     """Train a recipe under several schemes or settings, and write one page.
 
     Finished runs in --out are kept, stopped ones continue.

@@ -71,7 +71,7 @@ SHORTCUTS = {
     "scheme": "scheme.name", "steps": "train.steps", "lr": "optimizer.lr", "model": "model.name", "data": "data.source",
     "init_from": "train.init_from",
 }  # fmt: skip
-"""The recipe's key for each flag of `Shortcuts`."""
+"""The recipe's key for each flag of `Shortcuts` and `Experiment`."""
 SETTING_FLAGS = {
     "link": "mesh.link", "elastic": "mesh.elastic", "meet": "mesh.meet", "checkpoint_every": "train.checkpoint_every",
     "keep": "train.keep", "log": "train.log_updates", "publish": "train.publish", "logger": "train.loggers",

@@ -41,7 +41,7 @@ class BlockIntegers:
         return (1 << self.width - 1) - 1
 
     def encode(self, values: Tensor) -> Tensor:
-        """Quantizes each line."""  # [..., n] fp32 -> [..., quantized_bytes or more] uint8
+        """Quantizes each line."""  # [..., n] fp32 -> [..., bytes of whole blocks] uint8
         missing = -values.shape[-1] % self.block
         lines = pad(values, (0, missing)) if missing else values.contiguous()
         blocks = lines.view(*lines.shape[:-1], -1, self.block)  # [..., blocks, block]
@@ -55,7 +55,7 @@ class BlockIntegers:
         return _aligned(torch.cat([packed, scales.view(torch.uint8)], -1))
 
     def decode(self, encoded: Tensor, count: int) -> Tensor:
-        """Reads messages of `count` numbers each."""  # [..., quantized_bytes or more] uint8 -> [..., count] fp32
+        """Reads messages of `count` numbers each."""  # [..., bytes] uint8 -> [..., count] fp32
         blocks = -(-count // self.block)
         split = packed_bytes(blocks * self.block, self.width)
         codes = unpack(encoded[..., :split], blocks * self.block, self.width, torch.float32).sub_(self.largest + 1)

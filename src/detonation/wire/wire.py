@@ -81,12 +81,3 @@ def shard_wire(
 
 BLOCK = 128
 """The numbers that share a scale."""
-
-
-def quantized_bytes(count: int, width: int) -> int:
-    """Bytes of `count` numbers of `width` bits, whole blocks of them, each with a scale in bf16.
-
-    >>> quantized_bytes(256, 4), quantized_bytes(1, 8)
-    (132, 130)
-    """
-    return -(-count // BLOCK) * (BLOCK * width // 8 + 2)
