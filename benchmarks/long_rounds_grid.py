@@ -88,10 +88,13 @@ def methods(done: Rows) -> Iterator[Method]:
 
 
 def reference(name: str, total: int = TOTAL, seeds: int = 3) -> Method:
-    """Full synchronisation: by one replica, since the mean of gradients is the same for any number."""
-    study = "references" if total == TOTAL else "larger batch"
+    """Full synchronisation: by one replica, since the mean of gradients is the same for any number.
+
+    With the larger batch only the learning rate is tuned: Muon chose the last setting with the smaller one.
+    """
+    study, inner = ("references", INNER[name]) if total == TOTAL else ("larger batch", INNER[name][-1:])
     sets = f"{COMMON} train.validate_every=100 scheme.name=full"
-    return Method(study, name, QUICK, sets, RATES[name], total, 1, seeds, INNER[name])
+    return Method(study, name, QUICK, sets, RATES[name], total, 1, seeds, inner)
 
 
 def alone(done: Rows) -> Iterator[Method]:
@@ -136,13 +139,18 @@ def gap(done: Rows) -> Iterator[Method]:
 
 
 def larger(done: Rows) -> Iterator[Method]:
-    """The same scheme where each replica has more examples, as in real runs."""
+    """The same scheme where each replica has more examples, as in real runs.
+
+    The scheme takes the learning rate of its reference, as it chose with the smaller batch, and its own outer step.
+    """
     whole = reference(MUON, LARGER)
     yield whole
-    if whole.best(done) is None:
+    best = rounds(done, "muloco, 2bit", 8, TUNED_AT).best(done)
+    if whole.best(done) is None or best is None:
         return
     scheme, called = SCHEMES["muloco, 2bit"][1], f"muloco, 2bit, every {TUNED_AT}"
-    yield _tried(done, "larger batch", called, MUON, scheme, TUNED_AT, 8, with_outer(OUTER), LARGER)
+    tried = _tried(done, "larger batch", called, MUON, scheme, TUNED_AT, 8, (_outer(best),), LARGER)
+    yield dataclasses.replace(tried, rates=tried.rates[1:2])
 
 
 def winners(done: Rows) -> Iterator[Method]:
@@ -173,7 +181,7 @@ def _tried(
 ) -> Method:
     """A method with the inner optimizer and, in the middle, the learning rate of its reference, once that is tuned."""
     tuned = reference(against, total).best(done)
-    settings = dict(each.split("=", 1) for each in tuned.sets) if tuned else {}
+    settings = _settings(tuned) if tuned else {}
     own = {key: value for key, value in settings.items() if key.startswith("optimizer.")}
     middle = float(own.pop("optimizer.lr", RATES[against][2]))
     inner = " ".join(f"{key}={value}" for key, value in own.items()) or INNER[against][0]
@@ -183,10 +191,17 @@ def _tried(
 
 def _as_tuned(best: Cell, done: Rows, study: str, name: str, against: str, scheme: str, every: int) -> Method:
     """A method with the learning rate and the outer step of a setting that was tuned, and no tries of its own."""
-    values = dict(each.split("=", 1) for each in best.sets if not each.startswith("later:"))
-    outer = " ".join(f"{key}={values[key]}" for key in ("scheme.outer_lr", "scheme.outer_momentum") if key in values)
-    own = _tried(done, study, name, against, scheme, every, best.replicas, (outer,))
-    return dataclasses.replace(own, rates=(float(values["optimizer.lr"]),))
+    own = _tried(done, study, name, against, scheme, every, best.replicas, (_outer(best),))
+    return dataclasses.replace(own, rates=(float(_settings(best)["optimizer.lr"]),))
+
+
+def _outer(cell: Cell) -> str:
+    """The outer step of a run."""
+    return " ".join(f"{key}={value}" for key, value in _settings(cell).items() if key.startswith("scheme.outer_"))
+
+
+def _settings(cell: Cell) -> dict[str, str]:
+    return dict(each.split("=", 1) for each in cell.sets if not each.startswith("later:"))
 
 
 def _mean(method: Method, done: Rows) -> float | None:
