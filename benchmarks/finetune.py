@@ -76,7 +76,7 @@ def methods(done: Rows) -> Iterator[Method]:
             elif kind == "speakers, LoRA" or (kind, name) == ("verses", REFERENCE):
                 yield own
             elif (best := speakers.best(done)) and (replicas == 2 or "full" not in name):
-                yield replace(own, rates=(rate_of(best),), replicas=replicas)
+                yield replace(own, rates=(float(best.settings["optimizer.lr"]),), replicas=replicas)
 
 
 def method_of(kind: str, name: str) -> Method:
@@ -84,10 +84,6 @@ def method_of(kind: str, name: str) -> Method:
     sets, rates = SCHEMES[name]
     faster = tuple(10 * rate for rate in rates) if "LoRA" in kind else rates
     return Method(kind, name, RECIPE, f"{KINDS[kind]} {COMMON} {sets}", faster, TOTAL, variants=("schedule.floor=0.0",))
-
-
-def rate_of(cell: Cell) -> float:
-    return next(float(each.partition("=")[2]) for each in cell.sets if each.startswith("optimizer.lr="))
 
 
 def scores(session: Any) -> dict[str, Any]:
@@ -133,7 +129,7 @@ def _line(method: Method, best: Cell, runs: dict[int, Any], reference: dict[int,
         method.study,
         method.name,
         str(method.replicas),
-        f"{rate_of(best):g}",
+        f"{float(best.settings['optimizer.lr']):g}",
         seeds,
         mean("val_loss"),
         against(runs, reference),

@@ -25,6 +25,11 @@ class Cell:
     def key(self) -> tuple[Any, ...]:
         return (self.recipe, tuple(sorted(self.sets)), self.replicas, self.total, self.seed)
 
+    @property
+    def settings(self) -> dict[str, str]:
+        """The values of its settings, by key."""
+        return dict(each.split("=", 1) for each in self.sets if "=" in each)
+
 
 def adamw(lr: float) -> str:
     return f"scheme.name=full optimizer.name=AdamW optimizer.lr={lr}"

@@ -181,7 +181,7 @@ def _tried(
 ) -> Method:
     """A method with the inner optimizer and, in the middle, the learning rate of its reference, once that is tuned."""
     tuned = reference(against, total).best(done)
-    settings = _settings(tuned) if tuned else {}
+    settings = tuned.settings if tuned else {}
     own = {key: value for key, value in settings.items() if key.startswith("optimizer.")}
     middle = float(own.pop("optimizer.lr", RATES[against][2]))
     inner = " ".join(f"{key}={value}" for key, value in own.items()) or INNER[against][0]
@@ -192,16 +192,12 @@ def _tried(
 def _as_tuned(best: Cell, done: Rows, study: str, name: str, against: str, scheme: str, every: int) -> Method:
     """A method with the learning rate and the outer step of a setting that was tuned, and no tries of its own."""
     own = _tried(done, study, name, against, scheme, every, best.replicas, (_outer(best),))
-    return dataclasses.replace(own, rates=(float(_settings(best)["optimizer.lr"]),))
+    return dataclasses.replace(own, rates=(float(best.settings["optimizer.lr"]),))
 
 
 def _outer(cell: Cell) -> str:
     """The outer step of a run."""
-    return " ".join(f"{key}={value}" for key, value in _settings(cell).items() if key.startswith("scheme.outer_"))
-
-
-def _settings(cell: Cell) -> dict[str, str]:
-    return dict(each.split("=", 1) for each in cell.sets if not each.startswith("later:"))
+    return " ".join(f"{key}={value}" for key, value in cell.settings.items() if key.startswith("scheme.outer_"))
 
 
 def _mean(method: Method, done: Rows) -> float | None:

@@ -87,7 +87,7 @@ def _against(found: dict[int, float], base: dict[int, float]) -> str:
 
 def _chosen(method: Method, best: Cell) -> str:
     """What tuning chose: the learning rate, marked at an end of its grid, and the settings of the variant."""
-    values = dict(each.split("=", 1) for each in best.sets if "=" in each and not each.startswith("later:"))
+    values = best.settings
     rate = float(values["optimizer.lr"])
     edge = " (edge)" if len(method.rates) > 1 and rate in (method.rates[0], method.rates[-1]) else ""
     keys = [each.split("=")[0] for each in method.variants[0].split()]

@@ -93,7 +93,7 @@ class Method:
         best = self.best(done)
         if best is None:
             return ""
-        settings = dict(each.split("=") for each in best.sets if "=" in each)
+        settings = best.settings
         rate = float(settings["optimizer.lr"])
         edge = " (edge)" if len(self.rates) > 1 and rate in (self.rates[0], self.rates[-1]) else ""
         variants = [dict(each.split("=") for each in variant.split()) for variant in self.variants]
