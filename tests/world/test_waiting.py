@@ -34,6 +34,8 @@ BEFORE, FIRST = Standing(20), Standing(0)
         (0, [INSIDE, FIRST], "rank 1 has not begun its first step$"),
         (1, [BEFORE, INSIDE, INSIDE, Standing(20, "inside")], "rank 0 is between .* 21, rank 3 is still in step 20$"),
         (0, [INSIDE, Standing(20, "left")], "rank 1 has left after step 20"),
+        (0, [INSIDE, Standing(20, "saving")], "rank 1 is in save_checkpoint after step 20, which all ranks must call$"),
+        (0, [Standing(20, "saving"), Standing(20, "saving")], None),
         (0, [OUTSIDE, LEFT], "waited for 30 s after step 21, .*: rank 1 has left after step 21"),
         (0, [INSIDE, INSIDE], "in step 21, as all ranks have: the network between them is slow or cut off"),
         (0, [INSIDE, *[BEFORE] * 12], "rank 8 is between steps 20 and 21 and 4 more$"),
@@ -181,9 +183,9 @@ def test_a_rank_that_steps_alone_says_for_whom_it_waits_and_so_does_the_error(wa
 @contextmanager
 def within_step():
     """What `Replicated.step` tells the watch."""
-    PROGRESS.steps, PROGRESS.inside = PROGRESS.steps + 1, True
+    PROGRESS.steps, PROGRESS.where = PROGRESS.steps + 1, "inside"
     yield
-    PROGRESS.inside = False
+    PROGRESS.where = "outside"
 
 
 def left_alone(mesh):

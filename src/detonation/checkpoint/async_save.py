@@ -11,16 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d
 
 from detonation.checkpoint.files.retention import checkpoint_name
 from detonation.checkpoint.gather import Texts, device_of, elastic_axis, texts_between
 from detonation.checkpoint.shard_saver import NotSaved, SaveJob, ShardSaver, make_save_job
 from detonation.core.optimizer.replicated import Replicated
+from detonation.core.runtime import PROGRESS
 
 _log = logging.getLogger("detonation.checkpoint")
 _HOST = torch.device("cpu")
-_set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # public from torch 2.14 on
+_set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # public from torch 2.14 on
 SAVE_TIMEOUT_S = 300.0
 """How long a save waits for a rank that is alive; the time that a slow disk takes for a file comes on top."""
 LOWEST_BYTES_PER_S = 10e6
@@ -114,7 +114,6 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
 
     def _open_group(self) -> None:
         """Makes the writing thread's group, and another one once a save has broken it on any rank. Collective."""
@@ -183,7 +182,11 @@ def save_checkpoint(
     """
     _require_positive(keep)
     job = make_save_job(model, optimizer, extra, frozen)
-    return ShardSaver(Path(directory), keep, texts_between(model, optimizer)).save(job)
+    PROGRESS.where = "saving"
+    try:
+        return ShardSaver(Path(directory), keep, texts_between(model, optimizer)).save(job)
+    finally:
+        PROGRESS.where = "outside"
 
 
 def _require_positive(keep: int) -> None:

@@ -101,13 +101,13 @@ class Runtime:
 class Progress:
     """The steps of this process, for a thread that watches it. Nothing here waits or communicates.
 
-    steps: the steps that have begun, of all optimizers. inside: a step is under way. explain: called with an error that
-    ends a step, to say in its text who did not come.
+    steps: the steps that have begun, of all optimizers. where: "inside" the last of them, "outside", or "saving".
+    explain: called with an error that ends a step, to say in its text who did not come.
     """
 
     def __init__(self) -> None:
         self.steps = 0
-        self.inside = False
+        self.where = "outside"
         self.explain: Callable[[BaseException], None] = lambda error: None
 
 

@@ -26,13 +26,19 @@ WAIT_LINE_S = 30.0
 """A rank that stands still for this long says so; again after twice the time, and so on. After twice the time it ends,
 where those for whom it waits have left."""
 _INSIDE, _OUTSIDE, _LEFT = "inside", "outside", "left"
+_SAID = {
+    _INSIDE: "is still in step {0}",
+    _OUTSIDE: "is between steps {0} and {1}",
+    "saving": "is in save_checkpoint after step {0}, which all ranks must call",
+    _LEFT: "has left after step {0}",
+}
 _MOST_NAMED, _POLL_S = 8, 0.02
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Standing:
-    """How far a rank has come. steps: that have begun. where: inside the last of them, outside a step, or left."""
+    """How far a rank has come. steps: that have begun. where: in or outside the last of them, saving, or left."""
 
     steps: int
     where: str = _OUTSIDE
@@ -41,7 +47,7 @@ class Standing:
     def parse(cls, text: str) -> "Standing":
         """The inverse of `str`. Raises `ValueError` for any other text."""
         steps, where = text.split(" ")
-        if where not in (_INSIDE, _OUTSIDE, _LEFT):
+        if where not in _SAID:
             raise ValueError(f"{where!r} is no place in a loop")
         return cls(int(steps), where)
 
@@ -94,13 +100,8 @@ def _waiting(rank: int, standings: Sequence[Standing], seconds: float) -> str:
 
 
 def _described(rank: int, standing: Standing) -> str:
-    if standing.where == _LEFT:
-        return f"rank {rank} has left after step {standing.steps}"
-    if standing.where == _INSIDE:
-        return f"rank {rank} is still in step {standing.steps}"
-    if not standing.steps:
-        return f"rank {rank} has not begun its first step"
-    return f"rank {rank} is between steps {standing.steps} and {standing.steps + 1}"
+    said = "has not begun its first step" if standing == Standing(0) else _SAID[standing.where]
+    return f"rank {rank} {said.format(standing.steps, standing.steps + 1)}"
 
 
 class Awaited:
@@ -183,7 +184,7 @@ class Watch:
                 _log.warning("%s", self._text)
 
     def _standing(self) -> Standing:
-        return Standing(PROGRESS.steps, _LEFT if self._left else _INSIDE if PROGRESS.inside else _OUTSIDE)
+        return Standing(PROGRESS.steps, _LEFT if self._left else PROGRESS.where)
 
     def _publish(self, standing: Standing) -> None:
         if standing != self._published:

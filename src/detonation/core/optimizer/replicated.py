@@ -107,7 +107,7 @@ class Replicated(OptimizerWrapper):
         if self.memory_lost:
             states.warn_of_lost_memory(self)
         self.base_step.overflow = self.unscale() if "grad_scale" in vars(self) else None
-        PROGRESS.steps, PROGRESS.inside = PROGRESS.steps + 1, True
+        PROGRESS.steps, PROGRESS.where = PROGRESS.steps + 1, "inside"
         try:
             if self._replicators is None:
                 self.set_up()
@@ -142,7 +142,7 @@ class Replicated(OptimizerWrapper):
             PROGRESS.explain(error)
             raise
         finally:
-            PROGRESS.inside = False
+            PROGRESS.where = "outside"
         return loss
 
     @contextmanager
