@@ -105,10 +105,11 @@ def table(done: Rows) -> str:
     every = list(methods(done))
     for method in every:
         tried = [cell for cell in method.tried(done) if cell.key in done]
-        if not tried:
+        runs = method.judged(done)
+        if not runs and not tried:
             continue
         best = method.best(done) or min(tried, key=lambda cell: done[cell.key]["val_loss"] or float("inf"))
-        runs = method.judged(done) or {0: done[best.key]}
+        runs = runs or {0: done[best.key]}
         reference = next(m for m in every if (m.study, m.replicas, m.name) == (method.study, 2, REFERENCE))
         lines.append("| " + " | ".join(_line(method, best, runs, reference.judged(done))) + " |")
     return "\n".join(lines)

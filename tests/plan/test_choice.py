@@ -169,7 +169,7 @@ def test_fewer_rounds_than_were_measured_widen_the_interval(table):
     table(baseline(1.0, 1.0, 1.0, steps=1000), rounds, measured(0.9, 0.9, 0.9, steps=1000))
     as_many, fewer = (expected(dt.diloco(every=10), steps=steps) for steps in (1000, 100))
     assert as_many.interval == pytest.approx((-0.1, -0.1))
-    assert fewer.interval == pytest.approx((-0.135, -0.065)) and fewer.far == ("0.1 times the length",)
+    assert fewer.interval == pytest.approx((-0.134, -0.066)) and fewer.far == ("0.1 times the length",)
     assert expected(steps=100).interval == pytest.approx((-0.1, -0.1)), "it exchanges at every step"
 
 
@@ -181,7 +181,7 @@ def test_a_round_as_long_as_the_run_is_no_option(steps, longest):
 
 @pytest.mark.parametrize("replicas", [2, 8])
 def test_ten_times_fewer_rounds_cost_what_was_measured(replicas):
-    """By two replicas to the last digit; the rule for more is 14 % off for eight."""
+    """By two replicas to the last digit; the rule for more is 15 % off for eight."""
     rows = [loss for loss in loss_table() if loss.optimizer == "Muon"]
     full = {row.task: row.losses for row in rows if row.is_full}  # the same for any number of replicas
     few, many = (

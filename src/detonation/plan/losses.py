@@ -29,9 +29,9 @@ PER_LONGER = 0.04
 to 1,000 steps, -6.4 % to -1.2 % (docs/findings.md)."""
 PER_DOUBLING = 0.12
 """The same for each factor of two in replicas: the largest change of a mean, AdamW every 300 (docs/findings.md)."""
-PER_FEWER_ROUNDS = 0.035
+PER_FEWER_ROUNDS = 0.034
 """The same for each factor of ten by which a run has fewer rounds, times log2(replicas): `muloco` every 30 over 100 and
-over 10 rounds, +0.9 and +4.4 % with two replicas, +5.9 and +17.9 % with eight (docs/findings.md)."""
+over 10 rounds, +1.0 and +4.4 % with two replicas, +6.2 and +17.9 % with eight (docs/findings.md)."""
 SPREAD = 0.07
 """Half of a 95 % interval of three seeds on text (docs/findings.md), for a single seed."""
 # fmt: off
