@@ -78,7 +78,7 @@ def methods(done: Rows) -> Iterator[Method]:
             elif kind == "speakers, LoRA" or (kind == "verses" and name in TUNED_ON_VERSES):
                 yield own
             elif (best := speakers.best(done)) and (replicas == 2 or "full" not in name):
-                yield replace(own, rates=(float(best.settings["optimizer.lr"]),), replicas=replicas)
+                yield replace(own, rates=(best.rate,), replicas=replicas)
 
 
 def method_of(kind: str, name: str) -> Method:
@@ -132,7 +132,7 @@ def _line(method: Method, best: Cell, runs: dict[int, Any], reference: dict[int,
         method.study,
         method.name,
         str(method.replicas),
-        f"{float(best.settings['optimizer.lr']):g}",
+        f"{best.rate:g}",
         seeds,
         mean("val_loss"),
         against(runs, reference),

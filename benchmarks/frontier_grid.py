@@ -30,6 +30,11 @@ class Cell:
         """The values of its settings, by key."""
         return dict(each.split("=", 1) for each in self.sets if "=" in each)
 
+    @property
+    def rate(self) -> float:
+        """The learning rate."""
+        return float(self.settings["optimizer.lr"])
+
 
 def adamw(lr: float) -> str:
     return f"scheme.name=full optimizer.name=AdamW optimizer.lr={lr}"

@@ -192,7 +192,7 @@ def _tried(
 def _as_tuned(best: Cell, done: Rows, study: str, name: str, against: str, scheme: str, every: int) -> Method:
     """A method with the learning rate and the outer step of a setting that was tuned, and no tries of its own."""
     own = _tried(done, study, name, against, scheme, every, best.replicas, (_outer(best),))
-    return dataclasses.replace(own, rates=(float(best.settings["optimizer.lr"]),))
+    return dataclasses.replace(own, rates=(best.rate,))
 
 
 def _outer(cell: Cell) -> str:

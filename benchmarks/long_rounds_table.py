@@ -88,11 +88,10 @@ def _against(found: dict[int, float], base: dict[int, float]) -> str:
 def _chosen(method: Method, best: Cell) -> str:
     """What tuning chose: the learning rate, marked at an end of its grid, and the settings of the variant."""
     values = best.settings
-    rate = float(values["optimizer.lr"])
-    edge = " (edge)" if len(method.rates) > 1 and rate in (method.rates[0], method.rates[-1]) else ""
+    edge = " (edge)" if len(method.rates) > 1 and best.rate in (method.rates[0], method.rates[-1]) else ""
     keys = [each.split("=")[0] for each in method.variants[0].split()]
     shown = [f"{key.split('.')[1]} {values[key]}" for key in keys if key != "optimizer.name"]
-    return ", ".join([f"lr {rate:g}{edge}", *shown])
+    return ", ".join([f"lr {best.rate:g}{edge}", *shown])
 
 
 def _priced(cell: Cell) -> Cell:

@@ -94,11 +94,10 @@ class Method:
         if best is None:
             return ""
         settings = best.settings
-        rate = float(settings["optimizer.lr"])
-        edge = " (edge)" if len(self.rates) > 1 and rate in (self.rates[0], self.rates[-1]) else ""
+        edge = " (edge)" if len(self.rates) > 1 and best.rate in (self.rates[0], self.rates[-1]) else ""
         variants = [dict(each.split("=") for each in variant.split()) for variant in self.variants]
         odd = [key for key in variants[0] if len({each[key] for each in variants}) > 1]
-        return ", ".join([f"{rate:g}{edge}", *(f"{key.split('.')[1]} {float(settings[key]):g}" for key in odd)])
+        return ", ".join([f"{best.rate:g}{edge}", *(f"{key.split('.')[1]} {float(settings[key]):g}" for key in odd)])
 
 
 def loss(row: Row) -> float:

@@ -72,7 +72,7 @@ class Processes(Overrides):
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment(Overrides):
-    """What is trained, on what, and for how long."""
+    """The model of a run, its data and its length."""
 
     steps: Integer = None
     """Steps of the optimizer (train.steps)."""
