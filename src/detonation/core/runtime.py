@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -101,13 +101,13 @@ class Runtime:
 class Progress:
     """The steps of this process, for a thread that watches it. Nothing here waits or communicates.
 
-    steps: the steps that have begun, of all optimizers. where: "inside" the last of them, "outside", or "saving".
+    steps: the steps that have begun, of all optimizers. where: inside the last of them, outside, or in a save.
     explain: called with an error that ends a step, to say in its text who did not come.
     """
 
     def __init__(self) -> None:
         self.steps = 0
-        self.where = "outside"
+        self.where: Literal["inside", "outside", "saving"] = "outside"
         self.explain: Callable[[BaseException], None] = lambda error: None
 
 
