@@ -145,12 +145,12 @@ def larger(done: Rows) -> Iterator[Method]:
     """
     whole = reference(MUON, LARGER)
     yield whole
-    best = rounds(done, "muloco, 2bit", 8, TUNED_AT).best(done)
-    if whole.best(done) is None or best is None:
+    chosen, best = whole.best(done), rounds(done, "muloco, 2bit", 8, TUNED_AT).best(done)
+    if chosen is None or best is None:
         return
     scheme, called = SCHEMES["muloco, 2bit"][1], f"muloco, 2bit, every {TUNED_AT}"
     tried = _tried(done, "larger batch", called, MUON, scheme, TUNED_AT, 8, (_outer(best),), LARGER)
-    yield dataclasses.replace(tried, rates=tried.rates[1:2])
+    yield dataclasses.replace(tried, rates=(chosen.rate,))
 
 
 def winners(done: Rows) -> Iterator[Method]:
