@@ -1,6 +1,7 @@
 """torch.distributed.checkpoint takes equal keys on different ranks for one tensor, so local state has unequal keys."""
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 from test_exact import BASES, advance, everything, start
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -8,7 +9,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import detonation as dt
 import worlds
 from covering import covered
-from zoo import SCHEMES
+from detonation.cluster.network.loopback import LoopbackCommunicator
+from detonation.core.flat.tensors import digest
+from zoo import SCHEMES, Plain, batch, built
 
 pytestmark = pytest.mark.usefixtures("lasting_worlds")
 
@@ -108,6 +111,17 @@ def others_state(mesh):
         except ValueError as error:
             errors.append(str(error))
     return errors
+
+
+def test_rounds_begin_with_the_state_of_a_plain_optimizer():
+    """A run that was trained without replicas goes on in rounds: the state that it saved is of all replicas."""
+    model = built(Plain)
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(batch(0, 0, 32)).mean().backward()
+    plain.step()
+    base = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    dt.replicate(base, model, LoopbackCommunicator(), dt.diloco(every=4)).load_state_dict(plain.state_dict())
+    assert digest([s["exp_avg"] for s in base.state.values()]) == digest([s["exp_avg"] for s in plain.state.values()])
 
 
 def test_the_state_of_another_replica_is_refused():

@@ -193,6 +193,7 @@ WRITES = 'while [ "$1" != -o ]; do [ "$1" = --version ] && exit 0; shift; done; 
             WRITES + 'echo "first"; echo "fatal error: no header" >&2; exit 1',
             "g\\+\\+ failed: fatal error: no h",
         ),
+        (WRITES + 'printf "a.cpp: error: it\\ncollect2: failed\\n" >&2; exit 1', "g\\+\\+ failed: a.cpp: error: it$"),
         (WRITES + 'echo "this is no library" > "$2"', "this is no library|invalid ELF header|file too short"),
         (WRITES + "true", "No such file or directory"),
         (WRITES + 'echo "int nothing;" | /usr/bin/gcc -shared -xc - -o "$2"', "is not the library: .*undefined symbol"),
@@ -204,3 +205,11 @@ def test_a_compiler_that_is_not_there_or_fails_is_one_line_and_plain_torch(compi
     assert len(caplog.messages) == (line is not None)
     if line:
         assert re.match(f"the kernels in plain torch: .*(?:{line})", caplog.messages[0])
+
+
+def test_a_home_that_is_full_is_passed_over(compiler, caplog):
+    """The next directory is tried; what is made there holds no kernels, since that would take long."""
+    full = 'case "$2" in */.cache/*) echo "ld: final link failed: No space left on device" >&2; exit 1;; esac; '
+    compiler(WRITES + full + 'echo "int nothing;" | /usr/bin/gcc -shared -xc - -o "$2"')
+    native.load_library()
+    assert re.search("failed: ld: .* No space left on device; .*is not the library", caplog.messages[0])

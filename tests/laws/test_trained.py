@@ -3,6 +3,7 @@ was resumed anywhere is the run that was not."""
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest
-from zoo import KINDS, SCHEMES, Plain, batch, built
+from zoo import KINDS, SCHEMES, TALKING, Plain, batch, built
 
 FROZEN = {0: ["layers.0"], 2: ["layers.0.bias"], 4: ["layers.1.bias", "layers.0.bias"], 5: ["layers.1"], 7: []}
 """By step, the prefixes of what is frozen from then on: some joins, some leaves, and both at once."""
@@ -109,3 +110,83 @@ def test_law_1_what_stays_keeps_its_memory_when_another_parameter_leaves():
         return model["a"].detach()
 
     assert torch.equal(end(beside=True), end(beside=False))
+
+
+def test_other_groups_of_the_same_parameters_change_nothing():
+    """Each replica groups and orders them as it likes; what stops is another lr."""
+
+    def act(communicator, regroup):
+        model = built(Plain)
+        first, *rest = model.parameters()
+        base = torch.optim.SGD([{"params": [first]}, {"params": rest}], lr=0.1)
+        optimizer = dt.replicate(base, model, communicator, dt.loco())
+        for step in range(6):
+            if regroup and step == 2:
+                base.param_groups.reverse()
+            if regroup and step == 4:
+                base.param_groups[1]["params"].insert(0, base.param_groups[0]["params"].pop())
+            with optimizer.overlap():
+                model(batch(communicator.replica, step, 32)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return digest(model.parameters())
+
+    ends = [simulate_replicas(lambda axis, regroup=regroup: act(axis, regroup), 2) for regroup in (False, True)]
+    assert ends[0] == ends[1] and len({*ends[0]}) == 1
+
+
+@pytest.mark.parametrize("scheme", [dt.demo(), dt.diloco(every=4)], ids=["demo", "diloco"])
+def test_a_new_parameter_in_the_place_of_another_begins_anew(scheme):
+    """Such as a new head of the same shape: with the anchor of the old one its weights would jump."""
+
+    def act(communicator):
+        model = nn.ModuleList([nn.Linear(16, 16) for _ in range(2)])
+        for parameter in model.parameters():
+            nn.init.ones_(parameter)
+        optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=1e-9), model, communicator, scheme)
+        for step in range(13):
+            if step == 5:
+                model[1] = nn.Linear(16, 16)
+                for parameter in model[1].parameters():
+                    nn.init.constant_(parameter, 5.0)
+                optimizer.param_groups[0]["params"][2:] = model[1].parameters()
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter) if step != 5 else torch.zeros_like(parameter)
+            optimizer.step()
+            if step == 5:
+                rests = [tensor for key, tensor in optimizer.local_state().items() if key.endswith("residual.1.weight")]
+        return bool((model[1].weight - 5.0).abs().max() < 1e-5), [float(rest.abs().max()) for rest in rests]
+
+    assert all(stays and not any(rests) for stays, rests in simulate_replicas(act, 2))
+
+
+@pytest.mark.parametrize("name", TALKING)
+def test_law_10_a_rank_whose_shards_are_all_empty_takes_part(name):
+    """As where a model has fewer rows than a node has ranks."""
+
+    def act(communicator):
+        model = nn.ParameterDict({"gone": torch.zeros(0, 128), "too": torch.zeros(0)})
+        optimizer = dt.replicate(dt.SignSGD(model.parameters(), lr=0.1), model, communicator, TALKING[name])
+        for _ in range(2 * TALKING[name].round.every):
+            for parameter in model.values():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+        return optimizer.step_count
+
+    assert simulate_replicas(act, 2) == [2 * TALKING[name].round.every] * 2
+
+
+def test_a_newcomer_may_take_an_lr_that_a_schedule_computes_with_numpy():
+    def act(communicator):
+        model = built(Plain)
+        base = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(base, lambda step: np.float64(0.5) ** step)
+        optimizer = dt.replicate(base, model, communicator, dt.loco())
+        advance(model, optimizer, communicator.replica, range(1))
+        schedule.step()
+        optimizer.welcome(newcomer=communicator.replica == 1)
+        advance(model, optimizer, communicator.replica, range(1, 3))
+        return digest(model.parameters())
+
+    one, other = simulate_replicas(act, 2)
+    assert one == other

@@ -243,3 +243,29 @@ def test_what_would_forget_or_send_more_than_dense_is_refused():
         lines = ["goes on with the scheme demo that it began with", "full synchronisation sends", "has no place"]
         assert [name for name, _ in errors] == ["ValueError", "LargerThanDense", "ValueError"]
         assert all(line in text for line, (_, text) in zip(lines, errors, strict=True)) and same
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (dt.full(), dt.full("int8")),
+        (dt.schemes.random(precision="4bit"), dt.schemes.random()),
+        (dt.loco("bf16"), dt.loco("4bit")),
+        (dt.diloco(every=2), dt.diloco(every=2, precision="4bit")),
+    ],
+    ids=["full", "random", "loco", "diloco"],
+)
+def test_a_precision_that_takes_another_collective_goes_on(first, then):
+    def act(communicator):
+        model = built(Plain)
+        optimizer = dt.replicate(dt.SignSGD(model.parameters(), lr=1e-3), model, communicator, first)
+        for scheme in (first, then, first):
+            optimizer.reconfigure(scheme)
+            for step in range(2):
+                model(batch(communicator.replica, step, 32)).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return digest(model.parameters())
+
+    one, other = simulate_replicas(act, 2)
+    assert one == other

@@ -61,7 +61,7 @@ class NativeEngine(ReferenceEngine):
         else:
             values, *statistics, indices = (part[0] for part in run.parts)
             if not statistics:
-                values = values.view(torch.float32).view(run.rows, -1)
+                values = values.view(torch.float32).view(run.rows, self.codec.selection.k)
         self._library.encode(
             self._memory.residual,
             [None if s is None or not s.numel() else s.to(torch.float32).contiguous() for s in signals],

@@ -76,12 +76,12 @@ def _made_equal(link: Link, buffers: Mapping[str, Tensor], device: torch.device)
         name = keys[difference.name]
         buffer = buffers[name]
         if buffer.is_floating_point():
-            values = buffer.to(torch.promote_types(buffer.dtype, torch.float32)).flatten()
+            values = buffer.to(device, torch.promote_types(buffer.dtype, torch.float32)).flatten()
             counts = values.isfinite().all()  # one batch that is not finite must not end in the statistics of all
             mine = torch.cat([values.where(counts, values.new_zeros(())), counts.to(values.dtype).view(1)])
             total = link.all_reduce(mine)()
             buffer.copy_((total[:-1] / total[-1]).view(buffer.shape))
         else:
-            buffer.copy_(repaired(link, difference, buffer))
+            buffer.copy_(repaired(link, difference, buffer, device))
         found.append(name)
     return found

@@ -106,27 +106,26 @@ class StopConsensus:
         """
         if self.half_step:
             raise HalfStep(f"{self.half_step}; the other replicas may have taken it: load a checkpoint on all")
-        options = repr([*map(self._numbers, self._base.param_groups)]).encode()
+        options = "; ".join(map(self._numbers, self._base.param_groups)).encode()
         for counts in self.counts:
             counts.options = options
         if self.decides_on_device:
             self.begin(step)
 
     def step_base(self, take: Callable[[], object], step: int) -> None:
-        """Takes the step of the base optimizer, unless this replica sits it out.
+        """Takes the step of the base optimizer, unless this replica sits it out."""
+        if self.balance is None or not self.balance.idle(step):
+            take()
+            if self.balance is not None:
+                self.balance.stepped()
+        if self.after_base is not None:
+            self.after_base(step)
 
-        Repeating it after an error, with new messages, would part replicas.
-        """
-        try:
-            if self.balance is None or not self.balance.idle(step):
-                take()
-                if self.balance is not None:
-                    self.balance.stepped()
-            if self.after_base is not None:
-                self.after_base(step)
-        except BaseException as error:
-            self.half_step = f"step {step} of this replica sent its messages and then ended by {error!r}"
-            raise
+    def forget(self) -> None:
+        """Forgets faults and half steps of before: the state of all replicas was replaced."""
+        self.half_step, self._asked = "", None
+        for counts in self.counts:
+            counts.forget()
 
     def begin(self, step: int) -> None:
         """Raises on all ranks for a fault of earlier steps, on a device that decides by itself. Collective."""
@@ -220,19 +219,19 @@ class StopConsensus:
         """
         self.look()
         self._drain(replicators, step)
-        compared = set[Link]()
+        compared, device = set[Link](), self.runtime.device
         for replicator in replicators:
             link, tensors = replicator.link, replicator.replicated()
             texts = {} if link in compared else options
             compared.add(link)
             mended: dict[str, Tensor] = {}
-            for difference in self.compare(link, tensors, self.runtime.device, texts):
+            for difference in self.compare(link, tensors, device, texts):
                 if difference.name == CHANGE:
                     for sender in difference.odd:
                         replicator.counts.announced(sender, replicator.counts.names[difference.source])
                     continue
                 if self.safety.on_desync == "repair" and difference.name in tensors:
-                    mended[difference.name] = repaired(link, difference, tensors[difference.name])
+                    mended[difference.name] = repaired(link, difference, tensors[difference.name], device)
                     outcome = "repaired"
                 else:
                     replicator.counts.desync(difference.odd[0], difference.name)

@@ -4,7 +4,7 @@ the majority."""
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter, truth
+from inspect import signature
 from typing import Any
 
 import torch
@@ -64,25 +64,26 @@ def differences(
     return [difference for difference in (_difference(name, column) for name, column in columns) if difference]
 
 
-def options_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def options_of(optimizer: Optimizer) -> dict[str, str]:
     """The plain options of parameter groups (lr, betas, weight_decay, ...) as texts that are equal where they are.
 
     Reads the value of an lr that is a tensor.
 
     Example:
-        >>> options_of([{"params": [], "lr": 0.1, "betas": (0.9, 0.95)}])
-        {'lr of group 0': '0.1', 'betas of group 0': '(0.9, 0.95)'}
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        >>> options_of(optimizer)["lr of group 0"]
+        '0.1'
     """
-    found = {}
-    for number, group in enumerate(groups):
+    found, private = {}, _private(optimizer)
+    for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             plain = value.tolist() if isinstance(value, Tensor) and value.device.type != "meta" else value
-            if plain is None or isinstance(plain, bool | int | float | str | tuple):
-                found[f"{key} of group {number}"] = repr(plain)
+            if key not in private and (plain is None or isinstance(plain, bool | int | float | str | tuple)):
+                found[f"{key} of group {number}"] = str(plain)  # the same for a number of numpy
     return found
 
 
-def numbers_of(optimizer: Optimizer | None) -> Callable[[Mapping[str, Any]], object]:
+def numbers_of(optimizer: Optimizer | None) -> Callable[[Mapping[str, Any]], str]:
     """A reader, for one group, of the optimizer's own options that are numbers in all groups (lr, betas, ...).
 
     An lr that is a tensor is left out, because a step would wait for its device: `options_of` reads it. So is what
@@ -91,11 +92,18 @@ def numbers_of(optimizer: Optimizer | None) -> Callable[[Mapping[str, Any]], obj
     Example:
         >>> optimizer = torch.optim.Rprop([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
         >>> numbers_of(optimizer)(optimizer.param_groups[0])
-        (0.1, (0.5, 1.2), (1e-06, 50), False, False, False)
+        'lr=0.1 etas=(0.5, 1.2) step_sizes=(1e-06, 50) maximize=False differentiable=False capturable=False'
     """
-    groups = optimizer.param_groups if optimizer else []
-    keys = [key for key in (optimizer.defaults if optimizer else ()) if all(_is_number(g.get(key)) for g in groups)]
-    return itemgetter(*keys) if keys else truth
+    groups, private = (optimizer.param_groups, _private(optimizer)) if optimizer else ([], set())
+    found = [key for key in (optimizer.defaults if optimizer else ()) if key not in private]
+    return " ".join(f"{key}={{{key}}}" for key in found if all(_is_number(g.get(key)) for g in groups)).format_map
+
+
+def _private(optimizer: Optimizer) -> set[str]:
+    """The defaults that no argument of the constructor sets: state, such as the estimate of Prodigy."""
+    arguments = signature(type(optimizer).__init__).parameters
+    takes_others = any(each.kind == each.VAR_KEYWORD for each in arguments.values())
+    return set() if takes_others or "params" not in arguments else optimizer.defaults.keys() - arguments.keys()
 
 
 def _is_number(value: object) -> bool:
@@ -115,14 +123,15 @@ def _announced(link: Link, words: Sequence[int]) -> dict[int, int]:
     return {replica: number for replica, number in numbers.items() if 0 <= number < 2**31}
 
 
-def repaired(link: Link, difference: Difference, tensor: Tensor) -> Tensor:
-    """The source's tensor, on every replica. Collective.
+def repaired(link: Link, difference: Difference, tensor: Tensor, device: torch.device) -> Tensor:
+    """The source's tensor, on every replica; the own one where the source was lost on the way. Collective.
 
-    The others add zeros to its bytes, so that all get the same bits.
+    The others add zeros to its bytes, so that all get the same bits. device: that the link carries.
     """
-    mine = tensor.contiguous().view(-1).view(torch.uint8).clone()
+    mark = torch.ones(1, dtype=torch.uint8, device=device)
+    mine = torch.cat([tensor.contiguous().view(-1).view(torch.uint8).to(device), mark])
     total = link.all_reduce(mine if link.replica == difference.source else mine.zero_())()
-    return total.view(tensor.dtype).view(tensor.shape)
+    return total[:-1].view(tensor.dtype).view(tensor.shape).to(tensor.device) if total[-1] else tensor
 
 
 def _difference(name: str, sums: Sequence[int]) -> Difference | None:

@@ -67,19 +67,22 @@ class FaultCounts:
         repairs: bool = False,
         signal: str = "the gradient",
     ) -> None:
-        self.skipped = self.refused = self.fatal = 0
+        self.skipped = self.refused = 0
         self.by_parameter: Counter[str] = Counter()
-        self.due: set[int] = set()
-        self.names, self.changing, self.options = list(names), 0, b""
+        self.names, self.options = list(names), b""
         self.number = 0
-        self.changed: dict[int, str] = {}
         self._replica, self._signal = replica, signal
         self._policy, self._repairs = policy, repairs
-        self._strikes: Counter[int] = Counter()
-        self._good: Counter[int] = Counter()  # messages of each replica in use since the last refusal
-        self._row: Counter[tuple[int, int]] = Counter()
         self._warned: set[tuple[int, int]] = set()
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets all that could end the next steps, because those before them were undone: a checkpoint was loaded."""
+        self.fatal = self.changing = 0
+        self.due, self.changed = set[int](), dict[int, str]()
         self.reports: list[tuple[int, Readback, Callable[[list[Any]], object]]] = []
+        self._strikes, self._row = Counter[int](), Counter[tuple[int, int]]()
+        self._good = Counter[int]()  # messages of each replica in use since the last refusal
 
     def report_later(self, due: int, numbers: Readback, report: Callable[[list[Any]], object]) -> None:
         """Makes `catch_up` call `report` with `numbers`, which are about a message due at step `due`."""

@@ -117,7 +117,7 @@ class Link:
             weights = torch.arange(1, 2 * len(local), 2, dtype=torch.int64, device=words.device)
             words = (local * weights[:, None]).sum(0)
         lines = self._inter_node.all_gather(words.contiguous().view(torch.uint8))()
-        if self.elastic and self.elastic.absent:
+        if self.elastic:
             lines = present_rows(self.elastic, lines)
         return lines.reshape(-1).view(words.dtype).view(self.replicas, -1)
 

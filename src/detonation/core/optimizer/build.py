@@ -5,12 +5,12 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from detonation.core.agreement.clipping import Clip
 from detonation.core.agreement.consensus import StopConsensus
@@ -106,7 +106,7 @@ def build_levels(
     made: list[list[Replicator]] = []
     places = Counter[int]()  # by part: the replicators so far
     others = [name for name in names if name not in parameters]
-    faults = [*parameters, *others, *options_of(base.optimizer.param_groups), OPTIONS, NEW_PARAMETER]
+    faults = [*parameters, *others, *options_of(base.optimizer), OPTIONS, NEW_PARAMETER]
     for _, counts in routes.values():
         consensus.counts.append(counts)
         counts.names = faults
@@ -165,7 +165,7 @@ def replicator_of(
 def compare_replicas(
     replicators: Sequence[Replicator],
     settings: Settings,
-    groups: Sequence[Mapping[str, Any]],
+    optimizer: Optimizer,
     joining: Collection[str] | None = None,
     frozen: Mapping[str, Tensor] | None = None,
     begun: bool = False,
@@ -175,7 +175,7 @@ def compare_replicas(
     """Raises `Mismatch` on all replicas where one differs in a setting that must be the same. Collective.
 
     Args:
-        groups: The parameter groups of the base optimizer.
+        optimizer: The base optimizer, for the options of its parameter groups.
         joining: The parameters whose weights are compared, where the rest was compared before.
         frozen: Weights that no step moves, which are compared too.
         begun: Whether steps were taken, so that weights may differ where replicas round differently.
@@ -188,18 +188,18 @@ def compare_replicas(
         return ""
     bits = settings.safety.equal == "bits"
     free = TESTS if not bits else () if again else (STEP_SELFTEST,)
-    tested: dict[int, dict[str, str]] = {}  # by scheme: its fragments decode alike
+    tested: dict[Scheme, dict[str, str]] = {}  # fragments of one decode alike
     found: dict[str, str] = {}
     refused, compared = list[Mismatch](), set[Link]()
     parameters = [parameter for replicator in replicators for parameter in replicator.parameters.values()]
     shards, device = links_of_shards(parameters), replicators[0].channel.runtime.device
     with mismatch_on_all(shards, device):
         for replicator in replicators:
-            key, runtime = id(replicator.scheme), replicator.channel.runtime
-            description = _description(replicator, settings, joining) | options_of(groups) | {CLOSE: str(close)}
+            scheme, runtime = replicator.scheme, replicator.channel.runtime
+            description = _description(replicator, settings, joining) | options_of(optimizer) | {CLOSE: str(close)}
             if joining is None:
-                tested[key] = tested.get(key) or selftest(replicator.scheme, runtime, replicator.stepped)
-                description |= tested[key]
+                tested[scheme] = tested.get(scheme) or selftest(scheme, runtime, replicator.stepped)
+                description |= tested[scheme]
             if settings.balance:
                 description |= {"balance": "True"}
             if settings.clip:

@@ -1,7 +1,7 @@
 """Reconfiguration: other settings of a scheme, or other trained parameters, between two steps, without a loss of
 state."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -210,12 +210,14 @@ def like_option(current: object, value: Any) -> Any:
     return tuple(value) if isinstance(current, tuple) else value
 
 
-def hand_over_by_name(old: Sequence[Sequence[Replicator]], new: Sequence[Sequence[Replicator]]) -> None:
+def hand_over_by_name(
+    old: Sequence[Sequence[Replicator]], new: Sequence[Sequence[Replicator]], joining: Collection[str] = ()
+) -> None:
     """Moves the portable state of each level into replicators for other parameters, or among other replicas.
 
-    The state of parameters that left is gone; those that joined begin with an empty memory, and an anchor where they
-    are. The server residual goes into the memory, because rows get other owners; without a memory it is gone. What is
-    of no parameter, such as the steps until a message lands, goes from a fragment to the same fragment.
+    The state of parameters that left is gone; the `joining` begin with an empty memory, and an anchor where they are.
+    The server residual goes into the memory, because rows get other owners; without a memory it is gone. What is of no
+    parameter, such as the steps until a message lands, goes from a fragment to the same fragment.
     """
     for before, after in zip(old, new, strict=True):
         of_links: dict[Link, list[dict[str, Tensor]]] = {each.link: [] for each in after}
@@ -227,7 +229,8 @@ def hand_over_by_name(old: Sequence[Sequence[Replicator]], new: Sequence[Sequenc
             own, of_owners, of_each = each.local_state(), each.channel.exchange.state(), of_links[each.link]
             fresh, of_all = own.named(), {key: tensor for state in of_each for key, tensor in state.items()}
             state = of_all | (of_each[number % each.scheme.fragments] if of_each else {})
-            kept = fresh.keys() & state.keys() - of_owners.keys()
+            stays = fresh.keys() & state.keys() - of_owners.keys()
+            kept = [key for key in stays if key.partition(".")[2] not in joining]
             own.load(fresh | {key: state[key] for key in kept if state[key].shape == fresh[key].shape})
 
 
@@ -249,11 +252,9 @@ def _hand_over(old: Replicator, new: Replicator) -> None:
     same_owners = _owners(old) == _owners(new)
     if isinstance(exchange, TwoStage) and not same_owners:
         _return_residual(old.channel, exchange)
-    state = old.local_state().named()
-    if not same_owners:
-        moved = exchange.state()
-        state = {name: tensor for name, tensor in state.items() if name not in moved} | new.channel.exchange.state()
-    new.local_state().load(state)
+    gone = () if same_owners else exchange.state()
+    kept = {key: tensor for key, tensor in old.local_state().named().items() if key not in gone}
+    new.local_state().load(new.channel.exchange.state() | kept)
 
 
 def _owners(replicator: Replicator) -> RowOwners | None:

@@ -93,6 +93,8 @@ def replicate(
         levels = [(axis, scheme)]
     elif axis is not None or scheme is not None:
         raise ValueError("replicate takes an axis and a scheme, or levels, not both")
+    if not levels:
+        raise ValueError("levels is empty, must have an axis and a scheme: levels=[(axis, scheme), ...]")
     if isinstance(optimizer, Replicated):
         raise ValueError("the optimizer is replicated already: pass all levels at once, levels=[(axis, scheme), ...]")
     check_arguments(optimizer, model)

@@ -13,6 +13,7 @@ from detonation.choices import imported
 from detonation.core.agreement.buffers import BufferSync
 from detonation.core.agreement.consensus import CLOSENESS, ClosenessGate, StopConsensus
 from detonation.core.agreement.desync import options_of
+from detonation.core.base_error import DetonationError
 from detonation.core.integrity.message import Tape
 from detonation.core.link.coordinates import Coordinates, coordinates_of
 from detonation.core.optim.base_step import BaseStep
@@ -107,7 +108,7 @@ class Replicated(OptimizerWrapper):
         if self.memory_lost:
             states.warn_of_lost_memory(self)
         self.base_step.overflow = self.unscale() if "grad_scale" in vars(self) else None
-        PROGRESS.steps, PROGRESS.where = PROGRESS.steps + 1, "inside"
+        PROGRESS.steps, PROGRESS.where, sent = PROGRESS.steps + 1, "inside", False
         try:
             if self._replicators is None:
                 self.set_up()
@@ -123,6 +124,7 @@ class Replicated(OptimizerWrapper):
                     self._change_trained(in_buckets=begun)
                 step, consensus, replicators = self.step_count, self._consensus, self._replicators or []
                 signals = [scheme.signal for _, scheme in self.levels]
+                sent = True  # from here to the weights an error of this replica alone would part it from the others
                 for replicator in (each for each in replicators if each.acts_before):
                     replicator.before(step)
                 if "gradients" in signals:  # before the weights move
@@ -133,12 +135,14 @@ class Replicated(OptimizerWrapper):
                     replicator.after(step)
                 if "parameters" in signals:
                     consensus.end(step)
-                self.step_count += 1
+                self.step_count, sent = step + 1, False
                 if self.tape:
                     self.tape.end("step", self)
                 if (every := self.settings.safety.verify_every) and self.step_count % every == 0:
                     self.verify()
         except BaseException as error:
+            if sent and not isinstance(error, DetonationError):  # which are raised on all ranks
+                consensus.half_step = f"step {step} of this replica sent its messages and then ended by {error!r}"
             PROGRESS.explain(error)
             raise
         finally:
@@ -174,7 +178,7 @@ class Replicated(OptimizerWrapper):
         difference, according to `safety`. Collective; reads all of it once and sends 8 bytes per tensor.
         """
         if self._consensus is not None:
-            self._consensus.verify(self.build(), self.step_count, options_of(self.param_groups))
+            self._consensus.verify(self.build(), self.step_count, options_of(self.base))
             self._buffers(self.build())
 
     @torch.no_grad()
@@ -241,7 +245,7 @@ class Replicated(OptimizerWrapper):
         """Continues after `step` steps, the state of everything in `build` having been replaced. Collective."""
         self.step_count = step
         if self._consensus is not None:
-            self._consensus.half_step = ""
+            self._consensus.forget()
             self.build()
             self._compare(frozen=self._trained.frozen)
             if self.closeness:
@@ -273,6 +277,8 @@ class Replicated(OptimizerWrapper):
 
     def forget_levels(self) -> None:
         """Drops the levels and all that they remember; the next step builds them for the weights of then."""
+        if self._consensus is not None:
+            self._consensus.forget()
         self._by_level, self._replicators, self._consensus = [[] for _ in self.levels], None, None
 
     def refuse_overlap(self) -> None:
@@ -291,9 +297,10 @@ class Replicated(OptimizerWrapper):
         if self._replicators and self._consensus:
             changes.agree_on_parameters(before, now, self._replicators, self._consensus, self.step_count, in_buckets)
         self._lay_out(now)
-        changes.hand_over_by_name(old, self._by_level)
+        joining = [name for name, p in now.items() if before.get(name) is not p]
+        changes.hand_over_by_name(old, self._by_level, joining)
         self._trained.forget_frozen_gradients()
-        self._compare([name for name, p in now.items() if before.get(name) is not p])
+        self._compare(joining)
 
     @torch.no_grad()
     def renumber(self) -> None:
@@ -324,7 +331,7 @@ class Replicated(OptimizerWrapper):
     def _compare(self, joining: Collection[str] | None = None, frozen: Mapping[str, Tensor] | None = None) -> None:
         """Compares the replicas; where they round differently, they round steps singly or stay close. Collective."""
         made, begun, close = self._replicators or [], self.step_count > 0, self.closeness is not None
-        compare = partial(compare_replicas, made, self.settings, self.param_groups, joining, frozen, begun, close)
+        compare = partial(compare_replicas, made, self.settings, self.base, joining, frozen, begun, close)
         found, singly = compare(), self.base_step.rounds_singly
         if found and self.settings.safety.equal != "close":
             self.base_step.round_singly()

@@ -210,9 +210,6 @@ def check_layout(
                 )
     if any(scheme.signal != "nothing" for _, scheme in levels):
         _check_whole(parameters, intra_node)
-    for axis in axes:
-        group, device = axis.get_group(), next(iter(parameters.values())).device.type if parameters else "cpu"
-        check_backend(str(dist.get_backend_config(group)), device)
     _warn_alone(axes, parameters)
 
 
@@ -233,20 +230,6 @@ def _check_whole(parameters: Mapping[str, Tensor], intra_node: DeviceMesh | None
                     "shard it, too (dt.shard(model, mesh), or fully_shard at the root); or, where its gradient is "
                     'equal on them, as under tensor parallelism, replicate(..., intra_node=mesh["tensor"])'
                 )
-
-
-def check_backend(config: str, device: str) -> None:
-    """Raises `ValueError` where a process group carries no tensors of `device`.
-
-    Args:
-        config: As torch spells it: "cpu:gloo,cuda:nccl". Tensors of any device can take a detour over gloo.
-    """
-    backends = dict(part.split(":", 1) for part in config.split(","))
-    if device not in backends and "gloo" not in backends.values():
-        raise ValueError(
-            f"the trained parameters are on {device}, and the process group of the axis carries {config} only: move "
-            'the model to the accelerator, or init_process_group("cpu:gloo,cuda:nccl")'
-        )
 
 
 def _check_averaged(module: DistributedDataParallel, others: set[int], intra_node: DeviceMesh | None) -> None:

@@ -5,6 +5,7 @@ takes equal keys on different ranks for one tensor and silently saves one of the
 """
 
 import logging
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from detonation.core.replicator.base import Replicator
 if TYPE_CHECKING:
     from detonation.core.optimizer.replicated import Replicated
 
+_MARKED = re.compile(r"replica\d+\.")
 _log = logging.getLogger("detonation")
 
 
@@ -138,10 +140,9 @@ def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> N
     optimizer.refuse_overlap()
     rest = {key: value for key, value in state_dict.items() if key != "replication"}
     coordinates = optimizer.coordinates
-    mark = "" if alike(optimizer.levels) else f"replica{coordinates.replica}."
-    for values in rest["state"].values():
-        if any(not key.startswith(mark) for key in values):
-            other = next(iter(values))
+    mark = f"replica{coordinates.replica}."  # none where replicas were alike, or replicated by nothing
+    for other in (key for values in rest["state"].values() for key in values):
+        if _MARKED.match(str(other)) and not other.startswith(mark):
             raise ValueError(f"the saved optimizer state has {other}, not {mark}...: it is of another replica")
     own = {p: {key.removeprefix(mark): value for key, value in v.items()} for p, v in rest["state"].items()}
     optimizer.base.load_state_dict({**rest, "state": own})

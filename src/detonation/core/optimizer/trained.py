@@ -24,7 +24,7 @@ class TrainedParameters:
         self.model, self._base = model, base
         self.laid_out: Mapping[str, Tensor] = {}
         """The parameters in the layouts of the levels, by name."""
-        self._ids: list[int] = []
+        self._ids = set[int]()
         self._units = shown_units(model)
         self._take_shards()
         _TRAINED[self] = None
@@ -90,7 +90,7 @@ class TrainedParameters:
     def lay_out(self, parameters: Mapping[str, Tensor]) -> None:
         """Notes that the layouts hold `parameters` from now on."""
         self.laid_out, mine, self._units = parameters, {id(p) for p in parameters.values()}, shown_units(self.model)
-        self._ids = [id(p) for p in self.everyone if id(p) in mine]
+        self._ids = {id(p) for p in self.everyone if id(p) in mine}
 
     def show_shards(self) -> bool:
         """Shows the shards where a forward pass without a backward pass left copies of them.
@@ -103,12 +103,12 @@ class TrainedParameters:
                 reshard(self.model)
                 break
         groups = self._base.param_groups
-        return [id(p) for group in groups for p in group["params"] if p.requires_grad] != self._ids
+        return {id(p) for group in groups for p in group["params"] if p.requires_grad} != self._ids
 
     @property
     def changed(self) -> bool:
         """True if other parameters require a gradient than the layouts hold."""
-        return [id(p) for p in self.everyone if p.requires_grad] != self._ids
+        return {id(p) for p in self.everyone if p.requires_grad} != self._ids
 
     def forget_frozen_gradients(self) -> None:
         """Removes the gradients of frozen parameters: the base optimizer would follow them on this replica alone."""

@@ -54,7 +54,6 @@ class Scheme:
         aggregation: Makes one update of the messages of all replicas.
         round: The steps at which messages are sent, and when their update is applied.
         link: The collective; "auto" for the one with the fewest bytes among those without a loss of quality.
-        reply: The codec in which owners answer; None for that of `reply_codec`.
         name: The name in a recipe; `register` sets it.
         arguments: The arguments in a recipe, defaults included; `register` sets them.
 
@@ -75,7 +74,6 @@ class Scheme:
     aggregation: Aggregation = field(default=Mean())
     round: Round = field(default=Round())
     link: LinkKind = "auto"
-    reply: Codec | None = None
     name: str = "unnamed"
     arguments: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
@@ -133,9 +131,7 @@ class Scheme:
 
     def aligned(self, local_ranks: int = 1) -> Self:
         """As an accelerator sends: each of the ranks that share a gathered message pads to whole `ALIGNMENT` bytes."""
-        unit = ALIGNMENT * local_ranks
-        reply = self.reply and replace(self.reply, alignment=unit)
-        return replace(self, codec=replace(self.codec, alignment=unit), reply=reply)
+        return replace(self, codec=replace(self.codec, alignment=ALIGNMENT * local_ranks))
 
     def reply_codec(self, replicas: int) -> Codec:
         """The codec in which owners among `replicas` answer.
@@ -151,8 +147,8 @@ class Scheme:
             (TopK(topk=4, chunk=64, shared=False, period=0), TopK(topk=16, chunk=64, shared=False, period=0))
         """
         k, chunk, shared = self.codec.selection.k, self.codec.selection.chunk, self.codec.selection.shared
-        if self.reply or shared:
-            return self.reply or self.codec
+        if shared:
+            return self.codec
         most = min(replicas * k, max(4 * k, chunk // 4))
         selection = TopK(most, chunk) if most < chunk else Everything(chunk, chunk)
         return replace(self.codec, selection=selection, precision=PRECISIONS["2bit"])

@@ -1,0 +1,138 @@
+"""After an error a training goes on where all load a state of before, and a replica that stepped half-way says so."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import detonation as dt
+from detonation.cluster.network.simulated import simulate_replicas
+from detonation.core.agreement.desync import Difference, repaired
+from detonation.core.flat.tensors import digest
+from worlds import caught
+from zoo import Plain, batch, built
+
+SCHEMES = {"demo": dt.demo(), "full": dt.full(), "diloco": dt.diloco(every=2)}
+
+
+class Trained:
+    """A replica that takes one step at a time."""
+
+    def __init__(self, communicator, scheme):
+        self.replica, self.model = communicator.replica, built(Plain)
+        self.base = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.optimizer = dt.replicate(self.base, self.model, communicator, scheme)
+
+    def step(self, poison=False):
+        self.model(batch(self.replica, self.optimizer.step_count, 32)).mean().backward()
+        if poison:
+            next(self.model.parameters()).grad.view(-1)[0] = torch.nan
+        try:
+            self.optimizer.step()
+        finally:
+            self.optimizer.zero_grad()
+
+    def saved(self):
+        return copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
+
+    def load(self, saved):
+        self.model.load_state_dict(saved[0])
+        self.optimizer.load_state_dict(saved[1])
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "weights and optimizer"])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_stop_is_forgotten_where_all_load_a_state_of_before(name, whole):
+    def act(communicator):
+        one = Trained(communicator, SCHEMES[name])
+        for _ in range(4):
+            one.step()
+        saved = one.saved()
+        ends = [caught(one.step, communicator.replica == 1)[0], caught(one.step)[0]]  # of rounds the second step stops
+        if not whole:
+            del saved[1]["replication"]
+        one.load(saved)
+        for _ in range(4):
+            one.step()
+        one.optimizer.synchronize()
+        return ends, digest(one.model.parameters())
+
+    first, second = simulate_replicas(act, 2)
+    assert "NonFiniteGradient" in first[0] and first == second
+
+
+@pytest.mark.parametrize("name", ["demo", "full"])
+@pytest.mark.parametrize("where", ["decoding", "the optimizer"])
+def test_a_replica_that_ends_between_its_messages_and_its_weights_says_so(name, where, monkeypatch):
+    def act(communicator):
+        one = Trained(communicator, SCHEMES[name])
+        one.step()
+        saved, ends = one.saved(), []
+        if communicator.replica == 1:
+            part = one.optimizer.build()[0].channel.engine if where == "decoding" else one.base
+            with monkeypatch.context() as patch:
+                patch.setattr(part, "write" if where == "decoding" else "step", out_of_memory)
+                ends += [caught(one.step)]
+            ends += [caught(one.step)]
+        else:
+            one.step()
+        one.load(saved)
+        one.step()
+        return ends, one.optimizer.step_count
+
+    def out_of_memory(*_):
+        raise MemoryError("no more")
+
+    (_, first), (ends, second) = simulate_replicas(act, 2)
+    assert (first, second) == (2, 2)
+    assert ends[0] == ("MemoryError", "no more") and ends[1][0] == "HalfStep"
+    assert ends[1][1].startswith("step 1 of this replica sent its messages and then ended by MemoryError('no more')")
+
+
+class AloneInTheSum:
+    """The link of replica 1 after replica 0, from which the others repair, was lost."""
+
+    replica = 1
+
+    def all_reduce(self, mine):
+        return lambda: mine.clone()
+
+
+def test_a_repair_whose_source_is_lost_leaves_the_weights():
+    weights = torch.randn(5)
+    mended = repaired(AloneInTheSum(), Difference("w", (2,), 0), weights, torch.device("cpu"))
+    assert torch.equal(mended, weights)
+
+
+class Own(torch.optim.Optimizer):
+    """As Prodigy: an estimate of its own lies beside the options of each group."""
+
+    def __init__(self, params, lr=1.0):
+        super().__init__(params, {"lr": lr, "estimate": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            gradients = [p.grad for p in group["params"] if p.grad is not None]
+            group["estimate"] = max(group["estimate"], 1e-4 * float(sum(g.abs().sum() for g in gradients)))
+            for parameter, gradient in zip(group["params"], gradients, strict=True):
+                parameter.sub_(gradient, alpha=group["lr"] * group["estimate"])
+
+
+def test_what_an_optimizer_estimates_may_differ_in_local_steps_and_what_it_is_given_not():
+    def act(communicator, lr):
+        model = nn.Linear(4, 4, bias=False)
+        nn.init.ones_(model.weight)
+        safety = dt.Safety(verify_every=2)
+        optimizer = dt.replicate(Own(model.parameters()), model, communicator, dt.diloco(every=2), safety=safety)
+        for _ in range(4):
+            model(torch.full((1, 4), 1.0 + communicator.replica)).sum().backward()
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] = lr[communicator.replica]
+        return optimizer.param_groups[0]["estimate"]
+
+    one, other = simulate_replicas(lambda communicator: act(communicator, (1.0, 1.0)), 2)
+    assert one != other
+    with pytest.raises(dt.errors.Desync, match=r"lr of group 0|options of the parameter groups"):
+        simulate_replicas(lambda communicator: act(communicator, (1.0, 0.5)), 2)
