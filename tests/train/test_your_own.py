@@ -41,8 +41,8 @@ class Points:
         return {"points": labels[:, None] * torch.ones(1, 4) + indices[:, None] / self._count, "labels": labels}
 
 
-def points(count: int = 64) -> Data:
-    return Data("points", "points", "images", Points(count), Points(16), model={"classes": 2})
+def points(count: int = 64, held_out: int = 16) -> Data:
+    return Data("points", "points", "images", Points(count), Points(held_out), model={"classes": 2})
 
 
 class Line(nn.Module):
@@ -184,6 +184,7 @@ def test_train_lists_registered_schemes(registered, capsys):
         ("data.task=own_parts:pionts", "own_parts:pionts: module own_parts has no function 'pionts'"),
         ("data.task=own_parts:NUMBER", "own_parts:NUMBER is 3, must be a function"),
         ("data.task=own_parts:nothing", "data own_parts:nothing makes a dict, must make a detonation.data.Data"),
+        ("data.held_out=0", "data own_parts:points holds no example out: validation needs one"),
         ("optimizer.name=no_parts:sgd optimizer.lr=1", "no_parts:sgd: no module named no_parts"),
         ("optimizer.name=own_parts:sdg optimizer.lr=1", "own_parts:sdg: module own_parts has no function 'sdg'"),
         ("optimizer.name=own_parts:NUMBER optimizer.lr=1", "own_parts:NUMBER is 3, must be a function"),

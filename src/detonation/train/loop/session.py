@@ -79,6 +79,8 @@ def check_config(config: Config) -> Config:
     loaded = load_data(config.data)
     if not isinstance(loaded, Data):
         raise ValueError(f"data {config.data.name} makes a {type(loaded).__name__}, must make a detonation.data.Data")
+    if not len(loaded.validation):  # the run would train, and then have no loss
+        raise ValueError(f"data {config.data.name} holds no example out: validation needs one")
     task = TASK_OF.get(config.model.name, loaded.kind)
     if task != loaded.kind:
         fitting = " or ".join(name for name, kind in TASK_OF.items() if kind == loaded.kind)
