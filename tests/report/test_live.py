@@ -63,6 +63,12 @@ def test_it_shows_loss_bytes_and_who_waits_for_whom_and_goes_on(run, address):
     assert "12 of 40" in read(address)
 
 
+def test_a_run_with_levels_has_as_many_replicas_as_they_come_to(run):
+    levels = [{"axis": "rack", "replicas": 2, "name": "full"}, {"axis": "site", "replicas": 3, "name": "demo"}]
+    (run / "config.toml").write_text(tomli_w.dumps(CONFIG | {"scheme": levels, "mesh": {"shards": 1, "link": ""}}))
+    assert "full+demo on sotu-sample · 6 replicas x 1 shards" in live.html(run)
+
+
 @pytest.mark.parametrize(
     ("path", "host", "code"), [("", "elsewhere.example", 403), ("metrics.jsonl", "localhost", 404)]
 )

@@ -78,7 +78,9 @@ def read_begun(directory: Path) -> Run:
     config, path = (directory / "config.toml").read_text(encoding="utf-8", errors="replace"), directory.resolve()
     settings = _printable(tomllib.loads(config))
     known = {"steps": settings["train"]["steps"], "data": settings["data"].get("source", settings["data"]["task"])}
-    summary = known | {key: settings["mesh"][key] for key in ("replicas", "shards")}
+    levels, mesh = settings["scheme"], settings["mesh"]
+    replicas = math.prod(level["replicas"] for level in levels) if isinstance(levels, list) else mesh["replicas"]
+    summary = known | {"replicas": replicas, "shards": mesh["shards"]}
     return Run(printable(path.name), path, summary, "\n".join(map(printable, config.splitlines())), settings, [])
 
 
