@@ -1,6 +1,7 @@
 """Recipes: what a file, a tuned variant and --set come to, and what they must not contain."""
 
 import tomllib
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,9 @@ def test_another_optimizer_keeps_nothing_of_the_first():
         (["seed"], r"--set takes table\.key=value or seed=value, got 'seed'"),
         (["a.b.c=1"], r"--set takes table\.key=value"),
         (["steps=1"], r"--set takes table\.key=value or seed=value, got 'steps=1'"),
+        (["model.mode=2024-01-01"], r"model\.mode has 2024-01-01, which TOML takes for a date or a time: quote it"),
+        (["data.since=[08:30:00]"], r"data\.since has 08:30:00, which TOML takes for a date or a time: quote it"),
+        (["data.source=caf\udce9.txt"], r"data\.source is 'caf\\udce9\.txt', which is no text in UTF-8: rename it"),
     ],
 )
 def test_bad_settings_are_named(sets, message):
@@ -125,6 +129,10 @@ def test_bad_settings_are_named(sets, message):
         ({**BASE, "modell": {}}, "unknown recipe key 'modell', did you mean 'model'"),
         ({**BASE, "tuned": {"demo": {"model": {}}}}, r"unknown table of \[tuned\.demo\] 'model'"),
         ({**BASE, "train": 3}, "train is 3, but must be a table"),
+        (
+            {**BASE, "tuned": {}, "scheme": {"name": "demo", "at": [{"day": date(2024, 1, 1)}]}},
+            r"scheme\.at has 2024-01-01, which TOML takes for a date or a time: quote it",
+        ),
         ({key: value for key, value in BASE.items() if key != "model"}, r"model\.name is missing"),
     ],
 )

@@ -1,9 +1,10 @@
 """Configurations and the tables that spell them, as TOML and checkpoints hold them."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from detonation.choices import plain_types, unknown
 from detonation.train.recipe.optimizers import require_optimizer
@@ -43,6 +44,8 @@ def from_table(table: Mapping[str, Any]) -> Config:
             raise unknown("recipe key", key, (*TABLES, "seed", "tuned"))
     for key in TABLES:
         require(isinstance(table.get(key, {}), dict) or key == "scheme", key, table.get(key), "a table")
+    for setting, value in settings_of(dict(table)):
+        _require_kept(setting, value)
     mesh = _plain("mesh", MeshConfig, table)
     levels = _levels(table.get("scheme", {}), mesh, "replicas" in table.get("mesh", {}))
     return Config(
@@ -85,6 +88,18 @@ def settings_of(table: Table, before: str = "") -> Iterator[tuple[str, object]]:
             yield from settings_of(value, f"{before}{key}.")
         else:
             yield before + key, value
+
+
+def _require_kept(setting: str, value: object) -> None:
+    """Raises `ValueError` for what checkpoints and files of a run cannot hold: dates, and bytes that are no text."""
+
+    def refuse(date: object) -> NoReturn:
+        raise ValueError(f"{setting} has {date}, which TOML takes for a date or a time: quote it")
+
+    try:
+        json.dumps(value, ensure_ascii=False, default=refuse).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{setting} is {value!r}, which is no text in UTF-8: rename it") from error
 
 
 def _spelled(chooser: str, chosen: Choice | OptimizerConfig) -> Table:
