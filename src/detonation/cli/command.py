@@ -1,6 +1,7 @@
 """The command `detonation`: parse, call, print."""
 
 import contextlib
+import io
 import json
 import os
 import select
@@ -39,19 +40,21 @@ _GONE = {
 def run_command(arguments: list[str] | None = None) -> int:
     """Runs one command line; returns 0 (also if stopped on request), 1 for a failure, or 2 for bad input.
 
-    130 is for Ctrl-C, and 141 where nobody reads the output any more.
+    130 is for Ctrl-C, and 141 where nobody reads the output any more. Characters that stdout lacks are escaped.
 
     A rank under a launcher does not return: see `end_now`.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             return _command(sys.argv[1:] if arguments is None else arguments)
         finally:
             print(end="", flush=True)  # also after --help, which ends in SystemExit; without a stdout it does nothing
-    except BrokenPipeError:
-        if not _reader_is_gone():
+    except OSError as error:
+        if not _is_of_stdout(error):
             raise
-        return _quiet()
+        return _without_stdout(error)
 
 
 def _command(arguments: list[str]) -> int:
@@ -106,25 +109,33 @@ def _run(verb: Any) -> int:
         saved = isinstance(verb, Train) and verb.out and any((verb.out / "checkpoints").glob("step-*"))
         return fail("interrupted" + f"; continue with --out {verb.out} --resume" * bool(saved), 130, verb.json)
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _reader_is_gone():
-            return _quiet()
+        if isinstance(error, OSError) and _is_of_stdout(error):
+            return _without_stdout(error)
         return explain(verb, error)
     return 1 if result is not None and result.get("good") is False else 0
 
 
-def _reader_is_gone() -> bool:
-    """True where stdout is a pipe that nobody reads any more, as after `| head`."""
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
+def _is_of_stdout(error: OSError) -> bool:
+    """True where nobody reads the pipe of stdout any more, as after `| head`, or its disk is full."""
+    if isinstance(error, BrokenPipeError):
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    try:
+        print(end="", flush=True)  # what it did not take is still to be flushed
+    except OSError:
+        return True
+    return False
 
 
-def _quiet() -> int:
-    """Lets what is still to be flushed go nowhere, and returns the exit code for that."""
+def _without_stdout(error: OSError) -> int:
+    """Lets what is still to be flushed go nowhere, and returns the exit code for that; a full disk is said."""
     from detonation.report.terminal import discard
 
     discard(sys.stdout)
-    return 128 + signal.SIGPIPE
+    if isinstance(error, BrokenPipeError):
+        return 128 + signal.SIGPIPE
+    return fail(f"cannot write to stdout: {error.strerror}", 1, False)
 
 
 def _under_launcher() -> bool:

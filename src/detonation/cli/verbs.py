@@ -57,10 +57,10 @@ def fail(line: str, code: int, as_json: bool) -> int:
 
 
 def _to_stderr(line: str) -> None:
-    """Prints a line to stderr, whose reader may be gone: the program that reads stdout still gets its object."""
+    """Prints a line to stderr, which may take none: the program that reads stdout still gets its object."""
     try:
         print(line, file=sys.stderr)
-    except BrokenPipeError:
+    except OSError:
         from detonation.report.terminal import discard
 
         discard(sys.stderr)

@@ -4,6 +4,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from io import TextIOWrapper
 from math import isfinite
 from pathlib import Path
 from textwrap import wrap
@@ -26,13 +27,15 @@ _WIDTH, _WIDE = 100, 180
 
 
 class PlainConsole(Console):
-    """Prints text as it is, in lines that reach a pipe whole, whatever its width.
+    """Prints text as it is, in lines that reach a pipe whole, whatever its width; escapes what its encoding lacks.
 
     Raises `BrokenPipeError` where nobody reads stdout any more, and drops its lines where nobody reads another stream.
     rich would end the process, in the middle of a run, and with a code that says nothing.
     """
 
     def __init__(self, stream: IO[str]) -> None:
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
         super().__init__(file=stream, highlight=False, markup=False, soft_wrap=True)
 
     def on_broken_pipe(self) -> None:

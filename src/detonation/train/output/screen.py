@@ -64,13 +64,13 @@ class Screen(AbstractContextManager["Screen"]):
     def line(self, text: str) -> None:
         """Prints one line, above the bar where there is one; names in it may come from elsewhere.
 
-        Once nobody reads the lines any more, as after `| head`, the run goes on without them.
+        Once nobody reads the lines any more, as after `| head`, or their disk is full, the run goes on without them.
         """
         if self._silent:
             return
         try:
             self._console.print(printable(text))
-        except BrokenPipeError:
+        except OSError:
             discard(self._console.file)
 
     def wipe(self) -> None:
