@@ -158,6 +158,26 @@ def test_a_full_disk_is_said_with_what_to_do(capsys, monkeypatch):
     assert capsys.readouterr().err == f"error: {said}\n"
 
 
+@pytest.mark.parametrize(
+    ("name", "out", "blamed"),
+    [
+        ("w/checkpoints/a", "w", True),
+        ("runs", "runs/w", True),
+        ("page.html.part", "page.html", True),
+        ("weights.pt", "w", False),
+        ("page.css", "page.html", False),
+        ("a", ".", True),
+    ],
+)
+def test_a_file_that_cannot_be_written_blames_out_where_it_is_of_it(name, out, blamed, capsys, monkeypatch):
+    def refused(*_):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), name)
+
+    monkeypatch.setattr("detonation.report.page.write_page", refused)
+    assert run_command(["report", "run", "--out", out]) == 1
+    assert capsys.readouterr().err == f"error: Permission denied: {name}{': choose another --out' * blamed}\n"
+
+
 def test_a_link_without_a_unit_is_refused(fails):
     assert fails("--link", "100").startswith("error: a link is '100', must be a rate above 0 in bit, kbit, mbit or")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tyro
 
-from commands import write_recipe
+from commands import RECIPE, write_recipe
 from detonation.cli.arguments import Verb
 from detonation.cli.command import run_command
 from detonation.cli.verbs import requested
@@ -23,7 +23,7 @@ MORE = "--resume --checkpoint-every 5 --keep 2 --stop-after 4 --logger wandb --l
 SETS = ("seed=1", "mesh.shards=1", "train.steps=3")
 FLAGS = (
     *('mesh.link="1mbit"', "train.checkpoint_every=5", "train.keep=2"),
-    'train.loggers=["wandb", "trackio", "web"]',
+    'train.loggers=["wandb", "trackio"]',
 )
 
 
@@ -37,9 +37,17 @@ def test_flags_arrive_under_their_names():
         out=Path("runs/a"),
         resume=True,
         stop_after=4,
+        web=True,
         interface="lo",
         to_stderr=True,
     )
+
+
+def test_the_page_comes_to_the_loggers_of_the_recipe(tmp_path):
+    recipe = str(write_recipe(tmp_path / "tiny.toml", train={**RECIPE["train"], "loggers": ["wandb"]}))
+    for more, loggers in (([], ("wandb", "web")), (["--logger", "trackio", "--logger", "web"], ("trackio", "web"))):
+        asked = requested(Request, tyro.cli(Verb, args=["train", recipe, "--web", *more]))
+        assert asked.layers(None).config().train.loggers == loggers
 
 
 @pytest.mark.parametrize(

@@ -39,11 +39,16 @@ def explain(verb: of.Common, error: Exception) -> int:
     if world and world.reported:
         return 2 if world.failure.bad_input else 1
     bad_input = world.failure.bad_input if world else isinstance(error, ValueError)
-    out, name = getattr(verb, "out", None), str(getattr(error, "filename", None) or "")
-    unwritable = out and name and (str(out).startswith(name) or name.startswith(str(out.with_suffix(""))))
+    out, name = getattr(verb, "out", None), getattr(error, "filename", None)
+    unwritable = isinstance(name, str) and out and _is_part(Path(name).absolute(), out.absolute())
     full = out and os.strerror(errno.ENOSPC) in str(error)
     remedy = ": free some space, or choose another --out" if full else ": choose another --out" * bool(unwritable)
     return fail(describe(error) + remedy, 2 if bad_input else 1, verb.json)
+
+
+def _is_part(path: Path, out: Path) -> bool:
+    """True for a file in `out`, a directory above it, and the file in which `out` begins."""
+    return path.is_relative_to(out) or out.is_relative_to(path) or str(path) == f"{out}.part"
 
 
 def fail(line: str, code: int, as_json: bool) -> int:
@@ -83,8 +88,6 @@ def requested(kind: type[_R], verb: of.Common) -> _R:
     """The request of this `kind`, whose fields are named like the flags of `verb`; a flag left out has its default."""
     known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     flags = {field.name: getattr(verb, field.name) for field in dataclasses.fields(verb)}
-    if flags.pop("web", False):
-        flags["logger"] = (*flags["logger"], "web")
     # --set counts over a shortcut, and any other flag over --set
     settings = assignments({flag: key for flag, key in SETTING_FLAGS.items() if flag not in known}, flags)
     renamed = {

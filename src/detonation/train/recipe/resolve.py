@@ -3,7 +3,7 @@
 import itertools
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -98,7 +98,7 @@ class Request:
     """A run that a user asks for; the fields are named like the flags of `detonation train`.
 
     `overrides` are those of --set, and of flags that stand for a setting. `replicas` and `shards` are those of the
-    recipe, or of the launcher, when None.
+    recipe, or of the launcher, when None. `web` adds the page to the loggers of the recipe.
 
     Raises:
         ValueError: `stop_after` is out of range, or `resume` comes without `out`.
@@ -111,6 +111,7 @@ class Request:
     out: Path | None = None
     resume: bool = False
     stop_after: int | None = None
+    web: bool = False
     interface: str = ""
     replica: int | None = None
     join: str | None = None
@@ -127,7 +128,11 @@ class Request:
         if alone and place is not None and self.shards is None:  # the launcher's world is one replica of several
             mesh["shards"] = place.world_size
         sets = (*self.overrides, *(("mesh.elastic=true",) if self.join else ()))
-        return read_layers(self.recipe, sets, None if alone else place, mesh=mesh)
+        layers = read_layers(self.recipe, sets, None if alone else place, mesh=mesh)
+        if not self.web:
+            return layers
+        loggers = [*dict.fromkeys([*layers.config().train.loggers, "web"])]
+        return replace(layers, overrides=merge(layers.overrides, {"train": {"loggers": loggers}}))
 
 
 def to_plain(request: Any) -> Table:
