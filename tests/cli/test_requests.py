@@ -8,7 +8,7 @@ import pytest
 import tyro
 
 from commands import RECIPE, write_recipe
-from detonation.cli.arguments import Verb
+from detonation.cli.arguments import verbs
 from detonation.cli.command import run_command
 from detonation.cli.verbs import requested
 from detonation.cluster import launch
@@ -28,7 +28,7 @@ FLAGS = (
 
 
 def test_flags_arrive_under_their_names():
-    request = requested(Request, tyro.cli(Verb, args=f"{TRAIN} {MORE} --json".split()))
+    request = requested(Request, tyro.cli(verbs(), args=f"{TRAIN} {MORE} --json".split()))
     assert request == Request(
         Path("a.toml"),
         (*SETS, *FLAGS),
@@ -46,7 +46,7 @@ def test_flags_arrive_under_their_names():
 def test_the_page_comes_to_the_loggers_of_the_recipe(tmp_path):
     recipe = str(write_recipe(tmp_path / "tiny.toml", train={**RECIPE["train"], "loggers": ["wandb"]}))
     for more, loggers in (([], ("wandb", "web")), (["--logger", "trackio", "--logger", "web"], ("trackio", "web"))):
-        asked = requested(Request, tyro.cli(Verb, args=["train", recipe, "--web", *more]))
+        asked = requested(Request, tyro.cli(verbs(), args=["train", recipe, "--web", *more]))
         assert asked.layers(None).config().train.loggers == loggers
 
 
@@ -55,7 +55,7 @@ def test_the_page_comes_to_the_loggers_of_the_recipe(tmp_path):
     [(Request, "train a.toml"), (Simulation, "simulate a.toml"), (Question, "plan"), (ProbeRequest, "probe")],
 )
 def test_each_field_of_a_request_is_a_flag(kind, verb):
-    flags = {field.name for field in fields(tyro.cli(Verb, args=verb.split()))}
+    flags = {field.name for field in fields(tyro.cli(verbs(), args=verb.split()))}
     renamed = {"overrides": "set", "to_stderr": "json"}
     assert {renamed.get(field.name, field.name) for field in fields(kind)} <= flags
 

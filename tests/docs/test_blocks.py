@@ -15,7 +15,7 @@ import tyro
 from pages import PAGES, ROOT, all_blocks, blocks
 
 import worlds
-from detonation.cli.arguments import Common, Shortcuts, Verb
+from detonation.cli.arguments import Common, Shortcuts, verbs
 from detonation.cli.command import run_command
 from detonation.cli.verbs import SHORTCUTS, assignments
 from detonation.train.recipe.resolve import merge, read_layers, read_recipe, resolve
@@ -42,7 +42,7 @@ def test_the_shell_reads_it(block):
 def test_a_command_line_is_one_that_detonation_takes(block, words):
     if words[0] == "--version":
         return
-    verb = tyro.cli(Verb, args=words)
+    verb = tyro.cli(verbs(), args=words)
     recipe = getattr(verb, "recipe", None)
     if isinstance(verb, Common) and recipe is not None:
         own = str(recipe) in ("my.toml", "mine.toml", "RECIPE.toml")
@@ -63,7 +63,7 @@ def spans():
 
 @pytest.mark.parametrize(("page", "span"), [*spans()])
 def test_a_command_line_in_the_text_is_one_that_detonation_takes(page, span):
-    tyro.cli(Verb, args=shlex.split(span))
+    tyro.cli(verbs(), args=shlex.split(span))
 
 
 SMALL = {"--steps": "4", "--stop-after": "2", "--checkpoint-every": "2", "--replicas": "2"}

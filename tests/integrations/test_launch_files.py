@@ -15,7 +15,7 @@ import tyro
 from torch.distributed.run import parse_args
 from tyro.conf import FlagCreatePairsOff
 
-from detonation.cli.arguments import Train, Verb
+from detonation.cli.arguments import Train, verbs
 from detonation.cluster.init import LaunchPosition
 from detonation.train.recipe.resolve import read_layers
 from limits import LIMIT_S
@@ -55,7 +55,7 @@ def under_torchrun(words):
 
 def checked(words, nodes):
     """The verb of `detonation words...` on `nodes` of 8 ranks, whose recipe is sound for that world."""
-    verb = tyro.cli(Verb, args=words, config=(FlagCreatePairsOff,))
+    verb = tyro.cli(verbs(), args=words, config=(FlagCreatePairsOff,))
     assert isinstance(verb, Train)
     position = LaunchPosition(0, nodes * GPUS, 0, GPUS)
     flags = {"replicas": verb.replicas, "shards": verb.shards}

@@ -21,7 +21,6 @@ from detonation.checkpoint.snapshot import (
     run_identity,
     weights,
 )
-from detonation.choices import still_known
 from detonation.core.flat.tensors import local
 from detonation.core.link.coordinates import Coordinates
 from detonation.core.memory import require_same_keys
@@ -112,7 +111,6 @@ def _check(saved: CheckpointReader, model: nn.Module, optimizer: Replicated, own
     manifest = saved.manifest
     for key, now in run_identity(optimizer).items():
         was = getattr(manifest, key)
-        was = [still_known(level) for level in manifest.levels] if key == "levels" else was
         if was != now:
             raise ValueError(f"{saved.path} was written with {key} {was}, this run has {now}: resume with the same")
     own_groups = [group["parameters"] for group in groups(model, optimizer)]

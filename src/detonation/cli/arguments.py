@@ -309,6 +309,3 @@ def verbs(brief: bool = False) -> Any:
     """
     texts = {kind: str(kind.__doc__).partition("\n")[0] if brief else None for kind in _KINDS}
     return Union[*(Annotated[kind, subcommand(kind.__name__.lower(), description=texts[kind])] for kind in _KINDS)]
-
-
-Verb = verbs()

@@ -25,16 +25,6 @@ _INTERFACE: dict[str, Any] = {
     "config": (FlagCreatePairsOff,),
 }
 """The look of the verbs, as tyro takes it."""
-_GONE = {
-    "replay": "say detonation follow DIR",
-    "recipes": "say detonation train, which lists them, and detonation train NAME --print",
-    "env": "say detonation --version",
-    "--completion": "say detonation --tyro-print-completion bash, zsh or fish",
-    "simulate --profile": "say detonation plan RECIPE --link RATE --replicas INT --step-time SECONDS",
-    "plan --shard-nodes": "the tutorial larger-than-a-node has the bytes and the memory of a shard wire by formula",
-    "report --plan": "detonation plan prints it, and that of scheme auto is in plan.json of the run",
-}
-"""Verbs and flags of earlier versions, and what to say in their place."""
 
 
 def run_command(arguments: list[str] | None = None) -> int:
@@ -61,9 +51,6 @@ def _command(arguments: list[str]) -> int:
     name = arguments[0] if arguments else "--help"
     if name == "--version":
         return _print_versions(arguments)
-    for gone in (name, *(f"{name} {flag.partition('=')[0]}" for flag in arguments)):
-        if gone in _GONE:
-            return fail(f"detonation {gone} is gone: {_GONE[gone]}", 2, "--json" in arguments)
     if name in ("-h", "--help"):
         arguments = ["--help"]
     verb: Any = tyro.cli(verbs(brief=arguments == ["--help"]), args=arguments, **_INTERFACE)

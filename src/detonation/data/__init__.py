@@ -9,16 +9,13 @@ from typing import Any
 
 from detonation.choices import find_function, make
 from detonation.data import images, text, translation
-from detonation.data.dataset import Augmented, Data, DataKind, Examples, Streamed, batch, batches, predictions
+from detonation.data.dataset import Data, Streamed, batch, batches, predictions
 from detonation.data.packages import SOURCES, MissingData
 
 __all__ = [
     "SOURCES",
     "TASKS",
-    "Augmented",
     "Data",
-    "DataKind",
-    "Examples",
     "MissingData",
     "Streamed",
     "batch",

@@ -70,13 +70,13 @@ def candidate_settings() -> list[Scheme]:
     return list({(s.name, tuple(s.arguments.items())): s for s in found}.values())
 
 
-def pairs(goal: Goal, among: Iterable[Scheme] | None = None) -> list[Candidate]:
-    """Pairs each scheme with the optimizer that must stay, or else with each that it was measured with.
+def pairs(goal: Goal) -> list[Candidate]:
+    """Pairs each candidate with the optimizer that must stay, or else with each that it was measured with.
 
     A scheme that nobody has measured comes once, with the optimizer of the baseline.
     """
     found: list[Candidate] = []
-    for one in candidate_settings() if among is None else among:
+    for one in candidate_settings():
         known = [goal.optimizer] if goal.optimizer else [o for o in optimizers() if estimate(one, o, goal)]
         found += [(one, optimizer) for optimizer in known or [goal.baseline]]
     return found

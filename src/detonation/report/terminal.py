@@ -203,10 +203,11 @@ def show_plan(plan: Mapping[str, Any], stream: IO[str], everything: bool = False
 def _five(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """The best rows, one per scheme with an optimizer, and the baseline's among them."""
     best: dict[tuple[str, str], tuple[str, ...]] = {}
-    for option, row in zip(plan["options"], plan_rows(plan), strict=True):
+    every = plan_rows(plan)
+    for option, row in zip(plan["options"], every, strict=True):
         best.setdefault((option["scheme"], option["optimizer"]), row)
     rows = list(best.values())
-    baseline = next((row for row in plan_rows(plan) if row[0] == plan["baseline"]), None)
+    baseline = next((row for row in every if row[0] == plan["baseline"]), None)
     if baseline is None or baseline in rows[:_SHOWN]:
         return rows[:_SHOWN]
     return [*rows[: _SHOWN - 1], baseline]

@@ -12,7 +12,6 @@ from detonation.checkpoint.async_save import Checkpoints
 from detonation.checkpoint.files.retention import checkpoint_name
 from detonation.checkpoint.newest import Loaded, NoCheckpoint, find, load_found
 from detonation.checkpoint.shard_saver import NotSaved
-from detonation.choices import still_known
 from detonation.core.flat.tensors import digest
 from detonation.core.link.elastic_communicator import PeerLost
 from detonation.core.schemes.registry import scheme
@@ -100,9 +99,9 @@ def resume(
 def _restore_setting(session: Session, setting: object) -> None:
     """Reconfigures the optimizer to the saved `setting`, which a run that adapts has moved from its configuration."""
     _, outermost = session.optimizer.levels[-1]
-    if isinstance(setting, dict) and still_known(setting) != outermost.arguments:
+    if isinstance(setting, dict) and setting != outermost.arguments:
         try:
-            there = scheme(outermost.name, still_known(setting))
+            there = scheme(outermost.name, setting)
         except TypeError as error:
             raise ValueError(f"the checkpoint's setting {setting} is damaged: {error}") from error
         session.optimizer.reconfigure(there)
