@@ -138,6 +138,17 @@ def test_int8_takes_blocks_one_after_the_other(monkeypatch):
     )
 
 
+def test_int8_of_numbers_whose_squares_are_zero_keeps_their_signs():
+    """In units of the smallest width they are large, and a sum of many must not overflow."""
+    codec = SCHEMES["local-sgd"].codec
+    layout = codec.layout({"weight": (192,)})
+    signal = torch.full((192,), 1.5e-23)
+    signal[::2] *= -1
+    run = MessageRows(codec, layout.rows, lambda: torch.empty(1, codec.nbytes(layout.rows), dtype=torch.uint8))
+    engine_for(codec, layout, None, Runtime(CPU)).encode_into(run, [signal], 0)
+    assert torch.equal(values_of(codec, run.body[0], layout.rows).view(-1).sign(), signal.sign())
+
+
 @pytest.mark.parametrize("topk", [3, 9])
 def test_of_equal_magnitudes_the_first_are_sent(topk):
     mine, _ = engines(momentum(Identity(), TopK(topk, 16)))

@@ -142,7 +142,8 @@ void detonation_unpack(const uint8_t *packed, int64_t lines, int64_t stride, int
 // Of `lines` messages: indices of a byte each where `bytes`, else of eight; the bitmap of each message by itself.
 void detonation_mark(const void *indices, int64_t lines, int64_t rows, int k, int chunk, int bytes, uint8_t *bitmaps) {
   const int64_t nbytes = (rows * chunk + 7) / 8;
-  std::memset(bitmaps, 0, size_t(lines * nbytes));
+  if (lines * nbytes)  // of no lines `bitmaps` may be null
+    std::memset(bitmaps, 0, size_t(lines * nbytes));
   for (int64_t i = 0; i < lines * rows * k; ++i) {
     const int64_t row = i / k, message = row / rows;
     const int64_t index = bytes ? static_cast<const uint8_t *>(indices)[i] : static_cast<const int64_t *>(indices)[i];

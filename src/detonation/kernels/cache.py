@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _log = logging.getLogger(__name__)
-_LOCK_S = 120.0
-"""How long to wait for another process that compiles the same; after that this process compiles, too."""
+_LOCK_S = 330.0
+"""How long to wait for another process that compiles the same, which may take 300 s; then this one compiles, too."""
 _DIGEST_BYTES = 32
 
 

@@ -271,7 +271,9 @@ def _compile(compiler: str, path: Path) -> None:
         subprocess.run(command, check=True, capture_output=True, timeout=300)  # 13 s alone; a machine may be busy
     except subprocess.CalledProcessError as error:
         said = error.stderr.decode(errors="replace").strip().splitlines() or [f"code {error.returncode}"]
-        raise subprocess.SubprocessError(f"{compiler} failed: {said[-1]}") from error
+        full = [line for line in said if "No space left" in line or "quota exceeded" in line]  # not so elsewhere
+        text = (full or [line for line in said if "error" in line] or said)[0]  # what comes after follows from it
+        raise (OSError if full else subprocess.SubprocessError)(f"{compiler} failed: {text}") from error
 
 
 def _identity(compiler: str) -> str:

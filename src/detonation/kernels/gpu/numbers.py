@@ -223,7 +223,8 @@ def write_int8(octets, statistics, values, count, block, totals, SOME: tl.conste
         code = rounded(tl.minimum(tl.maximum(scaled, -127.0), 127.0)).to(tl.int32) + 128
         code = tl.minimum(tl.maximum(code, 0), 255)  # of what is not a number, too
         tl.store(octets + first + item, code.to(tl.uint8), mask=real)
-        units = rounded(scaled * 4096.0).to(tl.int64)
+        far = tl.minimum(tl.maximum(scaled, -8192.0), 8192.0)  # 5,461 at most, but where squares of all are 0
+        units = rounded(far * 4096.0).to(tl.int64)
         tl.atomic_add(totals + code, units * 131072 + 1, mask=real, sem="relaxed", scope="cta")
     tl.debug_barrier()
     total = tl.load(totals + bin_number)
