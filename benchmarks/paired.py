@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import detonation as dt
-from detonation.choices import GONE_KEYS
+from detonation.extend import SCHEMES
 from detonation.plan.losses import relative, trained_by
 
 RESULTS = sorted(Path("benchmarks/results").glob("*-frontier*.jsonl"))
@@ -74,7 +74,7 @@ def scheme_of(sets: Sequence[str]) -> dt.schemes.Scheme | None:
     if any(not key.startswith(("scheme.", "optimizer.")) for key in values):
         return None
     given = {key.removeprefix("scheme."): value for key, value in values.items() if key.startswith("scheme.")}
-    if given["name"] in GONE_KEYS:
+    if given["name"] not in SCHEMES:
         return None
     arguments = {key: _value(value) for key, value in given.items() if key != "name"}
     ahead, made = arguments.pop("lookahead", True), dt.scheme(given["name"], arguments)

@@ -11,9 +11,6 @@ from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-GONE_KEYS = {"distro", "demo_published", "slicing", "eager_diloco", "demo_diloco"}
-"""Schemes that only the rows of earlier measurements name."""
-
 _PLAIN: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
