@@ -70,6 +70,10 @@ def fails(capsys, monkeypatch, tmp_path):
         ("data.tokenizer=nowhere", "data.tokenizer nowhere is no directory, and nothing the hub gives us: "),
         ("train.init_from=nowhere", "train.init_from is 'nowhere', but must be the directory of a run or a model"),
         ("optimizer.name=SGD", "optimizer.lr is missing: give it in [optimizer] of the recipe, or with --set"),
+        (
+            "optimizer.name=AdamW optimizer.lr=1 optimizer.betas=[0.9]",
+            "optimizer AdamW does not accept {'betas': (0.9,)}:",
+        ),
         ("optimizer.lr=-1", "optimizer.lr is -1.0, but must be a finite number above 0"),
         ("mesh.link=100mb", "a link is '100mb', must be a rate above 0 in bit, kbit, mbit or gbit (a second)"),
         ("scheme.topk=65", "topk is 65, must be from 1 to chunk (64)"),
@@ -217,7 +221,9 @@ def test_a_port_that_another_process_has(tmp_path):
 
 def test_where_the_profile_cannot_be_written_no_link_is_measured(capsys, tmp_path):
     assert run_command(["probe", "--out", str(tmp_path / "none" / "profile.json")]) == 2
-    assert capsys.readouterr().err.endswith("none is no directory\n")
+    assert capsys.readouterr().err.endswith("but must be a file in a directory that exists\n")
+    assert run_command(["probe", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.endswith("but must be a file in a directory that exists\n")
 
 
 def test_a_run_that_has_trained_is_no_place_for_a_follower(capsys, tmp_path):

@@ -125,6 +125,9 @@ def test_steps_that_are_not_there_are_said_in_one_line(run, tmp_path):
     (tmp_path / "config.toml").write_text((out / "config.toml").read_text())
     assert "train with --log" in detonation(folder, "follow", tmp_path).stderr
     assert "holds no run" in detonation(folder, "follow", tmp_path / "nothing").stderr
+    (tmp_path / "binary").mkdir()
+    (tmp_path / "binary" / "config.toml").write_bytes(b"\xff\x00")
+    assert "binary holds no run: config.toml: 'utf-8' codec" in detonation(folder, "follow", tmp_path / "binary").stderr
 
 
 def test_a_run_of_levels_or_of_none_keeps_no_log(tmp_path):

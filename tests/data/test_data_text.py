@@ -59,6 +59,7 @@ def test_a_directory_of_text_files(tmp_path):
         ({"context": 1}, "context must be at least 2 ids, not 1"),
         ({"context": 95_000}, "sotu-sample has 90112 bytes to hold out"),
         ({"context": 200_000}, "sotu-sample has 954920 bytes; context 200000 needs at least 2000000"),
+        ({"source": ""}, "unknown source ''"),
         ({"source": "sotus"}, "unknown source 'sotus', did you mean 'sotu'"),
         ({"split": "train"}, "split is for sources hf:NAME; sotu-sample would ignore it"),
         ({"contxt": 8}, "did you mean 'context'"),

@@ -97,6 +97,14 @@ def test_what_does_not_fit_is_one_line(tmp_path, kind, arguments, message):
     assert "\n" not in str(raised.value)
 
 
+def test_a_configuration_of_wrong_types_names_the_model(tmp_path):
+    own.model(tmp_path, "text", weights=False)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_size": "wide"}))
+    with pytest.raises(ValueError, match=r"hf:/.* has a config.json that does not fit: .*'hidden_size' expected int"):
+        build_model(f"hf:{tmp_path}", {})
+
+
 def test_code_beside_the_weights_never_runs(tmp_path, monkeypatch):
     own.model(tmp_path, "text")
     config = json.loads((tmp_path / "config.json").read_text())

@@ -19,7 +19,7 @@ from detonation.core.schemes.scheme import GradientScheme
 from detonation.core.schemes.traffic import buckets_of, exchange_bytes
 from detonation.link_speed import LinkSpeed
 from detonation.plan.cost import Network, Work, cost
-from detonation.plan.losses import Goal
+from detonation.plan.losses import Goal, trained_by
 from detonation.plan.search import advise, candidate_settings, largest_within, options, pairs, row
 from detonation.report.terminal import plan_rows, plan_words
 from detonation.train.recipe.resolve import parse_sets, read_recipe, resolve
@@ -130,6 +130,13 @@ def test_the_optimizers_own_work_is_averaged_over_a_round():
     work = replace(WORK, steps={"diloco": Step(exchange_s=0.05, local_s=0.01), "demo": Step(0.02, 0.0)})
     assert cost(dt.diloco(10), work, SLOW).step_s == pytest.approx(0.014)
     assert cost(dt.demo(), work, SLOW).step_s == 0.02
+
+
+def test_betas_that_are_not_two_get_one_line(capsys):
+    assert trained_by("AdamW", {"betas": []}) == "AdamW"  # as of an optimizer of one's own
+    sets = ["--set", "optimizer.name=AdamW", "optimizer.lr=1", "optimizer.betas=[]"]
+    assert main(["plan", "quick-lm", "--link", "1gbit", "--step-time", "1", *sets]) == 2
+    assert capsys.readouterr().err.startswith("error: optimizer AdamW does not accept {'betas': ()}: ")
 
 
 def test_every_scheme_is_considered_and_nothing_larger_than_dense_is_ranked():

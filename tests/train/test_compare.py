@@ -120,6 +120,7 @@ def test_bad_comparisons_get_one_line_before_anything_runs(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     for arguments, line in {
         ("--schemes", "full"): "error: --schemes is 'full': compare needs two runs or more",
+        ("--vary", "seed=0,0"): "error: --vary is seed=0,0, one choice, as equal values count once: compare needs two",
         ("--schemes", "full,full"): "error: --schemes is 'full,full', must be different schemes",
         ("--schemes", "full,dem"): "error: unknown scheme 'dem', did you mean 'demo'?",
         ("--vary", "optimizer.lr"): "error: --vary takes key=value,value, each key once, got 'optimizer.lr'",

@@ -93,6 +93,7 @@ def test_another_optimizer_keeps_nothing_of_the_first():
         (["train.stps=3"], r"unknown key of \[train\] 'stps', did you mean 'steps'\? Valid: accumulate"),
         (["trian.steps=3"], r"unknown table of the recipe 'trian', did you mean 'train'\?"),
         (["train.steps=0"], r"train\.steps is 0, but must be at least 1, or train.epochs above 0"),
+        (["train.steps=0", "train.epochs=1e308"], r"train\.epochs is 1e\+308, but must be below 1e9"),
         (["train.steps=many"], r"train\.steps is 'many', but must be a whole number"),
         (["train.steps=true"], r"train\.steps is True, but must be a whole number"),
         (["train.autocast=fp8"], r"train\.autocast is 'fp8', but must be '' or 'bf16'"),
@@ -149,6 +150,12 @@ def test_a_recipe_that_is_not_there_or_not_toml(tmp_path):
     (tmp_path / "bad.toml").write_text("a = = b")
     with pytest.raises(ValueError, match="is not TOML"):
         read_recipe(tmp_path / "bad.toml")
+
+
+def test_a_folder_with_the_name_of_a_recipe_does_not_hide_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("quick-lm").mkdir()
+    assert read_recipe(Path("quick-lm"))["model"]["name"] == "olmo2"
 
 
 def test_a_variant_tuned_for_no_scheme_is_not_ignored(tmp_path):

@@ -61,7 +61,7 @@ LOG = ["updates/", "updates/replica0-shard0-0.updates"]
     ("files", "resume", "message"),
     [
         (["summary.json", "config.toml"], False, "holds a finished run: choose another --out, or remove it"),
-        (["summary.json", "config.toml"], True, "holds a finished run"),
+        (["summary.json", "config.toml"], True, "its summary.json is damaged, and --resume writes it anew"),
         (["config.toml"], False, "is not empty: remove it, or choose another --out"),
         (["config.toml"], True, "it has no checkpoints; remove it, or choose another --out"),
         (["config.toml", *LOG], True, "it has no checkpoints; add --log, to go on from its log of updates"),

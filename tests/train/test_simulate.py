@@ -185,6 +185,7 @@ def test_a_simulation_leaves_a_run_directory(recipe, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"overrides": ("mesh.nodes=[1,2]",)}, r"mesh\.nodes is \[1, 2\], but must be left out in a simulation"),
         ({"overrides": ("mesh.shards=2",)}, "mesh.shards is 2, but must be 1 in a simulation"),
         ({"overrides": ("mesh.link=10mbit,5ms",)}, "mesh.link is '10mbit,5ms', but must be '' in a simulation"),
         ({"replicas": 0}, "mesh.replicas is 0, but must be at least 1"),
@@ -193,7 +194,7 @@ def test_a_simulation_leaves_a_run_directory(recipe, tmp_path):
         ({"overrides": ("scheme.topk=32",)}, "full synchronisation sends"),
         ({"overrides": ("scheme.name=demi",)}, "demi"),
     ],
-    ids=["shards", "link", "none", "too-many", "total", "larger-than-dense", "scheme"],
+    ids=["nodes", "shards", "link", "none", "too-many", "total", "larger-than-dense", "scheme"],
 )
 def test_bad_input_is_refused_before_anything_is_written(recipe, tmp_path, options, message):
     with pytest.raises(ValueError, match=message):

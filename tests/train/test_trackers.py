@@ -80,21 +80,24 @@ def test_your_own_logger_is_named_by_module_and_function(tmp_path, monkeypatch, 
     assert "module mine has no function 'nothing'" in capsys.readouterr().err and not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize("when", ["opening", "writing", "closing"])
+@pytest.mark.parametrize("when", ["opening", "writing", "closing", "ending"])
 def test_one_that_fails_is_told_of_once_and_training_goes_on(trained, when):
     fake = Fake(fails_at=3 if when == "writing" else None, fails_to_close=when == "closing")
 
     def opener(path, config, done):
         if when == "opening":
             raise ValueError("not today")
+        if when == "ending":
+            sys.exit(3)
         return fake
 
     shown, written = trained(opener)
-    reason = {"opening": "ValueError: not today", "writing": "OSError: no more disk", "closing": "RuntimeError"}[when]
+    reasons = {"opening": "ValueError: not today", "writing": "OSError: no more disk", "closing": "RuntimeError"}
+    reason = {**reasons, "ending": "SystemExit: 3"}[when]
     line = f"warning: logger wandb failed and gets no more ({reason}); metrics.jsonl has every step; training goes on"
     assert [text for text in shown if "warning" in text] == [line]
     assert len(written) == 6
-    assert len(fake.records) == {"opening": 0, "writing": 3, "closing": 6}[when]
+    assert len(fake.records) == {"opening": 0, "writing": 3, "closing": 6, "ending": 0}[when]
     assert fake.closed == (when == "closing")
 
 

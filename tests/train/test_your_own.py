@@ -60,6 +60,16 @@ class Bare(Line):
         return super().forward(points, labels).logits
 
 
+class Silent(Line):
+    def forward(self, points, labels):
+        return SimpleNamespace(loss=None)
+
+
+class Each(Line):
+    def forward(self, points, labels):
+        return SimpleNamespace(loss=super().forward(points, labels).logits.sum(1))
+
+
 class Scaled(Line):
     def __init__(self, classes: int) -> None:
         super().__init__(classes)
@@ -125,9 +135,17 @@ def test_a_run_of_ones_own_parts_and_its_resumption(recipe, tmp_path, capfd):
     assert sys.path[-1] == "" or "" in sys.path[1:]  # the current directory hides no package
 
 
-def test_a_model_that_returns_no_loss_is_one_line(recipe, capfd):
-    assert run_command(["train", recipe, "--set", "model.name=own_parts:Bare"]) == 2
-    line = "model own_parts:Bare returns a Tensor, must return .loss (and .logits)\n"
+@pytest.mark.parametrize(
+    ("model", "found"),
+    [
+        ("Bare", "a Tensor whose .loss is None"),
+        ("Silent", "a SimpleNamespace whose .loss is None"),
+        ("Each", "a SimpleNamespace whose .loss has the shape [4]"),
+    ],
+)
+def test_a_model_that_returns_no_loss_is_one_line(recipe, capfd, model, found):
+    assert run_command(["simulate", recipe, "--set", f"model.name=own_parts:{model}"]) == 2
+    line = f"model own_parts:{model} returns {found}, must return .loss, a tensor of one number (and .logits)\n"
     assert capfd.readouterr().err.endswith(line)
 
 

@@ -172,8 +172,8 @@ def _probe(verb: of.Probe) -> dict[str, Any] | None:
     from detonation.report.terminal import show_profile
     from detonation.train.verbs.probe import ProbeRequest, probe
 
-    if not verb.out.parent.is_dir():  # said before the links are measured
-        raise ValueError(f"--out is {verb.out}, but {verb.out.parent} is no directory")
+    if verb.out.is_dir() or not verb.out.parent.is_dir():  # said before the links are measured
+        raise ValueError(f"--out is {verb.out}, but must be a file in a directory that exists")
     profile = probe(requested(ProbeRequest, verb), lambda error: explain(verb, error))
     if profile is None:
         return None

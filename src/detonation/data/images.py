@@ -328,7 +328,7 @@ def _readable(file: Path, form: Form, whole: bool = True) -> Any:
                 picture.draft(None, (2 * form.size, 2 * form.size))  # JPEG decodes to less than all, where less will do
             picture.load()
             return picture.copy()
-    except OSError as error:
+    except (OSError, SyntaxError) as error:  # the latter for the body of a PNG
         raise ValueError(f"{file} is no image that pillow can read: {error}") from error
 
 

@@ -70,7 +70,7 @@ def locate(name: str) -> Path:
 def check_source(source: str, named: Iterable[str]) -> Path:
     """Returns `source` as an existing path; raises `ValueError` with the `named` sources where it is none."""
     path = Path(source).expanduser()
-    if not path.exists():
+    if not source or not path.exists():
         raise unknown("source", source, [*named, "hf:NAME", "a path that exists"])
     return path
 

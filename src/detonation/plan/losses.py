@@ -194,7 +194,7 @@ def trained_by(name: str, settings: Mapping[str, Any]) -> str:
     >>> trained_by("AdamW", {"lr": 1e-3, "betas": (0.0, 0.95)})
     'AdamW without momentum'
     """
-    without = settings.get("betas", (None,))[0] == 0 or (name == "Muon" and settings.get("momentum") == 0)
+    without = [*settings.get("betas", ())][:1] == [0] or (name == "Muon" and settings.get("momentum") == 0)
     return f"{name} without momentum" if without else name
 
 

@@ -210,10 +210,12 @@ def _losses(session: Session, step: int) -> Iterator[torch.Tensor]:
         )
         with autocast(session):
             output = session.model(**to(examples, session.device))
-            if not hasattr(output, "loss"):
-                kind = type(output).__name__
-                raise ValueError(f"model {session.config.model.name} returns a {kind}, must return .loss (and .logits)")
-            loss = output.loss / train.accumulate
+            loss = getattr(output, "loss", None)
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                is_now = f"is {loss!r:.40}" if not isinstance(loss, torch.Tensor) else f"has the shape {[*loss.shape]}"
+                said = f"model {session.config.model.name} returns a {type(output).__name__} whose .loss {is_now}"
+                raise ValueError(f"{said}, must return .loss, a tensor of one number (and .logits)")
+            loss = loss / train.accumulate
         yield loss
 
 

@@ -149,9 +149,11 @@ def check_free(path: Path, resume: bool, may_start: bool = False, train: TrainCo
         with (path / LOCK).open("r+") as file:
             _take(file, path)
     held = [name for name in entries if name not in (LOCK, f"{CONFIG}.part") and not name.startswith(_PROBE)]
-    if (path / SUMMARY).exists() and not (resume and train and train.steps > steps_finished(path)):
-        more = f"; with --resume and more --steps than {steps_finished(path)} it goes on"
-        raise ValueError(f"run directory {path} holds a finished run: choose another --out, or remove it{more}")
+    finished = steps_finished(path)
+    if (path / SUMMARY).exists() and not (resume and train and train.steps > finished):
+        more = f"with --resume and more --steps than {finished} it goes on"
+        more = more if finished else f"its {SUMMARY} is damaged, and --resume writes it anew"
+        raise ValueError(f"run directory {path} holds a finished run: choose another --out, or remove it; {more}")
     saved, logged = (path / CHECKPOINTS).is_dir(), 0 in log_starts(path)
     if resume and not (may_start or saved or (logged and train and train.log_updates)):
         remedy = "remove it, or choose another --out" if held else "leave --resume out to start"

@@ -167,7 +167,7 @@ class Forgiving:
     def _given_up(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._inner = None
             lines = str(error).splitlines()
             reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -56,7 +56,7 @@ def build_optimizer(chosen: OptimizerConfig, model: torch.nn.Module) -> torch.op
     function = partial(found, _groups(chosen, model))
     try:
         made = make("optimizer", {chosen.name: function}, chosen.name, {"lr": chosen.lr, **arguments})
-    except (TypeError, RuntimeError, ValueError) as error:
+    except (TypeError, RuntimeError, ValueError, LookupError) as error:
         if str(error).startswith(("unknown ", f"optimizer {chosen.name} needs")):
             raise
         raise ValueError(f"optimizer {chosen.name} does not accept {arguments}: {error}") from error

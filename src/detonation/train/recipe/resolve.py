@@ -249,7 +249,7 @@ def read_recipe(path: Path) -> Table:
 
     Raises `ValueError` for a file that is missing or not TOML.
     """
-    shipped = {} if path.exists() or len(path.parts) > 1 else shipped_recipes()
+    shipped = {} if path.is_file() or len(path.parts) > 1 else shipped_recipes()
     try:
         return tomllib.loads(shipped.get(path.name, path).read_text(encoding="utf-8-sig"))  # Windows marks it
     except OSError as error:

@@ -141,6 +141,7 @@ class TrainConfig:
             zero = "only at the end" if name.endswith("_every") else "off"
             value = getattr(self, name)
             require(0 <= value < math.inf, f"train.{name}", value, f"at least 0 (0 = {zero})")
+        require(self.epochs < 1e9, "train.epochs", self.epochs, "below 1e9")
         require(self.non_finite in ("stop", "skip"), "train.non_finite", self.non_finite, "'stop' or 'skip'")
         require(self.on_desync in ("stop", "repair"), "train.on_desync", self.on_desync, "'stop' or 'repair'")
         least, why = (1, " to repair") if self.on_desync == "repair" else (0, " (0 = never)")

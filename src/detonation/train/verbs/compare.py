@@ -50,10 +50,10 @@ def compare_runs(request: Request, schemes: Sequence[str], varied: Sequence[str]
     out = request.out or Path("runs") / f"{request.recipe.stem}-compare-{time.strftime('%Y%m%d-%H%M%S')}"
     runs = runs_of(schemes, varied)
     if len(runs) < 2:
-        raise ValueError(
-            f"--schemes is {','.join(schemes)!r}: compare needs two runs or more, by --schemes full,demo or by "
-            "--vary optimizer.lr=1e-3,2e-3"
-        )
+        said = f"--vary is {' '.join(varied)}, one choice, as equal values count once" if varied else ""
+        said = said or f"--schemes is {','.join(schemes)!r}"
+        remedy = "by --schemes full,demo or by --vary optimizer.lr=1e-3,2e-3"
+        raise ValueError(f"{said}: compare needs two runs or more, {remedy}")
     compute_with_one_thread()
     tasks = [
         make_task(replace(request, overrides=(*request.overrides, *sets), out=out / name), None)

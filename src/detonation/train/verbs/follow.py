@@ -173,8 +173,10 @@ def replay_on_rank(run: str, to: int | None, out: str | None) -> Table:
 def _config_of(run: Path) -> Config:
     try:
         return from_table(tomllib.loads((run / directory.CONFIG).read_text(encoding="utf-8")))
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"{run} holds no run: {error}; give the --out of one that trained with --log") from error
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{run} holds no run: {directory.CONFIG}: {error}; give the --out of one that trained with --log"
+        ) from error
 
 
 def _alone(config: Config) -> Config:

@@ -88,8 +88,9 @@ def configured(request: Simulation) -> Config:
     """The whole configuration: replicas of one shard, and the batch of each where a total is given."""
     shards = parse_sets(request.overrides).get("mesh", {}).get("shards", 1)
     require(shards == 1, "mesh.shards", shards, "1 in a simulation, where each replica is whole")
-    mesh = {"replicas": request.replicas, "shards": 1}
-    config = read_layers(request.recipe, request.overrides, mesh=mesh).config()
+    config = read_layers(request.recipe, request.overrides, mesh={"replicas": request.replicas}).config()
+    require(not config.mesh.nodes, "mesh.nodes", [*config.mesh.nodes], "left out in a simulation of whole replicas")
+    config = replace(config, mesh=replace(config.mesh, shards=1))
     if Auto.of(config) is not None:
         raise ValueError("scheme auto needs a link to measure, and a simulation has none: --set scheme.name=demo")
     require(len(config.levels) == 1, "scheme", config.schemes, "one level in a simulation")
