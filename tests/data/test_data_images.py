@@ -130,8 +130,8 @@ def test_a_picture_that_is_cut_off_is_named(tmp_path):
     (tmp_path / "a" / "0.png").write_bytes(whole[:-40])
     with pytest.raises(ValueError, match=r"a/0\.png is no image that pillow can read"):
         load_dataset("images", {"source": str(tmp_path)})
-    body = whole.index(b"IDAT") + 4
-    (tmp_path / "a" / "0.png").write_bytes(whole[:body] + b"\0" * (len(whole) - body))
+    body = whole.index(b"IDAT")  # its length comes before it
+    (tmp_path / "a" / "0.png").write_bytes(whole[: body - 4] + (5).to_bytes(4, "big") + whole[body:])
     with pytest.raises(ValueError, match=r"a/0\.png is no image that pillow can read"):
         load_dataset("images", {"source": str(tmp_path)})
 
