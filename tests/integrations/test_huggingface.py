@@ -13,6 +13,7 @@ import runpy
 import shutil
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ peft = pytest.importorskip("peft")
 
 import accelerate_on_cpu
 import own_disks
+import transformers.integrations
 import transformers.training_args
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.parallelism_config import ParallelismConfig
@@ -32,6 +34,7 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import HPSearchBackend
 
 import detonation as dt
 import worlds
@@ -214,6 +217,24 @@ def test_the_best_model_stays_as_it_was_saved(tmp_path):
     (best, model), *_ = worlds.run(best_model, 2, 2, tmp_path)
     file = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
     assert best.endswith("checkpoint-2") and all(torch.equal(file[name], tensor) for name, tensor in model.items())
+
+
+def searched(mesh, folder):
+    """As a trial of `hyperparameter_search` trains."""
+    begin()
+    trainer = Trainer(
+        None, arguments(folder), train_dataset=Sequences(), model_init=llama, callbacks=[Replicate("demo")]
+    )
+    transformers.integrations.hp_params = lambda trial: {}  # optuna itself may not be installed
+    trainer.hp_search_backend, trainer.hp_space = HPSearchBackend.OPTUNA, lambda trial: {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.train(trial=SimpleNamespace(number=3, params={}))
+
+
+def test_the_state_of_the_replicas_is_in_the_checkpoints_of_a_trial(tmp_path):
+    worlds.run(searched, 2, 2, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["run-3"]
+    assert (tmp_path / "run-3" / "checkpoint-4" / "detonation").is_dir()
 
 
 class Stop(TrainerCallback):

@@ -164,6 +164,7 @@ class Replicate(TrainerCallback):
         self._scheme, self._settings = scheme, settings
         self._sent_before = 0  # bytes, in the runs that this one resumes
         self._elsewhere: CheckpointsElsewhere | None = None
+        self._folder = Path()  # of the checkpoints: a trial of a search for hyperparameters has one of its own
 
     def on_init_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Refuses a set-up before data is prepared."""
@@ -178,9 +179,9 @@ class Replicate(TrainerCallback):
         else:
             self._sent_before, own = 0, {"clip": args.max_grad_norm or None, **self._settings}
             self.optimizer = _replicate_inside(trainer.optimizer, trainer.accelerator, trainer.model, self._scheme, own)
-        self._elsewhere = None
+        self._elsewhere, self._folder = None, Path(trainer._get_output_dir(trainer._trial))
         if args.save_strategy != "no" and not args.save_only_model:
-            self._elsewhere = CheckpointsElsewhere(Path(args.output_dir), trainer.model, _NAME, _PART_OF_REPLICAS)
+            self._elsewhere = CheckpointsElsewhere(self._folder, trainer.model, _NAME, _PART_OF_REPLICAS)
         if checkpoint is not None:
             extra = _load_part(Path(checkpoint, _PART_OF_REPLICAS), trainer.model, self.optimizer)
             self._sent_before = int(extra["bytes_sent"]) - self.optimizer.stats.bytes_sent
@@ -192,7 +193,7 @@ class Replicate(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Adds the state of the replicas to the checkpoint that the Trainer has written."""
         if self.optimizer and not args.save_only_model:
-            part = Path(args.output_dir, f"checkpoint-{state.global_step}", _PART_OF_REPLICAS)
+            part = self._folder / f"checkpoint-{state.global_step}" / _PART_OF_REPLICAS
             _save_part(part, others["model"], self.optimizer, {"bytes_sent": self._bytes_sent})
         self._remove_elsewhere(args)
 
