@@ -151,10 +151,8 @@ def _config(name: str) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{HUB_PREFIX}{name} is no directory with a config.json, and no model that the hub gives us: "
-            f"{first_line(error)}"
-        ) from error
+        problem = "is no directory with a config.json, and no model that the hub gives us"
+        raise ValueError(f"{HUB_PREFIX}{name} {problem}: {first_line(error)}") from error
     except Exception as error:  # of a type, as above
         *_, last = str(error).strip().splitlines()
         raise ValueError(f"{HUB_PREFIX}{name} has a config.json that does not fit: {last.strip()}") from error

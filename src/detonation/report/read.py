@@ -152,10 +152,8 @@ def _require_finished_run(directory: Path) -> None:
     if inner := len([*directory.glob("*/summary.json")]):
         found, remedy = f"holds {inner} runs, not one", f"detonation report {directory}/*/"
     elif not (directory / "config.toml").is_file():
-        found, remedy = (
-            "holds no finished run",
-            "give the directory of one, which detonation train names in its last line",
-        )
+        found = "holds no finished run"
+        remedy = "give the directory of one, which detonation train names in its last line"
     elif not (directory / "metrics.jsonl").exists():
         found = "holds a run without its metrics"
         remedy = "without a shared file system metrics and summary are on the node of rank 0: run report there"

@@ -173,9 +173,8 @@ def _gradients(session: Session, step: int, stop: Stop) -> tuple[float, int, flo
         if len(losses) < session.config.train.accumulate:
             loss.backward()  # type: ignore[no-untyped-call]
     total = torch.stack(losses).sum().float()
-    report = total.new_tensor(
-        [0.0, stop.number, *session.waits.own]
-    )  # [4] fp32: loss, signal, seconds of the last step
+    # [4] fp32: loss, signal, seconds of the last step
+    report = total.new_tensor([0.0, stop.number, *session.waits.own])
     report[0] = total
     reports = session.world.all_gather(report)
     _, innermost = session.optimizer.levels[0]

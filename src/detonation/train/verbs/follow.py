@@ -146,9 +146,8 @@ def _replay_run(request: Following) -> Table:
         raise ValueError(f"{run} has no log of updates: train with --log")
     if out is not None and out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty: choose another --out")
-    found: Sequence[Table] = run_local(
-        replay_on_rank, config.mesh.shards, [str(run), request.to, None if out is None else str(out)]
-    )
+    asked = [str(run), request.to, None if out is None else str(out)]
+    found: Sequence[Table] = run_local(replay_on_rank, config.mesh.shards, asked)
     if out is not None and (run / directory.METRICS).exists():
         records = metrics.read_metrics(run / directory.METRICS)
         kept = [record.line() for record in records if record.step <= found[0]["step"]]
