@@ -161,10 +161,9 @@ class Replicate(TrainerCallback):
 
     def __init__(self, scheme: Scheme | str, **settings: Any) -> None:
         self.optimizer: Replicated | None = None
-        self._scheme, self._settings = scheme, settings
+        self._scheme, self._settings, self._folder = scheme, settings, Path()  # the last has the checkpoints
         self._sent_before = 0  # bytes, in the runs that this one resumes
         self._elsewhere: CheckpointsElsewhere | None = None
-        self._folder = Path()  # of the checkpoints: a trial of a search for hyperparameters has one of its own
 
     def on_init_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Refuses a set-up before data is prepared."""

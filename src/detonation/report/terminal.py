@@ -159,8 +159,10 @@ def _waits(summary: dict[str, Any]) -> str:
     for replica 1, the slowest: 5.0 s (25% of the time of the others)
     for the network 0.5 s
     in 20.0 s of steps since the last start
+    >>> _waits({"waits": {**found, "lasted_s": 0.0}})
+    ''
     """
-    if not (waits := summary.get("waits")):
+    if not (waits := summary.get("waits")) or not waits.get("lasted_s", 1.0):  # no step since the last start
         return ""
     slowest = waits["slowest"]
     mean = sum(row[slowest] for row in waits["seconds"]) / max(1, len(waits["seconds"]) - 1)
