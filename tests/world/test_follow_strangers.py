@@ -148,6 +148,31 @@ def test_a_frame_that_was_changed_repeated_or_sent_back_is_refused(tamper):
             (feed if tamper == "sent back" else follower).receive(100)
 
 
+class SlowLink:
+    """The end of a feed of a link with 64 KiB/s, by a clock of its own."""
+
+    def __init__(self):
+        self.now, self.taken = 0.0, bytearray()
+
+    def send(self, octets):
+        self.taken += octets[: 1 << 16]
+        self.now += 1
+        return min(len(octets), 1 << 16)
+
+    def sendall(self, octets):
+        due = self.now + frames.STUCK_S
+        while octets:
+            octets = octets[self.send(octets) :]
+            if octets and self.now > due:
+                raise TimeoutError("timed out")
+
+
+def test_a_follower_on_a_slow_link_has_the_time_for_pieces_and_not_for_a_whole_frame():
+    link, content = SlowLink(), bytes(range(256)) * (1 << 14)  # 64 s
+    FrameSocket(link, b"key", feeds=True).send(STATE, content)
+    assert link.now > 2 * frames.STUCK_S and link.taken.endswith(content)
+
+
 def test_a_state_beyond_all_measure_is_refused_before_memory_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as server:
 

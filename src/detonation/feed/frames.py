@@ -55,7 +55,9 @@ class FrameSocket:
         header = _HEADER.pack(kind, len(content))
         self._connection.sendall(header + self._tag(self._out, self._sent, header, content))
         self._sent += 1
-        self._connection.sendall(content)
+        rest = memoryview(content)
+        while rest:  # the time limit of `sendall` would be one for the whole frame
+            rest = rest[self._connection.send(rest) :]
         self.bytes_moved += len(header) + _TAG + len(content)
 
     def receive(self, most: int) -> tuple[int, bytearray]:
