@@ -1,6 +1,9 @@
 """`save_checkpoint` and `load_checkpoint` in a loop of one's own: results and refusals."""
 
+import gc
+import logging
 import warnings
+import weakref
 from unittest.mock import patch
 
 import numpy as np
@@ -16,7 +19,8 @@ import detonation as dt
 import worlds
 from detonation.checkpoint import restore, snapshot
 from detonation.checkpoint.files import manifest
-from detonation.checkpoint.snapshot import weights
+from detonation.checkpoint.snapshot import take_snapshot, weights
+from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.optimizer import gathered
 from zoo import Menagerie, Plain, built
 
@@ -316,3 +320,23 @@ def saved_with_wrappers(mesh, folder):
 
 def test_a_checkpoint_that_has_wrappers_in_its_names_loads(tmp_path):
     assert worlds.run_alone(saved_with_wrappers, 2, 1, tmp_path) == [(True, True)] * 2
+
+
+class Scaled(nn.Linear):
+    def get_extra_state(self):
+        return {"scale": 1.0}
+
+
+def test_extra_state_is_warned_of_once_and_a_model_that_was_saved_is_freed(caplog):
+    def saved_twice():
+        model = Scaled(4, 4)
+        optimizer = dt.replicate(torch.optim.SGD(model.parameters()), model, LoopbackCommunicator(), dt.full())
+        for _ in range(2):
+            take_snapshot(model, optimizer)
+        return weakref.ref(model)
+
+    with caplog.at_level(logging.WARNING, "detonation.checkpoint"):
+        model = saved_twice()
+    assert caplog.text.count("a checkpoint does not hold the extra state") == 1
+    gc.collect()
+    assert model() is None

@@ -4,8 +4,8 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -199,11 +199,14 @@ def split_snapshot(snapshot: Snapshot, optimizer: Replicated, held: Held) -> dic
     return found
 
 
-@cache
+_warned: WeakSet[nn.Module] = WeakSet()
+
+
 def _warn_of_extra_state(model: nn.Module) -> None:
     """Warns once of modules whose state is in neither a parameter nor a buffer, such as the scales of fp8."""
     extra = [name for name, m in model.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state]
-    if extra:
+    if extra and model not in _warned:
+        _warned.add(model)
         _log.warning("a checkpoint does not hold the extra state (get_extra_state) of %s", ", ".join(extra[:4]))
 
 
