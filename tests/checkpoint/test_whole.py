@@ -1,9 +1,11 @@
 """Checkpoints are whole or absent: after any interruption of a save, loading returns a state that was saved."""
 
 import errno
+import gc
 import os
 import shutil
 import threading
+import weakref
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -191,6 +193,31 @@ def test_where_one_rank_fails_alone_the_next_checkpoint_is_whole(tmp_path):
     assert first == (["step-000001", failed, "step-000003"], [])
     assert second == (["step-000001", "step-000002", "step-000003"], [])
     assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
+
+
+def fails(mesh, folder, act):
+    """What a save tells that `act` ends, and whether its copy of the state is still in memory."""
+    model, optimizer = start(mesh, DEMO, BASES["AdamW"])
+    copies, make = [], async_save.make_save_job
+
+    def noted(*arguments):
+        job = make(*arguments)
+        copies.extend(weakref.ref(tensor) for tensor in job.snapshots[0].tensors.values())
+        return job
+
+    async_save.make_save_job = noted
+    disk.observer = lambda operation, path: act() if operation == "write" else None
+    checkpoints = dt.Checkpoints(folder, model, optimizer)
+    checkpoints.save()
+    checkpoints._join()
+    gc.collect()
+    return checkpoints.news(), len(copies) > 0, any(copy() is not None for copy in copies)
+
+
+def test_a_save_that_fails_leaves_no_copy_of_the_state_in_memory(tmp_path):
+    for act, said in ((no_space, "No space left on device"), (no_memory, "MemoryError: no memory")):
+        (((line,), taken, held),) = worlds.run(fails, 1, 1, tmp_path, act)
+        assert said in line and taken and not held
 
 
 def without_a_manifest(mesh, folder):
