@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from test_exact import BASES, advance, start
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import detonation as dt
@@ -19,7 +20,7 @@ import worlds
 from detonation.checkpoint.files import manifest
 from detonation.checkpoint.files.reader import ShardReader
 from detonation.checkpoint.files.shard_file import CorruptCheckpoint, shard_fault
-from detonation.checkpoint.verify import checkpoints, verify
+from detonation.checkpoint.verify import checkpoints, load_weights, verify
 from detonation.cli.command import run_command as main
 from zoo import SCHEMES, Plain, built
 
@@ -284,6 +285,33 @@ def test_only_ordinary_files_are_opened(copy, tmp_path):
     (copy / name).unlink()
     os.mkfifo(copy / name)
     assert "is no ordinary file" in shard_fault(copy / name, expected)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_weights_are_loaded_from_a_snapshot_in_the_cache_of_hugging_face(tmp_path, parts):
+    """Which consists of links."""
+    blobs, snapshot, trained, model = (
+        tmp_path / "blobs",
+        tmp_path / "snapshots" / "5f3e",
+        nn.Linear(4, 3),
+        nn.Linear(4, 3),
+    )
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    tensors = dict(trained.state_dict())
+    names = [f"model-{part}.safetensors" for part in tensors] if parts == 2 else ["model.safetensors"]
+    for name, content in zip(names, [{key: tensors[key]} for key in tensors] if parts == 2 else [tensors], strict=True):
+        save_file(content, blobs / name[::-1])
+        (snapshot / name).symlink_to(f"../../blobs/{name[::-1]}")
+    if parts == 2:
+        index = json.dumps({"weight_map": dict(zip(tensors, names, strict=True))})
+        (snapshot / "model.safetensors.index.json").write_text(index)
+    load_weights(snapshot, model)
+    assert torch.equal(model.weight, trained.weight) and torch.equal(model.bias, trained.bias)
+    (blobs / names[0][::-1]).unlink()
+    (blobs / names[0][::-1]).symlink_to(snapshot / names[0])
+    with pytest.raises(ValueError, match="holds no"):
+        load_weights(snapshot, model)
 
 
 def test_the_verb(whole, copy, capsys):

@@ -245,8 +245,9 @@ def _exported(directory: Path) -> tuple[_Read, str]:
         names = [EXPORTED]
         if not (directory / EXPORTED).is_file():
             names = sorted({*json.loads((directory / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()})
-        files = [TensorFile(directory / Path(name).name) for name in names]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        # a snapshot in the cache of Hugging Face consists of links
+        files = [TensorFile((directory / Path(name).name).resolve()) for name in names]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"{directory} holds no weights that can be read: {error}") from error
     found = {key: file for file in files for key in file.entries}
 
