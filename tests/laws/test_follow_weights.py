@@ -287,6 +287,21 @@ def test_a_reader_goes_back_with_training(tmp_path, again):
 # What goes wrong.
 
 
+def test_two_trainings_that_begin_at_once_in_one_directory_are_never_mixed(tmp_path):
+    for seed in range(8):
+        models = [network(seed), network(seed + 100)]
+        feeds = [dt.Feed.of_weights(model, tmp_path / str(seed)) for model in models]
+        real = set()
+        for step in range(3):
+            for model, feed in zip(models, feeds, strict=True):
+                feed.publish(step)
+                real.add(held(model))
+                model[1].weight.data += torch.randn(33, 16)
+        served = network(1)
+        follower = dt.follow(served, tmp_path / str(seed))
+        assert held(served) in real and (follower.step == 2 or "is missing" in follower.trouble)
+
+
 @pytest.mark.parametrize("fault", ["lost", "damaged", "cut", "exchanged"])
 def test_a_file_that_is_lost_or_damaged_is_never_used(tmp_path, fault):
     loop = Loop(tmp_path, base_every=6).step(2)
@@ -553,10 +568,13 @@ def test_patches_of_wide_elements_name_each_once(tmp_path):
 
 def test_a_difference_says_what_it_follows(tmp_path):
     Loop(tmp_path).step(2)
-    content = files(tmp_path, "difference")[0].read_bytes()
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    about = json.loads(header["__metadata__"]["json"])
-    assert (about["after"], about["step"], about["before"]) == (1, 2, "")
+    headers = []
+    for kind in ("base", "difference"):
+        content = files(tmp_path, kind)[0].read_bytes()
+        headers.append(json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]))
+    base, about = (json.loads(header["__metadata__"]["json"]) for header in headers)
+    header = headers[1]
+    assert (about["after"], about["step"], about["before"]) == (1, 2, base["state"]) and len(base["state"]) == 16
     assert set(header) == {"__metadata__", *(each for each in header if each.startswith(("gaps.", "deltas.")))}
 
 

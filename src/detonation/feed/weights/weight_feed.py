@@ -1,6 +1,7 @@
 """The weight feed: what any training loop calls after a step, so that readers elsewhere have its exact weights."""
 
 import logging
+import secrets
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -44,7 +45,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         self._run = max((file.run for file in files), default=0)
         self._like: dict[str, Tensor] = {}
         self._held: dict[str, Tensor] = {}  # the patterns that readers have
-        self._state = ""  # the checksum of the last difference
+        self._state = ""  # the checksum of the last difference; before, the name of the first base
         self._since = self._since_bytes = self._base_bytes = 0
         self.step, self.bytes_written, self.trouble = -1, 0, ""
 
@@ -103,8 +104,9 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         """Begins a run with a base. Where that fails, the next call does it."""
         self._like, self._held = {}, {}
         held = {name: patterns_of(_whole(tensors[name], kind.dtype)).clone() for name, kind in like.items()}
-        self._write_base(folder, self._run + 1, step, "", {name: tensor_of(held[name], like[name]) for name in like})
-        self._run, self.step, self._state, self._like, self._held = self._run + 1, step, "", like, held
+        state = secrets.token_hex(8)  # another training may begin the same run at once: its differences are refused
+        self._write_base(folder, self._run + 1, step, state, {name: tensor_of(held[name], like[name]) for name in like})
+        self._run, self.step, self._state, self._like, self._held = self._run + 1, step, state, like, held
 
     def _go_on(self, tensors: Mapping[str, Tensor], step: int, folder: Folder) -> None:
         """Writes a difference, and a base where it is time."""
