@@ -414,6 +414,18 @@ def test_a_real_limit_of_the_disk_leaves_no_part(tmp_path):
     assert in_another_process(limited) == 0 and not names(tmp_path)
 
 
+def test_what_a_killed_trainer_wrote_in_part_goes_with_the_old_files(tmp_path, monkeypatch):
+    for steps in (0, 2):  # killed in its first file, or later
+        monkeypatch.undo()
+        loop = Loop(tmp_path).step(steps)
+        monkeypatch.setattr(os, "fsync", lambda _: os._exit(0))
+        assert in_another_process(loop.step) == 0
+        assert len(list(tmp_path.glob("*.part"))) == 1
+    monkeypatch.undo()
+    loop = Loop(tmp_path, base_every=1).step(3)
+    assert [step_of(each) for each in files(tmp_path, "base")] == [2, 3] and not list(tmp_path.glob("*.part"))
+
+
 @pytest.mark.parametrize(
     "other, fault",
     [

@@ -2,7 +2,7 @@
 
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         self._folder = None if target is None else folder_at(target)
         if isinstance(self._folder, LocalFolder):
             self._folder.make()
-        files = WeightFile.known(self._folder.names() if self._folder else [])
-        self._run = max((file.run for file in files), default=0)
+        self._run = max((file.run for file in _begun(self._folder.names() if self._folder else [])), default=0)
         self._like: dict[str, Tensor] = {}
         self._held: dict[str, Tensor] = {}  # the patterns that readers have
         self._state = ""  # the checksum of the last difference; before, the name of the first base
@@ -143,13 +142,19 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
     def _remove_old(self, folder: Folder, run: int) -> None:
         """Keeps the two newest bases of this run and what comes after the older: a reader of it has time to finish."""
         try:
-            files = WeightFile.known(folder.names())
-            bases = [file.step for file in files if file.run == run and file.kind == BASE] or [0]
-            for file in files:
-                if (file.run, file.step) < (run, bases[-2:][0]):
-                    folder.remove(file.name)
+            names = folder.names()
+            bases = [file.step for file in WeightFile.known(names) if file.run == run and file.kind == BASE] or [0]
+            old = {file.name for file in _begun(names) if (file.run, file.step) < (run, bases[-2:][0])}
+            for name in names:
+                if name.removesuffix(".part") in old:
+                    folder.remove(name)
         except OSError as error:
             _log.warning("old files of the weight feed stay: %s", error)
+
+
+def _begun(names: Iterable[str]) -> list[WeightFile]:
+    """The files among `names`, and those of which a trainer that was killed wrote a part."""
+    return WeightFile.known(name.removesuffix(".part") for name in names)
 
 
 def _layout(tensors: Mapping[str, Tensor]) -> list[tuple[str, torch.dtype, torch.Size]]:
