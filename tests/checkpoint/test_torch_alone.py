@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from detonation.checkpoint.files import shard_file
 from detonation.checkpoint.files.shard_file import DTYPES, CorruptCheckpoint, TensorFile, write_shard
 
 OTHERS = (
@@ -112,6 +113,8 @@ LIES = {
     "an overlap": {"a": entry(), "b": entry()},
     "a tail": {"a": entry(shape=[1], data_offsets=[0, 4])},
     "a size that no machine has": {"a": entry(), "b": entry(shape=[0, 2**62, 2**62], data_offsets=[8, 8])},
+    "a size beyond all": {"a": entry(shape=[0, 2**61], data_offsets=[0, 0]), "b": entry()},
+    "more dimensions than there are": {"a": entry(shape=[1] * 64 + [2])},
     "metadata of numbers": {"a": entry(), "__metadata__": {"json": 3}},
 }
 
@@ -121,6 +124,14 @@ def test_a_header_that_lies_is_refused(tmp_path, lie):
     with pytest.raises(ValueError) as refused:
         TensorFile(file_of(tmp_path / "file", LIES[lie]))
     assert len(str(refused.value)) < 200
+
+
+def test_the_product_of_a_hostile_shape_is_never_formed(tmp_path, monkeypatch):
+    """Which takes half a minute for a header of 1 MB."""
+    monkeypatch.setattr(shard_file.math, "prod", lambda sizes: pytest.fail("a product"))
+    path = file_of(tmp_path / "file", {"a": entry(shape=[2**60] * 100_000)})
+    with pytest.raises(CorruptCheckpoint, match="no type, shape or place"):
+        TensorFile(path)
 
 
 def test_lengths_that_lie_links_and_files_that_shrink_are_refused(tmp_path):

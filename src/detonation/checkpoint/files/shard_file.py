@@ -136,7 +136,8 @@ def _entries(header: dict[str, Any], begin: int, size: int) -> dict[str, Entry]:
 
 
 def _naturals(value: Any) -> bool:
-    return isinstance(value, Sequence) and all(type(number) is int and number >= 0 for number in value)
+    few = isinstance(value, Sequence) and len(value) <= 64  # the dimensions that torch has: a product takes no time
+    return few and all(type(number) is int and 0 <= number <= _MOST_ELEMENTS for number in value)
 
 
 @dataclass(frozen=True)
