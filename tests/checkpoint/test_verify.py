@@ -19,7 +19,7 @@ import detonation as dt
 import worlds
 from detonation.checkpoint.files import manifest
 from detonation.checkpoint.files.reader import ShardReader
-from detonation.checkpoint.files.shard_file import CorruptCheckpoint, shard_fault
+from detonation.checkpoint.files.shard_file import CorruptCheckpoint, shard_fault, write_shard
 from detonation.checkpoint.verify import checkpoints, load_weights, verify
 from detonation.cli.command import run_command as main
 from zoo import SCHEMES, Plain, built
@@ -133,6 +133,18 @@ def test_a_key_that_no_version_writes_breaks_nothing(copy):
         save_file(load_file(copy / name) | {"replica.0": torch.zeros(1)}, copy / name, rest)
     sign(copy, described, *described.files)
     assert verify(copy).good
+
+
+@pytest.mark.parametrize("key, dtype", [("optimizer.x", torch.float32), ("optimizer.x.y", torch.float8_e4m3fn)])
+def test_of_close_replicas_any_key_and_any_type_is_compared(tmp_path, key, dtype):
+    (checkpoint := tmp_path / "step-000001").mkdir()
+    files = {}
+    for replica in range(2):
+        name, tensors = manifest.file_name(replica, 0), {key: torch.full((4,), 1.0 + replica).to(dtype)}
+        files[name] = write_shard(checkpoint / name, tensors, REST | {"values": {"moved.x": 1.0}})
+    described = manifest.Manifest(1, 2, 1, 0, "SGD", True, [{"scheme": "full"}], files, {}, {})
+    (checkpoint / manifest.MANIFEST_NAME).write_text(described.dumps())
+    assert verify(checkpoint).differences == [f"{key} on replica 1, shard 0 (compared with replica 0)"]
 
 
 def rest_of(path):

@@ -170,9 +170,10 @@ def _distance(key: str, first: ShardReader, other: ShardReader) -> tuple[float, 
     one, two, name = first.tensor(key), other.tensor(key), _name_in_training(key)
     if one.shape != two.shape or one.dtype != two.dtype or not one.is_floating_point():
         return math.inf, False
-    *norms, far = (float(torch.linalg.vector_norm(each, dtype=torch.float64)) for each in (one, two, one - two))
+    eps, one, two = torch.finfo(one.dtype).eps, one.double(), two.double()  # float8 cannot be subtracted
+    *norms, far = (float(torch.linalg.vector_norm(each)) for each in (one, two, one - two))
     moved = max(file.moved.get(name, min(norms)) for file in (first, other))  # the unknown may have come from zero
-    return far / (min(norms) or far), far <= tolerance(min(norms), moved, torch.finfo(one.dtype).eps) < math.inf
+    return far / (min(norms) or far), far <= tolerance(min(norms), moved, eps) < math.inf
 
 
 def _name_in_training(key: str) -> str:
@@ -183,7 +184,7 @@ def _name_in_training(key: str) -> str:
     """
     part, _, name = key.partition(".")
     if part == "optimizer":
-        return "{} ({})".format(*name.rsplit(".", 1))
+        return "{} ({})".format(*name.rpartition(".")[::2])
     _, kind, name = name.split(".", 2) if part == "replica" else ("", "anchor", name)
     return name if kind == "anchor" else f"{name} ({kind})"
 
