@@ -253,6 +253,31 @@ def test_rotating_removes_what_checkpoints_have(tmp_path):
         dt.replay(tmp_path, started(LoopbackCommunicator(2), dt.demo())[1])
 
 
+def test_old_files_that_cannot_be_removed_stay_and_do_not_end_the_run(tmp_path, monkeypatch, caplog):
+    model, optimizer = started(LoopbackCommunicator(2), dt.demo())
+    log, close = dt.UpdateLog(tmp_path), os.close
+    optimizer.record(log)
+    for step in range(3):
+        advance(model, optimizer, 0, [step])
+        log.rotate()
+
+    def stale(*arguments, **options):
+        raise OSError(116, "Stale file handle")
+
+    def closes(descriptor):
+        close(descriptor)
+        stale()
+
+    advance(model, optimizer, 0, [3])
+    with monkeypatch.context() as patch:
+        patch.setattr(writer.Path, "unlink", stale)
+        patch.setattr(writer.os, "close", closes)
+        log.rotate(oldest=3)
+    assert f"an old file of the update log in {tmp_path} stays: Stale file handle" in caplog.text
+    advance(model, optimizer, 0, [4])
+    assert dt.replay(tmp_path, started(LoopbackCommunicator(2), dt.demo())[1]) == 5
+
+
 @contextmanager
 def full_disk(monkeypatch):
     """Context in which a write stops after five bytes."""

@@ -126,9 +126,12 @@ class UpdateLog(StepRecorder):
     def rotate(self, oldest: int = 0) -> None:
         """Begins another file, as after a checkpoint; removes those whose steps are all among the first `oldest`."""
         self.close()
-        for (rank, _, path), (other, end, _) in pairwise(segments(self.directory, "") if self.records else ()):
-            if rank == other and end <= oldest:
-                path.unlink(missing_ok=True)
+        try:
+            for (rank, _, path), (other, end, _) in pairwise(segments(self.directory, "") if self.records else ()):
+                if rank == other and end <= oldest:
+                    path.unlink(missing_ok=True)
+        except OSError as error:
+            _log.warning("an old file of the update log in %s stays: %s", self.directory, error.strerror)
 
     def close(self) -> None:
         """Writes what is left, and closes the file; another step opens another."""
@@ -137,7 +140,8 @@ class UpdateLog(StepRecorder):
                 self.flush()
                 self._finish()
                 os.fsync(self._file)
-            os.close(self._file)
+            with suppress(OSError):  # the disk has it all, or the log has ended
+                os.close(self._file)
         self._file = -1
         if self._thread is not None:
             self._thread.shutdown()
