@@ -120,7 +120,11 @@ def test_a_difference_is_close_to_its_entropy(share):
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, BF16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.uint8]
+    "dtype",
+    [
+        *(torch.float32, torch.float64, BF16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.uint8),
+        *(torch.complex64, torch.uint16, torch.uint32, torch.uint64),
+    ],
 )
 @pytest.mark.parametrize("shape", [(), (0,), (3, 5)])
 @pytest.mark.parametrize("transposed", [False, True])
@@ -450,7 +454,7 @@ def test_what_cannot_be_is_said(tmp_path):
     with pytest.raises(ValueError, match="step is -1, must be at least 0"):
         dt.Feed.of_weights(network(), tmp_path).publish(-1)
     with pytest.raises(ValueError, match="c is of type"):
-        complex_one = nn.ParameterDict({"c": torch.zeros(2, dtype=torch.complex64)})
+        complex_one = nn.ParameterDict({"c": torch.zeros(2, dtype=torch.complex128)})
         dt.Feed.of_weights(complex_one, tmp_path).publish(1)
     with pytest.raises(ValueError, match="neither token nor optimizer"):
         dt.follow(network(), tmp_path, token=b"0123456789abcdef")

@@ -65,6 +65,7 @@ def make_save_job(
     """Copies the state of this rank. Raises `ValueError` for state, or for `extra`, that a checkpoint cannot hold."""
     copied_extra = _copied(dict(extra or {}))
     snapshot = take_snapshot(model, optimizer, frozen)
+    shard_file.require_types({name: tensor.dtype for name, tensor in snapshot.tensors.items()})
     own, held = held_shards(model, optimizer)
     return SaveJob(
         optimizer.step_count,

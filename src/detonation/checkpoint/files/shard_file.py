@@ -22,7 +22,8 @@ from detonation.core.flat.tensors import octets
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64", torch.uint64: "U64",
+    torch.uint32: "U32", torch.uint16: "U16",
 }  # fmt: skip
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 _LONGEST_HEADER = 100_000_000
@@ -178,14 +179,20 @@ def shard_fault(path: Path, expected: ShardSummary) -> str | None:
     return None if same else f"{path.name} is damaged: its checksum differs"
 
 
+def require_types(types: Mapping[str, torch.dtype]) -> None:
+    """Raises `ValueError` where safetensors does not have one of the types of tensors."""
+    for name, dtype in types.items():
+        if dtype not in DTYPES:
+            raise ValueError(f"{name} is of type {dtype}, which safetensors does not have")
+
+
 def shard_content(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> Iterator[memoryview]:
     """The bytes of a safetensors file: header length, header, tensors. Wide dtypes come first, so that all align."""
+    require_types({name: tensor.dtype for name, tensor in tensors.items()})
     header: dict[str, Any] = {"__metadata__": {"json": json.dumps(rest, allow_nan=False)}}
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     end = 0
     for name, tensor in ordered:
-        if tensor.dtype not in DTYPES:
-            raise ValueError(f"{name} is of type {tensor.dtype}, which safetensors does not have")
         start, end = end, end + tensor.nbytes
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from detonation.checkpoint.files.shard_file import DTYPES, shard_content
+from detonation.checkpoint.files.shard_file import require_types, shard_content
 from detonation.checkpoint.snapshot import weights
 from detonation.feed.weights.differences import changes, encode_difference, move, patterns_of, starts, tensor_of
 from detonation.feed.weights.folders import BASE, DIFFERENCE, END, Folder, LocalFolder, WeightFile, folder_at
@@ -56,8 +56,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         full disk does, training goes on: a warning is logged, `trouble` says why, this returns 0, and the next call
         publishes the changes of both. Where `step` is not above the last one, training went back: readers get a base.
 
-        Raises `ValueError` where `step` is negative, or a tensor has a type that safetensors lacks, such as a complex
-        one.
+        Raises `ValueError` where `step` is negative, or a tensor has a type that safetensors lacks, as complex128.
         """
         if step < 0:
             raise ValueError(f"step is {step}, must be at least 0")
@@ -93,9 +92,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
     def _published(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The types and shapes of what is published, without memory, in the order of a file: wide types come first."""
         kinds = {k: self._dtype if self._dtype and v.is_floating_point() else v.dtype for k, v in tensors.items()}
-        for name, dtype in kinds.items():
-            if dtype not in DTYPES:
-                raise ValueError(f"{name} is of type {dtype}, which safetensors does not have")
+        require_types(kinds)
         ordered = sorted(tensors, key=lambda name: -kinds[name].itemsize)
         return {name: torch.empty(tensors[name].shape, dtype=kinds[name], device="meta") for name in ordered}
 
