@@ -14,7 +14,17 @@ from torch._C._distributed_c10d import HashStore
 import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.feed import frames, publisher, stream
-from detonation.feed.frames import ABOUT, MOST_STRANGERS, STATE, WANT, BadFrame, FrameSocket, encoded, host_and_port
+from detonation.feed.frames import (
+    ABOUT,
+    MOST_STRANGERS,
+    STATE,
+    STEP_DONE,
+    WANT,
+    BadFrame,
+    FrameSocket,
+    encoded,
+    host_and_port,
+)
 from detonation.feed.token import prove_to_feed, prove_to_follower, read_token
 from limits import LIMIT_S
 
@@ -204,6 +214,36 @@ def test_a_follower_that_is_too_far_behind_is_dropped_and_comes_again(caplog, mo
         while not follower.ended:
             follower.update(wait_s=1)
         assert follower.step == optimizer.step_count and torch.equal(served.weight, model.weight)
+
+
+class StandsStill:
+    """The connection to a follower that takes the copy of the state, and of the steps nothing."""
+
+    def __init__(self):
+        self.reached, self.closed = threading.Event(), threading.Event()
+
+    def send(self, kind, content=b""):
+        if kind == STEP_DONE:
+            self.reached.set()
+            self.closed.wait(LIMIT_S)
+
+    def close(self):
+        self.closed.set()
+
+
+@pytest.mark.parametrize("size, fit", [(1 << 10, 64), (1 << 20, 8), (4 << 20, 4)], ids=["many", "some", "few"])
+def test_the_memory_for_a_follower_that_stands_still_has_a_bound(monkeypatch, size, fit):
+    monkeypatch.setattr(frames, "LEAST_WAITING", 8 << 20)
+    connection = StandsStill()
+    subscription = frames.Subscription(connection, "a follower", most_behind=64)
+    subscription.begin({"step": 0}, [memoryview(bytes(1000))], skip=0)
+    subscription.offer(bytes(size))
+    assert connection.reached.wait(LIMIT_S)  # it has caught up
+    for _ in range(fit):
+        subscription.offer(bytes(size))
+    assert subscription.alive
+    subscription.offer(bytes(size))
+    assert not subscription.alive and connection.closed.is_set() and not subscription._queue
 
 
 def test_a_feed_that_knows_of_a_follower_is_not_gone_for_it(monkeypatch):

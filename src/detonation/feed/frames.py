@@ -207,8 +207,9 @@ class Listener:
 
 ALIVE_S = 5.0
 """Seconds of silence after which a follower gets a sign of life."""
-LEAST_WAITING = 64 << 20
-"""Bytes of steps that may wait while a copy of the state is on its way; or as many as the copy has."""
+LEAST_WAITING, FEW_STEPS = 64 << 20, 4
+"""Bytes of steps that may wait; or as many as the copy of the state has, which waited before them; or those of a few
+steps, because who is only so late is not dropped, however large a step is."""
 
 
 class Subscription:
@@ -246,7 +247,8 @@ class Subscription:
                 return
             self._bytes += len(step)
             self._queue.append((STEP_DONE, step))
-            behind = len(self._queue) > self._most_behind if self._caught_up else self._bytes > self._most_bytes
+            behind = self._bytes > max(self._most_bytes, FEW_STEPS * len(step))
+            behind |= self._caught_up and len(self._queue) > self._most_behind
             self._changed.notify()
         if behind:
             self.drop("it is too far behind")
