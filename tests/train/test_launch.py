@@ -72,6 +72,43 @@ def test_a_killed_rank_brings_the_others_down():
         run_local(work, 3, timeout_s=LIMIT_S)
 
 
+def test_a_signal_without_a_name_is_told_by_its_number():
+    with pytest.raises(WorldError, match=r"ended by signal 40$"):
+        run_local(lambda: os.kill(os.getpid(), 40), 1, timeout_s=LIMIT_S)
+
+
+def test_what_a_full_disk_takes_no_file_of_is_told_on_standard_error(capfd, monkeypatch):
+    def full(path, value):
+        raise OSError(28, "No space left on device")
+
+    def fails():
+        raise KeyError("layer.7")
+
+    monkeypatch.setattr(launch, "write_result", full)
+    with pytest.raises(WorldError, match="ended with code 1 and no message"):
+        run_local(fails, 1, timeout_s=LIMIT_S)
+    assert "KeyError: 'layer.7'" in capfd.readouterr().err
+
+
+@pytest.fixture
+def ignoring_children():
+    """As a supervisor starts a process that ignores SIGCHLD."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    yield
+    assert signal.signal(signal.SIGCHLD, before) == signal.SIG_IGN
+
+
+@pytest.mark.usefixtures("ignoring_children")
+def test_a_launcher_that_was_told_to_ignore_its_children_waits_for_its_ranks():
+    assert run_local(lambda: 1, 2, timeout_s=LIMIT_S) == [1, 1]
+
+
+def test_ranks_for_which_somebody_else_has_waited_end_nothing():
+    os.waitpid(pid := os.posix_spawn("/bin/true", ["true"], {}), 0)
+    launch._kill(pids := {0: pid})
+    assert not pids
+
+
 def test_a_world_that_hangs_is_ended():
     with pytest.raises(WorldError, match=r"ranks \[0, 1\] did not finish in time"):
         run_local(signal.pause, 2, timeout_s=1)

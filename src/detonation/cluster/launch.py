@@ -164,7 +164,7 @@ def _child(mine: _Rank, enter: Callable[[int], None] | None = None) -> int:
     except BaseException as error:
         if heartbeat is not None:
             heartbeat.stop()
-        write_result(_failure_file(folder, rank), asdict(failure_from_exception(rank, error)))
+        _tell(folder, failure_from_exception(rank, error))
         return 1
     finally:
         sys.stdout.flush()
@@ -173,9 +173,16 @@ def _child(mine: _Rank, enter: Callable[[int], None] | None = None) -> int:
 
 
 def _end_lost(rank: int, folder: Path, text: str, reported: bool) -> NoReturn:
-    failure = Failure(rank, time.time(), "Lost", text, complete=True)
-    write_result(_failure_file(folder, rank), asdict(failure))
+    _tell(folder, Failure(rank, time.time(), "Lost", text, complete=True))
     os._exit(1)
+
+
+def _tell(folder: Path, failure: Failure) -> None:
+    """Leaves a failure to the process that waits; prints it where the disk is full."""
+    try:
+        write_result(_failure_file(folder, failure.rank), asdict(failure))
+    except OSError:
+        print(f"rank {failure.rank}: {failure.trace or failure.text}", file=sys.stderr, flush=True)
 
 
 def _failure_file(folder: Path, rank: int) -> Path:
@@ -228,9 +235,11 @@ def _wait(
 def _kill(pids: dict[int, int]) -> None:
     """Ends the ranks that are left, at once: their files are whole or absent at any time."""
     for pid in pids.values():
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # where somebody else has waited for it
+            os.kill(pid, signal.SIGKILL)
     for rank, pid in list(pids.items()):
-        os.waitpid(pid, 0)
+        with suppress(ChildProcessError):
+            os.waitpid(pid, 0)
         del pids[rank]
 
 
@@ -247,8 +256,11 @@ def _signals_pass_on(pids: Mapping[int, int]) -> Iterator[Stop]:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
+    handlers: dict[int, Any] = dict.fromkeys(STOP_SIGNALS, pass_on)
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # then nobody can wait for a rank
+        handlers[signal.SIGCHLD] = signal.SIG_DFL
     try:
-        before = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     except ValueError:  # not the main thread
         yield stop
         return

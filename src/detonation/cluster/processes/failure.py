@@ -75,7 +75,7 @@ def failure_from_exit_code(rank: int, code: int) -> Failure:
     """The failure of a rank that ended with `code` and left no message; below 0 it is a signal."""
     if code > 0:
         return Failure(rank, time.time(), "SystemExit", f"ended with code {code} and no message")
-    name = signal.Signals(-code).name
+    name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")  # real-time: no name
     hint = " (out of memory?)" if -code == signal.SIGKILL else ""
     # gloo aborts the process when a peer is gone at the wrong moment, so SIGABRT may follow from another rank's end.
     return Failure(rank, time.time(), name, f"ended by {name}{hint}", network=-code == signal.SIGABRT)
