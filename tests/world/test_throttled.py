@@ -1,5 +1,9 @@
 """A throttled link: the time of exchanges, by a clock of the test's own, and the same training as without it."""
 
+import gc
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -55,6 +59,19 @@ def trained(mesh, speed):
 
 def test_training_over_a_throttled_link_is_the_same_training():
     assert worlds.run(trained, 2, 2, LinkSpeed(1e9)) == worlds.run(trained, 2, 2, None)
+
+
+def descriptors_after(mesh):
+    """The names of the open files of emulated links that nobody has any more."""
+    for _ in range(3):
+        ThrottledCommunicator(mesh["replicate"], LinkSpeed(1e9))
+    gc.collect()
+    names = [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
+    return [name for name in names if "detonation-link" in name]
+
+
+def test_a_link_that_nobody_has_any_more_has_no_file_open():
+    assert worlds.run_alone(descriptors_after, 1, 1) == [[]]
 
 
 @pytest.mark.parametrize(

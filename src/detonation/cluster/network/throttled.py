@@ -5,6 +5,7 @@ import mmap
 import os
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,6 +42,7 @@ class NodeLink:
         self.speed, self._node, self._clock, self._sleep = speed, node, clock, sleep
         # [nodes] float64: when all messages of each node will have left
         self._file, self._idle_from = _shared_memory(8 * nodes, device or torch.device("cpu"))
+        weakref.finalize(self, os.close, self._file)
 
     def leave(self, kind: str, sent: Tensor, replicas: int) -> float:
         """Queues what a collective sends behind the messages that this node is sending; returns when all has left."""
@@ -89,7 +91,9 @@ class ThrottledCommunicator(NodeLink):
         self._peers = dist.get_process_group_ranks(axis.get_group())
         self._started = 0
         # [ranks, exchanges]: when each message will have left
-        self._left = _shared_memory(8 * world * _WINDOW, device)[1].view(world, _WINDOW)
+        file, left = _shared_memory(8 * world * _WINDOW, device)
+        self._left = left.view(world, _WINDOW)
+        os.close(file)  # the memory stays
 
     def size(self) -> int:
         return self._group.size()
