@@ -96,6 +96,22 @@ def scheduled(mesh, folder, fresh):
     return float(group["lr"]), float(group["initial_lr"])
 
 
+def with_another_rate(mesh, folder):
+    """Saved with a rate that is a tensor, and resumed with a number."""
+    rates = []
+    for rate in (torch.tensor(0.25), 0.5):
+        model = built(Plain)
+        base = torch.optim.SGD(model.parameters(), lr=rate)
+        optimizer = dt.replicate(base, model, mesh["replicate"], dt.full())
+        (dt.load_checkpoint if rates else dt.save_checkpoint)(folder, model, optimizer)
+        rates.append(optimizer.param_groups[0]["lr"])
+    return type(rates[1]).__name__, rates[1]
+
+
+def test_a_rate_that_was_a_tensor_is_the_number_that_it_is_now(tmp_path):
+    assert worlds.run(with_another_rate, 1, 1, tmp_path) == [("float", 0.25)]
+
+
 def test_a_rate_that_is_a_tensor_comes_back_before_its_scheduler(tmp_path):
     before = worlds.run(scheduled, 2, 1, tmp_path, True)
     assert before == worlds.run(scheduled, 2, 1, tmp_path, False) == [pytest.approx((5e-3, 1e-2))] * 2

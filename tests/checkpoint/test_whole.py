@@ -4,6 +4,7 @@ import errno
 import gc
 import os
 import shutil
+import stat
 import threading
 import weakref
 from pathlib import Path
@@ -266,6 +267,18 @@ def test_leftovers_that_this_user_cannot_remove_disturb_no_save(tmp_path, monkey
 
     monkeypatch.setattr(Path, "unlink", of_another_user)
     assert worlds.run(beside_leftovers, 2, 1, tmp_path) == ["step-000001"] * 2
+
+
+def test_a_file_system_that_syncs_no_directories_takes_a_checkpoint(tmp_path, monkeypatch):
+    sync = os.fsync
+
+    def of_files_alone(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", of_files_alone)
+    assert worlds.run(beside_leftovers, 1, 1, tmp_path) == ["step-000001"]
 
 
 def saved_names(mesh, folder):

@@ -80,7 +80,7 @@ def restore(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) ->
         group |= {key: _option(key, group.get(key), value) for key, value in options["options"].items()}
         for key, value in options["tensors"].items():
             like = group.get(key, group["lr"])  # a scheduler that is made later adds initial_lr
-            group[key] = torch.tensor(value, dtype=like.dtype, device=like.device)
+            group[key] = like.new_tensor(value) if isinstance(like, Tensor) else _option(key, like, value)
     if stays_close := bool(same and moved and optimizer.settings.safety.equal != "bits"):
         optimizer.closeness = Closeness(moved)
     keys = [key.removeprefix("replica.") for key in _own_file(saved, own).keys if key.startswith("replica.")]
