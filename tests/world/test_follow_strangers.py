@@ -287,6 +287,11 @@ def test_a_copy_that_fails_ends_the_following_and_not_the_training(monkeypatch, 
     feed.close()
 
 
+def test_a_host_that_is_none_is_refused():
+    with pytest.raises(dt.errors.LostFeed, match=r"^trainer\.\.example:7000: .*label"):
+        dt.follow(nn.Linear(8, 8), "trainer..example:7000", token=TOKEN)
+
+
 def test_a_token_is_long_and_its_file_private(tmp_path):
     path = tmp_path / "token"
     path.write_text("0123456789abcdef\n")

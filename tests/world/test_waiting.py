@@ -5,6 +5,7 @@ import re
 import signal
 import threading
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,6 +83,17 @@ def test_partners_share_a_group_that_is_not_the_whole_world_where_there_is_one()
     found = worlds.run_alone(groups_of, 2, 2)
     assert [parts for parts, _ in found] == [{1, 2}, {0, 3}, {0, 3}, {1, 2}]
     assert all(world == {0, 2} for _, world in found)
+
+
+def test_partners_are_found_while_another_thread_makes_a_group(monkeypatch):
+    class Ranks(dict):
+        def __contains__(self, rank):
+            table[str(len(table))] = {}  # as `new_group` does at that moment
+            return super().__contains__(rank)
+
+    table = {"first": Ranks({0: 0, 1: 1}), "second": {0: 0, 2: 1}}
+    monkeypatch.setattr(distributed_c10d, "_world", SimpleNamespace(pg_group_ranks=table, default_pg=None))
+    assert partners_of(0) == {1, 2} and len(table) == 3
 
 
 def test_a_standing_is_read_as_it_was_written_and_nothing_else_is():

@@ -125,9 +125,9 @@ class Stream:
             joins, self._dropped = self.joins, False
             try:
                 self._follow()
-            except (Refused, BadFrame, DamagedLog, OSError) as error:
+            except (Refused, BadFrame, DamagedLog, OSError, UnicodeError) as error:  # the last is of an odd host
                 self.trouble = f"{self.host}:{self.port}: {error or type(error).__name__}"
-                if isinstance(error, Refused):
+                if isinstance(error, Refused | UnicodeError):
                     self.refusal = Refused(self.trouble)
             finally:
                 self._hang_up()

@@ -78,7 +78,7 @@ def waits_in_vain(rank: int, standings: Sequence[Standing], partners: Collection
 def partners_of(rank: int) -> set[int]:
     """The ranks of all groups that `rank` is in, without the group of the whole world where there are others."""
     world = distributed_c10d._world
-    mine = [(group, {*ranks} - {rank}) for group, ranks in world.pg_group_ranks.items() if rank in ranks]
+    mine = [(group, {*ranks} - {rank}) for group, ranks in [*world.pg_group_ranks.items()] if rank in ranks]
     parts = [ranks for group, ranks in mine if group is not world.default_pg and ranks]
     return set().union(*(parts or [ranks for _, ranks in mine]))
 
@@ -174,9 +174,10 @@ class Watch:
                     continue
                 standings = [Standing.parse(text.decode()) for text in self._store.multi_get(self._keys)]
                 self._text = who_waits(self._rank, standings, now - since)
+                in_vain = waits_in_vain(self._rank, standings, partners_of(self._rank))
             except (RuntimeError, OSError, ValueError):  # the store is gone, or not in order: that is for others to say
                 continue
-            if now - since >= 2 * self._line_s and waits_in_vain(self._rank, standings, partners_of(self._rank)):
+            if in_vain and now - since >= 2 * self._line_s:
                 text = _waiting(self._rank, standings, now - since)
                 self._end(f"{text}: it ends, because nobody will come; give all ranks the same number of batches")
             elif self._text and now - since >= due:
