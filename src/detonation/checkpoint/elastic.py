@@ -129,7 +129,7 @@ def owned_rows(pieces: list[Tensor], channel: Channel) -> Tensor:
     codec = channel.engine.codec
     flat = codec.basis.forward(channel.layout.flatten(pieces, torch.device("cpu")))
     owners = RowOwners(len(flat), channel.link.replicas, rows_of_a_turn(channel.scheme, channel.link.replicas))
-    return owners.deal(flat, flat.new_zeros(flat.shape[1]))[channel.link.replica]
+    return owners.deal(flat)[channel.link.replica]
 
 
 SHARD = "shard.0."

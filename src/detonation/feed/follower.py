@@ -1,7 +1,6 @@
 """`follow`: holds the exact weights of a training that runs elsewhere."""
 
 import hashlib
-import math
 import threading
 import time
 import weakref
@@ -12,12 +11,12 @@ from typing import Any, overload
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from detonation.cluster.position import host_and_port
 from detonation.core.agreement.safety import Safety
 from detonation.core.flat.tensors import digest, local
 from detonation.core.link.communicator import Axis
 from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.replicated import Replicated
-from detonation.feed.frames import host_and_port
 from detonation.feed.shard import MakeOptimizer, ShardFollower, joined_optimizer, reachable_moments
 from detonation.feed.stream import Joined, Stepped, Stream, close_all
 from detonation.feed.token import LostFeed, checked_token
@@ -55,11 +54,6 @@ class Follower(AbstractContextManager["Follower"]):
     def about(self) -> dict[str, Any]:
         """The values that the feed was given for its followers."""
         return dict(self._shards[0].about.get("about", {}))
-
-    @property
-    def memory_norm(self) -> float:
-        """The norm of what the replica behind the feed had not sent at the last copy: a newcomer has no such memory."""
-        return math.hypot(*(shard.about.get("memory_norm", 0.0) for shard in self._shards))
 
     @property
     def bytes_received(self) -> int:

@@ -63,7 +63,6 @@ def describe_training(optimizer: Replicated) -> dict[str, Any]:
         **rounding(optimizer),
         "equal": settings.safety.equal,
         "versions": versions(),
-        "memory_norm": memory_norm(optimizer),
     }
     return table_of(encoded(described))  # tuples as lists
 

@@ -2,7 +2,7 @@
 integers with a scale per block and error feedback, in one all-to-all."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 from torch.optim import Optimizer
@@ -74,7 +75,7 @@ def _aligned(octets: Tensor) -> Tensor:
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class ErrorFeedbackReduce(ReduceScatter):
+class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
     """The reduce-scatter of one FSDP unit, whose shards lie on several nodes.
 
     Gradients are summed inside the node as they are. Each rank then sends the quantized sum for each other node to the
@@ -92,9 +93,6 @@ class ErrorFeedbackReduce(ReduceScatter):
         self._others = link.replicas - 1
         self.residual: Tensor | None = None
         self._laid_out: dict[str, int] = {}  # the sizes of the residual
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -205,7 +203,7 @@ _log = logging.getLogger("detonation")
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class DifferenceGather(AllGather):
+class DifferenceGather(DefaultAllocMixin, AllGather):
     """The all-gather of one FSDP unit, whose shards lie on several nodes.
 
     After an optimizer step each rank sends the difference between its shard and the reference to the other nodes, once.
@@ -239,9 +237,6 @@ class DifferenceGather(AllGather):
         self._was_trained = False  # at the last gather
         self._warned = False
         watch_optimizers()
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
