@@ -133,19 +133,18 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self._outcome = saver.save(job)
             return
         except NotSaved as error:  # agreed on by all ranks
-            failure = error
+            text = str(error)
         except Exception as error:  # of this rank: gloo gives up for good once a rank is late or gone
             self._broken = True
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            still = "the checkpoints before it are as they were"
-            failure = NotSaved(f"checkpoint {checkpoint_name(job.step)} failed: {reason}; {still}")
-            failure.__cause__ = error
-        kept: BaseException | None = failure
-        while kept is not None:  # the frames of its traceback hold the copy of the state
-            kept.__traceback__, kept = None, kept.__cause__ or kept.__context__
-        self._outcome = failure
-        self._news.append(str(failure))
-        _log.warning("%s", failure)
+            text = (
+                f"checkpoint {checkpoint_name(job.step)} failed: {reason}; the checkpoints before it are as they were"
+            )
+        self._outcome = NotSaved(
+            text
+        )  # another one: the frames in the traceback of the first hold the copy of the state
+        self._news.append(text)
+        _log.warning("%s", text)
 
 
 def save_checkpoint(

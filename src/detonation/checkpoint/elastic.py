@@ -118,9 +118,7 @@ def _merge(tensors: list[Tensor], key: str) -> Tensor:
     if all(torch.equal(first, other) for other in tensors[1:]):
         return first
     if not first.is_floating_point():
-        raise ValueError(
-            f"{key} differs between replicas or shards and cannot be merged: resume with as many as before"
-        )
+        raise ValueError(f"{key} differs between replicas or shards: resume with as many as before")
     return torch.stack([tensor.double() for tensor in tensors]).mean(0).to(first.dtype)
 
 

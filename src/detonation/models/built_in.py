@@ -27,11 +27,7 @@ def checked(dropout: float, **sizes: int) -> int:
 
 def fp32_logits(head: nn.Module) -> None:
     """Makes `head` return fp32, so that the loss of a bf16 model is fp32, too. Changes `head`."""
-    head.register_forward_hook(_to_fp32)
-
-
-def _to_fp32(module: nn.Module, inputs: Any, logits: Tensor) -> Tensor:
-    return logits.float()
+    head.register_forward_hook(lambda module, inputs, logits: logits.float())
 
 
 def olmo2(

@@ -104,9 +104,7 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
     ) -> None:
         # [n], [S * n]
         if op != dist.ReduceOp.SUM:
-            raise ValueError(
-                f"the reduce-scatter between nodes sums, it was asked for {op}: leave the divisor to FSDP2"
-            )
+            raise ValueError(f"the reduce-scatter between nodes sums, was asked for {op}: leave the divisor to FSDP2")
         sums = self._summed_in_node(input_tensor.view(self._link.replicas, -1))  # [nodes, n]
         count, here = sums.shape[1], self._link.replica
         residual = self._residual_for(count, sums.device)

@@ -177,9 +177,7 @@ def mend_references(model: nn.Module) -> None:
     for unit, differs in zip(units, (table != table[0]).any(0).tolist(), strict=True):
         if differs:
             unit.gather.forget()
-            _log.warning(
-                "nodes held different references of %s: the next exchange is exact", next(iter(unit.parameters))
-            )
+            _log.warning("nodes held different references of %s: the next one is exact", next(iter(unit.parameters)))
 
 
 ON_MOVE.append(WEIGHT_MOVES)

@@ -124,7 +124,8 @@ class Profile:
     def of(cls, table: Mapping[str, Any]) -> "Profile":
         """The inverse of `asdict`."""
         axes = {name: axis_profile(axis) for name, axis in table["axes"].items()}
-        compute = table["compute"] and _compute(table["compute"])
+        steps = {name: Step(**step) for name, step in table["compute"]["steps"].items()} if table["compute"] else {}
+        compute = table["compute"] and Compute(**{**table["compute"], "steps": steps})
         return cls(**{**table, "axes": axes, "compute": compute})
 
 
@@ -135,7 +136,3 @@ def axis_profile(table: Mapping[str, Any]) -> AxisProfile:
         for name, operation in table["operations"].items()
     }
     return AxisProfile(**{**table, "operations": operations, "pairs": [LinkSample(**pair) for pair in table["pairs"]]})
-
-
-def _compute(table: Mapping[str, Any]) -> Compute:
-    return Compute(**{**table, "steps": {name: Step(**step) for name, step in table["steps"].items()}})

@@ -79,14 +79,12 @@ class ThrottledCommunicator(NodeLink):
         self,
         axis: DeviceMesh,
         speed: LinkSpeed,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         world, device = dist.get_world_size(), torch.device(axis.device_type)
         if int(os.environ.get("LOCAL_WORLD_SIZE", world)) < world:
             raise ValueError(ELSEWHERE)
         self.replica = axis.get_local_rank()
-        super().__init__(speed, self.replica, axis.size(), device, clock, sleep)
+        super().__init__(speed, self.replica, axis.size(), device)
         self._axis, self._group = axis, ProcessGroupCommunicator(axis, own=True)
         self._peers = dist.get_process_group_ranks(axis.get_group())
         self._started = 0

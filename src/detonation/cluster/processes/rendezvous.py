@@ -39,9 +39,7 @@ def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> St
         return FileStore(str(folder / "rendezvous"), world_size)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
-        raise ValueError(
-            f"{' and '.join(missing)} not set: name the host of rank 0 and a free port there, for all ranks"
-        )
+        raise ValueError(f"{' and '.join(missing)} not set: name the host of rank 0 and a free port there on all ranks")
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     if not port.isdigit() or int(port) > 65_535:
         raise ValueError(f"MASTER_PORT is {port!r}, but must be a port that is free at rank 0: at most 65535")

@@ -29,9 +29,7 @@ def triton_engine(
         from detonation.engines.triton.engine import TritonEngine
 
         reason = why_not_triton(codec)
-    note_engine(
-        f"is torch, because {reason}" if reason else "is triton, in kernels that have never run on a GPU before"
-    )
+    note_engine(f"is torch, because {reason}" if reason else "is triton, in kernels that have never run on a GPU")
     return None if reason else TritonEngine(codec, layout, memory, runtime, room)
 
 
