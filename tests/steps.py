@@ -14,7 +14,8 @@ from limits import LIMIT_S
 from zoo import SCHEMES, Plain, batch, built
 
 STEPS = 8
-LOGGED = {name: scheme for name, scheme in SCHEMES.items() if scheme.signal != "nothing"}
+LOGGED = {n: scheme for n, scheme in SCHEMES.items() if scheme.signal != "nothing" and scheme.name != "unnamed"}
+"""What is not registered cannot be made again from a log."""
 
 
 def bases(parameters):
