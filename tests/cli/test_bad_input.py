@@ -68,7 +68,7 @@ def fails(capsys, monkeypatch, tmp_path):
         ),
         ("data.source=pyproject.toml", "unknown source 'pyproject.toml'"),
         ("data.tokenizer=nowhere", "data.tokenizer nowhere is no directory, and nothing the hub gives us: "),
-        ("train.init_from=nowhere", "train.init_from is 'nowhere', must be the directory of a run or a model"),
+        ("train.init_from=nowhere", "train.init_from is 'nowhere', but must be the directory of a run or a model"),
         ("optimizer.name=SGD", "optimizer.lr is missing: give it in [optimizer] of the recipe, or with --set"),
         (
             "optimizer.name=AdamW optimizer.lr=1 optimizer.betas=[0.9]",

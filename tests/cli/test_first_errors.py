@@ -312,7 +312,7 @@ MISTAKES = {
     ),
     "no such data set": Mistake(run("fetch", "mnit"), "Valid: ", ("'mnit'", "unknown", "fashion-mnist")),
     "no weights to begin with": Mistake(
-        train("--init-from", "none"), "must be the directory", ("'none'", "must be", "a run or a model")
+        train("--init-from", "none"), "but must be", ("'none'", "must be", "a run or a model")
     ),
     "an interface that is not there": Mistake(
         train("--interface", "wg9"), "but this machine has", ("'wg9'", "this machine has", "lo")

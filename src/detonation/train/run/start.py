@@ -95,8 +95,8 @@ def make_task(request: Request, place: LaunchPosition | None) -> RunTask:
     if asked is None:
         check_sizes(config)
     begins = restartable(os.environ) or not request.resume
-    if config.train.init_from and begins and not Path(config.train.init_from).is_dir():
-        raise ValueError(f"train.init_from is {config.train.init_from!r}, must be the directory of a run or a model")
+    if (source := config.train.init_from) and begins and not Path(source).is_dir():
+        raise ValueError(f"train.init_from is {source!r}, but must be the directory of a run or a model")
     check_place(request, config, place, asked)
     if place is None or place.rank == 0:
         trackers.check_trackers(config.train.loggers)
