@@ -137,12 +137,10 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         except Exception as error:  # of this rank: gloo gives up for good once a rank is late or gone
             self._broken = True
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            text = (
-                f"checkpoint {checkpoint_name(job.step)} failed: {reason}; the checkpoints before it are as they were"
-            )
-        self._outcome = NotSaved(
-            text
-        )  # another one: the frames in the traceback of the first hold the copy of the state
+            still = "the checkpoints before it are as they were"
+            text = f"checkpoint {checkpoint_name(job.step)} failed: {reason}; {still}"
+        # the text alone: frames in the traceback of the error hold the copy of the state
+        self._outcome = NotSaved(text)
         self._news.append(text)
         _log.warning("%s", text)
 

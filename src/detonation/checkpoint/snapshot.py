@@ -199,14 +199,16 @@ def split_snapshot(snapshot: Snapshot, optimizer: Replicated, held: Held) -> dic
     return found
 
 
-_warned: WeakSet[nn.Module] = WeakSet()
+_warned: WeakSet[nn.Module] = WeakSet()  # or looked at, and found in order
 
 
 def _warn_of_extra_state(model: nn.Module) -> None:
     """Warns once of modules whose state is in neither a parameter nor a buffer, such as the scales of fp8."""
+    if model in _warned:
+        return
+    _warned.add(model)
     extra = [name for name, m in model.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state]
-    if extra and model not in _warned:
-        _warned.add(model)
+    if extra:
         _log.warning("a checkpoint does not hold the extra state (get_extra_state) of %s", ", ".join(extra[:4]))
 
 

@@ -75,11 +75,7 @@ class ThrottledCommunicator(NodeLink):
     Collective: all ranks construct it together. Raises `ValueError` where not all ranks are processes of this machine.
     """
 
-    def __init__(
-        self,
-        axis: DeviceMesh,
-        speed: LinkSpeed,
-    ) -> None:
+    def __init__(self, axis: DeviceMesh, speed: LinkSpeed) -> None:
         world, device = dist.get_world_size(), torch.device(axis.device_type)
         if int(os.environ.get("LOCAL_WORLD_SIZE", world)) < world:
             raise ValueError(ELSEWHERE)

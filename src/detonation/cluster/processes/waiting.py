@@ -174,10 +174,11 @@ class Watch:
                     continue
                 standings = [Standing.parse(text.decode()) for text in self._store.multi_get(self._keys)]
                 self._text = who_waits(self._rank, standings, now - since)
-                in_vain = waits_in_vain(self._rank, standings, partners_of(self._rank))
+                stands_still = now - since >= 2 * self._line_s
+                in_vain = stands_still and waits_in_vain(self._rank, standings, partners_of(self._rank))
             except (RuntimeError, OSError, ValueError):  # the store is gone, or not in order: that is for others to say
                 continue
-            if in_vain and now - since >= 2 * self._line_s:
+            if in_vain:
                 text = _waiting(self._rank, standings, now - since)
                 self._end(f"{text}: it ends, because nobody will come; give all ranks the same number of batches")
             elif self._text and now - since >= due:

@@ -176,7 +176,7 @@ def _own_momentum(group: Mapping[str, Any]) -> str:
 def check_layout(
     model: nn.Module, parameters: Mapping[str, Tensor], levels: Sequence[Level], intra_node: DeviceMesh | None
 ) -> None:
-    """Raises `ValueError` where `parameters` span the replicas of `levels`, or cannot be seen or sent.
+    """Raises `ValueError` where `parameters` span the replicas of `levels`, or cannot be seen.
 
     Replicas that share a sharded or averaged parameter would exchange its whole gradient over the slow link, and the
     scheme would run on top of that. Warns where ranks of the world are joined by nothing.
