@@ -11,11 +11,9 @@ from detonation.cluster.network.simulated import wait_until_gone
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.exchange.two_stage import TwoStage
 from limits import LIMIT_S
-from zoo import SCHEMES, Plain, batch, built
+from zoo import Plain, batch, built
 
 STEPS = 8
-LOGGED = {n: scheme for n, scheme in SCHEMES.items() if scheme.signal != "nothing" and scheme.name != "unnamed"}
-"""What is not registered cannot be made again from a log."""
 
 
 def bases(parameters):

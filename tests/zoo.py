@@ -54,6 +54,8 @@ SCHEMES = {
 """The table of laws: a new scheme is one line here."""
 
 TALKING = {name: scheme for name, scheme in SCHEMES.items() if scheme.signal != "nothing"}
+REGISTERED = {name: scheme for name, scheme in TALKING.items() if scheme.name != "unnamed"}
+"""Those that their names make again."""
 GRADIENT = {name: scheme for name, scheme in SCHEMES.items() if scheme.signal == "gradients"}
 KINDS = [
     "full", "demo", "demo-owner", "demo-tiles-64-sign", "random-late", "streaming", "sparseloco", "muloco-2bit",

@@ -12,6 +12,7 @@ from detonation.core.flat.layout import Layout
 from detonation.core.flat.tensors import digest
 from detonation.core.memory import Feedback, Memory
 from detonation.core.optimizer.replicate import replicate
+from detonation.core.runtime import decides_on_device
 from detonation.core.schemes.registry import scheme as scheme_named
 from detonation.core.schemes.scheme import Scheme
 from detonation.core.schemes.traffic import bytes_sent, dense_bytes
@@ -154,7 +155,8 @@ def _replicas_agree(scheme: Scheme, replicas: int, steps: int, device: torch.dev
     model = nn.Sequential(nn.Linear(31, 64), nn.Linear(64, 3))
     shapes = {"unused": (11,)} | {name: tuple(p.shape) for name, p in model.named_parameters()}
     layout = scheme.codec.layout(shapes)
-    known = [bytes_sent(scheme, layout, replicas, step) for step in range(steps)]
+    sends = scheme.aligned() if decides_on_device(device) else scheme
+    known = [bytes_sent(sends, layout, replicas, step) for step in range(steps)]
     _require(outcomes[0][1] == known, "law 4, bytes are known beforehand", f"sent {outcomes[0][1]}, expected {known}")
     most = dense_bytes(layout.numel, replicas)
     bare = [bytes_sent(scheme, layout, replicas, step, bare=True) for step in range(scheme.round.every)]

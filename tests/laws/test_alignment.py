@@ -13,13 +13,14 @@ from covering import some
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest
-from detonation.core.integrity.header import HEADER_BYTES
+from detonation.core.integrity.header import HEADER_BYTES, Header, resent
 from detonation.core.link.link import Link
 from detonation.core.replicator.channel import Channel
 from detonation.core.runtime import Runtime
 from detonation.core.schemes import buckets
 from detonation.core.schemes.scheme import ALIGNMENT
 from detonation.core.schemes.traffic import bytes_sent, collective_for, overlapped_bytes
+from detonation.testing import check_scheme
 from detonation.wire.collectives import WEIGHT_MOVES, BlockIntegers, DifferenceGather, ErrorFeedbackReduce
 from zoo import KINDS, TALKING, Plain, batch, built
 
@@ -213,3 +214,24 @@ def test_a_share_of_a_message_is_padded_to_whole_units(link):
     for same, sent in worlds.run(laned, 2, 2, scheme.aligned(local_ranks=2)):
         assert same == weights and sent % ALIGNMENT == 0
         assert sent == STEPS * bytes_sent(scheme.aligned(local_ranks=2), layout, 2, 0, local_ranks=2)
+
+
+@pytest.mark.parametrize("name", ["full-bf16", "demo-tiles"])
+def test_the_laws_know_the_padding_of_an_accelerator(name, monkeypatch):
+    monkeypatch.setenv("DETONATION_KERNELS", "triton")  # the CPU plays one
+    check_scheme(TALKING[name])
+
+
+@pytest.mark.parametrize("nbytes", [0, 100, 4032, 9001])
+def test_a_loopback_sends_what_each_replica_would_have_sealed(nbytes):
+    messages = torch.randint(0, 256, (2, HEADER_BYTES + nbytes // 8 * 8 + 16), dtype=torch.uint8)
+    messages[1, HEADER_BYTES:] = messages[0, HEADER_BYTES:]
+    messages[:, HEADER_BYTES + nbytes :] = 0
+    for row, sender in enumerate((0, 5)):
+        Header(2**62 + 1, 3, 2, sender, status=4, received=2**61).seal(messages[row : row + 1], nbytes)
+    own, wanted = messages
+    own[HEADER_BYTES + nbytes :] = 77  # padding of any content
+    assert torch.equal(resent(own, 5)[: HEADER_BYTES + nbytes], wanted[: HEADER_BYTES + nbytes])
+    for other in (own[1:], own[:50], torch.zeros_like(own)):  # what nobody sealed
+        assert torch.equal(resent(other, 5), other)
+    assert resent(own.to("meta"), 5).shape == own.shape  # where a read by the host raises

@@ -19,8 +19,8 @@ from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest
 from detonation.log import writer
 from detonation.log.records import whole_records
-from steps import LOGGED, STEPS, advance, bases, started
-from zoo import KINDS, Plain, batch, built
+from steps import STEPS, advance, bases, started
+from zoo import KINDS, REGISTERED, Plain, batch, built
 
 REPLICAS = 4
 
@@ -41,9 +41,9 @@ def trained(communicator, scheme, folder):
     return agreed(model, optimizer), digest(model.parameters())
 
 
-@pytest.mark.parametrize("name", LOGGED)
+@pytest.mark.parametrize("name", REGISTERED)
 def test_replay_is_training_for_every_scheme(name, tmp_path):
-    scheme = LOGGED[name]
+    scheme = REGISTERED[name]
     end, weights = simulate_replicas(lambda c: trained(c, scheme, tmp_path), REPLICAS)[0]
     model, optimizer = started(LoopbackCommunicator(REPLICAS), scheme)
     assert dt.replay(tmp_path, optimizer) == STEPS
@@ -52,7 +52,7 @@ def test_replay_is_training_for_every_scheme(name, tmp_path):
 
 
 def sharded(mesh, name, folder):
-    scheme = LOGGED[name]
+    scheme = REGISTERED[name]
     model = dt.shard(built(Plain), mesh)
     optimizer = dt.replicate(bases(model.parameters()), model, mesh["replicate"], scheme)
     log = dt.UpdateLog(folder / "updates", fsync_every=2)
@@ -72,7 +72,7 @@ def sharded(mesh, name, folder):
 
 def replayed(mesh, name, folder):
     """One replica of two shards in the place of two, from the checkpoint."""
-    scheme = LOGGED[name]
+    scheme = REGISTERED[name]
     model = dt.shard(built(Plain), mesh)
     optimizer = dt.replicate(bases(model.parameters()), model, LoopbackCommunicator(2), scheme)
     dt.load_checkpoint(folder / "checkpoints", model, optimizer)
@@ -165,12 +165,12 @@ def test_a_run_that_was_resumed_writes_its_steps_anew(tmp_path):
 
 @some(
     "name, before",
-    product(LOGGED, [5, 7]),
-    keep=[(name, (5, 7)[at % 2]) for at, name in enumerate(LOGGED) if name in KINDS] + [("demo", 5), ("demo", 7)],
+    product(REGISTERED, [5, 7]),
+    keep=[(name, (5, 7)[at % 2]) for at, name in enumerate(REGISTERED) if name in KINDS] + [("demo", 5), ("demo", 7)],
 )
 def test_replay_takes_the_steps_of_a_training_that_went_back(name, before, tmp_path):
     """In the same process, by two steps and by four; from the beginning, and from the state to which it went back."""
-    model, optimizer = started(LoopbackCommunicator(2), LOGGED[name])
+    model, optimizer = started(LoopbackCommunicator(2), REGISTERED[name])
     optimizer.record(dt.UpdateLog(tmp_path))
     advance(model, optimizer, 0, range(3))
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
@@ -181,7 +181,7 @@ def test_replay_takes_the_steps_of_a_training_that_went_back(name, before, tmp_p
     optimizer.synchronize()
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"replica0-shard0-{n}.updates" for n in (0, 3)]
     for state in (None, saved):
-        again, replaying = started(LoopbackCommunicator(2), LOGGED[name])
+        again, replaying = started(LoopbackCommunicator(2), REGISTERED[name])
         if state:
             again.load_state_dict(state[0])
             replaying.load_state_dict(state[1])

@@ -22,8 +22,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
         >>> sorted(persistent_buffers(nn.BatchNorm1d(3)))
         ['num_batches_tracked', 'running_mean', 'running_var']
     """
-    modules = dict(model.named_modules())
-    found = {}
+    modules, found = dict(model.named_modules()), dict[str, Tensor]()
     for name, buffer in model.named_buffers():
         owner, _, own_name = name.rpartition(".")
         if own_name not in modules[owner]._non_persistent_buffers_set:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from detonation.core.compute.checksum import checksums
+from detonation.core.compute.checksum import LINE_BYTES, checksums
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,19 +97,20 @@ def constant(number: int, device: torch.device) -> Tensor:
 
 
 def resent(message: Tensor, sender: int) -> Tensor:
-    """The bytes of a sealed message as `sender` would have sent it; other bytes without a change.
+    """The bytes of a sealed message as `sender` would have sent it, without a wait; other bytes without a change.
 
     Shapes: `[bytes]` uint8 -> the same.
     """
-    words = message[:HEADER_BYTES].clone()
-    if len(words) < HEADER_BYTES or int.from_bytes(bytes(words[:7].tolist()), "little") != MAGIC:
-        return message
-    header = words.view(torch.int64)
-    header[3] = sender << 32 | int(header[3]) & 0xFFFFFFFF
-    header[7] = 0
-    copy = torch.cat([words, message[HEADER_BYTES:]])
-    header[7] = checksums(copy[: HEADER_BYTES + int(header[4])].unsqueeze(0))[0]
-    copy[:HEADER_BYTES] = words
+    copy = message.clone()
+    if len(copy) < HEADER_BYTES:
+        return copy
+    words = copy[:HEADER_BYTES].view(torch.int64)
+    sealed = words[0] & ~(-1 << 56) == MAGIC
+    last = copy[max(HEADER_BYTES, len(copy) - LINE_BYTES) :]  # which may end with padding of any content
+    places = torch.arange(len(copy) - len(last), len(copy), device=copy.device)
+    last.masked_fill_(sealed & (places >= HEADER_BYTES + words[4]), 0)
+    words[3] = torch.where(sealed, sender << 32 | words[3] & 0xFFFFFFFF, words[3])
+    words[7] = torch.where(sealed, checksums(copy.unsqueeze(0), CHECKSUM_AT)[0], words[7])
     return copy
 
 
