@@ -11,6 +11,7 @@ LINE_WORDS, LINE_BYTES = tl.constexpr(1024), tl.constexpr(4096)
 TOGETHER = tl.constexpr(8)
 """The sums of as many programs are added up together."""
 HEADER_WORDS = tl.constexpr(16)
+_ADDRESSES = ["address0", "address1", "address2", "address3"]
 
 
 @triton.jit
@@ -123,7 +124,7 @@ def checksum_of(which, columns, sums, firsts, parts, header, of_header):
     return tl.sum(total.to(tl.int64) * (place_number(column) | 1), axis=0) + tl.sum(weighted + first, axis=0)
 
 
-@triton.jit(do_not_specialize=["address0", "address1", "address2", "address3", "step", "received"])
+@triton.jit(do_not_specialize=[*_ADDRESSES, "lines", "schema", "step", "origin", "nbytes", "statuses", "received"])
 def seal_kernel(
     address0, stride0, address1, stride1, address2, stride2, address3, stride3, runs, lines,
     columns, sums, firsts, parts, arrivals,
@@ -169,7 +170,7 @@ def write_header(
         tl.store(message + which * stride + 4 * column + byte, octet, mask=column < HEADER_WORDS)
 
 
-@triton.jit(do_not_specialize=["address0", "address1", "address2", "address3", "step"])
+@triton.jit(do_not_specialize=[*_ADDRESSES, "lines", "schema", "step", "place", "nbytes", "parameters"])
 def inspect_kernel(
     address0, stride0, address1, stride1, address2, stride2, address3, stride3, runs, lines, message, stride,
     columns, sums, firsts, squares, faults, parts, arrivals, scale,
@@ -263,7 +264,7 @@ def decide_messages(
             tl.store(begin, tl.zeros([LINE_WORDS], tl.uint8), mask=octet < nbytes)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "rows"])
 def scan_kernel(
     signals, starts, numels, numbers, slots, rows, limit, found,
     ROW: tl.constexpr, ROWS: tl.constexpr, KINDS: tl.constexpr, SEARCH: tl.constexpr
@@ -290,7 +291,7 @@ def scan_kernel(
     tl.store(found + tl.program_id(0), tl.where(slot < slots, number + 1, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["statuses", "count", "first", "mark"])
 def seal_sum_kernel(status, statuses, digits, count, first, mark, EACH: tl.constexpr, STATUSES: tl.constexpr,
                     SOME: tl.constexpr):  # fmt: skip
     """Writes a status and a mark after the values of an all-reduce: `EACH` numbers below 256 from number `first` on,
@@ -305,7 +306,7 @@ def seal_sum_kernel(status, statuses, digits, count, first, mark, EACH: tl.const
     tl.store(digits + item, tl.where(own, digit, 0).to(tl.float32), mask=item < count)
 
 
-@triton.jit(do_not_specialize=["address0", "address1", "address2", "address3"])
+@triton.jit(do_not_specialize=[*_ADDRESSES, "count0", "count1", "count2", "count3", "count"])
 def inspect_sum_kernel(
     address0, count0, address1, count1, address2, count2, address3, count3, digits, report, count, faults, parts,
     arrivals,
