@@ -16,7 +16,7 @@ from torch import nn
 import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
 
-ENGINES = ("torch", "torch.compile", "triton")
+ENGINES = ("triton", "torch")
 """The engines of a step on an accelerator; `triton` only where it is the engine that `replicate` chooses."""
 
 
@@ -229,9 +229,6 @@ def stepper(
     chosen = replicators[0].channel.engine
     if kernels and "triton" not in chosen.name:
         return None
-    if engine == "torch.compile":
-        for name in ("encode", "write"):
-            setattr(chosen, name, torch.compile(getattr(chosen, name), dynamic=False))
     return Stepper(model, gradients, optimizer, engine)
 
 

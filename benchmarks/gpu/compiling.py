@@ -45,12 +45,13 @@ def main() -> int:
     parser.add_argument("--share", type=int, default=0)
     parser.add_argument("--of", type=int, default=1)
     parser.add_argument("--target", type=int, help="a compute capability, times ten; the GPU's when left out")
-    parser.add_argument("--schemes", nargs="+", help="of tests/zoo.py; all of them and those of aot.py when left out")
+    parser.add_argument("--schemes", nargs="+", help="of tests/zoo.py; all of them and those of fast.py when left out")
     parser.add_argument("--kernels", nargs="+", default=[], help="all of them when left out")
     args = parser.parse_args()
     import aot  # lets `meta` play an accelerator, and a driver that launches nothing stand in for the GPU's
     import torch
     from benchmarks.gpu.common import SIZES
+    from benchmarks.gpu.fast import PREDICTED, SCHEMES, cells
 
     from zoo import TALKING
 
@@ -66,17 +67,19 @@ def main() -> int:
     of_laws = [(11,), (64, 31), (64,), (3, 64), (3,)]
     of_runs = [(129, 67), (129,), (31, 129)]
     cases = [
-        (name, TALKING[name], shapes, replicas)
+        (name, TALKING[name], shapes, replicas, torch.float32)
         for shapes, replicas in ((of_runs, 2), (SIZES["tiny"], 2), (of_laws, 3))
         for name in args.schemes or TALKING
     ]
     if not args.schemes:
-        cases += [(name, *case[:1], SIZES["125M"], case[1]) for name, case in aot.CONFIGURATIONS.items()]
+        sizes = ("1.2B", "125M", "8M")
+        cases += [(name, scheme, SIZES[size], 2, torch.float32) for name, scheme in SCHEMES.items() for size in sizes]
+        cases += [(name, PREDICTED[name](link=link), SIZES[sizes[0]], *sort) for name, link, *sort in cells()]
     failed = 0
-    for name, scheme, shapes, replicas in cases[args.share :: args.of]:
+    for name, scheme, shapes, replicas, dtype in cases[args.share :: args.of]:
         try:
             with aot.instead_of_launches(compiled):
-                aot.step(scheme, replicas, shapes, torch.float32)
+                aot.step(scheme, replicas, shapes, dtype)
         except Exception:
             failed += 1
             print(f"FAILED {name} of {replicas} replicas", flush=True)

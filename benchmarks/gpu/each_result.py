@@ -1,6 +1,7 @@
 """A plugin of pytest (`-p benchmarks.gpu.each_result`): a line of JSON as each test begins, and one as it ends.
 
-A crash or the end of the time then costs no result. GPU_RESULTS is the file.
+A crash or the end of the time then costs no result. GPU_RESULTS is the file. GPU_SHARE, "1/4" for the second of four,
+leaves the tests of the other shares out.
 """
 
 import json
@@ -11,6 +12,11 @@ import pytest
 from benchmarks.gpu.children import stacks_at_the_end
 
 stacks_at_the_end(ends=False)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    share, shares = map(int, os.environ.get("GPU_SHARE", "0/1").split("/"))
+    items[:] = items[share::shares]
 
 
 def pytest_runtest_logstart(location: tuple[str, int | None, str]) -> None:

@@ -1,5 +1,6 @@
 """Memory: peak bytes per parameter of a step of each scheme, against AdamW's."""
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -54,6 +55,7 @@ def peak(job: Job, size: str, name: str, scheme: dt.schemes.Scheme | None, engin
     count, steps = numel(SIZES[size]), 2 * (scheme.round.every if scheme else 1) + 1
     make = partial(stepper, SIZES[size], job.device, scheme, engine, base=base)
     if job.on_gpu:
+        gc.collect()  # what was measured before goes now, and not in the midst
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated(job.device)
         made = make()

@@ -1,7 +1,9 @@
 """No waiting: ten steps of every scheme in which the host may not wait for the GPU, CUDA graphs of encode and decode,
 and the profile of one step."""
 
+import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -135,7 +137,8 @@ def played(act: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def profiled(job: Job, name: str, scheme: dt.schemes.Scheme, engine: str) -> None:
-    """Adds a row: kernels launched, time of the host, time of the device, and the gaps between kernels."""
+    """Adds a row: kernels launched, time of the host, time of the device, and the gaps between kernels; and a line of
+    the longest kernels."""
     size = "tiny" if job.tiny else "125M"
     made = stepper(SIZES[size], job.device, scheme, engine)
     if made is None:
@@ -156,7 +159,7 @@ def profiled(job: Job, name: str, scheme: dt.schemes.Scheme, engine: str) -> Non
         synchronize(job.device)
     events = kernels(profile.events(), job.on_gpu)
     spans = sorted((event.time_range.start, event.time_range.end) for event in events)
-    busy = sum(end - start for start, end in spans) / 1e3
+    busy = busy_us(spans) / 1e3
     whole = (max(end for _, end in spans) - spans[0][0]) / 1e3 if spans else 0.0
     job.row(
         step=name,
@@ -168,10 +171,25 @@ def profiled(job: Job, name: str, scheme: dt.schemes.Scheme, engine: str) -> Non
         device_busy_ms=busy,
         gaps_ms=max(0.0, whole - busy),
     )
+    each = Counter[str]()
+    for event in events:
+        each[event.name] += event.time_range.end - event.time_range.start
+    longest = ", ".join(f"{called[:60]} {us / 1e3:.3g}" for called, us in each.most_common(6))
+    job.note(f"{name}, {made.engine}, ms: {longest}")
+
+
+def busy_us(spans: list[tuple[float, float]]) -> float:
+    """The time that `spans`, sorted, cover: kernels of two streams may run at once."""
+    covered, until = 0.0, -math.inf
+    for start, end in spans:
+        covered += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return covered
 
 
 def kernels(events: Any, on_gpu: bool) -> list[Any]:
     """The kernels and copies on the GPU; the operations of torch where there is none."""
     if on_gpu:
-        return [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+        on_device = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+        return [event for event in on_device if not event.is_user_annotation]  # which span kernels: torch's of a step
     return [event for event in events if event.name.startswith("aten::") and not event.cpu_children]

@@ -14,7 +14,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[2]))
 
 from benchmarks.gpu import __main__ as check
-from benchmarks.gpu import children, common, fast, first, right, world
+from benchmarks.gpu import children, common, fast, first, right, waiting, world
 from benchmarks.gpu.children import environment
 from benchmarks.gpu.common import Findings, Job
 from benchmarks.gpu.compiling import compile_all
@@ -71,6 +71,13 @@ def test_fast_has_a_row_of_each_kernel_that_a_step_launches(tmp_path, monkeypatc
     assert all(row[name] not in ("", "0") for row in rows.values() for name in ("ms", "GB per s", "times floor"))
 
 
+@pytest.mark.parametrize(
+    ("spans", "covered"), [([], 0), ([(0, 3), (1, 2), (2, 4), (6, 7)], 5), ([(0, 1), (1, 2), (5, 5)], 2)]
+)
+def test_the_device_is_busy_once_where_kernels_run_side_by_side(spans, covered):
+    assert waiting.busy_us(spans) == covered
+
+
 def test_a_repetition_begins_with_what_is_not_timed():
     order = []
     common.median_s(lambda: order.append("step"), CPU, 5, 1, before=lambda: order.append("cold"))
@@ -106,12 +113,12 @@ def test_tests_are_counted_and_those_that_fail_are_named(tmp_path):
         "def test_random_left_out(): pytest.skip('no second GPU')\n"
     )
     job = job_in(tmp_path)
-    right.tested(job, "some", [str(tests)])
+    right.tested(job, "some", [str(tests)], LIMIT_S, shares=2)
     assert job.findings.table == [["some", "1", "1", "1"]] and job.findings.checks == 2
     assert job.findings.failures == ["test_some.py::test_random_bad: ValueError: of a sort"]
     errors = (tmp_path / "part.errors.txt").read_text()
     assert "def test_random_bad(): raise ValueError('of a sort')" in errors and "part.errors.txt" in job.findings.files
-    right.tested(job, "missing", [str(tmp_path / "test_gone.py")])
+    right.tested(job, "missing", [str(tmp_path / "test_gone.py")], LIMIT_S)
     assert job.findings.failures[-1].endswith("see part.missing.txt")
     assert "not found" in (tmp_path / "part.missing.txt").read_text()
 
@@ -121,7 +128,7 @@ def test_the_end_of_all_tests_costs_no_result_that_was_there(end, tmp_path):
     tests, kill = tmp_path / "test_some.py", f"os.kill(os.getpid(), signal.{end})"
     tests.write_text(f"import os, signal\ndef test_random_good(): pass\ndef test_random_last():\n    {kill}\n")
     job = job_in(tmp_path)
-    right.tested(job, "some", [str(tests)])
+    right.tested(job, "some", [str(tests)], LIMIT_S)
     (failure,) = job.findings.failures
     assert job.findings.table == [["some", "1", "0", "0"]] and f"({end})" in failure
     assert failure.endswith("the last test that began: test_some.py::test_random_last; see part.some.txt")
