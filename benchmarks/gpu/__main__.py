@@ -3,9 +3,9 @@
     PYTHONPATH=src python -m benchmarks.gpu [PART ...] [--device cuda] [--out DIR]
 
 from the root of the repository. It needs Python with torch >= 2.10, triton and pytest: no install, no network. The
-parts, in this order: first, right, waiting, fast, memory, training, twin, world. Each runs in a process of its own: the
-failure of one does not cost the others; all of them take about fifteen minutes. Without a GPU it says so and ends
-with exit code 2. `--device cpu --tiny` proves the script itself.
+parts, in this order: first, right, waiting, fast, occupancy, memory, training, twin, world. Each runs in a process of
+its own: the failure of one does not cost the others; all of them take about fifteen minutes. Without a GPU it says so
+and ends with exit code 2. `--device cpu --tiny` proves the script itself.
 
 The directory gets report.html and report.md, and the findings of each part as JSON. The exit code is 1 where a check
 failed or a part broke.
@@ -23,7 +23,10 @@ from benchmarks.gpu.common import Findings, Job
 from benchmarks.gpu.compiling import compile_all
 from benchmarks.gpu.report import clocks, read_findings, summary, write_report
 
-PARTS = {"first": 60, "right": 200, "waiting": 50, "fast": 120, "memory": 30, "training": 90, "twin": 100, "world": 90}
+PARTS = {
+    "first": 60, "right": 200, "waiting": 50, "fast": 120, "occupancy": 90, "memory": 30, "training": 90, "twin": 100,
+    "world": 90,
+}  # fmt: skip
 """Seconds that each part may take; it leaves out its last cases where they would take longer."""
 COMPILED = ("right", "waiting", "fast")
 """Parts of many kernels: all of their kernels are compiled before the first of them, outside of its time."""

@@ -14,7 +14,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[2]))
 
 from benchmarks.gpu import __main__ as check
-from benchmarks.gpu import children, common, fast, first, right, waiting, world
+from benchmarks.gpu import children, common, fast, first, occupancy, right, waiting, world
 from benchmarks.gpu.children import environment
 from benchmarks.gpu.common import Findings, Job
 from benchmarks.gpu.compiling import compile_all
@@ -32,7 +32,7 @@ def job_in(folder, part="part"):
 @pytest.mark.parametrize(
     "part",
     [
-        *(part for part in check.PARTS if part not in ("first", "right", "world")),
+        *(part for part in check.PARTS if part not in ("first", "right", "occupancy", "world")),
         pytest.param("world", marks=pytest.mark.long),  # ranks that import all they need
     ],
 )
@@ -69,6 +69,22 @@ def test_fast_has_a_row_of_each_kernel_that_a_step_launches(tmp_path, monkeypatc
     assert {*rows} == {f"demo: {name}" for name in names} and len(cold) == 2 * len(names)
     assert float(rows["demo: scan"]["floor ms"]) == pytest.approx(4e-6 * (64 * 64 + 3), rel=0.01)
     assert all(row[name] not in ("", "0") for row in rows.values() for name in ("ms", "GB per s", "times floor"))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # by numpy, in the interpreter
+def test_kernels_are_timed_with_other_warps_and_registers(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("DETONATION_KERNELS", "triton")
+    monkeypatch.setitem(common.SIZES, "tiny", [(64, 64), (3,)])
+    seconds = iter([4.0, *[5.0] * 11, *[2.0] * 12])
+    monkeypatch.setattr(occupancy, "timed", lambda device, act, cold: act() or next(seconds, 1.0))
+    occupancy.measure(job := job_in(tmp_path))
+    kernels = {row[0] for row in job.findings.table}
+    assert kernels == {"demo 4/64: scan", "demo 4/64: encode", "demo 4/64: decode (signs)"}
+    assert len(job.findings.table) == 36 and not job.findings.failures
+    assert job.findings.headline == "no kernel is faster with others"
+    seconds = iter([4.0, 3.0])
+    assert occupancy.variants(job, "scan", lambda **_: None, 1.0) == ["scan with 8 warps, 96 registers takes 0.25"]
 
 
 @pytest.mark.parametrize(

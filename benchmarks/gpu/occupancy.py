@@ -1,0 +1,89 @@
+"""Occupancy: the long kernels of a step with other numbers of warps and registers, one of which may hide more waiting.
+
+`benchmarks/sass.py` predicts the time to issue instructions, and not how long memory and barriers make a warp wait.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from benchmarks.gpu.common import SIZES, Job, cold_cache, copy_bandwidth, numel, seconds_of, stepper
+from benchmarks.moved import bytes_of, label
+
+import detonation as dt
+
+TITLE = "Warps and registers of the kernels"
+SCHEMES = {
+    "demo 4/64": dt.demo(),
+    "demo 4/64, sign": dt.demo(precision="sign", error_feedback=False),
+    "random_sign 1/8": dt.random_sign(),
+}
+WARPS, REGISTERS = (8, 4, 16), (None, 128, 96, 64)
+"""As they are first, then others; None leaves the registers to the compiler."""
+LONG = ("scan", "encode", "decode")
+"""Beginnings of the names of kernels that read or write all parameters."""
+TIMES = 5
+
+
+def measure(job: Job) -> None:
+    size, best = "tiny" if job.tiny else "1.2B", list[str]()
+    bandwidth = copy_bandwidth(job.device, 2**20 if job.tiny else 2**30)
+    for name, scheme in list(SCHEMES.items())[: 1 if job.tiny else None]:
+        made = job.attempt(f"{name} is built", partial(stepper, SIZES[size], job.device, scheme, "triton"))
+        if made is None:
+            job.note(f"{name}: the engine is not triton's")
+        for kernel, (launch, moved) in (started(made.step, numel(SIZES[size])) if made else {}).items():
+            if kernel.startswith(LONG):
+                best += variants(job, f"{name}: {kernel}", launch, moved / bandwidth)
+    job.headline("; ".join(best) or "no kernel is faster with others")
+
+
+def started(step: Callable[[], Any], numel: int) -> dict[str, tuple[Callable[..., Any], float]]:
+    """The launches of a step after the first, by the label of the kernel: each to be done again, and its bytes."""
+    from detonation.kernels.gpu import inspection, launches, launching
+
+    found: dict[str, tuple[Callable[..., Any], float]] = {}
+
+    def kept(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+        given = dict(zip(kernel.arg_names, arguments, strict=False)) | constants
+        launch = partial(launching.launch, kernel, programs, *arguments, **constants)
+        found[label(kernel.__name__, given)] = launch, bytes_of(kernel.__name__, given, programs, numel)
+        launch()
+
+    step()
+    with patch.object(launches, "launch", kept), patch.object(inspection, "launch", kept):
+        step()
+    return found
+
+
+def variants(job: Job, name: str, launch: Callable[..., Any], floor_s: float) -> list[str]:
+    """Adds a row for each variant of a kernel; returns a line where one takes less than 95 % of the kernel as it is."""
+    cold, seconds = cold_cache(job.device), dict[str, float]()
+    for warps in WARPS:
+        for registers in REGISTERS:
+            called = f"{warps} warps" + f", {registers} registers" * (registers is not None)
+            if job.left_s() < 5 and not job.tiny:
+                job.note(f"{name}, {called} was left out: the time was up")
+                continue
+            act = partial(launch, warps=warps, **({} if registers is None else {"maxnreg": registers}))
+            took = job.attempt(f"{name}, {called}", partial(timed, job.device, act, cold))
+            if took is not None:
+                seconds[called] = took
+                job.row(kernel=name, variant=called, ms=1e3 * took, times_floor=took / floor_s)
+    fastest = min(seconds, key=lambda each: seconds[each], default="")
+    as_it_is = seconds.get(f"{WARPS[0]} warps", 0.0)
+    faster = fastest and seconds[fastest] < 0.95 * as_it_is
+    return [f"{name} with {fastest} takes {seconds[fastest] / as_it_is:.2f}"] if faster else []
+
+
+def timed(device: torch.device, act: Callable[[], Any], cold: Callable[[], Any]) -> float:
+    """The median seconds, from a cold cache; the first launch compiles."""
+    act()
+    seconds = []
+    for _ in range(TIMES):
+        cold()
+        seconds.append(seconds_of(act, device))
+    return median(seconds)
