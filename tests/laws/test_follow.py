@@ -18,8 +18,8 @@ from detonation.core.flat.tensors import digest
 from detonation.feed import publisher, stream
 from detonation.gates.closeness import Closeness
 from limits import LIMIT_S
-from steps import LOGGED, STEPS, advance, started
-from zoo import KINDS, Padded, Plain, built
+from steps import STEPS, advance, started
+from zoo import KINDS, REGISTERED, Padded, Plain, built
 
 TOKEN = b"a token for tests only"
 JOINED_AFTER = 3
@@ -65,9 +65,9 @@ def followed(communicator, scheme):
     return seen
 
 
-@some("name", LOGGED, keep=[name for name in LOGGED if name in KINDS])
+@some("name", REGISTERED, keep=[name for name in REGISTERED if name in KINDS])
 def test_a_follower_holds_the_weights_of_each_step(name):
-    scheme = LOGGED[name]
+    scheme = REGISTERED[name]
     seen = simulate_replicas(lambda c: followed(c, scheme), 2)[0]
     assert seen == [True] * (STEPS - JOINED_AFTER + 2)
 
@@ -105,7 +105,7 @@ def went_back(communicator, scheme):
 @pytest.mark.parametrize("name", ["full", "demo", "random-late", "streaming"])
 def test_a_follower_goes_back_with_training(name, monkeypatch):
     monkeypatch.setattr(publisher, "REST", 0.0)
-    seen, joins = simulate_replicas(lambda c: went_back(c, LOGGED[name]), 2)[0]
+    seen, joins = simulate_replicas(lambda c: went_back(c, REGISTERED[name]), 2)[0]
     assert seen == [True] * (STEPS + 2) and joins == 2
 
 
@@ -160,7 +160,7 @@ def followed_shards(mesh, name, kind):
     """A replica of shards has a feed for each; one model follows both: whether it was equal, of each step."""
     model = dt.shard(built(kind), mesh)
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    optimizer = dt.replicate(adam, model, mesh["replicate"], LOGGED[name], clip=0.01)
+    optimizer = dt.replicate(adam, model, mesh["replicate"], REGISTERED[name], clip=0.01)
     feed = None
     if mesh.get_local_rank("replicate") == 0:
         feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN, run="first")

@@ -12,8 +12,8 @@ from covering import some
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.flat.tensors import digest
 from detonation.log import repeat
-from steps import LOGGED, STEPS, advance, bases, started
-from zoo import Plain, built
+from steps import STEPS, advance, bases, started
+from zoo import REGISTERED, Plain, built
 
 pytestmark = pytest.mark.usefixtures("lasting_worlds")
 
@@ -24,7 +24,7 @@ USUAL = ("demo", "demo-sign", "random-sign-owner", "random-late", "diloco", "str
 
 def begun(mesh, name):
     model = dt.shard(built(Plain), mesh)
-    optimizer = dt.replicate(bases(model.parameters()), model, mesh["replicate"], LOGGED[name], clip=0.5)
+    optimizer = dt.replicate(bases(model.parameters()), model, mesh["replicate"], REGISTERED[name], clip=0.5)
     return model, optimizer, mesh["replicate"].get_local_rank()
 
 
@@ -74,18 +74,18 @@ def resumed(mesh, name, folder, more=0, spoil=None, to=None):
 
 
 def followed(mesh, name, folder):
-    model, optimizer = started(LoopbackCommunicator(2), LOGGED[name])
+    model, optimizer = started(LoopbackCommunicator(2), REGISTERED[name])
     dt.load_checkpoint(folder / "checkpoints", model, optimizer)
     return dt.replay(folder / "updates", optimizer), agreed(optimizer)
 
 
-@some("name, now", [(name, now) for now in (2, 3) for name in LOGGED], keep=[(n, 2 + (n == "demo")) for n in USUAL])
+@some("name, now", [(name, now) for now in (2, 3) for name in REGISTERED], keep=[(n, 2 + (n == "demo")) for n in USUAL])
 def test_a_world_that_lost_all_replicas_goes_on_from_the_last_step_of_the_log(name, now, tmp_path):
     """Bit for bit, in as many replicas as before or more; and the log goes on, for those who follow it."""
     seen = worlds.run(trained, 2, 1, name, tmp_path)[0]
     ends = worlds.run(resumed, now, 1, name, tmp_path, 3)
     step, _, end, _ = ends[0]
-    scheme = LOGGED[name]
+    scheme = REGISTERED[name]
     assert STEPS - scheme.round.delay - scheme.round.every < step <= STEPS
     assert all(each[:3] == (step, seen[step], end) for each in ends)
     assert worlds.run(followed, 1, 1, name, tmp_path) == [(step + 3, end)]
@@ -137,8 +137,8 @@ def test_what_lies_behind_the_last_step_that_is_asked_for_is_of_no_matter(copied
     content[-len(content) // 3] ^= 1
     path.write_bytes(content)
     with pytest.raises(dt.errors.DamagedLog):
-        dt.replay(folder / "updates", started(LoopbackCommunicator(2), LOGGED["demo"])[1])
-    _, optimizer = started(LoopbackCommunicator(2), LOGGED["demo"])
+        dt.replay(folder / "updates", started(LoopbackCommunicator(2), REGISTERED["demo"])[1])
+    _, optimizer = started(LoopbackCommunicator(2), REGISTERED["demo"])
     assert dt.replay(folder / "updates", optimizer, to=SAVED + 2) == SAVED + 2
     assert agreed(optimizer) == seen[SAVED + 2]
 
@@ -200,7 +200,7 @@ def test_a_log_is_replayed_from_the_weights_with_which_it_begins_alone(copied):
 
     said, _ = worlds.run_alone(first, 2, 1, folder)
     assert "replica0-shard0-0.updates begins with other weights than this run" in said[-1], said
-    model, optimizer = started(LoopbackCommunicator(2), LOGGED["demo"])
+    model, optimizer = started(LoopbackCommunicator(2), REGISTERED["demo"])
     with torch.no_grad():
         next(model.parameters()).mul_(2)
     with pytest.raises(ValueError, match="begins with other weights than this run"):

@@ -53,7 +53,7 @@ class Everything:
     period: int = 1
 
     def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:  # [rows, chunk] -> [rows, k] int64
-        return torch.arange(self.k, device=coefficients.device).expand(len(coefficients), -1)
+        return torch.arange(self.k, dtype=torch.int64, device=coefficients.device).expand(len(coefficients), -1)
 
     def for_rows(self, first: int, rows: int) -> Everything:
         return self

@@ -107,7 +107,7 @@ def resent(message: Tensor, sender: int) -> Tensor:
     words = copy[:HEADER_BYTES].view(torch.int64)
     sealed = words[0] & ~(-1 << 56) == MAGIC
     last = copy[max(HEADER_BYTES, len(copy) - LINE_BYTES) :]  # which may end with padding of any content
-    places = torch.arange(len(copy) - len(last), len(copy), device=copy.device)
+    places = torch.arange(len(copy) - len(last), len(copy), dtype=torch.int64, device=copy.device)
     last.masked_fill_(sealed & (places >= HEADER_BYTES + words[4]), 0)
     words[3] = torch.where(sealed, sender << 32 | words[3] & 0xFFFFFFFF, words[3])
     words[7] = torch.where(sealed, checksums(copy.unsqueeze(0), CHECKSUM_AT)[0], words[7])
