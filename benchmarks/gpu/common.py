@@ -4,13 +4,16 @@ import json
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from benchmarks.moved import bytes_of, label
 from torch import nn
 
 import detonation as dt
@@ -249,6 +252,21 @@ SIZES = {
 
 def numel(shapes: Sequence[tuple[int, ...]]) -> int:
     return sum(torch.Size(shape).numel() for shape in shapes)
+
+
+@contextmanager
+def instead_of_launches(act: Callable[[str, Callable[..., Any], float], None], numel: int) -> Iterator[None]:
+    """Within it `act` takes the place of each launch of a step of `numel` parameters: it gets the label of the kernel,
+    the launch, and the bytes that this must move."""
+    from detonation.kernels.gpu import inspection, launches, launching
+
+    def given(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+        values = dict(zip(kernel.arg_names, arguments, strict=False)) | constants
+        launch = partial(launching.launch, kernel, programs, *arguments, **constants)
+        act(label(kernel.__name__, values), launch, bytes_of(kernel.__name__, values, programs, numel))
+
+    with patch.object(launches, "launch", given), patch.object(inspection, "launch", given):
+        yield
 
 
 def no_waits(device: torch.device) -> AbstractContextManager[None]:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from benchmarks.gpu.common import (
@@ -18,12 +17,12 @@ from benchmarks.gpu.common import (
     Stepper,
     cold_cache,
     copy_bandwidth,
+    instead_of_launches,
     median_s,
     numel,
     seconds_of,
     stepper,
 )
-from benchmarks.moved import bytes_of, label
 
 import detonation as dt
 
@@ -81,7 +80,7 @@ def measure(job: Job) -> None:
 
 
 def cells() -> list[tuple[str, str, int, torch.dtype]]:
-    """The cells of that table, and one in bf16: scheme, link, replicas, type of the parameters."""
+    """The cells of the table of docs/gpu.md, and one in bf16: scheme, link, replicas, type of the parameters."""
     links = [("all-gather", 2), ("all-gather", 8), ("owner", 8), ("all-gather", 1)]
     found = [(name, *link, torch.float32) for link in links for name in PREDICTED]
     return [*found, ("demo 4/64 sign", "all-gather", 2, torch.bfloat16)]
@@ -104,21 +103,16 @@ def _predicted(job: Job, size: str, bandwidth: float) -> None:
 
 def kernels(job: Job, size: str, step: str, made: Stepper, bandwidth: float) -> None:
     """Adds a row for each kernel of a step: its time, and that of a copy of the bytes that it must move."""
-    from detonation.kernels.gpu import inspection, launches, launching
-
     seconds, moved = defaultdict[str, list[float]](list), defaultdict[str, float](float)
     cold = cold_cache(job.device)
 
-    def timed(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-        given = dict(zip(kernel.arg_names, arguments, strict=False)) | constants
-        name = label(kernel.__name__, given)
+    def timed(name: str, launch: Callable[..., Any], nbytes: float) -> None:
         cold()
-        act = partial(launching.launch, kernel, programs, *arguments, **constants)
-        seconds[name].append(seconds_of(act, job.device))
-        moved[name] += bytes_of(kernel.__name__, given, programs, numel(SIZES[size]))
+        seconds[name].append(seconds_of(launch, job.device))
+        moved[name] += nbytes
 
     times = 2 if job.tiny else 10
-    with patch.object(launches, "launch", timed), patch.object(inspection, "launch", timed):
+    with instead_of_launches(timed, numel(SIZES[size])):
         for _ in range(times):
             made.step()
     for name, each in seconds.items():

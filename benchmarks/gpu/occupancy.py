@@ -5,13 +5,18 @@
 
 from collections.abc import Callable
 from functools import partial
-from statistics import median
 from typing import Any
-from unittest.mock import patch
 
-import torch
-from benchmarks.gpu.common import SIZES, Job, cold_cache, copy_bandwidth, numel, seconds_of, stepper
-from benchmarks.moved import bytes_of, label
+from benchmarks.gpu.common import (
+    SIZES,
+    Job,
+    cold_cache,
+    copy_bandwidth,
+    instead_of_launches,
+    median_s,
+    numel,
+    stepper,
+)  # fmt: skip
 
 import detonation as dt
 
@@ -35,7 +40,8 @@ def measure(job: Job) -> None:
         made = job.attempt(f"{name} is built", partial(stepper, SIZES[size], job.device, scheme, "triton"))
         if made is None:
             job.note(f"{name}: the engine is not triton's")
-        for kernel, (launch, moved) in (started(made.step, numel(SIZES[size])) if made else {}).items():
+            continue
+        for kernel, (launch, moved) in started(made.step, numel(SIZES[size])).items():
             if kernel.startswith(LONG):
                 best += variants(job, f"{name}: {kernel}", launch, moved / bandwidth)
     job.headline("; ".join(best) or "no kernel is faster with others")
@@ -43,18 +49,14 @@ def measure(job: Job) -> None:
 
 def started(step: Callable[[], Any], numel: int) -> dict[str, tuple[Callable[..., Any], float]]:
     """The launches of a step after the first, by the label of the kernel: each to be done again, and its bytes."""
-    from detonation.kernels.gpu import inspection, launches, launching
-
     found: dict[str, tuple[Callable[..., Any], float]] = {}
 
-    def kept(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-        given = dict(zip(kernel.arg_names, arguments, strict=False)) | constants
-        launch = partial(launching.launch, kernel, programs, *arguments, **constants)
-        found[label(kernel.__name__, given)] = launch, bytes_of(kernel.__name__, given, programs, numel)
+    def kept(name: str, launch: Callable[..., Any], moved: float) -> None:
+        found[name] = launch, moved
         launch()
 
     step()
-    with patch.object(launches, "launch", kept), patch.object(inspection, "launch", kept):
+    with instead_of_launches(kept, numel):
         step()
     return found
 
@@ -69,7 +71,7 @@ def variants(job: Job, name: str, launch: Callable[..., Any], floor_s: float) ->
                 job.note(f"{name}, {called} was left out: the time was up")
                 continue
             act = partial(launch, warps=warps, **({} if registers is None else {"maxnreg": registers}))
-            took = job.attempt(f"{name}, {called}", partial(timed, job.device, act, cold))
+            took = job.attempt(f"{name}, {called}", partial(median_s, act, job.device, TIMES, warm=1, before=cold))
             if took is not None:
                 seconds[called] = took
                 job.row(kernel=name, variant=called, ms=1e3 * took, times_floor=took / floor_s)
@@ -77,13 +79,3 @@ def variants(job: Job, name: str, launch: Callable[..., Any], floor_s: float) ->
     as_it_is = seconds.get(f"{WARPS[0]} warps", 0.0)
     faster = fastest and seconds[fastest] < 0.95 * as_it_is
     return [f"{name} with {fastest} takes {seconds[fastest] / as_it_is:.2f}"] if faster else []
-
-
-def timed(device: torch.device, act: Callable[[], Any], cold: Callable[[], Any]) -> float:
-    """The median seconds, from a cold cache; the first launch compiles."""
-    act()
-    seconds = []
-    for _ in range(TIMES):
-        cold()
-        seconds.append(seconds_of(act, device))
-    return median(seconds)

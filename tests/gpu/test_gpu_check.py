@@ -77,7 +77,7 @@ def test_kernels_are_timed_with_other_warps_and_registers(tmp_path, monkeypatch)
     monkeypatch.setenv("DETONATION_KERNELS", "triton")
     monkeypatch.setitem(common.SIZES, "tiny", [(64, 64), (3,)])
     seconds = iter([4.0, *[5.0] * 11, *[2.0] * 12])
-    monkeypatch.setattr(occupancy, "timed", lambda device, act, cold: act() or next(seconds, 1.0))
+    monkeypatch.setattr(occupancy, "median_s", lambda act, *_, **__: act() or next(seconds, 1.0))
     occupancy.measure(job := job_in(tmp_path))
     kernels = {row[0] for row in job.findings.table}
     assert kernels == {"demo 4/64: scan", "demo 4/64: encode", "demo 4/64: decode (signs)"}
