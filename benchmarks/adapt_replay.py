@@ -38,7 +38,11 @@ ROUNDS = (5, 10, 20, 30, 50, 100, 200, 500)
 MEASURED = (5, 10, 30)
 KEPT = {"precision": "2bit", "outer_lr": 1.0, "outer_momentum": 0.0, "aggregate": "rescaled_mean"}
 GOAL = 1000
-LINKS = [("100mbit,20ms", "10mbit,20ms"), ("20mbit,5ms", "2mbit,5ms"), ("200mbit,50ms", "20mbit,50ms")]
+LINKS = [
+    ("100mbit,20ms", "10mbit,20ms"),
+    ("20mbit,5ms", "2mbit,5ms"),
+    ("200mbit,50ms", "20mbit,50ms"),
+]
 FARTHER = [("100mbit,10ms", "100mbit,100ms")]
 BUDGET, STEP = 0.1, Step(0.004, 0.002)
 
@@ -49,7 +53,10 @@ def muloco(every: int) -> Scheme:
 
 def needed(every: int, parameters: int) -> float:
     """Steps for one of the baseline."""
-    known = [(math.log(each), estimate(muloco(each), "Muon", Goal(2, parameters, GOAL))) for each in MEASURED]
+    known = [
+        (math.log(each), estimate(muloco(each), "Muon", Goal(2, parameters, GOAL)))
+        for each in MEASURED
+    ]
     (x0, y0), *_, (x1, y1) = [(x, found.steps_factor) for x, found in known if found]
     return y0 + (y1 - y0) * (math.log(every) - x0) / (x1 - x0)
 
@@ -72,7 +79,10 @@ class Clock:
         """Takes the average step of a round; returns its cost."""
         key = scheme.round.every, int(self.from_s <= self.now < self.until_s)
         if key not in self._known:
-            self._known[key] = cost(scheme, self.work, self.network), needed(scheme.round.every, self.parameters)
+            self._known[key] = (
+                cost(scheme, self.work, self.network),
+                needed(scheme.round.every, self.parameters),
+            )
         price, steps = self._known[key]
         self.now, self.done = self.now + price.total_s, self.done + 1 / steps
         return price
@@ -90,7 +100,9 @@ def adapted(clock: Clock) -> tuple[float, list[str], list[int]]:
 
     The last are the lengths of a round at the beginning and at the end.
     """
-    first = largest_within([muloco(every) for every in ROUNDS], clock.work, clock.networks[0], BUDGET)
+    first = largest_within(
+        [muloco(every) for every in ROUNDS], clock.work, clock.networks[0], BUDGET
+    )
     optimizer = SimpleNamespace(levels=[(None, first)])
     optimizer.reconfigure = lambda scheme: optimizer.levels.__setitem__(0, (None, scheme))
     session: Any = SimpleNamespace(
@@ -104,13 +116,20 @@ def adapted(clock: Clock) -> tuple[float, list[str], list[int]]:
         price, reported = clock.step(scheme), report_s(scheme, clock.work, network)
         waited = (price.exposed_s - reported) * scheme.round.every * scheme.round.sends(number - 1)
         parts = {"waited_s": waited, "agreeing_s": reported}
-        record: Any = SimpleNamespace(step=number, **{key: each * noise.gauss(1, 0.05) for key, each in parts.items()})
+        record: Any = SimpleNamespace(
+            step=number, **{key: each * noise.gauss(1, 0.05) for key, each in parts.items()}
+        )
         lines += adapter.after(record)
     return clock.now, lines, [first.round.every, optimizer.levels[0][1].round.every]
 
 
 def config(every: int) -> Any:
-    given = ("scheme.name=muloco", f"scheme.every={every}", "optimizer.name=Muon", "train.validate_every=0")
+    given = (
+        "scheme.name=muloco",
+        f"scheme.every={every}",
+        "optimizer.name=Muon",
+        "train.validate_every=0",
+    )
     return check_config(Request(Path("recipes/quick-lm.toml"), given, 2, 1).layers(None).config())
 
 
@@ -122,12 +141,24 @@ def clocks(links: Sequence[str], compute_s: float) -> Callable[[], Clock]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compute", type=float, default=0.1, help="seconds of forward and backward")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--compute", type=float, default=0.1, help="seconds of forward and backward"
+    )
     args = parser.parse_args()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
-    titles = "link", "for a third of the time", "best fixed", "its time", "adapt", "against the best", "worst fixed"
+    titles = (
+        "link",
+        "for a third of the time",
+        "best fixed",
+        "its time",
+        "adapt",
+        "against the best",
+        "worst fixed",
+    )
     print("| " + " | ".join([*titles, "moves", "every"]) + " |\n" + "|---" * 9 + "|")
     for links in [*LINKS, *FARTHER]:
         clock = clocks(links, args.compute)
@@ -135,7 +166,11 @@ def main() -> None:
         best = min(times, key=lambda every: times[every])
         seconds, lines, lengths = adapted(clock())
         cells = [*links, f"every={best}", f"{times[best]:.0f} s", f"{seconds:.0f} s"]
-        cells += [f"{seconds / times[best] - 1:+.1%}", f"{max(times.values()) / times[best] - 1:+.1%}", str(len(lines))]
+        cells += [
+            f"{seconds / times[best] - 1:+.1%}",
+            f"{max(times.values()) / times[best] - 1:+.1%}",
+            str(len(lines)),
+        ]
         cells += [f"{lengths[0]}, at the end {lengths[1]}"]
         print("| " + " | ".join(cells) + " |", flush=True)
         print("\n".join(f"    {line}" for line in lines), file=sys.stderr)

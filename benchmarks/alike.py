@@ -42,14 +42,20 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, object]]] = {
     "AdamW": (AdamW, {}),
     "AdamW(foreach=True)": (AdamW, {"foreach": True}),
     "Muon": (dt.Muon, {}),
-    **{name: (getattr(torch.optim, name), {}) for name in ("NAdam", "RAdam", "RMSprop", "Adagrad", "Adamax")},
+    **{
+        name: (getattr(torch.optim, name), {})
+        for name in ("NAdam", "RAdam", "RMSprop", "Adagrad", "Adamax")
+    },
 }
 SIZES = [(1,), (7,), (31,), (100,), (4097,), (262_144,), (64, 96), (300, 129)]
 
 
 def ended(kind: type[Optimizer], arguments: dict[str, object], context: type = nullcontext) -> str:
     """A hash of the weights after three steps, each within `context`."""
-    weights = [torch.nn.Parameter(_ramp(torch.Size(size).numel(), torch.device("cpu")).view(size)) for size in SIZES]
+    weights = [
+        torch.nn.Parameter(_ramp(torch.Size(size).numel(), torch.device("cpu")).view(size))
+        for size in SIZES
+    ]
     decay = 0.0 if kind is torch.optim.Adamax else 0.1
     made = kind([{"params": weights, "lr": 1e-3, "weight_decay": decay, **arguments}])
     for step in range(3):
@@ -66,7 +72,10 @@ def cost() -> None:
     torch.set_num_threads(1)
     for name in ("SGD, momentum", "AdamW", "Muon"):
         kind, arguments = OPTIMIZERS[name]
-        weights = [torch.nn.Parameter(_ramp(512 * 512, torch.device("cpu")).view(512, 512)) for _ in range(6)]
+        weights = [
+            torch.nn.Parameter(_ramp(512 * 512, torch.device("cpu")).view(512, 512))
+            for _ in range(6)
+        ]
         made = kind([{"params": weights, "lr": 1e-3, **arguments}])
         taken: dict[type, list[float]] = {nullcontext: [], SingleRounding: []}
         for _ in range(15):
@@ -78,12 +87,18 @@ def cost() -> None:
                     made.step()
                 seconds.append(time.process_time() - begun)
         plain, singly = (1000 * statistics.median(seconds) for seconds in taken.values())
-        print(f"{name}: {plain:.1f} ms, singly rounded {singly:.1f} ms ({singly / plain:.1f} times)")
+        print(
+            f"{name}: {plain:.1f} ms, singly rounded {singly:.1f} ms ({singly / plain:.1f} times)"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hashes", action="store_true", help="print those of this process alone, one a line")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--hashes", action="store_true", help="print those of this process alone, one a line"
+    )
     parser.add_argument("--cost", action="store_true", help="print the processor time of steps")
     args = parser.parse_args()
     if args.cost:
@@ -91,12 +106,17 @@ def main() -> None:
         return
     if args.hashes:
         torch.set_num_threads(1)
-        print(*(f"{ended(*made)} {ended(*made, SingleRounding)}" for made in OPTIMIZERS.values()), sep="\n")
+        print(
+            *(f"{ended(*made)} {ended(*made, SingleRounding)}" for made in OPTIMIZERS.values()),
+            sep="\n",
+        )
         return
     found = []
     for kind in KINDS.values():
         command = [sys.executable, __file__, "--hashes"]
-        done = subprocess.run(command, env=os.environ | kind, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            command, env=os.environ | kind, capture_output=True, text=True, check=True
+        )
         found.append([line.split() for line in done.stdout.splitlines()])
     print(f"{torch.__version__}, {torch.backends.cpu.get_cpu_capability()}\n")
     print("| optimizer |", " | ".join(list(KINDS)[1:]), "|")

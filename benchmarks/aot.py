@@ -64,20 +64,34 @@ FAR = 1 << 40
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--targets", nargs="+", type=int, default=[80, 90], help="compute capabilities, times ten")
-    parser.add_argument("--configurations", nargs="+", default=list(CONFIGURATIONS), choices=CONFIGURATIONS)
-    parser.add_argument("--kernels", nargs="+", default=[], help="the kernels to compile; all when left out")
-    parser.add_argument("--arithmetic", action="store_true", help="print what rounds otherwise than one by one")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--targets", nargs="+", type=int, default=[80, 90], help="compute capabilities, times ten"
+    )
+    parser.add_argument(
+        "--configurations", nargs="+", default=list(CONFIGURATIONS), choices=CONFIGURATIONS
+    )
+    parser.add_argument(
+        "--kernels", nargs="+", default=[], help="the kernels to compile; all when left out"
+    )
+    parser.add_argument(
+        "--arithmetic", action="store_true", help="print what rounds otherwise than one by one"
+    )
     args = parser.parse_args()
     if not args.arithmetic:
-        print("| configuration | kernel | target | registers | local memory | shared memory | code |")
+        print(
+            "| configuration | kernel | target | registers | local memory | shared memory | code |"
+        )
         print("|---|---|---|---|---|---|---|")
     known: set[tuple[str, int]] = set()
     said: set[str] = set()
     for name in args.configurations:
 
-        def compiled(kernel: Any, programs: int, *arguments: Any, name: str = name, **constants: Any) -> None:
+        def compiled(
+            kernel: Any, programs: int, *arguments: Any, name: str = name, **constants: Any
+        ) -> None:
             """Compiles in the place of a launch, and prints a line unless an equal kernel had one."""
             for target in args.targets:
                 if args.kernels and kernel.__name__ not in args.kernels:
@@ -87,7 +101,11 @@ def main() -> None:
                     known.add((found.hash, target))
                     if not args.arithmetic:
                         print(line(name, found, target, constants), flush=True)
-                    for each in (*arithmetic(found.asm["ptx"]), *sums(found.asm["ttgir"])) if args.arithmetic else ():
+                    for each in (
+                        (*arithmetic(found.asm["ptx"]), *sums(found.asm["ttgir"]))
+                        if args.arithmetic
+                        else ()
+                    ):
                         if (text := f"{target} {found.name} {each}") not in said:
                             said.add(text)
                             print(text, flush=True)
@@ -116,9 +134,13 @@ def step(
     Args:
         shapes: Of the parameters; those of OLMo2-1B when left out.
     """
-    model = nn.ParameterList([torch.zeros(shape, device="meta", dtype=dtype) for shape in shapes or olmo2_1b()])
+    model = nn.ParameterList(
+        [torch.zeros(shape, device="meta", dtype=dtype) for shape in shapes or olmo2_1b()]
+    )
     base = torch.optim.SGD(model.parameters(), lr=1e-3)
-    channel = dt.replicate(base, model, Recycling(replicas), scheme, kernels=True).build()[0].channel
+    channel = (
+        dt.replicate(base, model, Recycling(replicas), scheme, kernels=True).build()[0].channel
+    )
     gradients = [torch.empty_like(parameter) for parameter in model]
     with torch.no_grad():
         channel.send(gradients, 0).receive().write(gradients)
@@ -130,24 +152,46 @@ def step(
 def line(name: str, found: Any, target: int, constants: dict[str, Any]) -> str:
     """A row of the table: one kernel for one target."""
     registers, local = resources(found.asm["cubin"])
-    role = constants.get("INTO") or constants.get("KIND") or ("reply" if constants.get("AGGREGATION") else "")
+    role = (
+        constants.get("INTO")
+        or constants.get("KIND")
+        or ("reply" if constants.get("AGGREGATION") else "")
+    )
     label = f"{found.name} ({role})" if role else found.name
-    cells = [name, label, f"sm_{target}", registers, local, found.metadata.shared, len(found.asm["cubin"])]
+    cells = [
+        name,
+        label,
+        f"sm_{target}",
+        registers,
+        local,
+        found.metadata.shared,
+        len(found.asm["cubin"]),
+    ]
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
-def compiled_for(kernel: Any, target: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+def compiled_for(
+    kernel: Any, target: int, arguments: tuple[Any, ...], constants: dict[str, Any]
+) -> Any:
     """`kernel` as a launch with these arguments compiles it."""
     options = dict(constants)
     warps = options.pop("warps", 8)
     GPU.target = target
-    given = [MockTensor(each.dtype) if isinstance(each, Tensor) else each for each in arguments]  # aligned
+    given = [
+        MockTensor(each.dtype) if isinstance(each, Tensor) else each for each in arguments
+    ]  # aligned
     named = zip(kernel.arg_names, given, strict=False)
-    given = [FAR if name.startswith("address") else each for name, each in named]  # those of `meta` are 0
-    return kernel.run(*given, grid=(1,), warmup=True, **options, num_warps=warps, enable_fp_fusion=False)
+    given = [
+        FAR if name.startswith("address") else each for name, each in named
+    ]  # those of `meta` are 0
+    return kernel.run(
+        *given, grid=(1,), warmup=True, **options, num_warps=warps, enable_fp_fusion=False
+    )
 
 
-_ODD = re.compile(r"\b((?:fma|mad\.r|mma|wgmma|tcgen05)[.\w:]*|\w+[.\w]*(?:\.approx|\.full|\.ftz)[.\w]*)")
+_ODD = re.compile(
+    r"\b((?:fma|mad\.r|mma|wgmma|tcgen05)[.\w:]*|\w+[.\w]*(?:\.approx|\.full|\.ftz)[.\w]*)"
+)
 
 
 def arithmetic(ptx: str) -> list[str]:
@@ -182,7 +226,11 @@ def sums(ttgir: str) -> list[str]:
     for each in ttgir.split('"tt.reduce"(')[1:]:
         body, _, after = each.partition("}) : ")
         if "arith.addf" in body and (at := re.search(r" loc\((#loc\d*)\)", after)):
-            own = [place for place in re.findall(r'"([^"]+)":(\d+):', spelled(at[1])) if "/language/" not in place[0]]
+            own = [
+                place
+                for place in re.findall(r'"([^"]+)":(\d+):', spelled(at[1]))
+                if "/language/" not in place[0]
+            ]
             found.append("tt.reduce " + ":".join(own[0]))
     return [*dict.fromkeys(found)]
 
@@ -193,7 +241,9 @@ def resources(binary: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
-        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", said)
     assert found is not None, said
     return int(found[1]), int(found[2])

@@ -102,14 +102,21 @@ def measure(case: Case) -> dict[str, Any]:
     def timed(axis: Any, device: torch.device, budget_s: float) -> Any:
         began = time.perf_counter()
         found = probe(axis, device, budget_s)
-        probes[f"{len(probes)}: {budget_s:g} s"] = {**asdict(found), "took_s": time.perf_counter() - began}
+        probes[f"{len(probes)}: {budget_s:g} s"] = {
+            **asdict(found),
+            "took_s": time.perf_counter() - began,
+        }
         return found
 
     decide.start_session, decide.probe_axis = paused, timed  # type: ignore[attr-defined]
 
     class WithAdamW(Asked):
         def candidates(self) -> dict[str, Any]:
-            return {key: each for key, each in super().candidates().items() if described(each)["optimizer"] == "AdamW"}
+            return {
+                key: each
+                for key, each in super().candidates().items()
+                if described(each)["optimizer"] == "AdamW"
+            }
 
     layers = Request(Path(RECIPE), tuple(SETS), 2, 1).layers(None)
     device, cpu = torch.device("cpu"), dt.init_mesh(2, 1, "cpu")["replicate"]
@@ -119,7 +126,10 @@ def measure(case: Case) -> dict[str, Any]:
     first = {name: each.plan["chosen"]["time_to_loss_s"] for name, each in chosen.items()}
     made = [each.config for each in chosen.values()]
     configs, left_out = {called(each): each for each in made}, {}
-    network, work = chosen["auto"].followed.network, Work(shard_shapes(made[0]), case.compute_s, reports=True)
+    network, work = (
+        chosen["auto"].followed.network,
+        Work(shard_shapes(made[0]), case.compute_s, reports=True),
+    )
     for config in [layers.under(*each) for each in BY_HAND]:
         wanted = described(config)
         scheme = dt.scheme(wanted["scheme"], wanted["arguments"])
@@ -139,13 +149,17 @@ def measure(case: Case) -> dict[str, Any]:
     records: dict[str, list[Any]] = {name: [] for name in trainings}
     for name, training in [*trainings.items()] * TURNS:
         records[name] += training.train(unit(training.config))
-    settings = {name: {"records": records[name], **described(each.config)} for name, each in trainings.items()}
+    settings = {
+        name: {"records": records[name], **described(each.config)}
+        for name, each in trainings.items()
+    }
     everyone = [settings, settings]
     dist.all_gather_object(everyone, settings)
     for name, found in settings.items():
         found["records"] = [each[name]["records"] for each in everyone]
     plans = {
-        name: {key: value for key, value in each.plan.items() if key != "options"} for name, each in chosen.items()
+        name: {key: value for key, value in each.plan.items() if key != "options"}
+        for name, each in chosen.items()
     }
     choices = {name: called(each.config) for name, each in chosen.items()}
     options = [each for plan in chosen.values() for each in plan.plan["options"]]
@@ -157,7 +171,10 @@ def measure(case: Case) -> dict[str, Any]:
         "predicted": predicted,
         "probes": probes,
         "settings": settings,
-        "timed": {name: {**described(each), "as": called(shorter(layers, each))} for name, each in configs.items()},
+        "timed": {
+            name: {**described(each), "as": called(shorter(layers, each))}
+            for name, each in configs.items()
+        },
         "left_out": left_out,
         "plans": plans,
     }
@@ -167,7 +184,11 @@ def shorter(layers: Any, config: Any) -> Any:
     """The configuration in rounds of at most `LONGEST` steps."""
     level = config.levels[-1].scheme
     every = level.arguments.get("every", 1)
-    return layers.under(level.name, {**level.arguments, "every": LONGEST}) if every > LONGEST else config
+    return (
+        layers.under(level.name, {**level.arguments, "every": LONGEST})
+        if every > LONGEST
+        else config
+    )
 
 
 def described(config: Any) -> dict[str, Any]:
@@ -198,13 +219,24 @@ def step_s(row: dict[str, Any], setting: dict[str, Any], every: int | None) -> f
     """Seconds of a step of a setting in rounds of `every`, None where it has none."""
     same = [taken(each) for each in row["settings"].values() if messages(each) == messages(setting)]
     trained = same[0][2]
-    own, waited = ([second for each in same for second in each[part][trained - 1 :: trained]] for part in (0, 1))
+    own, waited = (
+        [second for each in same for second in each[part][trained - 1 :: trained]]
+        for part in (0, 1)
+    )
     exchange = statistics.median(own) + statistics.fmean(waited)
     if trained == 1:
         return exchange
-    alike = [taken(each) for each in row["settings"].values() if each["optimizer"] == setting["optimizer"]]
-    local = statistics.median(each[n] for each, _, length in alike for n in range(len(each)) if (n + 1) % length)
-    local += statistics.fmean(each[n] for _, each, _ in same for n in range(len(each)) if (n + 1) % trained)
+    alike = [
+        taken(each)
+        for each in row["settings"].values()
+        if each["optimizer"] == setting["optimizer"]
+    ]
+    local = statistics.median(
+        each[n] for each, _, length in alike for n in range(len(each)) if (n + 1) % length
+    )
+    local += statistics.fmean(
+        each[n] for _, each, _ in same for n in range(len(each)) if (n + 1) % trained
+    )
     assert every
     return ((every - 1) * local + exchange) / every
 
@@ -221,12 +253,25 @@ def taken(setting: dict[str, Any]) -> tuple[list[float], list[float], int]:
     A streaming scheme sends now and then, so all its steps count alike.
     """
     ranks = setting["records"]
-    own = [max(owns) for owns in zip(*([seconds - wait for seconds, wait in rank] for rank in ranks), strict=True)]
-    waited = [min(waits) for waits in zip(*([wait for _, wait in rank] for rank in ranks), strict=True)]
-    return own, waited, 1 if "fragments" in setting["arguments"] else int(setting["arguments"].get("every", 1))
+    own = [
+        max(owns)
+        for owns in zip(
+            *([seconds - wait for seconds, wait in rank] for rank in ranks), strict=True
+        )
+    ]
+    waited = [
+        min(waits) for waits in zip(*([wait for _, wait in rank] for rank in ranks), strict=True)
+    ]
+    return (
+        own,
+        waited,
+        1 if "fragments" in setting["arguments"] else int(setting["arguments"].get("every", 1)),
+    )
 
 
-def steps_factor(scheme: str, arguments: Mapping[str, Any], optimizer: str, parameters: int) -> tuple[float, bool]:
+def steps_factor(
+    scheme: str, arguments: Mapping[str, Any], optimizer: str, parameters: int
+) -> tuple[float, bool]:
     """Steps to the loss over those of the baseline, and whether they were measured at this length of a round.
 
     Without end where no length was measured.
@@ -263,7 +308,9 @@ def times(row: dict[str, Any], parameters: int) -> dict[str, tuple[float, float,
     for timed in row["timed"].values():
         name, arguments, optimizer = timed["scheme"], timed["arguments"], timed["optimizer"]
         seconds = step_s(row, row["settings"][timed["as"]], arguments.get("every"))
-        for aggregate in ("mean", "rescaled_mean") if name == "muloco" else (arguments.get("aggregate"),):
+        for aggregate in (
+            ("mean", "rescaled_mean") if name == "muloco" else (arguments.get("aggregate"),)
+        ):
             given = {**arguments, "aggregate": aggregate} if aggregate else arguments
             factor, measured = steps_factor(name, given, optimizer, parameters)
             called = f"{spelled(scheme(name, given))} with {optimizer}"
@@ -277,8 +324,13 @@ def table(rows: list[dict[str, Any]]) -> None:
     from detonation.train.recipe.resolve import Request
 
     layers = Request(Path(RECIPE), tuple(SETS), 2, 1).layers(None)
-    parameters = sum(math.prod(shape) for shape in shard_shapes(layers.under("full", {}))[0].values())
-    known = [(Case(*(row[name] for name in Case.__match_args__)), row, times(row, parameters)) for row in rows]
+    parameters = sum(
+        math.prod(shape) for shape in shard_shapes(layers.under("full", {}))[0].values()
+    )
+    known = [
+        (Case(*(row[name] for name in Case.__match_args__)), row, times(row, parameters))
+        for row in rows
+    ]
     lost: dict[tuple[str, str], list[float]] = {}
     titles = (
         "best, losses measured",
@@ -292,11 +344,17 @@ def table(rows: list[dict[str, Any]]) -> None:
     line(*["---"] * 11)
     for case, row, found in known:
         for by, choice in row["choices"].items():
-            among = {name: each for name, each in found.items() if by == "auto" or name.endswith(" with AdamW")}
+            among = {
+                name: each
+                for name, each in found.items()
+                if by == "auto" or name.endswith(" with AdamW")
+            }
             step, seconds, _ = found[choice]
             cells = [f"{1e3 * step:.0f} ({1e3 * row['predicted'][choice]:.0f})", f"{seconds:.0f}"]
             for losses in "measured", "by a line, too":
-                there = {name: each for name, each in among.items() if each[2] or losses != "measured"}
+                there = {
+                    name: each for name, each in among.items() if each[2] or losses != "measured"
+                }
                 best = min(there, key=lambda name: there[name][1])
                 lost.setdefault((by, losses), []).append(seconds / there[best][1] - 1)
                 cells += [short(best), f"{there[best][1]:.0f}", f"{lost[by, losses][-1]:+.1%}"]
@@ -308,17 +366,34 @@ def table(rows: list[dict[str, Any]]) -> None:
     print()
     line("step, ms (plan), to the loss, s", *(case.link for case, _, _ in known))
     line(*["---"] * (len(known) + 1))
-    for name in dict.fromkeys(name for _, row, found in known for name in (*found, *row["left_out"])):
+    for name in dict.fromkeys(
+        name for _, row, found in known for name in (*found, *row["left_out"])
+    ):
         line(short(name), *(cell(name, row, found) for _, row, found in known))
     print()
-    line("link", "round trip", "budget", "took", RATES, "latency of an all-gather", "64 KiB after silence")
+    line(
+        "link",
+        "round trip",
+        "budget",
+        "took",
+        RATES,
+        "latency of an all-gather",
+        "64 KiB after silence",
+    )
     line(*["---"] * 7)
     for case, row, _ in known:
         for name, probe in row["probes"].items():
-            rates = ", ".join(f"{each['rate_bits_per_s'] / 1e6:.3g}" for each in probe["operations"].values())
+            rates = ", ".join(
+                f"{each['rate_bits_per_s'] / 1e6:.3g}" for each in probe["operations"].values()
+            )
             latency, late = probe["operations"]["all-gather"]["latency_s"], probe["silence_s"]
             trip = f"{2e3 * case.conditions().latency_s:.3g} ms"
-            cells = [f"{probe['took_s']:.1f} s", rates, f"{1e3 * latency:.3g} ms", f"{1e3 * late:+.0f} ms"]
+            cells = [
+                f"{probe['took_s']:.1f} s",
+                rates,
+                f"{1e3 * latency:.3g} ms",
+                f"{1e3 * late:+.0f} ms",
+            ]
             line(case, trip, name.split(": ")[1], *cells)
 
 
@@ -350,13 +425,19 @@ def rounded(value: Any) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("action", choices=["run", "table"])
     parser.add_argument("--draw", choices=DRAWS, default="third")
     parser.add_argument("--only", type=int, nargs="+", help="numbers of links")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
-    rows = [json.loads(line) for line in args.results.read_text().splitlines()] if args.results.exists() else []
+    rows = (
+        [json.loads(line) for line in args.results.read_text().splitlines()]
+        if args.results.exists()
+        else []
+    )
     rows = [row for row in rows if row["draw"] == args.draw]
     if args.action == "table":
         table(rows)
@@ -366,13 +447,18 @@ def main() -> None:
     torch.set_num_threads(1)  # before the ranks are forked
     os.nice(-15)  # others use the machine, too
     for number, case in enumerate(links(args.draw)):
-        if number not in (args.only or range(COUNT)) or any(row["number"] == number for row in rows):
+        if number not in (args.only or range(COUNT)) or any(
+            row["number"] == number for row in rows
+        ):
             continue
         began = time.perf_counter()
         row = {"draw": args.draw, "number": number, **run(case)}
         with args.results.open("a") as file:
             file.write(json.dumps(rounded(row)) + "\n")
-        print(f"{number}: {case} in {time.perf_counter() - began:.0f} s, load {os.getloadavg()[0]:.0f}", flush=True)
+        print(
+            f"{number}: {case} in {time.perf_counter() - began:.0f} s, load {os.getloadavg()[0]:.0f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

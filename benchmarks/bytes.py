@@ -40,7 +40,10 @@ def main() -> None:
         layout = scheme.codec.layout({"weight": SHAPE})
         cells, steps = [], range(scheme.round.every, 2 * scheme.round.every)
         for replicas in (2, 8, 64):
-            sent = sum(traffic.bytes_sent(scheme, layout, replicas, step) for step in steps) / scheme.round.every
+            sent = (
+                sum(traffic.bytes_sent(scheme, layout, replicas, step) for step in steps)
+                / scheme.round.every
+            )
             cells.append(f"{sent / layout.numel:.4f}")
         print(f"| {scheme.name}({changed}) | {' | '.join(cells)} |")
 

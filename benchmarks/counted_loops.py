@@ -30,11 +30,22 @@ def powers(count: int, each: int, program: int) -> int:
     constants, memory = laid_out(launch, compiled.src.signature, code.parameters_at)
     path = play(code, constants, program, memory)
     assert not path.unknown, path.unknown
-    return sum(count for number, count in path.counts.items() if code.instructions[number].name == "MUFU.EX2")
+    return sum(
+        count
+        for number, count in path.counts.items()
+        if code.instructions[number].name == "MUFU.EX2"
+    )
 
 
 def main() -> None:
-    for count, each, program in ((100, 30, 0), (100, 31, 6), (1000, 63, 3), (100, 42, 0), (5, 30, 6), (33, 2, 0)):
+    for count, each, program in (
+        (100, 30, 0),
+        (100, 31, 6),
+        (1000, 63, 3),
+        (100, 42, 0),
+        (5, 30, 6),
+        (33, 2, 0),
+    ):
         outer = len(range(program, count, 7))
         print(outer, outer * (each // 3), powers(count, each, program))
 

@@ -41,10 +41,20 @@ def main():
             launching.launch(kernel, programs, *arguments, warps=warps, **constants)
             ((function, grid, given),) = started
             started.clear()
-            wanted = jit(*arguments, grid=(1,), warmup=True, **constants, num_warps=warps, enable_fp_fusion=False)
+            wanted = jit(
+                *arguments,
+                grid=(1,),
+                warmup=True,
+                **constants,
+                num_warps=warps,
+                enable_fp_fusion=False,
+            )
             assert function is wanted.function, (arguments, constants)
             assert grid == (programs, 1, 1) and len(given) == 7
-            assert all(one is other for one, other in zip(given, (*arguments, *constants.values()), strict=True))
+            assert all(
+                one is other
+                for one, other in zip(given, (*arguments, *constants.values()), strict=True)
+            )
         print(len(seen), end=" ")
 
 

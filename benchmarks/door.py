@@ -26,7 +26,17 @@ ROOT = Path(__file__).resolve().parent.parent
 STARTS = 5
 LINES, COLUMNS = 40, 100
 COMMAND = (sys.executable, "-m", "detonation")
-PLAN = ("plan", "--parameters", "1.2b", "--replicas", "16", "--link", "100mbit,20ms", "--step-time", "0.35")
+PLAN = (
+    "plan",
+    "--parameters",
+    "1.2b",
+    "--replicas",
+    "16",
+    "--link",
+    "100mbit,20ms",
+    "--step-time",
+    "0.35",
+)
 # Byte code is written and read, as it is for what pip has installed.
 ENVIRONMENT = {
     **os.environ,
@@ -63,7 +73,9 @@ def started(*command: str) -> tuple[str, float, float]:
     used, lasted, text = [], [], ""
     for _ in range(STARTS):
         began = time.perf_counter()
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=ROOT)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=ROOT
+        )
         assert process.stdout is not None
         text = process.stdout.read()
         _, status, usage = os.wait4(process.pid, 0)
@@ -88,21 +100,36 @@ def helped(verb: Sequence[str]) -> list[Figure]:
     wide = max(map(len, lines)) > COLUMNS
     return [
         Figure(name, used, "s", 0.3, f"({lasted:.2f} s by the clock)"),
-        Figure("", len(lines), "lines", LINES - 1 if wide and len(lines) >= LINES else LINES, screen + " over" * wide),
+        Figure(
+            "",
+            len(lines),
+            "lines",
+            LINES - 1 if wide and len(lines) >= LINES else LINES,
+            screen + " over" * wide,
+        ),
     ]
 
 
 def words() -> list[Figure]:
-    pages = {*ROOT.glob("docs/**/*.md")} - {ROOT / "docs/recipe-reference.md"}  # a program writes that one
+    pages = {*ROOT.glob("docs/**/*.md")} - {
+        ROOT / "docs/recipe-reference.md"
+    }  # a program writes that one
     every = sum(len(page.read_text(encoding="utf-8").split()) for page in pages)
     readme = len((ROOT / "README.md").read_text(encoding="utf-8").split())
-    return [Figure("README", readme, "words"), Figure("docs, without the recipe reference", every, "words")]
+    return [
+        Figure("README", readme, "words"),
+        Figure("docs, without the recipe reference", every, "words"),
+    ]
 
 
 def suite() -> list[Figure]:
     """The tests of `make test` as `tests/branches.py` measured them last; two cores take half of the seconds."""
     found = json.loads((ROOT / "benchmarks/results/suite.json").read_text(encoding="utf-8"))
-    half, (taken, all_of_them), passed = found["processor_s"] / 2 / 60, found["core"], f"{found['tests']:,} tests"
+    half, (taken, all_of_them), passed = (
+        found["processor_s"] / 2 / 60,
+        found["core"],
+        f"{found['tests']:,} tests",
+    )
     when = f"{passed} on {found['date']}; {found['clock_s'] / 60:.1f} by the clock under a load of {found['busy']}"
     return [
         Figure("make test on two idle cores", half, "min", note=f"wanted 6; {when}"),
@@ -118,8 +145,12 @@ def first_step() -> Figure:
         began, spent = time.perf_counter(), os.times()
         plain = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         made = ["make", "train", f"PYTHON={sys.executable}"]
-        process = subprocess.Popen(made, cwd=clone, env=plain, stdout=subprocess.DEVNULL, start_new_session=True)
-        while process.poll() is None and not any(file.stat().st_size for file in clone.glob("runs/*/metrics.jsonl")):
+        process = subprocess.Popen(
+            made, cwd=clone, env=plain, stdout=subprocess.DEVNULL, start_new_session=True
+        )
+        while process.poll() is None and not any(
+            file.stat().st_size for file in clone.glob("runs/*/metrics.jsonl")
+        ):
             time.sleep(0.05)
         lasted = time.perf_counter() - began
         if process.poll() is not None:
@@ -128,13 +159,21 @@ def first_step() -> Figure:
         process.wait()
     used = sum(os.times()[2:4]) - sum(spent[2:4])
     return Figure(
-        "make train to its first step", lasted, "s", 60, f"by the clock, torch is there; {used:.0f} s of processors"
+        "make train to its first step",
+        lasted,
+        "s",
+        60,
+        f"by the clock, torch is there; {used:.0f} s of processors",
     )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.door", description=__doc__.partition("\n")[0])
-    parser.add_argument("--train", action="store_true", help="time make train in a temporary clone, too")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.door", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument(
+        "--train", action="store_true", help="time make train in a temporary clone, too"
+    )
     parser.add_argument("--strict", action="store_true", help="exit with 1 where a goal is missed")
     arguments = parser.parse_args()
     verbs = re.search(r"\{([a-z,]+)\}", started(*COMMAND, "--help")[0])

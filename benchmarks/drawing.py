@@ -12,7 +12,9 @@ def drawn(path: Path, width: float, height: float, dpi: int = 110) -> Iterator[A
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "detonation", "font.size": 9}):
+    with matplotlib.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": "detonation", "font.size": 9}
+    ):
         drawing = Figure(figsize=(width, height), layout="constrained")
         yield drawing
         for axes in drawing.axes:

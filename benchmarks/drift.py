@@ -32,7 +32,9 @@ def nudge(weight: Tensor, step: int, bias: float) -> None:
     weight.copy_(torch.where(drawn < part, moved, weight))
 
 
-def trained(dtype: torch.dtype, steps: int, bias: float, aligned: bool) -> list[tuple[float, list[list[Tensor]]]]:
+def trained(
+    dtype: torch.dtype, steps: int, bias: float, aligned: bool
+) -> list[tuple[float, list[list[Tensor]]]]:
     """Of each replica: the mean loss of the last tenth, and its weights a hundred times on the way."""
     torch.manual_seed(0)
     teacher = torch.randn(WIDTH, 1)
@@ -74,12 +76,18 @@ def apart(one: list[Tensor], other: list[Tensor]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=100_000)
     steps = parser.parse_args().steps
     torch.set_num_threads(1)
-    print(f"{torch.__version__}, {steps:,} steps, two replicas of {WIDTH}-{HIDDEN}-1, full + AdamW\n")
-    print("| weights | second rounds | alignment | largest distance | at the end | tolerance | losses | seconds |")
+    print(
+        f"{torch.__version__}, {steps:,} steps, two replicas of {WIDTH}-{HIDDEN}-1, full + AdamW\n"
+    )
+    print(
+        "| weights | second rounds | alignment | largest distance | at the end | tolerance | losses | seconds |"
+    )
     print("|---" * 8 + "|")
     for bias, name in ((1.0, "up alone"), (0.5, "up and down")):
         for dtype in (torch.float32, torch.bfloat16):
@@ -89,7 +97,13 @@ def main() -> None:
                 first, second = trained(dtype, steps, bias, aligned)
                 far = [apart(*pair) for pair in zip(first[1], second[1], strict=True)]
                 losses = f"{first[0]:.5f}, {second[0]:.5f}"
-                row = [str(dtype)[6:], name, "yes" if aligned else "no", f"{max(far):.1e}", f"{far[-1]:.1e}"]
+                row = [
+                    str(dtype)[6:],
+                    name,
+                    "yes" if aligned else "no",
+                    f"{max(far):.1e}",
+                    f"{far[-1]:.1e}",
+                ]
                 row += [f"{most:.1e}", losses, f"{time.perf_counter() - began:.0f}"]
                 print("|", " | ".join(row), "|", flush=True)
 

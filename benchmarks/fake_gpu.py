@@ -43,9 +43,16 @@ class FakeGPU:
         return name
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32, "max_num_regs": 65536}
+        return {
+            "max_shared_mem": 232448,
+            "multiprocessor_count": 132,
+            "warpSize": 32,
+            "max_num_regs": 65536,
+        }
 
-    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[object, object, int, int, int]:
+    def load_binary(
+        self, name: str, binary: bytes, shared: int, device: int
+    ) -> tuple[object, object, int, int, int]:
         return object(), object(), 0, 0, 1024
 
     def unload_module(self, module: object) -> None:
@@ -53,6 +60,8 @@ class FakeGPU:
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
         def start(x: int, y: int, z: int, stream: int, function: object, *others: Any) -> None:
-            self._launched(function, (x, y, z), others[4:])  # behind the kernel's metadata and three of hooks
+            self._launched(
+                function, (x, y, z), others[4:]
+            )  # behind the kernel's metadata and three of hooks
 
         return start

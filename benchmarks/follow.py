@@ -49,7 +49,13 @@ def made() -> torch.nn.Module:
     return build_model("olmo2", {"hidden_size": 128, "layers": 2, "heads": 4, "feed_forward": 512})
 
 
-def train(communicator: SimulatedCommunicator, scheme: dt.schemes.Scheme, address: str, steps: int, out: Path) -> None:
+def train(
+    communicator: SimulatedCommunicator,
+    scheme: dt.schemes.Scheme,
+    address: str,
+    steps: int,
+    out: Path,
+) -> None:
     """Trains `steps` steps after a follower has come, and writes the hash of the weights after each."""
     model = made()
     optimizer = dt.replicate(dt.SignSGD(model.parameters(), lr=1e-3), model, communicator, scheme)
@@ -83,7 +89,11 @@ def follow(address: str, alone: bool, out: Path) -> None:
     began = time.perf_counter()
     with dt.follow(model, address, token=TOKEN, timeout_s=600) as follower:
         joined = time.perf_counter() - began
-        found: dict[str, Any] = {"seconds": joined, "bytes": follower.bytes_received, "first": follower.step}
+        found: dict[str, Any] = {
+            "seconds": joined,
+            "bytes": follower.bytes_received,
+            "first": follower.step,
+        }
         hashes = [digest(model.parameters())]
         while not alone and not follower.ended:
             before = follower.step
@@ -115,7 +125,12 @@ def train_elastic(replica: int, host: str, out: Path) -> None:
 
 
 def step_elastic(model: torch.nn.Module, optimizer: dt.Replicated, replica: int) -> None:
-    ids = torch.randint(0, 256, (1, 32), generator=torch.Generator().manual_seed(97 * optimizer.step_count + replica))
+    ids = torch.randint(
+        0,
+        256,
+        (1, 32),
+        generator=torch.Generator().manual_seed(97 * optimizer.step_count + replica),
+    )
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -123,7 +138,9 @@ def step_elastic(model: torch.nn.Module, optimizer: dt.Replicated, replica: int)
 
 def end_elastic(model: torch.nn.Module, axis: Any, out: Path, **more: Any) -> None:
     axis.close()
-    out.write_text(json.dumps({"hash": digest(model.parameters()), "replicas": axis.size(), **more}))
+    out.write_text(
+        json.dumps({"hash": digest(model.parameters()), "replicas": axis.size(), **more})
+    )
 
 
 def come_in(host: str, cluster: NamespaceCluster, out: Path) -> None:
@@ -139,7 +156,9 @@ def come_in(host: str, cluster: NamespaceCluster, out: Path) -> None:
     while optimizer.step_count < first + 20:
         step_elastic(model, optimizer, axis.replica)
     received = counted.received_bytes - FRAME_BYTES * counted.received_frames
-    end_elastic(model, axis, out.with_name("replica2"), seconds=seconds, received=received, step=first)
+    end_elastic(
+        model, axis, out.with_name("replica2"), seconds=seconds, received=received, step=first
+    )
 
 
 def join_as_replica(speed: LinkSpeed) -> None:
@@ -149,15 +168,22 @@ def join_as_replica(speed: LinkSpeed) -> None:
         acts = [(0, lambda r=r: train_elastic(r, host, out)) for r in (0, 1)] + [
             (1, lambda: come_in(host, cluster, out))
         ]
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in [in_node(cluster, *act) for act in acts]]
+        codes = [
+            os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            for pid in [in_node(cluster, *act) for act in acts]
+        ]
         if any(codes):
             raise SystemExit(f"processes ended with {codes}")
         found = [json.loads(out.with_name(f"replica{replica}").read_text()) for replica in range(3)]
     newcomer, equal = found[2], len({each["hash"] for each in found}) == 1
     needs = speed.seconds(newcomer["received"], 0)
-    print("| join, s | of which its bytes need | bytes by the kernel | came in after step | equal after 20 more |")
+    print(
+        "| join, s | of which its bytes need | bytes by the kernel | came in after step | equal after 20 more |"
+    )
     print("|---|---|---|---|---|")
-    print(f"| {newcomer['seconds']:.2f} | {needs:.2f} | {newcomer['received']:,} | {newcomer['step']} | {equal} |")
+    print(
+        f"| {newcomer['seconds']:.2f} | {needs:.2f} | {newcomer['received']:,} | {newcomer['step']} | {equal} |"
+    )
 
 
 def in_node(cluster: NamespaceCluster, node: int, act: Callable[[], object]) -> int:
@@ -183,7 +209,11 @@ def run(
     with namespace_cluster(2, speed) as cluster, tempfile.TemporaryDirectory() as folder:
         address, path = f"{cluster.address(0)}:{PORT}", Path(folder)
         trainer = in_node(
-            cluster, 0, lambda: simulate_replicas(lambda c: train(c, scheme, address, steps, path / "training"), 2)
+            cluster,
+            0,
+            lambda: simulate_replicas(
+                lambda c: train(c, scheme, address, steps, path / "training"), 2
+            ),
         )
         before = cluster.counters(1)
         follower = in_node(cluster, 1, lambda: follow(address, alone, path / "followed"))
@@ -197,7 +227,9 @@ def run(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--link", default="100mbit")
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=SCHEMES)
@@ -221,7 +253,12 @@ def main() -> None:
         equal = sum(mine == hashes[first - 1 + number] for number, mine in enumerate(seen))
         steps = max(1, len(seen) - 1)
         end = (found["all_bytes"] - found["bytes"]) / steps / numel
-        cells = [name, f"{alone['seconds']:.2f}", f"{speed.seconds(alone['bytes'], 0):.2f}", f"{alone['bytes']:,}"]
+        cells = [
+            name,
+            f"{alone['seconds']:.2f}",
+            f"{speed.seconds(alone['bytes'], 0):.2f}",
+            f"{alone['bytes']:,}",
+        ]
         cells += [str(len(seen)), str(equal), str(found["joins"]), f"{end:.4f}"]
         print(f"| {' | '.join(cells)} | {found['all_bytes']:,} | {counted:,} |", flush=True)
 

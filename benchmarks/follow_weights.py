@@ -59,15 +59,22 @@ def minilm(folder: Path) -> tuple[Callable[[], nn.Module], Loss]:
     def loss(model: Any) -> torch.Tensor:
         chosen = torch.randperm(len(sentences), generator=generator)[:8].tolist()
         coded = tokenizer.encode_batch([sentences[index] for index in chosen])
-        ids, mask = (torch.tensor([getattr(each, key) for each in coded]) for key in ("ids", "attention_mask"))
-        passes = [model(input_ids=ids, attention_mask=mask).last_hidden_state[:, 0] for _ in range(2)]
+        ids, mask = (
+            torch.tensor([getattr(each, key) for each in coded])
+            for key in ("ids", "attention_mask")
+        )
+        passes = [
+            model(input_ids=ids, attention_mask=mask).last_hidden_state[:, 0] for _ in range(2)
+        ]
         first, second = map(nn.functional.normalize, passes)
         return nn.functional.cross_entropy(20 * first @ second.t(), torch.arange(len(first)))
 
     return lambda: AutoModel.from_pretrained(folder), loss
 
 
-def followed(made: Callable[[], nn.Module], loss: Loss, lr: float, every: int, after: int, steps: int) -> Iterator[Any]:
+def followed(
+    made: Callable[[], nn.Module], loss: Loss, lr: float, every: int, after: int, steps: int
+) -> Iterator[Any]:
     """Of each step after the first `after`: the share of values that changed, the bytes written, equal or not."""
     torch.manual_seed(0)
     model = made().train()
@@ -89,7 +96,9 @@ def followed(made: Callable[[], nn.Module], loss: Loss, lr: float, every: int, a
             now = [patterns_of(each.bfloat16()) for each in model.parameters()]
             changed = sum(int((new != old).sum()) for new, old in zip(now, before, strict=True))
             before = now
-            equal = digest(each.bfloat16() for each in model.parameters()) == digest(served.parameters())
+            equal = digest(each.bfloat16() for each in model.parameters()) == digest(
+                served.parameters()
+            )
             if step > after:
                 yield changed, written, equal
 
@@ -100,25 +109,41 @@ def measure_bytes(args: argparse.Namespace) -> None:
     print(
         f"{numel:,} parameters, AdamW, steps {args.after + 1} to {args.after + args.steps}, torch {torch.__version__}"
     )
-    print("| lr | published every | changed per file | bytes per parameter and step | per changed value | equal |")
+    print(
+        "| lr | published every | changed per file | bytes per parameter and step | per changed value | equal |"
+    )
     print("|" + "---|" * 6)
     for lr in args.lr:
         for every in args.every:
             found = list(followed(made, loss, lr, every, args.after, args.steps))
             changed, written = (statistics.mean(each[index] for each in found) for index in (0, 1))
             equal = sum(each[2] for each in found)
-            cells = [f"{lr:g}", str(every), f"{changed / numel:.2%}", f"{written / every / numel:.4f}"]
-            print(f"| {' | '.join(cells)} | {written / max(changed, 1):.2f} | {equal} of {len(found)} |", flush=True)
+            cells = [
+                f"{lr:g}",
+                str(every),
+                f"{changed / numel:.2%}",
+                f"{written / every / numel:.4f}",
+            ]
+            print(
+                f"| {' | '.join(cells)} | {written / max(changed, 1):.2f} | {equal} of {len(found)} |",
+                flush=True,
+            )
 
 
 def measure_speed(args: argparse.Namespace) -> None:
     """Interleaves a copy, the search for changes, their code, and the whole call of `publish`; prints medians."""
     numel, generator = args.million * 1_000_000, torch.Generator().manual_seed(0)
-    model = nn.ParameterList([torch.randn(numel // 8, generator=generator).mul_(0.02).bfloat16() for _ in range(8)])
+    model = nn.ParameterList(
+        [torch.randn(numel // 8, generator=generator).mul_(0.02).bfloat16() for _ in range(8)]
+    )
     bits = [patterns_of(each) for each in model]
     room = [torch.empty_like(each) for each in bits]
-    print(f"{numel:,} weights in bf16, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    print("| changed | copy, ms | find, ms | code, ms | publish, ms | find, in copies | publish, in copies | GB/s |")
+    print(
+        f"{numel:,} weights in bf16, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    )
+    print(
+        "| changed | copy, ms | find, ms | code, ms | publish, ms | find, in copies | publish, in copies | GB/s |"
+    )
     print("|" + "---|" * 8)
     for share in (0.001, 0.005, 0.01, 0.023, 0.1):
         times: dict[str, list[float]] = {name: [] for name in ("copy", "find", "code", "publish")}
@@ -126,17 +151,34 @@ def measure_speed(args: argparse.Namespace) -> None:
             feed = dt.Feed.of_weights(model, folder, base_every=10**9)
             feed.publish(0)
             for repeat in range(1, args.repeats + 1):
-                timed(times["copy"], lambda: [own.copy_(each) for own, each in zip(room, bits, strict=True)])
+                timed(
+                    times["copy"],
+                    lambda: [own.copy_(each) for own, each in zip(room, bits, strict=True)],
+                )
                 for each in bits:
                     at = torch.randint(0, len(each), (int(share * len(each)),), generator=generator)
                     each[at] += 1
                 pairs = list(zip(bits, room, strict=True))
-                found = timed(times["find"], lambda pairs=pairs: [changes(new, old) for new, old in pairs])
-                timed(times["code"], lambda found=found: [encode_difference(*each) for each in found])
+                found = timed(
+                    times["find"], lambda pairs=pairs: [changes(new, old) for new, old in pairs]
+                )
+                timed(
+                    times["code"], lambda found=found: [encode_difference(*each) for each in found]
+                )
                 timed(times["publish"], lambda feed=feed, repeat=repeat: feed.publish(repeat))
         copy, find, code, publish = (1e3 * statistics.median(each) for each in times.values())
-        cells = [f"{share:.1%}", f"{copy:.1f}", f"{find:.1f}", f"{code:.1f}", f"{publish:.1f}", f"{find / copy:.1f}"]
-        print(f"| {' | '.join(cells)} | {publish / copy:.1f} | {2e-6 * numel / publish:.2f} |", flush=True)
+        cells = [
+            f"{share:.1%}",
+            f"{copy:.1f}",
+            f"{find:.1f}",
+            f"{code:.1f}",
+            f"{publish:.1f}",
+            f"{find / copy:.1f}",
+        ]
+        print(
+            f"| {' | '.join(cells)} | {publish / copy:.1f} | {2e-6 * numel / publish:.2f} |",
+            flush=True,
+        )
 
 
 def timed(into: list[float], act: Callable[[], Any]) -> Any:
@@ -147,7 +189,9 @@ def timed(into: list[float], act: Callable[[], Any]) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--after", type=int, default=100, help="steps before the first that counts")
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-6, 3e-6, 1e-5])

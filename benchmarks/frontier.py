@@ -79,20 +79,40 @@ def run_missing(path: Path, only: str, part: str, limit: int) -> None:
     wanted = {
         c.key: c
         for c in grid()
-        if all(word in f"{c.study} {c.method} {c.recipe} {' '.join(c.sets)} R={c.replicas};" for word in only.split())
+        if all(
+            word in f"{c.study} {c.method} {c.recipe} {' '.join(c.sets)} R={c.replicas};"
+            for word in only.split()
+        )
     }
-    missing = [c for i, c in enumerate(wanted.values()) if i % parts == number and c.key not in rows(path)]
+    missing = [
+        c for i, c in enumerate(wanted.values()) if i % parts == number and c.key not in rows(path)
+    ]
     for left, cell in zip(range(len(missing), 0, -1), missing[:limit], strict=False):
         row = run(cell)
         with path.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        print(left, cell.study, " ".join(cell.sets), f"R={cell.replicas} seed={cell.seed}", row["val_loss"], flush=True)
+        print(
+            left,
+            cell.study,
+            " ".join(cell.sets),
+            f"R={cell.replicas} seed={cell.seed}",
+            row["val_loss"],
+            flush=True,
+        )
 
 
 def rows(*paths: Path) -> dict[tuple[Any, ...], Row]:
     """Reads the existing rows, by key; a row of a later file replaces that of an earlier one."""
-    done = [json.loads(line) for path in paths if path.exists() for line in path.read_text().splitlines()]
-    return {(r["recipe"], tuple(sorted(r["sets"])), r["replicas"], r["total"], r["seed"]): r for r in done}
+    done = [
+        json.loads(line)
+        for path in paths
+        if path.exists()
+        for line in path.read_text().splitlines()
+    ]
+    return {
+        (r["recipe"], tuple(sorted(r["sets"])), r["replicas"], r["total"], r["seed"]): r
+        for r in done
+    }
 
 
 def groups(found: Sequence[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
@@ -115,7 +135,16 @@ def table(found: Sequence[Row]) -> str:
     ).items():
         settings = " ".join(s.split(".", 1)[1] for s in sets)
         seeds = " ".join(str(row["seed"]) for row in same)
-        cells = [study, method, Path(recipe).stem, settings, str(replicas), str(total), seeds, *measured(same)]
+        cells = [
+            study,
+            method,
+            Path(recipe).stem,
+            settings,
+            str(replicas),
+            str(total),
+            seeds,
+            *measured(same),
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -152,7 +181,11 @@ def figure(found: Sequence[Row], path: Path) -> None:
         axes.axhspan(full - NOISE / 2, full + NOISE / 2, color="0.92", zorder=0)
         for (method, study, _), same in groups(shown, "method", "study", "sets").items():
             losses = [row["val_loss"] for row in same]
-            mean, x, colour = statistics.fmean(losses), per_parameter(same[0]), COLOURS[methods.index(method) % 6]
+            mean, x, colour = (
+                statistics.fmean(losses),
+                per_parameter(same[0]),
+                COLOURS[methods.index(method) % 6],
+            )
             bar = [[mean - min(losses)], [max(losses) - mean]]
             face = colour if study == "bytes" else "white"
             axes.errorbar(
@@ -175,9 +208,13 @@ def figure(found: Sequence[Row], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("action", choices=["run", "table", "figure"])
-    parser.add_argument("path", nargs="?", type=Path, default=Path("research/frontier"), help="of the figure")
+    parser.add_argument(
+        "path", nargs="?", type=Path, default=Path("research/frontier"), help="of the figure"
+    )
     parser.add_argument(
         "--results",
         type=Path,
@@ -186,10 +223,14 @@ def main() -> None:
         help="files of rows, later before earlier; runs go to the last",
     )
     parser.add_argument(
-        "--only", default="", help="runs whose study, method, settings or R=number; hold all these words"
+        "--only",
+        default="",
+        help="runs whose study, method, settings or R=number; hold all these words",
     )
     parser.add_argument(
-        "--part", default="0/1", help="i/n: every n-th run from the i-th, to share them between processes"
+        "--part",
+        default="0/1",
+        help="i/n: every n-th run from the i-th, to share them between processes",
     )
     parser.add_argument("--limit", type=int, default=10**9, help="stop after so many runs")
     args = parser.parse_args()
@@ -197,7 +238,9 @@ def main() -> None:
         run_missing(args.results[-1], args.only, args.part, args.limit)
         return
     done, wanted = rows(*args.results), {cell.key: cell for cell in grid()}
-    found = [{**done[key], **dataclasses.asdict(cell)} for key, cell in wanted.items() if key in done]
+    found = [
+        {**done[key], **dataclasses.asdict(cell)} for key, cell in wanted.items() if key in done
+    ]
     if args.action == "table":
         print(table(found))
     else:

@@ -48,13 +48,17 @@ def dense(lr: float, decay: float = 0.999) -> str:
 
 def signs(topk: int, chunk: int, decay: float, lr: float) -> str:
     """demo with one bit per value."""
-    codec = f"scheme.topk={topk} scheme.chunk={chunk} scheme.precision=sign scheme.error_feedback=false"
+    codec = (
+        f"scheme.topk={topk} scheme.chunk={chunk} scheme.precision=sign scheme.error_feedback=false"
+    )
     return f"scheme.name=demo {codec} scheme.decay={decay} optimizer.name=SignSGD optimizer.lr={lr}"
 
 
 def votes(period: int, decay: float, lr: float) -> str:
     """random_sign at rate 1 / period, with a cycle: the default then."""
-    scheme = f"scheme.name=random_sign scheme.rate={1 / period} scheme.decay={decay} scheme.cycle=true"
+    scheme = (
+        f"scheme.name=random_sign scheme.rate={1 / period} scheme.decay={decay} scheme.cycle=true"
+    )
     return f"{scheme} optimizer.name=SignSGD optimizer.lr={lr}"
 
 
@@ -88,7 +92,9 @@ CHOSEN = {
     "muloco 60, 4bit": muloco(60, "4bit"),
     "muloco 30, 2bit": muloco(30, "2bit"),
     "sparseloco 20": averaged("sparseloco"),
-    "streaming_diloco 20": averaged("streaming_diloco", f"scheme.delay=2 scheme.keep=0.5 {PLAIN_OUTER}"),
+    "streaming_diloco 20": averaged(
+        "streaming_diloco", f"scheme.delay=2 scheme.keep=0.5 {PLAIN_OUTER}"
+    ),
 }
 """quick-lm at 2 replicas, with the learning rates that seed 0 chose."""
 
@@ -197,14 +203,21 @@ def grid() -> Iterator[Cell]:
         yield chosen(method, 1, "larger", LARGER, replicas=8)
 
 
-def chosen(method: str, seed: int, study: str = "bytes", also: str = "", replicas: int = 2, total: int = 0) -> Cell:
+def chosen(
+    method: str, seed: int, study: str = "bytes", also: str = "", replicas: int = 2, total: int = 0
+) -> Cell:
     return cell(study, method, QUICK, f"{CHOSEN[method]} {also}", replicas, seed, total)
 
 
 def tuning() -> Iterator[Cell]:
     """Learning rates and decays on seed 0 at 2 replicas; those of AdamW and of demo in fp32 are in research/log.md."""
     for method, settings in {
-        "random_sign 1/8": [votes(8, 0.9, 4e-2), votes(8, 0.95, 2e-2), votes(8, 0.95, 1e-2), votes(8, 0.9, 2e-2)],
+        "random_sign 1/8": [
+            votes(8, 0.9, 4e-2),
+            votes(8, 0.95, 2e-2),
+            votes(8, 0.95, 1e-2),
+            votes(8, 0.9, 2e-2),
+        ],
         "random_sign 1/4": [votes(4, 0.8, 2e-2), votes(4, 0.9, 1e-2), votes(4, 0.95, 1e-2)],
         "demo 1/128, sign": [
             signs(1, 128, 0.95, 4e-3),
@@ -218,5 +231,15 @@ def tuning() -> Iterator[Cell]:
             yield cell("tuning", method, QUICK, sets, 2, seed=0)
 
 
-def cell(study: str, method: str, recipe: str, sets: str, replicas: int, seed: int, total: int = 0) -> Cell:
-    return Cell(study, method, recipe, tuple(sets.split()), replicas, total or max(TOTAL[recipe], replicas), seed)
+def cell(
+    study: str, method: str, recipe: str, sets: str, replicas: int, seed: int, total: int = 0
+) -> Cell:
+    return Cell(
+        study,
+        method,
+        recipe,
+        tuple(sets.split()),
+        replicas,
+        total or max(TOTAL[recipe], replicas),
+        seed,
+    )

@@ -34,9 +34,16 @@ class Module:
         text = (SOURCE / self.path).read_text(encoding="utf-8")
         self.tree, self.lines = ast.parse(text), len(text.splitlines())
         tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-        self.comments = {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}
+        self.comments = {
+            token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT
+        }
         self.functions = [node for node in ast.walk(self.tree) if isinstance(node, Function)]
-        self.public = {name: node for node in self.tree.body for name in defined(node) if not name.startswith("_")}
+        self.public = {
+            name: node
+            for node in self.tree.body
+            for name in defined(node)
+            if not name.startswith("_")
+        }
 
     def place(self, node: ast.stmt) -> str:
         return f"{self.path}:{node.lineno}"
@@ -56,10 +63,24 @@ def defined(node: ast.stmt) -> list[str]:
     """Names that a statement at the top of a module defines; type variables are left out."""
     if isinstance(node, Documented):
         return [node.name]
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    if targets and node.value is not None and re.match(r"(TypeVar|ParamSpec)\(", ast.unparse(node.value)):
+    targets = (
+        node.targets
+        if isinstance(node, ast.Assign)
+        else [node.target]
+        if isinstance(node, ast.AnnAssign)
+        else []
+    )
+    if (
+        targets
+        and node.value is not None
+        and re.match(r"(TypeVar|ParamSpec)\(", ast.unparse(node.value))
+    ):
         return []
-    names = [name for target in targets for name in (target.elts if isinstance(target, ast.Tuple) else [target])]
+    names = [
+        name
+        for target in targets
+        for name in (target.elts if isinstance(target, ast.Tuple) else [target])
+    ]
     return [name.id for name in names if isinstance(name, ast.Name)]
 
 
@@ -67,7 +88,9 @@ def exported(modules: dict[str, Module]) -> dict[str, tuple[str, bool]]:
     """Classes and functions of `detonation.__all__`: the place of each, and whether its docstring has an example."""
     import detonation
 
-    face = [node for node in ast.walk(modules["detonation"].tree) if isinstance(node, ast.ImportFrom)]
+    face = [
+        node for node in ast.walk(modules["detonation"].tree) if isinstance(node, ast.ImportFrom)
+    ]
     home = {alias.asname or alias.name: node.module for node in face for alias in node.names}
     found = {}
     for name in set(detonation.__all__) - {"__version__", "errors", "schemes"}:
@@ -83,13 +106,18 @@ def exported(modules: dict[str, Module]) -> dict[str, tuple[str, bool]]:
 
 
 def twice(places: dict[str, list[str]]) -> list[str]:
-    return [f"{name}: {', '.join(found)}" for name, found in sorted(places.items()) if len(found) > 1]
+    return [
+        f"{name}: {', '.join(found)}" for name, found in sorted(places.items()) if len(found) > 1
+    ]
 
 
 def parsed() -> dict[str, Module]:
     """Every module of the package by its dotted name."""
     paths = sorted(path.relative_to(SOURCE) for path in (SOURCE / "detonation").rglob("*.py"))
-    return {".".join(path.with_suffix("").parts).removesuffix(".__init__"): Module(path) for path in paths}
+    return {
+        ".".join(path.with_suffix("").parts).removesuffix(".__init__"): Module(path)
+        for path in paths
+    }
 
 
 def names(modules: dict[str, Module]) -> Iterator[tuple[str, object, bool, list[str]]]:
@@ -107,8 +135,17 @@ def names(modules: dict[str, Module]) -> Iterator[tuple[str, object, bool, list[
         found = twice(places)
         yield f"{kind} that occur twice", len(found), not found, found
     texts = [(m.place(node), text) for m in modules.values() for node, text in m.docstrings()]
-    vague = [f"{place} {text[:60]!r}" for place, text in texts if re.match(r"\s*(What|Those|Whether)\b", text)]
-    yield f"docstrings, of {len(texts)}, that begin with What, Those or Whether", len(vague), not vague, vague
+    vague = [
+        f"{place} {text[:60]!r}"
+        for place, text in texts
+        if re.match(r"\s*(What|Those|Whether)\b", text)
+    ]
+    yield (
+        f"docstrings, of {len(texts)}, that begin with What, Those or Whether",
+        len(vague),
+        not vague,
+        vague,
+    )
 
 
 def sizes(modules: dict[str, Module]) -> Iterator[tuple[str, object, bool, list[str]]]:
@@ -125,12 +162,21 @@ def sizes(modules: dict[str, Module]) -> Iterator[tuple[str, object, bool, list[
     small = [f"{module.path}: {module.lines}" for module in files if module.lines < 20]
     yield "files under 20 lines", len(small), True, small
     lengths = [
-        ((f.end_lineno or f.lineno) - f.lineno + 1, f"{m.place(f)} {f.name}") for m in files for f in m.functions
+        ((f.end_lineno or f.lineno) - f.lineno + 1, f"{m.place(f)} {f.name}")
+        for m in files
+        for f in m.functions
     ]
     long = [f"{place}: {length}" for length, place in sorted(lengths, reverse=True) if length > 50]
     yield f"functions over 50 lines, of {len(lengths)}", len(long), True, long
-    yield "90th percentile of function length", statistics.quantiles([n for n, _ in lengths], n=10)[-1], True, []
-    comments, lines = (sum(each) for each in ((len(m.comments) for m in files), (m.lines for m in files)))
+    yield (
+        "90th percentile of function length",
+        statistics.quantiles([n for n, _ in lengths], n=10)[-1],
+        True,
+        [],
+    )
+    comments, lines = (
+        sum(each) for each in ((len(m.comments) for m in files), (m.lines for m in files))
+    )
     yield "comments per 100 lines", f"{100 * comments / lines:.1f}", True, []
 
 
@@ -139,7 +185,9 @@ def percent(missing: int, count: int) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true", help="exit 1 where a goal is missed")
     check = parser.parse_args().check
     sys.path.insert(0, str(SOURCE))

@@ -57,7 +57,9 @@ class Counters:
 
     def since(self, before: "Counters") -> "Counters":
         """The difference to the earlier counts `before`."""
-        return Counters(*(getattr(self, name) - getattr(before, name) for name in Counters.__match_args__))
+        return Counters(
+            *(getattr(self, name) - getattr(before, name) for name in Counters.__match_args__)
+        )
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,9 @@ class NamespaceCluster:
 
     def counters(self, node: int) -> Counters:
         """The counts of a node's link so far."""
-        shown = json.loads(_do("ip", "-n", self.names[node], "-j", "-s", "link", "show", "dev", INTERFACE))
+        shown = json.loads(
+            _do("ip", "-n", self.names[node], "-j", "-s", "link", "show", "dev", INTERFACE)
+        )
         tx, rx = (shown[0]["stats64"][way] for way in ("tx", "rx"))
         return Counters(tx["bytes"], tx["packets"], rx["bytes"], rx["packets"])
 
@@ -120,14 +124,18 @@ def namespace_cluster(nodes: int, speed: LinkSpeed) -> Iterator[NamespaceCluster
     require_namespaces(speed)
     _remove(_stale())
     prefix = f"{_PREFIX}-{os.getpid()}"
-    cluster = NamespaceCluster(tuple(f"{prefix}-{node}" for node in range(nodes)), f"{prefix}-switch")
+    cluster = NamespaceCluster(
+        tuple(f"{prefix}-{node}" for node in range(nodes)), f"{prefix}-switch"
+    )
     with _signals_raise():
         try:
             _build(cluster)
             cluster.shape(speed)
             yield cluster
         finally:
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # the commands of `_remove` inherit it
+            before = signal.pthread_sigmask(
+                signal.SIG_BLOCK, _ENDING
+            )  # the commands of `_remove` inherit it
             _remove((*cluster.names, cluster.switch))
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -139,9 +147,13 @@ def require_namespaces(speed: LinkSpeed) -> None:
     if os.geteuid() != 0:
         raise NoNamespaces("network namespaces need root")
     if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
-        raise NoNamespaces(f"{' and '.join(missing)} not found (Debian's package iproute2 has them)")
+        raise NoNamespaces(
+            f"{' and '.join(missing)} not found (Debian's package iproute2 has them)"
+        )
     if speed.latency_s:
-        raise NoNamespaces(f"its links have a rate and no latency to set, and the link is {str(speed)!r}")
+        raise NoNamespaces(
+            f"its links have a rate and no latency to set, and the link is {str(speed)!r}"
+        )
 
 
 def _build(cluster: NamespaceCluster) -> None:
@@ -188,7 +200,9 @@ def _remove(names: Sequence[str]) -> None:
     """Ends all processes in these namespaces, and removes those that exist."""
     existing = [name for name in names if (_NAMES / name).exists()]
     deadline = time.monotonic() + _ENDING_S
-    while (pids := _pids(existing)) and time.monotonic() < deadline:  # again: some may just have started others
+    while (
+        pids := _pids(existing)
+    ) and time.monotonic() < deadline:  # again: some may just have started others
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -198,7 +212,10 @@ def _remove(names: Sequence[str]) -> None:
 
 def _pids(names: Sequence[str]) -> set[int]:
     """The processes in these namespaces, except this process."""
-    listed = [subprocess.run(["ip", "netns", "pids", name], capture_output=True, check=False).stdout for name in names]
+    listed = [
+        subprocess.run(["ip", "netns", "pids", name], capture_output=True, check=False).stdout
+        for name in names
+    ]
     return {int(pid) for pids in listed for pid in pids.split()} - {os.getpid()}
 
 
@@ -212,7 +229,11 @@ def _signals_raise() -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    handled = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    handled = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) != signal.SIG_IGN
+    ]
     try:
         before = {number: signal.signal(number, end) for number in handled}
     except ValueError:  # not the main thread

@@ -59,13 +59,17 @@ class Code:
         for number, line in enumerate(lines):
             if label := re.match(r"\s*([.$\w]+):\s*$", line):
                 code.labels[label[1]] = len(code.instructions)
-            found = re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z]\S*)\s*(.*?)\s*;", line)
+            found = re.match(
+                r"\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z]\S*)\s*(.*?)\s*;", line
+            )
             if found:
                 high = re.search(r"/\* 0x([0-9a-f]{16}) \*/", lines[number + 1])
                 stall = int(high[1], 16) >> 41 & 15 if high else 1
                 operands = tuple(filter(None, re.split(r",\s*", found[4])))
                 guard = (found[2] or "").strip().removeprefix("@")
-                code.instructions.append(Instruction(int(found[1], 16), guard, found[3], operands, max(1, stall)))
+                code.instructions.append(
+                    Instruction(int(found[1], 16), guard, found[3], operands, max(1, stall))
+                )
         return code
 
 
@@ -126,7 +130,13 @@ def play(
         if not sure:
             continue
         if jump.base == "EXIT":
-            counts = Counter({each: count for begin, count in runs.items() for each in range(begin, blocks[begin].end)})
+            counts = Counter(
+                {
+                    each: count
+                    for begin, count in runs.items()
+                    for each in range(begin, blocks[begin].end)
+                }
+            )
             return Path(counts, unknown, turns)
         if jump.base == "RET":
             goes = by_address[lane.registers[_number(jump.operands[0].split()[0])]]  # type: ignore[index]
@@ -149,8 +159,14 @@ class _Block:
 def _blocks(code: Code) -> dict[int, _Block]:
     """The blocks by the number of their first instruction."""
     instructions = code.instructions
-    jumps = {number for number, each in enumerate(instructions) if each.base in _JUMPS and ".DIV" not in each.name}
-    starts = sorted({0, *code.labels.values(), *(number + 1 for number in jumps)} - {len(instructions)})
+    jumps = {
+        number
+        for number, each in enumerate(instructions)
+        if each.base in _JUMPS and ".DIV" not in each.name
+    }
+    starts = sorted(
+        {0, *code.labels.values(), *(number + 1 for number in jumps)} - {len(instructions)}
+    )
     matters, found = _matters(instructions), dict[int, _Block]()
     for begin, end in pairwise([*starts, len(instructions)]):
         acts = [
@@ -160,7 +176,10 @@ def _blocks(code: Code) -> dict[int, _Block]:
         jump = instructions[end - 1] if end - 1 in jumps else None
         guards = [_predicate(text) for text in (_guards(jump) if jump else [])]
         found[begin] = _Block(
-            end, acts, jump, lambda lane, guards=guards: reduce(_and, (g(lane) for g in guards), True)
+            end,
+            acts,
+            jump,
+            lambda lane, guards=guards: reduce(_and, (g(lane) for g in guards), True),
         )
     return found
 
@@ -175,7 +194,9 @@ def _matters(instructions: Sequence[Instruction]) -> set[int]:
     found, wanted, before = set[int](), set[str](), -1
     for each in instructions:
         if each.base in _JUMPS:
-            wanted |= _read(each) if each.base == "RET" else {text.lstrip("!") for text in _guards(each)}
+            wanted |= (
+                _read(each) if each.base == "RET" else {text.lstrip("!") for text in _guards(each)}
+            )
     while len(found) + len(wanted) != before:
         before = len(found) + len(wanted)
         for number, each in enumerate(instructions):
@@ -193,7 +214,9 @@ def _read(each: Instruction) -> set[str]:
     """The names of what an instruction reads, and more: a register that it writes, and the second of pairs."""
     text = " ".join(each.operands)
     numbers = {_number(name) for name in re.findall(r"\bU?R(?:\d+|Z)\b", text)}
-    names = {f"R{number + more}" for number in numbers for more in (0, 1)} | set(re.findall(r"\bU?P[0-6]\b", text))
+    names = {f"R{number + more}" for number in numbers for more in (0, 1)} | set(
+        re.findall(r"\bU?P[0-6]\b", text)
+    )
     if each.base == "P2R":
         names |= {f"P{number}" for number in range(7)}
     return names | {"memory"} if each.base in ("LDS", "LDL") else names
@@ -206,16 +229,31 @@ def _written(each: Instruction) -> set[str]:
         return {f"P{number}" for number in range(7)}
     decided, written, _ = _outputs(each)
     names = {f"{'U' * (number > 7)}P{number % 8}" for number in decided}
-    return names if written is None else names | {f"R{written + more}" for more in range(_width(each.name))}
+    return (
+        names
+        if written is None
+        else names | {f"R{written + more}" for more in range(_width(each.name))}
+    )
 
 
 _JUMPS = {"BRA", "EXIT", "CALL", "RET"}
-_SPECIAL = {"SR_TID.X": 0, "SR_LANEID": 0, "SR_CgaCtaId": 0, "SR_TID.Y": 0, "SR_TID.Z": 0, "SR_LTMASK": 0}
+_SPECIAL = {
+    "SR_TID.X": 0,
+    "SR_LANEID": 0,
+    "SR_CgaCtaId": 0,
+    "SR_TID.Y": 0,
+    "SR_TID.Z": 0,
+    "SR_LTMASK": 0,
+}
 
 
 class _Lane:
     def __init__(
-        self, constants: Mapping[int, int], program: int, memory: Mapping[int, int], arrives: list[int]
+        self,
+        constants: Mapping[int, int],
+        program: int,
+        memory: Mapping[int, int],
+        arrives: list[int],
     ) -> None:
         self.constants, self.memory, self.arrives = constants, memory, arrives
         self.special = _SPECIAL | {"SR_CTAID.X": program, "SR_CTAID.Y": 0, "SR_CTAID.Z": 0}
@@ -330,7 +368,9 @@ def _getter(text: str, wide: bool = False) -> Getter:
         found = raw(lane)
         if found is None:
             return None
-        return mask ^ found if sign == "~" else (mask ^ found) + 1  # a carry more: that of a difference
+        return (
+            mask ^ found if sign == "~" else (mask ^ found) + 1
+        )  # a carry more: that of a difference
 
     return signed
 
@@ -344,13 +384,30 @@ def _width(name: str) -> int:
     """The registers that an instruction writes."""
     if ".128" in name:
         return 4
-    return 2 if re.search(r"\.64\b|\.WIDE|I2F\.F64|F2F\.F64|^D[A-Z]{3}|F2I\.[US]64|^CS2R(?!\.32)", name) else 1
+    return (
+        2
+        if re.search(r"\.64\b|\.WIDE|I2F\.F64|F2F\.F64|^D[A-Z]{3}|F2I\.[US]64|^CS2R(?!\.32)", name)
+        else 1
+    )
 
 
 def _outputs(each: Instruction) -> tuple[list[int], int | None, list[str]]:
     """The predicates that an instruction writes, the register, and the operands that it reads."""
     rest, decided = list(each.operands), list[int]()
-    if each.base in ("STG", "STS", "STL", "BAR", "NOP", "R2P", "BSSY", "BSYNC", "RED", "MEMBAR", "WARPSYNC", "DEPBAR"):
+    if each.base in (
+        "STG",
+        "STS",
+        "STL",
+        "BAR",
+        "NOP",
+        "R2P",
+        "BSSY",
+        "BSYNC",
+        "RED",
+        "MEMBAR",
+        "WARPSYNC",
+        "DEPBAR",
+    ):
         return [], None, rest
     while rest and _is_predicate(rest[0]):
         decided.append(_predicate_number(rest.pop(0)))
@@ -359,7 +416,11 @@ def _outputs(each: Instruction) -> tuple[list[int], int | None, list[str]]:
         rest = list(each.operands[more:])
         return decided[:more], None, rest
     written = _number(rest.pop(0)) if rest and _is_register(rest[0]) else None
-    while rest and _is_predicate(rest[0]) and each.base.lstrip("U") in ("IADD3", "LEA", "IMAD", "LOP3"):
+    while (
+        rest
+        and _is_predicate(rest[0])
+        and each.base.lstrip("U") in ("IADD3", "LEA", "IMAD", "LOP3")
+    ):
         decided.append(_predicate_number(rest.pop(0)))
     return decided, written, rest
 
@@ -395,7 +456,9 @@ def _act(each: Instruction) -> Act:
         return lambda lane: lane.write(to, lane.arrives.pop(0) if lane.arrives else 0)
     if base == "LDC":
         get = _getter(operands[0], ".64" in name)
-        return lambda lane: lane.write_wide(to, get(lane)) if ".64" in name else lane.write(to, get(lane))
+        return lambda lane: (
+            lane.write_wide(to, get(lane)) if ".64" in name else lane.write(to, get(lane))
+        )
     if base in ("S2R", "S2UR"):
         return lambda lane: lane.write(to, lane.special.get(operands[0]))
     if base == "VOTEU" and "ANY" in parts:  # in a branch that one lane takes alone
@@ -405,7 +468,9 @@ def _act(each: Instruction) -> Act:
         return lambda lane: lane.write(to, number(lane) if which(lane) == 0 else None)
     if base == "CS2R":
         value = 0 if operands[0] == "SRZ" else None
-        return lambda lane: lane.write_wide(to, value) if _width(name) == 2 else lane.write(to, value)
+        return lambda lane: (
+            lane.write_wide(to, value) if _width(name) == 2 else lane.write(to, value)
+        )
     if base in ("IADD3", "VIADD", "LEA", "IMAD"):
         return _adding(base, parts, decided, to, operands, predicates)
     if base == "HFMA2" and operands[0].endswith("RZ"):  # a constant
@@ -423,7 +488,9 @@ def _act(each: Instruction) -> Act:
 
         def packed(lane: _Lane) -> None:
             bits = [lane.predicates[number] for number in range(7) if mask >> number & 1]
-            found = sum(bool(lane.predicates[number]) << number for number in range(7) if mask >> number & 1)
+            found = sum(
+                bool(lane.predicates[number]) << number for number in range(7) if mask >> number & 1
+            )
             lane.write(to, None if None in bits or ".B" in name else found)
 
         return packed
@@ -524,7 +591,9 @@ def _deciding(
         table = int(operands[0], 16)
 
         def looked_up(lane: _Lane) -> None:
-            choices = [[False, True] if (value := get(lane)) is None else [value] for get in predicates]
+            choices = [
+                [False, True] if (value := get(lane)) is None else [value] for get in predicates
+            ]
             found = {
                 bool(table >> (4 * one + 2 * two + three) & 1)
                 for one in choices[0] for two in choices[1] for three in choices[2]
@@ -571,7 +640,8 @@ def _adding(
     """Sums and products of integers, with their carries."""
     wide, high = "WIDE" in parts, base == "IMAD" and "HI" in parts
     getters = [
-        _getter(text, wide=(wide or high) and number == 2 and base == "IMAD") for number, text in enumerate(operands)
+        _getter(text, wide=(wide or high) and number == 2 and base == "IMAD")
+        for number, text in enumerate(operands)
     ]
     signed = base == "IMAD" and "U32" not in parts
 
@@ -610,7 +680,9 @@ def _adding(
     return act
 
 
-def _selecting(to: int, operands: Sequence[str], predicates: Sequence[Callable[[_Lane], bool | None]]) -> Act:
+def _selecting(
+    to: int, operands: Sequence[str], predicates: Sequence[Callable[[_Lane], bool | None]]
+) -> Act:
     one, other = (_getter(text) for text in operands)
 
     def act(lane: _Lane) -> None:
@@ -703,7 +775,9 @@ def _to_float(parts: list[str], values: list[int], _: list[bool]) -> int:
 def _to_integer(parts: list[str], values: list[int], _: list[bool]) -> int:
     bits = 64 if "U64" in parts or "S64" in parts else 32
     number = float(_float(values[0]))
-    return max(0, min(int(number), (1 << bits) - 1)) if number == number and abs(number) < 2**70 else 0
+    return (
+        max(0, min(int(number), (1 << bits) - 1)) if number == number and abs(number) < 2**70 else 0
+    )
 
 
 def _approximate(parts: list[str], values: list[int], _: list[bool]) -> int | None:

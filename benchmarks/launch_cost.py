@@ -20,14 +20,18 @@ from detonation.kernels.gpu import launching
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--configuration", default="demo 4/64", choices=CONFIGURATIONS)
     parser.add_argument("--turns", type=int, default=400)
     args = parser.parse_args()
     calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
     def kept(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-        given = (torch.empty(1, dtype=a.dtype) if isinstance(a, torch.Tensor) else a for a in arguments)
+        given = (
+            torch.empty(1, dtype=a.dtype) if isinstance(a, torch.Tensor) else a for a in arguments
+        )
         calls.append((kernel, (programs, *given), constants))
 
     with instead_of_launches(kept):
@@ -44,7 +48,11 @@ def main() -> None:
     print("|---|---|---|---|---|")
     for number, (kernel, given, constants) in enumerate(calls):
         took = [f"{1e6 * median(spent[number, direct]):.1f}" for direct in (False, True)]
-        print("| " + " | ".join(map(str, [kernel.__name__, len(given) - 1, len(constants), *took])) + " |")
+        print(
+            "| "
+            + " | ".join(map(str, [kernel.__name__, len(given) - 1, len(constants), *took]))
+            + " |"
+        )
 
 
 if __name__ == "__main__":

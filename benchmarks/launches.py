@@ -40,21 +40,37 @@ VIEWS = {"_unsafe_view"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--replicas", nargs="+", type=int, default=[2, 4, 8])
-    parser.add_argument("--kernels", action="store_true", help="count the launches of the Triton kernels")
+    parser.add_argument(
+        "--kernels", action="store_true", help="count the launches of the Triton kernels"
+    )
     args = parser.parse_args()
     if args.kernels:
         os.environ["DETONATION_KERNELS"] = "triton"
-    print("| scheme | replicas | buckets | operations | with overlap | allocations | most, with overlap |")
+    print(
+        "| scheme | replicas | buckets | operations | with overlap | allocations | most, with overlap |"
+    )
     print("|---|---|---|---|---|---|---|")
     for name, scheme in SCHEMES.items():
         for replicas in args.replicas:
             (_, plain, _), (channel, overlapped, allocated) = (
                 operations(scheme, replicas, overlap, args.kernels) for overlap in (False, True)
             )
-            most = ", ".join(f"{what} {count}" for what, count in Counter(overlapped).most_common(8))
-            cells = [name, replicas, len(channel.pipelines), len(plain), len(overlapped), allocated, most]
+            most = ", ".join(
+                f"{what} {count}" for what, count in Counter(overlapped).most_common(8)
+            )
+            cells = [
+                name,
+                replicas,
+                len(channel.pipelines),
+                len(plain),
+                len(overlapped),
+                allocated,
+                most,
+            ]
             print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 
@@ -97,9 +113,15 @@ def operations(
     optimizer = dt.replicate(base, model, Recycling(replicas), scheme, kernels=kernels)
     channel = optimizer.build()[0].channel
     with accelerator():
-        launched = import_module("detonation.kernels.gpu.launching").launch_counts if kernels else Counter()
+        launched = (
+            import_module("detonation.kernels.gpu.launching").launch_counts
+            if kernels
+            else Counter()
+        )
         for step in range(3):
-            if not step or not kernels:  # kernels find gradients by their addresses, which stay where they were
+            if (
+                not step or not kernels
+            ):  # kernels find gradients by their addresses, which stay where they were
                 gradients = [torch.zeros_like(parameter) for parameter in model]
             launched.clear()
             with Watch() as watch, torch.no_grad():

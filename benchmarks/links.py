@@ -37,7 +37,11 @@ CASES: dict[str, tuple[dt.schemes.Scheme, str, float]] = {
     "demo 4/64 fp32": (dt.demo(), "SignSGD", 2e-3),
     "decoupled_adamw 4/64 fp32": (dt.schemes.decoupled_adamw(), "AdamW", 3e-3),
     "demo 4/64 sign": (dt.demo(**SIGNS), "SignSGD", 2e-3),
-    "demo_diloco 10": (outer_sgd(10, 1.0, basis=DCT(), selection=TopK(4, 64), decay=0.95), "AdamW", 3e-3),
+    "demo_diloco 10": (
+        outer_sgd(10, 1.0, basis=DCT(), selection=TopK(4, 64), decay=0.95),
+        "AdamW",
+        3e-3,
+    ),
     "random_sign 1/8": (dt.random_sign(decay=0.9, cycle=True), "SignSGD", 4e-3),
 }
 """Scheme, base optimizer and its learning rate for `teacher`."""
@@ -63,12 +67,23 @@ class Cell:
 def grid() -> Iterator[Cell]:
     """All runs, the most important first."""
     cases = list(CASES)
-    for replicas, some in ((8, cases[1:]), (4, cases[1:]), (16, cases[:1]), (32, cases[:2]), (8, cases[:1])):
+    for replicas, some in (
+        (8, cases[1:]),
+        (4, cases[1:]),
+        (16, cases[:1]),
+        (32, cases[:2]),
+        (8, cases[:1]),
+    ):
         for case in some:
             for seed in range(8 if replicas <= 8 else 3):
                 for form in FORMS:
                     yield Cell("teacher", case, form, replicas, seed)
-    for replicas, some in ((16, list(LM)[:1]), (8, list(LM)[1:]), (4, list(LM)[1:]), (32, list(LM))):
+    for replicas, some in (
+        (16, list(LM)[:1]),
+        (8, list(LM)[1:]),
+        (4, list(LM)[1:]),
+        (32, list(LM)),
+    ):
         for case in some:
             for seed in (1, 2, 3):
                 for form in FORMS:
@@ -87,7 +102,9 @@ def run(cell: Cell) -> dict[str, Any]:
     """Trains one run and returns its row."""
     began = time.process_time()
     act = taught if cell.task == "teacher" else read
-    loss, sent, numel = simulate_replicas(lambda communicator: act(cell, communicator), cell.replicas)[0]
+    loss, sent, numel = simulate_replicas(
+        lambda communicator: act(cell, communicator), cell.replicas
+    )[0]
     bytes_per_parameter = sent / numel
     row = {"val_loss": loss, "bytes_per_parameter": bytes_per_parameter}
     return {**asdict(cell), **row, "cpu_s": round(time.process_time() - began, 1)}
@@ -132,7 +149,9 @@ def read(cell: Cell, communicator: SimulatedCommunicator) -> tuple[float, float,
     config = configured(Simulation(recipe, sets, cell.replicas, 32))
     session = virtual(config, communicator)
     scheme = scheme_of(cell)
-    optimizer = dt.replicate(session.base, session.model, communicator, scheme, seed=config.seed, safety=safety(config))
+    optimizer = dt.replicate(
+        session.base, session.model, communicator, scheme, seed=config.seed, safety=safety(config)
+    )
     summary = train_virtual(replace(session, optimizer=optimizer))
     return summary["val_loss"], summary["bytes_sent_per_step"], summary["num_parameters"]
 
@@ -140,18 +159,28 @@ def read(cell: Cell, communicator: SimulatedCommunicator) -> tuple[float, float,
 def rows(path: Path) -> dict[Cell, dict[str, Any]]:
     """Reads the existing rows."""
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return {Cell(*(line[key] for key in ("task", "case", "form", "replicas", "seed"))): line for line in lines}
+    return {
+        Cell(*(line[key] for key in ("task", "case", "form", "replicas", "seed"))): line
+        for line in lines
+    }
 
 
 def table(found: dict[Cell, dict[str, Any]]) -> Iterator[str]:
     """One line per form: mean loss, and its paired difference from all-gather with the 95 % interval."""
     yield "| task | scheme | replicas | exchange | bytes per parameter and step | seeds | loss | against all-gather |"
     yield "|---|---|---|---|---|---|---|---|"
-    for task, case, form, replicas in dict.fromkeys((c.task, c.case, c.form, c.replicas) for c in grid()):
+    for task, case, form, replicas in dict.fromkeys(
+        (c.task, c.case, c.form, c.replicas) for c in grid()
+    ):
         pairs = []
         for cell, row in found.items():
             other = found.get(replace(cell, form="all-gather"))
-            if (cell.task, cell.case, cell.form, cell.replicas) == (task, case, form, replicas) and other:
+            if (cell.task, cell.case, cell.form, cell.replicas) == (
+                task,
+                case,
+                form,
+                replicas,
+            ) and other:
                 pairs.append((row, other))
         if not pairs:
             continue
@@ -170,10 +199,14 @@ def against(differences: Sequence[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("action", choices=["run", "table"])
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--only", default="", help="runs whose task, scheme, form or R=number; hold all these words")
+    parser.add_argument(
+        "--only", default="", help="runs whose task, scheme, form or R=number; hold all these words"
+    )
     args = parser.parse_args()
     if args.action == "table":
         print("\n".join(table(rows(args.results))))

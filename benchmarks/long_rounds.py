@@ -54,10 +54,15 @@ def file_name(cell: Cell) -> str:
 def rows(results: Path) -> Rows:
     """The rows that are there, by the key of their run."""
     found = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
-    return {(r["recipe"], tuple(sorted(r["sets"])), r["replicas"], r["total"], r["seed"]): r for r in found}
+    return {
+        (r["recipe"], tuple(sorted(r["sets"])), r["replicas"], r["total"], r["seed"]): r
+        for r in found
+    }
 
 
-def run_cell(cell: Cell, results: Path, scratch: Path, judged: Callable[[Any], Row] = judge) -> None:
+def run_cell(
+    cell: Cell, results: Path, scratch: Path, judged: Callable[[Any], Row] = judge
+) -> None:
     """Trains one run in this process, judges it at its end, and writes its row."""
     row = train(cell, scratch / file_name(cell), judged=judged)
     about = {"torch": torch.__version__, "processor": _processor(), "commit": _commit()}
@@ -66,9 +71,15 @@ def run_cell(cell: Cell, results: Path, scratch: Path, judged: Callable[[Any], R
     shutil.rmtree(scratch / file_name(cell))
 
 
-def in_a_process(cell: Cell, results: Path, scratch: Path, module: str = "benchmarks.long_rounds") -> None:
+def in_a_process(
+    cell: Cell, results: Path, scratch: Path, module: str = "benchmarks.long_rounds"
+) -> None:
     """`run_cell` by `module` in a process of its own with one thread. Raises `CalledProcessError` where that fails."""
-    where = [f"--results={results}", f"--scratch={scratch}", f"--cell={json.dumps(dataclasses.asdict(cell))}"]
+    where = [
+        f"--results={results}",
+        f"--scratch={scratch}",
+        f"--cell={json.dumps(dataclasses.asdict(cell))}",
+    ]
     command = [sys.executable, "-m", module, *where]
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
@@ -86,7 +97,9 @@ def run_missing(
     while len(ran) < limit:
         for cell in filter(wanted, missing(grid(rows(results)), rows(results))):
             with _claimed(scratch, file_name(cell)) as mine:
-                if mine and not (results / f"{file_name(cell)}.json").exists():  # another process may just have ended
+                if (
+                    mine and not (results / f"{file_name(cell)}.json").exists()
+                ):  # another process may just have ended
                     print(time.strftime("%H:%M:%S"), file_name(cell), flush=True)
                     run(cell, results, scratch)
                     ran.append(cell)
@@ -116,9 +129,8 @@ def status(grid: Callable[[Rows], Iterator[Method]], results: Path) -> str:
     left = list({cell.key: cell for cell in missing(every, done)}.values())
     hours = sum(row["cpu_s"] for row in done.values()) / 3600
     following = f"; next {file_name(left[0])}" if left else ""
-    return (
-        f"{len(done)} runs, {hours:.2f} processor-hours; {len(every)} methods, {len(left)} known runs left{following}"
-    )
+    spent = f"{len(done)} runs, {hours:.2f} processor-hours"
+    return f"{spent}; {len(every)} methods, {len(left)} known runs left{following}"
 
 
 def planned() -> Iterator[Measured]:
@@ -137,17 +149,28 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
     return found.stdout.strip()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--limit", type=int, default=10**9, help="stop after so many runs")
     parser.add_argument("--seed", type=int, nargs="+", help="only runs of these seeds")
-    parser.add_argument("--only", default="", help="runs whose study, method, settings or R=number; hold all words")
+    parser.add_argument(
+        "--only", default="", help="runs whose study, method, settings or R=number; hold all words"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--scratch", type=Path, default=cache_dir() / "long-rounds", help="states of unfinished runs")
+    parser.add_argument(
+        "--scratch",
+        type=Path,
+        default=cache_dir() / "long-rounds",
+        help="states of unfinished runs",
+    )
     parser.add_argument("--status", action="store_true")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--cell", type=json.loads, help=argparse.SUPPRESS)  # of `in_a_process`
@@ -155,11 +178,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     def wanted(cell: Cell) -> bool:
         text = f"{cell.study} {cell.method} {' '.join(cell.sets)} R={cell.replicas};"
-        return (args.seed is None or cell.seed in args.seed) and all(word in text for word in args.only.split())
+        return (args.seed is None or cell.seed in args.seed) and all(
+            word in text for word in args.only.split()
+        )
 
     if args.cell:
         torch.set_num_threads(1)
-        run_cell(Cell(**{**args.cell, "sets": tuple(args.cell["sets"])}), args.results, args.scratch)
+        run_cell(
+            Cell(**{**args.cell, "sets": tuple(args.cell["sets"])}), args.results, args.scratch
+        )
     elif args.table:
         print(table(long_rounds_grid.methods, rows(args.results)))
     elif args.status:

@@ -75,7 +75,9 @@ def methods(done: Rows) -> Iterator[Method]:
     """Lists the methods, as far as they follow from the runs that are done, the most important first."""
     references = [reference(name) for name in RATES]
     yield from references
-    if any(each.best(done) is None for each in references):  # their settings are the middle of all other grids
+    if any(
+        each.best(done) is None for each in references
+    ):  # their settings are the middle of all other grids
         return
     first, second = tuple(SCHEMES)[:2], tuple(SCHEMES)[2:]
     yield from gap(done)
@@ -92,7 +94,9 @@ def reference(name: str, total: int = TOTAL, seeds: int = 3) -> Method:
 
     With the larger batch only the learning rate is tuned: Muon chose the last setting with the smaller one.
     """
-    study, inner = ("references", INNER[name]) if total == TOTAL else ("larger batch", INNER[name][-1:])
+    study, inner = (
+        ("references", INNER[name]) if total == TOTAL else ("larger batch", INNER[name][-1:])
+    )
     sets = f"{COMMON} train.validate_every=100 scheme.name=full"
     return Method(study, name, QUICK, sets, RATES[name], total, 1, seeds, inner)
 
@@ -101,13 +105,19 @@ def alone(done: Rows) -> Iterator[Method]:
     """One worker with an outer step and no exchange."""
     for name in RATES:
         called = f"{name.split(',')[0]}, outer step every {TUNED_AT}"
-        yield _tried(done, "alone", called, name, "scheme.name=diloco", TUNED_AT, 1, with_outer(ALONE))
+        yield _tried(
+            done, "alone", called, name, "scheme.name=diloco", TUNED_AT, 1, with_outer(ALONE)
+        )
 
 
 def schemes(done: Rows, names: Sequence[str]) -> Iterator[Method]:
     """Schemes with rounds of every length."""
     for replicas in (2, 8):
-        yield from (rounds(done, name, replicas, every) for name in tried_with(replicas, names) for every in ROUNDS)
+        yield from (
+            rounds(done, name, replicas, every)
+            for name in tried_with(replicas, names)
+            for every in ROUNDS
+        )
 
 
 def tried_with(replicas: int, names: Iterable[str]) -> list[str]:
@@ -118,9 +128,19 @@ def tried_with(replicas: int, names: Iterable[str]) -> list[str]:
 def rounds(done: Rows, name: str, replicas: int, every: int) -> Method:
     """A scheme with rounds of one length; other lengths than `TUNED_AT` take the setting that was tuned there."""
     against, scheme = SCHEMES[name]
-    tried = tuple(f"scheme.outer_lr={lr}" for lr in SPARSE) if name == "sparseloco" else with_outer(OUTER)
-    tuned = _tried(done, "rounds", f"{name}, every {TUNED_AT}", against, scheme, TUNED_AT, replicas, tried)
-    source = rounds(done, KEEPS, replicas, TUNED_AT) if name == KEEPS_NOTHING and replicas == 2 else tuned
+    tried = (
+        tuple(f"scheme.outer_lr={lr}" for lr in SPARSE)
+        if name == "sparseloco"
+        else with_outer(OUTER)
+    )
+    tuned = _tried(
+        done, "rounds", f"{name}, every {TUNED_AT}", against, scheme, TUNED_AT, replicas, tried
+    )
+    source = (
+        rounds(done, KEEPS, replicas, TUNED_AT)
+        if name == KEEPS_NOTHING and replicas == 2
+        else tuned
+    )
     best = source.best(done)
     if best is None or (source is tuned and every == TUNED_AT):
         return tuned
@@ -156,7 +176,11 @@ def larger(done: Rows) -> Iterator[Method]:
 def winners(done: Rows) -> Iterator[Method]:
     """The scheme with the lowest mean for each number of replicas, once all have been judged, on eight seeds."""
     for replicas in (8, 2):
-        every = [rounds(done, name, replicas, length) for name in tried_with(replicas, SCHEMES) for length in ROUNDS]
+        every = [
+            rounds(done, name, replicas, length)
+            for name in tried_with(replicas, SCHEMES)
+            for length in ROUNDS
+        ]
         means = {each.name: _mean(each, done) for each in every}
         if None not in means.values():
             best = min(every, key=lambda each: means[each.name] or 0.0)
@@ -165,7 +189,9 @@ def winners(done: Rows) -> Iterator[Method]:
 
 def with_outer(settings: tuple[tuple[float, float], ...]) -> tuple[str, ...]:
     """Variants with these learning rates and momenta of the outer step."""
-    return tuple(f"scheme.outer_lr={lr} scheme.outer_momentum={momentum}" for lr, momentum in settings)
+    return tuple(
+        f"scheme.outer_lr={lr} scheme.outer_momentum={momentum}" for lr, momentum in settings
+    )
 
 
 def _tried(
@@ -186,10 +212,14 @@ def _tried(
     middle = float(own.pop("optimizer.lr", RATES[against][2]))
     inner = " ".join(f"{key}={value}" for key, value in own.items()) or INNER[against][0]
     sets = f"{COMMON} train.validate_every={CURVE.get(every, 100)} {scheme} scheme.every={every} {inner}"
-    return Method(study, name, QUICK, sets, (middle / 2, middle, 2 * middle), total, replicas, 3, variants)
+    return Method(
+        study, name, QUICK, sets, (middle / 2, middle, 2 * middle), total, replicas, 3, variants
+    )
 
 
-def _as_tuned(best: Cell, done: Rows, study: str, name: str, against: str, scheme: str, every: int) -> Method:
+def _as_tuned(
+    best: Cell, done: Rows, study: str, name: str, against: str, scheme: str, every: int
+) -> Method:
     """A method with the learning rate and the outer step of a setting that was tuned, and no tries of its own."""
     own = _tried(done, study, name, against, scheme, every, best.replicas, (_outer(best),))
     return dataclasses.replace(own, rates=(best.rate,))
@@ -197,7 +227,9 @@ def _as_tuned(best: Cell, done: Rows, study: str, name: str, against: str, schem
 
 def _outer(cell: Cell) -> str:
     """The outer step of a run."""
-    return " ".join(f"{key}={value}" for key, value in cell.settings.items() if key.startswith("scheme.outer_"))
+    return " ".join(
+        f"{key}={value}" for key, value in cell.settings.items() if key.startswith("scheme.outer_")
+    )
 
 
 def _mean(method: Method, done: Rows) -> float | None:

@@ -49,7 +49,9 @@ class State:
     MEASURED = ("done", "curve", "bytes_sent", "cpu_s", "ended")
 
 
-def train(cell: Cell, scratch: Path, every: int = SEGMENT, judged: Callable[[Any], Row] | None = None) -> Row:
+def train(
+    cell: Cell, scratch: Path, every: int = SEGMENT, judged: Callable[[Any], Row] | None = None
+) -> Row:
     """Trains one run from its last state in `scratch` on; returns its row. `val_loss` is None where it diverged.
 
     A segment of `every` steps begins with the state that the one before it has written, whether or not the process is
@@ -61,7 +63,13 @@ def train(cell: Cell, scratch: Path, every: int = SEGMENT, judged: Callable[[Any
         state = segment(cell, state, until, judged or judge)
         save(scratch, state)
     measured = {"bytes_sent_per_step": state.bytes_sent / state.done, "curve": state.curve}
-    return {**dataclasses.asdict(cell), **state.ended, "steps": steps, **measured, "cpu_s": round(state.cpu_s, 1)}
+    return {
+        **dataclasses.asdict(cell),
+        **state.ended,
+        "steps": steps,
+        **measured,
+        "cpu_s": round(state.cpu_s, 1),
+    }
 
 
 def segment(cell: Cell, state: State, until: int, judged: Callable[[Any], Row]) -> State:
@@ -85,15 +93,25 @@ def segment(cell: Cell, state: State, until: int, judged: Callable[[Any], Row]) 
     if found is None:
         return dataclasses.replace(state, done=until, cpu_s=cpu_s, ended={"val_loss": None})
     _, records, ended = found[0]
-    curve = [(record.step, round(record.val_loss, 5)) for record in records if record.val_loss is not None]
+    curve = [
+        (record.step, round(record.val_loss, 5))
+        for record in records
+        if record.val_loss is not None
+    ]
     sent = state.bytes_sent + sum(record.bytes_sent for record in records)
-    return State(until, tuple(each[0] for each in found), (*state.curve, *curve), sent, cpu_s, ended)
+    return State(
+        until, tuple(each[0] for each in found), (*state.curve, *curve), sent, cpu_s, ended
+    )
 
 
 def judge(session: Any, most: int = MOST) -> Row:
     """The loss on all held-out examples, or on `most`, at the weights that the replicas agreed on. Collective."""
-    whole = dataclasses.replace(session.config.train, batch_size=AT_ONCE, validation_batches=-(-most // AT_ONCE))
-    held_out = validate(dataclasses.replace(session, config=dataclasses.replace(session.config, train=whole)))
+    whole = dataclasses.replace(
+        session.config.train, batch_size=AT_ONCE, validation_batches=-(-most // AT_ONCE)
+    )
+    held_out = validate(
+        dataclasses.replace(session, config=dataclasses.replace(session.config, train=whole))
+    )
     count = sum(parameter.numel() for parameter in session.model.parameters())
     _, equal = session.world.fingerprint(session.model)
     return {**held_out, "num_parameters": count, "replicas_equal": equal}
@@ -103,7 +121,9 @@ def settings(cell: Cell, done: int) -> Config:
     """The configuration of a run's next step. `later:STEP:scheme.KEY=VALUE` counts from that step on."""
     sets = [each for each in cell.sets if not each.startswith("later:")]
     sets += [change for change in changes(cell, done) if "=" in change]
-    return configured(Simulation(Path(cell.recipe), (*sets, f"seed={cell.seed}"), cell.replicas, cell.total))
+    return configured(
+        Simulation(Path(cell.recipe), (*sets, f"seed={cell.seed}"), cell.replicas, cell.total)
+    )
 
 
 def changes(cell: Cell, done: int) -> list[str]:
@@ -133,9 +153,13 @@ def orthogonal_movement(optimizer: Any) -> None:
     for replicator in optimizer.set_up():
         anchor, layout = replicator._anchor, replicator.layout
 
-        def step(rows: slice, update: Tensor, step: Any = anchor.step, layout: Any = layout) -> None:
+        def step(
+            rows: slice, update: Tensor, step: Any = anchor.step, layout: Any = layout
+        ) -> None:
             if len(update) != layout.rows:
-                raise ValueError(f"{len(update)} of {layout.rows} rows arrived, and whole matrices are needed")
+                raise ValueError(
+                    f"{len(update)} of {layout.rows} rows arrived, and whole matrices are needed"
+                )
             for slot, part in zip(layout.slots, layout.views(update), strict=True):
                 if part.ndim == 2 and not re.search("embed|lm_head", slot.name):
                     direction = _newton_schulz(part)
@@ -194,7 +218,10 @@ def thin(matrix: Tensor) -> Tensor:
     return first @ second
 
 
-CHANGES: dict[str, Callable[[Any], None]] = {"orthogonal_movement": orthogonal_movement, "low_rank": low_rank}
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "orthogonal_movement": orthogonal_movement,
+    "low_rank": low_rank,
+}
 """Changes of a training that are no setting, by name."""
 
 
@@ -202,7 +229,11 @@ def tensors(session: Any) -> dict[str, Tensor]:
     """All that a replica needs to go on: the model, the inner optimizer, and what replication remembers. Collective."""
     inner = session.base.state_dict()["state"]
     found = {f"model.{name}": tensor for name, tensor in session.model.state_dict().items()}
-    found |= {f"base.{number}.{key}": tensor for number, values in inner.items() for key, tensor in values.items()}
+    found |= {
+        f"base.{number}.{key}": tensor
+        for number, values in inner.items()
+        for key, tensor in values.items()
+    }
     found |= {f"replica.{key}": tensor for key, tensor in replica_state(session.optimizer).items()}
     return {key: tensor.detach().clone() for key, tensor in found.items()}
 
@@ -211,14 +242,20 @@ def restore(session: Any, saved: dict[str, Tensor]) -> None:
     """Continues from `saved`. Collective."""
 
     def part(name: str) -> dict[str, Tensor]:
-        return {key.partition(".")[2]: tensor for key, tensor in saved.items() if key.startswith(f"{name}.")}
+        return {
+            key.partition(".")[2]: tensor
+            for key, tensor in saved.items()
+            if key.startswith(f"{name}.")
+        }
 
     session.model.load_state_dict(part("model"))
     inner: dict[int, dict[str, Tensor]] = {}
     for key, tensor in part("base").items():
         number, _, name = key.partition(".")
         inner.setdefault(int(number), {})[name] = tensor
-    session.base.load_state_dict({"state": inner, "param_groups": session.base.state_dict()["param_groups"]})
+    session.base.load_state_dict(
+        {"state": inner, "param_groups": session.base.state_dict()["param_groups"]}
+    )
     load_replica_state(session.optimizer, part("replica"))
 
 
@@ -229,7 +266,9 @@ def save(scratch: Path, state: State) -> None:
     part.mkdir(parents=True)
     for number, replica in enumerate(state.replicas):
         save_file(replica, part / f"{number}.safetensors")
-    (part / "measured.json").write_text(json.dumps({key: getattr(state, key) for key in State.MEASURED}))
+    (part / "measured.json").write_text(
+        json.dumps({key: getattr(state, key) for key in State.MEASURED})
+    )
     part.rename(whole)
     for old in sorted(scratch.glob("after-*"))[:-1]:
         shutil.rmtree(old)

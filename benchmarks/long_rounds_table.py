@@ -38,7 +38,10 @@ def table(grid: Callable[[Rows], Iterator[Method]], done: Rows) -> str:
         f"| bytes per parameter and step | {links} |",
         "|---" * (10 + len(LINKS)) + "|",
     ]
-    every = {(each.study, each.name, each.replicas): dataclasses.replace(each, seeds=MOST) for each in grid(done)}
+    every = {
+        (each.study, each.name, each.replicas): dataclasses.replace(each, seeds=MOST)
+        for each in grid(done)
+    }
     for each in every.values():
         tried = [cell for cell in each.tried(done) if cell.key in done]
         for replicas in REPLICAS if " full" in each.name else (each.replicas,):
@@ -48,7 +51,9 @@ def table(grid: Callable[[Rows], Iterator[Method]], done: Rows) -> str:
 
 
 def _line(method: Method, tried: list[Cell], replicas: int, done: Rows) -> list[str]:
-    best = method.best(done) or min(tried, key=lambda cell: done[cell.key]["val_loss"] or float("inf"))
+    best = method.best(done) or min(
+        tried, key=lambda cell: done[cell.key]["val_loss"] or float("inf")
+    )
     runs = _runs(method, done)
     found = losses(runs)
     mean = f"{statistics.fmean(found.values()):.4f}" if found else "diverged"
@@ -59,7 +64,15 @@ def _line(method: Method, tried: list[Cell], replicas: int, done: Rows) -> list[
     sent, seconds = _sent(priced, replicas, done), _seconds(priced, replicas, done)
     if replicas == best.replicas and priced == best:
         sent = per_parameter(row) if row["val_loss"] else sent
-    cells = [method.name, str(replicas), str(method.total), _chosen(method, best), str(len(tried)), seeds, mean]
+    cells = [
+        method.name,
+        str(replicas),
+        str(method.total),
+        _chosen(method, best),
+        str(len(tried)),
+        seeds,
+        mean,
+    ]
     return [*cells, *against, f"{sent:.4f}", *(f"{each:,.0f}" for each in seconds)]
 
 
@@ -67,7 +80,11 @@ def _runs(method: Method, done: Rows) -> dict[int, Row]:
     """The judging runs of the best setting; the best tuning run, as seed 0, where there are none."""
     if runs := method.judged(done):
         return runs
-    tried = [done[cell.key] for cell in method.tried(done) if cell.key in done and done[cell.key]["val_loss"]]
+    tried = [
+        done[cell.key]
+        for cell in method.tried(done)
+        if cell.key in done and done[cell.key]["val_loss"]
+    ]
     return {0: min(tried, key=lambda row: float(row["val_loss"]))} if tried else {}
 
 
@@ -80,7 +97,9 @@ def _reference(name: str, total: int, done: Rows) -> dict[int, float]:
 
 def _against(found: dict[int, float], base: dict[int, float]) -> str:
     common = set(found) & set(base)
-    if not common or all(found[seed] == base[seed] for seed in common):  # nothing, or the reference itself
+    if not common or all(
+        found[seed] == base[seed] for seed in common
+    ):  # nothing, or the reference itself
         return ""
     return percent(*relative(found, base)[:2])
 
@@ -88,7 +107,11 @@ def _against(found: dict[int, float], base: dict[int, float]) -> str:
 def _chosen(method: Method, best: Cell) -> str:
     """What tuning chose: the learning rate, marked at an end of its grid, and the settings of the variant."""
     values = best.settings
-    edge = " (edge)" if len(method.rates) > 1 and best.rate in (method.rates[0], method.rates[-1]) else ""
+    edge = (
+        " (edge)"
+        if len(method.rates) > 1 and best.rate in (method.rates[0], method.rates[-1])
+        else ""
+    )
     keys = [each.split("=")[0] for each in method.variants[0].split()]
     shown = [f"{key.split('.')[1]} {values[key]}" for key in keys if key != "optimizer.name"]
     return ", ".join([f"lr {best.rate:g}{edge}", *shown])
@@ -105,13 +128,19 @@ def _priced(cell: Cell) -> Cell:
 def _sent(cell: Cell, replicas: int, done: Rows) -> float:
     """The bytes per parameter and step that the cost model expects."""
     costs = _costs(cell, replicas, LINKS[0], done)
-    steps, size = sum(count for _, count in costs), sum(prod(shape) for shape in _model(cell).values())
+    steps, size = (
+        sum(count for _, count in costs),
+        sum(prod(shape) for shape in _model(cell).values()),
+    )
     return sum(each.bytes_sent * count for each, count in costs) / steps / size
 
 
 def _seconds(cell: Cell, replicas: int, done: Rows) -> list[float]:
     """Seconds of the whole run on each link."""
-    return [sum(each.total_s * count for each, count in _costs(cell, replicas, link, done)) for link in LINKS]
+    return [
+        sum(each.total_s * count for each, count in _costs(cell, replicas, link, done))
+        for link in LINKS
+    ]
 
 
 def _costs(cell: Cell, replicas: int, link: str, done: Rows) -> list[tuple[Cost, int]]:

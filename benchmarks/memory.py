@@ -69,10 +69,16 @@ CASES: dict[str, tuple[dt.schemes.Scheme, Base, torch.dtype]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schemes", nargs="+", default=[], help="cases whose name contains one of these words")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--schemes", nargs="+", default=[], help="cases whose name contains one of these words"
+    )
     parser.add_argument("--replicas", nargs="+", type=int, default=[2, 8])
-    parser.add_argument("--millions", type=int, default=256, help="of parameters, in 16 square matrices")
+    parser.add_argument(
+        "--millions", type=int, default=256, help="of parameters, in 16 square matrices"
+    )
     parser.add_argument("--kernels", action="store_true", help="the Triton kernels do the step")
     args = parser.parse_args()
     if args.kernels:
@@ -84,7 +90,14 @@ def main() -> None:
         if not args.schemes or any(word in name for word in args.schemes):
             for replicas in args.replicas:
                 found = measured(*case, [(side, side)] * 16, replicas, args.kernels)
-                numbers = (found.kept, found.gradients, found.messages, found.peak, found.over, max(0, found.base))
+                numbers = (
+                    found.kept,
+                    found.gradients,
+                    found.messages,
+                    found.peak,
+                    found.over,
+                    max(0, found.base),
+                )
                 *columns, base_over = [f"{number / found.numel:.2f}" for number in numbers]
                 cells = [name, str(replicas), *columns, found.at, base_over]
                 print("| " + " | ".join(cells) + " |", flush=True)
@@ -121,7 +134,9 @@ class Watch(TorchDispatchMode):
         self.at = ""
         self._known: set[int] = set()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = function(*args, **(kwargs or {}))
         if not function.is_view:
             self.names.append(function.overloadpacket.__name__)
@@ -240,13 +255,25 @@ def measured(
             watch.names.clear()
             optimizer.step()
             peaks.append((watch.peak, watch.at))
-            messages, operations = max(messages, communicator.nbytes), max(operations, len(watch.names))
+            messages, operations = (
+                max(messages, communicator.nbytes),
+                max(operations, len(watch.names)),
+            )
             optimizer.zero_grad()
             gc.collect(0)
         gc.collect()
         kept, gradients = watch.now, numel * dtype.itemsize
         peak, at = max(peaks)
-        return Measured(numel, kept, gradients, messages, peak, at, max(base_peak) - kept - gradients, operations)
+        return Measured(
+            numel,
+            kept,
+            gradients,
+            messages,
+            peak,
+            at,
+            max(base_peak) - kept - gradients,
+            operations,
+        )
 
 
 if __name__ == "__main__":

@@ -19,8 +19,12 @@ from detonation.core.schemes.scheme import Scheme
 
 SCHEMES = {
     "`demo()`": dt.demo(),
-    '`demo(precision="sign", error_feedback=False)`': dt.demo(precision="sign", error_feedback=False),
-    "`demo(topk=1, ..., decay=0.95)`": dt.demo(topk=1, precision="sign", error_feedback=False, decay=0.95),
+    '`demo(precision="sign", error_feedback=False)`': dt.demo(
+        precision="sign", error_feedback=False
+    ),
+    "`demo(topk=1, ..., decay=0.95)`": dt.demo(
+        topk=1, precision="sign", error_feedback=False, decay=0.95
+    ),
     "`random()`": dt.schemes.random(),
     "`random_sign()`": dt.random_sign(),
     "`loco()`": dt.loco(),
@@ -56,7 +60,11 @@ def errors(scheme: Scheme) -> Sequence[float]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print("| kept, by steps since the checkpoint (empty: 1) | " + " | ".join(map(str, AFTER)) + " |")
+    print(
+        "| kept, by steps since the checkpoint (empty: 1) | " + " | ".join(map(str, AFTER)) + " |"
+    )
     print("|---" * (1 + len(AFTER)) + "|")
     for name, scheme in SCHEMES.items():
-        print(f"| {name} | " + " | ".join(f"{each:.2f}" for each in errors(scheme)) + " |", flush=True)
+        print(
+            f"| {name} | " + " | ".join(f"{each:.2f}" for each in errors(scheme)) + " |", flush=True
+        )

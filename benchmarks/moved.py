@@ -22,7 +22,11 @@ def bytes_of(name: str, given: Mapping[str, Any], programs: int, numel: int) -> 
         return given["message"].numel() * (2 if given.get("JOIN") else 1)
     if name == "decode_kernel":
         into = {"signs": 8, "tensors": 4, "flat": 4}[given["INTO"]] * numel
-        return into + (4 * given["rows"] * given["K"] if given["AGGREGATION"] == "sum" else given["message"].numel())
+        return into + (
+            4 * given["rows"] * given["K"]
+            if given["AGGREGATION"] == "sum"
+            else given["message"].numel()
+        )
     if name == "weigh_kernel":
         return programs // given["programs"] * 4 * given["numbers"]
     if name == "inspect_sum_kernel":

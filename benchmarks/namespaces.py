@@ -67,7 +67,10 @@ Report = Callable[[Timing], None]
 
 
 def measure(
-    subjects: Sequence[Subject], turns: Mapping[str, Mapping[str, int]], report: Report, ranks: int = RANKS
+    subjects: Sequence[Subject],
+    turns: Mapping[str, Mapping[str, int]],
+    report: Report,
+    ranks: int = RANKS,
 ) -> None:
     """Times every subject on each link, one after another in turns[link][subject's name] turns. Needs root.
 
@@ -86,7 +89,11 @@ def measure(
 
 
 def _rank(
-    cluster: Any, subjects: Sequence[Subject], turns: Mapping[str, Mapping[str, int]], report: Report, ranks: int
+    cluster: Any,
+    subjects: Sequence[Subject],
+    turns: Mapping[str, Mapping[str, int]],
+    report: Report,
+    ranks: int,
 ) -> None:
     import torch.distributed as dist
 
@@ -96,7 +103,9 @@ def _rank(
     mesh = dt.init_mesh(NODES, ranks, "cpu")
     trainings = [Training(subject, mesh) for subject in subjects]
     for link, counts in turns.items():
-        timings: dict[Subject, list[tuple[float, ...]]] = {training.subject: [] for training in trainings}
+        timings: dict[Subject, list[tuple[float, ...]]] = {
+            training.subject: [] for training in trainings
+        }
         for turn in range(max(counts.values())):
             for training in trainings:
                 if turn < counts[training.subject.name]:
@@ -125,12 +134,16 @@ class Training:
         from detonation.train.recipe import optimizers
         from detonation.train.recipe.resolve import Request
 
-        config = check_config(Request(Path(subject.recipe), subject.sets, *mesh.shape).layers(None).config())
+        config = check_config(
+            Request(Path(subject.recipe), subject.sets, *mesh.shape).layers(None).config()
+        )
         torch.manual_seed(config.seed)
         model = dt.shard(models.build_model(config.model.name, config.model.arguments), mesh)
         base = optimizers.build_optimizer(config.optimizer, model)
         self._axis: Any = (
-            ThrottledCommunicator(mesh["replicate"], LinkSpeed.parse(FREE)) if subject.emulated else mesh["replicate"]
+            ThrottledCommunicator(mesh["replicate"], LinkSpeed.parse(FREE))
+            if subject.emulated
+            else mesh["replicate"]
         )
         scheme = dt.scheme(config.scheme.name, config.scheme.arguments)
         optimizer = dt.replicate(base, model, self._axis, scheme, seed=config.seed)
@@ -170,16 +183,22 @@ class Training:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--links", nargs="+", default=LINKS)
-    parser.add_argument("--turns", type=int, default=9, help="steps of each subject; 3 on links below 50 Mbit/s")
+    parser.add_argument(
+        "--turns", type=int, default=9, help="steps of each subject; 3 on links below 50 Mbit/s"
+    )
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=SCHEMES)
     parser.add_argument("--ranks", type=int, default=RANKS, help="per node")
     args = parser.parse_args()
     from detonation.link_speed import LinkSpeed
 
     slow = {link for link in args.links if LinkSpeed.parse(link).rate_bits_per_s < 50e6}
-    turns = {link: dict.fromkeys(args.schemes, 3 if link in slow else args.turns) for link in args.links}
+    turns = {
+        link: dict.fromkeys(args.schemes, 3 if link in slow else args.turns) for link in args.links
+    }
     subjects = [
         Subject(name, RECIPE, (*SETS.split(), *SCHEMES[name].split()), emulated)
         for name in args.schemes
@@ -194,7 +213,13 @@ def main() -> None:
         "transfer time, s",
         "sent per step, by the link",
     ]
-    print("| " + " | ".join([*titles, "by the kernel", "with headers"]) + " |\n" + "|---" * (len(titles) + 2) + "|")
+    print(
+        "| "
+        + " | ".join([*titles, "by the kernel", "with headers"])
+        + " |\n"
+        + "|---" * (len(titles) + 2)
+        + "|"
+    )
     real: dict[str, Timing] = {}
 
     def report(timing: Timing) -> None:
@@ -211,9 +236,14 @@ def row(real: Timing, emulated: Timing) -> str:
     from detonation.link_speed import LinkSpeed
 
     cells = [real.name, real.link, f"{real.median:.3f}", f"{emulated.median:.3f}"]
-    cells += [f"{emulated.median / real.median:.3f}", f"{LinkSpeed.parse(real.link).seconds(real.bytes_sent, 0):.3f}"]
+    cells += [
+        f"{emulated.median / real.median:.3f}",
+        f"{LinkSpeed.parse(real.link).seconds(real.bytes_sent, 0):.3f}",
+    ]
     cells += [f"{real.bytes_sent:,.0f}"]
-    cells += [f"{n:,.0f} ({n / real.bytes_sent - 1:+.1%})" for n in (real.data_bytes, real.frame_bytes)]
+    cells += [
+        f"{n:,.0f} ({n / real.bytes_sent - 1:+.1%})" for n in (real.data_bytes, real.frame_bytes)
+    ]
     return "| " + " | ".join(cells) + " |"
 
 

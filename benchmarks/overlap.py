@@ -33,8 +33,12 @@ CASES = [  # a scheme, and links on which its message takes less time than backw
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="steps with and without overlap, besides the first")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="steps with and without overlap, besides the first"
+    )
     args = parser.parse_args()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     with tempfile.TemporaryDirectory() as folder:
@@ -43,10 +47,23 @@ def main() -> None:
 
 def _rank(rank: int, folder: str, rounds: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2
+    )
     mesh = dt.init_mesh(2, 1, "cpu")
     show = print if rank == 0 else lambda *_, **__: None
-    titles = ["scheme", "link", "MB per step", "forward", "backward", "step", "with", "ratio", "waited", "with"]
+    titles = [
+        "scheme",
+        "link",
+        "MB per step",
+        "forward",
+        "backward",
+        "step",
+        "with",
+        "ratio",
+        "waited",
+        "with",
+    ]
     show("| " + " | ".join(titles) + " |\n" + "|---" * len(titles) + "|")
     for name, arguments, links in CASES:
         for link in links:
@@ -59,7 +76,10 @@ def _row(mesh: Any, name: str, arguments: dict[str, Any], link: str, rounds: int
     model = models.build_model(*MODEL)
     base = dt.SignSGD(model.parameters(), lr=1e-4)
     optimizer = dt.replicate(
-        base, model, ThrottledCommunicator(mesh["replicate"], LinkSpeed.parse(link)), dt.scheme(name, arguments)
+        base,
+        model,
+        ThrottledCommunicator(mesh["replicate"], LinkSpeed.parse(link)),
+        dt.scheme(name, arguments),
     )
     _step(model, optimizer, False)  # sets up
     sent = optimizer.stats.bytes_sent
@@ -68,7 +88,9 @@ def _row(mesh: Any, name: str, arguments: dict[str, Any], link: str, rounds: int
     taken: dict[bool, list[tuple[float, ...]]] = {False: [], True: []}
     for turn in range(2 * rounds):
         taken[bool(turn % 2)].append(_step(model, optimizer, bool(turn % 2)))
-    forward, backward, plain, waited = (statistics.median(column) for column in zip(*taken[False], strict=True))
+    forward, backward, plain, waited = (
+        statistics.median(column) for column in zip(*taken[False], strict=True)
+    )
     *_, overlapped, less = (statistics.median(column) for column in zip(*taken[True], strict=True))
     times = [f"{1e3 * t:.0f}" for t in (forward, backward, plain, overlapped)]
     ratio, waits = f"{overlapped / plain:.2f}", [f"{1e3 * t:.0f}" for t in (waited, less)]

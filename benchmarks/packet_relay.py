@@ -51,7 +51,10 @@ def relay_packets(nodes: list[tuple[str, str]], conditions: Conditions, interfac
 
 def _device(namespace: str, interface: str) -> int:
     """Makes an interface in a namespace; the packets that it sends can be read from the descriptor."""
-    in_namespace, before = os.open(namespace, os.O_RDONLY), os.open("/proc/self/ns/net", os.O_RDONLY)
+    in_namespace, before = (
+        os.open(namespace, os.O_RDONLY),
+        os.open("/proc/self/ns/net", os.O_RDONLY),
+    )
     system = ctypes.CDLL(None, use_errno=True)
 
     def enter(descriptor: int) -> None:
@@ -60,7 +63,9 @@ def _device(namespace: str, interface: str) -> int:
 
     enter(in_namespace)
     device = os.open("/dev/net/tun", os.O_RDWR)
-    fcntl.ioctl(device, _SET_INTERFACE, struct.pack("16sH22x", interface.encode(), _TUN_WITHOUT_HEADER))
+    fcntl.ioctl(
+        device, _SET_INTERFACE, struct.pack("16sH22x", interface.encode(), _TUN_WITHOUT_HEADER)
+    )
     enter(before)
     os.close(in_namespace)
     os.close(before)

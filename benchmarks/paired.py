@@ -57,7 +57,9 @@ def _full(lr: str) -> tuple[str, ...]:
     return tuple(sorted(("scheme.name=full", "optimizer.name=AdamW", lr)))
 
 
-def judged(runs: Mapping[int, Row], base: Mapping[int, float]) -> tuple[float, tuple[float, float] | None, int]:
+def judged(
+    runs: Mapping[int, Row], base: Mapping[int, float]
+) -> tuple[float, tuple[float, float] | None, int]:
     """The relative loss over the seeds that both have, its interval with three seeds or more, and their number."""
     return relative({seed: row["val_loss"] for seed, row in runs.items()}, base)
 
@@ -73,7 +75,11 @@ def scheme_of(sets: Sequence[str]) -> dt.schemes.Scheme | None:
     values = dict(each.split("=", 1) for each in sets)
     if any(not key.startswith(("scheme.", "optimizer.")) for key in values):
         return None
-    given = {key.removeprefix("scheme."): value for key, value in values.items() if key.startswith("scheme.")}
+    given = {
+        key.removeprefix("scheme."): value
+        for key, value in values.items()
+        if key.startswith("scheme.")
+    }
     if given["name"] not in SCHEMES:
         return None
     arguments = {key: _value(value) for key, value in given.items() if key != "name"}
@@ -110,7 +116,11 @@ def losses(measured: Iterable[Measured]) -> list[Row]:
     best = dict[str, Row]()
     for scheme, recipe, replicas, runs, study, source in measured:
         size, settings = next(iter(runs.values())), _settings(next(iter(runs.values()))["sets"])
-        own = {key.removeprefix("optimizer."): value for key, value in settings.items() if key.startswith("optimizer.")}
+        own = {
+            key.removeprefix("optimizer."): value
+            for key, value in settings.items()
+            if key.startswith("optimizer.")
+        }
         row = {
             "scheme": scheme.name,
             "arguments": {key: value for key, value in scheme.arguments.items() if key != "link"},
@@ -125,7 +135,16 @@ def losses(measured: Iterable[Measured]) -> list[Row]:
             "source": source,
         }
         row |= {"curve": curve} if (curve := _curve(runs.values())) else {}
-        parts = ("scheme", "arguments", "optimizer", "study", "recipe", "parameters", "steps", "replicas")
+        parts = (
+            "scheme",
+            "arguments",
+            "optimizer",
+            "study",
+            "recipe",
+            "parameters",
+            "steps",
+            "replicas",
+        )
         key = json.dumps([row[part] for part in parts])
         # More seeds say more than a lower loss on fewer.
         if key not in best or _order(row) < _order(best[key]):
@@ -138,7 +157,9 @@ def _settings(sets: Sequence[str]) -> dict[str, Any]:
 
 
 def _order(row: Row) -> tuple[int, float]:
-    judging = [loss for seed, loss in row["losses"].items() if seed != "0"] or list(row["losses"].values())
+    judging = [loss for seed, loss in row["losses"].items() if seed != "0"] or list(
+        row["losses"].values()
+    )
     return -len(judging), statistics.fmean(judging)
 
 
@@ -163,9 +184,13 @@ def table(found: Mapping[tuple[Any, ...], dict[int, Row]]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("results", nargs="*", type=Path, default=RESULTS)
-    parser.add_argument("--losses", action="store_true", help="print the planner's measurements as JSON")
+    parser.add_argument(
+        "--losses", action="store_true", help="print the planner's measurements as JSON"
+    )
     args = parser.parse_args()
     found = rows(args.results)
     if args.losses:
@@ -173,7 +198,9 @@ def main() -> None:
         import paper
         from second_round import second_round
 
-        every = losses([*first_round(found), *second_round(), *paper.planned(), *long_rounds.planned()])
+        every = losses(
+            [*first_round(found), *second_round(), *paper.planned(), *long_rounds.planned()]
+        )
         print("[\n  " + ",\n  ".join(json.dumps(row) for row in every) + "\n]")
         return
     print("\n".join(table(found)))

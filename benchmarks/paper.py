@@ -87,8 +87,14 @@ SCHEMES = {
     BASELINE: ("scheme.name=full optimizer.name=AdamW", ADAMW),
     "demo 4/64": (f"{VALUES} optimizer.name=SignSGD", SIGN),
     "demo 1/64, sign": (f"scheme.name=demo scheme.topk=1 {ONE_BIT} optimizer.name=SignSGD", SIGN),
-    "random 1/32": ("scheme.name=random scheme.rate=0.03125 scheme.decay=0.95 optimizer.name=SignSGD", SPARSE),
-    "striding 1/32": ("scheme.name=striding scheme.rate=0.03125 scheme.decay=0.95 optimizer.name=SignSGD", SPARSE),
+    "random 1/32": (
+        "scheme.name=random scheme.rate=0.03125 scheme.decay=0.95 optimizer.name=SignSGD",
+        SPARSE,
+    ),
+    "striding 1/32": (
+        "scheme.name=striding scheme.rate=0.03125 scheme.decay=0.95 optimizer.name=SignSGD",
+        SPARSE,
+    ),
     "diloco": (
         f"scheme.name=diloco scheme.every={ROUND} scheme.outer_lr=1.0 scheme.outer_momentum=0.0 optimizer.name=AdamW",
         ADAMW,
@@ -97,9 +103,15 @@ SCHEMES = {
 """The schemes that are trained and timed: their settings, and the learning rates that are tried."""
 UNTIMED = {
     "loco 4bit, AdamW": ("scheme.name=loco scheme.precision=4bit optimizer.name=AdamW", ADAMW),
-    "random 1/4": ("scheme.name=random scheme.rate=0.25 scheme.decay=0.9 optimizer.name=SignSGD", SIGN),
+    "random 1/4": (
+        "scheme.name=random scheme.rate=0.25 scheme.decay=0.9 optimizer.name=SignSGD",
+        SIGN,
+    ),
     "AdamW 0, 0.95 4/64": (f"{VALUES} optimizer.name=AdamW optimizer.betas=[0.0,0.95]", ADAMW),
-    "decoupled AdamW 4/64": ("scheme.name=decoupled_adamw scheme.topk=4 optimizer.name=AdamW", ADAMW),
+    "decoupled AdamW 4/64": (
+        "scheme.name=decoupled_adamw scheme.topk=4 optimizer.name=AdamW",
+        ADAMW,
+    ),
     "sign before, 4/64": (f"{DEMO} {ONE_BIT} optimizer.name=SGD", SGD),
     "sign before and after, 4/64": (f"{DEMO} {ONE_BIT} optimizer.name=SignSGD", SIGN),
     "no sign, 4/64": (f"{VALUES} optimizer.name=SGD", SGD),
@@ -134,7 +146,9 @@ def methods() -> Iterator[Method]:
 
 def method(task: str, name: str, sets: str, rates: tuple[float, ...]) -> Method:
     chosen = TASKS[task]
-    return Method(task, name, chosen.recipe, f"{chosen.sets} {sets.format(chosen.decay)}", rates, chosen.total)
+    return Method(
+        task, name, chosen.recipe, f"{chosen.sets} {sets.format(chosen.decay)}", rates, chosen.total
+    )
 
 
 def train(cell: Cell) -> Row:
@@ -144,7 +158,9 @@ def train(cell: Cell) -> Row:
     from detonation.train.output.metrics import Record
     from detonation.train.verbs.simulate import Simulation, configured, virtual
 
-    config = configured(Simulation(Path(cell.recipe), (*cell.sets, f"seed={cell.seed}"), cell.replicas, cell.total))
+    config = configured(
+        Simulation(Path(cell.recipe), (*cell.sets, f"seed={cell.seed}"), cell.replicas, cell.total)
+    )
     began = time.process_time()
     records: list[Record] = []
 
@@ -155,7 +171,10 @@ def train(cell: Cell) -> Row:
     if finished(act, cell.replicas) is None:
         records = []
     curve = [(r.step, r.val_loss) for r in records if r.val_loss is not None]
-    last = {f"val_{name}": getattr(records[-1], f"val_{name}", None) if records else None for name in MEASURES}
+    last = {
+        f"val_{name}": getattr(records[-1], f"val_{name}", None) if records else None
+        for name in MEASURES
+    }
     cpu_s = round(time.process_time() - began, 1)
     return {**dataclasses.asdict(cell), **last, "validation": curve, "cpu_s": cpu_s}
 
@@ -170,7 +189,14 @@ def planned(path: Path = LOSSES) -> Iterator[Measured]:
         task = TASKS[each.study]
         for scheme, recipe, replicas, runs, study, source in measured(each, done):
             size = {"num_parameters": task.parameters, "steps": task.steps}
-            yield scheme, recipe, replicas, {seed: row | size for seed, row in runs.items()}, study, source
+            yield (
+                scheme,
+                recipe,
+                replicas,
+                {seed: row | size for seed, row in runs.items()},
+                study,
+                source,
+            )
 
 
 def timings() -> list[Row]:
@@ -186,13 +212,24 @@ def time_steps(only: str, ranks: int, links: Sequence[str]) -> None:
         subjects = []
         for scheme, (settings, _) in SCHEMES.items():
             sets = (*task.timed.split(), *settings.format(task.decay).split(), "train.steps=100000")
-            subjects.append(namespaces.Subject(scheme, task.recipe, sets, unit=ROUND if scheme == "diloco" else 1))
+            subjects.append(
+                namespaces.Subject(
+                    scheme, task.recipe, sets, unit=ROUND if scheme == "diloco" else 1
+                )
+            )
 
         def record(timing: namespaces.Timing, task: str = name) -> None:
             row = {"kind": "time", "task": task, "ranks": ranks, **dataclasses.asdict(timing)}
             with TIMES.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-            print(task, timing.name, timing.link, f"{timing.median:.3f} s", len(timing.seconds), flush=True)
+            print(
+                task,
+                timing.name,
+                timing.link,
+                f"{timing.median:.3f} s",
+                len(timing.seconds),
+                flush=True,
+            )
 
         namespaces.measure(subjects, {link: turns(link) for link in links}, record, ranks)
 
@@ -200,18 +237,27 @@ def time_steps(only: str, ranks: int, links: Sequence[str]) -> None:
 def turns(link: str) -> dict[str, int]:
     """Number of timings of each scheme on a link: fewer where a step takes half a minute."""
     count = {"10mbit": 3, "100mbit": 5}.get(link, 7)
-    return dict.fromkeys(SCHEMES, count) | {BASELINE: {"10mbit": 3, "100mbit": 3}.get(link, 5), "diloco": 1}
+    return dict.fromkeys(SCHEMES, count) | {
+        BASELINE: {"10mbit": 3, "100mbit": 3}.get(link, 5),
+        "diloco": 1,
+    }
 
 
 def step_seconds(task: str, link: str, ranks: int = namespaces.RANKS) -> dict[str, float]:
     """The median seconds of a step on `link`, by scheme; of the last timing."""
-    timed = [row for row in timings() if (row["task"], row["ranks"], row["link"]) == (task, ranks, link)]
+    timed = [
+        row for row in timings() if (row["task"], row["ranks"], row["link"]) == (task, ranks, link)
+    ]
     return {row["name"]: statistics.median(row["seconds"]) for row in timed}
 
 
 def curves(task: str, done: Rows) -> dict[str, dict[int, Row]]:
     """The judging runs of each timed scheme that has some, by seed."""
-    found = {each.name: each.judged(done) for each in methods() if each.study == task and each.name in SCHEMES}
+    found = {
+        each.name: each.judged(done)
+        for each in methods()
+        if each.study == task and each.name in SCHEMES
+    }
     return {name: runs for name, runs in found.items() if runs}
 
 
@@ -230,8 +276,12 @@ def figure(path: Path, done: Rows) -> None:
                         steps, losses = mean_curve(runs)
                         x = [step * seconds[method] for step in steps]
                         every = list(zip(*(losses_of(run) for run in runs.values()), strict=True))
-                        axes.fill_between(x, list(map(min, every)), list(map(max, every)), color=colour, alpha=0.2)
-                        axes.plot(x, losses, ".-", color=colour, linewidth=1.2, markersize=4, label=method)
+                        axes.fill_between(
+                            x, list(map(min, every)), list(map(max, every)), color=colour, alpha=0.2
+                        )
+                        axes.plot(
+                            x, losses, ".-", color=colour, linewidth=1.2, markersize=4, label=method
+                        )
                 axes.set_xscale("log")
                 axes.set_title(f"{name}, {link}", fontsize=9)
                 axes.grid(alpha=0.2)
@@ -239,7 +289,9 @@ def figure(path: Path, done: Rows) -> None:
         for axes in panels[-1]:
             axes.set_xlabel("seconds in steps")
         handles, labels = panels[0][0].get_legend_handles_labels()
-        drawing.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
+        drawing.legend(
+            handles, labels, loc="outside upper center", ncols=len(labels), frameon=False
+        )
 
 
 def gain(path: Path) -> None:
@@ -256,7 +308,13 @@ def gain(path: Path) -> None:
         for place, pair in enumerate(seconds):
             for offset, each in enumerate(pair):
                 ratio = f", {pair[0] / each:.2g} times faster" if offset else ""
-                axes.text(each * 1.05, place + 0.36 * offset, f"{each:.2g} s{ratio}", va="center", fontsize=8)
+                axes.text(
+                    each * 1.05,
+                    place + 0.36 * offset,
+                    f"{each:.2g} s{ratio}",
+                    va="center",
+                    fontsize=8,
+                )
         rates = [link.replace("mbit", " Mbit/s").replace("gbit", " Gbit/s") for link in LINKS]
         axes.set_yticks([place + 0.18 for place in range(len(LINKS))], rates)
         axes.invert_yaxis()
@@ -269,7 +327,9 @@ def gain(path: Path) -> None:
 def mean_curve(runs: dict[int, Row]) -> tuple[list[int], list[float]]:
     """Steps, and the mean validation loss over the runs at each."""
     steps = [step for step, _ in next(iter(runs.values()))["validation"]]
-    return steps, [statistics.fmean(losses) for losses in zip(*map(losses_of, runs.values()), strict=True)]
+    return steps, [
+        statistics.fmean(losses) for losses in zip(*map(losses_of, runs.values()), strict=True)
+    ]
 
 
 def losses_of(run: Row) -> list[float]:
@@ -277,12 +337,16 @@ def losses_of(run: Row) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("action", choices=["loss", "times", "claims", "figure", "gain"])
     parser.add_argument("what", nargs="?", help="the number of a claim, or the path of the figure")
     parser.add_argument("--losses", type=Path, default=LOSSES, help="file of the rows of trainings")
     parser.add_argument("--limit", type=int, default=10**9, help="stop after so many trainings")
-    parser.add_argument("--only", default="", help="tasks (and, for trainings, methods) that hold all these words")
+    parser.add_argument(
+        "--only", default="", help="tasks (and, for trainings, methods) that hold all these words"
+    )
     parser.add_argument("--ranks", type=int, default=namespaces.RANKS, help="per node, for timing")
     parser.add_argument("--links", nargs="+", default=LINKS, choices=LINKS, help="for timing")
     args = parser.parse_args()

@@ -27,7 +27,9 @@ def similar_loss(done: Rows) -> str:
     """FlexDeMo reaches a validation loss similar to fully synchronised AdamW."""
     lines = []
     for task in paper.TASKS:
-        lines += compare(task, done, paper.BASELINE, ["demo 4/64", "demo 1/64, sign", "loco 4bit, AdamW"])
+        lines += compare(
+            task, done, paper.BASELINE, ["demo 4/64", "demo 1/64, sign", "loco 4bit, AdamW"]
+        )
     return "\n".join(lines)
 
 
@@ -41,7 +43,11 @@ def faster(done: Rows) -> str:
             continue
         wanted = TO_A_LOSS * paper.mean_curve(found[paper.BASELINE])[1][-1]
         seconds = {link: paper.step_seconds(task, link) for link in paper.LINKS}
-        lines += [f"{task}, seconds to a loss of {wanted:.3f}:", "", *head(["scheme", "steps", *paper.LINKS])]
+        lines += [
+            f"{task}, seconds to a loss of {wanted:.3f}:",
+            "",
+            *head(["scheme", "steps", *paper.LINKS]),
+        ]
         for name, runs in found.items():
             steps = first_step(*paper.mean_curve(runs), wanted)
             if steps is None:
@@ -56,7 +62,9 @@ def faster(done: Rows) -> str:
 def best_scheme(done: Rows) -> str:
     """DeMo is best for vision and decoder-only models, Random for encoder-decoders; Striding and DiLoCo are behind."""
     others = ["random 1/32", "random 1/4", "striding 1/32", "diloco"]
-    return "\n".join(line for task in paper.TASKS for line in compare(task, done, "demo 4/64", others))
+    return "\n".join(
+        line for task in paper.TASKS for line in compare(task, done, "demo 4/64", others)
+    )
 
 
 def decoupled_moments(done: Rows) -> str:
@@ -71,14 +79,18 @@ def decoupled_moments(done: Rows) -> str:
 def sign_first(done: Rows) -> str:
     """The sign belongs before the synchronisation."""
     others = ["sign before, 4/64", "sign before and after, 4/64", "no sign, 4/64"]
-    return "\n".join(line for task in paper.TASKS for line in compare(task, done, "demo 4/64", others))
+    return "\n".join(
+        line for task in paper.TASKS for line in compare(task, done, "demo 4/64", others)
+    )
 
 
 def chunks(done: Rows) -> str:
     """Chunks of 32 and a top-k of 4 are the best choice for their bytes."""
     lines = []
     for task, pairs in paper.CHUNKS.items():
-        lines += compare(task, done, "top-k 4 of 32", [f"top-k {topk} of {chunk}" for topk, chunk in pairs])
+        lines += compare(
+            task, done, "top-k 4 of 32", [f"top-k {topk} of {chunk}" for topk, chunk in pairs]
+        )
     return "\n".join(lines)
 
 
@@ -94,7 +106,11 @@ def transfer_precision(done: Rows) -> str:
 def bandwidth(done: Rows) -> str:
     """Random uses half of the bandwidth of DeMo at the same rate, and both use far less than full synchronisation."""
     lines = ["Average Mbit/s that leave a node:", "", *head(["task", "scheme", *paper.LINKS])]
-    sent = {(row["task"], row["name"]): row["bytes_sent"] for row in paper.timings() if row["ranks"] == 2}
+    sent = {
+        (row["task"], row["name"]): row["bytes_sent"]
+        for row in paper.timings()
+        if row["ranks"] == 2
+    }
     for (task, name), nbytes in sent.items():
         times = (paper.step_seconds(task, link).get(name, math.nan) for link in paper.LINKS)
         lines.append(cells([task, name, *(f"{8e-6 * nbytes / each:.1f}" for each in times)]))
@@ -103,7 +119,18 @@ def bandwidth(done: Rows) -> str:
 
 def sharded(_: Rows) -> str:
     """R replicas of S shards send less, and wait less, than R x S replicas of one shard, as in DeMo."""
-    lines = head(["scheme", "nodes", "ranks", "MB, R x S", "MB, RS x 1", "times", "s at 100 Mbit/s", "s, RS x 1"])
+    lines = head(
+        [
+            "scheme",
+            "nodes",
+            "ranks",
+            "MB, R x S",
+            "MB, RS x 1",
+            "times",
+            "s at 100 Mbit/s",
+            "s, RS x 1",
+        ]
+    )
     for name, scheme in {
         "demo 4/64": dt.demo(link="all-gather"),
         "random 1/32": dt.schemes.random(rate=1 / 32),
@@ -115,7 +142,9 @@ def sharded(_: Rows) -> str:
             numbers = [f"{ours / 1e6:.1f}", f"{flat / 1e6:.1f}", f"{flat / ours:.1f}"]
             seconds = (f"{8 * each / BANDWIDTH['100mbit']:.2f}" for each in (ours, flat))
             lines.append(cells([name, str(nodes), str(ranks), *numbers, *seconds]))
-    return "\n".join(["Arithmetic, bytes per step that leave a node, 67 million parameters:", "", *lines])
+    return "\n".join(
+        ["Arithmetic, bytes per step that leave a node, 67 million parameters:", "", *lines]
+    )
 
 
 def many_nodes(_: Rows) -> str:
@@ -137,7 +166,9 @@ def many_nodes(_: Rows) -> str:
 def sent_by_a_rank(scheme: dt.schemes.Scheme, replicas: int, local_ranks: int = 1) -> int:
     """Bytes per step that one rank sends, of a model of `NUMEL` parameters."""
     kind = "all-reduce" if scheme.link == "auto" else scheme.link
-    return exchange_bytes(kind, scheme, NUMEL // scheme.codec.selection.chunk, replicas, local_ranks)
+    return exchange_bytes(
+        kind, scheme, NUMEL // scheme.codec.selection.chunk, replicas, local_ranks
+    )
 
 
 CLAIMS: Sequence[Callable[[Rows], str]] = (
@@ -166,7 +197,9 @@ def compare(task: str, done: Rows, base: str, others: Sequence[str]) -> Iterator
     for name in dict.fromkeys((base, *others)):
         runs = found[name].judged(done)
         judgement = verdict(runs, reference) if name != base else ""
-        yield cells([name, found[name].chosen(done), *means(runs), against(runs, reference), judgement])
+        yield cells(
+            [name, found[name].chosen(done), *means(runs), against(runs, reference), judgement]
+        )
     yield ""
 
 
@@ -175,7 +208,9 @@ def means(runs: Runs) -> list[str]:
     texts = []
     for measure, digits in (("loss", 4), ("accuracy", 3), ("bleu", 2)):
         values = [row[f"val_{measure}"] for row in runs.values()]
-        texts.append(f"{statistics.fmean(values):.{digits}f}" if values and None not in values else "")
+        texts.append(
+            f"{statistics.fmean(values):.{digits}f}" if values and None not in values else ""
+        )
     return texts
 
 
@@ -199,7 +234,9 @@ def first_step(steps: Sequence[int], losses: Sequence[float], wanted: float) -> 
     for step, each in zip(steps, losses, strict=True):
         if each <= wanted:
             return (
-                step if before is None else before[0] + (step - before[0]) * (before[1] - wanted) / (before[1] - each)
+                step
+                if before is None
+                else before[0] + (step - before[0]) * (before[1] - wanted) / (before[1] - each)
             )
         before = step, each
     return None

@@ -20,7 +20,10 @@ RESULTS = Path("benchmarks/results/2026-11-20-predictions.jsonl")
 RECIPES = {
     "quick-lm": ("recipes/quick-lm.toml", []),
     "vit-fashion": ("recipes/vit-fashion.toml", []),
-    "t5": ("recipes/t5-translation.toml", ["model.hidden_size=256", "model.layers=4", "model.feed_forward=1024"]),
+    "t5": (
+        "recipes/t5-translation.toml",
+        ["model.hidden_size=256", "model.layers=4", "model.feed_forward=1024"],
+    ),
 }
 SIGN = "scheme.name=demo scheme.topk=1 scheme.decay=0.95 scheme.precision=sign scheme.error_feedback=false"
 SCHEMES = {
@@ -38,7 +41,9 @@ STEPS, LONGEST_S = 8, 8.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     verbs = parser.add_subparsers(dest="verb", required=True)
     run = verbs.add_parser("run")
     run.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES)[:2])
@@ -75,7 +80,9 @@ def configured(name: str, scheme: str, rate: int) -> Any:
 
     path, sets = RECIPES[name]
     sets = (*sets, *SCHEMES[scheme].split(), "train.validate_every=0", "train.steps=100000")
-    return check_config(Request(Path(path), (*sets, f'mesh.link="{rate}mbit,1ms"'), **WORLD).layers(None).config())
+    return check_config(
+        Request(Path(path), (*sets, f'mesh.link="{rate}mbit,1ms"'), **WORLD).layers(None).config()
+    )
 
 
 def measure(name: str, rate: int) -> list[dict[str, Any]]:
@@ -96,7 +103,10 @@ def measure(name: str, rate: int) -> list[dict[str, Any]]:
         network = Network(*WORLD.values(), probe_axis(link, device, budget_s=2.0).operations)
         for run in runs.values():
             run.turn(probed, network)
-    return [{"recipe": name, "mbit": rate, "scheme": scheme, **run.row()} for scheme, run in runs.items()]
+    return [
+        {"recipe": name, "mbit": rate, "scheme": scheme, **run.row()}
+        for scheme, run in runs.items()
+    ]
 
 
 class Trained:
@@ -127,7 +137,10 @@ class Trained:
         steps = {self.scheme.name: optimizer_step(probed, self.config)}
         work = Work(shard_shapes(self.config), compute_s, steps)
         self.predicted.append(cost(self.scheme, work, network))
-        count, every = max(5, min(STEPS, int(LONGEST_S / self.predicted[-1].total_s))), self.scheme.round.every
+        count, every = (
+            max(5, min(STEPS, int(LONGEST_S / self.predicted[-1].total_s))),
+            self.scheme.round.every,
+        )
         until, records = self.done + -(-count // every) * every, []
         fit(self.session, self.done, until, records.append, Stop())
         self.records += records[2:] if every == 1 else records
@@ -136,17 +149,33 @@ class Trained:
     def row(self) -> dict[str, Any]:
         """Medians over the turns."""
         every = self.scheme.round.every
-        kinds = [[r for r in self.records if (r.step % every == 0) == sends] for sends in (False, True)]
+        kinds = [
+            [r for r in self.records if (r.step % every == 0) == sends] for sends in (False, True)
+        ]
         pairs = list(zip([(every - 1) / every, 1 / every], kinds, strict=True))
 
         def typical(value: str) -> float:
-            return sum(share * statistics.median(getattr(r, value) for r in kind) for share, kind in pairs if kind)
+            return sum(
+                share * statistics.median(getattr(r, value) for r in kind)
+                for share, kind in pairs
+                if kind
+            )
 
-        parts = {"predicted": "total_s", "compute": "compute_s", "step": "step_s", "exposed": "exposed_s"}
-        row = {
-            name: statistics.median(getattr(cost, value) for cost in self.predicted) for name, value in parts.items()
+        parts = {
+            "predicted": "total_s",
+            "compute": "compute_s",
+            "step": "step_s",
+            "exposed": "exposed_s",
         }
-        row |= {"measured": typical("seconds"), "waited": typical("waited_s"), "in_step": typical("step_s")}
+        row = {
+            name: statistics.median(getattr(cost, value) for cost in self.predicted)
+            for name, value in parts.items()
+        }
+        row |= {
+            "measured": typical("seconds"),
+            "waited": typical("waited_s"),
+            "in_step": typical("step_s"),
+        }
         return {
             **row,
             "planned_bytes": self.predicted[0].bytes_sent,
@@ -157,17 +186,27 @@ class Trained:
 
 def table(rows: list[dict[str, Any]]) -> None:
     latest = {(row["recipe"], row["mbit"], row["scheme"]): row for row in rows}
-    print("| recipe | Mbit/s | scheme | step, ms: predicted / measured | off by | compute | waiting | KB per step |")
+    print(
+        "| recipe | Mbit/s | scheme | step, ms: predicted / measured | off by | compute | waiting | KB per step |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for (recipe, rate, scheme), row in sorted(latest.items(), key=lambda item: item[0][:2]):
         own = row["measured"] - row["in_step"]  # all except the optimizer's step
-        pairs = [(row["predicted"], row["measured"]), (row["compute"], own), (row["exposed"], row["waited"])]
+        pairs = [
+            (row["predicted"], row["measured"]),
+            (row["compute"], own),
+            (row["exposed"], row["waited"]),
+        ]
         step, compute, waiting = (f"{_ms(one)} / {_ms(other)}" for one, other in pairs)
         sent = " / ".join(f"{row[name] / 1e3:.1f}" for name in ("planned_bytes", "bytes"))
-        print(f"| {recipe} | {rate} | {scheme} | {step} | {_off(row):+.0%} | {compute} | {waiting} | {sent} |")
+        print(
+            f"| {recipe} | {rate} | {scheme} | {step} | {_off(row):+.0%} | {compute} | {waiting} | {sent} |"
+        )
     errors = [abs(_off(row)) for row in latest.values()]
     within = sum(error <= 0.15 for error in errors)
-    print(f"\nMedian error of a step {statistics.median(errors):.1%}; {within} of {len(errors)} within 15 %.")
+    print(
+        f"\nMedian error of a step {statistics.median(errors):.1%}; {within} of {len(errors)} within 15 %."
+    )
 
 
 def _ms(seconds: float) -> str:

@@ -176,7 +176,9 @@ class Training:
         found: list[list[float]] = []
 
         def report(record: Any) -> None:
-            found.append([record.seconds, record.waited_s + (record.agreeing_s or 0.0) + self._collecting])
+            found.append(
+                [record.seconds, record.waited_s + (record.agreeing_s or 0.0) + self._collecting]
+            )
             self._collecting = 0.0
 
         self._collecting = 0.0
@@ -190,7 +192,9 @@ def configured(sets: str) -> Any:
     from detonation.train.loop.session import check_config
     from detonation.train.recipe.resolve import Request
 
-    return check_config(Request(Path(RECIPE), (*SETS.split(), *sets.split()), 2, 1).layers(None).config())
+    return check_config(
+        Request(Path(RECIPE), (*SETS.split(), *sets.split()), 2, 1).layers(None).config()
+    )
 
 
 def pause_in(model: Any, seconds: float) -> None:
@@ -234,7 +238,9 @@ def predicted(row: dict[str, Any]) -> dict[str, float]:
     config, probed = configured(SCHEMES[row["scheme"]]), axis_profile(row["probed"])
     scheme, shapes = dt.scheme(config.scheme.name, config.scheme.arguments), shard_shapes(config)
     seconds = statistics.fmean(taken for taken, _ in chain(*row["records"]))
-    together = zip(*row["records"], strict=True)  # the slower rank counts, as in what a probe says of compute
+    together = zip(
+        *row["records"], strict=True
+    )  # the slower rank counts, as in what a probe says of compute
     own = statistics.fmean(max(taken - waited for taken, waited in ranks) for ranks in together)
     steps, compute = {scheme.name: Step(**row["step"])}, statistics.fmean(row["compute"])
     network = Network.of_axis(probed, 1)
@@ -256,7 +262,11 @@ def table(rows: list[dict[str, Any]]) -> None:
         measured, moved = found.pop("measured"), row["compute"][1] / row["compute"][0] - 1
         off = {name: seconds / measured - 1 for name, seconds in found.items()}
         cells = [str(case), f"{1e3 * case.compute_s:.0f}", row["scheme"], f"{1e3 * measured:.0f}"]
-        print("| " + " | ".join([*cells, *(f"{each:+.1%}" for each in off.values()), f"{moved:+.0%}"]) + " |")
+        print(
+            "| "
+            + " | ".join([*cells, *(f"{each:+.1%}" for each in off.values()), f"{moved:+.0%}"])
+            + " |"
+        )
         for name, each in off.items():
             errors.setdefault(name, []).append(abs(each))
     print()
@@ -267,7 +277,9 @@ def table(rows: list[dict[str, Any]]) -> None:
         )
     for name in WAYS:
         lost = regrets([*latest.values()], name)
-        print(f"chosen by {name}: {statistics.median(lost):.1%} (median), {max(lost):.1%} (worst) later than the best")
+        print(
+            f"chosen by {name}: {statistics.median(lost):.1%} (median), {max(lost):.1%} (worst) later than the best"
+        )
 
 
 def regrets(rows: list[dict[str, Any]], way: str) -> list[float]:
@@ -282,15 +294,21 @@ def regrets(rows: list[dict[str, Any]], way: str) -> list[float]:
     for row in rows:
         config, found = configured(SCHEMES[row["scheme"]]), predicted(row)
         arguments = {"every": 10} if row["scheme"] == "diloco" else config.scheme.arguments
-        known = estimate(scheme(config.scheme.name, arguments), config.optimizer.name, Goal(2, 164_000, 1000))
+        known = estimate(
+            scheme(config.scheme.name, arguments), config.optimizer.name, Goal(2, 164_000, 1000)
+        )
         assert known
         case = Case(*(row[name] for name in Case.__match_args__))
-        links.setdefault(case, []).append((found[way] * known.steps_factor, found["measured"] * known.steps_factor))
+        links.setdefault(case, []).append(
+            (found[way] * known.steps_factor, found["measured"] * known.steps_factor)
+        )
     return [min(each)[1] / min(measured for _, measured in each) - 1 for each in links.values()]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("action", choices=["run", "table"])
     parser.add_argument("--links", choices=["tuned", "held-out"], default="held-out")
     parser.add_argument("--only", type=int, nargs="+", help="numbers of links")
@@ -311,7 +329,10 @@ def main() -> None:
         print(f"{number}: {cases[number]} in {time.perf_counter() - began:.0f} s", flush=True)
         for row in rows:
             mean = statistics.fmean(record[0] for record in row["records"][0])
-            print(f"    {row['scheme']:8} {mean:.3f} s, compute {statistics.median(row['compute']):.3f}", flush=True)
+            print(
+                f"    {row['scheme']:8} {mean:.3f} s, compute {statistics.median(row['compute']):.3f}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

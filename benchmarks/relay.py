@@ -70,7 +70,9 @@ class Conditions:
     @classmethod
     def of(cls, link: str, **others: Any) -> "Conditions":
         """The conditions of a link as `LinkSpeed.parse` reads it, such as "100mbit,5ms", and `others`."""
-        from detonation.link_speed import LinkSpeed  # imports torch, which a relay's process does without
+        from detonation.link_speed import (
+            LinkSpeed,
+        )  # imports torch, which a relay's process does without
 
         speed = LinkSpeed.parse(link)
         return cls(speed.rate_bits_per_s, speed.latency_s, **others)
@@ -185,10 +187,14 @@ class TcpRelay:
             for direction, (source, sink) in enumerate(((client, server), (server, client))):
                 arriving: SimpleQueue[tuple[float, bytes]] = SimpleQueue()
                 pair = (source, sink, arriving)
-                threading.Thread(target=self._take, args=(direction, source, arriving), daemon=True).start()
+                threading.Thread(
+                    target=self._take, args=(direction, source, arriving), daemon=True
+                ).start()
                 threading.Thread(target=self._give, args=(*pair, left), daemon=True).start()
 
-    def _take(self, direction: int, source: socket.socket, arriving: "SimpleQueue[tuple[float, bytes]]") -> None:
+    def _take(
+        self, direction: int, source: socket.socket, arriving: "SimpleQueue[tuple[float, bytes]]"
+    ) -> None:
         """Reads what a side sends, no faster than the path takes it."""
         path = self._paths[direction]
         data = b"-"
@@ -242,21 +248,37 @@ def _sleep_until(moment: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--listen", type=int, default=0, help="port on loopback; any free one by default")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--listen", type=int, default=0, help="port on loopback; any free one by default"
+    )
     parser.add_argument("--to", help="host and port of the server, as in 127.0.0.1:7001")
     parser.add_argument("--link", default="100mbit,20ms", help="rate and one-way latency")
     parser.add_argument("--jitter-ms", type=float, default=0.0)
     parser.add_argument("--loss", type=float, default=0.0, help="share of packets")
-    parser.add_argument("--competing", type=float, default=0.0, help="share of the rate that others take")
+    parser.add_argument(
+        "--competing", type=float, default=0.0, help="share of the rate that others take"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if not args.to:
-        parser.error("--to is missing: the server that the relay stands before, as in 127.0.0.1:7001")
+        parser.error(
+            "--to is missing: the server that the relay stands before, as in 127.0.0.1:7001"
+        )
     host, _, port = args.to.rpartition(":")
-    rough = {"jitter_s": args.jitter_ms / 1e3, "loss": args.loss, "competing": args.competing, "seed": args.seed}
+    rough = {
+        "jitter_s": args.jitter_ms / 1e3,
+        "loss": args.loss,
+        "competing": args.competing,
+        "seed": args.seed,
+    }
     conditions = Conditions.of(args.link, **rough)
-    with TcpRelay((host, int(port)), conditions, args.listen) as relay, contextlib.suppress(KeyboardInterrupt):
+    with (
+        TcpRelay((host, int(port)), conditions, args.listen) as relay,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
         print(f"{':'.join(map(str, relay.address))} to {args.to}: {conditions}", flush=True)
         threading.Event().wait()
 

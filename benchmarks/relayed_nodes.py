@@ -36,7 +36,9 @@ class RelayedCluster(NamespaceCluster):
     """Nodes in namespaces whose packets all pass a relay. Its conditions do not change."""
 
     def shape(self, speed: LinkSpeed) -> None:
-        raise ValueError(f"a relay has its conditions from the beginning, and cannot change to {speed}")
+        raise ValueError(
+            f"a relay has its conditions from the beginning, and cannot change to {speed}"
+        )
 
     def counters(self, node: int) -> Counters:
         """The counts of packets as those of frames: a device of packets has no header of Ethernet, and counts none."""
@@ -57,26 +59,58 @@ def relayed_cluster(nodes: int, conditions: Conditions) -> Iterator[RelayedClust
     if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
         raise NoNamespaces("a relay of packets needs /dev/net/tun")
     lab._remove(lab._stale())
-    cluster = RelayedCluster(tuple(f"{lab._PREFIX}-{os.getpid()}-{node}" for node in range(nodes)), "")
+    cluster = RelayedCluster(
+        tuple(f"{lab._PREFIX}-{os.getpid()}-{node}" for node in range(nodes)), ""
+    )
     relay: subprocess.Popen[str] | None = None
     with lab._signals_raise():
         try:
             for name in cluster.names:
                 lab._do("ip", "netns", "add", name)
                 lab._do("ip", "-n", name, "link", "set", "lo", "up")
-                lab._do("ip", "netns", "exec", name, "sh", "-c", f"echo reno > {lab._CONTROL}")  # as in lab.py
+                lab._do(
+                    "ip", "netns", "exec", name, "sh", "-c", f"echo reno > {lab._CONTROL}"
+                )  # as in lab.py
             nodes_of_relay = [
-                (str(lab._NAMES / name), cluster.address(node)) for node, name in enumerate(cluster.names)
+                (str(lab._NAMES / name), cluster.address(node))
+                for node, name in enumerate(cluster.names)
             ]
-            asked = json.dumps({"nodes": nodes_of_relay, "conditions": asdict(conditions), "interface": lab.INTERFACE})
+            asked = json.dumps(
+                {
+                    "nodes": nodes_of_relay,
+                    "conditions": asdict(conditions),
+                    "interface": lab.INTERFACE,
+                }
+            )
             command = [sys.executable, str(Path(__file__).with_name("packet_relay.py")), asked]
-            relay = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            relay = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
             assert relay.stdout
             if relay.stdout.readline() != "ready\n":
                 raise NoNamespaces("the relay of packets did not start; its error is above")
             for node, name in enumerate(cluster.names):
-                lab._do("ip", "-n", name, "address", "add", f"{cluster.address(node)}/16", "dev", lab.INTERFACE)
-                lab._do("ip", "-n", name, "link", "set", lab.INTERFACE, "mtu", str(conditions.packet_bytes), "up")
+                lab._do(
+                    "ip",
+                    "-n",
+                    name,
+                    "address",
+                    "add",
+                    f"{cluster.address(node)}/16",
+                    "dev",
+                    lab.INTERFACE,
+                )
+                lab._do(
+                    "ip",
+                    "-n",
+                    name,
+                    "link",
+                    "set",
+                    lab.INTERFACE,
+                    "mtu",
+                    str(conditions.packet_bytes),
+                    "up",
+                )
             yield cluster
         finally:
             if relay:
@@ -85,7 +119,9 @@ def relayed_cluster(nodes: int, conditions: Conditions) -> Iterator[RelayedClust
             lab._remove(cluster.names)
 
 
-def _time(conditions: Conditions, schemes: list[str], turns: int, cluster: RelayedCluster) -> list[list[str]]:
+def _time(
+    conditions: Conditions, schemes: list[str], turns: int, cluster: RelayedCluster
+) -> list[list[str]]:
     """The lines of this rank's table: each scheme's steps, which take turns."""
     import detonation as dt
 
@@ -100,19 +136,32 @@ def _time(conditions: Conditions, schemes: list[str], turns: int, cluster: Relay
     lines = []
     for name, found in timed.items():
         seconds, sent, data, _ = zip(*found, strict=True)
-        cells = statistics.median(seconds), min(seconds), max(seconds), speed.seconds(statistics.fmean(sent), 0)
+        cells = (
+            statistics.median(seconds),
+            min(seconds),
+            max(seconds),
+            speed.seconds(statistics.fmean(sent), 0),
+        )
         lines.append(
-            [name, *(f"{each:.3f}" for each in cells), f"{statistics.fmean(data) / statistics.fmean(sent):.3f}"]
+            [
+                name,
+                *(f"{each:.3f}" for each in cells),
+                f"{statistics.fmean(data) / statistics.fmean(sent):.3f}",
+            ]
         )
     return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--link", default="100mbit,20ms", help="rate and one-way latency")
     parser.add_argument("--jitter-ms", type=float, default=0.0)
     parser.add_argument("--loss", type=float, default=0.0, help="share of packets")
-    parser.add_argument("--competing", type=float, default=0.0, help="share of the rate that others take")
+    parser.add_argument(
+        "--competing", type=float, default=0.0, help="share of the rate that others take"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--turns", type=int, default=9, help="steps of each scheme")
@@ -123,12 +172,19 @@ def main() -> None:
     from detonation.cluster.launch import run_local
 
     torch.set_num_threads(1)  # before the ranks are forked
-    rough = {"jitter_s": args.jitter_ms / 1e3, "loss": args.loss, "competing": args.competing, "seed": args.seed}
+    rough = {
+        "jitter_s": args.jitter_ms / 1e3,
+        "loss": args.loss,
+        "competing": args.competing,
+        "seed": args.seed,
+    }
     conditions = Conditions.of(args.link, **rough)
     with relayed_cluster(args.nodes, conditions) as cluster:
         given = [conditions, args.schemes, args.turns, cluster]
         lines = run_local(_time, args.nodes, given, enter=cluster.enter)[0]
-    print("| scheme | median s | min | max | its bytes alone, s | bytes by the kernel / by the link |")
+    print(
+        "| scheme | median s | min | max | its bytes alone, s | bytes by the kernel / by the link |"
+    )
     print("|---|---|---|---|---|---|")
     for line in lines:
         print("| " + " | ".join(line) + " |")

@@ -37,16 +37,32 @@ RECIPE = {
     "data": {"task": "text", "source": "sotu-sample", "context": 32},
     "scheme": {"name": "demo", "topk": 4, "chunk": 32},
     "optimizer": {"name": "AdamW", "lr": 0.003},
-    "train": {"steps": 100_000, "batch_size": 4, "log_every": 1, "checkpoint_every": 20, "validate_every": 0},
+    "train": {
+        "steps": 100_000,
+        "batch_size": 4,
+        "log_every": 1,
+        "checkpoint_every": 20,
+        "validate_every": 0,
+    },
     "mesh": {"replicas": 2, "shards": 1},
 }
-_TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "9")
+_TORCHRUN = (
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    "--max-restarts",
+    "9",
+)
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--rank"]:
         sys.exit(rank(Path(sys.argv[2]), sys.argv[3:]))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--silence-s", type=float, default=15.0)
     args = parser.parse_args()
@@ -54,12 +70,17 @@ def main() -> None:
     for launcher in ("torchrun", "detonation train"):
         rows = [measured(launcher, args.silence_s) for _ in range(args.times)]
         medians = [statistics.median(row[part] for row in rows) for part in PARTS]
-        print(f"{launcher:16}" + "".join(f"{each:12.2f}" for each in (*medians, sum(medians))), flush=True)
+        print(
+            f"{launcher:16}" + "".join(f"{each:12.2f}" for each in (*medians, sum(medians))),
+            flush=True,
+        )
 
 
 def rank(folder: Path, arguments: list[str]) -> int:
     """`detonation arguments...`, which notes in `folder` when each part ended."""
-    since_boot = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    since_boot = float(
+        Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    ) / os.sysconf("SC_CLK_TCK")
     marks = {"start": time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot}
 
     from detonation.cli.command import run_command
@@ -89,7 +110,9 @@ def measured(launcher: str, silence_s: float) -> dict[str, float]:
     """Seconds of each part of one restart."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "recipe.toml").write_text(tomli_w.dumps(RECIPE | {"peers": {"silence_s": silence_s}}))
+        (folder / "recipe.toml").write_text(
+            tomli_w.dumps(RECIPE | {"peers": {"silence_s": silence_s}})
+        )
         train = [__file__, "--rank", name, "train", f"{name}/recipe.toml", "--out", f"{name}/run"]
         command = [sys.executable, *(_TORCHRUN if launcher == "torchrun" else ()), *train]
         with started(command) as process:
@@ -114,13 +137,19 @@ def parts(killed: float, ended: float, ranks: list[dict[str, float]]) -> dict[st
     """Seconds of each part, of the rank that ends it last."""
     ends = [ended, min(marks["start"] for marks in ranks)]
     ends += [max(marks[part] for marks in ranks) for part in PARTS[2:]]
-    return {part: end - begin for part, begin, end in zip(PARTS, [killed, *ends], ends, strict=False)}
+    return {
+        part: end - begin for part, begin, end in zip(PARTS, [killed, *ends], ends, strict=False)
+    }
 
 
 def marks_of(folder: Path, count: int) -> dict[int, dict[str, float]]:
     """The notes of `count` processes, by process id; empty where there are fewer."""
     files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
-    return {int(path.stem): json.loads(path.read_text()) for path in files} if len(files) >= count else {}
+    return (
+        {int(path.stem): json.loads(path.read_text()) for path in files}
+        if len(files) >= count
+        else {}
+    )
 
 
 def wait_for(look: Callable[[], Any], seconds: float = 180) -> Any:
@@ -136,7 +165,11 @@ def wait_for(look: Callable[[], Any], seconds: float = 180) -> Any:
 @contextlib.contextmanager
 def started(command: list[str]):  # type: ignore[no-untyped-def]
     """The process of `command` without its output; it ends with the context."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    env = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
     quiet = subprocess.DEVNULL
     process = subprocess.Popen(command, env=env, stdout=quiet, stderr=quiet, start_new_session=True)
     try:

@@ -32,7 +32,9 @@ GUARDED: dict[str, Any] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parameters", type=int, default=10_000_000)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
@@ -44,13 +46,20 @@ def main() -> None:
         row(scheme, args.parameters, args.replicas, args.rounds)
     weight = torch.randn(args.parameters)
     link = Link(LoopbackCommunicator(args.replicas))
-    times = [timed(lambda: desync.differences(link, {"w": weight}, weight.device)) for _ in range(args.rounds)]
-    print(f"\nfingerprint: {statistics.median(times) * 1e3 / args.parameters * 1e6:.3f} ms per million parameters")
+    times = [
+        timed(lambda: desync.differences(link, {"w": weight}, weight.device))
+        for _ in range(args.rounds)
+    ]
+    print(
+        f"\nfingerprint: {statistics.median(times) * 1e3 / args.parameters * 1e6:.3f} ms per million parameters"
+    )
 
 
 def row(scheme: dt.schemes.Scheme, parameters: int, replicas: int, rounds: int) -> None:
     model = torch.nn.Linear(parameters // 1024, 1024, bias=False)
-    optimizer = dt.replicate(dt.SignSGD(model.parameters(), lr=1e-3), model, LoopbackCommunicator(replicas), scheme)
+    optimizer = dt.replicate(
+        dt.SignSGD(model.parameters(), lr=1e-3), model, LoopbackCommunicator(replicas), scheme
+    )
     spent: dict[str, float] = dict.fromkeys(GUARDED, 0.0)
     originals = {name: getattr(home, name) for name, home in GUARDED.items()}
     for name, function in originals.items():
@@ -69,8 +78,13 @@ def row(scheme: dt.schemes.Scheme, parameters: int, replicas: int, rounds: int) 
     for name, function in originals.items():
         setattr(GUARDED[name], name, function)
     step, guard, other = (statistics.median(times) * 1e3 for times in (steps, guards, others))
-    shown = ", ".join(f"{k}={scheme.arguments[k]}" for k in ("topk", "precision") if k in scheme.arguments)
-    print(f"| {scheme.name}({shown}) | {step:.1f} | {guard:.2f} | {guard / step:.1%} | {other:.2f} |", flush=True)
+    shown = ", ".join(
+        f"{k}={scheme.arguments[k]}" for k in ("topk", "precision") if k in scheme.arguments
+    )
+    print(
+        f"| {scheme.name}({shown}) | {step:.1f} | {guard:.2f} | {guard / step:.1%} | {other:.2f} |",
+        flush=True,
+    )
 
 
 def counted(function: Callable[..., Any], name: str, spent: dict[str, float]) -> Callable[..., Any]:

@@ -117,11 +117,21 @@ class Cost:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--configurations", nargs="+", default=list(CONFIGURATIONS), help="those that begin so")
-    parser.add_argument("--kernels", nargs="+", default=[], help="the kernels to count; all when left out")
-    parser.add_argument("--targets", nargs="+", type=int, default=[90], help="compute capabilities, times ten")
-    parser.add_argument("--sums", action="store_true", help="print the table of docs/gpu.md: sums alone")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--configurations", nargs="+", default=list(CONFIGURATIONS), help="those that begin so"
+    )
+    parser.add_argument(
+        "--kernels", nargs="+", default=[], help="the kernels to count; all when left out"
+    )
+    parser.add_argument(
+        "--targets", nargs="+", type=int, default=[90], help="compute capabilities, times ten"
+    )
+    parser.add_argument(
+        "--sums", action="store_true", help="print the table of docs/gpu.md: sums alone"
+    )
     args = parser.parse_args()
     known: dict[str, Cost] = {}
     sums: dict[tuple[str, int], list[str]] = {}
@@ -135,27 +145,55 @@ def main() -> None:
         if not any(name.startswith(each) for each in args.configurations):
             continue
         launches = launches_of(*scheme, replicas, link.strip())
-        launches = [each for each in launches if not args.kernels or each.kernel.__name__ in args.kernels]
+        launches = [
+            each for each in launches if not args.kernels or each.kernel.__name__ in args.kernels
+        ]
         floor = (20 if scheme[2] else 16) * 1e9 / BANDWIDTH
         for target in args.targets:
             costs = list[Cost]()
             for launch in launches:
-                key = repr((target, launch.kernel.__name__, launch.programs, launch.constants, described(launch)))
+                key = repr(
+                    (
+                        target,
+                        launch.kernel.__name__,
+                        launch.programs,
+                        launch.constants,
+                        described(launch),
+                    )
+                )
                 if key not in known:
                     known[key] = counted(launch, target)
                 costs.append(known[key])
                 if not args.sums:
-                    print(row(name, label(launch.kernel.__name__, launch.named), target, costs[-1], floor), flush=True)
-            total = Cost(*[0] * 4, *(sum(getattr(each, what.name) for each in costs) for what in fields(Cost)[4:]))
+                    print(
+                        row(
+                            name,
+                            label(launch.kernel.__name__, launch.named),
+                            target,
+                            costs[-1],
+                            floor,
+                        ),
+                        flush=True,
+                    )
+            total = Cost(
+                *[0] * 4,
+                *(sum(getattr(each, what.name) for each in costs) for what in fields(Cost)[4:]),
+            )
             took = sum(each.predicted_s for each in costs) * 1e9 / NUMEL
             if not args.sums:
                 print(row(name, "**sum**", target, total, floor, took), flush=True)
-            sums.setdefault((name.split(",")[0], target), []).append(f"{1e3 * took:.1f}/{took / floor:.1f}")
+            sums.setdefault((name.split(",")[0], target), []).append(
+                f"{1e3 * took:.1f}/{took / floor:.1f}"
+            )
     if args.sums:
         print("| predicted ms / of floor | R=1 | R=2 | R=8 | R=8, owners | measured |")
         print("|" + "---|" * 6)
         for (name, target), cells in sums.items():
-            print("| " + " | ".join([name if target == 90 else f"{name}, sm_{target}", *cells, ""]) + " |")
+            print(
+                "| "
+                + " | ".join([name if target == 90 else f"{name}, sm_{target}", *cells, ""])
+                + " |"
+            )
 
 
 def described(launch: Launch) -> list[Any]:
@@ -163,7 +201,9 @@ def described(launch: Launch) -> list[Any]:
     return [tuple(each.shape) if isinstance(each, Tensor) else each for each in launch.arguments]
 
 
-def row(name: str, label: str, target: int, cost: Cost, floor: float, took: float | None = None) -> str:
+def row(
+    name: str, label: str, target: int, cost: Cost, floor: float, took: float | None = None
+) -> str:
     """A line of the table. took: In place of the prediction of the cost, for a sum."""
     took = cost.predicted_s * 1e9 / NUMEL if took is None else took
     cells = [name, label, f"sm_{target}"]
@@ -171,11 +211,18 @@ def row(name: str, label: str, target: int, cost: Cost, floor: float, took: floa
     cells += [f"{cost.instructions / NUMEL * 1024:,.0f}", f"{cost.moved / NUMEL:.2f}"]
     cells += [f"{cost.asked / cost.moved:.1f}" if cost.moved else ""]
     cells += [f"{1e3 * each * 1e9 / NUMEL:.2f}" for each in (cost.issue_s, cost.memory_s)]
-    cells += [f"{1e3 * took:.2f}", f"{1e6 * cost.tail_s:.0f}", f"{took / floor:.2f}", str(cost.unknown or "")]
+    cells += [
+        f"{1e3 * took:.2f}",
+        f"{1e6 * cost.tail_s:.0f}",
+        f"{took / floor:.2f}",
+        str(cost.unknown or ""),
+    ]
     return "| " + " | ".join(cells) + " |"
 
 
-def launches_of(make: Any, given: dict[str, Any], signs: bool, replicas: int, link: str) -> list[Launch]:
+def launches_of(
+    make: Any, given: dict[str, Any], signs: bool, replicas: int, link: str
+) -> list[Launch]:
     """The launches of a step: from the gradients to weights that moved, or to the update in the gradients' place."""
     found: list[Launch] = []
 
@@ -186,7 +233,9 @@ def launches_of(make: Any, given: dict[str, Any], signs: bool, replicas: int, li
     model = nn.ParameterList([torch.zeros(shape, device="meta") for shape in SHAPES])
     base = torch.optim.SGD(model.parameters(), lr=1e-3)
     with instead_of_launches(kept), torch.no_grad(), remembering():
-        channel = dt.replicate(base, model, Recycling(replicas), scheme, kernels=True).build()[0].channel
+        channel = (
+            dt.replicate(base, model, Recycling(replicas), scheme, kernels=True).build()[0].channel
+        )
         gradients = [torch.empty_like(parameter) for parameter in model]
         channel.send(gradients, 0).receive().write(gradients)
         found.clear()
@@ -208,7 +257,9 @@ def remembering() -> Iterator[None]:
         tensor.numbers = list(numbers)
         return tensor
 
-    def built(slots: Any, starts: Sequence[int], numels: Sequence[int], rows: int, device: torch.device) -> None:
+    def built(
+        slots: Any, starts: Sequence[int], numels: Sequence[int], rows: int, device: torch.device
+    ) -> None:
         build(slots, starts, numels, rows, device)
         slots.starts.numbers, slots.numels.numbers = list(starts), list(numels)
 
@@ -237,7 +288,10 @@ def counted(launch: Launch, target: int) -> Cost:
     tail = 0.0
     for arrives in last_ones(launch):
         last = play(code, constants, 0, memory, arrives).counts
-        more = last.total() - paths[0].counts.total(), spent(code, last) - spent(code, paths[0].counts)
+        more = (
+            last.total() - paths[0].counts.total(),
+            spent(code, last) - spent(code, paths[0].counts),
+        )
         tail = max(tail, more[0] * launch.warps / SCHEDULERS, more[1])
     moved = bytes_of(launch.kernel.__name__, launch.named, launch.programs, NUMEL)
     return Cost(
@@ -269,13 +323,23 @@ def disassembled(binary: bytes) -> Code:
         file.write(binary)
         file.flush()
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-        return Code.parse(subprocess.run([tool, "-hex", file.name], capture_output=True, text=True, check=True).stdout)
+        return Code.parse(
+            subprocess.run(
+                [tool, "-hex", file.name], capture_output=True, text=True, check=True
+            ).stdout
+        )
 
 
-def laid_out(launch: Launch, signature: dict[str, str], begin: int) -> tuple[dict[int, int], dict[int, int]]:
+def laid_out(
+    launch: Launch, signature: dict[str, str], begin: int
+) -> tuple[dict[int, int], dict[int, int]]:
     """Constant memory with the parameters of a launch, and the words of the tables that it reads."""
     given = dict(zip(launch.kernel.arg_names, launch.arguments, strict=False))
-    constants, memory, at = {0x0: 32 * launch.warps, 0xC: launch.programs, 0x28: 1 << 20}, dict[int, int](), begin
+    constants, memory, at = (
+        {0x0: 32 * launch.warps, 0xC: launch.programs, 0x28: 1 << 20},
+        dict[int, int](),
+        begin,
+    )
     for number, (name, kind) in enumerate(signature.items()):
         if kind == "constexpr":
             continue

@@ -22,7 +22,9 @@ from detonation.cluster.launch import run_local
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--saves", type=int, default=15)
@@ -41,9 +43,14 @@ def measure(folder: str, hidden: int, layers: int, saves: int) -> dict[str, floa
     mesh = dt.init_mesh(2, 2, "cpu")
     torch.manual_seed(0)
     model = dt.shard(
-        models.build_model("olmo2", {"hidden_size": hidden, "layers": layers, "feed_forward": 4 * hidden}), mesh
+        models.build_model(
+            "olmo2", {"hidden_size": hidden, "layers": layers, "feed_forward": 4 * hidden}
+        ),
+        mesh,
     )
-    optimizer = dt.replicate(torch.optim.AdamW(model.parameters()), model, mesh["replicate"], dt.demo())
+    optimizer = dt.replicate(
+        torch.optim.AdamW(model.parameters()), model, mesh["replicate"], dt.demo()
+    )
     tokens = torch.randint(256, (1, 16))
     model(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()

@@ -19,11 +19,15 @@ from typing import Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--schemes", nargs="+", required=True)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--grid", nargs="*", default=[], metavar="path=value,value", help="settings to cross")
+    parser.add_argument(
+        "--grid", nargs="*", default=[], metavar="path=value,value", help="settings to cross"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/schemes"))
     args = parser.parse_args()
 
@@ -49,7 +53,16 @@ def summary(recipe: Path, out: Path, settings: list[str]) -> dict[str, Any] | No
     directory = out / recipe.stem / re.sub(r"[^\w.=-]+", "_", ",".join(settings))
     if not (directory / "summary.json").exists():
         flags = [flag for setting in settings for flag in ("--set", setting)]
-        command = [sys.executable, "-m", "detonation", "train", str(recipe), *flags, "--out", str(directory)]
+        command = [
+            sys.executable,
+            "-m",
+            "detonation",
+            "train",
+            str(recipe),
+            *flags,
+            "--out",
+            str(directory),
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             print(f"{' '.join(settings)}: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
@@ -63,7 +76,10 @@ def row(scheme: str, settings: list[str], runs: list[dict[str, Any]]) -> str:
         return f"| {scheme} | {text} | diverged | | | | | | |"
     losses = [run["val_loss"] for run in runs]
     accuracies = [run["val_accuracy"] for run in runs if run.get("val_accuracy") is not None]
-    mean = {key: statistics.fmean(run[key] for run in runs) for key in ("bytes_sent_per_step", "seconds", "steps")}
+    mean = {
+        key: statistics.fmean(run[key] for run in runs)
+        for key in ("bytes_sent_per_step", "seconds", "steps")
+    }
     reduction = runs[0]["reduction"]
     cells = [
         scheme, text, f"{statistics.fmean(losses):.4f}", f"{max(losses) - min(losses):.4f}",

@@ -44,7 +44,9 @@ def run(cell: Cell) -> Row:
         return frontier.run(cell)
     ((when, step, change),) = (each.split(":", 2) for each in cell.sets if each not in settings)
     now = dataclasses.replace(cell, sets=settings)
-    row = frontier.run(now, lambda session: Changing(session.optimizer, int(step), change, again=when == "every"))
+    row = frontier.run(
+        now, lambda session: Changing(session.optimizer, int(step), change, again=when == "every")
+    )
     return {**row, "sets": cell.sets}
 
 
@@ -65,7 +67,9 @@ class Changing:
         key, _, value = self._change.removeprefix("scheme.").partition("=")
         if value:
             ((_, scheme),) = self._optimizer.levels
-            self._optimizer.reconfigure(dt.scheme(scheme.name, {**scheme.arguments, key: json.loads(value)}))
+            self._optimizer.reconfigure(
+                dt.scheme(scheme.name, {**scheme.arguments, key: json.loads(value)})
+            )
         else:
             getattr(variants, key)(self._optimizer)
 
@@ -83,9 +87,15 @@ def table(done: Rows, study: str) -> str:
         if each.study == study or key in REFERENCES[study]:
             runs = each.judged(done)
             sent = f"{per_parameter(done[each.tried(done)[0].key]):.4f}"
-            mean = f"{statistics.fmean(row['val_loss'] for row in runs.values()):.4f}" if runs else ""
+            mean = (
+                f"{statistics.fmean(row['val_loss'] for row in runs.values()):.4f}" if runs else ""
+            )
             cells = [each.name, str(each.replicas), each.chosen(done), sent, str(len(runs)), mean]
-            lines.append("| " + " | ".join([*cells, *(against(runs, reference) for reference in references)]) + " |")
+            lines.append(
+                "| "
+                + " | ".join([*cells, *(against(runs, reference) for reference in references)])
+                + " |"
+            )
     return "\n".join(lines)
 
 
@@ -107,7 +117,9 @@ def page(text: str, done: Rows) -> str:
         return f"{table(done, study) if study else pairs(done)}\n\n{command}"
 
     answers, tables = text.split(HEADING)
-    table_and_command = r"(?:^\|.*\n)+\n(`python benchmarks/second_round\.py (?:table (\w+)|pairs)`)"
+    table_and_command = (
+        r"(?:^\|.*\n)+\n(`python benchmarks/second_round\.py (?:table (\w+)|pairs)`)"
+    )
     return answers + HEADING + re.sub(table_and_command, anew, tables, flags=re.M)
 
 
@@ -128,12 +140,18 @@ def second_round(path: Path = RESULTS) -> Iterator[Measured]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("action", choices=["run", "table", "pairs", "figure", "page"])
     parser.add_argument("study", nargs="?", choices=REFERENCES, help="of the table; all without it")
-    parser.add_argument("--path", type=Path, default=Path("docs/second-round"), help="of the figure")
+    parser.add_argument(
+        "--path", type=Path, default=Path("docs/second-round"), help="of the figure"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--only", default="", help="methods whose study, name or R=number; hold all these words")
+    parser.add_argument(
+        "--only", default="", help="methods whose study, name or R=number; hold all these words"
+    )
     parser.add_argument("--limit", type=int, default=10**9, help="stop after so many runs")
     args = parser.parse_args()
     if args.action == "run":

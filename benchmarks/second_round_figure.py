@@ -14,7 +14,8 @@ from detonation.plan.losses import spread
 
 PANELS = (2, 8)
 LEFT_OUT = (
-    r"^Signum 0\.95|^AdamW 0\.95, full|Muon 0\.95|alpha|cycle|AdamW 0, 0\.999|^local_sgd|^muloco 5, 2bit, Muon 0\.8"
+    r"^Signum 0\.95|^AdamW 0\.95, full|Muon 0\.95|alpha|cycle|AdamW 0, 0\.999"
+    r"|^local_sgd|^muloco 5, 2bit, Muon 0\.8"
 )
 """Settings that end where another one does that is shown, and those that only answer a question."""
 OPTIMIZERS = ("AdamW", "Muon", "SignSGD")
@@ -24,7 +25,10 @@ FAMILIES = {"demo": "s", "loco": "o", "muloco": "^", "random_sign": "D", "full":
 NAMES = {"muloco": "muloco: rounds", "random_sign": "random_sign: votes"}
 HIGHEST, LOWEST = 1.8, 1.24
 """Losses of the axis; methods above it are not drawn."""
-SHORTER = {r"^AdamW 0\.999, |^demo |^loco |^random_sign |, Muon( 0\.8)?$|, AdamW$|, full$": "", "AdamW 0,": "betas 0,"}
+SHORTER = {
+    r"^AdamW 0\.999, |^demo |^loco |^random_sign |, Muon( 0\.8)?$|, AdamW$|, full$": "",
+    "AdamW 0,": "betas 0,",
+}
 """Labels say what colours and markers do not."""
 PAPER = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.3}
 """Behind labels, which lie over bars and under markers."""
@@ -50,7 +54,11 @@ def figure(done: Rows, path: Path) -> None:
                 axes.axhspan(mean - half, mean + half, color=colour, alpha=0.25, linewidth=0)
                 axes.axhline(mean, color=colour, linewidth=1)
             here = [each for each in shown if each.replicas == replicas and each.name not in dense]
-            kept = [each for each in here if not re.search(LEFT_OUT, each.name) and _judged(each, done)[0] < HIGHEST]
+            kept = [
+                each
+                for each in here
+                if not re.search(LEFT_OUT, each.name) and _judged(each, done)[0] < HIGHEST
+            ]
             _points(axes, kept, done)
             axes.set(xscale="log", xlim=(6e-3, 9), ylim=(LOWEST, HIGHEST))
             axes.set_title(f"{replicas} replicas", fontsize=9)
@@ -85,7 +93,9 @@ def _points(axes: Any, shown: Sequence[Method], done: Rows) -> None:
         while any(abs(height - y) < APART and 1 / NEAR < sent / x < NEAR for x, y in taken):
             height += 0.002
         taken.append((sent, height))
-        text = axes.annotate(label, (sent, height), (6, 0), textcoords="offset points", fontsize=7, color=colour)
+        text = axes.annotate(
+            label, (sent, height), (6, 0), textcoords="offset points", fontsize=7, color=colour
+        )
         text.set(va="center", bbox=PAPER)
 
 

@@ -28,7 +28,10 @@ PAIRS = (
     (("demo 4/64 sign, Muon", 2), ("muloco 5, 2bit, rescaled, Muon 0.8", 2)),
     (("loco 4bit, Muon 0.8", 2), ("muloco 5, 2bit, rescaled, Muon 0.8", 2)),
     (("random_sign 1/8", 8), ("random_sign 1/8, cycle", 8)),
-    *(((f"random_sign 1/{share}, cycle", 8), ("random_sign 1/8, cycle", 8)) for share in (1, 2, 4, 16)),
+    *(
+        ((f"random_sign 1/{share}, cycle", 8), ("random_sign 1/8, cycle", 8))
+        for share in (1, 2, 4, 16)
+    ),
     *(((f"random_sign 1/{share}", 8), ("random_sign 1/8", 8)) for share in (4, 16)),
 )
 """Two methods (name, replicas) of the study of text each, whose difference docs/findings.md quotes."""
@@ -91,7 +94,10 @@ def text(
 
 def with_outer(*settings: tuple[float, float]) -> tuple[str, ...]:
     """Variants with these learning rates and momenta of the outer step."""
-    return tuple(f"{FLOOR} scheme.outer_lr={lr:g} scheme.outer_momentum={momentum:g}" for lr, momentum in settings)
+    return tuple(
+        f"{FLOOR} scheme.outer_lr={lr:g} scheme.outer_momentum={momentum:g}"
+        for lr, momentum in settings
+    )
 
 
 def headline() -> Iterator[Method]:
@@ -99,16 +105,30 @@ def headline() -> Iterator[Method]:
     both = FLOOR, TO_ZERO
     yield text("AdamW 0.999, full", FULL + ADAMW.format(0.999), ADAMW_RATES, seeds=8, variants=both)
     yield text("Muon 0.8, full", FULL + MUON, MUON_RATES, seeds=8)
-    yield text("muloco 5, 2bit, Muon 0.8", MEAN + muloco(5), MUON_RATES, seeds=8, variants=with_outer(*LONGER[2]))
+    yield text(
+        "muloco 5, 2bit, Muon 0.8",
+        MEAN + muloco(5),
+        MUON_RATES,
+        seeds=8,
+        variants=with_outer(*LONGER[2]),
+    )
     yield text("loco 4bit, Muon 0.8", "scheme.name=loco " + MUON, MUON_RATES)
-    yield text("loco 4bit, AdamW", "scheme.name=loco " + ADAMW.format(0.999), ADAMW_RATES, seeds=8, variants=both)
+    yield text(
+        "loco 4bit, AdamW",
+        "scheme.name=loco " + ADAMW.format(0.999),
+        ADAMW_RATES,
+        seeds=8,
+        variants=both,
+    )
     yield text("demo 4/64 sign, Muon", demo(4, MUON_ALONE), MUON_RATES, seeds=8, variants=both)
     yield text("demo 1/64 sign", demo(1), SIGN_RATES, seeds=8, variants=both)
     decays = tuple(f"{FLOOR} scheme.decay={decay}" for decay in (0.999, 0.95))
     yield text("demo 4/64 sign", demo(4, decay=None), SIGN_RATES, seeds=8, variants=decays)
     yield text("random_sign 1/8", vote(8), VOTE_RATES, 8, seeds=8)
     yield text("random_sign 1/8, cycle", vote(8, cycle=True), VOTE_RATES, 8, seeds=8, variants=both)
-    yield text("muloco 5, 2bit, Muon 0.8", MEAN + muloco(5), MUON_RATES, 8, variants=with_outer(*LONGER[8]))
+    yield text(
+        "muloco 5, 2bit, Muon 0.8", MEAN + muloco(5), MUON_RATES, 8, variants=with_outer(*LONGER[8])
+    )
     for count, outer, seeds in (2, LONGER[2][:1], 8), (8, LONGER[8], 3):
         sets, tried = MEAN + muloco(30), with_outer(*outer)
         yield text("muloco 30, 2bit, Muon 0.8", sets, MUON_RATES, count, seeds, tried)
@@ -116,20 +136,41 @@ def headline() -> Iterator[Method]:
     for every, count, seeds in (5, 8, 8), (5, 2, 8), (7, 4, 3), (8, 8, 3), (30, 8, 3):
         name, sets = f"muloco {every}, 2bit, rescaled, Muon 0.8", ALONE + RESCALED + muloco(every)
         yield text(name, sets, MUON_RATES, count, seeds)
-    for every, count in (3, 2), (4, 4), (4, 8), (13, 2), (23, 8):  # at most 0.06 bytes, and at most 0.01
+    for every, count in (
+        (3, 2),
+        (4, 4),
+        (4, 8),
+        (13, 2),
+        (23, 8),
+    ):  # at most 0.06 bytes, and at most 0.01
         sets = ALONE + RESCALED + muloco(every, precision="sign")
         yield text(f"muloco {every}, sign, rescaled, Muon 0.8", sets, MUON_RATES, count)
     yield text("Muon 0.95, full", FULL + LONG_MUON, MUON_RATES, seeds=8, variants=both)
-    yield text("muloco 5, 2bit, Muon 0.95", MEAN + ALONE + muloco(5, LONG_MUON), MUON_RATES, seeds=8, variants=both)
-    yield text("muloco 30, 2bit, Muon 0.95", MEAN + ALONE + muloco(30, LONG_MUON), MUON_RATES, variants=both)
+    yield text(
+        "muloco 5, 2bit, Muon 0.95",
+        MEAN + ALONE + muloco(5, LONG_MUON),
+        MUON_RATES,
+        seeds=8,
+        variants=both,
+    )
+    yield text(
+        "muloco 30, 2bit, Muon 0.95",
+        MEAN + ALONE + muloco(30, LONG_MUON),
+        MUON_RATES,
+        variants=both,
+    )
 
 
 def optimizers() -> Iterator[Method]:
     """What belongs to the optimizer and not to the scheme."""
     for decay in (0.9, 0.95):
-        yield text(f"Signum {decay}, full", f"{FULL}{SIGNSGD} optimizer.momentum={decay}", SIGN_RATES)
+        yield text(
+            f"Signum {decay}, full", f"{FULL}{SIGNSGD} optimizer.momentum={decay}", SIGN_RATES
+        )
     yield text("AdamW 0.95, full", FULL + ADAMW.format(0.95), ADAMW_RATES)
-    yield text("AdamW 0.999, full bf16", "scheme.precision=bf16 " + FULL + ADAMW.format(0.999), ADAMW_RATES)
+    yield text(
+        "AdamW 0.999, full bf16", "scheme.precision=bf16 " + FULL + ADAMW.format(0.999), ADAMW_RATES
+    )
 
 
 def rounds_of_adamw() -> Iterator[Method]:
@@ -138,7 +179,11 @@ def rounds_of_adamw() -> Iterator[Method]:
     for every, precision in (2, "4bit"), (5, "2bit"):
         sets = f"{MEAN}{ALONE}scheme.name=muloco scheme.every={every} {adamw.format(precision)}"
         yield text(f"muloco {every}, {precision}, AdamW", sets, ADAMW_RATES)
-    yield text("local_sgd 2, 4bit, AdamW", "scheme.name=local_sgd scheme.every=2 " + adamw.format("4bit"), ADAMW_RATES)
+    yield text(
+        "local_sgd 2, 4bit, AdamW",
+        "scheme.name=local_sgd scheme.every=2 " + adamw.format("4bit"),
+        ADAMW_RATES,
+    )
 
 
 def few_bits() -> Iterator[Method]:
@@ -159,7 +204,9 @@ def replicas() -> Iterator[Method]:
     """The methods of two replicas with more of them, and the share that votes need."""
     for count in (4, 8):
         yield text("demo 1/64 sign", demo(1), SIGN_RATES, count)
-    yield text("demo 4/64 sign, AdamW 0, 0.95", demo(4, WITHOUT_MOMENTUM.format(0.95)), ADAMW_RATES, 8)
+    yield text(
+        "demo 4/64 sign, AdamW 0, 0.95", demo(4, WITHOUT_MOMENTUM.format(0.95)), ADAMW_RATES, 8
+    )
     yield text("loco 4bit, Muon 0.8", "scheme.name=loco " + MUON, MUON_RATES, 8)
     yield text("loco 4bit, AdamW", "scheme.name=loco " + ADAMW.format(0.999), ADAMW_RATES, 8)
     for share in (1, 2, 4, 16):
@@ -177,17 +224,27 @@ def votes() -> Iterator[Method]:
         yield _votes(f"decay {decay}", vote(8, decay, cycle=True))
     signs = "scheme.precision=sign scheme.error_feedback=false scheme.decay=0.9"
     yield _votes("sent coordinates stay in the memory", vote(8, cycle=True) + " scheme.alpha=0")
-    yield _votes("rounding error stays in the memory", vote(8, cycle=True) + " scheme.error_feedback=true")
+    yield _votes(
+        "rounding error stays in the memory", vote(8, cycle=True) + " scheme.error_feedback=true"
+    )
     yield _votes("mean of signs", f"scheme.name=random scheme.rate=0.125 {signs} {SIGNSGD}")
-    comb = f"scheme.name=striding scheme.rate=0.125 {signs} scheme.aggregate=majority_vote {SIGNSGD}"
+    comb = (
+        f"scheme.name=striding scheme.rate=0.125 {signs} scheme.aggregate=majority_vote {SIGNSGD}"
+    )
     yield _votes("a comb instead of random subsets", comb)
-    values = "scheme.name=random scheme.precision=bf16 scheme.rate=0.0078125 scheme.decay={} " + SIGNSGD
+    values = (
+        "scheme.name=random scheme.precision=bf16 scheme.rate=0.0078125 scheme.decay={} " + SIGNSGD
+    )
     for decay in (0.9, 0.999):  # a 128th in bf16 is an eighth in signs
         yield _votes(f"1/128 in bf16, decay {decay}", values.format(decay))
-    yield _votes("memories averaged every 50 steps", vote(8, cycle=True) + " every:50:memories_averaged")
+    yield _votes(
+        "memories averaged every 50 steps", vote(8, cycle=True) + " every:50:memories_averaged"
+    )
     half = vote(2, cycle=True)
     yield _votes("1/2, after 43 steps 1/16", half + " later:43:scheme.rate=0.0625")
-    yield _votes("1/2, after 43 steps 1/16 and 8 times as far", half + " later:43:fewer_and_farther")
+    yield _votes(
+        "1/2, after 43 steps 1/16 and 8 times as far", half + " later:43:fewer_and_farther"
+    )
 
 
 def _votes(name: str, sets: str) -> Method:
@@ -218,7 +275,9 @@ def delay() -> Iterator[Method]:
     }.items():
         yield text(name, demo(1) + sets, SIGN_RATES, study="delay")
     for decay in (0.9, 0.98):
-        yield text(f"decay {decay}", demo(1, decay=decay) + " scheme.delay=1", SIGN_RATES, study="delay")
+        yield text(
+            f"decay {decay}", demo(1, decay=decay) + " scheme.delay=1", SIGN_RATES, study="delay"
+        )
 
 
 def references_of_rounds() -> Iterator[Method]:
@@ -229,7 +288,9 @@ def references_of_rounds() -> Iterator[Method]:
 def rounds() -> Iterator[Method]:
     """A hundred rounds of ten steps, with outer settings of each family."""
     adamw = " scheme.every=10 " + ADAMW.format(0.999)
-    yield _rounds("diloco 10", "scheme.name=diloco" + adamw, ADAMW_RATES, variants=with_outer(*OUTER))
+    yield _rounds(
+        "diloco 10", "scheme.name=diloco" + adamw, ADAMW_RATES, variants=with_outer(*OUTER)
+    )
     for count in (2, 8, 16):
         tried = with_outer(*OUTER)
         yield _rounds("muloco 10, 2bit, rescaled", RESCALED + muloco(10), MUON_RATES, count, tried)
@@ -246,7 +307,11 @@ def longer() -> Iterator[Method]:
 
 
 def _rounds(
-    name: str, sets: str, rates: tuple[float, ...], count: int = 2, variants: tuple[str, ...] = (FLOOR,)
+    name: str,
+    sets: str,
+    rates: tuple[float, ...],
+    count: int = 2,
+    variants: tuple[str, ...] = (FLOOR,),
 ) -> Method:
     sets = f"{COMMON} train.steps=1000 {sets}"
     return Method("rounds", name, QUICK, sets, rates, ROUNDS, count, variants=variants)
@@ -263,7 +328,9 @@ def larger() -> Iterator[Method]:
         yield _larger(f"muloco {every}, 2bit, rescaled", sets, MUON_RATES[1:6], seeds=seeds)
 
 
-def _larger(name: str, sets: str, rates: tuple[float, ...], count: int = 2, seeds: int = 3) -> Method:
+def _larger(
+    name: str, sets: str, rates: tuple[float, ...], count: int = 2, seeds: int = 3
+) -> Method:
     return Method("size", name, QUICK, f"{COMMON} {LARGER} {sets}", rates, SIZE, count, seeds)
 
 
@@ -272,7 +339,11 @@ def images() -> Iterator[Method]:
     yield _images("AdamW, full", FULL + ADAMW.format(0.999), (2.5e-4, 5e-4, *ADAMW_RATES[:3]))
     yield _images("demo 1/64 sign", demo(1), SIGN_RATES)
     yield _images("random_sign 1/8", vote(8), VOTE_RATES, 8)
-    yield _images("loco 4bit, AdamW", "scheme.name=loco " + ADAMW.format(0.999), (2.5e-4, 5e-4, *ADAMW_RATES[:3]))
+    yield _images(
+        "loco 4bit, AdamW",
+        "scheme.name=loco " + ADAMW.format(0.999),
+        (2.5e-4, 5e-4, *ADAMW_RATES[:3]),
+    )
 
 
 def _images(name: str, sets: str, rates: tuple[float, ...], count: int = 2) -> Method:
@@ -280,7 +351,9 @@ def _images(name: str, sets: str, rates: tuple[float, ...], count: int = 2) -> M
     return Method("images", name, VIT, sets, rates, IMAGES, count)
 
 
-def demo(topk: int, optimizer: str = SIGNSGD, decay: float | None = 0.95, precision: str = "sign") -> str:
+def demo(
+    topk: int, optimizer: str = SIGNSGD, decay: float | None = 0.95, precision: str = "sign"
+) -> str:
     """decay: None where variants have one."""
     codec = f"scheme.topk={topk} scheme.chunk=64 scheme.precision={precision} scheme.error_feedback=false"
     return f"scheme.name=demo {codec} {optimizer}" + (f" scheme.decay={decay}" if decay else "")

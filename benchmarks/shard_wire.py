@@ -58,7 +58,10 @@ def train(recipe: str, wire: str, seed: int) -> dict[str, Any]:
         command = [sys.executable, "-m", "detonation", "train", recipe, *flags]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         summary = json.loads((out / "summary.json").read_text())
-    kept = {key: summary[key] for key in ("val_loss", "train_loss", "num_parameters", "steps", "fingerprint")}
+    kept = {
+        key: summary[key]
+        for key in ("val_loss", "train_loss", "num_parameters", "steps", "fingerprint")
+    }
     return {"recipe": recipe, "wire": wire, "seed": seed, **kept}
 
 
@@ -69,7 +72,10 @@ def losses(path: Path, wires: list[str], recipes: list[str], seeds: list[int]) -
     for seed in seeds:
         for recipe in recipes:
             for wire in wires:
-                if not any((row["recipe"], row["wire"], row["seed"]) == (recipe, wire, seed) for row in found):
+                if not any(
+                    (row["recipe"], row["wire"], row["seed"]) == (recipe, wire, seed)
+                    for row in found
+                ):
                     found.append(train(recipe, wire, seed))
                     with path.open("a") as rows:
                         rows.write(json.dumps(found[-1]) + "\n")
@@ -81,7 +87,10 @@ def table(found: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield "| recipe | weights, gradients | seeds | loss | to FSDP2, % |"
     yield "|---|---|---|---|---|"
     for recipe in RECIPES:
-        by_wire = {wire: {r["seed"]: r for r in found if (r["recipe"], r["wire"]) == (recipe, wire)} for wire in WIRES}
+        by_wire = {
+            wire: {r["seed"]: r for r in found if (r["recipe"], r["wire"]) == (recipe, wire)}
+            for wire in WIRES
+        }
         base = {seed: row["val_loss"] for seed, row in by_wire["FSDP2"].items()}
         for wire, runs in by_wire.items():
             if set(runs) & set(base):
@@ -101,20 +110,32 @@ def lab(link: str, wires: list[str], turns: int) -> None:
     torch.set_num_threads(1)  # before the ranks are forked
     with namespace_cluster(NODES, LinkSpeed.parse(link)) as cluster:
         found = run_local(
-            _rank, NODES * RANKS, [cluster, wires, turns], enter=lambda rank: cluster.enter(rank // RANKS)
+            _rank,
+            NODES * RANKS,
+            [cluster, wires, turns],
+            enter=lambda rank: cluster.enter(rank // RANKS),
         )
     parameters, rows = found[0]
     seconds = {wire: statistics.median(row[0] for row in rows[wire]) for wire in wires}
     print(f"{parameters:,} parameters, {NODES} nodes of {RANKS} ranks, {link}")
-    print("| weights, gradients | step, s | FSDP2 / it | sent by a node, bytes | per parameter | counted by links |")
+    print(
+        "| weights, gradients | step, s | FSDP2 / it | sent by a node, bytes | per parameter | counted by links |"
+    )
     print("|---|---|---|---|---|---|")
     for wire in wires:
         kernel, counted = (statistics.fmean(row[n] for row in rows[wire]) for n in (1, 2))
-        cells = [wire, f"{seconds[wire]:.3f}", f"{seconds[wires[0]] / seconds[wire]:.1f}", f"{kernel:,.0f}"]
+        cells = [
+            wire,
+            f"{seconds[wire]:.3f}",
+            f"{seconds[wires[0]] / seconds[wire]:.1f}",
+            f"{kernel:,.0f}",
+        ]
         print("| " + " | ".join([*cells, f"{kernel / parameters:.3f}", f"{counted:,.0f}"]) + " |")
 
 
-def _rank(cluster: Any, wires: list[str], turns: int) -> tuple[int, dict[str, list[tuple[float, float, float]]]]:
+def _rank(
+    cluster: Any, wires: list[str], turns: int
+) -> tuple[int, dict[str, list[tuple[float, float, float]]]]:
     """The number of parameters, and seconds and bytes of each turn, as node 0 sends them."""
     import torch
     import torch.distributed as dist
@@ -128,12 +149,17 @@ def _rank(cluster: Any, wires: list[str], turns: int) -> tuple[int, dict[str, li
     sessions = {}
     for wire in wires:
         sets = (*T5.split(), *(("mesh.shard_nodes=2", *WIRES[wire]) if WIRES[wire] else ()))
-        config = check_config(Request(Path(T5_RECIPE), sets, 1, NODES * RANKS).layers(None).config())
+        config = check_config(
+            Request(Path(T5_RECIPE), sets, 1, NODES * RANKS).layers(None).config()
+        )
         sessions[wire] = start_session(config, torch.device("cpu"))
     rows = dict[str, list[tuple[float, float, float]]]({wire: [] for wire in wires})
     for turn in range(turns + WARM):
         for wire, session in sessions.items():
-            before, counted = cluster.counters(0), session.world.over_shards(dt.shard_bytes_sent(session.model))
+            before, counted = (
+                cluster.counters(0),
+                session.world.over_shards(dt.shard_bytes_sent(session.model)),
+            )
             dist.barrier()
             records: list[Any] = []
             fit(session, turn, turn + 1, records.append, Stop())
@@ -146,9 +172,13 @@ def _rank(cluster: Any, wires: list[str], turns: int) -> tuple[int, dict[str, li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["losses", "lab"])
-    parser.add_argument("--rows", type=Path, default=Path("benchmarks/results/2026-11-22-shard-wire.jsonl"))
+    parser.add_argument(
+        "--rows", type=Path, default=Path("benchmarks/results/2026-11-22-shard-wire.jsonl")
+    )
     parser.add_argument("--wires", nargs="+", default=["FSDP2", "4bit, 4bit"], choices=WIRES)
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES)
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))

@@ -44,8 +44,12 @@ from detonation.train.verbs.simulate import Simulation, configured, train_virtua
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", type=Path, default=Path(__file__).parents[1] / "recipes" / "quick-lm.toml")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--recipe", type=Path, default=Path(__file__).parents[1] / "recipes" / "quick-lm.toml"
+    )
     parser.add_argument("--replicas", nargs="+", type=int, default=[2, 16, 64])
     parser.add_argument("--total-batch", type=int, default=64)
     parser.add_argument("--steps", type=int, default=6, help="that are measured")
@@ -54,16 +58,34 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     parts = Parts() if args.parts else None
-    print("| replicas | step, CPU s | passes alone | step / passes | all in one pass | the rest, ms a replica |")
+    print(
+        "| replicas | step, CPU s | passes alone | step / passes | all in one pass | the rest, ms a replica |"
+    )
     print("|---|---|---|---|---|---|")
     for replicas in args.replicas:
-        sets = (*args.sets, f"train.steps={args.steps + 3}", "train.validate_every=0", "train.validation_batches=1")
+        sets = (
+            *args.sets,
+            f"train.steps={args.steps + 3}",
+            "train.validate_every=0",
+            "train.validation_batches=1",
+        )
         config = configured(Simulation(args.recipe, sets, replicas, args.total_batch))
-        each, whole = passes(config, replicas, args.steps), passes(config, 1, args.steps, args.total_batch)
+        each, whole = (
+            passes(config, replicas, args.steps),
+            passes(config, 1, args.steps, args.total_batch),
+        )
         step = statistics.median(steps(config, parts))
-        each = statistics.median([*each, *passes(config, replicas, args.steps)])  # before and after the steps
+        each = statistics.median(
+            [*each, *passes(config, replicas, args.steps)]
+        )  # before and after the steps
         over = (step - each) / replicas * 1e3
-        cells = [str(replicas), f"{step:.2f}", f"{each:.2f}", f"{step / each:.2f}", f"{statistics.median(whole):.2f}"]
+        cells = [
+            str(replicas),
+            f"{step:.2f}",
+            f"{each:.2f}",
+            f"{step / each:.2f}",
+            f"{statistics.median(whole):.2f}",
+        ]
         print("| " + " | ".join([*cells, f"{over:.1f}"]) + " |", flush=True)
         if parts:
             parts.show(replicas * args.steps)
@@ -74,13 +96,21 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "backward passes": [(torch.Tensor, "backward")],
     "hooks and buckets": [(Overlap, name) for name in ("_on_gradient", "finish")],
     "the signal is finite": [(channel, "first_nonfinite"), (nonfinite, "signals_within")],
-    "encoding": [(NativeEngine, "encode_into"), (ReferenceEngine, "encode_into"), (Channel, "_encode")],
+    "encoding": [
+        (NativeEngine, "encode_into"),
+        (ReferenceEngine, "encode_into"),
+        (Channel, "_encode"),
+    ],
     "writing messages": [(Codec, "write")],
     "sealing": [(Guard, "seal")],
     "inspecting": [(Guard, "open"), (guard, "decide_usable"), (Guard, "_report")],
     "answering as an owner": [(TwoStage, "_reply"), (two_stage, "aggregate"), (Arrived, "read")],
     "turns": [(simulated._Scheduler, "wait"), (simulated._Collective, "result")],
-    "the rest of a step": [(Replicated, "step"), (Replicated, "zero_grad"), (Replicated, "renumber")],
+    "the rest of a step": [
+        (Replicated, "step"),
+        (Replicated, "zero_grad"),
+        (Replicated, "renumber"),
+    ],
 }
 """The functions of each part."""
 
@@ -152,7 +182,9 @@ def passes(config: Config, count: int, steps: int, size: int = 0) -> list[float]
     for step in range(steps + 1):
         began = time.process_time()
         for replica in range(count):
-            examples = batch(data.train, seed=config.seed, step=step, part=replica, parts=count, size=size)
+            examples = batch(
+                data.train, seed=config.seed, step=step, part=replica, parts=count, size=size
+            )
             model(**examples).loss.backward()
             model.zero_grad()
         took.append(time.process_time() - began)

@@ -23,7 +23,11 @@ import detonation as dt
 from detonation.cluster.launch import run_local
 from detonation.models import build_model
 
-CASES = {"no slow replica": (False, False), "a slow replica": (True, False), "a slow replica, balance": (True, True)}
+CASES = {
+    "no slow replica": (False, False),
+    "a slow replica": (True, False),
+    "a slow replica, balance": (True, True),
+}
 
 
 def trained(times: int, rounds: int, every: int, pause_s: float) -> list[list[float]]:
@@ -36,7 +40,9 @@ def trained(times: int, rounds: int, every: int, pause_s: float) -> list[list[fl
     ids = torch.randint(0, 256, (4, 64))
     seconds: list[list[float]] = [[] for _ in CASES]
     for _ in range(rounds):
-        for case, ((slow, _), (model, optimizer)) in enumerate(zip(CASES.values(), runs, strict=True)):
+        for case, ((slow, _), (model, optimizer)) in enumerate(
+            zip(CASES.values(), runs, strict=True)
+        ):
             began = time.perf_counter()
             for _ in range(every):
                 if not optimizer.idle:
@@ -68,7 +74,9 @@ def _pass(model: nn.Module, ids: Tensor, pause_s: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--times", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--every", type=int, default=20)
@@ -76,12 +84,16 @@ def main() -> None:
     args = parser.parse_args()
     arguments = args.times, args.rounds, args.every, args.pause_ms / 1000
     *seconds, counts = run_local(trained, 2, list(arguments), timeout_s=3600)[0]
-    print(f"| run | steps/s of replica 0 | of that without a slow replica | gradients in {args.every} steps |")
+    print(
+        f"| run | steps/s of replica 0 | of that without a slow replica | gradients in {args.every} steps |"
+    )
     print("|---|---|---|---|")
     medians = [statistics.median(each[2:]) for each in seconds]
     for name, median in zip(CASES, medians, strict=True):
         steps = [args.every] * 2 if "balance" not in name else [round(count, 1) for count in counts]
-        print(f"| {name} | {args.every / median:.1f} | {medians[0] / median:.1%} | {steps[0]}, {steps[1]} |")
+        print(
+            f"| {name} | {args.every / median:.1f} | {medians[0] / median:.1%} | {steps[0]}, {steps[1]} |"
+        )
 
 
 if __name__ == "__main__":

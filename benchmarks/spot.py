@@ -62,7 +62,9 @@ def counts(lines: Iterable[str]) -> dict[str, list[tuple[float, int]]]:
     return found
 
 
-def events(changes: Sequence[tuple[float, int]], machines: int, notice: float, seed: int) -> list[Event]:
+def events(
+    changes: Sequence[tuple[float, int]], machines: int, notice: float, seed: int
+) -> list[Event]:
     """The events of a zone for `machines` of the `ASKED`; `notice` is the share of those announced.
 
     >>> [(each.at, each.kind) for each in events([(0, 0), (300, 16), (600, 15), (900, 1), (1200, 0)], 2, 1.0, 0)]
@@ -92,7 +94,9 @@ def kills(machines: int, times: int) -> list[Event]:
     return [Event(60.0 * n, *pair, 60.0 * (n + 1)) for n, pair in enumerate(pairwise(counts))]
 
 
-def elastic_goodput(rows: Sequence[Row], import_s: float, checkpoint_s: float, logs: bool) -> tuple[float, float]:
+def elastic_goodput(
+    rows: Sequence[Row], import_s: float, checkpoint_s: float, logs: bool
+) -> tuple[float, float]:
     """Machine-seconds that were there, and those of them that count, as the events of `rows` went.
 
     Where the last machines are killed, what they did since the newest checkpoint is lost. With `logs` only the steps
@@ -100,7 +104,9 @@ def elastic_goodput(rows: Sequence[Row], import_s: float, checkpoint_s: float, l
     each in the seconds that were measured for one. A broken event costs all until the next one.
     """
     there = idle = unsaved = 0.0
-    ordinary_s = statistics.median([row["ordinary_s"] for row in rows if row["ordinary_s"]] or [1.0])
+    ordinary_s = statistics.median(
+        [row["ordinary_s"] for row in rows if row["ordinary_s"]] or [1.0]
+    )
     world: list[tuple[float, float, int]] = []  # stretches since all began together
     for row in rows:
         before, after, at, until = row["before"], row["after"], row["at"], row["until"]
@@ -119,8 +125,12 @@ def elastic_goodput(rows: Sequence[Row], import_s: float, checkpoint_s: float, l
         elif row["kind"] == "kill, all gone" and world:
             mark, began = last_mark(at, checkpoint_s), world[0][0]
             since = max(mark, began)
-            unsaved = at - since + (unsaved if mark <= began else 0.0)  # and what it had taken from the log itself
-            lost = sum(count * (end - max(begin, since)) for begin, end, count in world if end > since)
+            unsaved = (
+                at - since + (unsaved if mark <= began else 0.0)
+            )  # and what it had taken from the log itself
+            lost = sum(
+                count * (end - max(begin, since)) for begin, end, count in world if end > since
+            )
             idle += before * ordinary_s * (1 + row["lost_steps"]) if logs else lost
         elif row["kind"] == "notice, all gone":
             idle, unsaved = idle + before * row["until_s"], 0.0
@@ -128,7 +138,9 @@ def elastic_goodput(rows: Sequence[Row], import_s: float, checkpoint_s: float, l
     return there, there - idle
 
 
-def restart_goodput(rows: Sequence[Row], restart_s: float, checkpoint_s: float, saves: bool) -> tuple[float, float]:
+def restart_goodput(
+    rows: Sequence[Row], restart_s: float, checkpoint_s: float, saves: bool
+) -> tuple[float, float]:
     """The same where each event starts all again from the newest checkpoint, in `restart_s`.
 
     saves: Before an event that is no kill, a checkpoint is saved.
@@ -164,7 +176,9 @@ def spread(values: Sequence[float]) -> str:
     if not values:
         return "-"
     ordered = sorted(values)
-    return " / ".join(f"{ordered[int(share * (len(ordered) - 1) + 0.5)]:.2f}" for share in (0.5, 0.95, 1))
+    return " / ".join(
+        f"{ordered[int(share * (len(ordered) - 1) + 0.5)]:.2f}" for share in (0.5, 0.95, 1)
+    )
 
 
 def measured(what: str, values: Sequence[float]) -> str:
@@ -176,7 +190,11 @@ def violations(rows: Sequence[Row]) -> list[str]:
     return [
         f"{row['zone']} event {row['index']} ({row['kind']}): {text}"
         for row in rows
-        for text in [*row["unequal"], *row["forgotten"], *([row["broken"]] if row["broken"] else [])]
+        for text in [
+            *row["unequal"],
+            *row["forgotten"],
+            *([row["broken"]] if row["broken"] else []),
+        ]
     ]
 
 
@@ -184,10 +202,17 @@ def table(rows: Sequence[Row], restart_s: float) -> str:
     """The results of some zones, with the same settings."""
     first = rows[0]
     import_s = statistics.median(row["import_s"] for row in rows)
-    starts = [row["until_s"] - row["replay_s"] for row in rows if row["kind"] == "start" and not row["broken"]]
+    starts = [
+        row["until_s"] - row["replay_s"]
+        for row in rows
+        if row["kind"] == "start" and not row["broken"]
+    ]
     start_s = statistics.median(starts or [0.0]) + import_s
     zones = sorted({row["zone"] for row in rows})
-    some = {name: [row for row in rows if row["kind"] == name and not row["broken"]] for name in LEFT_SOME}
+    some = {
+        name: [row for row in rows if row["kind"] == name and not row["broken"]]
+        for name in LEFT_SOME
+    }
     lines = [
         f"{len(rows)} events, {first['machines']} machines, {first['scheme']}, checkpoints every "
         f"{first['checkpoint_s']:g} s, notice for {first['notice']:.0%} of those that go, seed {first['seed']}, "
@@ -201,8 +226,13 @@ def table(rows: Sequence[Row], restart_s: float) -> str:
         measured("notice: the others stand still", [row["stalled_s"] for row in some["notice"]]),
         measured("notice: until the machine is free", [row["left_s"] for row in some["notice"]]),
         measured("join: the others' longest step", [row["longest_s"] for row in some["join"]]),
-        measured("join: until the first newcomer trains", [min(row["came_s"]) for row in some["join"]]),
-        measured("join: until all train, for each", [row["until_s"] / len(row["came_s"]) for row in some["join"]]),
+        measured(
+            "join: until the first newcomer trains", [min(row["came_s"]) for row in some["join"]]
+        ),
+        measured(
+            "join: until all train, for each",
+            [row["until_s"] / len(row["came_s"]) for row in some["join"]],
+        ),
         measured("start from nothing, with the load", starts),
         measured("steps of the log after it", [row["replay_s"] for row in rows if row["replayed"]]),
         "",
@@ -211,14 +241,29 @@ def table(rows: Sequence[Row], restart_s: float) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for zone in [*zones, *(["all"] if len(zones) > 1 else [])]:
-        of_zone = [[row for row in rows if row["zone"] == name] for name in (zones if zone == "all" else [zone])]
+        of_zone = [
+            [row for row in rows if row["zone"] == name]
+            for name in (zones if zone == "all" else [zone])
+        ]
         every = first["checkpoint_s"]
-        found = [[elastic_goodput(each, import_s, every, logs) for each in of_zone] for logs in (True, False)]
+        found = [
+            [elastic_goodput(each, import_s, every, logs) for each in of_zone]
+            for logs in (True, False)
+        ]
         for seconds in (start_s, restart_s):
-            found += [[restart_goodput(each, seconds, every, saves) for each in of_zone] for saves in (False, True)]
-        shares = [sum(good for _, good in each) / max(1e-9, sum(there for there, _ in each)) for each in found]
+            found += [
+                [restart_goodput(each, seconds, every, saves) for each in of_zone]
+                for saves in (False, True)
+            ]
+        shares = [
+            sum(good for _, good in each) / max(1e-9, sum(there for there, _ in each))
+            for each in found
+        ]
         lines.append(f"| {zone} | " + " | ".join(f"{100 * share:.2f} %" for share in shares) + " |")
-    bad, step_s = violations(rows), statistics.median(row["ordinary_s"] for row in rows if row["ordinary_s"])
+    bad, step_s = (
+        violations(rows),
+        statistics.median(row["ordinary_s"] for row in rows if row["ordinary_s"]),
+    )
     again_s = statistics.median(row["replay_step_s"] for row in rows)
     lost = [row["lost_steps"] for row in rows if row["after"] and row["kind"] != "start"]
     gone = [row for row in rows if not row["after"]]
@@ -250,36 +295,62 @@ def play(zone: str, todo: Sequence[Event], path: Path, args: argparse.Namespace)
         return
     settings["import_s"] = done[0]["import_s"] if done else import_seconds()
     again = seconds_of_a_replayed_step
-    settings["replay_step_s"] = done[0]["replay_step_s"] if done else again(args.scheme, args.machines)
+    settings["replay_step_s"] = (
+        done[0]["replay_step_s"] if done else again(args.scheme, args.machines)
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(prefix="spot-") as folder,
-        Conductor(Path(folder), args.scheme, args.checkpoint_s, args.steps, args.pace_s, args.limit_s) as conductor,
+        Conductor(
+            Path(folder), args.scheme, args.checkpoint_s, args.steps, args.pace_s, args.limit_s
+        ) as conductor,
         path.open("a", buffering=1) as file,
     ):
         for index in range(len(done), len(todo)):
             outcome = conductor.handle(todo[index], random.Random(f"{args.seed}/{zone}/{index}"))
             row = as_row(outcome, index=index, load=os.getloadavg()[0], **settings)
             file.write(json.dumps(row) + "\n")
-            print(f"{zone} {index + 1} of {len(todo)}: {outcome.kind} {outcome.before} -> {outcome.after}", flush=True)
+            print(
+                f"{zone} {index + 1} of {len(todo)}: {outcome.kind} {outcome.before} -> {outcome.after}",
+                flush=True,
+            )
 
 
 def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trace", type=Path)
-    parser.add_argument("--kills", type=int, default=0, help="in the place of a trace: so many kills and joins")
+    parser.add_argument(
+        "--kills", type=int, default=0, help="in the place of a trace: so many kills and joins"
+    )
     parser.add_argument("--zone", action="append", help="one or more; all by default")
     parser.add_argument("--machines", type=int, default=8)
     parser.add_argument("--events", type=int, help="of each zone, from the first; all by default")
-    parser.add_argument("--notice", type=float, default=0.5, help="share of the events that take machines, from 0 to 1")
+    parser.add_argument(
+        "--notice",
+        type=float,
+        default=0.5,
+        help="share of the events that take machines, from 0 to 1",
+    )
     parser.add_argument("--scheme", choices=SCHEMES, default="demo")
-    parser.add_argument("--checkpoint-s", type=float, default=600.0, help="seconds of the trace between checkpoints")
+    parser.add_argument(
+        "--checkpoint-s", type=float, default=600.0, help="seconds of the trace between checkpoints"
+    )
     parser.add_argument("--steps", type=int, default=3, help="between two events, at least")
-    parser.add_argument("--pace-s", type=float, default=0.05, help="seconds of a step in which the host only waits")
-    parser.add_argument("--limit-s", type=float, default=120.0, help="an event that takes longer is broken")
-    parser.add_argument("--restart-s", type=float, default=60.0, help="another cost of a restart, for the table")
+    parser.add_argument(
+        "--pace-s", type=float, default=0.05, help="seconds of a step in which the host only waits"
+    )
+    parser.add_argument(
+        "--limit-s", type=float, default=120.0, help="an event that takes longer is broken"
+    )
+    parser.add_argument(
+        "--restart-s", type=float, default=60.0, help="another cost of a restart, for the table"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder with a file of results for each zone")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help="folder with a file of results for each zone"
+    )
     parser.add_argument("--table", action="store_true", help="only print what there is")
     args = parser.parse_args(words)
     if args.trace is None and not args.table and not args.kills:
@@ -298,7 +369,12 @@ def run(args: argparse.Namespace) -> None:
             todo = events(found[zone], args.machines, args.notice, args.seed)[: args.events]
             play(zone, todo, args.out / f"{zone}.jsonl", args)
     rows = [row for path in sorted(args.out.glob("*.jsonl")) for row in read(path)]
-    print(table([row for row in rows if row["zone"] in (args.zone or {row["zone"]} - {"kills"})], args.restart_s))
+    print(
+        table(
+            [row for row in rows if row["zone"] in (args.zone or {row["zone"]} - {"kills"})],
+            args.restart_s,
+        )
+    )
 
 
 if __name__ == "__main__":

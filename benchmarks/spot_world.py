@@ -112,7 +112,9 @@ def made() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 16))
 
 
-def train(folder: Path, port: int, name: str, replica: int, replicas: int, scheme: str, pace_s: float) -> None:
+def train(
+    folder: Path, port: int, name: str, replica: int, replicas: int, scheme: str, pace_s: float
+) -> None:
     """The loop of one machine: of `replicas` that begin together, or, with a negative `replica`, of a newcomer.
 
     It stands still for `pace_s` in each step, as a host does whose accelerator computes.
@@ -130,7 +132,9 @@ def train(folder: Path, port: int, name: str, replica: int, replicas: int, schem
         step = dt.replay(folder / "updates", optimizer) if (folder / "updates").exists() else 0
         if step:
             taken = f"{step - saved} {time.monotonic() - began}"
-            (folder / f"{name}.loaded").write_text(f"{step} {digest(model.parameters())[:16]} {taken}")
+            (folder / f"{name}.loaded").write_text(
+                f"{step} {digest(model.parameters())[:16]} {taken}"
+            )
     log = dt.UpdateLog(folder / "updates")
     optimizer.record(log)
     door = dt.Admission(model, optimizer, token=TOKEN)
@@ -138,7 +142,10 @@ def train(folder: Path, port: int, name: str, replica: int, replicas: int, schem
     signal.signal(signal.SIGTERM, lambda *_: noticed.append(1))
     watch_memory(optimizer, axis, folder, name)
     asked = 0
-    with contextlib.suppress(ReplicaLeft), (folder / f"{name}.steps").open("w", buffering=1) as lines:
+    with (
+        contextlib.suppress(ReplicaLeft),
+        (folder / f"{name}.steps").open("w", buffering=1) as lines,
+    ):
         while True:
             generator = torch.Generator().manual_seed(1000 * optimizer.step_count + axis.replica)
             time.sleep(pace_s)
@@ -154,7 +161,9 @@ def train(folder: Path, port: int, name: str, replica: int, replicas: int, schem
                 dt.save_checkpoint(folder / "checkpoints", model, optimizer)
                 axis.close()
                 return
-            if noticed and asked == 1:  # where all have a notice, some hear of it a step before the others
+            if (
+                noticed and asked == 1
+            ):  # where all have a notice, some hear of it a step before the others
                 axis.depart()
             asked += bool(noticed)
             if int(rows[:, 1].max()) > 0 and bool((rows[:, 1] > 0).all()):
@@ -186,7 +195,10 @@ def seconds_of_a_replayed_step(scheme: str, machines: int, steps: int = 300) -> 
         taken = []
         for to in (steps // 3, steps):
             began = time.monotonic()
-            pids = [forked(lambda to=to: replay(path / "updates", to), path / "error") for _ in range(machines)]
+            pids = [
+                forked(lambda to=to: replay(path / "updates", to), path / "error")
+                for _ in range(machines)
+            ]
             if sum(os.waitpid(pid, 0)[1] for pid in pids):
                 raise Broken((path / "error").read_text())
             taken.append(time.monotonic() - began)
@@ -200,9 +212,16 @@ def watch_memory(optimizer: Any, axis: Any, folder: Path, name: str) -> None:
     def memory() -> np.ndarray:
         channel = optimizer.build()[0].channel
         flat, link = channel.memory.residual.clone(), channel.link
-        if isinstance(channel.exchange, TwoStage):  # its part of the mean that owners have not sent is of all
-            owned = [channel.exchange.residual * (replica == link.replica) for replica in range(link.replicas)]
-            flat += link.replicas * channel.scheme.codec.basis.inverse(channel.exchange.owners.collect(owned))
+        if isinstance(
+            channel.exchange, TwoStage
+        ):  # its part of the mean that owners have not sent is of all
+            owned = [
+                channel.exchange.residual * (replica == link.replica)
+                for replica in range(link.replicas)
+            ]
+            flat += link.replicas * channel.scheme.codec.basis.inverse(
+                channel.exchange.owners.collect(owned)
+            )
         return np.array(flat.numpy())
 
     def watched() -> None:
@@ -232,7 +251,9 @@ def memory_law(folder: Path, lossless: bool) -> tuple[int, list[str]]:
         was, now = ([*folder.glob(f"{step}-{side}-*.npy")] for side in ("before", "after"))
         sizes = [int(paths[0].name.split("-")[2]) for paths in (was, now)]
         if len(was) != sizes[0]:
-            forgotten += [f"step {step}: {len(was)} of {sizes[0]} memories were handed over"] * lossless
+            forgotten += [
+                f"step {step}: {len(was)} of {sizes[0]} memories were handed over"
+            ] * lossless
             continue
         means = [
             sum(np.load(path).astype(float) for path in paths) / size
@@ -240,7 +261,9 @@ def memory_law(folder: Path, lossless: bool) -> tuple[int, list[str]]:
         ]
         checked += 1
         if not np.allclose(*means, rtol=1e-4, atol=1e-5):
-            forgotten.append(f"step {step}: {np.abs(means[0] - means[1]).max():.2e} of {np.abs(means[0]).max():.2e}")
+            forgotten.append(
+                f"step {step}: {np.abs(means[0] - means[1]).max():.2e} of {np.abs(means[0]).max():.2e}"
+            )
     for path in folder.glob("*.npy"):
         path.unlink()
     return checked, forgotten
@@ -290,7 +313,9 @@ def forked(act: Callable[[], None], error: Path) -> int:
         return pid
     code = 1
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, which all get: the conductor ends this process
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # of a terminal, which all get: the conductor ends this process
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         torch.set_num_threads(1)
         act()
@@ -302,7 +327,13 @@ def forked(act: Callable[[], None], error: Path) -> int:
 
 def keep_store(listener: socket.socket) -> None:
     port = listener.getsockname()[1]
-    kept = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    kept = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
     while kept is not None:
         signal.pause()
 
@@ -328,7 +359,15 @@ class Conductor:
         limit_s: float = 120,
     ) -> None:
         exec(WARM, {})  # once, for all that are forked
-        for name in ("Admission", "Guest", "admitted", "elastic", "load_checkpoint", "replicate", "save_checkpoint"):
+        for name in (
+            "Admission",
+            "Guest",
+            "admitted",
+            "elastic",
+            "load_checkpoint",
+            "replicate",
+            "save_checkpoint",
+        ):
             getattr(dt, name)
         self._pace_s = pace_s
         self._folder, self._scheme, self._settle, self._limit_s = folder, scheme, settle, limit_s
@@ -393,13 +432,17 @@ class Conductor:
         if event.noticed:
             self._wait(lambda: all(machine.has_ended() for machine in going), "leave")
             outcome.left_s = time.monotonic() - began
-            if problems := [f"{machine.name}: {machine.error()}" for machine in going if machine.code]:
+            if problems := [
+                f"{machine.name}: {machine.error()}" for machine in going if machine.code
+            ]:
                 raise Broken(f"asked to leave, {problems}")
         if not event.after:
             outcome.until_s = time.monotonic() - began
             outcome.lost_steps = self._all_gone(going, event)
             return
-        self._wait(lambda: all(self._first(machine, event.after) for machine in self._alive), event.kind)
+        self._wait(
+            lambda: all(self._first(machine, event.after) for machine in self._alive), event.kind
+        )
         firsts = {machine: self._first(machine, event.after) for machine in self._alive}
         end = max(line.moment for line in firsts.values() if line)
         outcome.until_s = end - began
@@ -413,7 +456,9 @@ class Conductor:
         outcome.longest_s = max(longest)
         outcome.stalled_s = max(0.0, outcome.until_s - min(taken, default=0) * outcome.ordinary_s)
         outcome.lost_steps = sum(
-            after.step - before.step - 1 for machine in self._alive for before, after in pairwise(machine.lines)
+            after.step - before.step - 1
+            for machine in self._alive
+            for before, after in pairwise(machine.lines)
         )
 
     @staticmethod
@@ -440,7 +485,11 @@ class Conductor:
     def _machine(self, replica: int, replicas: int) -> Machine:
         self._count += 1
         name, folder, port = f"machine{self._count}", self._folder, self._port
-        return Machine(name, folder, lambda: train(folder, port, name, replica, replicas, self._scheme, self._pace_s))
+        return Machine(
+            name,
+            folder,
+            lambda: train(folder, port, name, replica, replicas, self._scheme, self._pace_s),
+        )
 
     def _save(self) -> None:
         """All save between two of the next steps, and wait until all have."""
@@ -474,12 +523,19 @@ class Conductor:
     def _compare_loaded(self, outcome: Outcome) -> list[str]:
         """Where a world went on from other weights than those of the step that it goes on from."""
         files = [self._folder / f"{machine.name}.loaded" for machine in self._alive]
-        said = [file.read_text().split() if file.exists() else ["0", "nothing", "0", "0"] for file in files]
+        said = [
+            file.read_text().split() if file.exists() else ["0", "nothing", "0", "0"]
+            for file in files
+        ]
         outcome.replayed = max(int(words[2]) for words in said)
         outcome.replay_s = max(float(words[3]) for words in said)
         step, wanted = self._saved or (0, "nothing")
         found = {(int(words[0]), words[1] if wanted else "") for words in said}
-        return [] if found == {(step, wanted)} else [f"went on from {sorted(found)}, the last was {step} {wanted}"]
+        return (
+            []
+            if found == {(step, wanted)}
+            else [f"went on from {sorted(found)}, the last was {step} {wanted}"]
+        )
 
     def _compare(self) -> list[str]:
         return [text for machine in self._alive for text in self._note(machine)]
@@ -496,14 +552,22 @@ class Conductor:
 
     def _steps_on(self, steps: int) -> None:
         goals = {machine: machine.look()[-1].step + steps for machine in self._alive}
-        self._wait(lambda: all(each.look()[-1].step >= goal for each, goal in goals.items()), "take steps")
+        self._wait(
+            lambda: all(each.look()[-1].step >= goal for each, goal in goals.items()), "take steps"
+        )
 
     def _wait(self, met: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + self._limit_s
         while not met():
-            ended = [f"{machine.name}: {machine.error()}" for machine in self._alive if machine.has_ended()]
+            ended = [
+                f"{machine.name}: {machine.error()}"
+                for machine in self._alive
+                if machine.has_ended()
+            ]
             if ended or time.monotonic() > deadline:
-                raise Broken(f"{what}: " + (f"ended {ended}" if ended else f"not within {self._limit_s:g} s"))
+                raise Broken(
+                    f"{what}: " + (f"ended {ended}" if ended else f"not within {self._limit_s:g} s")
+                )
             time.sleep(POLL_S)
 
     def _end(self) -> None:
@@ -521,7 +585,11 @@ class Conductor:
 
 def ordinary(machines: Sequence[Machine]) -> float:
     """The median seconds of the last steps of `machines`; 0 where there are none."""
-    gaps = [after.moment - before.moment for machine in machines for before, after in pairwise(machine.lines[-6:])]
+    gaps = [
+        after.moment - before.moment
+        for machine in machines
+        for before, after in pairwise(machine.lines[-6:])
+    ]
     return statistics.median(gaps) if gaps else 0.0
 
 

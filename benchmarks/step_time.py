@@ -34,15 +34,23 @@ BATCHES = {"t5": (2, 64), "vit": (4, 3, 32, 32), "gpt": (2, 64)}  # per rank, wi
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--published", type=Path, help="directory with detonation==0.5.1")
-    parser.add_argument("--baseline", type=Path, help="src directory of another build of this package")
+    parser.add_argument(
+        "--baseline", type=Path, help="src directory of another build of this package"
+    )
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--topk", nargs="+", type=int, default=[4, 32])
-    parser.add_argument("--layouts", nargs="+", default=["flat", "tensors"], choices=["flat", "tensors"])
+    parser.add_argument(
+        "--layouts", nargs="+", default=["flat", "tensors"], choices=["flat", "tensors"]
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
-        "--whole", action="store_true", help="time whole training steps, with forward and backward pass"
+        "--whole",
+        action="store_true",
+        help="time whole training steps, with forward and backward pass",
     )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -50,7 +58,9 @@ def main() -> None:
         return work(**json.loads(args.worker))
     if args.whole:
         args.published, args.layouts = None, ["tensors"]
-    print("| model | tensors | topk | subject | CPU ms | wall ms | CPU: published / this | CPU: this / adamw |")
+    print(
+        "| model | tensors | topk | subject | CPU ms | wall ms | CPU: published / this | CPU: this / adamw |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for name in args.models:
         for layout in args.layouts:
@@ -107,7 +117,9 @@ def table(
 class World:
     """Two processes that take a few steps on request."""
 
-    def __init__(self, subject: str, shapes: list[list[int]], topk: int, source: Path | None, model: str) -> None:
+    def __init__(
+        self, subject: str, shapes: list[list[int]], topk: int, source: Path | None, model: str
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         if source:
@@ -123,7 +135,12 @@ class World:
                 "model": model,
             }
             command = [sys.executable, __file__, "--worker", json.dumps(task)]
-            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": env}
+            pipes: dict[str, Any] = {
+                "stdin": subprocess.PIPE,
+                "stdout": subprocess.PIPE,
+                "text": True,
+                "env": env,
+            }
             self._ranks.append(subprocess.Popen(command, **pipes))
 
     def turn(self) -> tuple[float, float]:
@@ -150,12 +167,16 @@ class World:
         self._folder.cleanup()
 
 
-def work(subject: str, shapes: list[list[int]], topk: int, rank: int, store: str, model: str) -> None:
+def work(
+    subject: str, shapes: list[list[int]], topk: int, rank: int, store: str, model: str
+) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{store}/store", 2), rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{store}/store", 2), rank=rank, world_size=2
+    )
     parameters, gradients, learn = trained(model, rank) if model else drawn(shapes, rank)
     step = {"adamw": adamw, "published": published}.get(subject, ours)(parameters, topk, subject)
     for _ in sys.stdin:
@@ -169,7 +190,9 @@ def work(subject: str, shapes: list[list[int]], topk: int, rank: int, store: str
             step()
             cpu.append(1e3 * (time.process_time() - worked))
             wall.append(1e3 * (time.perf_counter() - began))
-        print(json.dumps({"cpu": statistics.median(cpu), "wall": statistics.median(wall)}), flush=True)
+        print(
+            json.dumps({"cpu": statistics.median(cpu), "wall": statistics.median(wall)}), flush=True
+        )
 
 
 def drawn(shapes: list[list[int]], rank: int) -> tuple[list[Any], list[Any], Callable[[], Any]]:
@@ -191,7 +214,10 @@ def trained(name: str, rank: int) -> tuple[list[Any], list[Any], Callable[[], An
     model, shape = models.build_model(*MODELS[name]), BATCHES[name]
     generator = torch.Generator().manual_seed(rank)
     if name == "vit":
-        inputs = {"pixel_values": torch.randn(shape, generator=generator), "labels": torch.arange(shape[0])}
+        inputs = {
+            "pixel_values": torch.randn(shape, generator=generator),
+            "labels": torch.arange(shape[0]),
+        }
     else:
         tokens = torch.randint(3, 256, shape, generator=generator)
         inputs = {"input_ids": tokens, "labels": tokens}
@@ -217,7 +243,9 @@ def ours(parameters: list[Any], topk: int, subject: str) -> Callable[[], Any]:
     mesh = dt.init_mesh(2, 1, "cpu")
     scheme = dt.demo(topk=topk, chunk=64, **precision)
     base = dt.SignSGD(parameters, lr=1e-3)
-    return dt.replicate(base, model, mesh["replicate"], scheme, kernels=subject != "ours-plain").step
+    return dt.replicate(
+        base, model, mesh["replicate"], scheme, kernels=subject != "ours-plain"
+    ).step
 
 
 def published(parameters: list[Any], topk: int, subject: str) -> Callable[[], Any]:
@@ -237,7 +265,10 @@ def adamw(parameters: list[Any], topk: int, subject: str) -> Callable[[], Any]:
 
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
     bucket = torch.empty(sum(p.numel() for p in parameters))
-    views = [v.view_as(p) for v, p in zip(bucket.split([p.numel() for p in parameters]), parameters, strict=True)]
+    views = [
+        v.view_as(p)
+        for v, p in zip(bucket.split([p.numel() for p in parameters]), parameters, strict=True)
+    ]
 
     def step() -> None:
         torch._foreach_copy_(views, [p.grad for p in parameters])

@@ -38,7 +38,9 @@ class Task(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("tasks", nargs="*", metavar="a b c", help="all, when left out")
     chosen = parser.parse_args().tasks or list(TASKS)
     print(f"{'':44}{'words':>7}{'to read':>10}{'to run':>10}{'in all':>10}{'goal':>8}")
@@ -48,13 +50,19 @@ def main() -> None:
             begun = time.monotonic()
             TASKS[name].run(Path(folder))
             run_s = time.monotonic() - begun
-        seconds = "".join(f"{f'{each:.0f} s':>10}" for each in (reading_s, run_s, reading_s + run_s))
+        seconds = "".join(
+            f"{f'{each:.0f} s':>10}" for each in (reading_s, run_s, reading_s + run_s)
+        )
         print(f"{name}  {TASKS[name].title:41}{words:7}{seconds}{f'{GOAL_S} s':>8}", flush=True)
 
 
 def reading(name: str) -> tuple[int, float]:
     """The words that the reader of a task passes, and the seconds that this takes."""
-    words = sum(len(text.split()) for page, heads in TASKS[name].sections.items() for text in parts(page, *heads))
+    words = sum(
+        len(text.split())
+        for page, heads in TASKS[name].sections.items()
+        for text in parts(page, *heads)
+    )
     return words, 60 * words / WORDS_PER_MINUTE
 
 
@@ -76,7 +84,9 @@ def nothing(folder: Path) -> None:
 
 def own_text(folder: Path) -> None:
     """Trains on a text, exports the model, and lets it write."""
-    (folder / "my.txt").write_text("\n".join(path.read_text() for path in sorted(ROOT.glob("docs/*.md"))))
+    (folder / "my.txt").write_text(
+        "\n".join(path.read_text() for path in sorted(ROOT.glob("docs/*.md")))
+    )
     (section,) = parts("docs/quickstart.md", "Your own text")
     for line in "".join(blocks(section, "bash")).replace("\\\n", " ").splitlines():
         run(folder, shlex.split(line, comments=True))
@@ -106,7 +116,9 @@ def run(folder: Path, words: list[str]) -> None:
         return
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, *PROGRAMS.get(words[0], []), *words[1:]]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         sys.exit(f"{shlex.join(words)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
 
@@ -117,7 +129,9 @@ TASKS = {
         {"README.md": ("", "What is not shown yet", "Try it", "In your own loop", "Which scheme?")},
         nothing,
     ),
-    "b": Task("a model of my own text", {"docs/quickstart.md": ("", "Install", "Your own text")}, own_text),
+    "b": Task(
+        "a model of my own text", {"docs/quickstart.md": ("", "Install", "Your own text")}, own_text
+    ),
     "c": Task("my FSDP2 loop, replicated", {"docs/your-loop.md": ("",)}, replicated_loop),
 }
 

@@ -37,10 +37,14 @@ class Seen:
     def put(self, place: int, step: int, message: Tensor) -> None:
         if step < self.after:
             return
-        arrived = Arrived(self.scheme.codec, message[:, HEADER_BYTES:], self.rows, None, self.scheme.aggregation)
+        arrived = Arrived(
+            self.scheme.codec, message[:, HEADER_BYTES:], self.rows, None, self.scheme.aggregation
+        )
         found = arrived.read(0, self.rows)
         assert found.indices is not None
-        signed = (narrow(found.indices).to(torch.int64) * 2 + (found.values < 0)).squeeze(-1)  # [replicas, rows]
+        signed = (narrow(found.indices).to(torch.int64) * 2 + (found.values < 0)).squeeze(
+            -1
+        )  # [replicas, rows]
         for each in signed:
             self.single.update(each.tolist())
         low, high = signed.amin(0), signed.amax(0)
@@ -61,10 +65,14 @@ def bits(counts: Counter[Any]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=120)
     args = parser.parse_args()
-    text = torch.tensor(list(next(Path(dt.__file__).parent.rglob("*.txt")).read_bytes()), dtype=torch.int64)
+    text = torch.tensor(
+        list(next(Path(dt.__file__).parent.rglob("*.txt")).read_bytes()), dtype=torch.int64
+    )
     scheme = dt.demo(topk=1, precision="sign", error_feedback=False)
 
     def act(communicator: SimulatedCommunicator) -> tuple[Seen, int]:

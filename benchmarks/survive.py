@@ -82,7 +82,11 @@ def measured(way: str, fault: int) -> tuple[float, float]:
                 os._exit(0)
         port = listener.getsockname()[1]
         store = dist.TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
         )
         for rank in LEFT:
             os.waitpid(pids[rank], 0)
@@ -103,7 +107,9 @@ def steps_of(count: int, numel: int) -> list[list[float]]:
     for axis in (mesh["replicate"], elastic):
         model = torch.nn.Linear(1024, numel // 1024, bias=False)
         model.weight.grad = torch.randn(numel // 1024, 1024)
-        optimizers.append((model, dt.replicate(dt.SignSGD(model.parameters(), lr=1e-3), model, axis, dt.demo())))
+        optimizers.append(
+            (model, dt.replicate(dt.SignSGD(model.parameters(), lr=1e-3), model, axis, dt.demo()))
+        )
     dt.same_weights(optimizers[0][0], mesh["replicate"])
     optimizers[1][0].load_state_dict(optimizers[0][0].state_dict())
     for step in range(count + 10):
@@ -128,9 +134,15 @@ def compare_steps() -> None:
     print("|---|---|---|---|")
     medians = []
     for name, wall, cpu in (("mesh", *found[:2]), ("elastic", *found[2:])):
-        medians.append((statistics.median(wall), statistics.quantiles(wall, n=10)[0], statistics.median(cpu)))
+        medians.append(
+            (statistics.median(wall), statistics.quantiles(wall, n=10)[0], statistics.median(cpu))
+        )
         print(f"| {name} | {medians[-1][0]:.2f} | {medians[-1][1]:.2f} | {medians[-1][2]:.2f} |")
-    print("| elastic more | " + " | ".join(f"{100 * (b / a - 1):+.1f} %" for a, b in zip(*medians, strict=True)) + " |")
+    print(
+        "| elastic more | "
+        + " | ".join(f"{100 * (b / a - 1):+.1f} %" for a, b in zip(*medians, strict=True))
+        + " |"
+    )
 
 
 if __name__ == "__main__":

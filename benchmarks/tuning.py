@@ -38,7 +38,15 @@ class Method:
 
     def cell(self, rate: float, variant: str) -> Cell:
         sets = f"{self.sets} optimizer.lr={rate} {variant}"
-        return Cell(self.study, self.name, self.recipe, tuple(sets.split()), self.replicas, self.total, seed=0)
+        return Cell(
+            self.study,
+            self.name,
+            self.recipe,
+            tuple(sets.split()),
+            self.replicas,
+            self.total,
+            seed=0,
+        )
 
     def tried(self, done: Rows) -> list[Cell]:
         """The settings that seed 0 tries, as far as they follow from the runs that are done."""
@@ -55,7 +63,10 @@ class Method:
             elif best == high - 1 < len(every) - 1:
                 high += 1
             else:
-                return [*cells, *(self.cell(self.rates[best], variant) for variant in self.variants[1:])]
+                return [
+                    *cells,
+                    *(self.cell(self.rates[best], variant) for variant in self.variants[1:]),
+                ]
 
     def best(self, done: Rows) -> Cell | None:
         """The setting that seed 0 chose; None until it has tried all."""
@@ -79,11 +90,16 @@ class Method:
     def runs(self, cell: Cell, done: Rows) -> dict[int, Row]:
         """The judging runs of a setting that are done and did not diverge, by seed."""
         keys = {seed: each.key for seed, each in self._seeded(cell).items()}
-        return {seed: done[key] for seed, key in keys.items() if key in done and done[key]["val_loss"]}
+        return {
+            seed: done[key] for seed, key in keys.items() if key in done and done[key]["val_loss"]
+        }
 
     def diverges(self, cell: Cell, done: Rows) -> bool:
         """True if a judging run of a setting diverged: the mean of the others would flatter it."""
-        return any(each.key in done and not done[each.key]["val_loss"] for each in self._seeded(cell).values())
+        return any(
+            each.key in done and not done[each.key]["val_loss"]
+            for each in self._seeded(cell).values()
+        )
 
     def _seeded(self, cell: Cell) -> dict[int, Cell]:
         return {seed: dataclasses.replace(cell, seed=seed) for seed in range(1, self.seeds + 1)}
@@ -94,10 +110,19 @@ class Method:
         if best is None:
             return ""
         settings = best.settings
-        edge = " (edge)" if len(self.rates) > 1 and best.rate in (self.rates[0], self.rates[-1]) else ""
+        edge = (
+            " (edge)"
+            if len(self.rates) > 1 and best.rate in (self.rates[0], self.rates[-1])
+            else ""
+        )
         variants = [dict(each.split("=") for each in variant.split()) for variant in self.variants]
         odd = [key for key in variants[0] if len({each[key] for each in variants}) > 1]
-        return ", ".join([f"{best.rate:g}{edge}", *(f"{key.split('.')[1]} {float(settings[key]):g}" for key in odd)])
+        return ", ".join(
+            [
+                f"{best.rate:g}{edge}",
+                *(f"{key.split('.')[1]} {float(settings[key]):g}" for key in odd),
+            ]
+        )
 
 
 def loss(row: Row) -> float:
@@ -106,10 +131,18 @@ def loss(row: Row) -> float:
 
 
 def run_missing(
-    methods: Sequence[Method], path: Path, run: Callable[[Cell], Row], only: str = "", limit: int = 10**9
+    methods: Sequence[Method],
+    path: Path,
+    run: Callable[[Cell], Row],
+    only: str = "",
+    limit: int = 10**9,
 ) -> None:
     """Runs what is missing in `path`, of methods whose study, name, recipe and R=number; hold all words of `only`."""
-    wanted = [m for m in methods if all(w in f"{m.study} {m.name} {m.recipe} R={m.replicas};" for w in only.split())]
+    wanted = [
+        m
+        for m in methods
+        if all(w in f"{m.study} {m.name} {m.recipe} R={m.replicas};" for w in only.split())
+    ]
     for _ in range(limit):
         cell = next(missing(wanted, rows(path)), None)
         if cell is None:
@@ -117,7 +150,14 @@ def run_missing(
         row = run(cell)
         with path.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        print(cell.study, cell.method, *cell.sets[-2:], f"R={cell.replicas} seed={cell.seed}", loss(row), flush=True)
+        print(
+            cell.study,
+            cell.method,
+            *cell.sets[-2:],
+            f"R={cell.replicas} seed={cell.seed}",
+            loss(row),
+            flush=True,
+        )
 
 
 def missing(methods: Iterable[Method], done: Rows) -> Iterator[Cell]:
@@ -133,7 +173,9 @@ def measured(method: Method, done: Rows) -> Iterator[Measured]:
     for cell in method.tried(done):
         runs = method.runs(cell, done)
         if len(runs) >= 3 and not method.diverges(cell, done):
-            if (scheme := scheme_of([one for one in cell.sets if one.startswith("scheme.")])) is None:
+            if (
+                scheme := scheme_of([one for one in cell.sets if one.startswith("scheme.")])
+            ) is None:
                 continue
             yield scheme, method.recipe, method.replicas, runs, method.study, "docs/findings.md"
 

@@ -30,7 +30,9 @@ SCHEMES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=list(SCHEMES))
@@ -50,7 +52,12 @@ def row(name: str, scheme: dt.schemes.Scheme, rounds: int, replicas: int) -> str
     ids = torch.randint(0, 256, (8, 128))
     with tempfile.TemporaryDirectory() as folder:
         pair = [
-            dt.replicate(torch.optim.SGD(model.parameters(), lr=1e-6), model, LoopbackCommunicator(replicas), scheme)
+            dt.replicate(
+                torch.optim.SGD(model.parameters(), lr=1e-6),
+                model,
+                LoopbackCommunicator(replicas),
+                scheme,
+            )
             for _ in range(2)
         ]
         log = dt.UpdateLog(folder)
@@ -65,12 +72,18 @@ def row(name: str, scheme: dt.schemes.Scheme, rounds: int, replicas: int) -> str
                 times[which].append((time.perf_counter() - began, time.thread_time() - ran))
         log.close()
         numel = sum(parameter.numel() for parameter in model.parameters())
-        cells = [f"{sum(file.stat().st_size for file in Path(folder).iterdir()) / rounds / numel:.4f}"]
+        cells = [
+            f"{sum(file.stat().st_size for file in Path(folder).iterdir()) / rounds / numel:.4f}"
+        ]
         for clock in (0, 1):
             without, recorded = ([each[clock] for each in one[2:]] for one in times)
             middle = statistics.median(without)
             more = statistics.median(b - a for a, b in zip(without, recorded, strict=True)) / middle
-            cells += [f"{1000 * middle:.1f}", f"{1000 * statistics.median(recorded):.1f}", f"{more:+.1%}"]
+            cells += [
+                f"{1000 * middle:.1f}",
+                f"{1000 * statistics.median(recorded):.1f}",
+                f"{more:+.1%}",
+            ]
     return f"| {name} | {' | '.join(cells)} |"
 
 

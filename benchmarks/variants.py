@@ -44,7 +44,9 @@ class OneSupport(Codec):
     """
 
     of_mean: bool = True
-    seen: ClassVar[dict[int, dict[str, list[Tensor]]]] = {}  # by step and replica, the rows in their order
+    seen: ClassVar[
+        dict[int, dict[str, list[Tensor]]]
+    ] = {}  # by step and replica, the rows in their order
 
     def shared_indices(self, rows: int, step: int, seed: int, device: torch.device) -> Tensor:
         if step not in self.seen:
@@ -73,16 +75,29 @@ class InOneMessage(GradientScheme):
 
 def one_support(of_mean: bool = True, topk: int = 1, decay: float = 0.95) -> dt.schemes.Scheme:
     """`demo` in signs by an all-gather, with one support for all replicas; the bytes of indices are still sent."""
-    scheme = dt.demo(topk=topk, decay=decay, precision="sign", error_feedback=False, link="all-gather")
-    codec = OneSupport(scheme.codec.basis, Guided(topk, scheme.codec.selection.chunk), scheme.codec.precision, of_mean)
-    fields = {field.name: getattr(scheme, field.name) for field in dataclasses.fields(scheme) if field.init}
+    scheme = dt.demo(
+        topk=topk, decay=decay, precision="sign", error_feedback=False, link="all-gather"
+    )
+    codec = OneSupport(
+        scheme.codec.basis,
+        Guided(topk, scheme.codec.selection.chunk),
+        scheme.codec.precision,
+        of_mean,
+    )
+    fields = {
+        field.name: getattr(scheme, field.name)
+        for field in dataclasses.fields(scheme)
+        if field.init
+    }
     return InOneMessage(**{**fields, "codec": codec})
 
 
 def fewer_and_farther(optimizer: dt.Replicated) -> None:
     """From now on an eighth of the coordinates that were sent at a time, and eight times the learning rate."""
     ((_, scheme),) = optimizer.levels
-    optimizer.reconfigure(dt.scheme(scheme.name, {**scheme.arguments, "rate": scheme.arguments["rate"] / 8}))
+    optimizer.reconfigure(
+        dt.scheme(scheme.name, {**scheme.arguments, "rate": scheme.arguments["rate"] / 8})
+    )
     step = optimizer.step
 
     def farther() -> None:  # the schedule sets each step's learning rate anew

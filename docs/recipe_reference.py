@@ -99,7 +99,17 @@ def recipe_keys() -> list[RecipeKey]:
     >>> next(key for key in recipe_keys() if (key.table, key.name) == ("train", "keep")).default
     3
     """
-    found = [RecipeKey("", "", "seed", "integer", 0, False, "Of weights, data order, dropout and random selections.")]
+    found = [
+        RecipeKey(
+            "",
+            "",
+            "seed",
+            "integer",
+            0,
+            False,
+            "Of weights, data order, dropout and random selections.",
+        )
+    ]
     chosen: dict[str, Mapping[str, Callable[..., Any]]] = {
         "model": {**MODELS, "hf:...": model_function("hf:...")},
         "data": TASKS,
@@ -118,7 +128,15 @@ def recipe_keys() -> list[RecipeKey]:
                 required = field.default is dataclasses.MISSING
                 default = None if required else field.default
                 found.append(
-                    RecipeKey(table, "", field.name, _kind(hints[field.name]), default, required, meanings[field.name])
+                    RecipeKey(
+                        table,
+                        "",
+                        field.name,
+                        _kind(hints[field.name]),
+                        default,
+                        required,
+                        meanings[field.name],
+                    )
                 )
     return found
 
@@ -163,7 +181,11 @@ def _meanings(source: Any) -> dict[str, str]:
 def _kind(hint: Any) -> str:
     if hint in (tuple[str, ...], tuple[float, ...]):
         return "array"
-    plain = [each for each in get_args(hint) if each is not types.NoneType] if get_args(hint) else [hint]
+    plain = (
+        [each for each in get_args(hint) if each is not types.NoneType]
+        if get_args(hint)
+        else [hint]
+    )
     return _TYPES.get(plain[0], "string")
 
 
@@ -176,10 +198,18 @@ def page() -> str:
         if any(key.owner for key in keys):
             parts += [f"## [{table}]\n", CHOICE.format(key=keys[0].name) + "\n", *choices(keys)]
         else:
-            more = " All other keys are arguments of the optimizer's class." if table == "optimizer" else ""
+            more = (
+                " All other keys are arguments of the optimizer's class."
+                if table == "optimizer"
+                else ""
+            )
             rows = [f"| `{key.name}` | {spelled(key)} | {meaning(key)} |" for key in keys]
             head = ["| key | default | meaning |", "|---|---|---|"]
-            parts += [f"## [{table}]\n", purpose(table) + more + "\n", "\n".join([*head, *rows, ""])]
+            parts += [
+                f"## [{table}]\n",
+                purpose(table) + more + "\n",
+                "\n".join([*head, *rows, ""]),
+            ]
     return "\n".join([*parts, LEVELS, TUNED])
 
 
@@ -217,7 +247,11 @@ def spelled(key: RecipeKey) -> str:
         return "must be given"
     if key.default is None:
         return "none"
-    texts = {bool: lambda x: str(x).lower(), str: lambda x: f'"{x}"', tuple: lambda x: "[]" if not x else str(list(x))}
+    texts = {
+        bool: lambda x: str(x).lower(),
+        str: lambda x: f'"{x}"',
+        tuple: lambda x: "[]" if not x else str(list(x)),
+    }
     return f"`{texts.get(type(key.default), str)(key.default)}`"
 
 

@@ -36,7 +36,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Points links to their place in the site."""
     uri = page.file.src_uri
-    here = ROOT / uri.removeprefix("repository/") if uri.startswith("repository/") else ROOT / "docs" / uri
+    here = (
+        ROOT / uri.removeprefix("repository/")
+        if uri.startswith("repository/")
+        else ROOT / "docs" / uri
+    )
 
     def moved(match: re.Match[str]) -> str:
         target = Path(os.path.normpath(here.parent / match[1]))
@@ -49,7 +53,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def linked(page: Path) -> list[Path]:
     """The files of the repository that a page of Markdown links to."""
-    found = [Path(os.path.normpath(page.parent / match[1])) for match in LINK.finditer(page.read_text())]
+    found = [
+        Path(os.path.normpath(page.parent / match[1])) for match in LINK.finditer(page.read_text())
+    ]
     return [path for path in found if path.is_file() and ROOT in path.parents]
 
 

@@ -33,7 +33,9 @@ def train() -> None:
     _, equal = dt.fingerprint(network, mesh)
     if mesh.get_rank() == 0:
         less = 100 * hook.dense_bytes / hook.stats.bytes_sent
-        print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}, {less:.1f} times fewer bytes, replicas equal: {equal}")
+        print(
+            f"loss {losses[0]:.2f} -> {losses[-1]:.2f}, {less:.1f} times fewer bytes, replicas equal: {equal}"
+        )
 
 
 train()

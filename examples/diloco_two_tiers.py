@@ -21,7 +21,10 @@ def train() -> None:
         dt.same_weights(model, mesh[axis])  # all replicas start from the weights of rank 0
 
     # From the innermost tier outwards.
-    levels = [(mesh["node"], dt.full()), (mesh["rack"], dt.diloco(every=10, outer_lr=0.7, outer_momentum=0.6))]
+    levels = [
+        (mesh["node"], dt.full()),
+        (mesh["rack"], dt.diloco(every=10, outer_lr=0.7, outer_momentum=0.6)),
+    ]
     optimizer = dt.replicate(torch.optim.AdamW(model.parameters(), lr=1e-2), model, levels=levels)
 
     torch.manual_seed(1 + mesh.get_rank())  # each rank draws its own data

@@ -25,7 +25,9 @@ from detonation.models import build_model
 def text(model: Any, prompt: str, length: int = 80) -> str:
     """`prompt` and what the model makes of it; quick-lm reads and writes bytes."""
     ids = torch.tensor([list(prompt.encode()[-64:] or b" ")])
-    made = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=True)
+    made = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=True
+    )
     return bytes(byte for byte in made[0].tolist() if byte < 256).decode(errors="replace")
 
 
@@ -38,7 +40,9 @@ def server(follower: Follower, port: int) -> ThreadingHTTPServer:
             prompt = parse_qs(urlsplit(self.path).query).get("prompt", [""])[0]
             with using, torch.no_grad():
                 follower.update()
-                answer = json.dumps({"step": follower.step, "text": text(follower.model, prompt)}).encode()
+                answer = json.dumps(
+                    {"step": follower.step, "text": text(follower.model, prompt)}
+                ).encode()
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
             self.end_headers()

@@ -28,7 +28,9 @@ def train() -> None:
     dt.shard(model, mesh)  # FSDP2 inside the node; every replica starts from the same weights
     # Between the nodes, the signs of 4 DCT coefficients of each 64 coordinates of the momentum are exchanged.
     signs = dt.SignSGD(model.parameters(), lr=3e-3)
-    optimizer = dt.replicate(signs, model, mesh["replicate"], dt.demo(precision="sign", error_feedback=False))
+    optimizer = dt.replicate(
+        signs, model, mesh["replicate"], dt.demo(precision="sign", error_feedback=False)
+    )
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
 
     torch.manual_seed(0)
@@ -47,7 +49,9 @@ def train() -> None:
     _, equal = dt.fingerprint(model, mesh)
     if mesh.get_rank() == 0:
         less = 100 * sum(optimizer.dense_bytes_by_level) / optimizer.stats.bytes_sent
-        print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}, {less:.1f} times fewer bytes, replicas equal: {equal}")
+        print(
+            f"loss {losses[0]:.2f} -> {losses[-1]:.2f}, {less:.1f} times fewer bytes, replicas equal: {equal}"
+        )
 
 
 train()

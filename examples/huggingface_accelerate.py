@@ -13,15 +13,21 @@ from detonation.integrations.huggingface import Replicas, prepare, replicated
 
 def train() -> None:
     accelerator = Accelerator(
-        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap"),
-        parallelism_config=Replicas(dp_replicate_size=2, dp_shard_size=2),  # neighbouring ranks share a replica
+        fsdp_plugin=FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="size_based_wrap"
+        ),
+        parallelism_config=Replicas(
+            dp_replicate_size=2, dp_shard_size=2
+        ),  # neighbouring ranks share a replica
         gradient_accumulation_steps=2,
     )
     torch.manual_seed(0)  # every rank starts from the same weights
     model = nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32))
     rotation = torch.linalg.qr(torch.randn(32, 32)).Q
     x = torch.randn(8192, 32)
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x @ rotation), batch_size=32)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(x, x @ rotation), batch_size=32
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=128)
     # Between the replicas, gradients are exchanged in 4 bits, and their rounding errors are sent later.

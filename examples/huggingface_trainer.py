@@ -23,8 +23,15 @@ class Sequences(torch.utils.data.Dataset):
 
 def train() -> None:
     torch.manual_seed(0)  # every rank starts from the same weights, as with from_pretrained
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, tie_word_embeddings=False, pad_token_id=None, **sizes))
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=32, tie_word_embeddings=False, pad_token_id=None, **sizes)
+    )
     arguments = TrainingArguments(
         "out/trainer",
         max_steps=20,
@@ -35,7 +42,9 @@ def train() -> None:
         report_to="none",
         fsdp=True,
         fsdp_config={"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
-        parallelism_config=Replicas(dp_replicate_size=2, dp_shard_size=2),  # neighbouring ranks share a replica
+        parallelism_config=Replicas(
+            dp_replicate_size=2, dp_shard_size=2
+        ),  # neighbouring ranks share a replica
     )
     exchange = Replicate(dt.loco())
     trainer = Trainer(model, arguments, train_dataset=Sequences(), callbacks=[exchange])
@@ -45,8 +54,12 @@ def train() -> None:
     _, equal = dt.fingerprint(trainer.model, trainer.accelerator.torch_device_mesh)
     if trainer.is_world_process_zero():
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        less = 20 * sum(exchange.optimizer.dense_bytes_by_level) / exchange.optimizer.stats.bytes_sent
-        print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}, {less:.1f} times fewer bytes, replicas equal: {equal}")
+        less = (
+            20 * sum(exchange.optimizer.dense_bytes_by_level) / exchange.optimizer.stats.bytes_sent
+        )
+        print(
+            f"loss {losses[0]:.2f} -> {losses[-1]:.2f}, {less:.1f} times fewer bytes, replicas equal: {equal}"
+        )
 
 
 if __name__ == "__main__":

@@ -46,7 +46,9 @@ def train() -> None:
     if trainer.is_global_zero:
         less = 100 * sum(optimizer.dense_bytes_by_level) / optimizer.stats.bytes_sent
         losses = module.losses
-        print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}, {less:.1f} times fewer bytes, replicas equal: {equal}")
+        print(
+            f"loss {losses[0]:.2f} -> {losses[-1]:.2f}, {less:.1f} times fewer bytes, replicas equal: {equal}"
+        )
 
 
 train()

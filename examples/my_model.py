@@ -25,7 +25,9 @@ class Gru(nn.Module):
         self.layers = nn.ModuleList(nn.GRU(width, width, batch_first=True) for _ in range(layers))
         self.head = nn.Linear(width, vocab)
 
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Output:  # both [B, T] int64, as the data give them
+    def forward(
+        self, input_ids: Tensor, labels: Tensor
+    ) -> Output:  # both [B, T] int64, as the data give them
         hidden = self.embedding(input_ids)
         for layer in self.layers:
             hidden = hidden + layer(hidden)[0]

@@ -19,19 +19,28 @@ def train() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "pipe"))
     number, last = mesh.get_local_rank("pipe"), mesh.get_local_rank("pipe") == 1
     torch.manual_seed(0)
-    halves = nn.Sequential(nn.Linear(16, 64), nn.Tanh()), nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    halves = (
+        nn.Sequential(nn.Linear(16, 64), nn.Tanh()),
+        nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)),
+    )
     model = halves[number]
     stage = PipelineStage(model, number, 2, torch.device("cpu"), group=mesh.get_group("pipe"))
     schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
     scheme = dt.diloco(every=10, outer_lr=0.7, outer_momentum=0.6)
-    optimizer = dt.replicate(torch.optim.AdamW(model.parameters(), lr=1e-2), model, mesh["replicate"], scheme)
+    optimizer = dt.replicate(
+        torch.optim.AdamW(model.parameters(), lr=1e-2), model, mesh["replicate"], scheme
+    )
 
-    torch.manual_seed(1 + mesh.get_local_rank("replicate"))  # the stages of a replica see the same data
+    torch.manual_seed(
+        1 + mesh.get_local_rank("replicate")
+    )  # the stages of a replica see the same data
     losses: list[float] = []
     for _ in range(60):
         x = torch.randn(32, 16)
         micro: list[torch.Tensor] = []
-        schedule.step(*([] if number else [x]), target=x.mean(1, keepdim=True) if last else None, losses=micro)
+        schedule.step(
+            *([] if number else [x]), target=x.mean(1, keepdim=True) if last else None, losses=micro
+        )
         optimizer.step()
         optimizer.zero_grad()
         losses.extend(loss.detach().item() for loss in micro)

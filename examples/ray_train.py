@@ -36,9 +36,15 @@ def train(config: dict[str, int]) -> None:
         optimizer.step()
         optimizer.zero_grad()
         if (step + 1) % config["every"] == 0:
-            numbers = {"step": step + 1, "loss": loss.item(), "bytes_sent": optimizer.stats.bytes_sent}
+            numbers = {
+                "step": step + 1,
+                "loss": loss.item(),
+                "bytes_sent": optimizer.stats.bytes_sent,
+            }
             numbers["equal"] = dt.fingerprint(model, mesh)[1]
-            with tempfile.TemporaryDirectory() as folder:  # one for each worker; Ray puts their files together
+            with (
+                tempfile.TemporaryDirectory() as folder
+            ):  # one for each worker; Ray puts their files together
                 dt.save_checkpoint(folder, model, optimizer)
                 ray.train.report(numbers, checkpoint=Checkpoint.from_directory(folder))
 
@@ -48,9 +54,13 @@ if __name__ == "__main__":
     trainer = TorchTrainer(
         train,
         train_loop_config={"workers": 4, "steps": 100, "every": 20},
-        scaling_config=ScalingConfig(num_workers=4, use_gpu=gpus > 0, resources_per_worker={"CPU": 0.5, "GPU": gpus}),
+        scaling_config=ScalingConfig(
+            num_workers=4, use_gpu=gpus > 0, resources_per_worker={"CPU": 0.5, "GPU": gpus}
+        ),
         run_config=RunConfig(
-            name="rotation", storage_path=str(Path("out").resolve()), failure_config=FailureConfig(max_failures=3)
+            name="rotation",
+            storage_path=str(Path("out").resolve()),
+            failure_config=FailureConfig(max_failures=3),
         ),
     )
     last = trainer.fit().metrics

@@ -33,7 +33,9 @@ def numbers(header: dict[str, Any], data: bytearray, kind: str, count: int) -> t
     found = torch.zeros(count, dtype=torch.int64)
     for name in (each for each in header if each.startswith(kind)):
         plane = bytearray(zlib.decompress(data[slice(*header[name]["data_offsets"])]))
-        found += torch.frombuffer(plane, dtype=torch.uint8).long() << 8 * int(name.rpartition(".")[2])
+        found += torch.frombuffer(plane, dtype=torch.uint8).long() << 8 * int(
+            name.rpartition(".")[2]
+        )
     return found
 
 
@@ -51,10 +53,16 @@ def newest(folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
             step, state = about["step"], path.name[20:36]
     parts = {name: data[slice(*each["data_offsets"])] for name, each in header.items()}
     kinds = {name: (TYPES[each["dtype"]], each["shape"]) for name, each in header.items()}
-    return step, {k: torch.frombuffer(parts[k], dtype=kind).view(shape) for k, (kind, shape) in kinds.items()}
+    return step, {
+        k: torch.frombuffer(parts[k], dtype=kind).view(shape) for k, (kind, shape) in kinds.items()
+    }
 
 
 if __name__ == "__main__":
     at, weights = newest(Path(sys.argv[1]))
-    digest = hashlib.sha256(b"".join(bytes(each.flatten().view(torch.uint8).tolist()) for each in weights.values()))
-    print(f"step {at}, {sum(map(torch.numel, weights.values())):,} values, sha256 {digest.hexdigest()}")
+    digest = hashlib.sha256(
+        b"".join(bytes(each.flatten().view(torch.uint8).tolist()) for each in weights.values())
+    )
+    print(
+        f"step {at}, {sum(map(torch.numel, weights.values())):,} values, sha256 {digest.hexdigest()}"
+    )

@@ -39,11 +39,15 @@ mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", 
 torch.manual_seed(0)  # the same weights on all ranks, of which each keeps its part
 model = Model()
 for layer in model.layers:
-    parallelize_module(layer, mesh["tensor"], {"rise": ColwiseParallel(), "fall": RowwiseParallel()})
+    parallelize_module(
+        layer, mesh["tensor"], {"rise": ColwiseParallel(), "fall": RowwiseParallel()}
+    )
 dt.shard(model, mesh)
 optimizer = dt.SignSGD(model.parameters(), lr=6e-3)
 # Biases that are not cut along "tensor" are held whole there, and cross the slow link once.
-optimizer = dt.replicate(optimizer, model, mesh["replicate"], dt.demo(topk=4, chunk=16), intra_node=mesh["tensor"])
+optimizer = dt.replicate(
+    optimizer, model, mesh["replicate"], dt.demo(topk=4, chunk=16), intra_node=mesh["tensor"]
+)
 
 torch.manual_seed(1 + mesh.get_rank() // 2)  # tensor-parallel ranks see the same data
 losses = []

@@ -80,7 +80,8 @@ class Marked:
         self._mark(tree, path)
         start = _after_docstring(tree.body)
         while any(
-            isinstance(each, ast.ImportFrom) and each.module == "__future__" for each in tree.body[start : start + 1]
+            isinstance(each, ast.ImportFrom) and each.module == "__future__"
+            for each in tree.body[start : start + 1]
         ):
             start += 1
         tree.body[start:start] = ast.parse(HEAD).body
@@ -91,10 +92,16 @@ class Marked:
             self._mark(child, path)
         if isinstance(node, ast.Match):
             last = node.cases[-1]
-            if last.guard or not (isinstance(last.pattern, ast.MatchAs) and last.pattern.pattern is None):
+            if last.guard or not (
+                isinstance(last.pattern, ast.MatchAs) and last.pattern.pattern is None
+            ):
                 node.cases.append(ast.match_case(ast.MatchAs(lineno=node.lineno), None, []))
         for body, name in _bodies(node):
-            at = _after_docstring(body) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else 0
+            at = (
+                _after_docstring(body)
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+                else 0
+            )
             body.insert(at, ast.parse(f"_TAKEN[{len(self.branches)}] = 1").body[0])
             self.branches.append((path, name))
 
@@ -128,7 +135,11 @@ def _bodies(node: ast.AST) -> list[tuple[list[ast.stmt], str]]:
 
 def _after_docstring(body: Sequence[ast.stmt]) -> int:
     first = body[0] if body else None
-    return int(isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and type(first.value.value) is str)
+    return int(
+        isinstance(first, ast.Expr)
+        and isinstance(first.value, ast.Constant)
+        and type(first.value.value) is str
+    )
 
 
 def marked(tree: Path) -> Marked:
@@ -142,12 +153,19 @@ def marked(tree: Path) -> Marked:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="write the figures to this file, too")
     parser.add_argument("--map", type=Path, help="which test takes which branches, to this file")
-    parser.add_argument("--missed", action="store_true", help="print the branches of the core that no test takes")
     parser.add_argument(
-        "--processes", type=int, default=min((os.cpu_count() or 2) + 1, 8), help="as `make test` by default"
+        "--missed", action="store_true", help="print the branches of the core that no test takes"
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=min((os.cpu_count() or 2) + 1, 8),
+        help="as `make test` by default",
     )
     given, more = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="branches-") as folder:
@@ -161,11 +179,22 @@ def main() -> int:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
         env |= {FILE: str(marks), f"{FILE}_COUNT": str(len(branches))}
         env.pop("PYTHONDONTWRITEBYTECODE", None)
-        command = [sys.executable, "-m", "pytest", "-p", "branch_map", "--ignore", "tests/layers", "--tb=short"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "branch_map",
+            "--ignore",
+            "tests/layers",
+            "--tb=short",
+        ]
         command += ["-p", "no:cacheprovider", "--numprocesses", str(given.processes)]
         command += ["--dist", "loadfile", "--no-loadscope-reorder"]
         began = time.perf_counter()
-        ran = subprocess.Popen([*command, *more], cwd=tree, env=env, stdout=subprocess.PIPE, text=True)
+        ran = subprocess.Popen(
+            [*command, *more], cwd=tree, env=env, stdout=subprocess.PIPE, text=True
+        )
         assert ran.stdout is not None
         last = ""
         for line in ran.stdout:
@@ -173,11 +202,17 @@ def main() -> int:
             last = line if " passed" in line else last
         failed = ran.wait()
         lasted = time.perf_counter() - began
-        rows = [json.loads(line) for file in Path(folder).glob("marks*.lines") for line in file.open()]
+        rows = [
+            json.loads(line) for file in Path(folder).glob("marks*.lines") for line in file.open()
+        ]
     taken = {number for row in rows for number in row["branches"]}
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     passed = re.search(r"(\d+) passed", last)
-    core = {number for number, (path, _) in enumerate(branches) if path.startswith("src/detonation/core/")}
+    core = {
+        number
+        for number, (path, _) in enumerate(branches)
+        if path.startswith("src/detonation/core/")
+    }
     figures = {
         "date": date.today().isoformat(),
         "tests": int(passed[1]) if passed else 0,

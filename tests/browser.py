@@ -12,7 +12,14 @@ from pathlib import Path
 
 from limits import LIMIT_S
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge")
+NAMES = (
+    "chromium",
+    "chromium-browser",
+    "google-chrome",
+    "google-chrome-stable",
+    "chrome",
+    "microsoft-edge",
+)
 
 
 def found():
@@ -25,20 +32,36 @@ class Browser:
 
     def __init__(self, path, profile: Path):
         (theirs, self._write), (self._read, answers) = _high(os.pipe()), _high(os.pipe())
-        flags = ["--headless=new", "--remote-debugging-pipe", "--disable-gpu", "--no-first-run", "--hide-scrollbars"]
-        quiet = ["--disable-background-networking", "--disable-component-update", "--disable-extensions"]
+        flags = [
+            "--headless=new",
+            "--remote-debugging-pipe",
+            "--disable-gpu",
+            "--no-first-run",
+            "--hide-scrollbars",
+        ]
+        quiet = [
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-extensions",
+        ]
         root = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium has no sandbox as root
         argv = [path, *flags, *quiet, *root, f"--user-data-dir={profile}", "about:blank"]
-        null = [(os.POSIX_SPAWN_OPEN, descriptor, os.devnull, os.O_RDWR, 0) for descriptor in (0, 1, 2)]
+        null = [
+            (os.POSIX_SPAWN_OPEN, descriptor, os.devnull, os.O_RDWR, 0) for descriptor in (0, 1, 2)
+        ]
         pipes = [(os.POSIX_SPAWN_DUP2, theirs, 3), (os.POSIX_SPAWN_DUP2, answers, 4)]
-        self._pid = os.posix_spawn(path, argv, os.environ, file_actions=[*null, *pipes], setsid=True)
+        self._pid = os.posix_spawn(
+            path, argv, os.environ, file_actions=[*null, *pipes], setsid=True
+        )
         os.close(theirs), os.close(answers)
         self._buffer, self._number, self._session = b"", 0, None
         self.complaints, self.requests, self._loaded = [], [], False
 
     def __enter__(self):
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._call(f"{domain}.enable")
         return self
@@ -61,13 +84,17 @@ class Browser:
 
     def evaluate(self, expression, wait=False):
         """The value of a JavaScript expression in the page; with `wait` that of its promise."""
-        answer = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=wait)
+        answer = self._call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=wait
+        )
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def screenshot(self):
         """The whole page as PNG."""
-        return base64.b64decode(self._call("Page.captureScreenshot", captureBeyondViewport=True)["data"])
+        return base64.b64decode(
+            self._call("Page.captureScreenshot", captureBeyondViewport=True)["data"]
+        )
 
     def _call(self, method, **parameters):
         self._number += 1
@@ -83,7 +110,9 @@ class Browser:
         """Reads the next message and records events."""
         limit = time.monotonic() + LIMIT_S
         while b"\0" not in self._buffer:
-            assert select.select([self._read], [], [], limit - time.monotonic())[0], "the browser does not answer"
+            assert select.select([self._read], [], [], limit - time.monotonic())[0], (
+                "the browser does not answer"
+            )
             piece = os.read(self._read, 1 << 16)
             assert piece, "the browser has ended"
             self._buffer += piece

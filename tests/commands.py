@@ -24,14 +24,21 @@ from limits import LIMIT_S
 
 for name in (
     *("torch._dynamo", "torch.distributed.fsdp", "transformers.models.olmo2.modeling_olmo2"),
-    *("matplotlib.figure", "matplotlib.lines", "matplotlib.patches", "matplotlib.backends.backend_svg"),
+    *(
+        "matplotlib.figure",
+        "matplotlib.lines",
+        "matplotlib.patches",
+        "matplotlib.backends.backend_svg",
+    ),
     *("detonation.train.run.start", "detonation.train.recipe.resolve", "detonation.report.page"),
     *("detonation.cluster.mesh", "detonation.cluster.init", "detonation.core.optimizer.replicate"),
     *("detonation.engines.native_engine", "detonation.engines.triton", "detonation.wire.wire"),
     *("tyro._backends._tyro_backend", "torch.profiler._cupti_monitor"),
 ):
     with contextlib.suppress(ImportError):  # what a release of these libraries may not have
-        importlib.import_module(name)  # before the fork, and not once in every command: half of a run of some steps
+        importlib.import_module(
+            name
+        )  # before the fork, and not once in every command: half of a run of some steps
 
 RECIPE = {
     "model": {"name": "olmo2", "layers": 1, "hidden_size": 32, "heads": 2, "feed_forward": 64},
@@ -93,7 +100,10 @@ class Command:
                 os.dup2(self._pipes.get(descriptor) or os.open(path, os.O_WRONLY), descriptor)
             for pipe in self._pipes.values():
                 os.close(pipe)
-            sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+            sys.stdout, sys.stderr = (
+                os.fdopen(1, "w", closefd=False),
+                os.fdopen(2, "w", closefd=False),
+            )
             torch.set_num_threads(1)
             os.environ.update(self._env)
             tempfile.tempdir = None  # what the parent found in its own environment
@@ -124,21 +134,28 @@ class Command:
     @property
     def errors(self) -> str:
         """What it says went wrong, without what torch's C++ adds where torch was imported before the command was."""
-        return "".join(line for line in self.stderr.splitlines(keepends=True) if line.startswith("error: "))
+        return "".join(
+            line for line in self.stderr.splitlines(keepends=True) if line.startswith("error: ")
+        )
 
     @property
     def ranks(self) -> list[int]:
         """The processes that it has started, in the order of their start; none once it has ended."""
         if self.ended:
             return []
-        return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
+        return [
+            int(pid)
+            for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        ]
 
     def wait(self) -> int:
         """Its exit code, once it has ended; below 0 it is the signal that ended it."""
         if self.code is None:
             if not select.select([self._handle], [], [], LIMIT_S)[0]:
                 self.kill()
-                raise AssertionError(f"still running after {LIMIT_S} s:\n{self.stdout[-1000:]}\n{self.stderr}")
+                raise AssertionError(
+                    f"still running after {LIMIT_S} s:\n{self.stdout[-1000:]}\n{self.stderr}"
+                )
             self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
             os.close(self._handle)
         return self.code
@@ -147,7 +164,9 @@ class Command:
         """Returns when it has shown that many steps."""
         if not self.comes_to_step(step):
             self.kill()
-            raise AssertionError(f"did not come to step {step}:\n{self.stdout[-1000:]}\n{self.stderr}")
+            raise AssertionError(
+                f"did not come to step {step}:\n{self.stdout[-1000:]}\n{self.stderr}"
+            )
 
     def comes_to_step(self, step: int) -> bool:
         """Waits until it has shown that many steps; False where it ended or the time was over before."""
@@ -209,7 +228,9 @@ def free_port(count: int = 1) -> int:
         names = [socket.socket(socket.AF_UNIX) for _ in range(count)]
         try:
             for port, name in enumerate(names, first):
-                name.bind(f"\0detonation-test-port-{port}")  # of no file: free when its processes have ended
+                name.bind(
+                    f"\0detonation-test-port-{port}"
+                )  # of no file: free when its processes have ended
                 socket.create_server(("127.0.0.1", port)).close()
         except OSError:
             for name in names:

@@ -10,10 +10,16 @@ from contextlib import nullcontext, suppress
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-if os.environ.get("TEST_DEVICE", "cpu") == "cpu":  # on a GPU, interpreted kernels would read its addresses on the host
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read where triton is imported: kernels run on the CPU
+if (
+    os.environ.get("TEST_DEVICE", "cpu") == "cpu"
+):  # on a GPU, interpreted kernels would read its addresses on the host
+    os.environ.setdefault(
+        "TRITON_INTERPRET", "1"
+    )  # read where triton is imported: kernels run on the CPU
 if "TEST_DEVICE" not in os.environ:
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the tests train on the CPU, on a machine with GPUs too
+    os.environ.setdefault(
+        "CUDA_VISIBLE_DEVICES", ""
+    )  # the tests train on the CPU, on a machine with GPUs too
 
 import pytest
 import torch
@@ -43,7 +49,9 @@ selftest._SHAPE = (64, 64)
 
 # The same examples in every run: a test that fails for somebody fails for everybody. `make test-all` has more of them;
 # look for new ones with `pytest --hypothesis-profile=search`.
-with suppress(ImportError):  # where `make gpu` runs some of the tests, there may be torch and pytest alone
+with suppress(
+    ImportError
+):  # where `make gpu` runs some of the tests, there may be torch and pytest alone
     from hypothesis import settings
 
     settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=15)
@@ -65,7 +73,9 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_maker_of_namespaces(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def one_maker_of_namespaces(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
     """Files that make network namespaces run one at a time: whoever makes some removes those of dead processes."""
     names = vars(getattr(request.node, "obj", None) or object).values()
     if not any(getattr(each, "__module__", None) == lab.__name__ for each in names):

@@ -26,7 +26,9 @@ def pairwise(*dims: Iterable[Any]) -> list[tuple[Any, ...]]:
     return [tuple(dim[index] for dim, index in zip(values, row, strict=True)) for row in chosen]
 
 
-def covered(names: str, first: Iterable[Any], *others: Iterable[Any], ids: Any = None) -> pytest.MarkDecorator:
+def covered(
+    names: str, first: Iterable[Any], *others: Iterable[Any], ids: Any = None
+) -> pytest.MarkDecorator:
     """`parametrize` over the product of the dimensions, of which all but a cover are `long`.
 
     The cover has every value of the first dimension, such as the schemes, at least once, and every pair of values of
@@ -36,14 +38,21 @@ def covered(names: str, first: Iterable[Any], *others: Iterable[Any], ids: Any =
     rows = pairwise(*dims[1:]) if len(dims) > 2 else [(value,) for value in dims[1]]
     count = max(len(dims[0]), len(rows))
     chosen = [(dims[0][n % len(dims[0])], *rows[n % len(rows)]) for n in range(count)]
-    cases = [pytest.param(*row, marks=() if row in chosen else pytest.mark.long) for row in product(*dims)]
+    cases = [
+        pytest.param(*row, marks=() if row in chosen else pytest.mark.long)
+        for row in product(*dims)
+    ]
     return pytest.mark.parametrize(names, cases, ids=ids)
 
 
-def some(names: str, cases: Iterable[Any], keep: Iterable[Any], ids: Any = None) -> pytest.MarkDecorator:
+def some(
+    names: str, cases: Iterable[Any], keep: Iterable[Any], ids: Any = None
+) -> pytest.MarkDecorator:
     """`parametrize` over all cases, of which those that `keep` lacks are `long`."""
     kept = list(keep)
-    each = [pytest.param(*_row(case), marks=() if case in kept else pytest.mark.long) for case in cases]
+    each = [
+        pytest.param(*_row(case), marks=() if case in kept else pytest.mark.long) for case in cases
+    ]
     return pytest.mark.parametrize(names, each, ids=ids)
 
 

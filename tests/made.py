@@ -13,7 +13,9 @@ def made(path, scheme="demo", steps=40, sent=120_000, levels=(), **summary):
     path.mkdir(parents=True)
     records = [record(step, sent, steps) for step in range(1, steps + 1)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in records))
-    (path / "config.toml").write_text(tomli_w.dumps({"seed": 0, "scheme": {"name": scheme}, "train": {"steps": steps}}))
+    (path / "config.toml").write_text(
+        tomli_w.dumps({"seed": 0, "scheme": {"name": scheme}, "train": {"steps": steps}})
+    )
     (path / "environment.json").write_text(
         json.dumps({"packages": {"torch": "2.13.0"}, "platform": "Linux", "gpus": []})
     )
@@ -40,7 +42,9 @@ def made(path, scheme="demo", steps=40, sent=120_000, levels=(), **summary):
     }
     if levels:
         shares = [{"bytes_sent_per_step": count, "reduction": FULL / count} for _, count in levels]
-        tiers = [{"axis": axis, "scheme": scheme, "bytes_full_sync_per_step": FULL} for axis, _ in levels]
+        tiers = [
+            {"axis": axis, "scheme": scheme, "bytes_full_sync_per_step": FULL} for axis, _ in levels
+        ]
         defaults["levels"] = [tier | share for tier, share in zip(tiers, shares, strict=True)]
     (path / "summary.json").write_text(json.dumps(defaults | summary))
     return path

@@ -36,7 +36,15 @@ import pytest
 import branches
 
 # What tests import, once; of the package nothing, which each run has from the copy.
-for name in ("torch.distributed.fsdp", "transformers", "matplotlib.pyplot", "pandas", "datasets", "lightning", "peft"):
+for name in (
+    "torch.distributed.fsdp",
+    "transformers",
+    "matplotlib.pyplot",
+    "pandas",
+    "datasets",
+    "lightning",
+    "peft",
+):
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
 
@@ -53,7 +61,14 @@ LIMIT_S = 3600
 SWAPPED = {
     "sign": {ast.Add: "-", ast.Sub: "+"},
     "factor": {ast.Mult: "+", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "//"},
-    "comparison": {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="},
+    "comparison": {
+        ast.Lt: "<=",
+        ast.LtE: "<",
+        ast.Gt: ">=",
+        ast.GtE: ">",
+        ast.Eq: "!=",
+        ast.NotEq: "==",
+    },
     "logic": {ast.And: "or", ast.Or: "and"},
 }
 EXTREMES = {"min": "max", "max": "min"}
@@ -81,7 +96,9 @@ class Fault:
 
     def told(self, source: str) -> str:
         """The place, the kind, and the line before and after."""
-        before, after = (text.split("\n")[self.line - 1].strip() for text in (source, self.applied(source)))
+        before, after = (
+            text.split("\n")[self.line - 1].strip() for text in (source, self.applied(source))
+        )
         return f"{self.path}:{self.line} {self.kind}: {before}  ->  {after}"
 
 
@@ -121,7 +138,9 @@ def _changes(node: ast.AST, source: str) -> Iterator[tuple[Place, Place, str, st
             yield from _between(left, right, op, source)
         case ast.UnaryOp(op=ast.USub() | ast.Not() as op, operand=operand):
             yield _start(node), _start(operand), "sign" if isinstance(op, ast.USub) else "logic", ""
-        case ast.keyword(arg=str() as name, value=ast.Constant(value=int() as axis) as value) if name in AXES:
+        case ast.keyword(arg=str() as name, value=ast.Constant(value=int() as axis) as value) if (
+            name in AXES
+        ):
             yield _start(value), _end(value), "axis", str(1 - axis if axis in (0, 1) else axis + 1)
         case ast.Constant(value=int() as number) if not isinstance(number, bool):
             yield _start(node), _end(node), "number", str(number + 1)
@@ -140,14 +159,25 @@ def _changes(node: ast.AST, source: str) -> Iterator[tuple[Place, Place, str, st
             sign = b"+=" if isinstance(op, ast.Add) else b"-="
             at = line.find(sign, target.end_col_offset)
             if at >= 0 and value.lineno == target.end_lineno:
-                yield (value.lineno, at), (value.lineno, at + 2), "sign", "-=" if sign == b"+=" else "+="
+                yield (
+                    (value.lineno, at),
+                    (value.lineno, at + 2),
+                    "sign",
+                    "-=" if sign == b"+=" else "+=",
+                )
 
 
-def _between(left: ast.expr, right: ast.expr, op: ast.AST, source: str) -> Iterator[tuple[Place, Place, str, str]]:
+def _between(
+    left: ast.expr, right: ast.expr, op: ast.AST, source: str
+) -> Iterator[tuple[Place, Place, str, str]]:
     """The operator between two operands, where all are on one line."""
     for kind, swapped in SWAPPED.items():
         if type(op) in swapped and left.end_lineno == right.lineno:
-            gap = source.encode().split(b"\n")[right.lineno - 1][left.end_col_offset : right.col_offset].decode()
+            gap = (
+                source.encode()
+                .split(b"\n")[right.lineno - 1][left.end_col_offset : right.col_offset]
+                .decode()
+            )
             old = gap.strip("() ")
             at = left.end_col_offset + gap.index(old)
             yield (right.lineno, at), (right.lineno, at + len(old)), kind, swapped[type(op)]
@@ -166,9 +196,13 @@ def _code(node: ast.AST) -> Iterator[ast.AST]:
         if name in ("annotation", "returns", "decorator_list"):
             continue
         for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST) and "TYPE_CHECKING" not in ast.dump(getattr(child, "test", ast.Pass())):
+            if isinstance(child, ast.AST) and "TYPE_CHECKING" not in ast.dump(
+                getattr(child, "test", ast.Pass())
+            ):
                 yield child
-                if not (isinstance(child, ast.keyword) and child.arg in AXES):  # its number is an axis
+                if not (
+                    isinstance(child, ast.keyword) and child.arg in AXES
+                ):  # its number is an axis
                     yield from _code(child)
 
 
@@ -198,7 +232,9 @@ def batches(root: Path, path: str, folders: list[str]) -> list[list[str]]:
         rest.append([])
         for file in sorted((root / "tests" / folder).glob("test_*.py")):
             text = file.read_text()
-            imports = module in text or re.search(rf"from {re.escape(package)} import .*\b{name}\b", text)
+            imports = module in text or re.search(
+                rf"from {re.escape(package)} import .*\b{name}\b", text
+            )
             (near if imports else rest[-1]).append(file.relative_to(root).as_posix())
     return [batch for batch in (near, *rest) if batch]
 
@@ -210,7 +246,8 @@ def taking(fault: Fault, source: str, rows: list[dict[str, Any]], budget: float)
     turns = []
     for row in sorted(rows, key=lambda row: row["seconds"]):
         if row["test"] and any(
-            each == inside or (inside[-1] == ":" and each.startswith(inside)) for each in row["branches"]
+            each == inside or (inside[-1] == ":" and each.startswith(inside))
+            for each in row["branches"]
         ):
             function = row["test"].partition("[")[0]
             functions[function] = functions.get(function, -1) + 1
@@ -257,7 +294,10 @@ def _test(root: Path, arguments: list[str], printed: Path) -> NoReturn:
         sys.path.insert(0, str(root / "src"))  # before the package that is installed
         os.environ["PYTHONPATH"] = str(root / "src")
         options = ["-x", "--no-header", "--tb=no", "-p", "no:cacheprovider"]
-        options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what transformers has imported
+        options += [
+            "-W",
+            "ignore::pytest.PytestAssertRewriteWarning",
+        ]  # of what transformers has imported
         code = pytest.main([*options, *arguments])
         sys.stdout.flush()
     except BaseException:
@@ -268,15 +308,25 @@ def _test(root: Path, arguments: list[str], printed: Path) -> NoReturn:
 
 def main() -> int:
     """Runs the faults that `--out` has not yet, and prints each with what became of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("mutants.json"))
     parser.add_argument("--folders", nargs="+", default=FOLDERS)
-    parser.add_argument("--map", type=Path, help="only tests that take the branch of the fault, by this map")
-    parser.add_argument("--budget", type=float, default=60, help="seconds of them for a fault (default: 60)")
-    parser.add_argument("--all", action="store_true", help="with the tests that only `make test-all` runs")
-    parser.add_argument("--again", type=Path, help="only those that survived in this file of results")
+    parser.add_argument(
+        "--map", type=Path, help="only tests that take the branch of the fault, by this map"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=60, help="seconds of them for a fault (default: 60)"
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="with the tests that only `make test-all` runs"
+    )
+    parser.add_argument(
+        "--again", type=Path, help="only those that survived in this file of results"
+    )
     parser.add_argument("--list", action="store_true", help="print the faults and run nothing")
     given = parser.parse_args()
     given.out = given.out.absolute()
@@ -287,8 +337,14 @@ def main() -> int:
     results = json.loads(given.out.read_text()) if given.out.exists() else []
     known = {result["told"] for result in results}
     if given.again:
-        survivors = {each["told"] for each in json.loads(given.again.read_text()) if each["outcome"] == "survived"}
-        drawn = [fault for fault in drawn if fault.told((ROOT / fault.path).read_text()) in survivors]
+        survivors = {
+            each["told"]
+            for each in json.loads(given.again.read_text())
+            if each["outcome"] == "survived"
+        }
+        drawn = [
+            fault for fault in drawn if fault.told((ROOT / fault.path).read_text()) in survivors
+        ]
     rows = [json.loads(line) for line in given.map.read_text().splitlines()] if given.map else []
     sound: set[str] = set()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
@@ -306,8 +362,12 @@ def main() -> int:
                 judges = batches(copy, fault.path, given.folders)
             for batch in judges:
                 if fresh := [file for file in batch if file not in sound]:
-                    if (without := outcome(copy, fresh, given.all, Path(folder, "printed"))) != "survived":
-                        raise SystemExit(f"without a fault in the core, {without.removeprefix('found ')}")
+                    if (
+                        without := outcome(copy, fresh, given.all, Path(folder, "printed"))
+                    ) != "survived":
+                        raise SystemExit(
+                            f"without a fault in the core, {without.removeprefix('found ')}"
+                        )
                     sound.update(fresh)
                 (copy / fault.path).write_text(fault.applied(source))
                 came = outcome(copy, batch, given.all, Path(folder, "printed"))

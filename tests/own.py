@@ -21,8 +21,13 @@ def tokenizer(folder):
             if (left, word[end]) not in merges:
                 merges.append((left, word[end]))
     made = Tokenizer(models.BPE(vocab, merges))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", pad_token="<pad>")
+    made.pre_tokenizer, made.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token="<end>", pad_token="<pad>"
+    )
     fast.save_pretrained(folder)
     return folder
 
@@ -66,6 +71,9 @@ def model(folder, kind, weights=True, **settings):
 
 def json_lines(file, count=60, field="text"):
     """A file of rows, each a document of its own; returns it."""
-    rows = [{"id": i, field: f"{i} " + " ".join(TEXT[(i + j) % len(TEXT)] for j in range(20))} for i in range(count)]
+    rows = [
+        {"id": i, field: f"{i} " + " ".join(TEXT[(i + j) % len(TEXT)] for j in range(20))}
+        for i in range(count)
+    ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file

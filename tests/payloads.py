@@ -66,7 +66,10 @@ class Case:
     def cut(self, line: Tensor) -> Parts:
         """A header and tensors from their bytes."""
         pieces = line.split([part.nbytes for part in self.parts])
-        return [x.clone().view(part.dtype).view(part.shape) for x, part in zip(pieces, self.parts, strict=True)]
+        return [
+            x.clone().view(part.dtype).view(part.shape)
+            for x, part in zip(pieces, self.parts, strict=True)
+        ]
 
     def meant(self, content: Parts | None = None, **stamp: int) -> Parts:
         """With another content or header that adds up all the same: by somebody who means it."""
@@ -107,9 +110,18 @@ def bad(*schemes: str) -> Callable[[Bad], Bad]:
     return add
 
 
-for _at, _name in enumerate(("identity", "schema", "step", "origin", "length", "status", "digest", "checksum")):
-    CLASSES[f"one bit of the {_name} flipped"] = (lambda case, at=_at: case.flipped(at)), tuple(SCHEMES)
-for _name, _value in (("NaN", float("nan")), ("infinity", float("inf")), ("minus infinity", float("-inf"))):
+for _at, _name in enumerate(
+    ("identity", "schema", "step", "origin", "length", "status", "digest", "checksum")
+):
+    CLASSES[f"one bit of the {_name} flipped"] = (
+        (lambda case, at=_at: case.flipped(at)),
+        tuple(SCHEMES),
+    )
+for _name, _value in (
+    ("NaN", float("nan")),
+    ("infinity", float("inf")),
+    ("minus infinity", float("-inf")),
+):
     CLASSES[_name] = (lambda case, value=_value: case.with_one_value(value)), tuple(SCHEMES)
 
 
@@ -263,7 +275,9 @@ class Seen(FaultCounts):
         pass  # a thousand lines that nobody reads
 
 
-def guard(scheme: dt.schemes.Scheme, replica: int, ledger: FaultCounts | None = None, late: bool = False) -> Guard:
+def guard(
+    scheme: dt.schemes.Scheme, replica: int, ledger: FaultCounts | None = None, late: bool = False
+) -> Guard:
     return Guard(["w"], SCHEMA, 0, replica, 0, ledger or Seen(replica), late)
 
 
@@ -274,7 +288,9 @@ def line_of(parts: Parts) -> Tensor:
 def parts_of(codec: Codec, message: Tensor) -> Parts:
     """The values of a message, in their type or as codes with statistics, and its indices if it carries any."""
     precision, k = codec.precision, codec.selection.k
-    values, indices = message.split([precision.nbytes(ROWS, k), len(message) - precision.nbytes(ROWS, k)])
+    values, indices = message.split(
+        [precision.nbytes(ROWS, k), len(message) - precision.nbytes(ROWS, k)]
+    )
     if isinstance(precision, Float):
         values = values.view(precision.dtype).view(ROWS, k)
     return [values, indices] if len(indices) else [values]
@@ -287,7 +303,9 @@ def sealed(header: Header, content: Parts) -> Parts:
     return [message[0, :HEADER_BYTES].clone().view(torch.int64), *content]
 
 
-def opened(scheme: dt.schemes.Scheme, guard: Guard, arrived: list[Parts], shared: Tensor | None, step: int) -> Received:
+def opened(
+    scheme: dt.schemes.Scheme, guard: Guard, arrived: list[Parts], shared: Tensor | None, step: int
+) -> Received:
     """The messages of all replicas as an exchange opens them."""
     lines = torch.stack([line_of(parts) for parts in arrived])
     messages = joined([[lines[:, HEADER_BYTES:]]], HEADER_BYTES, lines[:, :HEADER_BYTES])
@@ -308,7 +326,9 @@ def honest(name: str) -> tuple[dict[tuple[int, int], Parts], Tensor | None]:
             flat = torch.randn(ROWS, scheme.codec.selection.chunk, generator=generator)
             selected = scheme.codec.select(flat, step, SEED)
             header = Header(hash63(SCHEMA), step, 0, replica)
-            said[replica, step] = sealed(header, parts_of(scheme.codec, scheme.codec.encode(selected)))
+            said[replica, step] = sealed(
+                header, parts_of(scheme.codec, scheme.codec.encode(selected))
+            )
     return said, selected.indices if scheme.codec.selection.shared else None
 
 
@@ -341,7 +361,9 @@ def _try(result: Result, function: Bad, name: str, random: torch.Generator, late
     scheme, sender = SCHEMES[name], int(torch.randint(0, REPLICAS, (), generator=random))
     other = (sender + 1) % REPLICAS
     stamp = Header(hash63(SCHEMA), STEP, 0, sender)
-    case = Case(scheme.codec, said[sender, STEP], said[sender, STEP - 1], said[other, STEP], stamp, random)
+    case = Case(
+        scheme.codec, said[sender, STEP], said[sender, STEP - 1], said[other, STEP], stamp, random
+    )
     arrived = [said[replica, STEP] for replica in range(REPLICAS)]
     arrived[sender] = function(case)
     result.tried += 1
@@ -369,9 +391,18 @@ def silent(name: str, sender: int) -> Tensor:
     """What is agreed on where `sender` says nothing but zeros, by the codec alone."""
     said, shared = honest(name)
     codec = SCHEMES[name].codec
-    values = torch.stack([codec.precision.decode(said[r, STEP][1], ROWS, codec.selection.k) for r in range(REPLICAS)])
+    values = torch.stack(
+        [codec.precision.decode(said[r, STEP][1], ROWS, codec.selection.k) for r in range(REPLICAS)]
+    )
     values[sender] = 0
     indices = shared
     if shared is None:
-        indices = torch.stack([codec.index_coding.decode(said[r, STEP][2], ROWS, torch.int64) for r in range(REPLICAS)])
-    return aggregate(Coefficients(values, indices), SCHEMES[name].aggregation, codec.selection.chunk)
+        indices = torch.stack(
+            [
+                codec.index_coding.decode(said[r, STEP][2], ROWS, torch.int64)
+                for r in range(REPLICAS)
+            ]
+        )
+    return aggregate(
+        Coefficients(values, indices), SCHEMES[name].aggregation, codec.selection.chunk
+    )

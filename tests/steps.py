@@ -48,8 +48,13 @@ def unsent(optimizer):
     channel = optimizer.build()[0].channel
     flat, link = channel.memory.residual.clone(), channel.link
     if isinstance(channel.exchange, TwoStage):
-        owned = [channel.exchange.residual * (replica == link.replica) for replica in range(link.replicas)]
-        flat += link.replicas * channel.scheme.codec.basis.inverse(channel.exchange.owners.collect(owned))
+        owned = [
+            channel.exchange.residual * (replica == link.replica)
+            for replica in range(link.replicas)
+        ]
+        flat += link.replicas * channel.scheme.codec.basis.inverse(
+            channel.exchange.owners.collect(owned)
+        )
     return channel.layout.parts(flat)
 
 
@@ -86,7 +91,11 @@ class Mortal(SurvivingCommunicator):
     dies_in, countdown, under_way = 4, -1, False
 
     def _launch(self, each):
-        last = self._begun == self.dies_in and self.countdown == 0 and threading.current_thread().name != "recovery"
+        last = (
+            self._begun == self.dies_in
+            and self.countdown == 0
+            and threading.current_thread().name != "recovery"
+        )
         self._closed |= last  # its other threads end, too: else they might report, and the others wait for a dead one
         if last and not self.under_way:
             raise Died

@@ -18,7 +18,11 @@ from limits import LIMIT_S
 
 KINDS = [
     {},
-    {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+    {
+        "ATEN_CPU_CAPABILITY": "default",
+        "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+        "ONEDNN_MAX_CPU_ISA": "SSE41",
+    },
     {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "COMPATIBLE"},
 ]
 """That of this machine, one without AVX2, and one with another library for products."""
@@ -62,7 +66,10 @@ for line in sys.stdin:  # a rank, or none: what has become of those before
 def run_unlike(script, kinds, *arguments):
     """What each rank of `script` prints. Its first argument is its rank; `kinds` are the numbers of their `KINDS`."""
     with tempfile.TemporaryDirectory() as folder:
-        said = [[str(Path(folder, f"{stream}{rank}")) for stream in ("out", "err")] for rank in range(len(kinds))]
+        said = [
+            [str(Path(folder, f"{stream}{rank}")) for stream in ("out", "err")]
+            for rank in range(len(kinds))
+        ]
         for rank, kind in enumerate(kinds):
             each = [str(rank), *map(str, arguments)]
             _ask(kind, {"script": script, "arguments": each, "said": said[rank]})
@@ -82,7 +89,9 @@ def _server(kind):
     paths = os.pathsep.join([str(root), str(root.parent), os.environ.get("PYTHONPATH", "")])
     env = here | KINDS[kind] | {"PYTHONPATH": paths}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    server = subprocess.Popen([sys.executable, "-c", SERVER], env=env, start_new_session=True, text=True, **pipes)
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER], env=env, start_new_session=True, text=True, **pipes
+    )
     atexit.register(_end, server)
     return server
 

@@ -51,10 +51,6 @@ CEILINGS = {
 """Python calls of one `optimizer.step()`, moves from one file to another, and files: at most. They only fall."""
 
 SIZES = {
-    "lines of core": 11_691,
-    "files of core": 87,
-    "lines of src": 38_236,
-    "files of src": 249,
     "public names": 40,
     "verbs": 11,
     "recipe keys": 117,
@@ -74,16 +70,15 @@ def travelled(kind: str) -> tuple[int, int, int]:
 @cache
 def sizes() -> dict[str, int]:
     """The measures of `SIZES` as they are."""
-    core, everything = sorted(SOURCE.glob("core/**/*.py")), sorted(SOURCE.rglob("*.py"))
-    pages = {*ROOT.glob("docs/**/*.md")} - {ROOT / "docs/recipe-reference.md"}  # a program writes that one
+    pages = {*ROOT.glob("docs/**/*.md")} - {
+        ROOT / "docs/recipe-reference.md"
+    }  # a program writes that one
     return {
-        "lines of core": sum(map(_lines, core)),
-        "files of core": len(core),
-        "lines of src": sum(map(_lines, everything)),
-        "files of src": len(everything),
         "public names": len(dt.__all__),
         "verbs": len(VERBS),
-        "recipe keys": len(re.findall(r"^\| `", (ROOT / "docs/recipe-reference.md").read_text(), re.MULTILINE)),
+        "recipe keys": len(
+            re.findall(r"^\| `", (ROOT / "docs/recipe-reference.md").read_text(), re.MULTILINE)
+        ),
         "private names of core that the application imports": len(private_imports()),
         "words of README": len((ROOT / "README.md").read_text().split()),
         "words of docs": sum(len(page.read_text().split()) for page in pages),
@@ -97,8 +92,14 @@ def private_imports() -> list[tuple[str, str]]:
     found = []
     for path in sorted(path for room in APPLICATION for path in SOURCE.glob(f"{room}/**/*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("detonation.core"):
-                found += [(str(path.relative_to(SOURCE)), each.name) for each in node.names if each.name not in public]
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+                "detonation.core"
+            ):
+                found += [
+                    (str(path.relative_to(SOURCE)), each.name)
+                    for each in node.names
+                    if each.name not in public
+                ]
     return found
 
 
@@ -109,7 +110,12 @@ def recorded(calls: list[tuple[str, str]]) -> Iterator[None]:
 
     def profile(frame: FrameType, event: str, _: object) -> None:
         file, name = frame.f_code.co_filename, frame.f_code.co_qualname
-        if event == "call" and file.startswith(root) and "comp>" not in name and "genexpr" not in name:
+        if (
+            event == "call"
+            and file.startswith(root)
+            and "comp>" not in name
+            and "genexpr" not in name
+        ):
             calls.append((file.removeprefix(root), name))
 
     sys.setprofile(profile)
@@ -119,10 +125,14 @@ def recorded(calls: list[tuple[str, str]]) -> Iterator[None]:
         sys.setprofile(None)
 
 
-def _walk(mesh: DeviceMesh, scheme: str, adamw: bool, arguments: Mapping[str, Any]) -> tuple[int, int, int]:
+def _walk(
+    mesh: DeviceMesh, scheme: str, adamw: bool, arguments: Mapping[str, Any]
+) -> tuple[int, int, int]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
-    base = torch.optim.AdamW(model.parameters()) if adamw else dt.SignSGD(model.parameters(), lr=1e-3)
+    base = (
+        torch.optim.AdamW(model.parameters()) if adamw else dt.SignSGD(model.parameters(), lr=1e-3)
+    )
     optimizer = dt.replicate(base, model, mesh["replicate"], dt.scheme(scheme, arguments))
     calls: list[tuple[str, str]] = []
     for step in range(3):  # the first one builds the levels, the second one fills caches
@@ -136,16 +146,15 @@ def _walk(mesh: DeviceMesh, scheme: str, adamw: bool, arguments: Mapping[str, An
     return len(calls), sum(a != b for a, b in pairwise(files)), len(set(files))
 
 
-def _lines(path: Path) -> int:
-    return path.read_text().count("\n")
-
-
 if __name__ == "__main__":
     if "--json" in sys.argv:
         print(json.dumps({kind: travelled(kind) for kind in CEILINGS}))
         sys.exit()
     print("calls / moves / files of a step, and the ceilings")
     for kind, ceiling in CEILINGS.items():
-        print(f"  {kind:16}", *(f"{is_:4} / {most:<4}" for is_, most in zip(travelled(kind), ceiling, strict=True)))
+        print(
+            f"  {kind:16}",
+            *(f"{is_:4} / {most:<4}" for is_, most in zip(travelled(kind), ceiling, strict=True)),
+        )
     for name, number in sizes().items():
         print(f"  {name:16} {number:6,} / {SIZES[name]:,}")

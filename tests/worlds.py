@@ -30,9 +30,17 @@ from detonation.cluster.processes.signals import die_with_parent
 from limits import LIMIT_S
 
 for name in (
-    *("multiprocessing.popen_fork", "torch.profiler._cupti_monitor", "detonation.core.optimizer.replicated"),
+    *(
+        "multiprocessing.popen_fork",
+        "torch.profiler._cupti_monitor",
+        "detonation.core.optimizer.replicated",
+    ),
     *("detonation.cluster.mesh", "detonation.cluster.init", "detonation.cluster.network.throttled"),
-    *("detonation.cluster.processes.waiting", "detonation.core.optimizer.replicate", "detonation.wire.wire"),
+    *(
+        "detonation.cluster.processes.waiting",
+        "detonation.core.optimizer.replicate",
+        "detonation.wire.wire",
+    ),
     *("detonation.engines.native_engine", "detonation.engines.triton"),
 ):
     with suppress(ImportError):  # not every torch has all of them
@@ -69,7 +77,9 @@ def run(function: Callable[..., Any], replicas: int, shards: int, *arguments: An
         raise
 
 
-def run_alone(function: Callable[..., Any], replicas: int, shards: int, *arguments: Any) -> list[Any]:
+def run_alone(
+    function: Callable[..., Any], replicas: int, shards: int, *arguments: Any
+) -> list[Any]:
     """The same in a world that nobody else uses: for a function that leaves something behind in its process."""
     with World(replicas, shards) as world:
         return world.call(function, *arguments)
@@ -110,7 +120,9 @@ class World:
     def __enter__(self) -> "World":
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -121,7 +133,9 @@ class World:
                 pipe.send((function, arguments))
         else:
             self._start((function, arguments))
-        until = time.monotonic() + LIMIT_S  # for all of them: pytest's own timeout would tell nothing of the ranks
+        until = (
+            time.monotonic() + LIMIT_S
+        )  # for all of them: pytest's own timeout would tell nothing of the ranks
         outcomes = [self._receive(rank, until) for rank in range(len(self._ranks))]
         errors = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(outcomes) if not ok]
         if errors:
@@ -147,7 +161,10 @@ class World:
         if not pipe.poll(max(0.0, until - time.monotonic())):
             os.kill(self._ranks[rank].pid, signal.SIGUSR2)
             self._ranks[rank].join(1)  # it writes, and does not end
-            return False, f"no answer within {LIMIT_S} s\n{_stacks(self._folder.name, rank).read_text()}"
+            return (
+                False,
+                f"no answer within {LIMIT_S} s\n{_stacks(self._folder.name, rank).read_text()}",
+            )
         try:
             return pipe.recv()
         except EOFError:
@@ -180,7 +197,9 @@ def _stacks(folder: str, rank: int) -> Path:
     return Path(folder, f"stacks-{rank}")
 
 
-def _rank(rank: int, folder: str, pipe: Connection, replicas: int, shards: int, parent: int, first: Call) -> None:
+def _rank(
+    rank: int, folder: str, pipe: Connection, replicas: int, shards: int, parent: int, first: Call
+) -> None:
     gc.freeze()  # to look for garbage in what the parent holds would copy all of its memory
     try:
         die_with_parent(parent)
@@ -191,7 +210,10 @@ def _rank(rank: int, folder: str, pipe: Connection, replicas: int, shards: int, 
         if DEVICE == "cuda":
             torch.cuda.set_device(rank % torch.cuda.device_count())
             # NCCL takes no two ranks on one device: replicas that share one talk over gloo
-            backend, slow = "cpu:gloo,cuda:nccl", "gloo" if torch.cuda.device_count() < replicas * shards else None
+            backend, slow = (
+                "cpu:gloo,cuda:nccl",
+                "gloo" if torch.cuda.device_count() < replicas * shards else None,
+            )
         dist.init_process_group(backend, store=store, rank=rank, world_size=replicas * shards)
         mesh: DeviceMesh = dt.init_mesh(replicas, shards, DEVICE, slow_backend=slow)
         function, arguments = first
@@ -200,7 +222,9 @@ def _rank(rank: int, folder: str, pipe: Connection, replicas: int, shards: int, 
             function, arguments = pipe.recv()  # it stays for its peers until it is killed
             # a group of gloo has three threads, which wake a hundred times a second as long as it lives; those of
             # meshes stay, because torch remembers meshes
-            for group in [each for each in distributed_c10d._world.pg_map if "/detonation/" in each.group_name]:
+            for group in [
+                each for each in distributed_c10d._world.pg_map if "/detonation/" in each.group_name
+            ]:
                 dist.destroy_process_group(group)
     except BaseException:
         pipe.send((False, traceback.format_exc()))

@@ -22,13 +22,17 @@ SCHEMES = {
     "demo": dt.demo(topk=4, chunk=16),
     "demo-senders-bf16": dt.demo(topk=2, chunk=64, precision="bf16", aggregate="mean_nonzero"),
     "demo-alpha": dt.demo(topk=3, chunk=10, decay=0.9, alpha=0.2),
-    "demo-published": dt.demo(topk=6, chunk=8, tiles=True, aggregate="mean_nonzero", link="all-gather"),
+    "demo-published": dt.demo(
+        topk=6, chunk=8, tiles=True, aggregate="mean_nonzero", link="all-gather"
+    ),
     "demo-whole": dt.demo(topk=1, chunk=1000),
     "random": dt.schemes.random(rate=1 / 4),
     "random-odd": dt.schemes.random(rate=0.3, decay=0.95, precision="bf16"),
     "demo-sign": dt.demo(topk=4, chunk=64, precision="sign", error_feedback=False),
     "demo-bitmap-2bit": dt.demo(topk=9, chunk=16, precision="2bit"),
-    "random-int8-clipped": dt.schemes.random(rate=1 / 2, precision="int8", aggregate="clipped_mean"),
+    "random-int8-clipped": dt.schemes.random(
+        rate=1 / 2, precision="int8", aggregate="clipped_mean"
+    ),
     "random-majority": dt.schemes.random(rate=1 / 2, precision="4bit", aggregate="majority_vote"),
     "random-sign": dt.random_sign(rate=1 / 8),
     "demo-tiles": dt.demo(topk=6, chunk=8, tiles=True),
@@ -38,7 +42,9 @@ SCHEMES = {
     "random-late": dt.schemes.random(rate=1 / 4, delay=2),
     "striding": dt.schemes.striding(rate=1 / 16),
     "diloco": dt.diloco(every=3),
-    "streaming": dt.schemes.streaming_diloco(every=4, fragments=3, delay=1, keep=0.5, precision="fp32"),
+    "streaming": dt.schemes.streaming_diloco(
+        every=4, fragments=3, delay=1, keep=0.5, precision="fp32"
+    ),
     "local-sgd": dt.schemes.local_sgd(every=2, precision="int8"),
     "sparseloco": dt.schemes.sparseloco(every=2, topk=8, chunk=256),
     "demo-diloco": outer_sgd(3, 0.7, 0.5, basis=DCT(), selection=TopK(4, 64), decay=0.95),
@@ -47,7 +53,9 @@ SCHEMES = {
     "muloco-2bit": dt.muloco(every=2, precision="2bit", decay=0.9),
     # not in 2 bits, which have no zero: the zeros of two replicas cancel in a mean, but have a length
     "muloco-rescaled": dt.muloco(2, 1.0, 0.0, "int8", aggregate="rescaled_mean"),
-    "demo-rescaled": dt.demo(topk=9, chunk=16, precision="bf16", aggregate="rescaled_mean", link="owner"),
+    "demo-rescaled": dt.demo(
+        topk=9, chunk=16, precision="bf16", aggregate="rescaled_mean", link="owner"
+    ),
     "sparta": dt.schemes.sparta(rate=1 / 4),
     "diloco-bf16": dt.diloco(every=2, precision="bf16"),
 }
@@ -126,7 +134,14 @@ def encode(scheme: dt.schemes.Scheme, flat: Tensor, step: int, seed: int) -> Ten
     return scheme.codec.encode(scheme.codec.select(flat, step, seed))
 
 
-def decode(codec: Codec, messages: Sequence[Tensor], rows: int, step: int, seed: int, how: str | Aggregation) -> Tensor:
+def decode(
+    codec: Codec,
+    messages: Sequence[Tensor],
+    rows: int,
+    step: int,
+    seed: int,
+    how: str | Aggregation,
+) -> Tensor:
     """The update that `messages` make together."""  # [rows, chunk]
     indices = None
     if codec.selection.shared and codec.selection.k < codec.selection.chunk:
@@ -138,7 +153,9 @@ def decode(codec: Codec, messages: Sequence[Tensor], rows: int, step: int, seed:
 
 def batch(rank: int, step: int, width: int) -> Tensor:
     """The batch of one rank at one step: pure, so that any process can compute any other's."""
-    return torch.randn(4, width, generator=torch.Generator().manual_seed(1000 * step + rank)).to(DEVICE)  # [4, width]
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(1000 * step + rank)).to(
+        DEVICE
+    )  # [4, width]
 
 
 def built(model: type[nn.Module], **arguments: object) -> nn.Module:

@@ -37,18 +37,28 @@ ON_CPU = 2
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all when left out")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all when left out"
+    )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--tiny", action="store_true", help="sizes that prove the script, not the package")
-    parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="directory of the report")
+    parser.add_argument(
+        "--tiny", action="store_true", help="sizes that prove the script, not the package"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("gpu-report"), help="directory of the report"
+    )
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     for part in args.parts:
         if part not in PARTS:
             parser.error(f"no part is called {part!r}; there are {', '.join(PARTS)}")
     if args.device == "cuda" and not torch.cuda.is_available():
-        print(f"no GPU: torch {torch.__version__} sees none, so nothing is measured (--device cpu tries the script)")
+        print(
+            f"no GPU: torch {torch.__version__} sees none, so nothing is measured (--device cpu tries the script)"
+        )
         return 2
     if args.inside:
         return work(args.parts[0], args.device, args.tiny, args.out)
@@ -66,7 +76,9 @@ def main(arguments: list[str] | None = None) -> int:
     there = {part: found for part, found in findings.items() if found is not None}
     write_report(args.out, there, args.device, seen, time.monotonic() - began, compiled)
     print("\n" + summary(there, time.monotonic() - began, args.out))
-    return int(any(found.failures or not found.done for part, found in there.items() if part in parts))
+    return int(
+        any(found.failures or not found.done for part, found in there.items() if part in parts)
+    )
 
 
 def run_apart(part: str, device: str, tiny: bool, out: Path) -> None:
@@ -74,12 +86,24 @@ def run_apart(part: str, device: str, tiny: bool, out: Path) -> None:
     path, log = out / f"{part}.json", out / f"{part}.output.txt"
     Findings(path, title=part).save()
     most_s = PARTS[part] * (1 if device == "cuda" else ON_CPU) + GRACE_S
-    command = [sys.executable, "-m", "benchmarks.gpu", part, "--device", device, "--out", str(out), "--inside"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu",
+        part,
+        "--device",
+        device,
+        "--out",
+        str(out),
+        "--inside",
+    ]
     print(f"\n{part}", flush=True)
     code = ran([*command, *["--tiny"] * tiny], environment(device), log, most_s, shown=True)
     found = read_findings(path)
     if found is not None and code != 0:
-        found.failures.append(f"the part {how_it_ended(code, most_s)}" + f", in {found.began!r}" * bool(found.began))
+        found.failures.append(
+            f"the part {how_it_ended(code, most_s)}" + f", in {found.began!r}" * bool(found.began)
+        )
     if found is not None:
         found.files.append(log.name)
         found.save()

@@ -22,11 +22,17 @@ def environment(device: str) -> dict[str, str]:
     On a GPU no kernel is interpreted, whatever the caller's environment says.
     """
     paths = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    found = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), "TEST_DEVICE": device}
+    found = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "TEST_DEVICE": device,
+    }
     return found if device == "cpu" else found | {"TRITON_INTERPRET": "0"}
 
 
-def ran(command: Sequence[str], env: Mapping[str, str], log: Path, most_s: float, shown: bool = False) -> int | None:
+def ran(
+    command: Sequence[str], env: Mapping[str, str], log: Path, most_s: float, shown: bool = False
+) -> int | None:
     """Runs a process in a group of its own; its stdout and stderr go to the file `log`.
 
     Args:
@@ -38,7 +44,12 @@ def ran(command: Sequence[str], env: Mapping[str, str], log: Path, most_s: float
     with log.open("wb") as file:
         where = subprocess.PIPE if shown else file
         process = subprocess.Popen(
-            command, cwd=ROOT, env=dict(env), stdout=where, stderr=subprocess.STDOUT, process_group=0
+            command,
+            cwd=ROOT,
+            env=dict(env),
+            stdout=where,
+            stderr=subprocess.STDOUT,
+            process_group=0,
         )
         reader = Thread(target=_copy, args=(process.stdout, file), daemon=True)
         if shown:

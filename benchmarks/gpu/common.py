@@ -71,7 +71,9 @@ class Job:
         found.columns = found.columns or [name.replace("_", " ") for name in cells]
         found.table.append([_text(value) for value in cells.values()])
         found.save()
-        print("  " + "  ".join(f"{name} {_text(value)}" for name, value in cells.items()), flush=True)
+        print(
+            "  " + "  ".join(f"{name} {_text(value)}" for name, value in cells.items()), flush=True
+        )
 
     def file(self, kind: str) -> Path:
         """A file of this part beside its findings, which the report names."""
@@ -100,7 +102,9 @@ class Job:
             result = act()
         except Exception as error:
             lines = str(error).strip().splitlines()
-            seen = " ... ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))  # triton's first line is a place alone
+            seen = " ... ".join(
+                dict.fromkeys([*lines[:1], *lines[-1:]])
+            )  # triton's first line is a place alone
             self.check(name, False, f"{type(error).__name__}: {seen}"[:300], traceback.format_exc())
             if self.on_gpu:
                 torch.cuda.empty_cache()
@@ -147,7 +151,11 @@ def seconds_of(act: Callable[[], Any], device: torch.device) -> float:
 
 def cold_cache(device: torch.device) -> Callable[[], Any]:
     """Writes over the caches of a GPU, of which none holds as much; does nothing elsewhere."""
-    return torch.empty(2**28, dtype=torch.uint8, device=device).zero_ if device.type == "cuda" else lambda: None
+    return (
+        torch.empty(2**28, dtype=torch.uint8, device=device).zero_
+        if device.type == "cuda"
+        else lambda: None
+    )
 
 
 def median_s(
@@ -177,7 +185,11 @@ def copy_bandwidth(device: torch.device, nbytes: int) -> float:
     """Bytes per second that a copy inside the device's memory moves: read and written."""
     source = torch.ones(nbytes // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * nbytes / median_s(lambda: target.copy_(source), device, times=20, before=cold_cache(device))
+    return (
+        2
+        * nbytes
+        / median_s(lambda: target.copy_(source), device, times=20, before=cold_cache(device))
+    )
 
 
 @dataclass
@@ -217,7 +229,9 @@ def stepper(
         None where `engine` is "triton" and `replicate` chooses another.
     """
     torch.manual_seed(0)
-    model = nn.ParameterList([torch.randn(shape, device=device, dtype=dtype) * 0.02 for shape in shapes])
+    model = nn.ParameterList(
+        [torch.randn(shape, device=device, dtype=dtype) * 0.02 for shape in shapes]
+    )
     gradients = [torch.randn_like(parameter) for parameter in model]
     for parameter, gradient in zip(model, gradients, strict=True):
         parameter.grad = gradient.clone()
@@ -255,7 +269,9 @@ def numel(shapes: Sequence[tuple[int, ...]]) -> int:
 
 
 @contextmanager
-def instead_of_launches(act: Callable[[str, Callable[..., Any], float], None], numel: int) -> Iterator[None]:
+def instead_of_launches(
+    act: Callable[[str, Callable[..., Any], float], None], numel: int
+) -> Iterator[None]:
     """Within it `act` takes the place of each launch of a step of `numel` parameters: it gets the label of the kernel,
     the launch, and the bytes that this must move."""
     from detonation.kernels.gpu import inspection, launches, launching
@@ -263,7 +279,11 @@ def instead_of_launches(act: Callable[[str, Callable[..., Any], float], None], n
     def given(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
         values = dict(zip(kernel.arg_names, arguments, strict=False)) | constants
         launch = partial(launching.launch, kernel, programs, *arguments, **constants)
-        act(label(kernel.__name__, values), launch, bytes_of(kernel.__name__, values, programs, numel))
+        act(
+            label(kernel.__name__, values),
+            launch,
+            bytes_of(kernel.__name__, values, programs, numel),
+        )
 
     with patch.object(launches, "launch", given), patch.object(inspection, "launch", given):
         yield

@@ -21,7 +21,9 @@ from benchmarks.gpu.children import ROOT, environment, how_it_ended, ran
 MOST_S = 240
 
 
-def compile_all(out: Path, *arguments: str, processes: int | None = None, device: str = "cuda") -> str:
+def compile_all(
+    out: Path, *arguments: str, processes: int | None = None, device: str = "cuda"
+) -> str:
     """Compiles in as many processes as there are cores, at most 16; says how many kernels, and how long it took."""
     began, count = time.monotonic(), processes or min(16, len(os.sched_getaffinity(0)))
     env = environment(device)
@@ -29,23 +31,48 @@ def compile_all(out: Path, *arguments: str, processes: int | None = None, device
     logs = [out / f"compiling.{share}.txt" for share in range(count)]
 
     def one(share: int) -> int | None:
-        command = [sys.executable, "-m", "benchmarks.gpu.compiling", "--share", str(share), "--of", str(count)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.gpu.compiling",
+            "--share",
+            str(share),
+            "--of",
+            str(count),
+        ]
         return ran([*command, *arguments], env, logs[share], MOST_S)
 
     with ThreadPoolExecutor(count) as pool:
         codes = list(pool.map(one, range(count)))
-    kernels = {line for log in logs for line in log.read_text().splitlines() if line.startswith("compiled ")}
-    failed = [f"{log.name} {how_it_ended(code, MOST_S)}" for log, code in zip(logs, codes, strict=True) if code != 0]
+    kernels = {
+        line
+        for log in logs
+        for line in log.read_text().splitlines()
+        if line.startswith("compiled ")
+    }
+    failed = [
+        f"{log.name} {how_it_ended(code, MOST_S)}"
+        for log, code in zip(logs, codes, strict=True)
+        if code != 0
+    ]
     text = f"{len(kernels)} kernels by {count} processes in {time.monotonic() - began:.0f} s"
     return "; ".join([text, *failed])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--share", type=int, default=0)
     parser.add_argument("--of", type=int, default=1)
-    parser.add_argument("--target", type=int, help="a compute capability, times ten; the GPU's when left out")
-    parser.add_argument("--schemes", nargs="+", help="of tests/zoo.py; all of them and those of fast.py when left out")
+    parser.add_argument(
+        "--target", type=int, help="a compute capability, times ten; the GPU's when left out"
+    )
+    parser.add_argument(
+        "--schemes",
+        nargs="+",
+        help="of tests/zoo.py; all of them and those of fast.py when left out",
+    )
     parser.add_argument("--kernels", nargs="+", default=[], help="all of them when left out")
     args = parser.parse_args()
     import aot  # lets `meta` play an accelerator, and a driver that launches nothing stand in for the GPU's
@@ -73,8 +100,15 @@ def main() -> int:
     ]
     if not args.schemes:
         sizes = ("1.2B", "125M", "8M")
-        cases += [(name, scheme, SIZES[size], 2, torch.float32) for name, scheme in SCHEMES.items() for size in sizes]
-        cases += [(name, PREDICTED[name](link=link), SIZES[sizes[0]], *sort) for name, link, *sort in cells()]
+        cases += [
+            (name, scheme, SIZES[size], 2, torch.float32)
+            for name, scheme in SCHEMES.items()
+            for size in sizes
+        ]
+        cases += [
+            (name, PREDICTED[name](link=link), SIZES[sizes[0]], *sort)
+            for name, link, *sort in cells()
+        ]
     failed = 0
     for name, scheme, shapes, replicas, dtype in cases[args.share :: args.of]:
         try:

@@ -28,7 +28,12 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         text = report.longreprtext if report.failed else ""
         crash = getattr(report.longrepr, "reprcrash", None)
         lines = (crash.message if crash else text).splitlines() if report.failed else []
-        _write(ended=_name(report.location), outcome=report.outcome, headline=lines[0] if lines else "", traceback=text)
+        _write(
+            ended=_name(report.location),
+            outcome=report.outcome,
+            headline=lines[0] if lines else "",
+            traceback=text,
+        )
 
 
 def _name(location: tuple[str, int | None, str]) -> str:

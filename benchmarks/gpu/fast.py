@@ -94,11 +94,21 @@ def _predicted(job: Job, size: str, bandwidth: float) -> None:
         if job.left_s() < 8:
             job.note(f"{size}: {called} was left out: the time was up")
             continue
-        make = partial(stepper, SIZES[size], job.device, PREDICTED[name](link=link), engine, dtype, replicas=replicas)
+        make = partial(
+            stepper,
+            SIZES[size],
+            job.device,
+            PREDICTED[name](link=link),
+            engine,
+            dtype,
+            replicas=replicas,
+        )
         made = job.attempt(f"{called} is built", make)
         _subject(job, size, called, engine, made.step if made else None, bandwidth, None)
         if made and replicas == 2 and dtype == torch.float32 and engine == "triton":
-            job.attempt(f"the kernels of {called}", partial(kernels, job, size, called, made, bandwidth))
+            job.attempt(
+                f"the kernels of {called}", partial(kernels, job, size, called, made, bandwidth)
+            )
 
 
 def kernels(job: Job, size: str, step: str, made: Stepper, bandwidth: float) -> None:
@@ -122,11 +132,18 @@ def kernels(job: Job, size: str, step: str, made: Stepper, bandwidth: float) -> 
 
 def _adamw(job: Job, shapes: list[tuple[int, ...]]) -> Callable[[], Any] | None:
     fused = job.on_gpu or None
-    made = stepper(shapes, job.device, None, base=lambda params: torch.optim.AdamW(params, lr=1e-4, fused=fused))
+    made = stepper(
+        shapes,
+        job.device,
+        None,
+        base=lambda params: torch.optim.AdamW(params, lr=1e-4, fused=fused),
+    )
     return made.step if made else None
 
 
-def _ours(job: Job, shapes: list[tuple[int, ...]], scheme: dt.schemes.Scheme, engine: str) -> Callable[[], Any] | None:
+def _ours(
+    job: Job, shapes: list[tuple[int, ...]], scheme: dt.schemes.Scheme, engine: str
+) -> Callable[[], Any] | None:
     made = job.attempt(f"{engine} is built", lambda: stepper(shapes, job.device, scheme, engine))
     return made.step if made else None
 
@@ -143,7 +160,9 @@ def _subject(
     """Adds the row of one subject; returns its seconds per step, or None where it failed."""
     if act is None:
         return None
-    measured = partial(median_s, act, job.device, 5 if job.tiny else 50, most_s=1.5, before=cold_cache(job.device))
+    measured = partial(
+        median_s, act, job.device, 5 if job.tiny else 50, most_s=1.5, before=cold_cache(job.device)
+    )
     seconds: float | None = job.attempt(f"{size} {name}, {engine}", measured)
     if seconds is not None:
         nbytes = FLOOR_BYTES.get(name.partition(",")[0], 20) * numel(SIZES[size])

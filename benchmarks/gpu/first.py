@@ -60,7 +60,9 @@ def measure(job: Job) -> None:
         for found in pool.map(lambda kernel: act(kernel, log=logs[kernel]), kernels):
             log = logs[found.kernel]
             for line, whole in found.failures:
-                job.check(found.kernel, False, line, f"{whole}\n{log.read_text() if log.exists() else ''}")
+                job.check(
+                    found.kernel, False, line, f"{whole}\n{log.read_text() if log.exists() else ''}"
+                )
             if found.failures and log.exists():
                 job.findings.files.append(log.name)
             for _ in range(found.good):
@@ -72,7 +74,9 @@ def measure(job: Job) -> None:
                 s=found.seconds,
             )
     good = job.findings.checks - len(job.findings.failures)
-    job.headline(f"{good} of {len(kernels) * len(shapes)} launches of {len(kernels)} kernels are right")
+    job.headline(
+        f"{good} of {len(kernels) * len(shapes)} launches of {len(kernels)} kernels are right"
+    )
 
 
 def alone(job: Job, kernel: str, shapes: tuple[int, ...], log: Path) -> Found:
@@ -81,10 +85,20 @@ def alone(job: Job, kernel: str, shapes: tuple[int, ...], log: Path) -> Found:
     if job.left_s() < 1:
         found.failures.append(("not begun when the time was up", ""))
         return found
-    command = [sys.executable, "-m", "benchmarks.gpu.one_kernel", kernel, "--device", job.device.type]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu.one_kernel",
+        kernel,
+        "--device",
+        job.device.type,
+    ]
     env = environment(job.device.type)
     if not job.on_gpu:
-        env |= {"TRITON_INTERPRET": "1", "DETONATION_KERNELS": "triton"}  # the CPU plays an accelerator
+        env |= {
+            "TRITON_INTERPRET": "1",
+            "DETONATION_KERNELS": "triton",
+        }  # the CPU plays an accelerator
     launch, shape, told, most_s = "no launch", "", 0, 0.0
     code: int | None = 0
     with log.open("wb") as errors:
@@ -113,7 +127,9 @@ def alone(job: Job, kernel: str, shapes: tuple[int, ...], log: Path) -> Found:
                         launch = f"{line['launch']}, {line['programs']} programs, {_text(line['constants'])}"
                     elif line.get("seen"):
                         told += 1
-                        found.failures.append(_failure(found, shape, line["seen"], launch, line.get("traceback", "")))
+                        found.failures.append(
+                            _failure(found, shape, line["seen"], launch, line.get("traceback", ""))
+                        )
                     elif "compared" in line:
                         found.good += 1
         except queue.Empty:
@@ -122,13 +138,19 @@ def alone(job: Job, kernel: str, shapes: tuple[int, ...], log: Path) -> Found:
             end(process)
             reader.join()
     if code != 0 and not told:  # it says why it ends with 1
-        found.failures.append(_failure(found, shape, f"the process {how_it_ended(code, most_s)}", launch))
+        found.failures.append(
+            _failure(found, shape, f"the process {how_it_ended(code, most_s)}", launch)
+        )
     found.seconds = time.monotonic() - began
     return found
 
 
-def _failure(found: Found, shape: str, seen: str, launch: str, traceback: str = "") -> tuple[str, str]:
-    line = f"{shape}: {seen}; launched last: {launch}; interpreted: {found.interpreted or 'unknown'}"
+def _failure(
+    found: Found, shape: str, seen: str, launch: str, traceback: str = ""
+) -> tuple[str, str]:
+    line = (
+        f"{shape}: {seen}; launched last: {launch}; interpreted: {found.interpreted or 'unknown'}"
+    )
     return line, f"{line}\n{traceback}"
 
 

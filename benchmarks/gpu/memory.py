@@ -36,16 +36,28 @@ def measure(job: Job) -> None:
                 kept, most = found
                 peaks[f"{name}, {engine}"] = most
                 job.row(
-                    step=name, engine=engine, kept=kept, peak=most, times_AdamW=most / peaks.get("AdamW, torch", most)
+                    step=name,
+                    engine=engine,
+                    kept=kept,
+                    peak=most,
+                    times_AdamW=most / peaks.get("AdamW, torch", most),
                 )
-    job.note("Bytes per fp32 parameter of 2 replicas: kept with weights and gradients, and at the peak of a step.")
-    ours = {name: most for name, most in peaks.items() if name.startswith(("demo 4", "random_sign"))}
+    job.note(
+        "Bytes per fp32 parameter of 2 replicas: kept with weights and gradients, and at the peak of a step."
+    )
+    ours = {
+        name: most for name, most in peaks.items() if name.startswith(("demo 4", "random_sign"))
+    }
     if ours and "AdamW, torch" in peaks:
         name, most = min(ours.items(), key=lambda item: item[1])
-        job.headline(f"{name}: {most:.1f} bytes per parameter at the peak, AdamW {peaks['AdamW, torch']:.1f}")
+        job.headline(
+            f"{name}: {most:.1f} bytes per parameter at the peak, AdamW {peaks['AdamW, torch']:.1f}"
+        )
 
 
-def peak(job: Job, size: str, name: str, scheme: dt.schemes.Scheme | None, engine: str) -> tuple[float, float] | None:
+def peak(
+    job: Job, size: str, name: str, scheme: dt.schemes.Scheme | None, engine: str
+) -> tuple[float, float] | None:
     """Bytes per parameter that stay between two steps, and at the peak of a step; None where `engine` is another."""
     base: Callable[[Any], torch.optim.Optimizer] = partial(dt.SignSGD, lr=1e-4)
     if name in ADAMW:
@@ -67,7 +79,10 @@ def peak(job: Job, size: str, name: str, scheme: dt.schemes.Scheme | None, engin
         torch.cuda.reset_peak_memory_stats(job.device)
         _steps(made, steps)
         torch.cuda.synchronize(job.device)
-        now, most = torch.cuda.memory_allocated(job.device), torch.cuda.max_memory_allocated(job.device)
+        now, most = (
+            torch.cuda.memory_allocated(job.device),
+            torch.cuda.max_memory_allocated(job.device),
+        )
         return (now - before) / count, (most - before) / count
     with Watch() as watch:  # counts the storages that torch makes
         made = make()

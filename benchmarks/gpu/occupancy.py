@@ -37,7 +37,9 @@ def measure(job: Job) -> None:
     size, best = "tiny" if job.tiny else "1.2B", list[str]()
     bandwidth = copy_bandwidth(job.device, 2**20 if job.tiny else 2**30)
     for name, scheme in list(SCHEMES.items())[: 1 if job.tiny else None]:
-        made = job.attempt(f"{name} is built", partial(stepper, SIZES[size], job.device, scheme, "triton"))
+        made = job.attempt(
+            f"{name} is built", partial(stepper, SIZES[size], job.device, scheme, "triton")
+        )
         if made is None:
             job.note(f"{name}: the engine is not triton's")
             continue
@@ -70,8 +72,12 @@ def variants(job: Job, name: str, launch: Callable[..., Any], floor_s: float) ->
             if job.left_s() < 5 and not job.tiny:
                 job.note(f"{name}, {called} was left out: the time was up")
                 continue
-            act = partial(launch, warps=warps, **({} if registers is None else {"maxnreg": registers}))
-            took = job.attempt(f"{name}, {called}", partial(median_s, act, job.device, TIMES, warm=1, before=cold))
+            act = partial(
+                launch, warps=warps, **({} if registers is None else {"maxnreg": registers})
+            )
+            took = job.attempt(
+                f"{name}, {called}", partial(median_s, act, job.device, TIMES, warm=1, before=cold)
+            )
             if took is not None:
                 seconds[called] = took
                 job.row(kernel=name, variant=called, ms=1e3 * took, times_floor=took / floor_s)

@@ -32,10 +32,17 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.heads = shape.heads
-        self.q, self.k, self.v, self.o = (nn.Linear(shape.width, shape.width, bias=False) for _ in range(4))
-        self.q_norm, self.k_norm = nn.RMSNorm(shape.width, eps=1e-6), nn.RMSNorm(shape.width, eps=1e-6)
+        self.q, self.k, self.v, self.o = (
+            nn.Linear(shape.width, shape.width, bias=False) for _ in range(4)
+        )
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(shape.width, eps=1e-6),
+            nn.RMSNorm(shape.width, eps=1e-6),
+        )
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [batch, length, width] -> the same
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor:  # [batch, length, width] -> the same
         def split(y: Tensor) -> Tensor:
             return y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
@@ -56,9 +63,14 @@ class Block(nn.Module):
         self.attention = Attention(shape)
         self.gate, self.up = (nn.Linear(shape.width, shape.inner, bias=False) for _ in range(2))
         self.down = nn.Linear(shape.inner, shape.width, bias=False)
-        self.attention_norm, self.feed_norm = nn.RMSNorm(shape.width, eps=1e-6), nn.RMSNorm(shape.width, eps=1e-6)
+        self.attention_norm, self.feed_norm = (
+            nn.RMSNorm(shape.width, eps=1e-6),
+            nn.RMSNorm(shape.width, eps=1e-6),
+        )
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [batch, length, width] -> the same
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor:  # [batch, length, width] -> the same
         x = x + self.attention_norm(self.attention(x, cos, sin))
         return x + self.feed_norm(self.down(functional.silu(self.gate(x)) * self.up(x)))
 
@@ -73,7 +85,9 @@ class OLMo2(nn.Module):
         self.norm = nn.RMSNorm(shape.width, eps=1e-6)
         self.head = nn.Linear(shape.width, shape.tokens, bias=False)
         half = shape.width // shape.heads // 2
-        angles = torch.outer(torch.arange(length), 500_000.0 ** (-torch.arange(half) / half)).repeat(1, 2)
+        angles = torch.outer(
+            torch.arange(length), 500_000.0 ** (-torch.arange(half) / half)
+        ).repeat(1, 2)
         self.register_buffer("cos", angles.cos())
         self.register_buffer("sin", angles.sin())
         for module in self.modules():

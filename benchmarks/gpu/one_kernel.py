@@ -52,14 +52,18 @@ Compared = tuple[str, Tensor, Tensor, float]
 
 def main() -> int:
     stacks_at_the_end()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("kernel", choices=CASES)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--shapes", nargs="+", type=int, default=[0, 1, 2])
     args = parser.parse_args()
     torch.set_num_threads(1)
     device = torch.device("cuda", 0) if args.device == "cuda" else CPU
-    faults = dict(each.split("=") for each in os.environ.get("GPU_FIRST_FAULT", "").split(",") if each)
+    faults = dict(
+        each.split("=") for each in os.environ.get("GPU_FIRST_FAULT", "").split(",") if each
+    )
     fault = faults.get(args.kernel, "")
     say(interpreted=launching.INTERPRETED)
     watched = partial(launched, launching.launch, args.kernel, fault)
@@ -74,7 +78,9 @@ def main() -> int:
             except Exception as error:
                 failed = True
                 lines = str(error).strip().splitlines() or [""]
-                headline = f"{type(error).__name__}: {' ... '.join(dict.fromkeys([lines[0], lines[-1]]))}"
+                headline = (
+                    f"{type(error).__name__}: {' ... '.join(dict.fromkeys([lines[0], lines[-1]]))}"
+                )
                 say(compared=number, seen=headline, traceback=traceback.format_exc())
                 if "CUDA" in headline:  # no later launch of this process means anything
                     break
@@ -86,7 +92,13 @@ def say(**line: Any) -> None:
 
 
 def launched(
-    launch: Callable[..., None], wanted: str, fault: str, kernel: Any, programs: int, *arguments: Any, **constants: Any
+    launch: Callable[..., None],
+    wanted: str,
+    fault: str,
+    kernel: Any,
+    programs: int,
+    *arguments: Any,
+    **constants: Any,
 ) -> None:
     """Says what is launched, launches it, and waits for it, so that an error is of this launch."""
     say(launch=kernel.__name__, programs=programs, constants=constants)
@@ -116,7 +128,9 @@ def difference(compared: Sequence[Compared], wrong_bit: bool = False) -> str:
 
 
 def _apart(found: Tensor, wanted: Tensor, error: float) -> Tensor:
-    return torch.isclose(found.float(), wanted.float(), rtol=error, atol=error, equal_nan=True).logical_not()
+    return torch.isclose(
+        found.float(), wanted.float(), rtol=error, atol=error, equal_nan=True
+    ).logical_not()
 
 
 def drawn(number: int) -> list[Tensor]:
@@ -135,7 +149,9 @@ def scan(device: torch.device, number: int) -> list[Compared]:
         scanner = inspection.Scanner([each.numel() for each in given], range(len(given)), device)
         status = scanner.scan([each.to(device) for each in given], SIGNAL_LIMIT).cpu()
         least = status[status > 0].min() if status.any() else torch.tensor(0)
-        found.append((f"the bad signal {bad}", least, torch.tensor(0 if bad is None else 1 + bad), 0.0))
+        found.append(
+            (f"the bad signal {bad}", least, torch.tensor(0 if bad is None else 1 + bad), 0.0)
+        )
     return found
 
 
@@ -143,7 +159,9 @@ def rotation(device: torch.device, number: int) -> list[Compared]:
     rule: Any = (Random(0.3), Striding(1 / 16), Striding(1 / 300))[number]
     rows, seed, step = 70, 5, 3
     cycle, share, deal = rule.place(step, seed)
-    coding = launching.Coding(rule.chunk, rule.k, "none", type(rule).__name__.lower(), "fp32", 1, 0, False)
+    coding = launching.Coding(
+        rule.chunk, rule.k, "none", type(rule).__name__.lower(), "fp32", 1, 0, False
+    )
     rotations = launches.Rotations.room(coding, device)
     words, choices = (random_start(seed, cycle, which) for which in (0, 1))
     rotations.rotate(coding, words, choices, share, deal)
@@ -167,7 +185,10 @@ def seal(device: torch.device, number: int) -> list[Compared]:
     found[:, :HEADER_BYTES], found[:, HEADER_BYTES + nbytes :] = 77, 55  # of an earlier step
     header, found = Header(2**62 + 12345, 3, 5, 1, 7, 2**61 + 9), found.to(device)
     header.seal(wanted, nbytes)
-    run, status = inspection.RowRun(found, HEADER_BYTES, 0, (nbytes, 0, 0)), torch.tensor([7], device=device)
+    run, status = (
+        inspection.RowRun(found, HEADER_BYTES, 0, (nbytes, 0, 0)),
+        torch.tensor([7], device=device),
+    )
     inspection.Inspector(2, device).seal(
         [run], nbytes, IDENTITY, header.schema, 3, header.origin, status, header.received
     )
@@ -180,8 +201,12 @@ def inspect(device: torch.device, number: int) -> list[Compared]:
     nbytes, schema = codec.nbytes(rows), 2**40
     messages = torch.zeros(replicas, codec.width(rows, HEADER_BYTES), dtype=torch.uint8)
     for replica in range(replicas):
-        values = torch.randn(rows, codec.selection.chunk, generator=torch.Generator().manual_seed(replica))
-        messages[replica, HEADER_BYTES : HEADER_BYTES + nbytes] = codec.encode(codec.select(values, 0, 0))
+        values = torch.randn(
+            rows, codec.selection.chunk, generator=torch.Generator().manual_seed(replica)
+        )
+        messages[replica, HEADER_BYTES : HEADER_BYTES + nbytes] = codec.encode(
+            codec.select(values, 0, 0)
+        )
         Header(schema, 3, 0, replica).seal(messages[replica : replica + 1], nbytes)
     messages[2, HEADER_BYTES + nbytes // 2] ^= 4  # damage
     usual, mine = torch.tensor([0.5]), torch.tensor([0.5], device=device)
@@ -197,7 +222,9 @@ def inspect(device: torch.device, number: int) -> list[Compared]:
         places_of(codec, rows), IDENTITY, schema, 3, 0, 6, mine, True,
         inspection.Limits(LIMIT, LOUDER, FORGET),
     ).cpu()  # fmt: skip
-    norms, bounds = ([each[:, at].clone().view(torch.float64) for each in (found, table)] for at in (10, 11))
+    norms, bounds = (
+        [each[:, at].clone().view(torch.float64) for each in (found, table)] for at in (10, 11)
+    )
     rest = [at for at in range(13) if at not in (10, 11)]
     kept = body.clone()
     kept[refused] = 0
@@ -215,7 +242,10 @@ def weigh(device: torch.device, number: int) -> list[Compared]:
     values = torch.randn(rows, codec.selection.chunk, generator=torch.Generator().manual_seed(0))
     scales = ([1, 5, 2, 0.1], [0, 0, 3, 1], [1])[number]
     wanted: Any = codec.received(
-        [codec.encode(codec.select(values * scale, 0, 0)) for scale in scales], rows, None, ClippedMean()
+        [codec.encode(codec.select(values * scale, 0, 0)) for scale in scales],
+        rows,
+        None,
+        ClippedMean(),
     )
     weights, message = torch.empty(len(scales), device=device), wanted.source.body.to(device)
     inspector = inspection.Inspector(len(scales), device)
@@ -226,14 +256,18 @@ def weigh(device: torch.device, number: int) -> list[Compared]:
 def _engines(device: torch.device, number: int) -> tuple[TritonEngine, ReferenceEngine]:
     scheme = SCHEMES[number]
     layout = scheme.codec.layout({str(i): shape for i, shape in enumerate(SHAPES[number])})
-    memories = [Memory(layout, scheme.feedback, each) if scheme.feedback else None for each in (device, CPU)]
+    memories = [
+        Memory(layout, scheme.feedback, each) if scheme.feedback else None for each in (device, CPU)
+    ]
     mine = engine_for(scheme.codec, layout, memories[0], Runtime(device, 3))
     if not isinstance(mine, TritonEngine):
         raise TypeError(f"the engine is {mine.name}, not triton's")
     return mine, ReferenceEngine(scheme.codec, layout, memories[1], Runtime(CPU, 3, kernels=False))
 
 
-def _encoded(engine: ReferenceEngine, signals: Sequence[Tensor], device: torch.device) -> tuple[MessageRows, Any]:
+def _encoded(
+    engine: ReferenceEngine, signals: Sequence[Tensor], device: torch.device
+) -> tuple[MessageRows, Any]:
     """The rows of a message, and what was selected."""
     codec, rows = engine.codec, engine.layout.rows
     octets = torch.zeros(1, codec.width(rows, HEADER_BYTES), dtype=torch.uint8, device=device)
@@ -273,21 +307,33 @@ def decode(device: torch.device, number: int) -> list[Compared]:
             received.shared = shared
         updates.append([torch.zeros(shape, device=each) for shape in SHAPES[number]])
         engine.write(received, updates[-1])
-    return [(f"update of {SHAPES[number][i]}", *pair, 1e-5) for i, pair in enumerate(zip(*updates, strict=True))]
+    return [
+        (f"update of {SHAPES[number][i]}", *pair, 1e-5)
+        for i, pair in enumerate(zip(*updates, strict=True))
+    ]
 
 
 def seal_sum(device: torch.device, number: int) -> list[Compared]:
     replica, replicas = ((0, 1), (1, 3), (6, 7))[number]
     status, mark = 259 + number, 9
-    digits = torch.full((3 * replicas,), 5, dtype=torch.bfloat16 if number == 1 else torch.float32, device=device)
-    inspection.SumInspector(device).seal(torch.tensor([0, status], device=device), digits, 3 * replica, 3, mark)
+    digits = torch.full(
+        (3 * replicas,), 5, dtype=torch.bfloat16 if number == 1 else torch.float32, device=device
+    )
+    inspection.SumInspector(device).seal(
+        torch.tensor([0, status], device=device), digits, 3 * replica, 3, mark
+    )
     wanted = torch.zeros(3 * replicas)
-    wanted[3 * replica : 3 * replica + 3] = torch.tensor([status & 255, status >> 8, mark], dtype=torch.float32)
+    wanted[3 * replica : 3 * replica + 3] = torch.tensor(
+        [status & 255, status >> 8, mark], dtype=torch.float32
+    )
     return [("digits", digits.float(), wanted, 0.0)]
 
 
 def inspect_sum(device: torch.device, number: int) -> list[Compared]:
-    runs = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in (257, 9001, 1)[: number + 1]]
+    runs = [
+        torch.randn(size, generator=torch.Generator().manual_seed(size))
+        for size in (257, 9001, 1)[: number + 1]
+    ]
     digits, compared = torch.tensor([9.0, 3.0, 1.0]), []
     inspector = inspection.SumInspector(device)
     for good in (1.0, 0.0):
@@ -295,7 +341,9 @@ def inspect_sum(device: torch.device, number: int) -> list[Compared]:
             runs[-1][-1] = float("inf")
         report = torch.empty(4, device=device)
         inspector.inspect([run.to(device) for run in runs], digits.to(device), report)
-        compared.append((f"report, finite {good:.0f}", report, torch.tensor([good, 9.0, 3.0, 1.0]), 0.0))
+        compared.append(
+            (f"report, finite {good:.0f}", report, torch.tensor([good, 9.0, 3.0, 1.0]), 0.0)
+        )
     return compared
 
 

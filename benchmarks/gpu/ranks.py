@@ -49,7 +49,9 @@ class Rank:
         own = torch.Generator().manual_seed(1000 * step + dist.get_rank())
         return model(torch.randn(16, self.width, generator=own).to(self.device)).square().mean()
 
-    def trained(self, mesh: DeviceMesh, scheme: dt.schemes.Scheme, overlap: bool) -> tuple[str, float]:
+    def trained(
+        self, mesh: DeviceMesh, scheme: dt.schemes.Scheme, overlap: bool
+    ) -> tuple[str, float]:
         """The fingerprint of the weights after all steps, and the seconds of the steps that were not the first."""
         model = self.model()
         if mesh["shard"].size() > 1:
@@ -80,10 +82,18 @@ def overlap(rank: Rank, replicas: int, shards: int) -> None:
     """Buckets that leave during backward bring the same weights as one message after it."""
     mesh = dt.init_mesh(replicas, shards, rank.device.type, timeout_s=60)
     for name, scheme in SCHEMES.items():
-        (after, after_s), (during, during_s) = (rank.trained(mesh, scheme(), overlap) for overlap in (False, True))
+        (after, after_s), (during, during_s) = (
+            rank.trained(mesh, scheme(), overlap) for overlap in (False, True)
+        )
         seen = "" if after == during else f"{after[:16]} after backward, {during[:16]} during it"
         times = {"ms": 1e3 * after_s, "with_overlap": 1e3 * during_s}
-        say(case=f"overlap, {name}", world=f"{replicas} x {shards}", holds=not seen, seen=seen, **times)
+        say(
+            case=f"overlap, {name}",
+            world=f"{replicas} x {shards}",
+            holds=not seen,
+            seen=seen,
+            **times,
+        )
 
 
 def lanes(rank: Rank, replicas: int, shards: int) -> None:
@@ -101,8 +111,17 @@ def lanes(rank: Rank, replicas: int, shards: int) -> None:
     sums = torch.stack([parameter.detach().double().sum() for parameter in model.parameters()])
     everyone = [torch.empty_like(sums) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, sums)
-    equal, ms = all(torch.equal(each, sums) for each in everyone), 1e3 * (time.perf_counter() - began) / rank.steps
-    say(case="whole parameters on sharded nodes", world=f"{replicas} x {shards}", holds=equal, seen="", ms=ms)
+    equal, ms = (
+        all(torch.equal(each, sums) for each in everyone),
+        1e3 * (time.perf_counter() - began) / rank.steps,
+    )
+    say(
+        case="whole parameters on sharded nodes",
+        world=f"{replicas} x {shards}",
+        holds=equal,
+        seen="",
+        ms=ms,
+    )
 
 
 def wire(rank: Rank, replicas: int, shards: int) -> None:
@@ -119,7 +138,13 @@ def wire(rank: Rank, replicas: int, shards: int) -> None:
         began = began or time.perf_counter()
     rank.synchronize()
     ms = 1e3 * (time.perf_counter() - began) / max(1, rank.steps - 1)
-    say(case="shard wire without a wait", world=f"1 x {replicas * shards}", holds=True, seen="", ms=ms)
+    say(
+        case="shard wire without a wait",
+        world=f"1 x {replicas * shards}",
+        holds=True,
+        seen="",
+        ms=ms,
+    )
 
 
 def held(model: nn.Module, rank: Rank) -> torch.Tensor:
@@ -154,7 +179,9 @@ def say(**found: Any) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("cases", nargs="+", choices=CASES)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--replicas", type=int, default=2)

@@ -25,7 +25,11 @@ def read_findings(path: Path) -> Findings | None:
 def clocks() -> str:
     """Clocks, power and temperature of the first GPU as nvidia-smi sees them now; "" without it."""
     found = _smi(_QUERY)
-    return ", ".join(f"{name} {value}" for name, value in zip(_QUERY.split(","), found, strict=False)) if found else ""
+    return (
+        ", ".join(f"{name} {value}" for name, value in zip(_QUERY.split(","), found, strict=False))
+        if found
+        else ""
+    )
 
 
 def _smi(query: str) -> list[str]:
@@ -79,14 +83,20 @@ def summary(findings: Mapping[str, Findings], seconds: float, out: Path) -> str:
     rows += [[part, str(f.checks), status(f), f.headline] for part, f in findings.items()]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     lines = [
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]])
+        for row in rows
     ]
     failures = [f"{part}: {line}" for part, found in findings.items() for line in found.failures]
     return "\n".join([*lines, *failures, f"{seconds:.0f} s; {out / 'report.html'}"])
 
 
 def write_report(
-    out: Path, findings: Mapping[str, Findings], device: str, seen: Sequence[str], seconds: float, compiled: str = ""
+    out: Path,
+    findings: Mapping[str, Findings],
+    device: str,
+    seen: Sequence[str],
+    seconds: float,
+    compiled: str = "",
 ) -> None:
     """Writes report.md and report.html."""
     facts = machine(device, seen) | {"time": f"{seconds:.0f} s"}
@@ -103,9 +113,20 @@ def _markdown(findings: Mapping[str, Findings], facts: Mapping[str, str]) -> str
         lines += ["", f"## {found.title} (`{part}`): {status(found)}", "", f"{found.headline}", ""]
         if found.table:
             lines += ["| " + " | ".join(found.columns) + " |", "|" + "---|" * len(found.columns)]
-            lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in found.table]
-        lines += ["", *(f"- FAILED {line}" for line in found.failures), *(f"- {line}" for line in found.notes)]
-        lines += [f"- files: {', '.join(f'[{name}]({name})' for name in found.files)}"] if found.files else []
+            lines += [
+                "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+                for row in found.table
+            ]
+        lines += [
+            "",
+            *(f"- FAILED {line}" for line in found.failures),
+            *(f"- {line}" for line in found.notes),
+        ]
+        lines += (
+            [f"- files: {', '.join(f'[{name}]({name})' for name in found.files)}"]
+            if found.files
+            else []
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -134,5 +155,7 @@ def _page(findings: Mapping[str, Findings], facts: Mapping[str, str]) -> str:
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in columns)
-    lines = ["<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows]
+    lines = [
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    ]
     return f"<table><tr>{head}</tr>{''.join(lines)}</table>"

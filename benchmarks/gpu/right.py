@@ -13,7 +13,11 @@ from benchmarks.gpu.common import Job
 TITLE = "Right"
 HERE = ["tests/laws/test_on_device.py"]
 """Laws 1 to 11 over all schemes in one process, equal bits of two runs, and the engine against the reference."""
-WORLDS = ["tests/world/test_interplay.py", "tests/world/test_slow_backend.py", "tests/world/test_late.py"]
+WORLDS = [
+    "tests/world/test_interplay.py",
+    "tests/world/test_slow_backend.py",
+    "tests/world/test_late.py",
+]
 """Real ranks: forks, which use the GPU while this process does not. NCCL takes one rank per GPU, gloo any number."""
 SHARES = 4
 """Processes that share the tests of one process on a GPU, where most of their time is the host's."""
@@ -22,7 +26,13 @@ SHARES = 4
 def measure(job: Job) -> None:
     sealed(job)
     tested(job, "laws, one process", HERE, job.left_s() * 2 / 3, shares=SHARES if job.on_gpu else 1)
-    tested(job, "real ranks", WORLDS[1:2] if job.tiny else WORLDS, job.left_s(), shares=2 if job.on_gpu else 1)
+    tested(
+        job,
+        "real ranks",
+        WORLDS[1:2] if job.tiny else WORLDS,
+        job.left_s(),
+        shares=2 if job.on_gpu else 1,
+    )
     if job.on_gpu and torch.cuda.device_count() < 2:
         job.note("one GPU: NCCL ran with one rank; two ranks on one GPU talked over gloo")
     good = job.findings.checks - len(job.findings.failures)
@@ -34,12 +44,16 @@ def tested(job: Job, name: str, files: list[str], seconds: float, shares: int = 
     counts even where a later one ends all of its process."""
     most_s = max(20, seconds)
     with ThreadPoolExecutor(shares) as pool:
-        outcomes = list(pool.map(lambda share: _share(job, name, files, most_s, share, shares), range(shares)))
+        outcomes = list(
+            pool.map(lambda share: _share(job, name, files, most_s, share, shares), range(shares))
+        )
     passed, failed, skipped = (sum(counts) for counts in zip(*outcomes, strict=True))
     job.row(tests=name, passed=passed, failed=failed, left_out=skipped)
 
 
-def _share(job: Job, name: str, files: list[str], most_s: float, share: int, shares: int) -> tuple[int, int, int]:
+def _share(
+    job: Job, name: str, files: list[str], most_s: float, share: int, shares: int
+) -> tuple[int, int, int]:
     """Runs one share of the tests; returns how many passed, failed and were left out."""
     slug = name.replace(", ", "-").replace(" ", "-") + f"-{share}" * (shares > 1)
     log, results = job.file(f"{slug}.txt"), job.findings.path.with_suffix(f".{slug}.jsonl")
@@ -47,16 +61,23 @@ def _share(job: Job, name: str, files: list[str], most_s: float, share: int, sha
     command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(ROOT)]
     command += ["-p", "no:cacheprovider", "-p", "benchmarks.gpu.each_result"]
     command += [*["-k", "random or law_6"] * job.tiny, *files]
-    env = environment(job.device.type) | {"GPU_RESULTS": str(results), "GPU_SHARE": f"{share}/{shares}"}
+    env = environment(job.device.type) | {
+        "GPU_RESULTS": str(results),
+        "GPU_SHARE": f"{share}/{shares}",
+    }
     code = ran(command, env, log, most_s)
     began, ended = "", dict[str, dict[str, str]]()
     for line in map(json.loads, results.read_text().splitlines()):
         began = line.get("began", began)
-        if "ended" in line and ended.get(line["ended"], {}).get("outcome") != "failed":  # which a teardown may do, too
+        if (
+            "ended" in line and ended.get(line["ended"], {}).get("outcome") != "failed"
+        ):  # which a teardown may do, too
             ended[line["ended"]] = line
     for test, found in ended.items():
         if found["outcome"] != "skipped":
-            job.check(test, found["outcome"] == "passed", found["headline"][:300], found["traceback"])
+            job.check(
+                test, found["outcome"] == "passed", found["headline"][:300], found["traceback"]
+            )
     if code not in (0, 1, 5):  # passed, failed, none chosen
         last = f"; the last test that began: {began}" if began else ""
         job.check(name, False, f"pytest {how_it_ended(code, most_s)}{last}; see {log.name}")
@@ -72,14 +93,39 @@ def sealed(job: Job) -> None:
     log, times = job.file("seals.txt"), 10_000 if job.on_gpu else 10 if job.tiny else 100
     env, seconds = environment(job.device.type), max(10.0, min(30.0, job.left_s() / 4))
     if not job.on_gpu:
-        env |= {"TRITON_INTERPRET": "1", "DETONATION_KERNELS": "triton"}  # the CPU plays an accelerator
-    command = [sys.executable, "-m", "benchmarks.gpu.seals", "--device", job.device.type, "--times", str(times)]
+        env |= {
+            "TRITON_INTERPRET": "1",
+            "DETONATION_KERNELS": "triton",
+        }  # the CPU plays an accelerator
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu.seals",
+        "--device",
+        job.device.type,
+        "--times",
+        str(times),
+    ]
     most_s = seconds + 60
     code = ran([*command, "--seconds", str(seconds)], env, log, most_s)
     last = next((line for line in log.read_text().splitlines() if line.startswith('{"rounds"')), "")
     found = json.loads(last) if last else {}
     kinds = {name: number for name, number in found.items() if name != "rounds" and number >= 0}
-    seen = f"first wrong rounds: {kinds}" if kinds else f"the process {how_it_ended(code, most_s)}; see {log.name}"
-    job.check("messages sealed and inspected", code == 0 and bool(found), seen, "" if code == 0 else log.read_text())
+    seen = (
+        f"first wrong rounds: {kinds}"
+        if kinds
+        else f"the process {how_it_ended(code, most_s)}; see {log.name}"
+    )
+    job.check(
+        "messages sealed and inspected",
+        code == 0 and bool(found),
+        seen,
+        "" if code == 0 else log.read_text(),
+    )
     failed = int(code != 0)
-    job.row(tests="messages sealed and inspected", passed=found.get("rounds", 0), failed=failed, left_out=0)
+    job.row(
+        tests="messages sealed and inspected",
+        passed=found.get("rounds", 0),
+        failed=failed,
+        left_out=0,
+    )

@@ -29,7 +29,9 @@ STATED, ADDED = 7, 8
 
 def main() -> int:
     stacks_at_the_end()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--times", type=int, default=10_000)
     parser.add_argument("--seconds", type=float, default=30.0)
@@ -47,7 +49,9 @@ def agreed(device: torch.device, times: int, seconds: float) -> dict[str, int]:
     most_rows = 20_000 if device.type == "cuda" else 60
     width = codec.width(most_rows, HEADER_BYTES)
     pool = torch.randint(0, 256, (MESSAGES, 2 * width), dtype=torch.uint8, device=device)
-    sealed, joined = (torch.zeros(MESSAGES, width, dtype=torch.uint8, device=device) for _ in range(2))
+    sealed, joined = (
+        torch.zeros(MESSAGES, width, dtype=torch.uint8, device=device) for _ in range(2)
+    )
     inspector = inspection.Inspector(MESSAGES, device)
     usual, status = torch.zeros(1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     first = torch.full((3,), -1, dtype=torch.int64, device=device)
@@ -69,10 +73,14 @@ def agreed(device: torch.device, times: int, seconds: float) -> dict[str, int]:
         header = Header(2**40, number, 0, 0)
         own = row_run(codec, sealed, HEADER_BYTES, rows)
         inspector.seal([own], nbytes, IDENTITY, header.schema, number, header.origin, status, 0)
-        arrived = sealed[:, : HEADER_BYTES + nbytes].contiguous()  # the rows of it begin at any address
+        arrived = sealed[
+            :, : HEADER_BYTES + nbytes
+        ].contiguous()  # the rows of it begin at any address
         damaged = number % 10 == 9
         if damaged:
-            arrived[-1, HEADER_BYTES + chance.randrange(nbytes)].bitwise_xor_(1 << chance.randrange(8))
+            arrived[-1, HEADER_BYTES + chance.randrange(nbytes)].bitwise_xor_(
+                1 << chance.randrange(8)
+            )
         table = inspector.inspect(
             [row_run(codec, arrived, HEADER_BYTES, rows)], joined, nbytes, coding,
             places_of(codec, rows), IDENTITY, header.schema, number, 0, 6, usual, True, limits,
@@ -87,7 +95,10 @@ def agreed(device: torch.device, times: int, seconds: float) -> dict[str, int]:
             header.seal(plain, nbytes)
             _note(first[2], (plain[:, :HEADER_BYTES] != sealed[:, :HEADER_BYTES]).any(), number)
         done += 1
-    return {"rounds": done, **dict(zip(("disagree", "missed", "unlike_torch"), first.tolist(), strict=True))}
+    return {
+        "rounds": done,
+        **dict(zip(("disagree", "missed", "unlike_torch"), first.tolist(), strict=True)),
+    }
 
 
 def _note(first: torch.Tensor, bad: torch.Tensor, number: int) -> None:

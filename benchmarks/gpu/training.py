@@ -22,7 +22,9 @@ def measure(job: Job) -> None:
             if job.left_s() < (30 if compiled else 10):
                 job.note(f"{size}{', compiled' * compiled} was left out: the time was up")
                 continue
-            found = job.attempt(f"{size}{', compiled' * compiled}", partial(trained, job, size, compiled))
+            found = job.attempt(
+                f"{size}{', compiled' * compiled}", partial(trained, job, size, compiled)
+            )
             if found is not None:
                 shares.append(f"{size}{' compiled' * compiled} {100 * found:.1f} %")
     job.headline("share of a training step that is the optimizer's: " + ", ".join(shares))
@@ -35,7 +37,9 @@ def trained(job: Job, size: str, compiled: bool) -> float:
     shape, device = SHAPES[size], job.device
     with device:
         model = OLMo2(shape, length).to(torch.bfloat16)
-    optimizer = dt.replicate(dt.SignSGD(model.parameters(), lr=1e-4), model, LoopbackCommunicator(2), SCHEME)
+    optimizer = dt.replicate(
+        dt.SignSGD(model.parameters(), lr=1e-4), model, LoopbackCommunicator(2), SCHEME
+    )
     batch = 2 if job.tiny else batch_for(job, model, length)
     tokens = torch.randint(shape.tokens, (batch, length + 1), device=device)
     loss_of = torch.compile(model) if compiled else model

@@ -46,14 +46,24 @@ def measure(job: Job) -> None:
             )
             if taken < steps:
                 job.note(f"{name} ended after {taken} of {steps} steps: the time was up")
-    job.note(f"Bytes of this repository's Markdown and Python ({len(text):,}); the last tenth of them judges.")
+    job.note(
+        f"Bytes of this repository's Markdown and Python ({len(text):,}); the last tenth of them judges."
+    )
     job.headline("loss: " + ", ".join(losses))
 
 
 def corpus() -> Tensor:
     """The repository's own text: it is here without a network."""
-    files = sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.py"), *(ROOT / "tests").rglob("*.py")])
-    return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+    files = sorted(
+        [
+            *(ROOT / "docs").rglob("*.md"),
+            *(ROOT / "src").rglob("*.py"),
+            *(ROOT / "tests").rglob("*.py"),
+        ]
+    )
+    return torch.frombuffer(
+        bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8
+    )
 
 
 def trained(
@@ -67,7 +77,9 @@ def trained(
     def batch(of: str, seed: int) -> Tensor:
         source = parts[of]
         size = 2 if job.tiny else BATCH
-        starts = torch.randint(len(source) - length - 1, (size,), generator=torch.Generator().manual_seed(seed))
+        starts = torch.randint(
+            len(source) - length - 1, (size,), generator=torch.Generator().manual_seed(seed)
+        )
         at = starts[:, None] + torch.arange(length + 1)
         return source[at.to(job.device)].long()
 
@@ -98,7 +110,12 @@ def trained(
         seconds = time.monotonic() - began
         with torch.no_grad():
             judged = torch.stack([model(batch("judge", -1 - number)) for number in range(8)]).mean()
-        return float(judged), seconds, optimizer.stats.bytes_sent, sum(p.numel() for p in model.parameters())
+        return (
+            float(judged),
+            seconds,
+            optimizer.stats.bytes_sent,
+            sum(p.numel() for p in model.parameters()),
+        )
 
     loss, seconds, sent, numel = simulate_replicas(act, 2)[0]
     return taken[0], loss, seconds, sent, numel

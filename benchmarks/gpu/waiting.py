@@ -42,7 +42,10 @@ def measure(job: Job) -> None:
             break
         job.attempt(f"ten steps of {name}", partial(ten_steps, job, SCHEMES[name], shapes))
     for name in ("demo", "full"):
-        job.attempt(f"ten steps of {name} that send during backward", partial(ten_overlapped, job, SCHEMES[name]))
+        job.attempt(
+            f"ten steps of {name} that send during backward",
+            partial(ten_overlapped, job, SCHEMES[name]),
+        )
     for name in ("demo", "demo-sign", "random-sign", "random", "full"):
         job.attempt(f"graphs of {name}", partial(graphs, job, SCHEMES[name]))
     schemes = list(PROFILED.items())[: 1 if job.tiny else None]
@@ -50,7 +53,9 @@ def measure(job: Job) -> None:
         for engine in ("torch", "triton") if job.on_gpu else ("torch",):
             job.attempt(f"profile of {name}", partial(profiled, job, name, scheme, engine))
     good = job.findings.checks - len(job.findings.failures)
-    job.headline(f"{good} of {job.findings.checks} schemes, graphs and profiles without a wait of the host")
+    job.headline(
+        f"{good} of {job.findings.checks} schemes, graphs and profiles without a wait of the host"
+    )
 
 
 def ten_steps(job: Job, scheme: dt.schemes.Scheme, shapes: list[tuple[int, ...]]) -> None:
@@ -111,9 +116,13 @@ def graphs(job: Job, scheme: dt.schemes.Scheme) -> None:
         shared = selected.indices if codec.selection.shared else None
         received: Any = codec.received([message, message], layout.rows, shared, scheme.aggregation)
         received.shared = shared
-        if scheme.summable and isinstance(codec.precision, Float) and engine.reads_status:  # the network adds in place
+        if (
+            scheme.summable and isinstance(codec.precision, Float) and engine.reads_status
+        ):  # the network adds in place
             values = numbers(run.parts[0], codec.precision.dtype).view(layout.rows, -1)
-            received = Sums([(0, values)], layout.rows, Divided(2), shared, torch.ones(1, device=job.device))
+            received = Sums(
+                [(0, values)], layout.rows, Divided(2), shared, torch.ones(1, device=job.device)
+            )
         decode = partial(engine.write, received, targets)
         decode()
         acts = [played(act) if held and job.on_gpu else act for act in (encode, decode)]
@@ -123,7 +132,13 @@ def graphs(job: Job, scheme: dt.schemes.Scheme) -> None:
             for act in acts:
                 act()
         synchronize(job.device)
-        found.append([*targets, *([memory.residual] if memory else []), *([run.body] if engine.reads_status else [])])
+        found.append(
+            [
+                *targets,
+                *([memory.residual] if memory else []),
+                *([run.body] if engine.reads_status else []),
+            ]
+        )
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other), "a graph makes other bits than its launches"
 
@@ -190,6 +205,10 @@ def busy_us(spans: list[tuple[float, float]]) -> float:
 def kernels(events: Any, on_gpu: bool) -> list[Any]:
     """The kernels and copies on the GPU; the operations of torch where there is none."""
     if on_gpu:
-        on_device = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
-        return [event for event in on_device if not event.is_user_annotation]  # which span kernels: torch's of a step
+        on_device = [
+            event for event in events if event.device_type == torch.autograd.DeviceType.CUDA
+        ]
+        return [
+            event for event in on_device if not event.is_user_annotation
+        ]  # which span kernels: torch's of a step
     return [event for event in events if event.name.startswith("aten::") and not event.cpu_children]

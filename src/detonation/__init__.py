@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 _STUB = Path(__file__).with_suffix(".pyi").read_text()
-_MODULE_OF = {name: module for module, name in re.findall(r"^from (\S+) import (\w+) as", _STUB, re.MULTILINE)}
+_MODULE_OF = {
+    name: module for module, name in re.findall(r"^from (\S+) import (\w+) as", _STUB, re.MULTILINE)
+}
 _RETURNED = {
     "CommHook": "integrations.ddp",
     "Coordinates": "core.link.coordinates",
@@ -33,7 +35,11 @@ def __getattr__(name: str) -> Any:
 
 def _moved(name: str) -> str:
     """The place of a name that stood here once; the lists of the faces are read as text, which loads no torch."""
-    faces = [f for f in ("schemes", "errors") if f'"{name}",' in Path(__file__).with_name(f"{f}.py").read_text()]
+    faces = [
+        f
+        for f in ("schemes", "errors")
+        if f'"{name}",' in Path(__file__).with_name(f"{f}.py").read_text()
+    ]
     places = [*faces, _RETURNED.get(name)]
     return f": take detonation.{places[0]}.{name}" if places[0] else ""
 

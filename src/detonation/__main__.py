@@ -13,7 +13,9 @@ def main() -> int:
     except KeyboardInterrupt:  # while modules are imported
         print("error: interrupted", file=sys.stderr)
         code = INTERRUPTED
-    if code == INTERRUPTED:  # perhaps in the middle of an import of torch, which an ordinary end may not survive
+    if (
+        code == INTERRUPTED
+    ):  # perhaps in the middle of an import of torch, which an ordinary end may not survive
         print(end="", flush=True)
         os._exit(code)
     return code
@@ -25,7 +27,10 @@ def _run() -> int:
     except ModuleNotFoundError as error:
         if error.name not in ("tyro", "rich"):
             raise
-        print(f"error: the command line needs {error.name}: pip install 'detonation-torch[train]'", file=sys.stderr)
+        print(
+            f"error: the command line needs {error.name}: pip install 'detonation-torch[train]'",
+            file=sys.stderr,
+        )
         return 2
     return run_command()
 

@@ -11,7 +11,12 @@ from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-_PLAIN: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_PLAIN: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+}
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -24,7 +29,9 @@ def unknown(kind: str, name: str, valid: Iterable[str]) -> ValueError:
     "unknown optimizer 'adamw', did you mean 'AdamW'? Valid: Adam, AdamW"
     """
     names = sorted(valid)
-    near = [known for known in names if known.lower() == name.lower()] or difflib.get_close_matches(name, names, n=1)
+    near = [known for known in names if known.lower() == name.lower()] or difflib.get_close_matches(
+        name, names, n=1
+    )
     hint = f", did you mean {near[0]!r}?" if near else "."
     return ValueError(f"unknown {kind} {name!r}{hint} Valid: {', '.join(names)}")
 
@@ -42,7 +49,9 @@ def needs(module: str, extra: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0].replace("PIL", "pillow")
-        raise ValueError(f"this needs {package}: pip install 'detonation-torch[{extra}]'") from error
+        raise ValueError(
+            f"this needs {package}: pip install 'detonation-torch[{extra}]'"
+        ) from error
 
 
 def first_line(error: Exception) -> str:
@@ -78,7 +87,9 @@ def checks_keywords(kind: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]
     return decorated
 
 
-def make(kind: str, table: Mapping[str, Callable[..., _T]], name: str, arguments: Mapping[str, Any]) -> _T:
+def make(
+    kind: str, table: Mapping[str, Callable[..., _T]], name: str, arguments: Mapping[str, Any]
+) -> _T:
     """Calls `table[name](**arguments)` after checking the name and the name of each argument.
 
     Raises:
@@ -113,7 +124,9 @@ def plain_types(value: object, hint: Any) -> str:
     return " or ".join(sorted(_PLAIN[kind] for kind in kinds if kind is not NoneType))
 
 
-def find_function(kind: str, name: str, table: Mapping[str, Callable[..., _T]]) -> Callable[..., _T]:
+def find_function(
+    kind: str, name: str, table: Mapping[str, Callable[..., _T]]
+) -> Callable[..., _T]:
     """The function called `name`: of `table`, or of a module that the name spells.
 
     Raises `ValueError` for a name that is no key of `table`, nor "package.module:function"; `kind` is the noun for it.

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 _RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _PER_SECOND = {"us": 1e6, "ms": 1e3, "s": 1.0}
-_FORM = re.compile(r"\s*([0-9.]+)\s*([kmg]?b(?:it|ps))(?:/s)?\s*(?:,\s*([0-9.]+)\s*(us|ms|s)\s*)?", re.IGNORECASE)
+_FORM = re.compile(
+    r"\s*([0-9.]+)\s*([kmg]?b(?:it|ps))(?:/s)?\s*(?:,\s*([0-9.]+)\s*(us|ms|s)\s*)?", re.IGNORECASE
+)
 
 SLOW_BACKENDS = ("gloo",)
 """The backends that a user may choose for the axis between replicas."""
@@ -57,7 +59,9 @@ class LinkSpeed:
         return 8 * nbytes / self.rate_bits_per_s + hops * self.latency_s
 
     def __str__(self) -> str:
-        unit = next((u for u in ("gbit", "mbit", "kbit") if self.rate_bits_per_s >= _RATES[u]), "bit")
+        unit = next(
+            (u for u in ("gbit", "mbit", "kbit") if self.rate_bits_per_s >= _RATES[u]), "bit"
+        )
         rate = f"{self.rate_bits_per_s / _RATES[unit]:.4g}{unit}"
         return f"{rate},{self.latency_s * 1e3:.4g}ms" if self.latency_s else rate
 

@@ -24,7 +24,9 @@ class LawBroken(AssertionError):
     """A scheme breaks a law of docs/design.md; the message names the law and what was seen."""
 
 
-def check_scheme(scheme: Scheme, replicas: int = 3, steps: int = 4, device: torch.device | str = "cpu") -> None:
+def check_scheme(
+    scheme: Scheme, replicas: int = 3, steps: int = 4, device: torch.device | str = "cpu"
+) -> None:
     """Holds `scheme` to the laws of docs/design.md, on awkward shapes and among simulated replicas.
 
     Laws 1 (nothing is lost), 2 (replicas agree), 3 (everyone is heard), 4 (a message owns its memory and its size is
@@ -44,7 +46,11 @@ def check_scheme(scheme: Scheme, replicas: int = 3, steps: int = 4, device: torc
         >>> import detonation as dt
         >>> check_scheme(dt.demo(topk=4, chunk=16))
     """
-    _require(scheme_named(scheme.name, scheme.arguments) == scheme, "spelling", f"{scheme.name} does not spell it")
+    _require(
+        scheme_named(scheme.name, scheme.arguments) == scheme,
+        "spelling",
+        f"{scheme.name} does not spell it",
+    )
     if scheme.signal == "nothing":
         return
     layout, device = scheme.codec.layout(_SHAPES), torch.device(device)
@@ -70,7 +76,9 @@ def _sent(scheme: Scheme, flat: Tensor, step: int) -> tuple[Tensor, Tensor]:
     codec = scheme.codec
     selected = codec.select(flat, step, 0)
     message = codec.encode(selected)
-    received = codec.received([message], len(flat), selected.indices if codec.selection.shared else None, Mean())
+    received = codec.received(
+        [message], len(flat), selected.indices if codec.selection.shared else None, Mean()
+    )
     return codec.basis.inverse(aggregate(received.whole(), Mean(), codec.selection.chunk)), message
 
 
@@ -97,7 +105,9 @@ def _everyone_is_heard(scheme: Scheme, device: torch.device) -> None:
         indices = selection.indices(heard, step, 0)
         heard.scatter_add_(1, indices, torch.ones(indices.shape, device=device))
     once = bool((heard == 1).all())
-    _require(once, "law 3, everyone is heard", f"not every coordinate once in {selection.period} steps")
+    _require(
+        once, "law 3, everyone is heard", f"not every coordinate once in {selection.period} steps"
+    )
 
 
 def _messages_own_their_memory(scheme: Scheme, layout: Layout, device: torch.device) -> None:
@@ -105,19 +115,33 @@ def _messages_own_their_memory(scheme: Scheme, layout: Layout, device: torch.dev
     _, message = _sent(scheme, flat, 0)
     before = message.clone()
     flat.fill_(float("nan"))
-    _require(torch.equal(message, before), "law 4, a message owns its memory", "it changed with the flat")
+    _require(
+        torch.equal(message, before), "law 4, a message owns its memory", "it changed with the flat"
+    )
     nbytes, known = message.nbytes, scheme.codec.nbytes(layout.rows)
-    _require(nbytes == known, "law 4, a size that is known beforehand", f"{nbytes} bytes, {known} by arithmetic")
+    _require(
+        nbytes == known,
+        "law 4, a size that is known beforehand",
+        f"{nbytes} bytes, {known} by arithmetic",
+    )
 
 
 def _zero_is_zero(scheme: Scheme, device: torch.device) -> None:
-    precision, values = scheme.codec.precision, _signals(scheme.codec.layout({"w": (300, 7)}), 0, device)[0]
+    precision, values = (
+        scheme.codec.precision,
+        _signals(scheme.codec.layout({"w": (300, 7)}), 0, device)[0],
+    )
     values[::2] = 0.0
     read, mirrored = (
-        precision.decode(precision.encode(sign * values, negative_zeros=sign < 0), 300, 7) for sign in (1.0, -1.0)
+        precision.decode(precision.encode(sign * values, negative_zeros=sign < 0), 300, 7)
+        for sign in (1.0, -1.0)
     )
     worst = float((read + mirrored).abs().max())
-    _require(worst == 0, "law 11, zero is zero", f"negated values, zeros included, do not read as negated: {worst:g}")
+    _require(
+        worst == 0,
+        "law 11, zero is zero",
+        f"negated values, zeros included, do not read as negated: {worst:g}",
+    )
 
 
 def _replicas_agree(scheme: Scheme, replicas: int, steps: int, device: torch.device) -> None:
@@ -150,15 +174,33 @@ def _replicas_agree(scheme: Scheme, replicas: int, steps: int, device: torch.dev
         return digest(model.parameters()), sent, exact
 
     outcomes = simulate_replicas(act, replicas)
-    _require(len({outcome[0] for outcome in outcomes}) == 1, "law 2, replicas agree", "their weights differ")
-    _require(all(outcome[2] for outcome in outcomes), "law 9, private state is private", "it does not resume exactly")
+    _require(
+        len({outcome[0] for outcome in outcomes}) == 1,
+        "law 2, replicas agree",
+        "their weights differ",
+    )
+    _require(
+        all(outcome[2] for outcome in outcomes),
+        "law 9, private state is private",
+        "it does not resume exactly",
+    )
     model = nn.Sequential(nn.Linear(31, 64), nn.Linear(64, 3))
     shapes = {"unused": (11,)} | {name: tuple(p.shape) for name, p in model.named_parameters()}
     layout = scheme.codec.layout(shapes)
     sends = scheme.aligned() if decides_on_device(device) else scheme
     known = [bytes_sent(sends, layout, replicas, step) for step in range(steps)]
-    _require(outcomes[0][1] == known, "law 4, bytes are known beforehand", f"sent {outcomes[0][1]}, expected {known}")
+    _require(
+        outcomes[0][1] == known,
+        "law 4, bytes are known beforehand",
+        f"sent {outcomes[0][1]}, expected {known}",
+    )
     most = dense_bytes(layout.numel, replicas)
-    bare = [bytes_sent(scheme, layout, replicas, step, bare=True) for step in range(scheme.round.every)]
+    bare = [
+        bytes_sent(scheme, layout, replicas, step, bare=True) for step in range(scheme.round.every)
+    ]
     average = sum(bare) / scheme.round.every
-    _require(average <= most, "law 5, never larger than dense", f"{average:,.0f} bytes per step, dense {most:,}")
+    _require(
+        average <= most,
+        "law 5, never larger than dense",
+        f"{average:,.0f} bytes per step, dense {most:,}",
+    )

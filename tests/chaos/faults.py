@@ -38,16 +38,31 @@ class Run:
 
     def start(self) -> Command:
         """Starts the run, or continues it as a job that was queued again does."""
-        env: dict[str, object] = {"TMPDIR": self.folder}  # leftovers of a killed launcher go with the folder
+        env: dict[str, object] = {
+            "TMPDIR": self.folder
+        }  # leftovers of a killed launcher go with the folder
         if self._starts:
             env["SLURM_RESTART_COUNT"] = self._starts
         self._starts += 1
-        return Command(self.folder, "train", self._recipe, "--out", self.out, *WORLD, "--set", *self._sets, env=env)
+        return Command(
+            self.folder,
+            "train",
+            self._recipe,
+            "--out",
+            self.out,
+            *WORLD,
+            "--set",
+            *self._sets,
+            env=env,
+        )
 
     def result(self) -> Result:
         """The results that must not depend on interruptions."""
         summary = json.loads((self.out / "summary.json").read_text())
-        losses = [json.loads(line)["loss"] for line in (self.out / "metrics.jsonl").read_text().splitlines()]
+        losses = [
+            json.loads(line)["loss"]
+            for line in (self.out / "metrics.jsonl").read_text().splitlines()
+        ]
         return {key: summary[key] for key in SAME}, losses
 
     @property
@@ -95,7 +110,11 @@ class Job:
         if not self.finished and (command := self._runs[-1].start()).wait() != 0:
             return [f"could not go on: {command.errors}"]
         expected = self._whole.result()
-        return [f"{r.out} did not end as the uninterrupted run" for r in self._runs if r.result() != expected]
+        return [
+            f"{r.out} did not end as the uninterrupted run"
+            for r in self._runs
+            if r.result() != expected
+        ]
 
 
 def killed_and_stopped(folder: Path, whole: Run, seed: int, kills: int, stops: int) -> list[Row]:
@@ -112,7 +131,9 @@ def killed_and_stopped(folder: Path, whole: Run, seed: int, kills: int, stops: i
         since = time.monotonic()
         os.kill(victim, signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
         code = command.wait()
-        well = code == (-signal.SIGKILL if victim == command.pid else 1) or (code == 0 and job.finished)
+        well = code == (-signal.SIGKILL if victim == command.pid else 1) or (
+            code == 0 and job.finished
+        )
         problem = "" if well else f"ended with {code}: {command.errors}"
         left = outliving(ranks)
         row.add(problem or (f"processes {left} outlived their launcher" if left else ""), since)
@@ -126,7 +147,10 @@ def preempted(folder: Path, whole: Run, seed: int, count: int) -> Row:
     job = Job(folder, whole, rng, 12)
     for _ in range(count):
         command = job.going()
-        number, to = rng.choice([signal.SIGTERM, signal.SIGUSR1]), rng.choice(["launcher", "rank", "all"])
+        number, to = (
+            rng.choice([signal.SIGTERM, signal.SIGUSR1]),
+            rng.choice(["launcher", "rank", "all"]),
+        )
         since, ranks = time.monotonic(), command.ranks
         if to == "all":
             os.killpg(command.pid, number)
@@ -134,8 +158,13 @@ def preempted(folder: Path, whole: Run, seed: int, count: int) -> Row:
             os.kill(rng.choice(ranks) if to == "rank" else command.pid, number)
         code = command.wait()
         last = (command.stdout.splitlines() or [""])[-1]
-        well = code == 0 and (job.finished or last.startswith(f"stopped by {number.name} after step"))
-        row.add("" if well else f"{number.name} to {to}: ended with {code}: {command.errors}{last}", since)
+        well = code == 0 and (
+            job.finished or last.startswith(f"stopped by {number.name} after step")
+        )
+        row.add(
+            "" if well else f"{number.name} to {to}: ended with {code}: {command.errors}{last}",
+            since,
+        )
     row.losses += job.end()
     return row
 
@@ -150,14 +179,25 @@ def disk_full(folder: Path, whole: Run, sizes: int) -> list[Row]:
     saved = [file.bytes for file in newest(whole.out / "checkpoints")[1].files.values()]
     files, disk = Row("disk full: no file may grow"), Row("disk full: a file system of 64 MB")
     widen = partial(_limit, resource.RLIM_INFINITY)
-    _squeezed(files, Run(folder / "files", whole.steps), whole, sizes, partial(_limit_files, max(saved)), widen)
+    _squeezed(
+        files,
+        Run(folder / "files", whole.steps),
+        whole,
+        sizes,
+        partial(_limit_files, max(saved)),
+        widen,
+    )
     run = Run(folder / "disk", whole.steps)
     run.out.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", run.out], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64m", "none", run.out], capture_output=True
+    ).returncode:
         disk.note = "not tried: only root can mount a file system"
         return [files, disk]
     try:
-        _squeezed(disk, run, whole, sizes, partial(_fill, run.out, sum(saved)), partial(_empty, run.out))
+        _squeezed(
+            disk, run, whole, sizes, partial(_fill, run.out, sum(saved)), partial(_empty, run.out)
+        )
     finally:
         subprocess.run(["umount", "--lazy", run.out], check=True)
     return [files, disk]
@@ -186,7 +226,10 @@ def _squeezed(
             time.sleep(0.01)
         found = newest(run.out / "checkpoints")
         relieve(command)
-        row.add("" if found is not None and not command.ended else f"size {index}: {command.errors}", since)
+        row.add(
+            "" if found is not None and not command.ended else f"size {index}: {command.errors}",
+            since,
+        )
         command.wait_for_step(command.stdout.count("\nstep ") + 5)
     if command.wait() or run.result() != whole.result():
         row.losses.append(f"the run did not end where one with room did: {command.errors}")

@@ -71,8 +71,12 @@ def main() -> int:
     """Runs the gate and prints its table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--repeat", type=int, default=1, help="number of repetitions, with consecutive seeds")
-    parser.add_argument("--survive", type=int, default=0, help="only so many faults that others survive in place")
+    parser.add_argument(
+        "--repeat", type=int, default=1, help="number of repetitions, with consecutive seeds"
+    )
+    parser.add_argument(
+        "--survive", type=int, default=0, help="only so many faults that others survive in place"
+    )
     parser.add_argument("--short", action="store_true", help="the part that `make test-all` runs")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
@@ -81,7 +85,11 @@ def main() -> int:
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
             amount = SHORT if chosen.short else FULL
-            rows = survived(Path(folder), seed, chosen.survive) if chosen.survive else gate(seed, amount, Path(folder))
+            rows = (
+                survived(Path(folder), seed, chosen.survive)
+                if chosen.survive
+                else gate(seed, amount, Path(folder))
+            )
         print(f"seed {seed}, {time.monotonic() - began:.0f} s")
         print(table(rows), flush=True)
         lost += sum(row.lost for row in rows)

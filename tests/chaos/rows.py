@@ -40,6 +40,8 @@ def table(rows: list[Row]) -> str:
     lines = [head, "-" * len(head)]
     for row in rows:
         worst = f"{row.worst_s:.2f} s" if row.worst_s else "-"
-        lines.append(f"{row.name:42} {row.tried:6} {max(row.tried - row.lost, 0):9} {row.lost:5} {worst:>11}")
+        lines.append(
+            f"{row.name:42} {row.tried:6} {max(row.tried - row.lost, 0):9} {row.lost:5} {worst:>11}"
+        )
     lines += [f"{row.name}: {row.note}" for row in rows if row.note]
     return "\n".join([*lines, *(f"LOST {row.name}: {loss}" for row in rows for loss in row.losses)])

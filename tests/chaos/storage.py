@@ -32,7 +32,9 @@ def crash_points(folder: Path, crashes: Sequence[tuple[str, int]]) -> Row:
 
 def _cut_short(mesh, folder: Path, name: str, first: int) -> list[str]:
     model = dt.shard(built(Plain), mesh)
-    optimizer = dt.replicate(torch.optim.AdamW(model.parameters(), lr=1e-3), model, mesh["replicate"], SCHEMES[name])
+    optimizer = dt.replicate(
+        torch.optim.AdamW(model.parameters(), lr=1e-3), model, mesh["replicate"], SCHEMES[name]
+    )
     states = {}
     for step in (1, 2):
         model(batch(0, step, 32)).mean().backward()
@@ -45,7 +47,9 @@ def _cut_short(mesh, folder: Path, name: str, first: int) -> list[str]:
     while reached:
         shutil.rmtree(folder / "run", ignore_errors=True)
         shutil.copytree(folder / "before", folder / "run")
-        reached = _ends_before(len(problems), lambda: dt.save_checkpoint(folder / "run", model, optimizer, keep=1))
+        reached = _ends_before(
+            len(problems), lambda: dt.save_checkpoint(folder / "run", model, optimizer, keep=1)
+        )
         loaded = dt.load_checkpoint(folder / "run", model, optimizer)
         right = loaded is not None and _state(model, optimizer) == states[loaded.step]
         problems.append("" if right else f"{name} from step {first}: operation {len(problems)}")
@@ -58,8 +62,15 @@ def _cut_short(mesh, folder: Path, name: str, first: int) -> list[str]:
 
 
 def _state(model, optimizer) -> object:
-    base = [{key: digest([value]) for key, value in optimizer.base.state[p].items()} for p in model.parameters()]
-    return digest(model.parameters()), base, {key: digest([t]) for key, t in dt.replica_state(optimizer).items()}
+    base = [
+        {key: digest([value]) for key, value in optimizer.base.state[p].items()}
+        for p in model.parameters()
+    ]
+    return (
+        digest(model.parameters()),
+        base,
+        {key: digest([t]) for key, t in dt.replica_state(optimizer).items()},
+    )
 
 
 def _ends_before(point: int, save: Callable[[], object]) -> bool:
@@ -109,6 +120,8 @@ DAMAGES: dict[str, Callable[[Path, bytes, random.Random], object]] = {
     "a flipped bit": _flip,
     "an overwritten stretch": _overwrite,
     "a cut": lambda path, content, rng: path.write_bytes(content[: rng.randrange(len(content))]),
-    "an appended byte": lambda path, content, rng: path.write_bytes(content + bytes([rng.randrange(256)])),
+    "an appended byte": lambda path, content, rng: path.write_bytes(
+        content + bytes([rng.randrange(256)])
+    ),
     "a removal": lambda path, content, rng: path.unlink(),
 }

@@ -38,7 +38,12 @@ SCHEMES = {
 SHARDED, WHOLE, LEVELS = "sharded", "partly whole", "two levels"
 SHAPES = ((4, 1, SHARDED), (2, 2, SHARDED), (4, 2, WHOLE), (4, 2, LEVELS))
 """Replicas, ranks of each, and what these ranks are to each other: nobody comes in where they hold the same."""
-ENDING = {"kill": "kill -9", "stop": "SIGSTOP", "cut": "cut cable", "leave": "asked to leave (SIGTERM)"}
+ENDING = {
+    "kill": "kill -9",
+    "stop": "SIGSTOP",
+    "cut": "cut cable",
+    "leave": "asked to leave (SIGTERM)",
+}
 KINDS = {**ENDING, "slow": "slow (SIGSTOP, SIGCONT)", "rejoin": "rejoin"}
 SILENCE_S, LIMIT_S, AHEAD = 2.0, 120.0, 15
 LINK, TOKEN = "1gbit", b"0123456789abcdef"
@@ -72,7 +77,9 @@ def survived(folder: Path, seed: int, faults: int) -> list[Row]:
     rng, number, recoveries, bag = random.Random(seed), 0, list[float](), list[str]()
     while (left := faults - sum(row.tried for row in rows.values())) > 0:
         shape = SHAPES[number % len(SHAPES)]
-        name = list(SCHEMES)[(number + number // len(SHAPES)) % len(SCHEMES)]  # each with each in turn
+        name = list(SCHEMES)[
+            (number + number // len(SHAPES)) % len(SCHEMES)
+        ]  # each with each in turn
         place = folder / f"world{number}"
         place.mkdir(parents=True)
         if len(bag) < len(kinds):
@@ -122,8 +129,12 @@ def world(
     everyone, keeper = range(replicas + kinds.count("rejoin")), replicas + kinds.count("rejoin")
     address = (nodes.address(keeper), 29400) if nodes else ("127.0.0.1", free_port())
     store = _forked(lambda: _keep_store(address, nodes, keeper), folder / "store")
-    places = [Place(address, folder, r, s, r >= replicas, nodes) for r in everyone for s in range(shards)]
-    pids = {(p.replica, p.shard): _forked(lambda p=p: _train(p, name, shape), p.file) for p in places}
+    places = [
+        Place(address, folder, r, s, r >= replicas, nodes) for r in everyone for s in range(shards)
+    ]
+    pids = {
+        (p.replica, p.shard): _forked(lambda p=p: _train(p, name, shape), p.file) for p in places
+    }
     alive, kind = set(range(replicas)), kinds[0]
     try:
         for kind in kinds:
@@ -131,7 +142,9 @@ def world(
             time.sleep(rng.random() * 0.02)
             since = time.monotonic()
             if kind == "rejoin":
-                victim = next(r for r in everyone if r >= replicas and not (folder / f"go{r}").exists())
+                victim = next(
+                    r for r in everyone if r >= replicas and not (folder / f"go{r}").exists()
+                )
                 (folder / f"go{victim}").touch()
                 alive.add(victim)
             else:
@@ -159,7 +172,9 @@ def world(
 def _strike(kind: str, pid: int, victim: int, nodes: NamespaceCluster | None) -> None:
     if kind == "cut":
         assert nodes is not None
-        subprocess.run(["ip", "-n", nodes.names[victim], "link", "set", INTERFACE, "down"], check=True)
+        subprocess.run(
+            ["ip", "-n", nodes.names[victim], "link", "set", INTERFACE, "down"], check=True
+        )
     else:
         os.kill(pid, {"kill": signal.SIGKILL, "leave": signal.SIGTERM}.get(kind, signal.SIGSTOP))
     if kind == "slow":
@@ -207,28 +222,45 @@ def _train(place: Place, name: str, shape: tuple[int, int, str]) -> None:
         elif inside == WHOLE:
             fully_shard(model.layers[0], mesh=mesh["shard"])
     if place.joins:
-        optimizer, axis = dt.admitted(model, dt.Guest(store, mesh, silence_s=SILENCE_S), token=TOKEN)
+        optimizer, axis = dt.admitted(
+            model, dt.Guest(store, mesh, silence_s=SILENCE_S), token=TOKEN
+        )
     else:
-        axis = dt.elastic(mesh, replica=place.replica, replicas=replicas, store=store, silence_s=SILENCE_S)
+        axis = dt.elastic(
+            mesh, replica=place.replica, replicas=replicas, store=store, silence_s=SILENCE_S
+        )
         way = {
             SHARDED: {"axis": axis, "scheme": SCHEMES[name]},
             WHOLE: {"axis": axis, "scheme": SCHEMES[name], "intra_node": mesh and mesh["shard"]},
             LEVELS: {"levels": [(mesh and mesh["shard"], dt.full()), (axis, SCHEMES[name])]},
         }
-        optimizer = dt.replicate(torch.optim.AdamW(model.parameters(), lr=1e-3), model, **way[inside])
+        optimizer = dt.replicate(
+            torch.optim.AdamW(model.parameters(), lr=1e-3), model, **way[inside]
+        )
     door = dt.Admission(model, optimizer, place.host, token=TOKEN) if inside == SHARDED else None
     signal.signal(signal.SIGTERM, lambda *_: axis.depart())
     with contextlib.suppress(ReplicaLeft), place.file.open("w", buffering=1) as lines:
         while not _comes_to_end(place.folder, store, optimizer.step_count):
-            model(batch(axis.replica * shards + place.shard, optimizer.step_count, 32)).mean().backward()
+            model(
+                batch(axis.replica * shards + place.shard, optimizer.step_count, 32)
+            ).mean().backward()
             for parameter in model.parameters() if inside == WHOLE else ():
                 if not isinstance(parameter, DTensor):
                     dist.all_reduce(parameter.grad, group=mesh.get_group("shard"))
             optimizer.step()
             optimizer.zero_grad()
-            parts = [each for each in optimizer.build() if each.link.elastic]  # racks differ inside a round
-            whole = [each for each in parts if not any(isinstance(p, DTensor) for p in each.parameters.values())]
-            found = (digest([t for each in some for t in each.shared_weights()])[:16] for some in (parts, whole))
+            parts = [
+                each for each in optimizer.build() if each.link.elastic
+            ]  # racks differ inside a round
+            whole = [
+                each
+                for each in parts
+                if not any(isinstance(p, DTensor) for p in each.parameters.values())
+            ]
+            found = (
+                digest([t for each in some for t in each.shared_weights()])[:16]
+                for some in (parts, whole)
+            )
             lines.write(f"{optimizer.step_count} {' '.join(found)}\n")
             if door:
                 door.after_step()
@@ -266,7 +298,9 @@ def _steps_on(places: list[Place], alive: set[int], steps: int) -> None:
         time.sleep(0.01)
 
 
-def _ended(places: list[Place], pids: dict[tuple[int, int], int], alive: set[int], row: Row, name: str) -> list[float]:
+def _ended(
+    places: list[Place], pids: dict[tuple[int, int], int], alive: set[int], row: Row, name: str
+) -> list[float]:
     """Waits until those that are alive have ended, all after the same step, and ends the others."""
     deadline = time.monotonic() + LIMIT_S
     left = [pid for (replica, _), pid in pids.items() if replica in alive]
@@ -285,7 +319,9 @@ def _ended(places: list[Place], pids: dict[tuple[int, int], int], alive: set[int
         if not p.file.with_suffix(".losses").exists() and not errors
     ]
     losses = [place.file.with_suffix(".losses") for place in living]
-    return [float(number) for file in losses if file.exists() for number in file.read_text().split()]
+    return [
+        float(number) for file in losses if file.exists() for number in file.read_text().split()
+    ]
 
 
 def _compare(places: list[Place], alive: set[int], column: int, row: Row, what: str) -> None:
@@ -301,9 +337,13 @@ def _compare(places: list[Place], alive: set[int], column: int, row: Row, what: 
             continue
         lines = [line.split() for line in _lines(place.file)]
         first = int(lines[0][0]) if place.joins and lines else 1
-        for expected, (step, found) in enumerate(((line[0], line[column]) for line in lines), first):
+        for expected, (step, found) in enumerate(
+            ((line[0], line[column]) for line in lines), first
+        ):
             if int(step) != expected:
-                row.losses.append(f"{what}: replica {place.replica} has step {step} in the place of {expected}")
+                row.losses.append(
+                    f"{what}: replica {place.replica} has step {step} in the place of {expected}"
+                )
                 break
             if seen.setdefault(step, found) != found:
                 row.losses.append(f"{what}: replica {place.replica} differs after step {step}")

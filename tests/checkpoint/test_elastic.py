@@ -56,7 +56,9 @@ def held(mesh, model, optimizer):
     for name, parameter in model.named_parameters():
         found[f"weight {name}"] = whole(parameter, local(parameter.detach()))
         for key, value in optimizer.base.state.get(parameter, {}).items():
-            found[f"{key} {name}"] = whole(parameter, local(value)) if value.ndim else value.double()
+            found[f"{key} {name}"] = (
+                whole(parameter, local(value)) if value.ndim else value.double()
+            )
     for level, replicator in enumerate(optimizer.set_up()):
         channel, state = replicator.channel, replicator.local_state().named()
         residuals = (
@@ -95,7 +97,10 @@ def one_world(mesh, folder, names, kind, width, turn):
         model, optimizer = start(mesh, SCHEMES[name], kind)
         if turn:
             loaded = dt.load_checkpoint(f"{folder}/{name}", model, optimizer)
-            assert loaded.step == SAVED[turn] and f"to {mesh.size(0)} x {mesh.size(1)}" in loaded.merged
+            assert (
+                loaded.step == SAVED[turn]
+                and f"to {mesh.size(0)} x {mesh.size(1)}" in loaded.merged
+            )
             before = torch.load(f"{folder}/{name}.held", weights_only=True)
             differences[name] = relative_differences(before, held(mesh, model, optimizer))
         advance(model, optimizer, range(SAVED[turn], SAVED[turn + 1]), width)
@@ -120,7 +125,9 @@ def relative_differences(before, now):
 def exactly(name, kind):
     """True where replicas agree bitwise between any two steps, so that not a bit may change."""
     local_state = SCHEMES[name].signal == "parameters"
-    return not (kind.endswith("residual") or (local_state and kind in ("weight", "exp_avg", "exp_avg_sq")))
+    return not (
+        kind.endswith("residual") or (local_state and kind in ("weight", "exp_avg", "exp_avg_sq"))
+    )
 
 
 CHAINS = {
@@ -157,7 +164,9 @@ def test_a_joiner_starts_with_zero_and_the_others_make_up_for_it(tmp_path):
     for key in two[0]:
         before, after = ([torch.tensor(rank[key]) for rank in world] for world in (two, three))
         assert torch.equal(after[2], torch.zeros_like(after[2]))
-        torch.testing.assert_close(after[:2], [tensor * 3 / 2 for tensor in before], rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            after[:2], [tensor * 3 / 2 for tensor in before], rtol=1e-6, atol=0
+        )
 
 
 def resized(mesh, before, after):
@@ -186,7 +195,9 @@ def test_the_last_replica_goes_on_with_the_mean_of_the_memories(tmp_path):
 @pytest.mark.parametrize("before", range(1, 8))
 @pytest.mark.parametrize("now", range(1, 8))
 def test_every_memory_goes_to_exactly_one_replica(before, now):
-    assert sorted(i for j in range(now) for i in memory_sources(j, before, now)) == list(range(before))
+    assert sorted(i for j in range(now) for i in memory_sources(j, before, now)) == list(
+        range(before)
+    )
 
 
 def alone(mesh, folder):
@@ -202,7 +213,10 @@ def alone(mesh, folder):
 def test_replicas_without_an_exchange_cannot_be_merged(tmp_path):
     worlds.run(alone, 2, 1, tmp_path)
     (line,) = worlds.run(alone, 1, 1, tmp_path)
-    assert "is of 2 replicas, not 1: without an exchange they have nothing in common to go on from" in line
+    assert (
+        "is of 2 replicas, not 1: without an exchange they have nothing in common to go on from"
+        in line
+    )
 
 
 class Normed(nn.Sequential):
@@ -235,7 +249,9 @@ def whole_on_each_rank(mesh, folder, fresh):
     """Ranks of a node that hold the model whole; (weights, memory) of each."""
     model, axis = built(Plain), mesh["shard"] if mesh.size(1) > 1 else None
     base = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    optimizer = dt.replicate(base, model, mesh["replicate"], dt.demo(topk=4, chunk=16), intra_node=axis)
+    optimizer = dt.replicate(
+        base, model, mesh["replicate"], dt.demo(topk=4, chunk=16), intra_node=axis
+    )
     if fresh:
         for step in range(3):  # the ranks of a node have the same gradient, as after an average
             model(batch(mesh.get_local_rank("replicate"), step, 32)).mean().backward()
@@ -246,7 +262,12 @@ def whole_on_each_rank(mesh, folder, fresh):
     else:
         merged = dt.load_checkpoint(folder, model, optimizer).merged
     kept = [t.clone() for k, t in dt.replica_state(optimizer).items() if "residual" in k]
-    return optimizer.coordinates.name, merged, [p.detach().clone() for p in model.parameters()], kept
+    return (
+        optimizer.coordinates.name,
+        merged,
+        [p.detach().clone() for p in model.parameters()],
+        kept,
+    )
 
 
 def test_a_model_that_each_rank_of_a_node_holds_whole_is_saved_and_loaded(tmp_path):
@@ -255,8 +276,13 @@ def test_a_model_that_each_rank_of_a_node_holds_whole_is_saved_and_loaded(tmp_pa
     again = worlds.run(whole_on_each_rank, 2, 2, tmp_path, False)
     assert {merged for _, merged, *_ in again} == {"exactly as saved"}
     alone = worlds.run(whole_on_each_rank, 2, 1, tmp_path, False)
-    for (_, _, weights, memory), before in [*zip(again, saved, strict=True), *zip(alone, saved[::2], strict=True)]:
-        assert all(map(torch.equal, weights, before[2])) and all(map(torch.equal, memory, before[3]))
+    for (_, _, weights, memory), before in [
+        *zip(again, saved, strict=True),
+        *zip(alone, saved[::2], strict=True),
+    ]:
+        assert all(map(torch.equal, weights, before[2])) and all(
+            map(torch.equal, memory, before[3])
+        )
 
 
 def one_matrix(mesh, folder):
@@ -273,14 +299,20 @@ def one_matrix(mesh, folder):
         dt.save_checkpoint(folder, model, optimizer)
     else:
         dt.load_checkpoint(folder, model, optimizer)
-    return {key: float(t.square().sum()) for key, t in dt.replica_state(optimizer).items() if "residual" in key}
+    return {
+        key: float(t.square().sum())
+        for key, t in dt.replica_state(optimizer).items()
+        if "residual" in key
+    }
 
 
 def test_server_residuals_of_one_shard_alone_are_not_dropped(tmp_path):
     before = worlds.run(one_matrix, 3, 2, tmp_path)[::2]
     assert all(kept["0.server_residual"] > 0 for kept in before)
     for kept, now in zip(before, worlds.run(one_matrix, 3, 1, tmp_path), strict=True):
-        assert now == pytest.approx(kept, rel=1e-2)  # but for rows that fill the last owner's share up
+        assert now == pytest.approx(
+            kept, rel=1e-2
+        )  # but for rows that fill the last owner's share up
 
 
 class Experts(nn.Module):
@@ -307,7 +339,10 @@ def with_experts(mesh, folder):
     else:
         dt.load_checkpoint(folder, model, optimizer)
     return {
-        name: {key: whole(p, local(t)) if t.ndim else t for key, t in optimizer.base.state.get(p, {}).items()}
+        name: {
+            key: whole(p, local(t)) if t.ndim else t
+            for key, t in optimizer.base.state.get(p, {}).items()
+        }
         for name, p in model.named_parameters()
     }
 
@@ -329,7 +364,9 @@ class Cut(nn.Module):
 
     def __init__(self, mesh, dim):
         super().__init__()
-        self.weight = nn.Parameter(distribute_tensor(torch.arange(16.0).view(4, 4), mesh["shard"], [Shard(dim)]))
+        self.weight = nn.Parameter(
+            distribute_tensor(torch.arange(16.0).view(4, 4), mesh["shard"], [Shard(dim)])
+        )
 
     def forward(self, x):
         return (x @ self.weight.T).full_tensor()
@@ -377,7 +414,9 @@ def of_one_shard(mesh, folder, save):
 def test_state_of_one_shard_alone_stays_on_it_or_is_refused(tmp_path):
     saved = worlds.run(of_one_shard, 2, 2, str(tmp_path), True)
     for shard, ((kind, _), rows) in enumerate(worlds.run(of_one_shard, 1, 2, str(tmp_path), False)):
-        assert kind == "nothing" and all(torch.equal(*pair) for pair in zip(rows, saved[shard], strict=True))
+        assert kind == "nothing" and all(
+            torch.equal(*pair) for pair in zip(rows, saved[shard], strict=True)
+        )
     for (kind, text), _ in worlds.run(of_one_shard, 2, 1, str(tmp_path), False):
         assert kind == "ValueError" and "is of one shard alone: resume with 2 shards" in text
 

@@ -35,7 +35,10 @@ def advance(model, optimizer, steps, width=32):
 def everything(model, optimizer):
     """Digests of the whole state of a rank: weights, base optimizer, local state."""
     local_state = dt.replica_state(optimizer)
-    base = [{k: digest([v]) for k, v in sorted(optimizer.base.state[p].items())} for p in model.parameters()]
+    base = [
+        {k: digest([v]) for k, v in sorted(optimizer.base.state[p].items())}
+        for p in model.parameters()
+    ]
     return [digest(model.parameters()), base, {key: digest([t]) for key, t in local_state.items()}]
 
 
@@ -114,4 +117,6 @@ def test_a_rate_that_was_a_tensor_is_the_number_that_it_is_now(tmp_path):
 
 def test_a_rate_that_is_a_tensor_comes_back_before_its_scheduler(tmp_path):
     before = worlds.run(scheduled, 2, 1, tmp_path, True)
-    assert before == worlds.run(scheduled, 2, 1, tmp_path, False) == [pytest.approx((5e-3, 1e-2))] * 2
+    assert (
+        before == worlds.run(scheduled, 2, 1, tmp_path, False) == [pytest.approx((5e-3, 1e-2))] * 2
+    )

@@ -39,18 +39,28 @@ def own_loop(mesh, folder):
         advance(model, optimizer, [step])
         schedule.step()
     optimizer.param_groups[0]["weight_decay"] = 0.25
-    path = dt.save_checkpoint(folder, model, optimizer, {"schedule": schedule.state_dict(), "epoch": 3})
+    path = dt.save_checkpoint(
+        folder, model, optimizer, {"schedule": schedule.state_dict(), "epoch": 3}
+    )
     drawn = torch.rand(3)
     other, again = start(mesh, DEMO, BASES["AdamW"])
     loaded = dt.load_checkpoint(folder, other, again)
     after = torch.optim.lr_scheduler.StepLR(again, 2)
     after.load_state_dict(loaded.extra["schedule"])
-    assert (loaded.path, loaded.step, loaded.extra["epoch"]) == (path, 3, 3) and path.name == "step-000003"
-    assert again.param_groups[0]["weight_decay"] == 0.25 and again.param_groups[0]["betas"] == (0.9, 0.999)
+    assert (loaded.path, loaded.step, loaded.extra["epoch"]) == (
+        path,
+        3,
+        3,
+    ) and path.name == "step-000003"
+    assert again.param_groups[0]["weight_decay"] == 0.25 and again.param_groups[0]["betas"] == (
+        0.9,
+        0.999,
+    )
     assert torch.equal(torch.rand(3), drawn) and after.get_last_lr() == schedule.get_last_lr()
     described = manifest.read_manifest(path)
     assert (
-        described.levels == [{"scheme": "demo", **DEMO.arguments}] and described.versions["torch"] == torch.__version__
+        described.levels == [{"scheme": "demo", **DEMO.arguments}]
+        and described.versions["torch"] == torch.__version__
     )
     return everything(model, optimizer) == everything(other, again)
 
@@ -73,7 +83,9 @@ def refused(mesh, folder):
 
     def load(scheme=DEMO, base=BASES["AdamW"], kind=Plain, seed=3):
         other = dt.shard(built(kind), mesh)
-        replicated = dt.replicate(base(other.parameters()), other, mesh["replicate"], scheme, seed=seed)
+        replicated = dt.replicate(
+            base(other.parameters()), other, mesh["replicate"], scheme, seed=seed
+        )
         dt.load_checkpoint(folder, other, replicated)
 
     def groups(params):
@@ -89,9 +101,15 @@ def refused(mesh, folder):
         "optimizer": error_of(lambda: load(base=BASES["SGD"])),
         "model": error_of(lambda: load(kind=Menagerie)),
         "keep": error_of(lambda: dt.Checkpoints(folder, model, optimizer, keep=0)),
-        "extra": error_of(lambda: dt.save_checkpoint(folder, model, optimizer, {"x": float("nan")})),
-        "kind": error_of(lambda: dt.save_checkpoint(folder, model, optimizer, {"x": torch.zeros(1)})),
-        "size": error_of(lambda: dt.save_checkpoint(folder, model, optimizer, {"x": "a" * manifest.MOST_BYTES})),
+        "extra": error_of(
+            lambda: dt.save_checkpoint(folder, model, optimizer, {"x": float("nan")})
+        ),
+        "kind": error_of(
+            lambda: dt.save_checkpoint(folder, model, optimizer, {"x": torch.zeros(1)})
+        ),
+        "size": error_of(
+            lambda: dt.save_checkpoint(folder, model, optimizer, {"x": "a" * manifest.MOST_BYTES})
+        ),
         "state": error_of(lambda: dt.save_checkpoint(folder, *broken)),
     }
 
@@ -114,22 +132,34 @@ MESSAGES = {
 def test_a_wrong_start_is_refused_in_one_line(tmp_path):
     errors = worlds.run(refused, 2, 1, tmp_path)[0]
     for key, message in MESSAGES.items():
-        assert errors[key] and message in errors[key] and "\n" not in errors[key], (key, errors[key])
+        assert errors[key] and message in errors[key] and "\n" not in errors[key], (
+            key,
+            errors[key],
+        )
 
 
 def with_numpy(mesh, folder):
     """The learning rates after loading, where numpy's numbers were saved, are here, or both."""
     found = []
-    for name, saved, here in (("both", NUMPY, NUMPY), ("saved", NUMPY, PLAIN), ("here", PLAIN, NUMPY)):
+    for name, saved, here in (
+        ("both", NUMPY, NUMPY),
+        ("saved", NUMPY, PLAIN),
+        ("here", PLAIN, NUMPY),
+    ):
         (lr, seed), (other_lr, other_seed) = saved, here
         model, other = built(Plain), built(Plain)
-        base, again = torch.optim.AdamW(model.parameters(), lr=lr), torch.optim.AdamW(other.parameters(), lr=other_lr)
+        base, again = (
+            torch.optim.AdamW(model.parameters(), lr=lr),
+            torch.optim.AdamW(other.parameters(), lr=other_lr),
+        )
         optimizer = dt.replicate(base, model, mesh["replicate"], dt.loco(), seed=seed)
         advance(model, optimizer, [0])
         base.param_groups[0]["lr"] = lr / 2
         dt.save_checkpoint(folder / name, model, optimizer)
         dt.load_checkpoint(
-            folder / name, other, dt.replicate(again, other, mesh["replicate"], dt.loco(), seed=other_seed)
+            folder / name,
+            other,
+            dt.replicate(again, other, mesh["replicate"], dt.loco(), seed=other_seed),
         )
         found.append(again.param_groups[0]["lr"])
     return found
@@ -170,7 +200,10 @@ def test_a_generator_that_was_not_saved_starts_anew(tmp_path):
     cpu, both = ["generator.cpu"], ["generator.cpu", "generator.cuda"]
     anew = "exactly as saved; the random generator of cuda was not saved and starts anew"
     assert worlds.run(on_another_device, 2, 1, tmp_path / "a", cpu, both) == [(anew, True)] * 2
-    assert worlds.run(on_another_device, 2, 1, tmp_path / "b", both, cpu) == [("exactly as saved", True)] * 2
+    assert (
+        worlds.run(on_another_device, 2, 1, tmp_path / "b", both, cpu)
+        == [("exactly as saved", True)] * 2
+    )
 
 
 def synchronized_and_saved(mesh, folder):
@@ -247,7 +280,9 @@ def without_frozen(mesh, folder, frozen):
 
 def names_in(path):
     """The parameters whose weights are in the file of the first rank."""
-    return [key for key in load_file(path / "replica0-shard0.safetensors") if key.startswith("model.")]
+    return [
+        key for key in load_file(path / "replica0-shard0.safetensors") if key.startswith("model.")
+    ]
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -276,7 +311,9 @@ def checkpointed(model):
 
 def wrapped(mesh, folder):
     """What was saved of a model in one wrapper, and what another loaded; and the names in files."""
-    warnings.simplefilter("ignore")  # of torch's compiler, which looks at .grad of what FSDP2 returns
+    warnings.simplefilter(
+        "ignore"
+    )  # of torch's compiler, which looks at .grad of what FSDP2 returns
     found, names = {}, set()
     for how in (bare, compiled, compiled_in_part, checkpointed):
         ends = {}
@@ -331,18 +368,24 @@ def with_buffers_of_other_types(mesh, folder):
         (torch.uint32, 2**32 - 1),
         (torch.uint64, 7),
     ):
-        buffers = [nn.Buffer(torch.tensor([value, 0], dtype=dtype)), nn.Buffer(torch.zeros(2, dtype=dtype))]
+        buffers = [
+            nn.Buffer(torch.tensor([value, 0], dtype=dtype)),
+            nn.Buffer(torch.zeros(2, dtype=dtype)),
+        ]
         for n, buffer in enumerate(buffers):
             model, optimizer = start(mesh, DEMO, BASES["AdamW"])
             model.table = buffer
             place = folder / str(dtype)
-            dt.load_checkpoint(place, model, optimizer) if n else dt.save_checkpoint(place, model, optimizer)
+            dt.load_checkpoint(place, model, optimizer) if n else dt.save_checkpoint(
+                place, model, optimizer
+            )
         equal.append(torch.equal(*buffers) and buffers[1][0].item() == value)
     model.table = nn.Buffer(torch.zeros(2, dtype=torch.complex128))
     with dt.Checkpoints(folder, model, optimizer) as checkpoints:
         for save in (checkpoints.save, lambda: dt.save_checkpoint(folder, model, optimizer)):
             with pytest.raises(
-                ValueError, match=r"model\.table is of type torch\.complex128, which safetensors does not"
+                ValueError,
+                match=r"model\.table is of type torch\.complex128, which safetensors does not",
             ):
                 save()
     return equal
@@ -360,7 +403,9 @@ class Scaled(nn.Linear):
 def test_extra_state_is_warned_of_once_and_a_model_that_was_saved_is_freed(caplog):
     def saved_twice():
         model = Scaled(4, 4)
-        optimizer = dt.replicate(torch.optim.SGD(model.parameters()), model, LoopbackCommunicator(), dt.full())
+        optimizer = dt.replicate(
+            torch.optim.SGD(model.parameters()), model, LoopbackCommunicator(), dt.full()
+        )
         for _ in range(2):
             take_snapshot(model, optimizer)
         return weakref.ref(model)

@@ -22,7 +22,9 @@ def freeze(model, step):
 def start(mesh, scheme, step=0):
     model = dt.shard(built(Plain), mesh)
     freeze(model, step)
-    return model, dt.replicate(torch.optim.AdamW(model.parameters(), lr=1e-2), model, mesh["replicate"], scheme)
+    return model, dt.replicate(
+        torch.optim.AdamW(model.parameters(), lr=1e-2), model, mesh["replicate"], scheme
+    )
 
 
 def advance(model, optimizer, steps):
@@ -34,7 +36,9 @@ def advance(model, optimizer, steps):
 
 
 def everything(model, optimizer):
-    return digest(model.parameters()), {key: digest([tensor]) for key, tensor in dt.replica_state(optimizer).items()}
+    return digest(model.parameters()), {
+        key: digest([tensor]) for key, tensor in dt.replica_state(optimizer).items()
+    }
 
 
 def resumed(mesh, folder, names):

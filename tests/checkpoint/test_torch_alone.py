@@ -11,10 +11,25 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from detonation.checkpoint.files import shard_file
-from detonation.checkpoint.files.shard_file import DTYPES, CorruptCheckpoint, TensorFile, write_shard
+from detonation.checkpoint.files.shard_file import (
+    DTYPES,
+    CorruptCheckpoint,
+    TensorFile,
+    write_shard,
+)
 
 OTHERS = (
-    *("safetensors", "numpy", "transformers", "huggingface_hub", "tokenizers", "datasets", "tyro", "rich", "tomli_w"),
+    *(
+        "safetensors",
+        "numpy",
+        "transformers",
+        "huggingface_hub",
+        "tokenizers",
+        "datasets",
+        "tyro",
+        "rich",
+        "tomli_w",
+    ),
     *("matplotlib", "PIL", "tensorboard", "yaml", "pandas", "scipy", "psutil"),
 )
 """What an environment with torch alone has not."""
@@ -57,8 +72,15 @@ print("done", "numpy" in sys.modules, "safetensors" in sys.modules)
 
 
 def test_training_saving_loading_and_verifying_need_torch_alone(tmp_path):
-    ran = subprocess.run([sys.executable, "-c", ALONE, tmp_path, *OTHERS], capture_output=True, text=True, check=False)
-    assert ran.stdout.endswith("done False False\n"), ran.stderr  # before it gloo of torch 2.10 says who is connected
+    ran = subprocess.run(
+        [sys.executable, "-c", ALONE, tmp_path, *OTHERS],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.stdout.endswith("done False False\n"), (
+        ran.stderr
+    )  # before it gloo of torch 2.10 says who is connected
 
 
 def test_every_type_and_shape_is_read_as_safetensors_reads_it(tmp_path):
@@ -112,7 +134,10 @@ LIES = {
     "a gap": {"a": entry(shape=[1], data_offsets=[4, 8])},
     "an overlap": {"a": entry(), "b": entry()},
     "a tail": {"a": entry(shape=[1], data_offsets=[0, 4])},
-    "a size that no machine has": {"a": entry(), "b": entry(shape=[0, 2**62, 2**62], data_offsets=[8, 8])},
+    "a size that no machine has": {
+        "a": entry(),
+        "b": entry(shape=[0, 2**62, 2**62], data_offsets=[8, 8]),
+    },
     "a size beyond all": {"a": entry(shape=[0, 2**61], data_offsets=[0, 0]), "b": entry()},
     "more dimensions than there are": {"a": entry(shape=[1] * 64 + [2])},
     "metadata of numbers": {"a": entry(), "__metadata__": {"json": 3}},

@@ -103,7 +103,10 @@ def others_state(mesh):
         state = optimizer.state_dict()
         state["replication"] = {"replica9-shard0": state["replication"].popitem()[1]}
         state["state"] = {
-            p: {key.replace(f"replica{mesh.get_local_rank(0)}.", "replica9."): value for key, value in values.items()}
+            p: {
+                key.replace(f"replica{mesh.get_local_rank(0)}.", "replica9."): value
+                for key, value in values.items()
+            }
             for p, values in state["state"].items()
         }
         try:
@@ -120,11 +123,18 @@ def test_rounds_begin_with_the_state_of_a_plain_optimizer():
     model(batch(0, 0, 32)).mean().backward()
     plain.step()
     base = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    dt.replicate(base, model, LoopbackCommunicator(), dt.diloco(every=4)).load_state_dict(plain.state_dict())
-    assert digest([s["exp_avg"] for s in base.state.values()]) == digest([s["exp_avg"] for s in plain.state.values()])
+    dt.replicate(base, model, LoopbackCommunicator(), dt.diloco(every=4)).load_state_dict(
+        plain.state_dict()
+    )
+    assert digest([s["exp_avg"] for s in base.state.values()]) == digest(
+        [s["exp_avg"] for s in plain.state.values()]
+    )
 
 
 def test_the_state_of_another_replica_is_refused():
     for demo, diloco in worlds.run(others_state, 2, 1):
         assert "the saved state is of replica9-shard0, this rank is replica" in demo
-        assert "the saved optimizer state has replica9." in diloco and "it is of another replica" in diloco
+        assert (
+            "the saved optimizer state has replica9." in diloco
+            and "it is of another replica" in diloco
+        )

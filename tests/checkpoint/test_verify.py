@@ -30,7 +30,9 @@ pytestmark = pytest.mark.usefixtures("lasting_worlds")
 def saved(mesh, folder, name):
     """Saves, loads and verifies; returns the number of pickles that were read meanwhile."""
     pickles = []
-    sys.addaudithook(lambda event, arguments: pickles.append(arguments) if event.startswith("pickle.") else None)
+    sys.addaudithook(
+        lambda event, arguments: pickles.append(arguments) if event.startswith("pickle.") else None
+    )
     model, optimizer = start(mesh, SCHEMES[name], BASES["AdamW"])
     advance(model, optimizer, range(2))
     path = dt.save_checkpoint(folder, model, optimizer)
@@ -59,7 +61,11 @@ def copy(whole, tmp_path):
 
 def test_a_file_is_what_safetensors_reads(whole):
     tensors = load_file(whole / "replica1-shard0.safetensors")
-    assert {"model.layers.0.weight", "optimizer.layers.0.weight.exp_avg", "generator.cpu"} <= tensors.keys()
+    assert {
+        "model.layers.0.weight",
+        "optimizer.layers.0.weight.exp_avg",
+        "generator.cpu",
+    } <= tensors.keys()
 
 
 LEVELS = {
@@ -78,7 +84,9 @@ def reports_on_levels(mesh, folder):
     for words, (inner, outer) in LEVELS.items():
         model = built(Plain)
         base = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = dt.replicate(base, model, levels=[(racks["rack"], inner), (racks["site"], outer)])
+        optimizer = dt.replicate(
+            base, model, levels=[(racks["rack"], inner), (racks["site"], outer)]
+        )
         advance(model, optimizer, range(4))
         found[words] = verify(dt.save_checkpoint(folder / inner.name, model, optimizer)).line()
     return found
@@ -135,16 +143,23 @@ def test_a_key_that_no_version_writes_breaks_nothing(copy):
     assert verify(copy).good
 
 
-@pytest.mark.parametrize("key, dtype", [("optimizer.x", torch.float32), ("optimizer.x.y", torch.float8_e4m3fn)])
+@pytest.mark.parametrize(
+    "key, dtype", [("optimizer.x", torch.float32), ("optimizer.x.y", torch.float8_e4m3fn)]
+)
 def test_of_close_replicas_any_key_and_any_type_is_compared(tmp_path, key, dtype):
     (checkpoint := tmp_path / "step-000001").mkdir()
     files = {}
     for replica in range(2):
-        name, tensors = manifest.file_name(replica, 0), {key: torch.full((4,), 1.0 + replica).to(dtype)}
+        name, tensors = (
+            manifest.file_name(replica, 0),
+            {key: torch.full((4,), 1.0 + replica).to(dtype)},
+        )
         files[name] = write_shard(checkpoint / name, tensors, REST | {"values": {"moved.x": 1.0}})
     described = manifest.Manifest(1, 2, 1, 0, "SGD", True, [{"scheme": "full"}], files, {}, {})
     (checkpoint / manifest.MANIFEST_NAME).write_text(described.dumps())
-    assert verify(checkpoint).differences == [f"{key} on replica 1, shard 0 (compared with replica 0)"]
+    assert verify(checkpoint).differences == [
+        f"{key} on replica 1, shard 0 (compared with replica 0)"
+    ]
 
 
 def rest_of(path):
@@ -159,7 +174,9 @@ def sign(checkpoint, described, *names):
 
     for name in names:
         content = (checkpoint / name).read_bytes()
-        described.files[name] = manifest.ShardSummary(len(content), hashlib.sha256(content).hexdigest())
+        described.files[name] = manifest.ShardSummary(
+            len(content), hashlib.sha256(content).hexdigest()
+        )
     (checkpoint / manifest.MANIFEST_NAME).write_text(described.dumps())
 
 
@@ -214,8 +231,14 @@ def test_a_strange_manifest_is_refused_in_one_line(copy, strange, capsys):
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 
@@ -251,7 +274,12 @@ def test_bytes_that_are_no_manifest_are_refused(content):
 
 
 def test_deep_and_large_manifests_are_refused():
-    for content in (b"[" * 100_000, b"1" * 10_000, b'{"format": 2, "step": NaN}', b" " * (2**26 + 1)):
+    for content in (
+        b"[" * 100_000,
+        b"1" * 10_000,
+        b'{"format": 2, "step": NaN}',
+        b" " * (2**26 + 1),
+    ):
         with pytest.raises(CorruptCheckpoint):
             manifest.parse_manifest(content)
 
@@ -262,10 +290,16 @@ HEADERS = {
     "sizes beyond the file": lambda h: header(
         h | {"x": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}
     ),
-    "a shape that lies": lambda h: header(h | {"x": {"dtype": "F32", "shape": [9], "data_offsets": [0, 4]}}),
+    "a shape that lies": lambda h: header(
+        h | {"x": {"dtype": "F32", "shape": [9], "data_offsets": [0, 4]}}
+    ),
     "no boxes": lambda h: header({"__metadata__": {"json": '{"values": {}}'}}),
-    "boxes of text": lambda h: header({"__metadata__": {"json": json.dumps(REST | {"boxes": {"x": "y"}})}}),
-    "a box of -1": lambda h: header({"__metadata__": {"json": json.dumps(REST | {"boxes": {"x": [[1], [-1], [1]]}})}}),
+    "boxes of text": lambda h: header(
+        {"__metadata__": {"json": json.dumps(REST | {"boxes": {"x": "y"}})}}
+    ),
+    "a box of -1": lambda h: header(
+        {"__metadata__": {"json": json.dumps(REST | {"boxes": {"x": [[1], [-1], [1]]}})}}
+    ),
     "json that is none": lambda h: header({"__metadata__": {"json": "{"}}),
     "deep json": lambda h: header({"__metadata__": {"json": "[" * 100_000}}),
 }
@@ -311,8 +345,12 @@ def test_weights_are_loaded_from_a_snapshot_in_the_cache_of_hugging_face(tmp_pat
     blobs.mkdir()
     snapshot.mkdir(parents=True)
     tensors = dict(trained.state_dict())
-    names = [f"model-{part}.safetensors" for part in tensors] if parts == 2 else ["model.safetensors"]
-    for name, content in zip(names, [{key: tensors[key]} for key in tensors] if parts == 2 else [tensors], strict=True):
+    names = (
+        [f"model-{part}.safetensors" for part in tensors] if parts == 2 else ["model.safetensors"]
+    )
+    for name, content in zip(
+        names, [{key: tensors[key]} for key in tensors] if parts == 2 else [tensors], strict=True
+    ):
         save_file(content, blobs / name[::-1])
         (snapshot / name).symlink_to(f"../../blobs/{name[::-1]}")
     if parts == 2:
@@ -332,7 +370,10 @@ def test_the_verb(whole, copy, capsys):
     (copy / "replica0-shard1.safetensors").write_bytes(b"")
     assert main(["verify", str(copy), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert not found["good"] and "replica0-shard1.safetensors has 0 bytes" in found["checkpoints"][0]["faults"][0]
+    assert (
+        not found["good"]
+        and "replica0-shard1.safetensors has 0 bytes" in found["checkpoints"][0]["faults"][0]
+    )
     assert main(["verify", str(Path(copy).parent / "nowhere")]) == 2
     assert "there is no directory" in capsys.readouterr().err
     assert checkpoints(copy.parent) == [copy]

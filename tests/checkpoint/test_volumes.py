@@ -34,7 +34,12 @@ def looks(mesh, folder, nodes):
 
 @pytest.mark.parametrize(
     ("nodes", "leaders"),
-    [("aaaa", (0, 0, 0, 0)), ("aabb", (0, 0, 2, 2)), ("abab", (0, 1, 0, 1)), ("abca", (0, 1, 2, 0))],
+    [
+        ("aaaa", (0, 0, 0, 0)),
+        ("aabb", (0, 0, 2, 2)),
+        ("abab", (0, 1, 0, 1)),
+        ("abca", (0, 1, 2, 0)),
+    ],
 )
 def test_who_shares_a_directory_is_found_and_nothing_stays_of_it(tmp_path, nodes, leaders):
     assert worlds.run(looks, 2, 2, tmp_path, nodes) == [(Volumes(leaders), [])] * 4
@@ -73,22 +78,37 @@ def test_each_node_saves_its_own_ranks_and_a_run_goes_on_exactly(tmp_path, schem
     assert all(worlds.run(apart, 2, 2, tmp_path, scheme))
     for replica, other in ((0, 1), (1, 0)):
         folder = tmp_path / f"node{replica}"
-        assert names(folder) == ["step-000003", "step-000004"], "each node keeps as many as it should"
+        assert names(folder) == ["step-000003", "step-000004"], (
+            "each node keeps as many as it should"
+        )
         own = [f"replica{replica}-shard{shard}.safetensors" for shard in range(2)]
         assert names(folder / "step-000004") == ["manifest.json", *own]
         report = verify(folder / "step-000004")
-        assert report.good and report.elsewhere == [f"replica{other}-shard{shard}.safetensors" for shard in range(2)]
+        assert report.good and report.elsewhere == [
+            f"replica{other}-shard{shard}.safetensors" for shard in range(2)
+        ]
         where = f"(replica{other}-shard0.safetensors and 1 more are on other nodes)"
-        alone = "replicas train alone" if scheme.name == "none" else "no two replicas are here to be compared"
+        alone = (
+            "replicas train alone"
+            if scheme.name == "none"
+            else "no two replicas are here to be compared"
+        )
         assert report.line().endswith(f"step-000004: whole on this node {where}, {alone}")
-    manifests = [(tmp_path / node / "step-000004" / "manifest.json").read_bytes() for node in ("node0", "node1")]
+    manifests = [
+        (tmp_path / node / "step-000004" / "manifest.json").read_bytes()
+        for node in ("node0", "node1")
+    ]
     assert manifests[0] == manifests[1]
 
 
-def test_brought_together_the_files_are_one_checkpoint_and_what_a_node_lacks_of_its_own_is_a_fault(tmp_path):
+def test_brought_together_the_files_are_one_checkpoint_and_what_a_node_lacks_of_its_own_is_a_fault(
+    tmp_path,
+):
     worlds.run(apart, 2, 2, tmp_path, DEMO)
     (tmp_path / "node1/step-000004/replica1-shard1.safetensors").unlink()
-    assert verify(tmp_path / "node1/step-000004").faults == ["replica1-shard1.safetensors is missing"]
+    assert verify(tmp_path / "node1/step-000004").faults == [
+        "replica1-shard1.safetensors is missing"
+    ]
     step, together = tmp_path / "node0/step-000003", tmp_path / "all/step-000003"
     shutil.copytree(step, together)
     shutil.copytree(tmp_path / "node1/step-000003", together, dirs_exist_ok=True)
@@ -146,7 +166,9 @@ def one_is_full(mesh, folder):
     texts = []
     for place in (".safetensors", ".part"):
         advance(model, optimizer, [1])
-        disk.observer = lambda operation, path, end=place: full() if node and end == path.suffix else None
+        disk.observer = lambda operation, path, end=place: (
+            full() if node and end == path.suffix else None
+        )
         checkpoints.save()
         texts.append(worlds.caught(checkpoints.wait)[1])
     disk.observer = None
@@ -161,7 +183,9 @@ def test_a_node_that_cannot_write_leaves_the_last_checkpoint_on_all(tmp_path):
     for texts, left in worlds.run(one_is_full, 2, 2, tmp_path):
         assert left == ["step-000001"]
         for step, text in enumerate(texts, 2):
-            assert text.startswith(f"checkpoint step-00000{step} failed: No space left on device on ")
+            assert text.startswith(
+                f"checkpoint step-00000{step} failed: No space left on device on "
+            )
             assert text.endswith("; step-000001 is still whole")
 
 
@@ -174,30 +198,45 @@ def exchanged(mesh, folder):
     wide = dt.init_mesh(4, 1, "cpu")
     errors = [
         worlds.caught(dt.load_checkpoint, folder / f"node{1 - node}", model, optimizer),
-        worlds.caught(dt.load_checkpoint, folder / ("empty" if node else "node0"), model, optimizer),
-        worlds.caught(dt.load_checkpoint, folder / f"node{node}", *start(wide, DEMO, BASES["AdamW"])),
+        worlds.caught(
+            dt.load_checkpoint, folder / ("empty" if node else "node0"), model, optimizer
+        ),
+        worlds.caught(
+            dt.load_checkpoint, folder / f"node{node}", *start(wide, DEMO, BASES["AdamW"])
+        ),
     ]
     dist.barrier()
     if dist.get_rank() == 0:
         for one, other in (("node0", "node1"), ("node1", "node0")):
-            shutil.copytree(folder / one / "step-000001", folder / other / "step-000001", dirs_exist_ok=True)
+            shutil.copytree(
+                folder / one / "step-000001", folder / other / "step-000001", dirs_exist_ok=True
+            )
     dist.barrier()
     for swapped in (node, 1 - node):
         dt.load_checkpoint(folder / f"node{swapped}", model, optimizer)
-    return errors, dt.load_checkpoint(folder / f"node{node}", *start(wide, DEMO, BASES["AdamW"])).merged
+    return errors, dt.load_checkpoint(
+        folder / f"node{node}", *start(wide, DEMO, BASES["AdamW"])
+    ).merged
 
 
 def test_what_is_where_is_told_and_files_that_were_brought_there_load(tmp_path):
     host = r"on [^ ]+"
     swapped = rf"replica 0 is needed {host} \(ranks 0-1\), and is only {host} \(ranks 2-3\); replica 1 is needed {host}"
     other = (
-        rf"replica 0 is needed {host} \(ranks 2-3\), and is only {host} \(ranks 0-1\).*go on as 4 x 1 copy the files"
+        rf"replica 0 is needed {host} \(ranks 2-3\), and is only {host} \(ranks 0-1\)"
+        ".*go on as 4 x 1 copy the files"
     )
     for errors, merged in worlds.run(exchanged, 2, 2, tmp_path):
         assert [name for name, _ in errors] == ["NoCheckpoint"] * 3
         first, empty, wide = [text for _, text in errors]
-        assert re.search(swapped, first) and "start the nodes in the order that saved it, or copy its files" in first
-        assert re.search(rf"manifest.json cannot be read \(No such file or directory\) {host} \(ranks 2-3\)", empty)
+        assert (
+            re.search(swapped, first)
+            and "start the nodes in the order that saved it, or copy its files" in first
+        )
+        assert re.search(
+            rf"manifest.json cannot be read \(No such file or directory\) {host} \(ranks 2-3\)",
+            empty,
+        )
         assert re.search(other, wide)
         assert merged.startswith("from 2 replicas x 2 shards to 4 x 1: ")
 

@@ -42,7 +42,9 @@ def stopped_everywhere(mesh, folder, how, first):
     while reached:
         shutil.rmtree(folder / "run", ignore_errors=True)
         shutil.copytree(folder / "before", folder / "run")
-        reached = (killed if how == "killed" else disk_full)(folder / "run", model, optimizer, point)
+        reached = (killed if how == "killed" else disk_full)(
+            folder / "run", model, optimizer, point
+        )
         advance(other, again, [3])  # replaces the state that was loaded last
         step = dt.load_checkpoint(folder / "run", other, again).step
         loaded.append((step, everything(other, again) == ends[step]))
@@ -88,7 +90,9 @@ def no_space():
 
 
 @covered("how, first", ["killed", "disk full"], [1, 2])
-def test_a_save_stopped_at_any_point_leaves_the_previous_checkpoint_or_the_new_one(tmp_path, how, first):
+def test_a_save_stopped_at_any_point_leaves_the_previous_checkpoint_or_the_new_one(
+    tmp_path, how, first
+):
     (loaded,) = worlds.run(stopped_everywhere, 1, 1, tmp_path, how, first)
     assert len(loaded) >= 25 and all(equal for _, equal in loaded)
     steps = [step for step, _ in loaded]
@@ -132,7 +136,9 @@ def one_cannot_write(mesh, folder):
 
 def test_where_one_rank_cannot_write_all_ranks_know_and_nothing_is_left(tmp_path):
     for news, left in worlds.run(one_cannot_write, 2, 1, tmp_path):
-        assert len(news) == 1 and news[0].startswith("checkpoint step-000002 failed: No space left on device (need ")
+        assert len(news) == 1 and news[0].startswith(
+            "checkpoint step-000002 failed: No space left on device (need "
+        )
         assert news[0].endswith(" free); step-000001 is still whole")
         assert left == ["step-000001"]
 
@@ -155,14 +161,21 @@ def one_is_late(mesh, folder):
     async_save.SAVE_TIMEOUT_S = LIMIT_S
     advance(model, optimizer, range(1, 2))
     checkpoints.save()
-    return *told, checkpoints.wait().name, checkpoints.news(), sorted(path.name for path in folder.iterdir())
+    return (
+        *told,
+        checkpoints.wait().name,
+        checkpoints.news(),
+        sorted(path.name for path in folder.iterdir()),
+    )
 
 
 def test_a_save_waits_no_longer_than_its_timeout_and_the_next_one_is_whole(tmp_path):
     ends = worlds.run(one_is_late, 2, 1, tmp_path)
     assert "timed out" in ends[0][1].lower()
     for name, text, *after in ends:
-        assert name == "NotSaved" and text.startswith("checkpoint step-000001 failed: RuntimeError: ")
+        assert name == "NotSaved" and text.startswith(
+            "checkpoint step-000001 failed: RuntimeError: "
+        )
         assert text.endswith("; the checkpoints before it are as they were") and "\n" not in text
         assert after == ["step-000002", [], ["step-000002"]]
 
@@ -173,7 +186,9 @@ def one_fails_alone(mesh, folder):
     checkpoints, told = dt.Checkpoints(folder, model, optimizer, keep=1), []
     for step in range(3):
         if (step, mesh.get_rank()) == (1, 0):
-            disk.observer = lambda operation, path: no_memory() if path.name == "step-000001" else None
+            disk.observer = lambda operation, path: (
+                no_memory() if path.name == "step-000001" else None
+            )
         advance(model, optimizer, [step])
         checkpoints.save()
         try:
@@ -241,9 +256,15 @@ def without_a_manifest(mesh, folder):
 def test_where_no_manifest_can_be_made_all_ranks_know_and_nothing_is_retired(tmp_path):
     for told, left in worlds.run(without_a_manifest, 2, 1, tmp_path):
         assert {name for name, _ in told} == {"NotSaved"} and left == ["step-000001"]
-        reasons = [text.removeprefix("checkpoint step-000002 failed: ").partition(";")[0] for _, text in told]
+        reasons = [
+            text.removeprefix("checkpoint step-000002 failed: ").partition(";")[0]
+            for _, text in told
+        ]
         assert reasons[1:] == ["no JSON", "too deep"]
-        assert reasons[0].startswith("manifest.json would have 67,1") and "at most 67,108,864" in reasons[0]
+        assert (
+            reasons[0].startswith("manifest.json would have 67,1")
+            and "at most 67,108,864" in reasons[0]
+        )
 
 
 def beside_leftovers(mesh, folder):

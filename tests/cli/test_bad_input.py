@@ -26,7 +26,9 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 def fails(capsys, monkeypatch, tmp_path):
     """Runs `detonation train RECIPE arguments...` in an empty directory; returns its one line of error."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # which asks a hub that is away for long
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HF_HUB_OFFLINE", True
+    )  # which asks a hub that is away for long
 
     def run(*arguments, recipe="quick-lm", code=2):
         assert run_command(["train", str(RECIPES / f"{recipe}.toml"), *arguments]) == code
@@ -40,17 +42,44 @@ def fails(capsys, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("sets", "line"),
     [
-        ("scheme.name=dem", "unknown scheme 'dem', did you mean 'demo'? Valid: decoupled_adamw, demo, diloco,"),
+        (
+            "scheme.name=dem",
+            "unknown scheme 'dem', did you mean 'demo'? Valid: decoupled_adamw, demo, diloco,",
+        ),
         ("train.stps=3", "unknown key of [train] 'stps', did you mean 'steps'? Valid: accumulate,"),
-        ("model.hiden_size=3", "unknown argument of model olmo2 'hiden_size', did you mean 'hidden_size'? Valid:"),
+        (
+            "model.hiden_size=3",
+            "unknown argument of model olmo2 'hiden_size', did you mean 'hidden_size'? Valid:",
+        ),
         ("scheme.tpk=3", "unknown argument of scheme demo 'tpk', did you mean 'topk'? Valid:"),
-        ("optimizer.momentun=0", "unknown argument of optimizer SignSGD 'momentun', did you mean 'momentum'? Valid:"),
-        ("optimizer.name=Adm optimizer.lr=1", "unknown optimizer 'Adm', did you mean 'Adam'? Valid: ASGD,"),
-        ("optimizer.name=LBFGS optimizer.lr=1", "optimizer LBFGS cannot be used: it evaluates the loss several times"),
-        ("optimizer.name=SparseAdam optimizer.lr=1", "optimizer SparseAdam cannot be used: it takes sparse gradients"),
-        ("optimizer.name=Adafactor optimizer.lr=1", "optimizer Adafactor cannot be used: torch has no step of it for"),
-        ("optimizer.name=Rprop optimizer.lr=1", "optimizer Rprop cannot be used: torch has no step of it for shards"),
-        ("optimizer.name=adm", "unknown optimizer 'adm'. Valid: ASGD,"),  # the name before what it lacks
+        (
+            "optimizer.momentun=0",
+            "unknown argument of optimizer SignSGD 'momentun', did you mean 'momentum'? Valid:",
+        ),
+        (
+            "optimizer.name=Adm optimizer.lr=1",
+            "unknown optimizer 'Adm', did you mean 'Adam'? Valid: ASGD,",
+        ),
+        (
+            "optimizer.name=LBFGS optimizer.lr=1",
+            "optimizer LBFGS cannot be used: it evaluates the loss several times",
+        ),
+        (
+            "optimizer.name=SparseAdam optimizer.lr=1",
+            "optimizer SparseAdam cannot be used: it takes sparse gradients",
+        ),
+        (
+            "optimizer.name=Adafactor optimizer.lr=1",
+            "optimizer Adafactor cannot be used: torch has no step of it for",
+        ),
+        (
+            "optimizer.name=Rprop optimizer.lr=1",
+            "optimizer Rprop cannot be used: torch has no step of it for shards",
+        ),
+        (
+            "optimizer.name=adm",
+            "unknown optimizer 'adm'. Valid: ASGD,",
+        ),  # the name before what it lacks
         ("optimizer.name=sgd", "unknown optimizer 'sgd', did you mean 'SGD'? Valid: ASGD,"),
         ("optimizer.name=SGD", "optimizer.lr is missing: give it in [optimizer]"),
         (
@@ -61,21 +90,36 @@ def fails(capsys, monkeypatch, tmp_path):
             "model.name=t5",
             "model t5 is for translation, but the data sotu-sample are text: take olmo2 or olmoe, or other data",
         ),
-        ("model.name=hf:nowhere/at/all", "hf:nowhere/at/all is no directory with a config.json, and no model that the"),
+        (
+            "model.name=hf:nowhere/at/all",
+            "hf:nowhere/at/all is no directory with a config.json, and no model that the",
+        ),
         (
             "model.name=gpt2",
             "unknown model 'gpt2'. Valid: olmo2, olmoe, t5, vit; or package.module:function, or hf:NAME for a",
         ),
         ("data.source=pyproject.toml", "unknown source 'pyproject.toml'"),
-        ("data.tokenizer=nowhere", "data.tokenizer nowhere is no directory, and nothing the hub gives us: "),
-        ("train.init_from=nowhere", "train.init_from is 'nowhere', but must be the directory of a run or a model"),
-        ("optimizer.name=SGD", "optimizer.lr is missing: give it in [optimizer] of the recipe, or with --set"),
+        (
+            "data.tokenizer=nowhere",
+            "data.tokenizer nowhere is no directory, and nothing the hub gives us: ",
+        ),
+        (
+            "train.init_from=nowhere",
+            "train.init_from is 'nowhere', but must be the directory of a run or a model",
+        ),
+        (
+            "optimizer.name=SGD",
+            "optimizer.lr is missing: give it in [optimizer] of the recipe, or with --set",
+        ),
         (
             "optimizer.name=AdamW optimizer.lr=1 optimizer.betas=[0.9]",
             "optimizer AdamW does not accept {'betas': (0.9,)}:",
         ),
         ("optimizer.lr=-1", "optimizer.lr is -1.0, but must be a finite number above 0"),
-        ("mesh.link=100mb", "a link is '100mb', must be a rate above 0 in bit, kbit, mbit or gbit (a second)"),
+        (
+            "mesh.link=100mb",
+            "a link is '100mb', must be a rate above 0 in bit, kbit, mbit or gbit (a second)",
+        ),
         ("scheme.topk=65", "topk is 65, must be from 1 to chunk (64)"),
         ("scheme.topk=1.5", "scheme.topk is 1.5, but must be a whole number"),
         ("scheme.name=random scheme.rate=0", "rate is 0, must be above 0 and at most 1"),
@@ -85,7 +129,10 @@ def fails(capsys, monkeypatch, tmp_path):
         ("model.vocab=100", "model.vocab is 100, but the data sotu-sample has vocab 256"),
         ("model.layers=two", "model.layers is 'two', but must be a whole number"),
         ("data.source=nowhere", "unknown source 'nowhere'"),
-        ("train.batch_size=99999", "train.batch_size 99999 x 2 replicas x 2 shards are 399996 examples, but there"),
+        (
+            "train.batch_size=99999",
+            "train.batch_size 99999 x 2 replicas x 2 shards are 399996 examples, but there",
+        ),
         ("mesh.shards=0", "mesh.shards is 0, but must be at least 1"),
     ],
 )
@@ -97,7 +144,10 @@ def test_a_wrong_setting_is_named_before_any_process_starts(fails, tmp_path, set
 def test_a_scheme_that_sends_more_than_full_synchronisation(fails, tmp_path, monkeypatch):
     monkeypatch.setattr(start, "run_local", None)  # no process is started
     line = fails("--set", "scheme.topk=64", "scheme.precision=fp32")
-    assert "would send 1,218,888 bytes per step over 2 replicas, full synchronisation sends 1,181,952" in line
+    assert (
+        "would send 1,218,888 bytes per step over 2 replicas, full synchronisation sends 1,181,952"
+        in line
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -114,7 +164,9 @@ def test_a_missing_recipe_and_resuming_nothing(fails):
     assert fails("--resume").startswith("error: --resume needs --out")
     assert fails("--resume", "--out", "new").startswith("error: nothing to resume in new")
     assert fails("--keep", "0").startswith("error: train.keep is 0, but must be at least 1")
-    assert fails("--checkpoint-every", "-1").startswith("error: train.checkpoint_every is -1, but must be at least 0")
+    assert fails("--checkpoint-every", "-1").startswith(
+        "error: train.checkpoint_every is -1, but must be at least 0"
+    )
     assert fails("--stop-after", "0").startswith("error: --stop-after is 0, but must be at least 1")
 
 
@@ -173,17 +225,24 @@ def test_a_full_disk_is_said_with_what_to_do(capsys, monkeypatch):
         ("a", ".", True),
     ],
 )
-def test_a_file_that_cannot_be_written_blames_out_where_it_is_of_it(name, out, blamed, capsys, monkeypatch):
+def test_a_file_that_cannot_be_written_blames_out_where_it_is_of_it(
+    name, out, blamed, capsys, monkeypatch
+):
     def refused(*_):
         raise OSError(errno.EACCES, os.strerror(errno.EACCES), name)
 
     monkeypatch.setattr("detonation.report.page.write_page", refused)
     assert run_command(["report", "run", "--out", out]) == 1
-    assert capsys.readouterr().err == f"error: Permission denied: {name}{': choose another --out' * blamed}\n"
+    assert (
+        capsys.readouterr().err
+        == f"error: Permission denied: {name}{': choose another --out' * blamed}\n"
+    )
 
 
 def test_a_link_without_a_unit_is_refused(fails):
-    assert fails("--link", "100").startswith("error: a link is '100', must be a rate above 0 in bit, kbit, mbit or")
+    assert fails("--link", "100").startswith(
+        "error: a link is '100', must be a rate above 0 in bit, kbit, mbit or"
+    )
 
 
 def test_the_examples_in_the_help_are_command_lines():
@@ -192,7 +251,9 @@ def test_the_examples_in_the_help_are_command_lines():
         kind = typing.get_args(verb)[0]
         for line in re.findall("Example: (.*)", kind.__doc__):
             command, name, *arguments = line.split()
-            assert command == "detonation" and isinstance(tyro.cli(verbs(), args=[name, *arguments]), kind)
+            assert command == "detonation" and isinstance(
+                tyro.cli(verbs(), args=[name, *arguments]), kind
+            )
             found.append(name)
     assert found == [
         "train",
@@ -213,7 +274,9 @@ def test_a_port_that_another_process_has(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         place = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command = Command(tmp_path / "out", "train", write_recipe(tmp_path / "tiny.toml"), env=place)
+        command = Command(
+            tmp_path / "out", "train", write_recipe(tmp_path / "tiny.toml"), env=place
+        )
         assert (command.wait(), command.stdout) == (2, "")
     remedy = "give all ranks another MASTER_PORT, or end what listens there"
     assert command.errors == f"error: port {port} of 127.0.0.1 is in use: {remedy}\n"

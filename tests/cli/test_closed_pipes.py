@@ -52,12 +52,17 @@ def start_full(tmp_path):
 
 
 @some(
-    "arguments", [["train", "quick-lm", "--print"], ["plan", "--help"], ["--version"], PLAN], keep=[PLAN], ids=" ".join
+    "arguments",
+    [["train", "quick-lm", "--print"], ["plan", "--help"], ["--version"], PLAN],
+    keep=[PLAN],
+    ids=" ".join,
 )
 def test_a_reader_that_has_enough_ends_an_interpreter_without_a_word(arguments):
     """As in `detonation plan ... | head`; all others here are forks."""
     command = [sys.executable, "-m", "detonation", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
         running.stdout.close()
         assert running.stderr.read() == ""
     assert running.returncode == 141
@@ -76,7 +81,9 @@ def test_a_reader_that_has_enough_ends_a_command_without_a_word(start, arguments
 def test_a_run_trains_on_without_its_screen(start, tmp_path, verb):
     """As in `detonation train RECIPE | head -1`."""
     out = tmp_path / "run"
-    command = start(OUT, verb, write_recipe(tmp_path / "tiny.toml"), "--scheme", "full", "--out", out)
+    command = start(
+        OUT, verb, write_recipe(tmp_path / "tiny.toml"), "--scheme", "full", "--out", out
+    )
     assert command.errors == ""
     assert json.loads((out / "summary.json").read_text())["steps"] == 6
     assert (out / "report.html").exists()
@@ -94,7 +101,10 @@ def test_the_object_for_a_program_comes_without_a_reader_of_stderr(start, argume
 
 def test_an_error_is_on_stderr_without_a_reader_of_stdout(start):
     command = start(OUT, "plan", "--json")
-    assert command.stderr.startswith("error: plan needs a recipe or --parameters") and command.code == 141
+    assert (
+        command.stderr.startswith("error: plan needs a recipe or --parameters")
+        and command.code == 141
+    )
 
 
 NO_SPACE = "error: cannot write to stdout: No space left on device\n"
@@ -109,7 +119,9 @@ def test_a_full_disk_under_stdout_is_one_line(start_full, arguments):
 
 def test_a_run_trains_on_where_the_disk_under_its_screen_is_full(start_full, tmp_path):
     out = tmp_path / "run"
-    command = start_full("train", write_recipe(tmp_path / "tiny.toml"), "--scheme", "full", "--out", out)
+    command = start_full(
+        "train", write_recipe(tmp_path / "tiny.toml"), "--scheme", "full", "--out", out
+    )
     assert (command.code, command.errors) == (1, NO_SPACE)
     assert json.loads((out / "summary.json").read_text())["steps"] == 6
     assert (out / "report.html").exists()
@@ -127,6 +139,10 @@ def test_what_the_encoding_of_stdout_lacks_is_escaped(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
     monkeypatch.setattr(page, "write_page", lambda directories, out: out)
     assert run_command(["report", "run", "--out", "日本é.html"]) == 0
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))  # of a rank that starts afresh
+    monkeypatch.setattr(
+        sys, "stdout", io.TextIOWrapper(written, encoding="ascii")
+    )  # of a rank that starts afresh
     Screen(silent=False, to_stderr=False).line("in 日本é")
-    assert written.getvalue().decode() == "report: \\u65e5\\u672c\\xe9.html\nin \\u65e5\\u672c\\xe9\n"
+    assert (
+        written.getvalue().decode() == "report: \\u65e5\\u672c\\xe9.html\nin \\u65e5\\u672c\\xe9\n"
+    )

@@ -52,7 +52,11 @@ def test_the_command_of_the_package_is_this_one(tmp_path):
         "1",
     ]
     done = subprocess.run(
-        [*command, "--out", str(tmp_path / "run")], capture_output=True, text=True, timeout=LIMIT_S, check=False
+        [*command, "--out", str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == f"run directory: {tmp_path / 'run'}"
@@ -66,7 +70,16 @@ def test_the_command_of_the_package_is_this_one(tmp_path):
 def test_every_recipe_trains_on_two_replicas_of_two_shards(recipe, tmp_path):
     short = ["train.steps=3", "train.log_every=1", "train.validation_batches=1"]
     out = tmp_path / "run"
-    done = detonation(tmp_path, "train", ROOT / "recipes" / f"{recipe}.toml", "--set", *short, "--out", out, "--json")
+    done = detonation(
+        tmp_path,
+        "train",
+        ROOT / "recipes" / f"{recipe}.toml",
+        "--set",
+        *short,
+        "--out",
+        out,
+        "--json",
+    )
     assert done.code == 0, done.stderr
     assert len(done.stdout.splitlines()) == 1, "only the object goes to stdout"
     assert "Warning" not in done.stderr
@@ -78,7 +91,14 @@ def test_every_recipe_trains_on_two_replicas_of_two_shards(recipe, tmp_path):
     assert len(steps) == 3
     assert all(word in steps[0] for word in ("loss", "lr", "kB/step (x", "less)", "s/step"))
     files = {path.name for path in out.iterdir()}
-    assert files >= {"config.toml", "environment.json", "metrics.jsonl", "checkpoints", "summary.json", "report.html"}
+    assert files >= {
+        "config.toml",
+        "environment.json",
+        "metrics.jsonl",
+        "checkpoints",
+        "summary.json",
+        "report.html",
+    }
 
 
 def test_three_tiers_of_network_train_as_one_model_and_each_says_what_it_sent(tmp_path):
@@ -89,11 +109,20 @@ def test_three_tiers_of_network_train_as_one_model_and_each_says_what_it_sent(tm
     assert (done.code, done.errors) == (0, "")
     assert done.stdout.startswith("full+demo+diloco over 8 replicas x 1 shards: olmo2 with")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["replicas_equal"] and [level["axis"] for level in summary["levels"]] == ["node", "rack", "site"]
+    assert summary["replicas_equal"] and [level["axis"] for level in summary["levels"]] == [
+        "node",
+        "rack",
+        "site",
+    ]
     node, rack, site = (level["bytes_sent_per_step"] for level in summary["levels"])
     assert summary["bytes_sent_per_step"] == pytest.approx(node + rack + site)
-    assert rack < node / 10 and site == pytest.approx(node * 2 / 6)  # a round of four steps, and one that ends early
-    assert "sent over site" in done.stdout and "sent over site" in (tmp_path / "run" / "report.html").read_text()
+    assert rack < node / 10 and site == pytest.approx(
+        node * 2 / 6
+    )  # a round of four steps, and one that ends early
+    assert (
+        "sent over site" in done.stdout
+        and "sent over site" in (tmp_path / "run" / "report.html").read_text()
+    )
 
 
 def test_what_a_person_sees_and_the_report(tmp_path):
@@ -110,7 +139,9 @@ def test_what_a_person_sees_and_the_report(tmp_path):
     assert page.count("<figure") == 4 and "http-equiv" not in page and "<script" not in page
     assert "width=device-width" in page
 
-    both = detonation(tmp_path, "report", out, out, "--out", tmp_path / "both.html", "--json", pictures=True)
+    both = detonation(
+        tmp_path, "report", out, out, "--out", tmp_path / "both.html", "--json", pictures=True
+    )
     written = last_line(both.stdout)
     assert written["report"] == str(tmp_path / "both.html")
     assert "2 runs" in (tmp_path / "both.html").read_text()
@@ -128,7 +159,10 @@ def test_it_joins_the_world_of_a_launcher_and_an_error_is_told_once(tmp_path):
     assert (summary["replicas"], summary["shards"]) == (2, 1)
     ranks, codes = ended("scheme.topk=99", "--out", tmp_path / "bad")
     assert codes == [2, 2]
-    assert sum(rank.errors.count("error: topk is 99, must be from 1 to chunk (64)") for rank in ranks) == 1
+    assert (
+        sum(rank.errors.count("error: topk is 99, must be from 1 to chunk (64)") for rank in ranks)
+        == 1
+    )
     assert not (tmp_path / "bad").exists()
 
 
@@ -136,14 +170,20 @@ def test_it_joins_the_world_of_a_launcher_and_an_error_is_told_once(tmp_path):
 @pytest.mark.parametrize(
     ("stop", "code", "says"),
     [
-        (lambda pid: os.killpg(pid, signal.SIGINT), 130, "error: interrupted\n"),  # Ctrl-C reaches every process
+        (
+            lambda pid: os.killpg(pid, signal.SIGINT),
+            130,
+            "error: interrupted\n",
+        ),  # Ctrl-C reaches every process
         (lambda pid: os.kill(pid, signal.SIGKILL), -9, ""),
     ],
     ids=["ctrl-c", "killed"],
 )
 def test_when_the_command_ends_all_its_ranks_do(tmp_path, stop, code, says):
     env = {"TMPDIR": tmp_path}  # what a killed command cannot remove
-    command = Command(tmp_path, "train", QUICK, "--out", tmp_path / "run", "--set", "train.log_every=1", env=env)
+    command = Command(
+        tmp_path, "train", QUICK, "--out", tmp_path / "run", "--set", "train.log_every=1", env=env
+    )
     command.wait_for_step(1)
     ranks = command.ranks
     assert len(ranks) == 4
@@ -154,7 +194,16 @@ def test_when_the_command_ends_all_its_ranks_do(tmp_path, stop, code, says):
 
 def test_a_full_disk_is_one_line(tmp_path):
     out = tmp_path / "run"
-    command = Command(tmp_path, "train", QUICK, "--set", "train.steps=1", "train.validation_batches=1", "--out", out)
+    command = Command(
+        tmp_path,
+        "train",
+        QUICK,
+        "--set",
+        "train.steps=1",
+        "train.validation_batches=1",
+        "--out",
+        out,
+    )
     resource.prlimit(command.pid, resource.RLIMIT_FSIZE, (600_000, 600_000))  # its ranks inherit it
     assert command.wait() == 1
     assert command.errors.startswith(f"error: cannot write {out}/checkpoints/step-000001: ")
@@ -183,7 +232,10 @@ from detonation.cli.command import run_command
 assert run_command({ask} + ["0.3"]) == 0 and "torch" not in sys.modules
 assert run_command({ask} + ["0"]) == 2 and "torch" in sys.modules"""
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
-    assert "waiting" in done.stdout and done.stderr == "error: --step-time is 0.0, but must be above 0\n"
+    assert (
+        "waiting" in done.stdout
+        and done.stderr == "error: --step-time is 0.0, but must be above 0\n"
+    )
 
 
 def test_a_command_runs_without_an_output():
@@ -194,7 +246,9 @@ def test_a_command_runs_without_an_output():
 
 
 def test_a_text_flag_is_no_number():
-    given = parse_sets(assignments(SHORTCUTS, {"data": "2024", "scheme": "demo", "steps": 3, "link": None}))
+    given = parse_sets(
+        assignments(SHORTCUTS, {"data": "2024", "scheme": "demo", "steps": 3, "link": None})
+    )
     assert given == {"data": {"source": "2024"}, "scheme": {"name": "demo"}, "train": {"steps": 3}}
 
 
@@ -210,5 +264,7 @@ import detonation.__main__ as entry, detonation.cli.command as command
 def interrupted(): raise KeyboardInterrupt
 command.run_command = interrupted
 entry.main()"""
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", check], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (130, "error: interrupted\n")

@@ -17,7 +17,13 @@ from limits import LIMIT_S
 
 pytestmark = pytest.mark.usefixtures("soon", "patient")
 
-SETS = ("--set", "train.steps=40", "train.checkpoint_every=10", "train.log_updates=true", f"peers.silence_s={LIMIT_S}")
+SETS = (
+    "--set",
+    "train.steps=40",
+    "train.checkpoint_every=10",
+    "train.log_updates=true",
+    f"peers.silence_s={LIMIT_S}",
+)
 LONG = ("--set", "train.steps=100000", "train.checkpoint_every=20", f"peers.silence_s={LIMIT_S}")
 
 
@@ -40,7 +46,9 @@ def summary(folder):
 
 
 def metrics(folder):
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.fixture
@@ -73,14 +81,23 @@ def test_the_others_finish_the_run_when_the_first_replica_is_lost(begun, tmp_pat
     assert taking == sorted(taking, reverse=True) and {*taking} == {3, 2}
     examples = RECIPE["train"]["batch_size"] * sum(taking)
     assert found["examples_per_second"] == pytest.approx(examples / found["seconds"])
-    assert found["tokens_per_second"] == pytest.approx(RECIPE["data"]["context"] * examples / found["seconds"])
-    resumed = elastic(tmp_path, "--resume", "--replicas", 3, "--set", "train.steps=44")  # the original number
+    assert found["tokens_per_second"] == pytest.approx(
+        RECIPE["data"]["context"] * examples / found["seconds"]
+    )
+    resumed = elastic(
+        tmp_path, "--resume", "--replicas", 3, "--set", "train.steps=44"
+    )  # the original number
     assert resumed.wait() == 0, resumed.errors
-    assert "resumed after step 40, from 2 replicas" in resumed.stdout and summary(tmp_path)["steps"] == 44
+    assert (
+        "resumed after step 40, from 2 replicas" in resumed.stdout
+        and summary(tmp_path)["steps"] == 44
+    )
 
 
 @pytest.mark.parametrize("where", ["surviving_axis", "resume"])
-def test_the_others_train_where_a_replica_ends_before_its_first_step(begun, tmp_path, monkeypatch, where):
+def test_the_others_train_where_a_replica_ends_before_its_first_step(
+    begun, tmp_path, monkeypatch, where
+):
     """Before all have met, or while they read a checkpoint."""
     more = ["--replicas", 3]
     if where == "resume":
@@ -109,7 +126,9 @@ def test_replicas_meet_as_worlds_of_their_own_and_another_one_comes_in(tmp_path)
 
     def start(name, *arguments):
         given = ("train", recipe, "--out", tmp_path / "run", *arguments, *LONG)
-        commands.append(Command(tmp_path / name, *given, env={"DETONATION_TOKEN": "0123456789abcdef"}))
+        commands.append(
+            Command(tmp_path / name, *given, env={"DETONATION_TOKEN": "0123456789abcdef"})
+        )
         return commands[-1]
 
     way = ("--elastic", "--meet", address, "--replicas", 2)
@@ -155,7 +174,9 @@ def test_a_replica_that_came_in_goes_on_with_the_metrics_when_it_alone_is_left(t
 
     def start(name, *way):
         given = ("train", recipe, "--out", tmp_path / "run", "--replicas", 1, *way, *LONG)
-        commands.append(Command(tmp_path / name, *given, env={"DETONATION_TOKEN": "0123456789abcdef"}))
+        commands.append(
+            Command(tmp_path / name, *given, env={"DETONATION_TOKEN": "0123456789abcdef"})
+        )
         return commands[-1]
 
     try:
@@ -185,7 +206,9 @@ def auto(monkeypatch):
 
 
 @some("shards, link", [(1, "1mbit,1ms"), (2, "")], keep=[(1, "1mbit,1ms")])
-def test_replicas_choose_a_scheme_with_which_those_that_are_left_go_on(begun, tmp_path, auto, shards, link):
+def test_replicas_choose_a_scheme_with_which_those_that_are_left_go_on(
+    begun, tmp_path, auto, shards, link
+):
     command = begun(*auto, "--replicas", 3, "--shards", shards, "--link", link)
     command.wait_for_step(3)
     os.kill(command.ranks[shards], signal.SIGKILL)
@@ -194,16 +217,31 @@ def test_replicas_choose_a_scheme_with_which_those_that_are_left_go_on(begun, tm
         (tmp_path / "run" / "plan.json").read_text(),
         tomllib.loads((tmp_path / "run" / "config.toml").read_text()),
     )
-    assert config["scheme"]["name"] == json.loads(plan)["chosen"]["scheme"] not in ("auto", "none", link and "full")
+    assert (
+        config["scheme"]["name"]
+        == json.loads(plan)["chosen"]["scheme"]
+        not in ("auto", "none", link and "full")
+    )
     assert command.stdout.count(f"auto: {json.loads(plan)['why']}\n") == 1
     found = summary(tmp_path)
     assert (found["steps"], found["replicas_left"], found["replicas_equal"]) == (40, 2, True)
     resumed = elastic(
-        tmp_path, *auto, "train.steps=44", "--resume", "--replicas", 3, "--shards", shards, "--link", link
+        tmp_path,
+        *auto,
+        "train.steps=44",
+        "--resume",
+        "--replicas",
+        3,
+        "--shards",
+        shards,
+        "--link",
+        link,
     )
     assert resumed.wait() == 0, resumed.errors
     assert "auto:" not in resumed.stdout and summary(tmp_path)["steps"] == 44
-    assert tomllib.loads((tmp_path / "run" / "config.toml").read_text())["scheme"] == config["scheme"]
+    assert (
+        tomllib.loads((tmp_path / "run" / "config.toml").read_text())["scheme"] == config["scheme"]
+    )
 
 
 TIERS = [
@@ -221,15 +259,22 @@ def test_a_site_of_several_nodes_is_lost_or_leaves_as_a_whole(tmp_path, leaves):
     command = Command(tmp_path, *way)
     try:
         command.wait_for_step(3)
-        os.kill(command.ranks[3], signal.SIGTERM if leaves else signal.SIGKILL)  # one node of the second site
+        os.kill(
+            command.ranks[3], signal.SIGTERM if leaves else signal.SIGKILL
+        )  # one node of the second site
         assert command.wait() == 0, command.errors
         found = summary(tmp_path)
         assert (found["steps"], found["replicas_left"], found["replicas_equal"]) == (40, 4, True)
-        assert [(loss["replicas"], loss.get("left", False)) for loss in found["losses"]] == [([1], leaves)]
+        assert [(loss["replicas"], loss.get("left", False)) for loss in found["losses"]] == [
+            ([1], leaves)
+        ]
         assert {record["taking"] for record in metrics(tmp_path)} == {6, 4}
         resumed = Command(tmp_path, *way, "train.steps=44", "--resume")
         assert resumed.wait() == 0, resumed.errors
-        assert "resumed after step 40, from 4 replicas" in resumed.stdout and summary(tmp_path)["replicas_left"] == 6
+        assert (
+            "resumed after step 40, from 4 replicas" in resumed.stdout
+            and summary(tmp_path)["replicas_left"] == 6
+        )
     finally:
         command.kill()
 
@@ -240,8 +285,22 @@ def test_a_newcomer_takes_the_scheme_that_the_run_has_chosen(tmp_path, auto):
     commands = [Command(tmp_path / "meet", "meet", address)]
 
     def start(name, *way):
-        given = ("train", recipe, "--out", tmp_path / "run", *way, *LONG, *auto, "--replicas", 2, "--link", "5mbit,1ms")
-        commands.append(Command(tmp_path / name, *given, env={"DETONATION_TOKEN": "0123456789abcdef"}))
+        given = (
+            "train",
+            recipe,
+            "--out",
+            tmp_path / "run",
+            *way,
+            *LONG,
+            *auto,
+            "--replicas",
+            2,
+            "--link",
+            "5mbit,1ms",
+        )
+        commands.append(
+            Command(tmp_path / name, *given, env={"DETONATION_TOKEN": "0123456789abcdef"})
+        )
         return commands[-1]
 
     try:
@@ -266,7 +325,18 @@ def test_a_replica_with_another_recipe_is_told_before_it_comes_in(tmp_path):
     address, recipe = f"127.0.0.1:{free_port()}", write_recipe(tmp_path / "tiny.toml")
     token = {"DETONATION_TOKEN": "0123456789abcdef"}
     meet = Command(tmp_path / "meet", "meet", address)
-    way = ("--out", tmp_path / "run", "--elastic", "--meet", address, "--replicas", 1, "--replica", 0, *LONG)
+    way = (
+        "--out",
+        tmp_path / "run",
+        "--elastic",
+        "--meet",
+        address,
+        "--replicas",
+        1,
+        "--replica",
+        0,
+        *LONG,
+    )
     first = Command(tmp_path / "first", "train", recipe, *way, env=token)
     try:
         first.wait_for_step(2)
@@ -275,7 +345,10 @@ def test_a_replica_with_another_recipe_is_told_before_it_comes_in(tmp_path):
             "--replicas", 1, env=token,
         )  # fmt: skip
         assert other.wait() == 2
-        assert "train.steps is 300 here, 100000 in the run: all replicas train by the same recipe" in other.errors
+        assert (
+            "train.steps is 300 here, 100000 in the run: all replicas train by the same recipe"
+            in other.errors
+        )
         os.kill(first.pid, signal.SIGTERM)
         assert first.wait() == 0, first.errors
     finally:

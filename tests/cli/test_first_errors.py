@@ -107,7 +107,9 @@ def replicated(model=None, optimizer=None, axis=None, scheme=None, **options):
     model = nn.Linear(8, 8) if model is None else model
     optimizer = sgd(model) if optimizer is None else optimizer
     axis = LoopbackCommunicator(2) if axis is None else axis
-    return dt.replicate(optimizer, model, axis, scheme or dt.full(), **{"kernels": False, **options})
+    return dt.replicate(
+        optimizer, model, axis, scheme or dt.full(), **{"kernels": False, **options}
+    )
 
 
 def step(model, base=None, loss=lambda model: model(torch.ones(1, 8)).sum(), **options):
@@ -163,7 +165,9 @@ class Unlike(LoopbackCommunicator):
         other = re.sub(self.ours, self.theirs, bytes(tensor.reshape(-1).view(torch.uint8).tolist()))
         return lambda: [
             tensor,
-            torch.frombuffer(bytearray(other), dtype=torch.uint8).view(tensor.dtype).view_as(tensor),
+            torch.frombuffer(bytearray(other), dtype=torch.uint8)
+            .view(tensor.dtype)
+            .view_as(tensor),
         ]
 
 
@@ -180,7 +184,9 @@ def resumed(
     def make() -> str:
         saved = nn.Linear(8, 8)
         kept = scheme if scheme == dt.none() else dt.full()
-        dt.save_checkpoint("saved", saved, replicated(saved, axis=LoopbackCommunicator(1), scheme=kept))
+        dt.save_checkpoint(
+            "saved", saved, replicated(saved, axis=LoopbackCommunicator(1), scheme=kept)
+        )
         into = model()
         optimizer = replicated(into, base(into), LoopbackCommunicator(replicas), scheme)
         return library(dt.load_checkpoint, "saved", into, optimizer)()
@@ -254,63 +260,119 @@ def integration(name: str) -> Callable[[], str]:
 
 MISTAKES = {
     "a flag with a letter missing": Mistake(
-        train("--replcas", 3), "Perhaps you meant", ("--replcas", "Unrecognized options", "--replicas INT")
+        train("--replcas", 3),
+        "Perhaps you meant",
+        ("--replcas", "Unrecognized options", "--replicas INT"),
     ),
-    "a verb that is none": Mistake(run("tran", "tiny.toml"), "Available subcommands", ("tran", "Unrec", "train,")),
-    "a key misspelt": Mistake(sets("train.stps=3"), "Valid: ", ("'stps'", "did you mean", "'steps'")),
-    "a key without its table": Mistake(sets("steps=3"), "--set takes", ("'steps=3'", "takes", "table.key=value")),
-    "a scheme misspelt": Mistake(train("--scheme", "dem"), "Valid: ", ("'dem'", "did you mean", "'demo'")),
-    "an argument of the scheme misspelt": Mistake(sets("scheme.tpk=3"), "Valid: ", ("'tpk'", "did you mean", "'topk'")),
-    "another scheme's argument": Mistake(sets("scheme.every=3"), "Valid: ", ("'every'", "unknown", "Valid: aggregate")),
-    "a model that is not there": Mistake(sets("model.name=gpt2"), "Valid: ", ("'gpt2'", "unknown", "hf:NAME")),
-    "an optimizer misspelt": Mistake(sets("optimizer.name=Adm"), "Valid: ", ("'Adm'", "mean", "'Adam'")),
+    "a verb that is none": Mistake(
+        run("tran", "tiny.toml"), "Available subcommands", ("tran", "Unrec", "train,")
+    ),
+    "a key misspelt": Mistake(
+        sets("train.stps=3"), "Valid: ", ("'stps'", "did you mean", "'steps'")
+    ),
+    "a key without its table": Mistake(
+        sets("steps=3"), "--set takes", ("'steps=3'", "takes", "table.key=value")
+    ),
+    "a scheme misspelt": Mistake(
+        train("--scheme", "dem"), "Valid: ", ("'dem'", "did you mean", "'demo'")
+    ),
+    "an argument of the scheme misspelt": Mistake(
+        sets("scheme.tpk=3"), "Valid: ", ("'tpk'", "did you mean", "'topk'")
+    ),
+    "another scheme's argument": Mistake(
+        sets("scheme.every=3"), "Valid: ", ("'every'", "unknown", "Valid: aggregate")
+    ),
+    "a model that is not there": Mistake(
+        sets("model.name=gpt2"), "Valid: ", ("'gpt2'", "unknown", "hf:NAME")
+    ),
+    "an optimizer misspelt": Mistake(
+        sets("optimizer.name=Adm"), "Valid: ", ("'Adm'", "mean", "'Adam'")
+    ),
     "a text for a number": Mistake(
         sets("train.steps='many'"), "but must be", ("train.steps", "'many'", "whole number")
     ),
-    "negative steps": Mistake(train("--steps", -5), "but must be", ("train.steps", "-5", "at least 1")),
-    "no batch": Mistake(sets("train.batch_size=0"), "but must be", ("batch_size", "0", "at least 1")),
-    "a negative learning rate": Mistake(train("--lr", -1), "but must be", ("optimizer.lr", "-1.0", "above 0")),
-    "topk above chunk": Mistake(sets("scheme.topk=33"), "topk is", ("33", "must be from 1", "chunk (32)")),
+    "negative steps": Mistake(
+        train("--steps", -5), "but must be", ("train.steps", "-5", "at least 1")
+    ),
+    "no batch": Mistake(
+        sets("train.batch_size=0"), "but must be", ("batch_size", "0", "at least 1")
+    ),
+    "a negative learning rate": Mistake(
+        train("--lr", -1), "but must be", ("optimizer.lr", "-1.0", "above 0")
+    ),
+    "topk above chunk": Mistake(
+        sets("scheme.topk=33"), "topk is", ("33", "must be from 1", "chunk (32)")
+    ),
     "a decay above 1": Mistake(sets("scheme.decay=2"), "decay is", ("2", "must be", "from 0 to 1")),
     "a beta out of range": Mistake(
-        sets("optimizer.betas=[0.9,2.0]"), "does not accept", ("'betas': (0.9, 2.0)", "Invalid beta", "index 1: 2.0")
+        sets("optimizer.betas=[0.9,2.0]"),
+        "does not accept",
+        ("'betas': (0.9, 2.0)", "Invalid beta", "index 1: 2.0"),
     ),
     "heads that do not divide": Mistake(
         sets("model.heads=3"), "does not divide", ("heads 3", "hidden_size 32", "an equal share")
     ),
     "no such recipe": Mistake(
-        run("train", "none.toml"), "cannot read the recipe", ("'none.toml'", "No such file", "quick-lm")
+        run("train", "none.toml"),
+        "cannot read the recipe",
+        ("'none.toml'", "No such file", "quick-lm"),
     ),
     "a recipe with an error of syntax": Mistake(
-        run("train", "open.toml"), "is not TOML", ("'open.toml'", "line 1, column 7", "correct it there")
+        run("train", "open.toml"),
+        "is not TOML",
+        ("'open.toml'", "line 1, column 7", "correct it there"),
     ),
     "a recipe that lacks a table": Mistake(
-        run("train", "bare.toml"), "is missing: give", ("scheme.name", "is missing", "--set scheme.name=")
+        run("train", "bare.toml"),
+        "is missing: give",
+        ("scheme.name", "is missing", "--set scheme.name="),
     ),
-    "no such text": Mistake(train("--data", "no.txt"), "Valid: ", ("'no.txt'", "unknown", "a path that exists")),
-    "an empty text": Mistake(train("--data", "empty.txt"), "needs at least", ("empty.txt", "has 0 bytes", "take less")),
-    "a short text": Mistake(train("--data", "short.txt"), "needs at least", ("short.txt", "120 bytes", "take less")),
+    "no such text": Mistake(
+        train("--data", "no.txt"), "Valid: ", ("'no.txt'", "unknown", "a path that exists")
+    ),
+    "an empty text": Mistake(
+        train("--data", "empty.txt"), "needs at least", ("empty.txt", "has 0 bytes", "take less")
+    ),
+    "a short text": Mistake(
+        train("--data", "short.txt"), "needs at least", ("short.txt", "120 bytes", "take less")
+    ),
     "a context longer than the text": Mistake(
-        sets("data.source=small.txt", "data.context=5000"), "needs at least", ("5000", "12000 bytes", "take less")
+        sets("data.source=small.txt", "data.context=5000"),
+        "needs at least",
+        ("5000", "12000 bytes", "take less"),
     ),
-    "a context of one": Mistake(sets("data.context=1"), "context must be at least", ("1", "to predict", "at least 2")),
+    "a context of one": Mistake(
+        sets("data.context=1"), "context must be at least", ("1", "to predict", "at least 2")
+    ),
     "a batch larger than the data": Mistake(
-        sets("data.source=small.txt", "train.batch_size=999"), "examples, but", ("999", "337", "take fewer")
+        sets("data.source=small.txt", "train.batch_size=999"),
+        "examples, but",
+        ("999", "337", "take fewer"),
     ),
-    "rows that are not UTF-8": Mistake(train("--data", "latin.jsonl"), "is not UTF-8", ("latin.jsonl", "UTF-8", "con")),
+    "rows that are not UTF-8": Mistake(
+        train("--data", "latin.jsonl"), "is not UTF-8", ("latin.jsonl", "UTF-8", "con")
+    ),
     "a row that is not JSON": Mistake(
-        train("--data", "broken.jsonl"), "is not JSON", ("broken.jsonl", "line 2", "Invalid control character")
+        train("--data", "broken.jsonl"),
+        "is not JSON",
+        ("broken.jsonl", "line 2", "Invalid control character"),
     ),
     "rows with another column": Mistake(
-        train("--data", "body.jsonl"), "has no column", ("column text", "there are body", "name one")
+        train("--data", "body.jsonl"),
+        "has no column",
+        ("column text", "there are body", "name one"),
     ),
     "a file of another kind": Mistake(
-        train("--data", "paper.pdf"), "cannot be read as text", ("paper.pdf", "a source holds", ".txt")
+        train("--data", "paper.pdf"),
+        "cannot be read as text",
+        ("paper.pdf", "a source holds", ".txt"),
     ),
     "data that were not fetched": Mistake(
         not_fetched, "is not on this machine", ("sotu", "not on", "detonation fetch")
     ),
-    "no such data set": Mistake(run("fetch", "mnit"), "Valid: ", ("'mnit'", "unknown", "fashion-mnist")),
+    "no such data set": Mistake(
+        run("fetch", "mnit"), "Valid: ", ("'mnit'", "unknown", "fashion-mnist")
+    ),
     "no weights to begin with": Mistake(
         train("--init-from", "none"), "but must be", ("'none'", "must be", "a run or a model")
     ),
@@ -318,53 +380,87 @@ MISTAKES = {
         train("--interface", "wg9"), "but this machine has", ("'wg9'", "this machine has", "lo")
     ),
     "a run directory that is a file": Mistake(
-        train("--out", "tiny.toml"), "is a file: choose another", ("'tiny.toml'", "is a file", "another --out")
+        train("--out", "tiny.toml"),
+        "is a file: choose another",
+        ("'tiny.toml'", "is a file", "another --out"),
     ),
-    "resume without a directory": Mistake(train("--resume"), "--resume needs --out", ("--resume", "needs", "--out")),
+    "resume without a directory": Mistake(
+        train("--resume"), "--resume needs --out", ("--resume", "needs", "--out")
+    ),
     "resume where nothing is saved": Mistake(
-        train("--resume", "--out", "new"), "nothing to resume in", ("new", "no checkpoints", "leave --resume out")
+        train("--resume", "--out", "new"),
+        "nothing to resume in",
+        ("new", "no checkpoints", "leave --resume out"),
     ),
-    "a link without a unit": Mistake(train("--link", 100), "a link is", ("'100'", "must be a rate", "100mbit,5ms")),
+    "a link without a unit": Mistake(
+        train("--link", 100), "a link is", ("'100'", "must be a rate", "100mbit,5ms")
+    ),
     "an address without a port": Mistake(
-        train("--publish", "localhost"), "the address is", ("'localhost'", "must be HOST:PORT", "127.0.0.1:7000")
+        train("--publish", "localhost"),
+        "the address is",
+        ("'localhost'", "must be HOST:PORT", "127.0.0.1:7000"),
     ),
     "a run to publish without a token": Mistake(
-        train("--publish", "127.0.0.1:7"), "need a token", ("DETONATION_TOKEN", "need a token", "openssl rand")
+        train("--publish", "127.0.0.1:7"),
+        "need a token",
+        ("DETONATION_TOKEN", "need a token", "openssl rand"),
     ),
     "a report of nothing": Mistake(
-        run("report", "none"), "holds no finished run", ("none", "no finished run", "give the directory of one")
+        run("report", "none"),
+        "holds no finished run",
+        ("none", "no finished run", "give the directory of one"),
     ),
-    "a check of nothing": Mistake(run("verify", "none"), "there is no directory", ("none", "no directory", "give")),
+    "a check of nothing": Mistake(
+        run("verify", "none"), "there is no directory", ("none", "no directory", "give")
+    ),
     "a check where nothing is saved": Mistake(
         run("verify", "."), "holds no checkpoint", (".", "no checkpoint", "give")
     ),
     "a replay of nothing": Mistake(
-        run("follow", "none"), "holds no run", ("none", "No such file", "one that trained with --log")
+        run("follow", "none"),
+        "holds no run",
+        ("none", "No such file", "one that trained with --log"),
     ),
     "a comparison of one": Mistake(
-        run("compare", "tiny.toml"), "compare needs two runs", ("''", "needs two", "--schemes full,demo")
+        run("compare", "tiny.toml"),
+        "compare needs two runs",
+        ("''", "needs two", "--schemes full,demo"),
     ),
     "a plan without a network": Mistake(
         run("plan", "tiny.toml"), "plan needs --profile", ("plan", "needs", "--link RATE")
     ),
     "replicate called twice": Mistake(
-        library(lambda: replicated(optimizer=replicated())), "is replicated already", ("the opt", "already", "levels=")
+        library(lambda: replicated(optimizer=replicated())),
+        "is replicated already",
+        ("the opt", "already", "levels="),
     ),
     "frozen parameters only": Mistake(
-        library(frozen), "requires a gradient", ("no parameter", "requires a gradient", "at least one must")
+        library(frozen),
+        "requires a gradient",
+        ("no parameter", "requires a gradient", "at least one must"),
     ),
     "weights in fp16": Mistake(
-        library(of_kind, torch.float16), "so trained parameters", ("torch.float16", "through fp32", "autocast")
+        library(of_kind, torch.float16),
+        "so trained parameters",
+        ("torch.float16", "through fp32", "autocast"),
     ),
     "complex weights": Mistake(
-        library(of_kind, torch.complex64), "so trained parameters", ("complex64", "through fp32", "fp32, bf16")
+        library(of_kind, torch.complex64),
+        "so trained parameters",
+        ("complex64", "through fp32", "fp32, bf16"),
     ),
-    "sparse gradients": Mistake(library(sparse), "is sparse, which", ("weight", "cannot be repl", "sparse=False")),
+    "sparse gradients": Mistake(
+        library(sparse), "is sparse, which", ("weight", "cannot be repl", "sparse=False")
+    ),
     "a gradient that is not finite": Mistake(
-        library(not_a_number), "is not finite on replica", ("weight", "not finite", "lower lr, or clip")
+        library(not_a_number),
+        "is not finite on replica",
+        ("weight", "not finite", "lower lr, or clip"),
     ),
     "a step of the optimizer inside": Mistake(
-        library(inner_step), "inside was stepped", ("SGD", "moves this replica alone", "call step() of the optimizer")
+        library(inner_step),
+        "inside was stepped",
+        ("SGD", "moves this replica alone", "call step() of the optimizer"),
     ),
     "LBFGS": Mistake(
         library(lambda: step(m := nn.Linear(8, 8), torch.optim.LBFGS(m.parameters()))),
@@ -377,7 +473,9 @@ MISTAKES = {
         ("SGD", "class", "make one"),
     ),
     "a model before its optimizer": Mistake(
-        library(lambda: dt.replicate(m := nn.Linear(8, 8), sgd(m), LoopbackCommunicator(2), "full")),
+        library(
+            lambda: dt.replicate(m := nn.Linear(8, 8), sgd(m), LoopbackCommunicator(2), "full")
+        ),
         "takes an optimizer",
         ("Linear and SGD", "takes", "replicate(optimizer, model"),
     ),
@@ -387,21 +485,33 @@ MISTAKES = {
         ("2 parameters", "not in the model", "replicate gets the model whose"),
     ),
     "the name of an axis": Mistake(
-        library(lambda: replicated(axis="replicate")), "the axis is the name", ("'replicate'", "pass", 'mesh["repl')
+        library(lambda: replicated(axis="replicate")),
+        "the axis is the name",
+        ("'replicate'", "pass", 'mesh["repl'),
     ),
     "a scheme that was not called": Mistake(
-        library(lambda: replicated(scheme=dt.demo)), "the scheme is the function", ("demo", "function", "demo()")
+        library(lambda: replicated(scheme=dt.demo)),
+        "the scheme is the function",
+        ("demo", "function", "demo()"),
     ),
     "a seed that is a text": Mistake(
-        library(lambda: replicated(seed="a")), "seed is", ("'a'", "must be a whole number", "the same on all replicas")
+        library(lambda: replicated(seed="a")),
+        "seed is",
+        ("'a'", "must be a whole number", "the same on all replicas"),
     ),
-    "a clip below 0": Mistake(library(lambda: replicated(clip=-1)), "clip is", ("-1", "must be above 0", "or None")),
-    "an option misspelt": Mistake(library(lambda: replicated(sede=1)), "Valid: ", ("'sede'", "mean", "'seed'")),
+    "a clip below 0": Mistake(
+        library(lambda: replicated(clip=-1)), "clip is", ("-1", "must be above 0", "or None")
+    ),
+    "an option misspelt": Mistake(
+        library(lambda: replicated(sede=1)), "Valid: ", ("'sede'", "mean", "'seed'")
+    ),
     "a GPU on a machine without": Mistake(
         mesh_of(device="cuda"), "sees no GPU", ("'cuda'", "sees no GPU", "'cpu' needs none")
     ),
     "another learning rate on a replica": Mistake(
-        unlike('"0.1"', '"0.2"'), "replicas differ: ", ("lr of group 0=0.2", "replica 0 has lr", "the same settings")
+        unlike('"0.1"', '"0.2"'),
+        "replicas differ: ",
+        ("lr of group 0=0.2", "replica 0 has lr", "the same settings"),
     ),
     "another scheme on a replica": Mistake(
         unlike('"scheme": "demo"', '"scheme": "dema"', dt.demo()),
@@ -433,14 +543,22 @@ MISTAKES = {
         "the launcher's environment has",
         ("WORLD_SIZE='two'", "must be", "a whole number"),
     ),
-    "no master": Mistake(meeting(), "not set: name", ("MASTER_ADDR and MASTER_PORT", "not set", "the host of rank 0")),
+    "no master": Mistake(
+        meeting(), "not set: name", ("MASTER_ADDR and MASTER_PORT", "not set", "the host of rank 0")
+    ),
     "a port that is none": Mistake(
-        meeting(MASTER_ADDR="127.0.0.1", MASTER_PORT="http"), "MASTER_PORT is", ("'http'", "must be", "65535")
+        meeting(MASTER_ADDR="127.0.0.1", MASTER_PORT="http"),
+        "MASTER_PORT is",
+        ("'http'", "must be", "65535"),
     ),
     "a master whose name is wrong": Mistake(
-        no_such_host, "MASTER_ADDR is", ("'hed.example.org'", "no host has that name", "name that of rank 0")
+        no_such_host,
+        "MASTER_ADDR is",
+        ("'hed.example.org'", "no host has that name", "name that of rank 0"),
     ),
-    "a port in use": Mistake(port_in_use, "is in use: give", ("port ", "is in use", "another MASTER_PORT")),
+    "a port in use": Mistake(
+        port_in_use, "is in use: give", ("port ", "is in use", "another MASTER_PORT")
+    ),
     "a master that nobody reaches": Mistake(
         lambda: meeting(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))(),
         "has not met the others",
@@ -456,9 +574,13 @@ MISTAKES = {
         "cannot write",
         ("tiny.toml/run", "Not a directory", "choose another --out"),
     ),
-    "a full disk": Mistake(full_disk, "cannot write", ("run/config.toml", "No space left", "free some space")),
+    "a full disk": Mistake(
+        full_disk, "cannot write", ("run/config.toml", "No space left", "free some space")
+    ),
     "a checkpoint of a wider model": Mistake(
-        resumed(lambda: nn.Linear(8, 16)), "resume the same model", ("weight", "is (8, 8) in saved", "here (16, 8)")
+        resumed(lambda: nn.Linear(8, 16)),
+        "resume the same model",
+        ("weight", "is (8, 8) in saved", "here (16, 8)"),
     ),
     "a checkpoint of other layers": Mistake(
         resumed(lambda: nn.Sequential(nn.Linear(8, 8))),
@@ -466,7 +588,9 @@ MISTAKES = {
         ("saved", "0.weight", "other parameters"),
     ),
     "a checkpoint of another scheme": Mistake(
-        resumed(linear, dt.demo()), "resume with the same", ("'scheme': 'full'", "this run has", "'demo'")
+        resumed(linear, dt.demo()),
+        "resume with the same",
+        ("'scheme': 'full'", "this run has", "'demo'"),
     ),
     "a checkpoint of another optimizer": Mistake(
         resumed(linear, base=lambda model: dt.SignSGD(model.parameters(), lr=0.1)),
@@ -479,10 +603,14 @@ MISTAKES = {
         ("of 1 replicas, not 2", "without an exchange", "resume with 1"),
     ),
     "no transformers": Mistake(
-        without("transformers", train()), "pip install", ("needs", "transformers", "'detonation-torch[models]'")
+        without("transformers", train()),
+        "pip install",
+        ("needs", "transformers", "'detonation-torch[models]'"),
     ),
     "no datasets": Mistake(
-        without("datasets", train("--data", "hf:a/b")), "pip install", ("datasets", "needs", "'detonation-torch[hub]'")
+        without("datasets", train("--data", "hf:a/b")),
+        "pip install",
+        ("datasets", "needs", "'detonation-torch[hub]'"),
     ),
     "no tracker": Mistake(
         without("trackio", library(check_trackers, ["trackio"])),
@@ -500,7 +628,9 @@ MISTAKES = {
         ("lightning", "need", "'detonation-torch[lightning]'"),
     ),
     "a mesh larger than the world": Mistake(
-        mesh_of(3, 2, "cpu"), "ranks, the world has", ("3 replicas x 2 shards", "the world has 1", "omit one")
+        mesh_of(3, 2, "cpu"),
+        "ranks, the world has",
+        ("3 replicas x 2 shards", "the world has 1", "omit one"),
     ),
 }
 
@@ -519,10 +649,14 @@ def test_a_mistake_gets_the_value_the_reason_and_the_remedy(mistake):
     text = mistake.make()
     assert [words for words in (mistake.first, *mistake.has) if words not in text] == [], text
     assert "Traceback" not in text
-    assert text.startswith(" ") or text.rstrip("\n").count("\n") == 0  # tyro's own frames have several lines
+    assert (
+        text.startswith(" ") or text.rstrip("\n").count("\n") == 0
+    )  # tyro's own frames have several lines
 
 
-@pytest.mark.parametrize(("path", "remedy"), [("there/model", True), ("there", True), ("data/a.txt", False)])
+@pytest.mark.parametrize(
+    ("path", "remedy"), [("there/model", True), ("there", True), ("data/a.txt", False)]
+)
 def test_an_output_that_cannot_be_written_names_the_flag(path, remedy, capsys):
     verb = SimpleNamespace(json=False, debug=False, out=Path("there/model"))
     assert explain(verb, FileNotFoundError(errno.ENOENT, "No such file or directory", path)) == 1
@@ -531,7 +665,9 @@ def test_an_output_that_cannot_be_written_names_the_flag(path, remedy, capsys):
 
 
 @pytest.mark.parametrize(("local", "told"), [("0", False), ("1", True)])
-def test_what_a_rank_knows_alone_is_said_before_it_waits_for_others_and_once_on_a_machine(local, told, monkeypatch):
+def test_what_a_rank_knows_alone_is_said_before_it_waits_for_others_and_once_on_a_machine(
+    local, told, monkeypatch
+):
     def check():
         raise ValueError("topk is 99")
 
@@ -545,7 +681,9 @@ def test_one_of_three_ranks_says_at_once_that_two_shards_do_not_divide_them(tmp_
     place = {"RANK": 0, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     command = Command(tmp_path, "train", tmp_path / "tiny.toml", "--shards", 2, env=place)
     assert command.wait() == 2
-    assert command.errors.startswith("error: 1 replicas x 2 shards are 2 processes, but the launcher started 3: ")
+    assert command.errors.startswith(
+        "error: 1 replicas x 2 shards are 2 processes, but the launcher started 3: "
+    )
 
 
 def test_the_page_has_the_same_mistakes():

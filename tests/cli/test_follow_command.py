@@ -17,8 +17,13 @@ def last_line(text):
 
 
 def test_a_run_is_followed_through_its_restart_to_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(stream, "PAUSES_S", (0.02,))  # it comes again at once, so that the run may be short
-    recipe, address = write_recipe(tmp_path / "tiny.toml"), f"127.0.0.1:{free_port(2)}"  # one per shard
+    monkeypatch.setattr(
+        stream, "PAUSES_S", (0.02,)
+    )  # it comes again at once, so that the run may be short
+    recipe, address = (
+        write_recipe(tmp_path / "tiny.toml"),
+        f"127.0.0.1:{free_port(2)}",
+    )  # one per shard
     train = ["train", recipe, "--shards", 2, "--out", tmp_path / "run", "--publish", address]
     clip = ["--set", "train.clip=0.1"]
     first = Command(tmp_path / "first", *train, "--steps", 100_000, *clip, env=SECRET)
@@ -38,16 +43,31 @@ def test_a_run_is_followed_through_its_restart_to_its_end(tmp_path, monkeypatch)
             time.sleep(0.01)
         end(feed, what, optimizer)
 
-    enter = partial(monkeypatch.setattr, publisher.Feed, "end", waits)  # otherwise it may end before it is followed
+    enter = partial(
+        monkeypatch.setattr, publisher.Feed, "end", waits
+    )  # otherwise it may end before it is followed
     second = Command(tmp_path / "second", *train, *clip, *more, env=SECRET, enter=enter)
     assert second.wait() == 0, second.stderr
     assert follower.wait() == 0, follower.stderr
     summary, said = last_line(second.stdout), follower.stdout.splitlines()
     assert any(line.startswith("came again, at step") for line in said)
-    assert said[-1].startswith(f"step {last}, fingerprint {summary['fingerprint'][:16]}, checkpoint: ")
+    assert said[-1].startswith(
+        f"step {last}, fingerprint {summary['fingerprint'][:16]}, checkpoint: "
+    )
     kept = sorted(path.name for path in (tmp_path / "standby" / "checkpoints").iterdir())
     assert len(kept) == 2 and kept[-1] == f"step-{last:06}"
-    more = ["train", recipe, "--replicas", 2, "--out", tmp_path / "standby", "--resume", "--steps", last + 2, *clip]
+    more = [
+        "train",
+        recipe,
+        "--replicas",
+        2,
+        "--out",
+        tmp_path / "standby",
+        "--resume",
+        "--steps",
+        last + 2,
+        *clip,
+    ]
     resumed = Command(tmp_path / "resumed", *more, "--json")
     assert resumed.wait() == 0, resumed.stderr
     assert last_line(resumed.stdout)["replicas_equal"]
@@ -57,16 +77,28 @@ def test_a_wrong_token_or_none_is_said_in_one_line(tmp_path):
     recipe, address = write_recipe(tmp_path / "tiny.toml"), f"127.0.0.1:{free_port()}"
     train = ["train", recipe, "--out", tmp_path / "run", "--publish", address]
     untold = Command(tmp_path / "untold", *train)
-    assert untold.wait() == 2 and "DETONATION_TOKEN" in untold.stderr and not (tmp_path / "run").exists()
+    assert (
+        untold.wait() == 2
+        and "DETONATION_TOKEN" in untold.stderr
+        and not (tmp_path / "run").exists()
+    )
     trainer = Command(tmp_path / "trainer", *train, "--steps", 100_000, env=SECRET)
     trainer.wait_for_step(2)
     follow = ["follow", address, "--out", tmp_path / "out"]
-    other = Command(tmp_path / "other", *follow, env={"DETONATION_TOKEN": "another token, of as many"})
+    other = Command(
+        tmp_path / "other", *follow, env={"DETONATION_TOKEN": "another token, of as many"}
+    )
     assert other.wait() == 1 and len(other.stderr.splitlines()) == 1
-    assert other.stderr.startswith(f"error: cannot follow {address}: the feed has refused the token; give this ")
+    assert other.stderr.startswith(
+        f"error: cannot follow {address}: the feed has refused the token; give this "
+    )
     os.kill(trainer.pid, signal.SIGTERM)
     assert trainer.wait() == 0, trainer.stderr
     nobody = Command(tmp_path / "nobody", *follow, env=SECRET)
-    assert nobody.wait() == 1 and not (tmp_path / "out").exists() and len(nobody.stderr.splitlines()) == 1
+    assert (
+        nobody.wait() == 1
+        and not (tmp_path / "out").exists()
+        and len(nobody.stderr.splitlines()) == 1
+    )
     said = f"error: cannot follow {address}: Connection refused; check the address, that train --publish runs there"
     assert nobody.stderr.startswith(said)

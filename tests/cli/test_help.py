@@ -18,7 +18,9 @@ def helped(arguments, capfd, monkeypatch):
     return capfd.readouterr().out.splitlines()
 
 
-@pytest.mark.parametrize("arguments", [["--help"], [], *([name, "--help"] for name in NAMES)], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["--help"], [], *([name, "--help"] for name in NAMES)], ids=" ".join
+)
 def test_it_fits_on_a_screen_of_40_lines_of_100_columns(arguments, capfd, monkeypatch):
     shown = helped(arguments, capfd, monkeypatch)
     assert len(shown) <= 40 and max(map(len, shown)) <= 100, "\n".join(shown)
@@ -36,7 +38,9 @@ def test_the_list_of_verbs_has_one_line_for_each(capfd, monkeypatch):
         ("plan", ["--link", "--profile", "--replicas", "--parameters", "--step-time"]),
     ],
 )
-def test_what_people_use_first_is_at_the_top_and_what_all_verbs_have_at_the_end(verb, first, capfd, monkeypatch):
+def test_what_people_use_first_is_at_the_top_and_what_all_verbs_have_at_the_end(
+    verb, first, capfd, monkeypatch
+):
     shown = helped([verb, "--help"], capfd, monkeypatch)
     flags = [found.group(1) for line in shown if (found := re.match(r"│ (--\S+)", line))]
     assert flags[: len(first)] == first and flags[-2:] == ["--json", "--debug"]

@@ -27,13 +27,18 @@ def started():
 @pytest.mark.parametrize("victim", [0, pytest.param(3, marks=pytest.mark.long)])
 def test_a_stopped_rank_is_named_after_the_limit(started, tmp_path, victim):
     recipe = write_recipe(tmp_path / "tiny.toml")
-    command = Command(tmp_path, "train", recipe, "--out", tmp_path / "run", "--replicas", 2, "--shards", 2, *LONG)
+    command = Command(
+        tmp_path, "train", recipe, "--out", tmp_path / "run", "--replicas", 2, "--shards", 2, *LONG
+    )
     started.append(command)
     command.wait_for_step(2)
     os.kill(command.ranks[victim], signal.SIGSTOP)
     assert command.wait() == 1
     who, _, silence = command.errors.partition(" has not been heard of for ")
-    assert who == f"error: rank {victim} (replica {victim // 2}, shard {victim % 2})" and silence.endswith(REMEDY)
+    assert (
+        who == f"error: rank {victim} (replica {victim // 2}, shard {victim % 2})"
+        and silence.endswith(REMEDY)
+    )
     assert float(silence.removesuffix(REMEDY)) >= 3
 
 
@@ -41,7 +46,9 @@ def test_a_stopped_rank_is_named_after_the_limit(started, tmp_path, victim):
 @pytest.mark.parametrize("how", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.long)])
 def test_the_ranks_of_a_launcher_end_too_and_one_of_them_tells(started, tmp_path, how):
     recipe = write_recipe(tmp_path / "tiny.toml")
-    ranks = launched(tmp_path, 4, "train", recipe, "--out", tmp_path / "run", "--replicas", 4, *LONG)
+    ranks = launched(
+        tmp_path, 4, "train", recipe, "--out", tmp_path / "run", "--replicas", 4, *LONG
+    )
     started += ranks
     ranks[0].wait_for_step(2)
     os.kill(ranks[2].pid, signal.Signals[how])
@@ -49,18 +56,24 @@ def test_the_ranks_of_a_launcher_end_too_and_one_of_them_tells(started, tmp_path
     assert [rank.wait() for rank in rest] == [1, 1, 1]
     told = [rank.errors for rank in rest if rank.errors]
     assert len(told) == 1
-    assert told[0].startswith("error: rank 2 (replica 2, shard 0) has not been heard of") and told[0].endswith(REMEDY)
+    assert told[0].startswith("error: rank 2 (replica 2, shard 0) has not been heard of") and told[
+        0
+    ].endswith(REMEDY)
 
 
 def test_when_the_rank_that_keeps_the_store_is_gone_the_others_say_so(started, tmp_path):
     recipe = write_recipe(tmp_path / "tiny.toml")
-    ranks = launched(tmp_path, 3, "train", recipe, "--out", tmp_path / "run", "--replicas", 3, *LONG)
+    ranks = launched(
+        tmp_path, 3, "train", recipe, "--out", tmp_path / "run", "--replicas", 3, *LONG
+    )
     started += ranks
     ranks[0].wait_for_step(2)
     os.kill(ranks[0].pid, signal.SIGKILL)
     for rank in ranks[1:]:
         assert rank.wait() == 1
-        assert re.match(r"error: .*(the store, which rank 0 at 127\.0\.0\.1:\d+ keeps)", rank.errors), rank.errors
+        assert re.match(
+            r"error: .*(the store, which rank 0 at 127\.0\.0\.1:\d+ keeps)", rank.errors
+        ), rank.errors
 
 
 @pytest.fixture
@@ -77,7 +90,20 @@ def two_machines():
         for name in names:
             ip("netns", "add", name)
             ip("-n", name, "link", "set", "lo", "up")
-        ip("-n", names[0], "link", "add", "wire", "type", "veth", "peer", "name", "wire", "netns", names[1])
+        ip(
+            "-n",
+            names[0],
+            "link",
+            "add",
+            "wire",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "wire",
+            "netns",
+            names[1],
+        )
         for number, name in enumerate(names, 1):
             ip("-n", name, "addr", "add", f"10.93.0.{number}/24", "dev", "wire")
             ip("-n", name, "link", "set", "wire", "up")
@@ -91,7 +117,9 @@ def addresses_in_use(names):
     """The addresses on which processes listen in each network."""
     found = []
     for name in names:
-        shown = subprocess.run(["ip", "netns", "exec", name, "ss", "-Hltn"], capture_output=True, text=True, check=True)
+        shown = subprocess.run(
+            ["ip", "netns", "exec", name, "ss", "-Hltn"], capture_output=True, text=True, check=True
+        )
         listening = {line.split()[3].rsplit(":", 1)[0] for line in shown.stdout.splitlines()}
         found.append({host.removeprefix("[::ffff:").rstrip("]") for host in listening})
     return found
@@ -110,10 +138,24 @@ def test_with_rank_and_world_size_alone_sockets_listen_towards_the_first_rank(
     assert addresses_in_use(two_machines[0]) == [{"10.93.0.1"}, {"10.93.0.2"}]
 
 
-def test_a_cut_wire_is_told_on_both_sides_and_sockets_listen_on_the_wire_alone(started, tmp_path, two_machines):
+def test_a_cut_wire_is_told_on_both_sides_and_sockets_listen_on_the_wire_alone(
+    started, tmp_path, two_machines
+):
     names, cut = two_machines
     recipe = write_recipe(tmp_path / "tiny.toml")
-    train = ["train", recipe, "--out", tmp_path / "run", "--replicas", 4, "--shards", 1, "--interface", "wire", *LONG]
+    train = [
+        "train",
+        recipe,
+        "--out",
+        tmp_path / "run",
+        "--replicas",
+        4,
+        "--shards",
+        1,
+        "--interface",
+        "wire",
+        *LONG,
+    ]
     networks = [names[0], names[0], names[1], names[1]]
     ranks = launched(tmp_path, 4, *train, networks=networks, address="10.93.0.1")
     started += ranks
@@ -122,10 +164,14 @@ def test_a_cut_wire_is_told_on_both_sides_and_sockets_listen_on_the_wire_alone(s
     cut()
     assert [rank.wait() for rank in ranks] == [1, 1, 1, 1]
     here = "".join(rank.errors for rank in ranks[:2])
-    assert here.startswith("error: ranks 2 (replica 2, shard 0), 3 (replica 3, shard 0) have not been heard of")
+    assert here.startswith(
+        "error: ranks 2 (replica 2, shard 0), 3 (replica 3, shard 0) have not been heard of"
+    )
     assert here.endswith(REMEDY) and here.count("error") == 1
     for rank in ranks[2:]:
-        assert rank.errors.startswith(f"error: rank {ranks.index(rank)} has lost the store, which rank 0 at 10.93.0.1:")
+        assert rank.errors.startswith(
+            f"error: rank {ranks.index(rank)} has lost the store, which rank 0 at 10.93.0.1:"
+        )
 
 
 PATIENT = ("--set", "train.steps=100000", "peers.silence_s=6")
@@ -134,7 +180,17 @@ PATIENT = ("--set", "train.steps=100000", "peers.silence_s=6")
 def across(started, tmp_path, two_machines, *settings):
     """Two running replicas, one on each machine."""
     recipe = write_recipe(tmp_path / "tiny.toml")
-    train = ["train", recipe, "--out", tmp_path / "run", "--replicas", 2, "--interface", "wire", *settings]
+    train = [
+        "train",
+        recipe,
+        "--out",
+        tmp_path / "run",
+        "--replicas",
+        2,
+        "--interface",
+        "wire",
+        *settings,
+    ]
     ranks = launched(tmp_path, 2, *train, networks=two_machines[0], address="10.93.0.1")
     started += ranks
     ranks[0].wait_for_step(2)
@@ -146,7 +202,9 @@ def goes_on(rank):
 
 
 @pytest.mark.long  # no branch of its own
-def test_a_wire_that_comes_back_within_the_limit_costs_nothing_but_time(started, tmp_path, two_machines):
+def test_a_wire_that_comes_back_within_the_limit_costs_nothing_but_time(
+    started, tmp_path, two_machines
+):
     ranks = across(started, tmp_path, two_machines, *PATIENT)
     for state in ("down", "up"):
         subprocess.run(["ip", "-n", two_machines[0][0], "link", "set", "wire", state], check=True)
@@ -155,18 +213,26 @@ def test_a_wire_that_comes_back_within_the_limit_costs_nothing_but_time(started,
 
 
 @pytest.mark.long  # no branch of its own
-def test_a_wire_that_carries_one_way_only_ends_both_sides_with_the_cause(started, tmp_path, two_machines):
+def test_a_wire_that_carries_one_way_only_ends_both_sides_with_the_cause(
+    started, tmp_path, two_machines
+):
     ranks = across(started, tmp_path, two_machines, *LONG)
     nobody = ["10.93.0.1", "lladdr", "02:00:00:00:00:01", "dev", "wire", "nud", "permanent"]
     subprocess.run(["ip", "-n", two_machines[0][1], "neigh", "replace", *nobody], check=True)
     assert [rank.wait() for rank in ranks] == [1, 1]
-    assert ranks[0].errors.startswith("error: rank 1 (replica 1, shard 0) has not been heard of for ")
-    assert ranks[1].errors.startswith("error: rank 1 has lost the store, which rank 0 at 10.93.0.1:")
+    assert ranks[0].errors.startswith(
+        "error: rank 1 (replica 1, shard 0) has not been heard of for "
+    )
+    assert ranks[1].errors.startswith(
+        "error: rank 1 has lost the store, which rank 0 at 10.93.0.1:"
+    )
 
 
 def test_a_rank_that_stands_still_for_less_than_the_limit_goes_on(started, tmp_path):
     recipe = write_recipe(tmp_path / "tiny.toml")
-    ranks = launched(tmp_path, 2, "train", recipe, "--out", tmp_path / "run", "--replicas", 2, *PATIENT)
+    ranks = launched(
+        tmp_path, 2, "train", recipe, "--out", tmp_path / "run", "--replicas", 2, *PATIENT
+    )
     started += ranks
     ranks[0].wait_for_step(2)
     os.kill(ranks[1].pid, signal.SIGSTOP)

@@ -21,7 +21,9 @@ def world(shards):
     return "--replicas", 2, "--shards", shards
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.long)], ids=["whole", "shards"])
+@pytest.fixture(
+    scope="module", params=[1, pytest.param(2, marks=pytest.mark.long)], ids=["whole", "shards"]
+)
 def shards(request):
     """Of a replica, which is a node."""
     return request.param
@@ -31,7 +33,14 @@ def shards(request):
 def whole(tmp_path_factory, shards):
     """The result of the run on one machine that nobody interrupts."""
     folder = tmp_path_factory.mktemp("whole")
-    train = ("train", write_recipe(folder / "tiny.toml"), "--out", folder / "run", *SETS[4:], *world(shards))
+    train = (
+        "train",
+        write_recipe(folder / "tiny.toml"),
+        "--out",
+        folder / "run",
+        *SETS[4:],
+        *world(shards),
+    )
     command = Command(folder, *train)
     assert command.wait() == 0, command.stderr
     return result(folder / "run")
@@ -47,7 +56,11 @@ def nodes(tmp_path, shards):
     for directory in behind:
         directory.mkdir()
     if os.geteuid() or subprocess.run(["unshare", "--mount", "true"], check=False).returncode:
-        return (lambda rank: os.chdir(behind[rank // shards])), "run", [directory / "run" for directory in behind]
+        return (
+            (lambda rank: os.chdir(behind[rank // shards])),
+            "run",
+            [directory / "run" for directory in behind],
+        )
     (tmp_path / "scratch").mkdir()
 
     def enter(rank):
@@ -55,7 +68,9 @@ def nodes(tmp_path, shards):
         if ctypes.CDLL(None, use_errno=True).unshare(_NEW_MOUNTS):
             raise OSError(ctypes.get_errno(), "unshare")
         subprocess.run(["mount", "--make-rprivate", "/"], check=True)
-        subprocess.run(["mount", "--bind", behind[rank // shards], tmp_path / "scratch"], check=True)
+        subprocess.run(
+            ["mount", "--bind", behind[rank // shards], tmp_path / "scratch"], check=True
+        )
 
     return enter, tmp_path / "scratch" / "run", [directory / "run" for directory in behind]
 
@@ -91,18 +106,25 @@ def test_a_run_is_killed_and_goes_on_and_nothing_is_lost(tmp_path, nodes, shards
     assert [rank.wait() for rank in ranks] == [0] * len(ranks), ranks[0].stderr
     assert "\nresumed after step " in ranks[0].stdout
     assert result(first) == whole
-    files = [sorted(path.name for path in run.iterdir() if not path.name.startswith(".")) for run in (first, second)]
+    files = [
+        sorted(path.name for path in run.iterdir() if not path.name.startswith("."))
+        for run in (first, second)
+    ]
     assert {"summary.json", "metrics.jsonl", "report.html"} <= {*files[0]}
     assert files[1] == ["checkpoints", "config.toml", "environment.json"]
     for run in (first, second):
         assert len(list((run / "checkpoints").iterdir())) == 2
     ranks = start(2)
-    assert [rank.wait() for rank in ranks] == [0] * len(ranks), "finished, which only the node of rank 0 knows"
+    assert [rank.wait() for rank in ranks] == [0] * len(ranks), (
+        "finished, which only the node of rank 0 knows"
+    )
     capsys.readouterr()
     for run, there in ((first, 1), (second, 0)):
         assert run_command(["verify", str(run), "--json"]) == 0
         found = json.loads(capsys.readouterr().out.splitlines()[-1])["checkpoints"][0]
-        assert found["elsewhere"] == [f"replica{there}-shard{shard}.safetensors" for shard in range(shards)]
+        assert found["elsewhere"] == [
+            f"replica{there}-shard{shard}.safetensors" for shard in range(shards)
+        ]
         assert run_command(["export", str(run), "--out", str(tmp_path / f"model{there}")]) == 0
     models = [(tmp_path / f"model{node}" / "model.safetensors").read_bytes() for node in range(2)]
     assert models[0] == models[1], "replicas of the scheme are equal"
@@ -119,9 +141,17 @@ def test_a_node_where_the_directory_is_taken_is_named_before_training(tmp_path):
     (tmp_path / "node1" / "run").mkdir()
     (tmp_path / "node1" / "run" / "thesis.tex").touch()
     ranks = launched(
-        tmp_path, 2, "train", recipe, "--out", "run", enter=lambda rank: os.chdir(tmp_path / f"node{rank}")
+        tmp_path,
+        2,
+        "train",
+        recipe,
+        "--out",
+        "run",
+        enter=lambda rank: os.chdir(tmp_path / f"node{rank}"),
     )
     assert [rank.wait() for rank in ranks] == [2, 2]
     told = [rank.errors for rank in ranks if rank.errors]
-    assert len(told) == 1 and told[0].startswith("error: run directory run is not empty: choose another --out (on ")
+    assert len(told) == 1 and told[0].startswith(
+        "error: run directory run is not empty: choose another --out (on "
+    )
     assert [path.name for path in (tmp_path / "node1" / "run").iterdir()] == ["thesis.tex"]

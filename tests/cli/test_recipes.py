@@ -22,7 +22,11 @@ def test_recipes_are_listed_printed_and_found_by_name(tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)  # no checkout here
     assert run_command(["train", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)["recipes"]
-    assert {"quick-lm", "vit-fashion", "t5-translation", "three-tiers"} <= listed.keys() == shipped_recipes().keys()
+    assert (
+        {"quick-lm", "vit-fashion", "t5-translation", "three-tiers"}
+        <= listed.keys()
+        == shipped_recipes().keys()
+    )
     assert all(text.endswith((".", "images.")) for text in listed.values())
     for name in listed:
         assert run_command(["train", name, "--print"]) == 0
@@ -46,11 +50,20 @@ def test_a_name_that_is_no_recipe_gets_the_names_of_those_that_are(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     assert run_command(["train", "quick"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: cannot read the recipe 'quick': No such file") and "quick-lm, t5-base" in error
+    assert (
+        error.startswith("error: cannot read the recipe 'quick': No such file")
+        and "quick-lm, t5-base" in error
+    )
 
 
 def test_flags_stand_for_settings_and_set_counts_more():
-    flags = {"scheme": "random_sign", "steps": 7, "lr": 0.5, "model": "vit", "data": "fashion-mnist"}
+    flags = {
+        "scheme": "random_sign",
+        "steps": 7,
+        "lr": 0.5,
+        "model": "vit",
+        "data": "fashion-mnist",
+    }
     verb = Train(recipe=Path("vit-fashion"), set=(("optimizer.lr=0.25",),), **flags)
     config = requested(Request, verb).layers(None).config()
     assert (config.scheme.name, config.train.steps, config.optimizer.lr) == ("random_sign", 7, 0.25)
@@ -63,7 +76,11 @@ def test_train_alone_lists_all_that_a_run_can_be_made_of(capsys):
     printed = capsys.readouterr()
     listed = json.loads(printed.out)
     assert {*listed["optimizers"]} == optimizer_classes().keys() - REFUSED
-    assert {*listed["schemes"]} >= SCHEMES.keys() and {*listed["models"]} >= {*MODELS} and "sotu" in listed["data sets"]
+    assert (
+        {*listed["schemes"]} >= SCHEMES.keys()
+        and {*listed["models"]} >= {*MODELS}
+        and "sotu" in listed["data sets"]
+    )
     assert all(name in printed.err for names in listed.values() for name in names)
     assert max(map(len, printed.err.splitlines())) <= 100
 
@@ -71,17 +88,23 @@ def test_train_alone_lists_all_that_a_run_can_be_made_of(capsys):
 @pytest.mark.parametrize("flags", [["--steps", "3"], ["quick-lm", "--print", "--web"]])
 def test_a_flag_that_would_train_nothing_is_refused(flags, capsys):
     assert run_command(["train", *flags]) == 2
-    said = "train needs a recipe, and --print no other flag: detonation train alone lists the recipes"
+    said = (
+        "train needs a recipe, and --print no other flag: detonation train alone lists the recipes"
+    )
     assert capsys.readouterr().err == f"error: {said}\n"
 
 
 def test_the_version_is_printed_and_all_others_for_a_bug_report(capsys):
     assert run_command(["--version"]) == 0
     first, *others = capsys.readouterr().out.splitlines()
-    assert first == f"detonation {__version__}" and any(line.startswith("- torch: ") for line in others)
+    assert first == f"detonation {__version__}" and any(
+        line.startswith("- torch: ") for line in others
+    )
     assert run_command(["--version", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["packages"]["torch"]
-    assert torch.__version__.startswith(shown)  # whose wheel may leave out which CUDA it was built for
+    assert torch.__version__.startswith(
+        shown
+    )  # whose wheel may leave out which CUDA it was built for
 
 
 def test_two_machines_are_compared_before_a_run(capsys, tmp_path):
@@ -103,18 +126,25 @@ def test_what_differs_between_two_machines_is_named():
     here = {"platform": "Linux 6 x86_64", "gpus": [], "packages": {"torch": "2.13"}}
     steps = {"SGD": "1", "Muon": "2", "AdamW": "3", "AdamW rounded singly": "4"}
     other = {**steps, "AdamW": "5", "Muon": "6"}
-    told = directory.compare_machines({**here, "steps": steps}, {**here, "steps": other, "platform": "Linux 5 aarch64"})
+    told = directory.compare_machines(
+        {**here, "steps": steps}, {**here, "steps": other, "platform": "Linux 5 aarch64"}
+    )
     assert told[0] == "- platform: Linux 6 x86_64 here, Linux 5 aarch64 there"
     alike = (
-        "Under schemes of gradients they will train alike with SGD (bit for bit); with AdamW in steps that take longer"
+        "Under schemes of gradients they will train alike with SGD (bit for bit); "
+        "with AdamW in steps that take longer"
     )
     assert told[1] == f"{alike}; closely, not alike, with Muon."
     here["steps"] = steps
-    other = directory.compare_machines(here, {**here, "packages": {"torch": "2.12"}, "gpus": ["H100"]})
+    other = directory.compare_machines(
+        here, {**here, "packages": {"torch": "2.12"}, "gpus": ["H100"]}
+    )
     assert other[-1] == "They will not train together: other torch, GPUs. Make these alike."
 
 
-@pytest.mark.parametrize("text", ["20mbit", "20Mbit", "20Mbps", "20mbit/s", "20 Mbit/s", "0.02Gbit/s", "20000kbps"])
+@pytest.mark.parametrize(
+    "text", ["20mbit", "20Mbit", "20Mbps", "20mbit/s", "20 Mbit/s", "0.02Gbit/s", "20000kbps"]
+)
 def test_a_link_is_read_as_people_and_our_own_tables_write_it(text):
     assert LinkSpeed.parse(text).rate_bits_per_s == pytest.approx(2e7)
 

@@ -29,7 +29,9 @@ def run(request, tmp_path_factory):
     recipe, out = write_recipe(folder / "tiny.toml"), folder / "run"
     rounds = ["scheme.every=3"] if request.param == "diloco" else []
     flags = ["--shards", 2, "--checkpoint-every", 2, "--log", "--out", out, "--json"]
-    done = detonation(folder, "train", recipe, "--scheme", request.param, "--set", "seed=3", *rounds, *flags)
+    done = detonation(
+        folder, "train", recipe, "--scheme", request.param, "--set", "seed=3", *rounds, *flags
+    )
     assert done.code == 0, done.stderr
     shutil.rmtree(out / "checkpoints" / "step-000006")
     return folder, recipe, out, last_line(done.stdout)
@@ -39,16 +41,20 @@ def test_a_replay_ends_with_the_weights_of_the_run(run):
     folder, _, out, summary = run
     done = detonation(folder, "follow", out, "--json")
     assert done.code == 0, done.stderr
-    assert last_line(done.stdout) == {"step": 6, "replayed": 2, "fingerprint": summary["fingerprint"]}
+    assert last_line(done.stdout) == {
+        "step": 6,
+        "replayed": 2,
+        "fingerprint": summary["fingerprint"],
+    }
 
 
 def test_verify_reads_logs_too(run, tmp_path):
     folder, _, out, _ = run
     done = detonation(folder, "verify", out, "--json")
     updates = last_line(done.stdout)["updates"]
-    assert done.code == 0 and [(file["first"], file["last"], file["fault"]) for file in updates] == [
-        (first, last, "") for _ in (0, 1) for first, last in ((3, 4), (5, 6))
-    ]
+    assert done.code == 0 and [
+        (file["first"], file["last"], file["fault"]) for file in updates
+    ] == [(first, last, "") for _ in (0, 1) for first, last in ((3, 4), (5, 6))]
     copied = shutil.copytree(out, tmp_path / "run")
     path = copied / "updates" / "replica0-shard0-2.updates"
     content = bytearray(path.read_bytes())
@@ -61,11 +67,15 @@ def test_verify_reads_logs_too(run, tmp_path):
 def test_the_checkpoint_that_it_writes_is_whole_and_goes_on(run, tmp_path):
     folder, recipe, out, summary = run
     done = detonation(folder, "follow", out, "--to", 5, "--out", tmp_path / "at-5")
-    assert done.code == 0 and done.stdout.startswith("step 5, 1 steps replayed, fingerprint "), done.stderr
+    assert done.code == 0 and done.stdout.startswith("step 5, 1 steps replayed, fingerprint "), (
+        done.stderr
+    )
     assert detonation(folder, "verify", tmp_path / "at-5").code == 0
     rounds = ["scheme.every=3"] if "diloco" in summary["scheme"] else []
     flags = ["--shards", 2, "--out", tmp_path / "at-5", "--resume", "--json"]
-    done = detonation(folder, "train", recipe, "--scheme", summary["scheme"], "--set", "seed=3", *rounds, *flags)
+    done = detonation(
+        folder, "train", recipe, "--scheme", summary["scheme"], "--set", "seed=3", *rounds, *flags
+    )
     assert done.code == 0, done.stderr
     assert last_line(done.stdout)["steps"] == 6 and last_line(done.stdout)["replicas_equal"]
     assert len((tmp_path / "at-5" / "metrics.jsonl").read_text().splitlines()) == 6
@@ -81,8 +91,12 @@ def killed(out, to):
     return run
 
 
-@pytest.mark.parametrize("more", [[], pytest.param(["--replicas", 3, "--elastic"], marks=pytest.mark.long)])
-def test_a_run_that_lost_all_its_machines_goes_on_after_the_last_step_of_its_log(run, more, tmp_path):
+@pytest.mark.parametrize(
+    "more", [[], pytest.param(["--replicas", 3, "--elastic"], marks=pytest.mark.long)]
+)
+def test_a_run_that_lost_all_its_machines_goes_on_after_the_last_step_of_its_log(
+    run, more, tmp_path
+):
     """It draws no batch again but for that of the step under way, and its own log goes on."""
     folder, recipe, out, summary = run
     out = killed(out, tmp_path)
@@ -93,14 +107,22 @@ def test_a_run_that_lost_all_its_machines_goes_on_after_the_last_step_of_its_log
     assert done.code == 0, done.stderr
     goes_on = [line for line in done.stderr.splitlines() if "of the log follow" in line]
     said = "1 steps of the log follow: training goes on after step 5, with empty memories"
-    assert goes_on == ([] if rounds else [said])  # the last round ended after three steps, before the checkpoint
+    assert goes_on == (
+        [] if rounds else [said]
+    )  # the last round ended after three steps, before the checkpoint
     steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert steps == [*range(1, 7)] and last_line(done.stdout)["replicas_equal"]
-    logged = [(first, last) for path, first, last, _ in log_files(out / "updates") if "shard0" in path.name]
+    logged = [
+        (first, last)
+        for path, first, last, _ in log_files(out / "updates")
+        if "shard0" in path.name
+    ]
     assert logged == ([(3, 4), (5, 6)] if rounds else [(3, 4), (5, 5), (6, 6)])
 
 
-def test_a_log_that_does_not_begin_with_the_checkpoint_is_of_another_training(tmp_path, monkeypatch):
+def test_a_log_that_does_not_begin_with_the_checkpoint_is_of_another_training(
+    tmp_path, monkeypatch
+):
     """As where a run was resumed without one, and then with: its steps would be those of other weights."""
     monkeypatch.setattr(recorder, "replay_together", lambda *_: pytest.fail("it was replayed"))
     (tmp_path / "updates").mkdir()
@@ -108,7 +130,9 @@ def test_a_log_that_does_not_begin_with_the_checkpoint_is_of_another_training(tm
     texts = SimpleNamespace(broadcast=lambda text: text)
     config = SimpleNamespace(train=SimpleNamespace(steps=9))
     session = SimpleNamespace(
-        optimizer=SimpleNamespace(step_count=4), world=SimpleNamespace(texts=lambda: texts), config=config
+        optimizer=SimpleNamespace(step_count=4),
+        world=SimpleNamespace(texts=lambda: texts),
+        config=config,
     )
     assert recorder.replay_rest(session, tmp_path, directory.log_starts(tmp_path), False) == []
 
@@ -121,18 +145,25 @@ def test_steps_that_are_not_there_are_said_in_one_line(run, tmp_path):
         (["--out", out], "is not empty"),
     ):
         done = detonation(folder, "follow", out, *flags)
-        assert done.code == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+        assert done.code == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1, (
+            done.stderr
+        )
     (tmp_path / "config.toml").write_text((out / "config.toml").read_text())
     assert "train with --log" in detonation(folder, "follow", tmp_path).stderr
     assert "holds no run" in detonation(folder, "follow", tmp_path / "nothing").stderr
     (tmp_path / "binary").mkdir()
     (tmp_path / "binary" / "config.toml").write_bytes(b"\xff\x00")
-    assert "binary holds no run: config.toml: 'utf-8' codec" in detonation(folder, "follow", tmp_path / "binary").stderr
+    assert (
+        "binary holds no run: config.toml: 'utf-8' codec"
+        in detonation(folder, "follow", tmp_path / "binary").stderr
+    )
 
 
 def test_a_run_of_levels_or_of_none_keeps_no_log(tmp_path):
     recipe = write_recipe(tmp_path / "tiny.toml")
-    done = detonation(tmp_path, "train", recipe, "--scheme", "none", "--log", "--out", tmp_path / "run")
+    done = detonation(
+        tmp_path, "train", recipe, "--scheme", "none", "--log", "--out", tmp_path / "run"
+    )
     assert done.code == 2 and "train.log_updates" in done.stderr and not (tmp_path / "run").exists()
 
 
@@ -144,13 +175,17 @@ def test_a_run_that_is_killed_has_left_whole_steps(tmp_path):
     killed = Command(tmp_path / "killed", "train", recipe, *flags, "--out", tmp_path / "first")
     killed.wait_for_step(5)
     killed.kill()
-    whole = detonation(tmp_path, "train", recipe, *flags, "--stop-after", 20, "--out", tmp_path / "second")
+    whole = detonation(
+        tmp_path, "train", recipe, *flags, "--stop-after", 20, "--out", tmp_path / "second"
+    )
     assert whole.code == 0, whole.stderr
     shutil.rmtree(tmp_path / "second" / "checkpoints")
     found = last_line(detonation(tmp_path, "follow", tmp_path / "first", "--json").stdout)
     seen = min(found["step"], 20)
     ends = [
-        last_line(detonation(tmp_path, "follow", tmp_path / run, "--to", seen, "--json").stdout)["fingerprint"]
+        last_line(detonation(tmp_path, "follow", tmp_path / run, "--to", seen, "--json").stdout)[
+            "fingerprint"
+        ]
         for run in ("first", "second")
     ]
     assert found["step"] >= 5 and ends[0] == ends[1]
@@ -159,7 +194,16 @@ def test_a_run_that_is_killed_has_left_whole_steps(tmp_path):
 def test_a_run_that_began_with_weights_is_replayed_from_them(run, tmp_path):
     folder, recipe, out, summary = run
     start = shutil.copytree(out, tmp_path / "start")
-    flags = ["--scheme", summary["scheme"], "--init-from", start, "--log", "--out", tmp_path / "run", "--json"]
+    flags = [
+        "--scheme",
+        summary["scheme"],
+        "--init-from",
+        start,
+        "--log",
+        "--out",
+        tmp_path / "run",
+        "--json",
+    ]
     trained = detonation(folder, "train", recipe, *flags)
     assert trained.code == 0, trained.stderr
     checkpoints = (tmp_path / "run" / "checkpoints").rename(tmp_path / "aside")
@@ -170,4 +214,8 @@ def test_a_run_that_began_with_weights_is_replayed_from_them(run, tmp_path):
     shutil.rmtree(start)  # which a replay from a checkpoint does not read
     done = detonation(folder, "follow", tmp_path / "run", "--json")
     assert done.code == 0, done.stderr
-    assert last_line(done.stdout) == {"step": 6, "replayed": 0, "fingerprint": last_line(trained.stdout)["fingerprint"]}
+    assert last_line(done.stdout) == {
+        "step": 6,
+        "replayed": 0,
+        "fingerprint": last_line(trained.stdout)["fingerprint"],
+    }

@@ -44,15 +44,25 @@ def test_flags_arrive_under_their_names():
 
 
 def test_the_page_comes_to_the_loggers_of_the_recipe(tmp_path):
-    recipe = str(write_recipe(tmp_path / "tiny.toml", train={**RECIPE["train"], "loggers": ["wandb"]}))
-    for more, loggers in (([], ("wandb", "web")), (["--logger", "trackio", "--logger", "web"], ("trackio", "web"))):
+    recipe = str(
+        write_recipe(tmp_path / "tiny.toml", train={**RECIPE["train"], "loggers": ["wandb"]})
+    )
+    for more, loggers in (
+        ([], ("wandb", "web")),
+        (["--logger", "trackio", "--logger", "web"], ("trackio", "web")),
+    ):
         asked = requested(Request, tyro.cli(verbs(), args=["train", recipe, "--web", *more]))
         assert asked.layers(None).config().train.loggers == loggers
 
 
 @pytest.mark.parametrize(
     ("kind", "verb"),
-    [(Request, "train a.toml"), (Simulation, "simulate a.toml"), (Question, "plan"), (ProbeRequest, "probe")],
+    [
+        (Request, "train a.toml"),
+        (Simulation, "simulate a.toml"),
+        (Question, "plan"),
+        (ProbeRequest, "probe"),
+    ],
 )
 def test_each_field_of_a_request_is_a_flag(kind, verb):
     flags = {field.name for field in fields(tyro.cli(verbs(), args=verb.split()))}
@@ -80,7 +90,9 @@ def test_ranks_that_start_afresh_read_the_recipe_by_themselves(tmp_path, monkeyp
     monkeypatch.setattr(start, "gpus_for", lambda count: True)
     assert run_command([*train, str(tmp_path / "afresh")]) == 0
     forked, afresh = map(json.loads, capfd.readouterr().out.splitlines())
-    assert afresh["fingerprint"] == forked["fingerprint"] and afresh["directory"] == str(tmp_path / "afresh")
+    assert afresh["fingerprint"] == forked["fingerprint"] and afresh["directory"] == str(
+        tmp_path / "afresh"
+    )
 
 
 @pytest.mark.long
@@ -88,5 +100,8 @@ def test_ranks_that_start_afresh_are_probed(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "gpus_for", lambda count: True)
     monkeypatch.setattr(start, "gpus_for", lambda count: True)
     profile = tmp_path / "profile.json"
-    assert run_command(["probe", "--replicas", "2", "--shards", "1", "--out", str(profile), "--json"]) == 0
+    assert (
+        run_command(["probe", "--replicas", "2", "--shards", "1", "--out", str(profile), "--json"])
+        == 0
+    )
     assert json.loads(profile.read_text())["replicas"] == 2

@@ -13,7 +13,17 @@ from covering import some
 
 pytestmark = pytest.mark.usefixtures("soon")
 
-SETS = ("--replicas", 2, "--shards", 1, "--checkpoint-every", 2, "--set", "train.steps=30", "peers.silence_s=3")
+SETS = (
+    "--replicas",
+    2,
+    "--shards",
+    1,
+    "--checkpoint-every",
+    2,
+    "--set",
+    "train.steps=30",
+    "peers.silence_s=3",
+)
 SAME = ("fingerprint", "train_loss", "val_loss", "bytes_sent_per_step", "steps")
 
 
@@ -33,21 +43,29 @@ def recipe(tmp_path):
 def whole(tmp_path_factory):
     """The result of the uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
-    command = Command(folder, "train", write_recipe(folder / "tiny.toml"), "--out", folder / "run", *SETS)
+    command = Command(
+        folder, "train", write_recipe(folder / "tiny.toml"), "--out", folder / "run", *SETS
+    )
     assert command.wait() == 0, command.stderr
     return result(folder / "run")
 
 
 def torchrun(arguments):
     """`torchrun arguments...`, whose ranks are interpreters of their own."""
-    torch.distributed.run.main(["--standalone", "--nproc-per-node", "2", "--max-restarts", "3", *arguments])
+    torch.distributed.run.main(
+        ["--standalone", "--nproc-per-node", "2", "--max-restarts", "3", *arguments]
+    )
     return 0
 
 
 @pytest.mark.long
-def test_under_torchrun_a_killed_rank_starts_all_again_from_the_last_checkpoint(tmp_path, recipe, whole):
+def test_under_torchrun_a_killed_rank_starts_all_again_from_the_last_checkpoint(
+    tmp_path, recipe, whole
+):
     out = tmp_path / "run"
-    agent = Command(tmp_path, "-m", "detonation", "train", recipe, "--out", out, *SETS, program=torchrun)
+    agent = Command(
+        tmp_path, "-m", "detonation", "train", recipe, "--out", out, *SETS, program=torchrun
+    )
     agent.wait_for_step(7)
     os.kill(agent.ranks[1], signal.SIGKILL)
     assert agent.wait() == 0, agent.stderr
@@ -59,7 +77,11 @@ def test_under_torchrun_a_killed_rank_starts_all_again_from_the_last_checkpoint(
 @some("saved", [True, False], keep=[False], ids=["after a checkpoint", "before the first"])
 def test_a_restart_goes_on_or_starts_and_a_finished_run_stays(tmp_path, recipe, whole, saved):
     out = tmp_path / "run"
-    train = ("train", recipe, "--out", out, *SETS) if saved else ("train", recipe, "--out", out, *SETS[:4], *SETS[6:])
+    train = (
+        ("train", recipe, "--out", out, *SETS)
+        if saved
+        else ("train", recipe, "--out", out, *SETS[:4], *SETS[6:])
+    )
     restarts = iter(range(3))
 
     def start():
@@ -74,7 +96,9 @@ def test_a_restart_goes_on_or_starts_and_a_finished_run_stays(tmp_path, recipe, 
     assert ranks[victim].wait() == -signal.SIGKILL  # so that it holds no lock
     ranks = start()
     assert [rank.wait() for rank in ranks] == [0, 0]
-    assert ("no checkpoint was saved yet: starting from the beginning" in ranks[0].stdout) == (not saved)
+    assert ("no checkpoint was saved yet: starting from the beginning" in ranks[0].stdout) == (
+        not saved
+    )
     assert result(out) == whole
     ranks = start()
     assert [rank.wait() for rank in ranks] == [0, 0]
@@ -86,13 +110,26 @@ def test_a_restart_goes_on_or_starts_and_a_finished_run_stays(tmp_path, recipe, 
 @pytest.mark.parametrize("by", ["a launcher", pytest.param("itself", marks=pytest.mark.long)])
 def test_a_run_in_epochs_keeps_its_steps_in_a_larger_world(tmp_path, recipe, by):
     out = tmp_path / "run"
-    train = ("train", recipe, "--out", out, "--shards", 1, "--checkpoint-every", 2, "--set", "train.steps=0")
+    train = (
+        "train",
+        recipe,
+        "--out",
+        out,
+        "--shards",
+        1,
+        "--checkpoint-every",
+        2,
+        "--set",
+        "train.steps=0",
+    )
     alone = Command(tmp_path, *train, "train.epochs=0.002", "--replicas", 1, "--stop-after", 8)
     assert alone.wait() == 0, alone.errors
     steps = tomllib.loads((out / "config.toml").read_text())["train"]["steps"]
     assert 8 < steps < 16, "as many as two replicas take in half as many are not enough"
     again = (*train, "train.epochs=0.002", "--replicas", 2, "--resume")
-    ranks = [Command(tmp_path / "both", *again)] if by == "itself" else launched(tmp_path, 2, *again)
+    ranks = (
+        [Command(tmp_path / "both", *again)] if by == "itself" else launched(tmp_path, 2, *again)
+    )
     assert [rank.wait() for rank in ranks] == [0] * len(ranks), ranks[0].errors
     assert json.loads((out / "summary.json").read_text())["steps"] == steps
 

@@ -18,7 +18,10 @@ from detonation.train.recipe.resolve import require_trust
 from detonation.train.recipe.schema import Choice
 from detonation.train.recipe.tables import from_table
 
-LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}  # 127.0.0.1 as /proc/net writes it, plain and mapped
+LOOPBACK = {
+    "0100007F",
+    "0000000000000000FFFF00000100007F",
+}  # 127.0.0.1 as /proc/net writes it, plain and mapped
 
 
 def pickled(function, folder):
@@ -26,7 +29,9 @@ def pickled(function, folder):
     noted = folder / "pickled"
     child = os.fork()
     if child:
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, (folder / "said").read_text()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, (
+            folder / "said"
+        ).read_text()
         return noted.read_text().splitlines() if noted.exists() else []
     code = 1
     try:
@@ -47,7 +52,18 @@ def pickled(function, folder):
 
 def test_nothing_is_unpickled_from_training_to_verifying(tmp_path):
     recipe, out = write_recipe(tmp_path / "tiny.toml"), str(tmp_path / "run")
-    train = ["train", str(recipe), "--out", out, "--replicas", "2", "--shards", "2", "--checkpoint-every", "2"]
+    train = [
+        "train",
+        str(recipe),
+        "--out",
+        out,
+        "--replicas",
+        "2",
+        "--shards",
+        "2",
+        "--checkpoint-every",
+        "2",
+    ]
 
     def whole_life():
         steps = (
@@ -63,7 +79,10 @@ def test_nothing_is_unpickled_from_training_to_verifying(tmp_path):
 
 
 def test_the_hook_sees_what_is_unpickled(tmp_path):
-    assert "PosixPath" in pickled(lambda: len(pickle.loads(pickle.dumps([Path("/")]))) - 1, tmp_path)[0]
+    assert (
+        "PosixPath"
+        in pickled(lambda: len(pickle.loads(pickle.dumps([Path("/")]))) - 1, tmp_path)[0]
+    )
 
 
 @pytest.mark.parametrize("by", ["detonation", "a launcher"])
@@ -71,7 +90,16 @@ def test_on_one_machine_sockets_listen_on_loopback_alone(tmp_path, by, monkeypat
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     recipe = write_recipe(tmp_path / "tiny.toml")
-    train = ("train", recipe, "--out", tmp_path / "run", "--replicas", 2, "--set", "train.steps=100000")
+    train = (
+        "train",
+        recipe,
+        "--out",
+        tmp_path / "run",
+        "--replicas",
+        2,
+        "--set",
+        "train.steps=100000",
+    )
     commands = [Command(tmp_path, *train)] if by == "detonation" else launched(tmp_path, 2, *train)
     try:
         commands[0].wait_for_step(1)
@@ -104,7 +132,9 @@ NAMING = {
 def stranger(tmp_path, monkeypatch):
     """Modules that leave a file behind when they are imported."""
     for name in ("stranger", "hf"):
-        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nbuild = None\n")
+        (tmp_path / f"{name}.py").write_text(
+            f"open({str(tmp_path / 'ran')!r}, 'w')\nbuild = None\n"
+        )
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path / "ran"
     for name in ("stranger", "hf"):
@@ -117,21 +147,31 @@ def test_replay_runs_code_that_a_run_names_on_request_alone(tmp_path, stranger, 
         (tmp_path / "run" / "config.toml").write_text(tomli_w.dumps({**RECIPE, **tables}))
         assert run_command(["follow", str(tmp_path / "run")]) == 2
         said = capsys.readouterr().err
-        assert ":build, which follow would run: say --trust-code" in said and not stranger.exists(), said
+        assert (
+            ":build, which follow would run: say --trust-code" in said and not stranger.exists()
+        ), said
 
 
 @pytest.mark.parametrize("section", ["model", "scheme", "a scheme with the prefix of models"])
-def test_follow_runs_code_that_a_run_names_on_request_alone(tmp_path, stranger, capsys, monkeypatch, section):
+def test_follow_runs_code_that_a_run_names_on_request_alone(
+    tmp_path, stranger, capsys, monkeypatch, section
+):
     monkeypatch.setenv("DETONATION_TOKEN", "a token for tests only")
     trained = torch.nn.Linear(2, 2)
-    optimizer = dt.replicate(torch.optim.AdamW(trained.parameters()), trained, LoopbackCommunicator(2), dt.full())
-    feed = dt.Feed(trained, optimizer, "127.0.0.1:0", about={"config": {**RECIPE, **NAMING[section]}})
+    optimizer = dt.replicate(
+        torch.optim.AdamW(trained.parameters()), trained, LoopbackCommunicator(2), dt.full()
+    )
+    feed = dt.Feed(
+        trained, optimizer, "127.0.0.1:0", about={"config": {**RECIPE, **NAMING[section]}}
+    )
     try:
         assert run_command(["follow", feed.address, "--out", str(tmp_path / "out")]) == 2
     finally:
         feed.close()
     said = capsys.readouterr().err
-    assert ":build, which follow would run: say --trust-code" in said and not stranger.exists(), said
+    assert ":build, which follow would run: say --trust-code" in said and not stranger.exists(), (
+        said
+    )
 
 
 def test_a_model_of_transformers_is_no_code():

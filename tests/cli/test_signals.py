@@ -93,11 +93,19 @@ def test_told_twice_or_interrupted_it_ends_at_once_and_another_can_go_on(start, 
     if how == "twice":
         os.kill(command.pid, signal.SIGTERM)
         os.kill(command.pid, signal.SIGUSR1)
-        assert command.wait() - 128 in (signal.SIGTERM, signal.SIGUSR1)  # whichever was delivered second
+        assert command.wait() - 128 in (
+            signal.SIGTERM,
+            signal.SIGUSR1,
+        )  # whichever was delivered second
     else:
         os.killpg(command.pid, signal.SIGINT)
         says = f"error: interrupted; continue with --out {tmp_path / 'run'} --resume\n"
         assert (command.wait(), command.stderr) == (130, says)
     assert outliving(ranks, 0) == []
-    assert manifest.read_manifest(retention.saved_checkpoints(tmp_path / "run" / "checkpoints")[0]).step == 2
+    assert (
+        manifest.read_manifest(
+            retention.saved_checkpoints(tmp_path / "run" / "checkpoints")[0]
+        ).step
+        == 2
+    )
     assert start("--resume", "--set", "train.steps=3").wait() == 0

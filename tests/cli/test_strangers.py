@@ -32,7 +32,9 @@ def started(tmp_path, monkeypatch):
     def start(**env):
         recipe = write_recipe(tmp_path / "tiny.toml")
         sets = ("--replicas", 2, "--set", "train.steps=100000", "peers.silence_s=3")
-        ranks.extend(launched(tmp_path, 2, "train", recipe, "--out", tmp_path / "run", *sets, env=env))
+        ranks.extend(
+            launched(tmp_path, 2, "train", recipe, "--out", tmp_path / "run", *sets, env=env)
+        )
         ranks[0].wait_for_step(2)
         return ranks, ports[0]
 
@@ -69,7 +71,10 @@ def test_a_notice_of_a_stranger_does_not_end_a_run_whose_ranks_share_a_token(sta
         stranger.set(board, notice)
         assert goes_on(ranks[0]), ranks[0].stderr
     os.kill(ranks[1].pid, 9)  # a notice of the run itself takes its place
-    assert ranks[0].wait() == 1 and "rank 1 (replica 1, shard 0) has not been heard of" in ranks[0].errors
+    assert (
+        ranks[0].wait() == 1
+        and "rank 1 (replica 1, shard 0) has not been heard of" in ranks[0].errors
+    )
 
 
 @pytest.mark.parametrize("token", ["", "secret"])
@@ -81,8 +86,15 @@ def test_a_notice_is_read_by_those_who_share_the_token_and_in_this_attempt_only(
         for forged in (FORGED, "", "é" * 9):
             store.set("detonation/notice", forged)
             assert boards[0].read_notice() == "", forged
-        assert len(caplog.messages) == 1 and "is not of this run and does not end it" in caplog.messages[0]
-    assert boards[1].post_notice("1 the disk is full") == "1 the disk is full" == boards[0].read_notice()
+        assert (
+            len(caplog.messages) == 1
+            and "is not of this run and does not end it" in caplog.messages[0]
+        )
+    assert (
+        boards[1].post_notice("1 the disk is full")
+        == "1 the disk is full"
+        == boards[0].read_notice()
+    )
     assert boards[0].post_notice("0 another") == "1 the disk is full", "the first one stays"
     if token:
         later, replayed = dist.HashStore(), store.get("detonation/notice")

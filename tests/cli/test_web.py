@@ -14,11 +14,22 @@ from detonation.cli.command import run_command
 
 
 @pytest.mark.parametrize(
-    "stop", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGKILL], ids=["ctrl-c", "killed"]
+    "stop",
+    [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGKILL],
+    ids=["ctrl-c", "killed"],
 )
 def test_the_page_is_there_while_the_run_trains_and_ends_with_it(tmp_path, stop):
     port, recipe = free_port(), write_recipe(tmp_path / "tiny.toml")
-    train = ["train", recipe, "--steps", 100_000, "--logger", f"web:{port}", "--out", tmp_path / "run"]
+    train = [
+        "train",
+        recipe,
+        "--steps",
+        100_000,
+        "--logger",
+        f"web:{port}",
+        "--out",
+        tmp_path / "run",
+    ]
     command = Command(tmp_path, *train, env={"TMPDIR": tmp_path})
     command.wait_for_step(3)
     assert f"watch it at http://127.0.0.1:{port}\n" in command.stdout
@@ -57,4 +68,6 @@ def test_a_port_that_is_taken_is_said_before_training(tmp_path, monkeypatch, cap
 def test_a_port_that_is_none_is_refused(tmp_path, capsys):
     recipe = write_recipe(tmp_path / "tiny.toml")
     assert run_command(["train", str(recipe), "--logger", "web:99999"]) == 2
-    assert capsys.readouterr().err.startswith("error: the port of logger web is 99999, but must be from 1")
+    assert capsys.readouterr().err.startswith(
+        "error: the port of logger web is 99999, but must be from 1"
+    )

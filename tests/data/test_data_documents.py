@@ -33,10 +33,14 @@ def test_rows_are_documents_and_their_syntax_is_not_trained_on(tmp_path):
         table.writeheader()
         table.writerows(rows())
     texts = {
-        name: bytes_of(load_dataset("text", {"source": str(tmp_path / name), "column": "body", "context": 16}))
+        name: bytes_of(
+            load_dataset("text", {"source": str(tmp_path / name), "column": "body", "context": 16})
+        )
         for name in ("a.jsonl", "b.csv")
     }
-    assert texts["a.jsonl"] == texts["b.csv"] and texts["a.jsonl"].startswith(b"document 0 document 0")
+    assert texts["a.jsonl"] == texts["b.csv"] and texts["a.jsonl"].startswith(
+        b"document 0 document 0"
+    )
     assert b"{" not in texts["a.jsonl"] and b" \n\ndocument 1 " in texts["a.jsonl"]
     both = load_dataset("text", {"source": str(tmp_path), "column": "body", "context": 16})
     assert len(both.train.ids) > 1.9 * len(texts["a.jsonl"]) / 16
@@ -52,7 +56,9 @@ def test_rows_are_documents_and_their_syntax_is_not_trained_on(tmp_path):
         ("translation", "a.jsonl", '{{"translation": {{"en": "text {0}", "fr": "texte {0}"}}}}'),
     ],
 )
-def test_the_mark_with_which_excel_and_windows_begin_a_file_is_no_part_of_it(tmp_path, task, name, line):
+def test_the_mark_with_which_excel_and_windows_begin_a_file_is_no_part_of_it(
+    tmp_path, task, name, line
+):
     lines = [*["text"] * name.endswith(".csv"), *(line.format(n) for n in range(40))]
     found = []
     for encoding in ("utf-8", "utf-8-sig"):
@@ -71,9 +77,22 @@ def test_parquet_and_directories_of_save_to_disk(tmp_path):
     made.to_parquet(tmp_path / "a.parquet")
     made.save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"train": made, "test": made}).save_to_disk(tmp_path / "two")
-    sources = [str(tmp_path / "a.parquet"), str(tmp_path / "one"), str(tmp_path / "two"), f"hf:{tmp_path / 'two'}"]
-    found = [load_dataset("text", {"source": source, "column": "body", "context": 16}) for source in sources]
-    assert len({bytes_of(data) for data in found}) == 1 and [data.name for data in found] == ["a", "one", "two", "two"]
+    sources = [
+        str(tmp_path / "a.parquet"),
+        str(tmp_path / "one"),
+        str(tmp_path / "two"),
+        f"hf:{tmp_path / 'two'}",
+    ]
+    found = [
+        load_dataset("text", {"source": source, "column": "body", "context": 16})
+        for source in sources
+    ]
+    assert len({bytes_of(data) for data in found}) == 1 and [data.name for data in found] == [
+        "a",
+        "one",
+        "two",
+        "two",
+    ]
     with pytest.raises(ValueError, match="no split trian; there are train, test"):
         load_dataset("text", {"source": sources[2], "column": "body", "split": "trian"})
     with pytest.raises(ValueError, match="no column text; there are id, body"):
@@ -83,13 +102,28 @@ def test_parquet_and_directories_of_save_to_disk(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "arguments", "message"),
     [
-        ("a.json", "{}", {}, r"a\.json cannot be read as text: a source holds \.csv, \.jsonl, \.md, \.parquet"),
+        (
+            "a.json",
+            "{}",
+            {},
+            r"a\.json cannot be read as text: a source holds \.csv, \.jsonl, \.md, \.parquet",
+        ),
         ("a.pdf", "x", {}, r"a\.pdf cannot be read as text"),
         ("a.jsonl", '{"text": "x"}\n[1]\n', {}, r"a\.jsonl, line 2 is '\[1\]', must be an object"),
         ("a.jsonl", '{"text": \n', {}, r"a\.jsonl, line 1 is not JSON"),
         ("a.jsonl", '{"body": "x"}\n', {}, r"a\.jsonl, row 1 has no column text; there are body"),
-        ("a.txt", "x", {"column": "text"}, r"column is for sources of rows; .*a\.txt would ignore it"),
-        ("a.txt", "x", {"split": "train"}, r"split is for sources hf:NAME; .*a\.txt would ignore it"),
+        (
+            "a.txt",
+            "x",
+            {"column": "text"},
+            r"column is for sources of rows; .*a\.txt would ignore it",
+        ),
+        (
+            "a.txt",
+            "x",
+            {"split": "train"},
+            r"split is for sources hf:NAME; .*a\.txt would ignore it",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_refused_in_one_line(tmp_path, name, content, arguments, message):
@@ -108,7 +142,9 @@ def test_rows_that_are_not_utf_8_name_their_file_and_the_remedy(tmp_path, task, 
         return  # no suffix of texts
     file = tmp_path / f"latin{suffix}"
     file.write_bytes('{"text": "café", "translation": "café"}\tcoffee\n'.encode("latin-1") * 40)
-    with pytest.raises(ValueError, match=r"latin\.\w+ is not UTF-8 \(byte 0xe9\): convert it, .*iconv") as caught:
+    with pytest.raises(
+        ValueError, match=r"latin\.\w+ is not UTF-8 \(byte 0xe9\): convert it, .*iconv"
+    ) as caught:
         load_dataset(task, {"source": str(file)})
     assert type(caught.value) is ValueError and "\n" not in str(caught.value)
 
@@ -127,7 +163,11 @@ def test_a_damaged_parquet_file_is_one_line_that_names_it(tmp_path, task, damage
     parquet.write_table(arrow.table({"text": texts, "translation": texts}), file)
     whole = file.read_bytes()
     middle = whole[:200] + bytes(255 - byte for byte in whole[200:4000]) + whole[4000:]
-    file.write_bytes({"another file": b"x" * 99, "cut off": whole[:999], "bytes inside": middle, "empty": b""}[damage])
+    file.write_bytes(
+        {"another file": b"x" * 99, "cut off": whole[:999], "bytes inside": middle, "empty": b""}[
+            damage
+        ]
+    )
     with pytest.raises(
         ValueError, match=r"rows\.parquet is no whole Parquet file: .*copy or download it again"
     ) as caught:
@@ -151,7 +191,9 @@ def test_hidden_files_are_no_documents(tmp_path):
     (tmp_path / ".git" / "index.bin").write_bytes(b"x")
     (tmp_path / ".DS_Store").write_bytes(b"x")
     (tmp_path / "a.txt").write_text("ab" * 200)
-    assert set(bytes_of(load_dataset("text", {"source": str(tmp_path), "context": 8}))) == set(b"ab")
+    assert set(bytes_of(load_dataset("text", {"source": str(tmp_path), "context": 8}))) == set(
+        b"ab"
+    )
 
 
 def test_tokens_are_those_of_the_tokenizer_with_an_end_after_each_document(tmp_path, cache):
@@ -159,9 +201,14 @@ def test_tokens_are_those_of_the_tokenizer_with_an_end_after_each_document(tmp_p
     arguments = {"source": str(source), "tokenizer": str(words), "context": 8}
     data = load_dataset("text", arguments)
     made = load_tokenizer(str(words))
-    assert data.model == {"vocab": len(made)} and (data.train.ids.dtype, data.name) == (torch.int32, "a")
+    assert data.model == {"vocab": len(made)} and (data.train.ids.dtype, data.name) == (
+        torch.int32,
+        "a",
+    )
     texts = [json.loads(line)["text"] for line in source.read_text().splitlines()]
-    assert made.decode(data.train.ids.flatten()[:60].tolist()).startswith(f"{texts[0]}<end>{texts[1]}<end>")
+    assert made.decode(data.train.ids.flatten()[:60].tolist()).startswith(
+        f"{texts[0]}<end>{texts[1]}<end>"
+    )
     assert (data.train.ids == made.eos_token_id).sum() > 40
     (kept,) = cache.glob("*.int32")
     kept.write_bytes(bytes(kept.stat().st_size))  # what lies there is used, not made again
@@ -199,9 +246,13 @@ def test_a_long_document_is_cut_at_ends_of_lines_and_loses_nothing(tmp_path, cac
     monkeypatch.setattr("detonation.data.tokens._PIECE", 50)
     (tmp_path / "a.txt").write_text(text := "\n".join("the cat sat on the log" for _ in range(60)))
     words = own.tokenizer(tmp_path / "words")
-    data = load_dataset("text", {"source": str(tmp_path / "a.txt"), "tokenizer": str(words), "context": 4})
+    data = load_dataset(
+        "text", {"source": str(tmp_path / "a.txt"), "tokenizer": str(words), "context": 4}
+    )
     ids = torch.cat([data.train.ids.flatten(), data.validation.ids.flatten()])
-    assert sum(len(load_tokenizer(str(words)).decode(ids[i : i + 1])) for i in range(len(ids))) > 0.95 * len(text)
+    assert sum(
+        len(load_tokenizer(str(words)).decode(ids[i : i + 1])) for i in range(len(ids))
+    ) > 0.95 * len(text)
 
 
 def test_pairs_as_rows_and_as_tokens(tmp_path, cache):
@@ -210,14 +261,19 @@ def test_pairs_as_rows_and_as_tokens(tmp_path, cache):
     arguments = {"source": str(tmp_path / "a.jsonl"), "source_length": 20, "target_length": 20}
     plain = load_dataset("translation", arguments)
     drawn = plain.train[torch.tensor([1])]
-    assert bytes(drawn["input_ids"][0, :9].sub(3).tolist()) == b"the cat 1" and drawn["input_ids"][0, 9] == 1
+    assert (
+        bytes(drawn["input_ids"][0, :9].sub(3).tolist()) == b"the cat 1"
+        and drawn["input_ids"][0, 9] == 1
+    )
     words = own.tokenizer(tmp_path / "words")
     data = load_dataset("translation", {**arguments, "tokenizer": str(words)})
     made, drawn = load_tokenizer(str(words)), data.train[torch.tensor([1])]
     assert data.model == {"vocab": len(made)} and len(data.train) == len(plain.train) == 36
     real = drawn["attention_mask"].bool()
     assert made.decode(drawn["input_ids"][real]) == "the cat 1"
-    assert (drawn["input_ids"][~real] == made.pad_token_id).all() and (drawn["labels"] == -100).any()
+    assert (drawn["input_ids"][~real] == made.pad_token_id).all() and (
+        drawn["labels"] == -100
+    ).any()
     assert made.decode(drawn["labels"][drawn["labels"] >= 0]) == "the dog 1 sat"
 
 

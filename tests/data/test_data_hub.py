@@ -34,7 +34,10 @@ def hub(monkeypatch):
 
 def test_text(hub):
     hub.answers["train[:1%]"] = Rows(id=[1, 2], body=["some words " * 20, "and more " * 20])
-    data = load_dataset("text", {"source": "hf:org/corpus:en", "split": "train[:1%]", "column": "body", "context": 16})
+    data = load_dataset(
+        "text",
+        {"source": "hf:org/corpus:en", "split": "train[:1%]", "column": "body", "context": 16},
+    )
     assert hub.calls == [("org/corpus", "en", "train[:1%]")]
     assert data.name == "corpus"
     assert bytes(data.train.ids[0].tolist()) == b"some words some "
@@ -53,8 +56,12 @@ def test_images(hub):
 
 
 def test_translation(hub):
-    hub.answers["train"] = Rows(translation=[{"en": f"one {i}", "fr": f"un {i}"} for i in range(20)])
-    data = load_dataset("translation", {"source": "hf:opus_books:en-fr", "source_length": 8, "target_length": 8})
+    hub.answers["train"] = Rows(
+        translation=[{"en": f"one {i}", "fr": f"un {i}"} for i in range(20)]
+    )
+    data = load_dataset(
+        "translation", {"source": "hf:opus_books:en-fr", "source_length": 8, "target_length": 8}
+    )
     assert hub.calls == [("opus_books", "en-fr", "train")]
     assert len(data.train) == 18 and len(data.validation) == 2
 

@@ -38,7 +38,10 @@ def test_the_named_sets_are_complete(source, shape, mean, std):
     assert torch.allclose(data.train.mean / 255, torch.tensor(mean), atol=1e-4)
     assert torch.allclose(data.train.std / 255, torch.tensor(std), atol=1e-4)
     drawn = batch(data.train, seed=0, step=0, part=0, parts=1, size=512)
-    assert drawn["pixel_values"].shape == (512, *shape) and drawn["pixel_values"].dtype == torch.float32
+    assert (
+        drawn["pixel_values"].shape == (512, *shape)
+        and drawn["pixel_values"].dtype == torch.float32
+    )
     assert drawn["labels"].shape == (512,) and drawn["labels"].dtype == torch.int64
     assert abs(drawn["pixel_values"].mean()) < 0.1 and abs(drawn["pixel_values"].std() - 1) < 0.1
 
@@ -63,7 +66,11 @@ def test_a_folder_for_each_class(folder):
 def test_grey_folders_have_one_channel(tmp_path):
     for part in ("train", "validation"):
         picture(tmp_path / part / "a" / "0.png", 10, mode="L", size=(4, 4))
-    assert load_dataset("images", {"source": str(tmp_path)}).model == {"image_size": 4, "channels": 1, "classes": 1}
+    assert load_dataset("images", {"source": str(tmp_path)}).model == {
+        "image_size": 4,
+        "channels": 1,
+        "classes": 1,
+    }
 
 
 def test_folders_that_do_not_fit_are_refused(folder):
@@ -79,7 +86,8 @@ def test_folders_that_do_not_fit_are_refused(folder):
     with pytest.raises(ValueError, match=r"9\.png is no image that pillow can read"):
         load_dataset("images", source)
     with pytest.raises(
-        ValueError, match=r"needs CLASS/\*\.png, ten images at least, or train/CLASS and validation/CLA"
+        ValueError,
+        match=r"needs CLASS/\*\.png, ten images at least, or train/CLASS and validation/CLA",
     ):
         load_dataset("images", {"source": str(folder / "validation")})
 
@@ -88,9 +96,13 @@ def test_train_and_validation_must_have_one_shape(tmp_path):
     picture(tmp_path / "train" / "a" / "0.png", 0, size=(4, 4))
     picture(tmp_path / "validation" / "a" / "0.png", 0, size=(5, 5))
     source = {"source": str(tmp_path)}
-    with pytest.raises(ValueError, match=r"0\.png is 5x5, the first image 4x4: set data\.size to scale all of them"):
+    with pytest.raises(
+        ValueError, match=r"0\.png is 5x5, the first image 4x4: set data\.size to scale all of them"
+    ):
         load_dataset("images", source)
-    assert load_dataset("images", {**source, "size": 6}).validation[torch.tensor([0])]["pixel_values"].shape[2:] == (
+    assert load_dataset("images", {**source, "size": 6}).validation[torch.tensor([0])][
+        "pixel_values"
+    ].shape[2:] == (
         6,
         6,
     )
@@ -101,14 +113,20 @@ def test_images_of_any_size_are_scaled_and_cut_to_squares(tmp_path):
     wide.paste((0, 0, 255), (10, 0, 30, 20))  # the middle, which stays
     for number in range(20):
         (tmp_path / "a").mkdir(exist_ok=True)
-        (wide if number % 2 else wide.rotate(90, expand=True)).save(tmp_path / "a" / f"{number:02}.png")
+        (wide if number % 2 else wide.rotate(90, expand=True)).save(
+            tmp_path / "a" / f"{number:02}.png"
+        )
     picture(tmp_path / "b" / "0.jpg", 7, size=(9, 9), mode="L")
     picture(tmp_path / "a0" / "0.jpg", 7, size=(9, 9), mode="L")  # too few to hold one out
     data = load_dataset("images", {"source": str(tmp_path), "size": 8})
     assert data.model == {"image_size": 8, "channels": 3, "classes": 3}
     assert (len(data.train), len(data.validation)) == (20, 2)  # every tenth of a class is held out
     pixels = data.train.split.images[range(18)]
-    assert pixels.shape == (18, 8, 8, 3) and (pixels[..., 2] > 200).all() and (pixels[..., 0] < 50).all()
+    assert (
+        pixels.shape == (18, 8, 8, 3)
+        and (pixels[..., 2] > 200).all()
+        and (pixels[..., 0] < 50).all()
+    )
     grey = load_dataset("images", {"source": str(tmp_path), "size": 8, "channels": 1})
     assert grey.model["channels"] == 1 and grey.train.split.images[[18]].max() == 7
     assert len(batch(data.train, seed=0, step=0, part=0, parts=2, size=9)["labels"]) == 9
@@ -131,7 +149,9 @@ def test_a_picture_that_is_cut_off_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"a/0\.png is no image that pillow can read"):
         load_dataset("images", {"source": str(tmp_path)})
     body = whole.index(b"IDAT")  # its length comes before it
-    (tmp_path / "a" / "0.png").write_bytes(whole[: body - 4] + (5).to_bytes(4, "big") + whole[body:])
+    (tmp_path / "a" / "0.png").write_bytes(
+        whole[: body - 4] + (5).to_bytes(4, "big") + whole[body:]
+    )
     with pytest.raises(ValueError, match=r"a/0\.png is no image that pillow can read"):
         load_dataset("images", {"source": str(tmp_path)})
 
@@ -144,7 +164,9 @@ def examples(flip, count=64):
 
 def test_flips_mirror_about_half_of_the_images():
     plain = examples(False)[torch.arange(64)]["pixel_values"]
-    flipped = examples(True).augment({"pixel_values": plain}, torch.Generator().manual_seed(0))["pixel_values"]
+    flipped = examples(True).augment({"pixel_values": plain}, torch.Generator().manual_seed(0))[
+        "pixel_values"
+    ]
     mirrored = (flipped == plain.flip(3)).flatten(1).all(1)
     same = (flipped == plain).flatten(1).all(1)
     assert (mirrored | same).all() and 20 < mirrored.sum() < 44

@@ -47,12 +47,17 @@ def test_every_epoch_has_every_example_once(count, parts, size, seed):
     steps = -(-3 * count // (parts * size))
     order = seen(count, seed, steps, parts, size)
     for epoch in range(3):
-        assert torch.equal(order[epoch * count : (epoch + 1) * count].sort().values, torch.arange(count))
+        assert torch.equal(
+            order[epoch * count : (epoch + 1) * count].sort().values, torch.arange(count)
+        )
 
 
 def test_steps_can_be_drawn_in_any_order():
     arguments = {"seed": 3, "parts": 3, "size": 4}
-    forward = [[batch(Numbers(50), step=s, part=p, **arguments)["labels"] for p in range(3)] for s in range(20)]
+    forward = [
+        [batch(Numbers(50), step=s, part=p, **arguments)["labels"] for p in range(3)]
+        for s in range(20)
+    ]
     _permutation.cache_clear()
     for step in reversed(range(20)):
         for part in (2, 0, 1):
@@ -84,12 +89,16 @@ def test_the_global_random_state_is_neither_read_nor_changed():
 
 def test_augmentation_differs_between_steps_parts_and_seeds():
     def noise(seed, step, part):
-        return tuple(batch(Noisy(30), seed=seed, step=step, part=part, parts=2, size=3)["noise"].tolist())
+        return tuple(
+            batch(Noisy(30), seed=seed, step=step, part=part, parts=2, size=3)["noise"].tolist()
+        )
 
     assert len({noise(s, t, p) for s in range(3) for t in range(3) for p in range(2)}) == 18
 
 
-@pytest.mark.parametrize(("step", "part", "parts", "size"), [(-1, 0, 1, 1), (0, 2, 2, 1), (0, -1, 2, 1), (0, 0, 1, 0)])
+@pytest.mark.parametrize(
+    ("step", "part", "parts", "size"), [(-1, 0, 1, 1), (0, 2, 2, 1), (0, -1, 2, 1), (0, 0, 1, 0)]
+)
 def test_wrong_numbers_are_refused(step, part, parts, size):
     with pytest.raises(ValueError, match=r"step|part"):
         batch(Numbers(10), seed=0, step=step, part=part, parts=parts, size=size)

@@ -19,7 +19,9 @@ def source(tmp_path):
 
 
 def loaded(source, **arguments):
-    return load_dataset("text", {"source": str(source), "streaming": True, "context": 16, **arguments})
+    return load_dataset(
+        "text", {"source": str(source), "streaming": True, "context": 16, **arguments}
+    )
 
 
 def drawn(data, step, part=0, parts=2, size=3):
@@ -40,7 +42,8 @@ def test_the_parts_have_all_documents_but_those_held_out_and_begin_again(source)
     data = loaded(source)
     texts = [json.loads(line)["text"].encode() for line in source.read_text().splitlines()]
     per_part = [
-        bytes(torch.cat([drawn(data, step, part) for step in range(200)]).flatten().tolist()) for part in (0, 1)
+        bytes(torch.cat([drawn(data, step, part) for step in range(200)]).flatten().tolist())
+        for part in (0, 1)
     ]
     found = [set(part.split(b"\n\n")[:-1]) for part in per_part]
     assert found[0] | found[1] == set(texts[200:]) and not found[0] & found[1]
@@ -105,7 +108,9 @@ def test_what_cannot_be_streamed_is_one_line(tmp_path, make, arguments, message)
 
 def test_a_stream_that_is_all_held_out_ends_with_one_line(tmp_path):
     data = loaded(own.json_lines(tmp_path / "few.jsonl", count=20))
-    with pytest.raises(ValueError, match=r"no documents besides those held out: leave data.streaming out"):
+    with pytest.raises(
+        ValueError, match=r"no documents besides those held out: leave data.streaming out"
+    ):
         drawn(data, 0)
 
 
@@ -119,7 +124,9 @@ def test_a_directory_is_streamed_as_it_is_read(source, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 def test_a_row_that_cannot_be_read_later_names_the_source(tmp_path):
-    good = "".join(f"document {number}\n" for number in range(20_000))  # the first 10,000 are read at once
+    good = "".join(
+        f"document {number}\n" for number in range(20_000)
+    )  # the first 10,000 are read at once
     (tmp_path / "rows.csv").write_bytes(b"text\n" + good.encode() + "café\n".encode("latin-1"))
     data = loaded(tmp_path / "rows.csv")
     with pytest.raises(ValueError, match=r"rows\.csv: .*can't decode byte 0xe9"):

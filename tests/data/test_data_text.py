@@ -33,7 +33,9 @@ def test_a_batch_of_the_sample():
 @pytest.mark.parametrize("context", [32, 100, 128])
 def test_nothing_held_out_is_trained_on_and_nothing_is_lost(context):
     data = load_dataset("text", {"context": context})
-    train, held_out = hold_out(torch.frombuffer(bytearray(TEXT_SAMPLE.read_bytes()), dtype=torch.uint8))
+    train, held_out = hold_out(
+        torch.frombuffer(bytearray(TEXT_SAMPLE.read_bytes()), dtype=torch.uint8)
+    )
     assert len(train) + len(held_out) == TEXT_SAMPLE.stat().st_size
     assert 0.09 < len(held_out) / TEXT_SAMPLE.stat().st_size < 0.11
     assert decoded(data.validation.ids) in decoded(held_out)
@@ -58,7 +60,10 @@ def test_a_directory_of_text_files(tmp_path):
     [
         ({"context": 1}, "context must be at least 2 ids, not 1"),
         ({"context": 95_000}, "sotu-sample has 90112 bytes to hold out"),
-        ({"context": 200_000}, "sotu-sample has 954920 bytes; context 200000 needs at least 2000000"),
+        (
+            {"context": 200_000},
+            "sotu-sample has 954920 bytes; context 200000 needs at least 2000000",
+        ),
         ({"source": ""}, "unknown source ''"),
         ({"source": "sotus"}, "unknown source 'sotus', did you mean 'sotu'"),
         ({"split": "train"}, "split is for sources hf:NAME; sotu-sample would ignore it"),
@@ -74,7 +79,10 @@ def test_empty_text_is_refused(tmp_path):
     (tmp_path / "empty.txt").touch()
     with pytest.raises(ValueError, match=r"has 0 bytes; context 128 needs at least 1280"):
         load_dataset("text", {"source": str(tmp_path / "empty.txt")})
-    with pytest.raises(ValueError, match=r"holds no file of text \(\.csv, \.jsonl, \.md, \.parquet, \.text, \.txt\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"holds no file of text \(\.csv, \.jsonl, \.md, \.parquet, \.text, \.txt\)",
+    ):
         (tmp_path / "none").mkdir()
         load_dataset("text", {"source": str(tmp_path / "none")})
 

@@ -22,7 +22,9 @@ def text(ids):
 
 
 def test_ids_mask_and_labels(pairs):
-    data = load_dataset("translation", {"source": str(pairs), "source_length": 10, "target_length": 12})
+    data = load_dataset(
+        "translation", {"source": str(pairs), "source_length": 10, "target_length": 12}
+    )
     assert (data.kind, data.name, data.model) == ("translation", "pairs", {"vocab": 384})
     drawn = data.train[torch.tensor([3, 0])]
     assert {name: tuple(value.shape) for name, value in drawn.items()} == {
@@ -32,7 +34,12 @@ def test_ids_mask_and_labels(pairs):
     assert [text(row) for row in drawn["labels"]] == ["uno ñ 3", "uno ñ 0"]
     assert drawn["input_ids"][0].tolist() == [b + 3 for b in b"one 3"] + [1, 0, 0, 0, 0]
     assert drawn["attention_mask"][0].tolist() == [1] * 6 + [0] * 4
-    assert drawn["labels"][0].tolist() == [b + 3 for b in "uno ñ 3".encode()] + [1, -100, -100, -100]
+    assert drawn["labels"][0].tolist() == [b + 3 for b in "uno ñ 3".encode()] + [
+        1,
+        -100,
+        -100,
+        -100,
+    ]
 
 
 def test_every_tenth_pair_is_held_out(pairs):
@@ -48,20 +55,30 @@ def test_a_pair_that_training_contains_is_not_held_out(pairs):
     lines[29] = lines[0]
     pairs.write_text("".join(lines), "utf-8")
     data = load_dataset("translation", {"source": str(pairs)})
-    assert [text(row) for row in data.validation[torch.arange(3)]["input_ids"]] == ["one 9", "one 19", "one 39"]
+    assert [text(row) for row in data.validation[torch.arange(3)]["input_ids"]] == [
+        "one 9",
+        "one 19",
+        "one 39",
+    ]
     assert len(data.train) == 36 and len(data.validation) == 3
 
 
 def test_long_pairs_are_left_out(pairs):
-    data = load_dataset("translation", {"source": str(pairs), "source_length": 6, "target_length": 9})
+    data = load_dataset(
+        "translation", {"source": str(pairs), "source_length": 6, "target_length": 9}
+    )
     assert len(data.train) == 9  # "uno ñ 0" is 8 bytes, and the end makes 9
     assert text(data.train[torch.tensor([0])]["labels"][0]) == "uno ñ 0"
-    with pytest.raises(ValueError, match="of which 0 and 0 fit source_length 3 and target_length 128"):
+    with pytest.raises(
+        ValueError, match="of which 0 and 0 fit source_length 3 and target_length 128"
+    ):
         load_dataset("translation", {"source": str(pairs), "source_length": 3})
 
 
 def test_the_bible():
-    data = load_dataset("translation", {"source": "bible-en-es", "source_length": 512, "target_length": 512})
+    data = load_dataset(
+        "translation", {"source": "bible-en-es", "source_length": 512, "target_length": 512}
+    )
     assert 27_000 < len(data.train) < 28_000 and 3_000 < len(data.validation) < 3_110
     first = data.train[torch.tensor([0])]
     assert text(first["input_ids"][0]).startswith("In the beginning, God created")
@@ -88,22 +105,34 @@ def test_a_line_must_have_two_columns(pairs, line):
 
 def test_the_first_row_of_objects_gives_the_order_of_the_languages(tmp_path):
     rows = [{"en": f"one {n}", "fr": f"un {n}"} for n in range(40)]
-    turned = [{key: row[key] for key in (reversed(row) if n % 2 else row)} for n, row in enumerate(rows)]
+    turned = [
+        {key: row[key] for key in (reversed(row) if n % 2 else row)} for n, row in enumerate(rows)
+    ]
     found = []
     for name, written in ("in-order", rows), ("turned", turned):
         path = tmp_path / f"{name}.jsonl"
         path.write_text("".join(json.dumps({"translation": row}) + "\n" for row in written))
         found.append(load_dataset("translation", {"source": str(path)}).train[torch.arange(4)])
     assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
-    path.write_text("".join(json.dumps({"translation": row}) + "\n" for row in [*rows, {"en": "one", "de": "eins"}]))
-    with pytest.raises(ValueError, match=r"turned\.jsonl: pair 41 is in en, de, the first in en, fr"):
+    path.write_text(
+        "".join(
+            json.dumps({"translation": row}) + "\n" for row in [*rows, {"en": "one", "de": "eins"}]
+        )
+    )
+    with pytest.raises(
+        ValueError, match=r"turned\.jsonl: pair 41 is in en, de, the first in en, fr"
+    ):
         load_dataset("translation", {"source": str(path)})
 
 
-@pytest.mark.parametrize("name", ["pairs.tsv", "pairs.jsonl", "pairs.csv", "pairs.parquet", "pairs"])
+@pytest.mark.parametrize(
+    "name", ["pairs.tsv", "pairs.jsonl", "pairs.csv", "pairs.parquet", "pairs"]
+)
 def test_a_directory_is_no_file_of_pairs(tmp_path, name):
     (tmp_path / name).mkdir()
-    with pytest.raises(ValueError, match=r"pairs\S* is a directory: pairs are in one file, \.tsv, \.csv"):
+    with pytest.raises(
+        ValueError, match=r"pairs\S* is a directory: pairs are in one file, \.tsv, \.csv"
+    ):
         load_dataset("translation", {"source": str(tmp_path / name)})
 
 

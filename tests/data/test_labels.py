@@ -19,9 +19,16 @@ def encoder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("encoder")
     (folder / "vocab.txt").write_text("\n".join(WORDS))
     transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
     torch.manual_seed(0)
-    transformers.BertModel(transformers.BertConfig(vocab_size=len(WORDS), **sizes)).save_pretrained(folder)
+    transformers.BertModel(transformers.BertConfig(vocab_size=len(WORDS), **sizes)).save_pretrained(
+        folder
+    )
     return str(folder)
 
 
@@ -30,7 +37,10 @@ def source(tmp_path):
     """Forty texts of three labels; every tenth has a word that the others lack."""
     path = tmp_path / "texts.jsonl"
     rows = [
-        {"text": f"{'j' if i % 10 == 9 else 'a'} {'abc'[i % 3]} {' d' * (i % 5)} {i}", "label": "xyz"[i % 3]}
+        {
+            "text": f"{'j' if i % 10 == 9 else 'a'} {'abc'[i % 3]} {' d' * (i % 5)} {i}",
+            "label": "xyz"[i % 3],
+        }
         for i in range(40)
     ]
     path.write_text("\n".join(map(json.dumps, rows)))
@@ -38,8 +48,14 @@ def source(tmp_path):
 
 
 def test_every_tenth_text_is_held_out_and_labels_are_numbered_in_order(encoder, source):
-    data = load_dataset("text", {"source": str(source), "label": "label", "tokenizer": encoder, "context": 6})
-    assert (len(data.train), len(data.validation), dict(data.model)) == (36, 4, {"vocab": len(WORDS), "classes": 3})
+    data = load_dataset(
+        "text", {"source": str(source), "label": "label", "tokenizer": encoder, "context": 6}
+    )
+    assert (len(data.train), len(data.validation), dict(data.model)) == (
+        36,
+        4,
+        {"vocab": len(WORDS), "classes": 3},
+    )
     assert data.validation.names == ["x", "y", "z"]
     found = data.validation[torch.arange(4)]
     assert found["labels"].tolist() == [9 % 3, 19 % 3, 29 % 3, 39 % 3]
@@ -47,7 +63,9 @@ def test_every_tenth_text_is_held_out_and_labels_are_numbered_in_order(encoder, 
 
 
 def test_a_batch_is_as_wide_as_its_longest_text_and_no_wider_than_the_context(encoder, source):
-    data = load_dataset("text", {"source": str(source), "label": "label", "tokenizer": encoder, "context": 6})
+    data = load_dataset(
+        "text", {"source": str(source), "label": "label", "tokenizer": encoder, "context": 6}
+    )
     drawn = batch(data.train, seed=0, step=0, part=0, parts=1, size=36)
     assert drawn["input_ids"].shape == drawn["attention_mask"].shape == (36, 6)
     short = data.train[torch.tensor([0, 4])]  # [CLS] a a 0 [SEP], and one with four more words
@@ -76,17 +94,23 @@ def test_texts_that_occur_in_training_are_not_held_out(encoder, tmp_path):
 )
 def test_a_mistake_is_named(encoder, source, arguments, message):
     with pytest.raises(ValueError, match=message):
-        load_dataset("text", {"source": str(source), "label": "label", "tokenizer": encoder, **arguments})
+        load_dataset(
+            "text", {"source": str(source), "label": "label", "tokenizer": encoder, **arguments}
+        )
 
 
 def test_one_label_is_none(encoder, tmp_path):
     (tmp_path / "t.csv").write_text("text,label\n" + "a b,x\n" * 20)
     with pytest.raises(ValueError, match="at least 10 of 2 are needed"):
-        load_dataset("text", {"source": str(tmp_path / "t.csv"), "label": "label", "tokenizer": encoder})
+        load_dataset(
+            "text", {"source": str(tmp_path / "t.csv"), "label": "label", "tokenizer": encoder}
+        )
 
 
 def test_a_pretrained_encoder_gets_a_new_head_and_keeps_its_weights(encoder, source):
-    data = load_dataset("text", {"source": str(source), "label": "label", "tokenizer": encoder, "context": 6})
+    data = load_dataset(
+        "text", {"source": str(source), "label": "label", "tokenizer": encoder, "context": 6}
+    )
     model = build_model(f"hf:{encoder}", {"task": "labels", "pretrained": True, **data.model})
     from transformers import BertModel
 

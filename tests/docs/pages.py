@@ -10,7 +10,9 @@ ROOT = Path(__file__).parents[2]
 TOLD = {"docs/recipe-reference.md"}
 """A page without blocks for readers to run, because a program has written it."""
 PAGES = sorted({path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md")} - TOLD)
-_BLOCK = re.compile(r"^(?:<!-- not run: (.+?) -->\n)?```(\S*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(
+    r"^(?:<!-- not run: (.+?) -->\n)?```(\S*)\n(.*?)^```$", re.DOTALL | re.MULTILINE
+)
 
 
 @dataclass(frozen=True)

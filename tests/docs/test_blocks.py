@@ -29,16 +29,28 @@ def commands():
         for words in block.commands:
             rest = words[words.index("detonation") + 1 :] if "detonation" in words else []
             if rest and rest[0] != ".":  # the folder of `docker build`
-                yield block, rest[: next((i for i, word in enumerate(rest) if word in (">", "|", "&&")), len(rest))]
+                yield (
+                    block,
+                    rest[
+                        : next(
+                            (i for i, word in enumerate(rest) if word in (">", "|", "&&")),
+                            len(rest),
+                        )
+                    ],
+                )
 
 
 @pytest.mark.parametrize("block", all_blocks("bash"), ids=str)
 def test_the_shell_reads_it(block):
-    done = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", "-n"], input=block.text, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize(("block", "words"), [pytest.param(*c, id=f"{c[0]}:{c[1][0]}") for c in commands()])
+@pytest.mark.parametrize(
+    ("block", "words"), [pytest.param(*c, id=f"{c[0]}:{c[1][0]}") for c in commands()]
+)
 def test_a_command_line_is_one_that_detonation_takes(block, words):
     if words[0] == "--version":
         return
@@ -55,7 +67,9 @@ def test_a_command_line_is_one_that_detonation_takes(block, words):
 def spans():
     """The command lines in running text that are whole: without dots and brackets, and with more than a verb."""
     for page in [*PAGES, "README.md"]:
-        text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+        text = re.sub(
+            r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE
+        )
         for span in re.findall(r"`detonation ([a-z]+\s[^`]+)`", text):
             if not re.search(r"\.\.\.|\[|VERB", span):
                 yield page, " ".join(span.partition(" > ")[0].split())
@@ -86,7 +100,9 @@ def test_the_commands_of_a_page_run_in_their_order(page, tmp_path, monkeypatch):
     Path("my.txt").write_text("a text of the reader's\n" * 2000)
     for block in blocks(page, "bash"):
         for words in block.commands if not block.not_run else []:
-            assert words[0] == "detonation", f"{block}: a program that is not run here needs a reason"
+            assert words[0] == "detonation", (
+                f"{block}: a program that is not run here needs a reason"
+            )
             line, _, target = " ".join(words[1:]).partition(" > ")
             with Path(target or "printed").open("w") as file, contextlib.redirect_stdout(file):
                 assert run_command(smaller(line.split())) == 0, f"{block}: {' '.join(words)}"
@@ -99,7 +115,9 @@ def test_the_commands_of_a_page_run_in_their_order(page, tmp_path, monkeypatch):
 def test_a_piece_of_a_recipe_has_keys_that_are_read(block):
     table = tomllib.loads(block.text)
     if "project" not in table:  # of an own package
-        base = {key: value for key, value in read_recipe(Path("quick-lm")).items() if key != "tuned"}
+        base = {
+            key: value for key, value in read_recipe(Path("quick-lm")).items() if key != "tuned"
+        }
         mesh = {key: value for key, value in base["mesh"].items() if key != "replicas"}
         levels = isinstance(table.get("scheme"), list)
         resolve({**base, "mesh": mesh, **table} if levels else merge(base, table), {})
@@ -147,12 +165,15 @@ WORLD = {'"cuda", (4, 8)': '"cpu", (2, 2)', "shards=4": "shards=2"}
 SETUPS = {
     "README.md": MODEL,
     "docs/checkpointing.md": REPLICATED,
-    "docs/networks.md": MODEL + "dt.shard(model, mesh)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n",
+    "docs/networks.md": MODEL
+    + "dt.shard(model, mesh)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n",
     "docs/tutorials/hsdp.md": MODEL,
     "docs/integrations/ddp.md": MODEL,
 }
 """The names that a page has from its reader; the other pages begin without any."""
-RUN_IN_A_WORLD = sorted({block.page for block in all_blocks("python") if not block.not_run} | {"README.md"})
+RUN_IN_A_WORLD = sorted(
+    {block.page for block in all_blocks("python") if not block.not_run} | {"README.md"}
+)
 
 
 def run_page(mesh, page, folder):

@@ -20,12 +20,24 @@ def test_a_stranger_reads_for_less_than_five_minutes(task):
 @pytest.mark.parametrize("task", ["b", "c"])
 def test_the_commands_are_those_of_the_pages(task, tmp_path, monkeypatch):
     started = []
-    monkeypatch.setattr(strangers, "run", lambda folder, words: started.append((" ".join(words), {*folder.iterdir()})))
+    monkeypatch.setattr(
+        strangers,
+        "run",
+        lambda folder, words: started.append((" ".join(words), {*folder.iterdir()})),
+    )
     strangers.TASKS[task].run(tmp_path)
     lines = [line for line, _ in started]
-    assert all((tmp_path / word) in files for line, files in started for word in line.split() if word.endswith(".py"))
+    assert all(
+        (tmp_path / word) in files
+        for line, files in started
+        for word in line.split()
+        if word.endswith(".py")
+    )
     if task == "b":
-        assert [line.split()[:2] for line in lines[:2]] == [["detonation", "train"], ["detonation", "export"]]
+        assert [line.split()[:2] for line in lines[:2]] == [
+            ["detonation", "train"],
+            ["detonation", "export"],
+        ]
         assert lines[2:] == ["python write.py"]
         assert "my.txt" in lines[0]
     else:

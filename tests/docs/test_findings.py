@@ -24,7 +24,10 @@ from detonation.train.verbs.plan import Question, plan
 INTERVAL = re.compile(r"\[([+-]\d+\.\d)(?: %)?, ([+-]\d+\.\d)(?: %)?\]")
 PAGES = [
     "README.md",
-    *(f"docs/{name}.md" for name in ("findings", "research", "which-scheme", "networks", "your-loop")),
+    *(
+        f"docs/{name}.md"
+        for name in ("findings", "research", "which-scheme", "networks", "your-loop")
+    ),
 ]
 PAGES += ["docs/tutorials/larger-than-a-node.md", "research/frontier.md", "research/long-rounds.md"]
 
@@ -34,13 +37,22 @@ def printed():
     """The intervals of all tables of losses and of a plan, as their ends are written."""
     shards = (ROOT / "benchmarks/results/2026-11-22-shard-wire.jsonl").read_text().splitlines()
     done = second_round.rows(ROOT / second_round.RESULTS)
-    text = [second_round.pairs(done), *(second_round.table(done, study) for study in second_round.REFERENCES)]
+    text = [
+        second_round.pairs(done),
+        *(second_round.table(done, study) for study in second_round.REFERENCES),
+    ]
     text += [claim(paper.rows(ROOT / paper.LOSSES)) for claim in paper_claims.CLAIMS]
     text.append(finetune.table(long_rounds.rows(ROOT / finetune.RESULTS)))
-    text.append(long_rounds_table.table(long_rounds_grid.methods, long_rounds.rows(ROOT / long_rounds.RESULTS)))
+    text.append(
+        long_rounds_table.table(
+            long_rounds_grid.methods, long_rounds.rows(ROOT / long_rounds.RESULTS)
+        )
+    )
     text += paired.table(paired.rows([ROOT / path for path in paired.RESULTS]))
     text += shard_wire.table([json.loads(line) for line in shards])
-    asked = Question(parameters="1.2b", link="1gbit,1ms", step_time=0.35, replicas=8, shards=8)  # of docs/networks.md
+    asked = Question(
+        parameters="1.2b", link="1gbit,1ms", step_time=0.35, replicas=8, shards=8
+    )  # of docs/networks.md
     text += [option["loss_text"] for option in plan(asked)["options"]]
     return set(INTERVAL.findall("\n".join(text)))
 
@@ -49,7 +61,10 @@ def test_the_tables_are_those_that_the_rows_make():
     page = (ROOT / second_round.PAGE).read_text()
     anew = second_round.page(page, second_round.rows(ROOT / second_round.RESULTS))
     tables = page.split(second_round.HEADING)[1]
-    assert all(f"`python benchmarks/second_round.py table {study}`" in tables for study in second_round.REFERENCES)
+    assert all(
+        f"`python benchmarks/second_round.py table {study}`" in tables
+        for study in second_round.REFERENCES
+    )
     assert page == anew, "run: python benchmarks/second_round.py page"
 
 

@@ -8,7 +8,9 @@ import pytest
 
 from limits import LIMIT_S
 
-nbformat = pytest.importorskip("nbformat", reason="nbclient is not installed: pip install -e '.[dev]'")
+nbformat = pytest.importorskip(
+    "nbformat", reason="nbclient is not installed: pip install -e '.[dev]'"
+)
 pytest.importorskip("nbclient", reason="nbclient is not installed: pip install -e '.[dev]'")
 NOTEBOOK = Path(__file__).parents[2] / "examples/quickstart.ipynb"
 RUN = """
@@ -21,7 +23,9 @@ nbformat.write(book, sys.argv[2])
 
 
 def test_the_notebook_is_kept_without_outputs():
-    cells = [cell for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code"]
+    cells = [
+        cell for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code"
+    ]
     assert cells and all(not cell.outputs and cell.execution_count is None for cell in cells)
 
 
@@ -34,5 +38,7 @@ def test_the_notebook_runs_and_draws(tmp_path, monkeypatch):
     book = nbformat.read(done, as_version=4)
     outputs = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
     printed = "".join(output.get("text", "") for output in outputs)
-    assert [line.split(",")[0] for line in printed.splitlines()] == ["full", "demo", "diloco"], printed
+    assert [line.split(",")[0] for line in printed.splitlines()] == ["full", "demo", "diloco"], (
+        printed
+    )
     assert any("image/png" in output.get("data", {}) for output in outputs)

@@ -16,18 +16,26 @@ from detonation.train.recipe.resolve import read_recipe, shipped_recipes
 LANGUAGES = {"python", "bash", "toml", "ini", "diff", "text"}
 RESEARCH = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("research/*.md"))
 DOCUMENTS = [*PAGES, *RESEARCH, "docs/recipe-reference.md", "README.md", "CONTRIBUTING.md"]
-API = {page: re.findall(r"^::: (\S+)$", (ROOT / page).read_text(), re.MULTILINE) for page in PAGES if "/api/" in page}
+API = {
+    page: re.findall(r"^::: (\S+)$", (ROOT / page).read_text(), re.MULTILINE)
+    for page in PAGES
+    if "/api/" in page
+}
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_names_its_language(page):
-    assert len(re.findall(r"^```", (ROOT / page).read_text(), re.MULTILINE)) == 2 * len(blocks(page))
+    assert len(re.findall(r"^```", (ROOT / page).read_text(), re.MULTILINE)) == 2 * len(
+        blocks(page)
+    )
     assert {block.language for block in blocks(page)} <= LANGUAGES
 
 
 def test_only_programs_can_be_left_out_and_the_reason_is_given():
     assert [str(block) for block in all_blocks("ini", "diff", "text") if block.not_run] == []
-    assert all(len(block.not_run.split()) >= 3 for block in all_blocks("python", "bash") if block.not_run)
+    assert all(
+        len(block.not_run.split()) >= 3 for block in all_blocks("python", "bash") if block.not_run
+    )
 
 
 def anchors(path):
@@ -51,10 +59,16 @@ def test_every_page_is_in_the_navigation_once():
     def pages(entry):
         if isinstance(entry, str):
             return [entry]
-        return [page for part in (entry.values() if isinstance(entry, dict) else entry) for page in pages(part)]
+        return [
+            page
+            for part in (entry.values() if isinstance(entry, dict) else entry)
+            for page in pages(part)
+        ]
 
     listed = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
-    assert Counter(listed) == Counter(path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md"))
+    assert Counter(listed) == Counter(
+        path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")
+    )
 
 
 def test_the_reference_has_every_public_name_once():
@@ -64,13 +78,17 @@ def test_the_reference_has_every_public_name_once():
     modules |= {f"errors.{name}" for name in detonation.errors.__all__} | {"extend.register"}
     modules |= {f"schemes.{name}" for name in {*detonation.schemes.__all__} - {*detonation.__all__}}
     modules |= {f"{place}.{name}" for name, place in detonation._RETURNED.items()}
-    assert Counter(names) == Counter([*detonation.__all__, *modules]) - Counter(["__version__", "errors", "schemes"])
+    assert Counter(names) == Counter([*detonation.__all__, *modules]) - Counter(
+        ["__version__", "errors", "schemes"]
+    )
 
 
 @pytest.fixture(scope="module")
 def written():
     """The program that writes the reference of recipes."""
-    spec = importlib.util.spec_from_file_location("recipe_reference", ROOT / "docs/recipe_reference.py")
+    spec = importlib.util.spec_from_file_location(
+        "recipe_reference", ROOT / "docs/recipe_reference.py"
+    )
     sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -87,19 +105,34 @@ def test_every_key_of_a_recipe_of_the_package_is_in_the_reference(written):
     kinds = {"integer": int, "number": (int, float), "string": str, "boolean": bool, "array": list}
     for name in shipped_recipes():
         for table, values in read_recipe(Path(name)).items():
-            for level in () if table in ("seed", "tuned") else values if isinstance(values, list) else [values]:
+            for level in (
+                ()
+                if table in ("seed", "tuned")
+                else values
+                if isinstance(values, list)
+                else [values]
+            ):
                 for key, value in level.items():
                     if (table, key) in known:
                         assert isinstance(value, kinds[known[table, key]]), (name, table, key)
                     else:  # arguments of an optimizer, and the place of a level
-                        assert table == "optimizer" or key in ("axis", "replicas"), (name, table, key)
+                        assert table == "optimizer" or key in ("axis", "replicas"), (
+                            name,
+                            table,
+                            key,
+                        )
 
 
 def test_every_message_of_troubleshooting_is_one_of_the_code():
     code = "".join(path.read_text() for path in ROOT.glob("src/**/*.py"))
     code = re.sub(r'"\n\s*f?"', "", code)  # texts that go on in the next line
     # tests/cli/test_first_errors.py makes the first mistakes
-    page = (ROOT / "docs/troubleshooting.md").read_text().partition("## At the start")[2].partition("## Slow")[0]
+    page = (
+        (ROOT / "docs/troubleshooting.md")
+        .read_text()
+        .partition("## At the start")[2]
+        .partition("## Slow")[0]
+    )
     cells = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
     messages = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
     assert len(messages) > 15

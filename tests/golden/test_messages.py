@@ -32,18 +32,28 @@ def message(scheme: dt.schemes.Scheme) -> dict[str, list]:
     sent = scheme.codec.encode(selected)
     parts = torch.split(sent.unsqueeze(0), list(scheme.codec.lengths[layout.rows]), 1)
     values = scheme.codec.values(parts, layout.rows)[0]
-    indices = torch.zeros_like(values, dtype=torch.long) if selected.indices is None else selected.indices
+    indices = (
+        torch.zeros_like(values, dtype=torch.long) if selected.indices is None else selected.indices
+    )
     order = indices.argsort(1)
     rounded = [[round(value, 3) for value in row] for row in values.gather(1, order).tolist()]
-    return {"values": rounded, "columns": indices.gather(1, order).tolist(), "bytes": scheme.codec.nbytes(layout.rows)}
+    return {
+        "values": rounded,
+        "columns": indices.gather(1, order).tolist(),
+        "bytes": scheme.codec.nbytes(layout.rows),
+    }
 
 
 @pytest.mark.parametrize("name, scheme", SCHEMES.items(), ids=SCHEMES)
 def test_the_message_is_the_committed_one(name, scheme):
     golden, now = json.loads(GOLDEN.read_text())[name], message(scheme)
     assert (now["columns"], now["bytes"]) == (golden["columns"], golden["bytes"])
-    torch.testing.assert_close(torch.tensor(now["values"]), torch.tensor(golden["values"]), atol=2e-3, rtol=0)
+    torch.testing.assert_close(
+        torch.tensor(now["values"]), torch.tensor(golden["values"]), atol=2e-3, rtol=0
+    )
 
 
 if __name__ == "__main__":
-    GOLDEN.write_text(json.dumps({name: message(scheme) for name, scheme in SCHEMES.items()}) + "\n")
+    GOLDEN.write_text(
+        json.dumps({name: message(scheme) for name, scheme in SCHEMES.items()}) + "\n"
+    )

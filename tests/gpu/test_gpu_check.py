@@ -50,7 +50,9 @@ def test_fast_measures_what_is_predicted(tmp_path, monkeypatch):
     found = check.read_findings(tmp_path / "fast.json")
     steps = {row[found.columns.index("step")] for row in found.table}
     ways = ("R=1, all-gather", "R=2, all-gather", "R=8, all-gather", "R=8, owner")
-    assert not found.failures and {f"{name}, {way}" for name in fast.PREDICTED for way in ways} < steps
+    assert (
+        not found.failures and {f"{name}, {way}" for name in fast.PREDICTED for way in ways} < steps
+    )
     assert "ms per 1e9" in found.columns and "demo 4/64 sign, R=2, all-gather, bf16" in steps
 
 
@@ -68,7 +70,11 @@ def test_fast_has_a_row_of_each_kernel_that_a_step_launches(tmp_path, monkeypatc
     names = ("scan", "encode", "seal", "inspect", "decode (signs)")
     assert {*rows} == {f"demo: {name}" for name in names} and len(cold) == 2 * len(names)
     assert float(rows["demo: scan"]["floor ms"]) == pytest.approx(4e-6 * (64 * 64 + 3), rel=0.01)
-    assert all(row[name] not in ("", "0") for row in rows.values() for name in ("ms", "GB per s", "times floor"))
+    assert all(
+        row[name] not in ("", "0")
+        for row in rows.values()
+        for name in ("ms", "GB per s", "times floor")
+    )
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # by numpy, in the interpreter
@@ -84,11 +90,14 @@ def test_kernels_are_timed_with_other_warps_and_registers(tmp_path, monkeypatch)
     assert len(job.findings.table) == 36 and not job.findings.failures
     assert job.findings.headline == "no kernel is faster with others"
     seconds = iter([4.0, 3.0])
-    assert occupancy.variants(job, "scan", lambda **_: None, 1.0) == ["scan with 8 warps, 96 registers takes 0.25"]
+    assert occupancy.variants(job, "scan", lambda **_: None, 1.0) == [
+        "scan with 8 warps, 96 registers takes 0.25"
+    ]
 
 
 @pytest.mark.parametrize(
-    ("spans", "covered"), [([], 0), ([(0, 3), (1, 2), (2, 4), (6, 7)], 5), ([(0, 1), (1, 2), (5, 5)], 2)]
+    ("spans", "covered"),
+    [([], 0), ([(0, 3), (1, 2), (2, 4), (6, 7)], 5), ([(0, 1), (1, 2), (5, 5)], 2)],
 )
 def test_the_device_is_busy_once_where_kernels_run_side_by_side(spans, covered):
     assert waiting.busy_us(spans) == covered
@@ -115,7 +124,10 @@ def test_a_world_whose_ranks_end_badly_says_how(tmp_path):
         before = len(job.findings.failures)
         world.judge(job, arguments, codes, 1.0, logs)
         assert (len(job.findings.failures) == before) is good
-    assert job.findings.failures[0] == "2 ranks end: they ended with exit code 0, ended with exit code 1"
+    assert (
+        job.findings.failures[0]
+        == "2 ranks end: they ended with exit code 0, ended with exit code 1"
+    )
     assert "3 replicas" in (tmp_path / "part.errors.txt").read_text()
 
 
@@ -133,7 +145,10 @@ def test_tests_are_counted_and_those_that_fail_are_named(tmp_path):
     assert job.findings.table == [["some", "1", "1", "1"]] and job.findings.checks == 2
     assert job.findings.failures == ["test_some.py::test_random_bad: ValueError: of a sort"]
     errors = (tmp_path / "part.errors.txt").read_text()
-    assert "def test_random_bad(): raise ValueError('of a sort')" in errors and "part.errors.txt" in job.findings.files
+    assert (
+        "def test_random_bad(): raise ValueError('of a sort')" in errors
+        and "part.errors.txt" in job.findings.files
+    )
     right.tested(job, "missing", [str(tmp_path / "test_gone.py")], LIMIT_S)
     assert job.findings.failures[-1].endswith("see part.missing.txt")
     assert "not found" in (tmp_path / "part.missing.txt").read_text()
@@ -142,19 +157,28 @@ def test_tests_are_counted_and_those_that_fail_are_named(tmp_path):
 @pytest.mark.parametrize("end", ["SIGSEGV", "SIGTERM"])  # the second as at the end of the time
 def test_the_end_of_all_tests_costs_no_result_that_was_there(end, tmp_path):
     tests, kill = tmp_path / "test_some.py", f"os.kill(os.getpid(), signal.{end})"
-    tests.write_text(f"import os, signal\ndef test_random_good(): pass\ndef test_random_last():\n    {kill}\n")
+    tests.write_text(
+        f"import os, signal\ndef test_random_good(): pass\ndef test_random_last():\n    {kill}\n"
+    )
     job = job_in(tmp_path)
     right.tested(job, "some", [str(tests)], LIMIT_S)
     (failure,) = job.findings.failures
     assert job.findings.table == [["some", "1", "0", "0"]] and f"({end})" in failure
-    assert failure.endswith("the last test that began: test_some.py::test_random_last; see part.some.txt")
+    assert failure.endswith(
+        "the last test that began: test_some.py::test_random_last; see part.some.txt"
+    )
     assert "in test_random_last" in (tmp_path / "part.some.txt").read_text()  # the stack
 
 
 def test_a_process_that_hangs_is_ended_with_its_children(tmp_path):
     hangs = "import os, signal\nif os.fork(): print('begun', flush=True)\nsignal.pause()"
-    code = children.ran([sys.executable, "-c", hangs], environment("cpu"), tmp_path / "log", 0.5, shown=True)
-    assert code is None and children.how_it_ended(code, 0.5) == "was ended after 0 s without an end of its own"
+    code = children.ran(
+        [sys.executable, "-c", hangs], environment("cpu"), tmp_path / "log", 0.5, shown=True
+    )
+    assert (
+        code is None
+        and children.how_it_ended(code, 0.5) == "was ended after 0 s without an end of its own"
+    )
 
 
 def test_the_whole_traceback_of_an_exception_is_kept(tmp_path):
@@ -163,7 +187,10 @@ def test_the_whole_traceback_of_an_exception_is_kept(tmp_path):
 
     job = job_in(tmp_path)
     job.attempt("a thing", act)
-    assert job.findings.failures == ["a thing: ValueError: at 87:41: ... a reason"] and job.findings.began == "a thing"
+    assert (
+        job.findings.failures == ["a thing: ValueError: at 87:41: ... a reason"]
+        and job.findings.began == "a thing"
+    )
     assert "Traceback (most recent call last)" in (tmp_path / "part.errors.txt").read_text()
 
 
@@ -173,11 +200,17 @@ def test_kernels_are_compiled_in_several_processes_before_the_clock(tmp_path, mo
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     wanted = ["scan_kernel", "seal_kernel"]
-    said = compile_all(tmp_path, "--target", "80", "--schemes", "random-sign", "--kernels", *wanted, processes=2)
-    assert re.fullmatch(r"\d+ kernels by 2 processes in \d+ s", said), said + (tmp_path / "compiling.0.txt").read_text()
+    said = compile_all(
+        tmp_path, "--target", "80", "--schemes", "random-sign", "--kernels", *wanted, processes=2
+    )
+    assert re.fullmatch(r"\d+ kernels by 2 processes in \d+ s", said), (
+        said + (tmp_path / "compiling.0.txt").read_text()
+    )
     names = {line.split()[1] for line in (tmp_path / "compiling.1.txt").read_text().splitlines()}
     assert names == set(wanted) and list((tmp_path / "cache").rglob("scan_kernel.cubin"))
-    about = [made.read_text() for name in wanted for made in (tmp_path / "cache").rglob(f"{name}.json")]
+    about = [
+        made.read_text() for name in wanted for made in (tmp_path / "cache").rglob(f"{name}.json")
+    ]
     assert about and all('"arch": 80' in each for each in about)
 
 
@@ -197,9 +230,15 @@ def test_a_kernel_that_crashes_or_errs_is_named_with_its_constants(monkeypatch, 
     kernels = ("scan_kernel", "seal_kernel", "inspect_kernel")
     found, errors = first_of(kernels, "scan_kernel=crash,seal_kernel=bit", monkeypatch, tmp_path)
     crashed, erred = found.failures
-    assert crashed.startswith("scan_kernel: shapes 0: the process ended with exit code -11 (SIGSEGV)")
-    assert "launched last: scan_kernel, 1 programs, ROW=1024" in crashed and crashed.endswith("; interpreted: yes")
-    assert erred.startswith("seal_kernel: shapes 0: sealed messages: 1 of 328 values differ, the first at 0: 4, not 68")
+    assert crashed.startswith(
+        "scan_kernel: shapes 0: the process ended with exit code -11 (SIGSEGV)"
+    )
+    assert "launched last: scan_kernel, 1 programs, ROW=1024" in crashed and crashed.endswith(
+        "; interpreted: yes"
+    )
+    assert erred.startswith(
+        "seal_kernel: shapes 0: sealed messages: 1 of 328 values differ, the first at 0: 4, not 68"
+    )
     assert [row[1] for row in found.table] == ["0 of 1 shapes", "0 of 1 shapes", "1 of 1 shapes"]
     assert "Fatal Python error: Segmentation fault" in errors and "in scan\n" in errors  # the stack
 
@@ -207,10 +246,16 @@ def test_a_kernel_that_crashes_or_errs_is_named_with_its_constants(monkeypatch, 
 @pytest.mark.long  # no branch of its own
 def test_a_kernel_that_hangs_is_ended_and_named_with_its_stack(monkeypatch, tmp_path):
     # a second from the launch on
-    found, errors = first_of(("seal_sum_kernel",), "seal_sum_kernel=hang", monkeypatch, tmp_path, launch_s=1.0)
+    found, errors = first_of(
+        ("seal_sum_kernel",), "seal_sum_kernel=hang", monkeypatch, tmp_path, launch_s=1.0
+    )
     (hung,) = found.failures
-    assert hung.startswith("seal_sum_kernel: shapes 0: the process was ended after 1 s without an end of its own")
-    assert "launched last: seal_sum_kernel, 1 programs, EACH=3" in hung and "in seal_sum\n" in errors
+    assert hung.startswith(
+        "seal_sum_kernel: shapes 0: the process was ended after 1 s without an end of its own"
+    )
+    assert (
+        "launched last: seal_sum_kernel, 1 programs, EACH=3" in hung and "in seal_sum\n" in errors
+    )
 
 
 @pytest.mark.long  # its halves are the crash above and the part that breaks below
@@ -220,22 +265,37 @@ def test_a_fault_in_a_kernel_costs_no_other_part(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(check.PARTS, "twin", 0)  # which then has no time for a step
     monkeypatch.setattr(check, "GRACE_S", LIMIT_S)
     assert check.main(["twin", "first", "--device", "cpu", "--tiny", "--out", str(tmp_path)]) == 1
-    assert check.read_findings(tmp_path / "twin.json").done and check.read_findings(tmp_path / "first.json").done
+    assert (
+        check.read_findings(tmp_path / "twin.json").done
+        and check.read_findings(tmp_path / "first.json").done
+    )
     page = (tmp_path / "report.md").read_text()
-    assert "FAILED scan_kernel: shapes 0: the process ended" in page and "[first.scan_kernel.txt]" in page
-    assert page.index("(`first`)") < page.index("(`twin`)") and "FAILED scan_kernel" in capsys.readouterr().out
+    assert (
+        "FAILED scan_kernel: shapes 0: the process ended" in page
+        and "[first.scan_kernel.txt]" in page
+    )
+    assert (
+        page.index("(`first`)") < page.index("(`twin`)")
+        and "FAILED scan_kernel" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("kind, failures", [("cuda", ["is interpreted, on the CPU"]), ("cpu", [])])
-def test_a_kernel_that_a_gpu_would_interpret_is_no_compiled_one(kind, failures, monkeypatch, tmp_path):
+def test_a_kernel_that_a_gpu_would_interpret_is_no_compiled_one(
+    kind, failures, monkeypatch, tmp_path
+):
     process = tmp_path / "python"
-    process.write_text('#!/bin/sh\necho \'{"interpreted": true}\'\necho \'{"compared": 0, "seen": ""}\'\n')
+    process.write_text(
+        '#!/bin/sh\necho \'{"interpreted": true}\'\necho \'{"compared": 0, "seen": ""}\'\n'
+    )
     process.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(process))
     job = job_in(tmp_path)
     job.device = torch.device(kind)
     found = first.alone(job, "scan_kernel", (0,), tmp_path / "log.txt")
-    assert (found.interpreted, found.good) == ("yes", 1) and [line for line, _ in found.failures] == failures
+    assert (found.interpreted, found.good) == ("yes", 1) and [
+        line for line, _ in found.failures
+    ] == failures
 
 
 @pytest.mark.long_cases("weigh_kernel")
@@ -247,15 +307,19 @@ def test_every_kernel_is_compared_with_torch_and_a_wrong_bit_is_seen(kernel, mon
     monkeypatch.setenv("DETONATION_KERNELS", "triton")
     for number in range(len(one_kernel.SHAPES)):
         compared = one_kernel.CASES[kernel](CPU, number)
-        assert not one_kernel.difference(compared) and "differ" in one_kernel.difference(compared, wrong_bit=True)
+        assert not one_kernel.difference(compared) and "differ" in one_kernel.difference(
+            compared, wrong_bit=True
+        )
     assert set(one_kernel.CASES) == set(first.KERNELS)
 
 
 def test_every_kernel_of_the_package_is_started_first():
     sources = (children.ROOT / "src/detonation/kernels").rglob("*.py")
-    assert {name for file in sources for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.M)} == set(
-        first.KERNELS
-    )
+    assert {
+        name
+        for file in sources
+        for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.M)
+    } == set(first.KERNELS)
 
 
 @pytest.mark.long  # the function by itself is in the test of checksums below
@@ -280,7 +344,9 @@ def test_a_checksum_that_is_wrong_is_told(kind, at, monkeypatch):
     def inspected(*arguments):
         table = inspect(*arguments)
         table[0, seals.ADDED] += kind == "disagree"
-        table[-1, seals.ADDED] = table[-1, seals.STATED] if kind == "missed" else table[-1, seals.ADDED]
+        table[-1, seals.ADDED] = (
+            table[-1, seals.STATED] if kind == "missed" else table[-1, seals.ADDED]
+        )
         return table
 
     def sealed(header, messages, nbytes):
@@ -296,12 +362,17 @@ def test_a_checksum_that_is_wrong_is_told(kind, at, monkeypatch):
 def test_no_process_of_a_gpu_interprets_kernels(monkeypatch):
     """They would read addresses of the GPU on the host."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert environment("cuda")["TRITON_INTERPRET"] == "0" and environment("cpu")["TRITON_INTERPRET"] == "1"
+    assert (
+        environment("cuda")["TRITON_INTERPRET"] == "0"
+        and environment("cpu")["TRITON_INTERPRET"] == "1"
+    )
     assert "TRITON_INTERPRET=0" in documented("TEST_DEVICE=cuda")
     monkeypatch.delenv("TRITON_INTERPRET")
     given = {**environment("cpu"), "TEST_DEVICE": "cuda"}
     said = "import conftest, os; print(os.environ.get('TRITON_INTERPRET'))"
-    done = subprocess.run([sys.executable, "-c", said], env=given, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", said], env=given, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "None"
 
 
@@ -314,10 +385,16 @@ def documented(words):
 def test_without_a_gpu_it_says_so_in_one_line_and_does_not_end_well(capsys, tmp_path):
     assert check.main(["--out", str(tmp_path / "none")]) == 2
     said = capsys.readouterr().out
-    assert said.startswith("no GPU: torch") and said.count("\n") == 1 and not (tmp_path / "none").exists()
+    assert (
+        said.startswith("no GPU: torch")
+        and said.count("\n") == 1
+        and not (tmp_path / "none").exists()
+    )
     with pytest.raises(SystemExit):
         check.main(["fats", "--device", "cpu"])
-    assert "no part is called 'fats'; there are first, right, waiting, fast" in capsys.readouterr().err
+    assert (
+        "no part is called 'fats'; there are first, right, waiting, fast" in capsys.readouterr().err
+    )
 
 
 def test_a_part_that_breaks_costs_no_other_and_the_report_says_which(monkeypatch, capsys, tmp_path):
@@ -332,9 +409,15 @@ def test_a_part_that_breaks_costs_no_other_and_the_report_says_which(monkeypatch
     monkeypatch.setattr(check, "ran", ended)
     assert check.main(["memory", "twin", "--device", "cpu", "--tiny", "--out", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
-    assert "memory: the part ended with exit code -9 (SIGKILL), in 'a step'" in shown and "of twin" in shown
+    assert (
+        "memory: the part ended with exit code -9 (SIGKILL), in 'a step'" in shown
+        and "of twin" in shown
+    )
     assert shown.strip().endswith("report.html")
     markdown, page = ((tmp_path / f"report.{kind}").read_text() for kind in ("md", "html"))
     assert f"- torch: {torch.__version__}" in markdown and "| a \\| <b> | 1 |" in markdown
     assert "a | &lt;b&gt;" in page and "FAILED the part ended" in page
-    assert "[memory.output.txt](memory.output.txt)" in markdown and '<a href="memory.output.txt">' in page
+    assert (
+        "[memory.output.txt](memory.output.txt)" in markdown
+        and '<a href="memory.output.txt">' in page
+    )

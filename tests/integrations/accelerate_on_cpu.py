@@ -15,7 +15,10 @@ from accelerate.utils import DistributedType
 
 def pretend() -> None:
     """Makes Accelerate take ranks on CPUs with gloo for ranks with GPUs."""
-    PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
+    PartialState._prepare_backend = lambda self, *args, **kwargs: (
+        "gloo",
+        DistributedType.MULTI_GPU,
+    )
     PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
 
 

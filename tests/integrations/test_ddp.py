@@ -64,7 +64,9 @@ def by_replicate(axis, scheme, steps, node=None, often=None):
     model = (
         plain
         if node is None
-        else DistributedDataParallel(plain, process_group=node.get_group(), find_unused_parameters=True)
+        else DistributedDataParallel(
+            plain, process_group=node.get_group(), find_unused_parameters=True
+        )
     )
     optimizer = dt.replicate(sgd(plain), plain, axis, scheme, intra_node=node)
     for step in range(steps):
@@ -75,7 +77,9 @@ def by_replicate(axis, scheme, steps, node=None, often=None):
 
 
 def by_hook(scheme, steps, mesh=None, often=None, **settings):
-    model = DistributedDataParallel(net(), bucket_cap_mb=0.01, find_unused_parameters=not often, **settings)
+    model = DistributedDataParallel(
+        net(), bucket_cap_mb=0.01, find_unused_parameters=not often, **settings
+    )
     hook, optimizer = dt.comm_hook(model, scheme, mesh), sgd(model)
     for step in range(steps):
         model(data(dist.get_rank(), step), often or step % 2 == 0).backward()
@@ -102,9 +106,15 @@ def test_the_bits_of_replicate_under_every_scheme(names):
 
 
 def over_a_node(mesh):
-    theirs, sent = by_replicate(mesh["replicate"], dt.demo(topk=4, chunk=16), 4, mesh["shard"], often=True)
+    theirs, sent = by_replicate(
+        mesh["replicate"], dt.demo(topk=4, chunk=16), 4, mesh["shard"], often=True
+    )
     mine, bytes_sent = by_hook(dt.demo(topk=4, chunk=16), 4, mesh, often=True, static_graph=True)
-    return torch.equal(mine, theirs), bytes_sent == sent, mine  # DDP made other buckets after the first step
+    return (
+        torch.equal(mine, theirs),
+        bytes_sent == sent,
+        mine,
+    )  # DDP made other buckets after the first step
 
 
 def test_the_ranks_of_a_node_average_first_and_send_each_a_part():
@@ -117,7 +127,9 @@ def interrupted(mesh):
     """The weights of a run, of one that stops and goes on, and of one that goes on without the memory."""
 
     def started():
-        model = DistributedDataParallel(net(), gradient_as_bucket_view=True, find_unused_parameters=True)
+        model = DistributedDataParallel(
+            net(), gradient_as_bucket_view=True, find_unused_parameters=True
+        )
         return model, dt.comm_hook(model, dt.demo(topk=1, chunk=16)), sgd(model)
 
     def train(model, optimizer, steps):
@@ -141,7 +153,11 @@ def interrupted(mesh):
         if with_memory:
             hook.load_state_dict(saved[2])
         found.append(torch.equal(train(model, optimizer, range(3, 6)), whole))
-    return [*found, hook.step_count, worlds.caught(hook.load_state_dict, {"replica7-shard0": {}})[1]]
+    return [
+        *found,
+        hook.step_count,
+        worlds.caught(hook.load_state_dict, {"replica7-shard0": {}})[1],
+    ]
 
 
 def test_a_loaded_state_goes_on_exactly_and_no_sync_accumulates():
@@ -194,7 +210,9 @@ def unused(mesh):
     for as_views in (False, True):
         for to_none in (True, False):
             torch.manual_seed(0)
-            model = DistributedDataParallel(Skipping(), find_unused_parameters=True, gradient_as_bucket_view=as_views)
+            model = DistributedDataParallel(
+                Skipping(), find_unused_parameters=True, gradient_as_bucket_view=as_views
+            )
             dt.comm_hook(model, dt.demo(topk=1, chunk=16, decay=1.0))
             found[as_views, to_none] = []
             for step in range(3):
@@ -211,7 +229,11 @@ def decayed(mesh):
         plain = net()
         adam = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.5)
         model = DistributedDataParallel(plain, find_unused_parameters=True) if hooked else plain
-        kept = dt.comm_hook(model, dt.full()) if hooked else dt.replicate(adam, plain, mesh["replicate"], dt.full())
+        kept = (
+            dt.comm_hook(model, dt.full())
+            if hooked
+            else dt.replicate(adam, plain, mesh["replicate"], dt.full())
+        )
         for step in range(2):
             model(data(dist.get_rank(), step)).backward()
             (adam if hooked else kept).step()

@@ -88,10 +88,14 @@ def with_transformers(model, axis, after_step, folder):
             after_step(state.global_step)
 
     quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "use_cpu": True}
-    arguments = TrainingArguments(str(folder), max_steps=STEPS, per_device_train_batch_size=4, max_grad_norm=0, **quiet)
+    arguments = TrainingArguments(
+        str(folder), max_steps=STEPS, per_device_train_batch_size=4, max_grad_norm=0, **quiet
+    )
     data = [{"x": x, "labels": y} for x, y in zip(*examples(axis), strict=True)]
     optimizers = (optimizer_of(model, axis), None)
-    Trainer(model, arguments, train_dataset=data, optimizers=optimizers, callbacks=[After()]).train()
+    Trainer(
+        model, arguments, train_dataset=data, optimizers=optimizers, callbacks=[After()]
+    ).train()
 
 
 def with_accelerate(model, axis, after_step, folder):
@@ -137,24 +141,54 @@ def node(rank, ports, folder, store_port):
     """A rank of a replica of two, which Accelerate shards by FSDP2: a world of its own."""
     import accelerate_on_cpu
     import transformers.training_args
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
 
     from detonation.integrations.huggingface import Replicas, Replicate
 
     accelerate_on_cpu.pretend()
     transformers.training_args.is_torch_bf16_gpu_available = lambda: True
     number, shard = divmod(rank, 2)
-    os.environ |= {"RANK": str(shard), "LOCAL_RANK": str(shard), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {
+        "RANK": str(shard),
+        "LOCAL_RANK": str(shard),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[number])}
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, tie_word_embeddings=False, pad_token_id=None, **sizes))
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=32, tie_word_embeddings=False, pad_token_id=None, **sizes)
+    )
     wrapped = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
-    quiet = {"report_to": [], "disable_tqdm": True, "save_steps": 6, "fsdp": True, "fsdp_config": wrapped}
-    own = {"max_steps": STEPS, "per_device_train_batch_size": 4, "parallelism_config": Replicas(1, 2)}
+    quiet = {
+        "report_to": [],
+        "disable_tqdm": True,
+        "save_steps": 6,
+        "fsdp": True,
+        "fsdp_config": wrapped,
+    }
+    own = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 4,
+        "parallelism_config": Replicas(1, 2),
+    }
     arguments = TrainingArguments(str(folder / f"node{number}"), **own, **quiet)
     dist.barrier()  # the arguments have made the process group
-    store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=timedelta(seconds=LIMIT_S))
+    store = dist.TCPStore(
+        "127.0.0.1", store_port, is_master=False, timeout=timedelta(seconds=LIMIT_S)
+    )
     axis = dt.elastic(dt.init_mesh(1, 2, "cpu"), replica=number, replicas=2, store=store)
     signal.signal(signal.SIGTERM, lambda *_: axis.depart())
 
@@ -183,11 +217,21 @@ def lightning_node(rank, ports, folder, store_port):
     from detonation.integrations.lightning import ReplicaStrategy
 
     number, shard = divmod(rank, 2)
-    own = {"RANK": shard, "LOCAL_RANK": shard, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
-    os.environ |= {name: str(value) for name, value in own.items()} | {"TORCHELASTIC_RUN_ID": "test"}
+    own = {
+        "RANK": shard,
+        "LOCAL_RANK": shard,
+        "WORLD_SIZE": 2,
+        "LOCAL_WORLD_SIZE": 2,
+        "GROUP_RANK": 0,
+    }
+    os.environ |= {name: str(value) for name, value in own.items()} | {
+        "TORCHELASTIC_RUN_ID": "test"
+    }
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[number])}
     mesh = dt.init_mesh(1, 2, "cpu")
-    store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=timedelta(seconds=LIMIT_S))
+    store = dist.TCPStore(
+        "127.0.0.1", store_port, is_master=False, timeout=timedelta(seconds=LIMIT_S)
+    )
     axis = dt.elastic(mesh, replica=number, replicas=3, store=store)
 
     class Module(lightning.LightningModule):
@@ -208,7 +252,9 @@ def lightning_node(rank, ports, folder, store_port):
 
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     saving = ModelCheckpoint(folder / f"node{number}", every_n_train_steps=6)
-    data = TensorDataset(*(torch.randn(6 * 4 * STEPS, n, generator=torch.Generator().manual_seed(n)) for n in (8, 1)))
+    data = TensorDataset(
+        *(torch.randn(6 * 4 * STEPS, n, generator=torch.Generator().manual_seed(n)) for n in (8, 1))
+    )
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=2,
@@ -234,13 +280,20 @@ def test_a_sharded_replica_of_lightning_leaves_and_the_others_train_on_bitwise_e
     ports = [free_port() for _ in range(3)]
     ends = forked([partial(lightning_node, rank, ports, tmp_path) for rank in range(6)], tmp_path)
     assert ends[2:4] == ["left", "left"], ends
-    assert ends[:2] == ends[4:] and all(end.startswith(f"trained {STEPS} 2 ") for end in ends[:2]), ends
-    seen = [number for rank in range(6) for number in (tmp_path / f"{rank}.seen").read_text().split()]
-    assert len({*seen}) == len(seen) == 6 * 4 * LEAVES_AT  # each rank of each replica has examples of its own
+    assert ends[:2] == ends[4:] and all(
+        end.startswith(f"trained {STEPS} 2 ") for end in ends[:2]
+    ), ends
+    seen = [
+        number for rank in range(6) for number in (tmp_path / f"{rank}.seen").read_text().split()
+    ]
+    assert (
+        len({*seen}) == len(seen) == 6 * 4 * LEAVES_AT
+    )  # each rank of each replica has examples of its own
     for number in (0, 2):
         saved = sorted(path.name for path in (tmp_path / f"node{number}").iterdir())
         assert (
-            saved == [f"epoch=0-step={STEPS}.ckpt"] and (tmp_path / f"node{number}" / saved[0] / "detonation").is_dir()
+            saved == [f"epoch=0-step={STEPS}.ckpt"]
+            and (tmp_path / f"node{number}" / saved[0] / "detonation").is_dir()
         )
 
 
@@ -294,6 +347,8 @@ def replica(number, train, folder, port):
 )
 def test_a_replica_leaves_the_loop_of_a_library_and_the_others_train_on(library, train, tmp_path):
     pytest.importorskip(library)  # here, so that the replicas find it imported
-    ends = forked([partial(replica, number, train, tmp_path) for number in range(REPLICAS)], tmp_path)
+    ends = forked(
+        [partial(replica, number, train, tmp_path) for number in range(REPLICAS)], tmp_path
+    )
     assert ends[1] == "left" and ends[0] == ends[2], ends
     assert ends[0].startswith(f"trained {STEPS} 2 "), ends

@@ -38,7 +38,13 @@ from transformers.trainer_utils import HPSearchBackend
 
 import detonation as dt
 import worlds
-from detonation.integrations.huggingface import Replicas, Replicate, check_setup, prepare, replicated
+from detonation.integrations.huggingface import (
+    Replicas,
+    Replicate,
+    check_setup,
+    prepare,
+    replicated,
+)
 
 pytestmark = [pytest.mark.usefixtures("own_worlds"), pytest.mark.filterwarnings("default")]
 
@@ -84,13 +90,31 @@ def begin():
 
 def llama():
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=32, tie_word_embeddings=False, pad_token_id=None, **sizes))
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=32, tie_word_embeddings=False, pad_token_id=None, **sizes)
+    )
 
 
 def arguments(folder, kind=TrainingArguments, wrap=(), **changed):
-    own = {"max_steps": 5, "logging_steps": 1, "save_steps": 4, "per_device_train_batch_size": 4, "fsdp": True}
-    own |= {"learning_rate": 3e-3, "report_to": "none", "disable_tqdm": True, "parallelism_config": Replicas(2, 2)}
+    own = {
+        "max_steps": 5,
+        "logging_steps": 1,
+        "save_steps": 4,
+        "per_device_train_batch_size": 4,
+        "fsdp": True,
+    }
+    own |= {
+        "learning_rate": 3e-3,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "parallelism_config": Replicas(2, 2),
+    }
     wrapped = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]} | dict(wrap)
     return kind(str(folder), **(own | {"fsdp_config": wrapped} | changed))
 
@@ -112,14 +136,22 @@ def weights(model):
 def everything(optimizer, model):
     """All that must be the same after a resumed run: weights, states of the base optimizer, state of the replica."""
     inside = replicated(optimizer)
-    states = [inside.base.state[p][key] for p in model.parameters() for key in sorted(inside.base.state.get(p, {}))]
+    states = [
+        inside.base.state[p][key]
+        for p in model.parameters()
+        for key in sorted(inside.base.state.get(p, {}))
+    ]
     tensors = [weights(model), *states, *inside.local_state().values()]
-    return [getattr(tensor, "_local_tensor", tensor).detach().clone() for tensor in tensors], inside.step_count
+    return [
+        getattr(tensor, "_local_tensor", tensor).detach().clone() for tensor in tensors
+    ], inside.step_count
 
 
 def same(one, other):
     (tensors, steps), (others, other_steps) = one, other
-    return steps == other_steps and all(torch.equal(a, b) for a, b in zip(tensors, others, strict=True))
+    return steps == other_steps and all(
+        torch.equal(a, b) for a, b in zip(tensors, others, strict=True)
+    )
 
 
 def of_all_ranks(value):
@@ -134,10 +166,23 @@ def logged(trainer):
 
 
 def against_hybrid(mesh, folder):
-    changed = {"save_strategy": "no", "max_grad_norm": 0.2, "gradient_accumulation_steps": 2, "max_steps": 3}
-    hybrid = trained(folder, [], parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2), **changed)
+    changed = {
+        "save_strategy": "no",
+        "max_grad_norm": 0.2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 3,
+    }
+    hybrid = trained(
+        folder,
+        [],
+        parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2),
+        **changed,
+    )
     ours = trained(folder, [Replicate(dt.full())], **changed)
-    without = {step: {k: v for k, v in entry.items() if k != "bytes_sent"} for step, entry in logged(ours).items()}
+    without = {
+        step: {k: v for k, v in entry.items() if k != "bytes_sent"}
+        for step, entry in logged(ours).items()
+    }
     return torch.equal(weights(hybrid.model), weights(ours.model)), logged(hybrid), without
 
 
@@ -194,7 +239,11 @@ def signs(mesh, folder):
     trainer = Trainer(llama(), arguments(folder, save_strategy="no"), callbacks=[exchange], **how)
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.train()
-    return type(exchange.optimizer.base).__name__, exchange.optimizer.param_groups[0]["lr"], logged(trainer)
+    return (
+        type(exchange.optimizer.base).__name__,
+        exchange.optimizer.param_groups[0]["lr"],
+        logged(trainer),
+    )
 
 
 def test_a_trainer_takes_the_sign_step_of_demo(tmp_path):
@@ -205,8 +254,18 @@ def test_a_trainer_takes_the_sign_step_of_demo(tmp_path):
 
 def best_model(mesh, folder):
     """The loss falls, and the greater one counts as better, so the first of two checkpoints is the best."""
-    changed = {"max_steps": 4, "save_steps": 2, "eval_steps": 2, "eval_strategy": "steps", "greater_is_better": True}
-    changed |= {"metric_for_best_model": "eval_loss", "load_best_model_at_end": True, "learning_rate": 1e-2}
+    changed = {
+        "max_steps": 4,
+        "save_steps": 2,
+        "eval_steps": 2,
+        "eval_strategy": "steps",
+        "greater_is_better": True,
+    }
+    changed |= {
+        "metric_for_best_model": "eval_loss",
+        "load_best_model_at_end": True,
+        "learning_rate": 1e-2,
+    }
     trainer = trained(folder, [Replicate(dt.diloco(every=3))], **changed)
     return trainer.state.best_model_checkpoint, trainer.accelerator.get_state_dict(trainer.model)
 
@@ -216,14 +275,20 @@ def test_the_best_model_stays_as_it_was_saved(tmp_path):
     """The last round is open, and must end before the best model is loaded."""
     (best, model), *_ = worlds.run(best_model, 2, 2, tmp_path)
     file = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
-    assert best.endswith("checkpoint-2") and all(torch.equal(file[name], tensor) for name, tensor in model.items())
+    assert best.endswith("checkpoint-2") and all(
+        torch.equal(file[name], tensor) for name, tensor in model.items()
+    )
 
 
 def searched(mesh, folder):
     """As a trial of `hyperparameter_search` trains."""
     begin()
     trainer = Trainer(
-        None, arguments(folder), train_dataset=Sequences(), model_init=llama, callbacks=[Replicate("demo")]
+        None,
+        arguments(folder),
+        train_dataset=Sequences(),
+        model_init=llama,
+        callbacks=[Replicate("demo")],
     )
     transformers.integrations.hp_params = lambda trial: {}  # optuna itself may not be installed
     trainer.hp_search_backend, trainer.hp_space = HPSearchBackend.OPTUNA, lambda trial: {}
@@ -276,12 +341,20 @@ def test_where_a_callback_stops_training_the_last_checkpoint_is_the_agreed_model
 
 def adapter_resumes(mesh, folder):
     def adapter():
-        return peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+        return peft.get_peft_model(
+            llama(), peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        )
 
     whole = trained(folder, [Replicate(dt.demo())], adapter())
-    resumed = trained(folder, [Replicate(dt.demo())], adapter(), resume=str(Path(folder, "checkpoint-4")))
+    resumed = trained(
+        folder, [Replicate(dt.demo())], adapter(), resume=str(Path(folder, "checkpoint-4"))
+    )
     numel = sum(p.numel() for p in whole.model.parameters() if p.requires_grad)
-    return same(*(everything(each.optimizer, each.model) for each in (whole, resumed))), logged(whole)[5], numel
+    return (
+        same(*(everything(each.optimizer, each.model) for each in (whole, resumed))),
+        logged(whole)[5],
+        numel,
+    )
 
 
 def test_an_adapter_alone_is_exchanged_and_saved_and_resumes_bit_for_bit(tmp_path):
@@ -302,10 +375,16 @@ def sft(mesh, folder):
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(32)}, unk_token="t0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t1")
     data = Dataset.from_dict({"input_ids": Sequences().tokens.tolist()})
-    setting = arguments(folder, SFTConfig, save_strategy="no", max_steps=2, bf16=False, gradient_checkpointing=False)
+    setting = arguments(
+        folder, SFTConfig, save_strategy="no", max_steps=2, bf16=False, gradient_checkpointing=False
+    )
     with contextlib.redirect_stdout(io.StringIO()):
         trainer = SFTTrainer(
-            llama(), setting, train_dataset=data, processing_class=tokenizer, callbacks=[Replicate("demo")]
+            llama(),
+            setting,
+            train_dataset=data,
+            processing_class=tokenizer,
+            callbacks=[Replicate("demo")],
         )
         trainer.train()
     shards = of_all_ranks(weights(trainer.model))
@@ -329,7 +408,9 @@ def accelerated(scheme, size=(2, 2), clip=None, **settings):
     loader = torch.utils.data.DataLoader(torch.randn(96, 16), batch_size=2)
     base = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(base, T_max=40)
-    return accelerator, *prepare(accelerator, model, base, loader, schedule, scheme=scheme, clip=clip)
+    return accelerator, *prepare(
+        accelerator, model, base, loader, schedule, scheme=scheme, clip=clip
+    )
 
 
 def advance(accelerator, model, optimizer, loader, schedule, batches, clip=None):
@@ -352,10 +433,16 @@ def accelerate_resumes(mesh, folder, scheme, settings):
     replicated(whole[2]).synchronize()
     shards = of_all_ranks(weights(whole[1]))
     equal = [rate < 1e-2, torch.equal(shards[0], shards[2])]
-    for resumed in (whole, accelerated(scheme, **settings)):  # from a later state, and in a new process
+    for resumed in (
+        whole,
+        accelerated(scheme, **settings),
+    ):  # from a later state, and in a new process
         resumed[0].load_state(folder)
         advance(*resumed, slice(8, 12), settings.get("clip"))
-        equal += [same(everything(resumed[2], resumed[1]), expected), resumed[2].param_groups[0]["lr"] == rate]
+        equal += [
+            same(everything(resumed[2], resumed[1]), expected),
+            resumed[2].param_groups[0]["lr"] == rate,
+        ]
     return equal, expected[1]
 
 
@@ -363,7 +450,11 @@ def accelerate_resumes(mesh, folder, scheme, settings):
     ("scheme", "settings", "steps"),
     [
         pytest.param(
-            *(dt.demo(), {"gradient_accumulation_steps": 2, "mixed_precision": "bf16", "clip": 0.01}, 6),
+            *(
+                dt.demo(),
+                {"gradient_accumulation_steps": 2, "mixed_precision": "bf16", "clip": 0.01},
+                6,
+            ),
             marks=pytest.mark.long,
         ),
         (dt.diloco(every=3), {"wrap": SHARDED}, 12),
@@ -383,7 +474,14 @@ def two_models(mesh, folder):
         for seed in (1, 2):
             torch.manual_seed(seed)
             model = torch.nn.Linear(16, 16)
-            pairs.append(prepare(accelerator, model, torch.optim.AdamW(model.parameters(), lr=1e-2), scheme="loco"))
+            pairs.append(
+                prepare(
+                    accelerator,
+                    model,
+                    torch.optim.AdamW(model.parameters(), lr=1e-2),
+                    scheme="loco",
+                )
+            )
         return pairs
 
     def train(accelerator, pairs):
@@ -409,7 +507,9 @@ def two_models(mesh, folder):
             pairs = made(accelerator)
         accelerator.load_state(str(own))
         found += [same(*each) for each in zip(train(accelerator, pairs), expected, strict=True)]
-        found.append(sorted(path.name for path in own.glob("detonation*")) == ["detonation", "detonation_1"])
+        found.append(
+            sorted(path.name for path in own.glob("detonation*")) == ["detonation", "detonation_1"]
+        )
     return found
 
 
@@ -421,7 +521,10 @@ def clips_of_two_models(mesh):
     for model, clip in zip(models, (1.0, 0.5), strict=True):
         prepare(accelerator, model, torch.optim.AdamW(model.parameters()), scheme="loco", clip=clip)
     accelerator.backward(models[0](torch.ones(1, 16)).square().mean())
-    return [worlds.caught(accelerator.clip_grad_norm_, models[0].parameters(), clip)[0] for clip in (1.0, 0.5)]
+    return [
+        worlds.caught(accelerator.clip_grad_norm_, models[0].parameters(), clip)[0]
+        for clip in (1.0, 0.5)
+    ]
 
 
 @pytest.mark.long
@@ -455,7 +558,9 @@ def odd_uses(mesh, folder):
     whole = [p.detach().full_tensor() for p in model.parameters()]
     accelerator, model, optimizer, *_ = accelerated(dt.demo(), (4, 1))
     accelerator.load_state(folder)
-    elastic = [torch.equal(p.full_tensor(), was) for p, was in zip(model.parameters(), whole, strict=True)]
+    elastic = [
+        torch.equal(p.full_tensor(), was) for p, was in zip(model.parameters(), whole, strict=True)
+    ]
     elastic.append(replicated(optimizer).step_count == 3)
     if dist.get_rank() == 0:
         Path(folder, "detonation").rename(Path(folder, "lost"))
@@ -470,9 +575,15 @@ def test_odd_uses_are_right_or_refused(tmp_path):
         assert refused[0] == "ValueError" and "pass clip=1.0 to prepare" in refused[1]
         assert before == 0 < after  # the gradients were zeroed; the step's were clipped
         assert other[0] == "TypeError" and "pass the optimizer that prepare returned" in other[1]
-        assert (one.replicas, one.shards, apart) == (4, 1, True) and (whole.replicas, whole.shards) == (1, 4)
+        assert (one.replicas, one.shards, apart) == (4, 1, True) and (
+            whole.replicas,
+            whole.shards,
+        ) == (1, 4)
         assert all(elastic)
-        assert lost[0] == "ValueError" and "has no directory detonation, the state of the replicas" in lost[1]
+        assert (
+            lost[0] == "ValueError"
+            and "has no directory detonation, the state of the replicas" in lost[1]
+        )
 
 
 def on_own_disks(mesh, scratch):
@@ -489,8 +600,14 @@ def on_own_disks(mesh, scratch):
             if file.name not in before:
                 shutil.copy(file, scratch / checkpoint)
     dist.barrier()
-    resumed = trained(scratch / "out", [Replicate(dt.diloco(every=3))], resume=str(scratch / checkpoint))
-    return same(*(everything(each.optimizer, each.model) for each in (whole, resumed))), before, lines
+    resumed = trained(
+        scratch / "out", [Replicate(dt.diloco(every=3))], resume=str(scratch / checkpoint)
+    )
+    return (
+        same(*(everything(each.optimizer, each.model) for each in (whole, resumed))),
+        before,
+        lines,
+    )
 
 
 def test_without_a_shared_file_system_a_line_says_what_to_copy_and_resuming_is_exact(tmp_path):
@@ -499,7 +616,10 @@ def test_without_a_shared_file_system_a_line_says_what_to_copy_and_resuming_is_e
         assert equal
     (_, first, said), _, (_, second, _), _ = outcome
     assert "trainer_state.json" in first and "trainer_state.json" not in second
-    assert any("(ranks 0-1; ranks 2-3)" in line and "copy to each node what it lacks" in line for line in said)
+    assert any(
+        "(ranks 0-1; ranks 2-3)" in line and "copy to each node what it lacks" in line
+        for line in said
+    )
 
 
 def rotating_on_own_disks(mesh, scratch):
@@ -515,10 +635,15 @@ def rotating_on_own_disks(mesh, scratch):
 
 
 @pytest.mark.long
-def test_without_a_shared_file_system_old_checkpoints_and_nothing_else_are_removed_on_every_node(tmp_path):
+def test_without_a_shared_file_system_old_checkpoints_and_nothing_else_are_removed_on_every_node(
+    tmp_path,
+):
     outcome = worlds.run_alone(rotating_on_own_disks, 2, 2, own_disks.make(tmp_path))
     assert outcome[:2] == [["checkpoint-5"]] * 2
-    assert outcome[2:] == [["checkpoint-5", "checkpoint-900", "checkpoint-best", "my-checkpoint-2"]] * 2
+    assert (
+        outcome[2:]
+        == [["checkpoint-5", "checkpoint-900", "checkpoint-best", "my-checkpoint-2"]] * 2
+    )
 
 
 class State:
@@ -536,7 +661,10 @@ SET_UPS = {
     "parallelism_config is missing": {"parallelism_config": None},
     "this is one rank alone": {"distributed_type": DistributedType.NO},
     "FSDP1 hides its shards": {"fsdp_plugin": type("Plugin", (), {"fsdp_version": 1})},
-    "without FSDP2, DistributedDataParallel": {"fsdp_plugin": None, "distributed_type": DistributedType.MULTI_GPU},
+    "without FSDP2, DistributedDataParallel": {
+        "fsdp_plugin": None,
+        "distributed_type": DistributedType.MULTI_GPU,
+    },
     "(hybrid sharding)": {"parallelism_config": ParallelismConfig(2, 2)},
     "DEEPSPEED shards and steps": {"distributed_type": DistributedType.DEEPSPEED},
     "MEGATRON_LM shards and steps": {"distributed_type": DistributedType.MEGATRON_LM},
@@ -563,7 +691,12 @@ def refusals(mesh, folder):
 
     def trainer(**changed):
         begin()
-        Trainer(llama(), arguments(folder, **changed), train_dataset=Sequences(), callbacks=[Replicate("demo")])
+        Trainer(
+            llama(),
+            arguments(folder, **changed),
+            train_dataset=Sequences(),
+            callbacks=[Replicate("demo")],
+        )
 
     def loop():
         begin()
@@ -579,7 +712,12 @@ def refusals(mesh, folder):
 
 
 def test_the_libraries_meet_the_checks(tmp_path):
-    expected = ["(hybrid sharding)", "parallelism_config is missing", "without FSDP2", "parallelism_config is missing"]
+    expected = [
+        "(hybrid sharding)",
+        "parallelism_config is missing",
+        "without FSDP2",
+        "parallelism_config is missing",
+    ]
     for found in worlds.run(refusals, 2, 2, tmp_path):
         for (kind, said), text in zip(found, expected, strict=True):
             assert (kind, text in said) == ("ValueError", True), (kind, said)
@@ -595,7 +733,8 @@ def example(mesh, name, folder):
 
 @pytest.mark.long  # no branch of its own
 @pytest.mark.parametrize(
-    "name", ["huggingface_accelerate.py", pytest.param("huggingface_trainer.py", marks=pytest.mark.long)]
+    "name",
+    ["huggingface_accelerate.py", pytest.param("huggingface_trainer.py", marks=pytest.mark.long)],
 )
 def test_an_example_learns_and_its_replicas_end_equal(tmp_path, name):
     assert len((EXAMPLES / name).read_text().splitlines()) <= 60

@@ -38,11 +38,22 @@ def ran(tmp_path):
             (tmp_path / "calls" / name).unlink(missing_ok=True)
         (tmp_path / "calls").mkdir(exist_ok=True)
         path = f"{tmp_path}:{os.environ['PATH']}"
-        own = {"PATH": path, "CALLS": str(tmp_path / "calls"), **{key: str(value) for key, value in env.items()}}
+        own = {
+            "PATH": path,
+            "CALLS": str(tmp_path / "calls"),
+            **{key: str(value) for key, value in env.items()},
+        }
         done = subprocess.run(
-            ["bash", *command], cwd=tmp_path, env=own, capture_output=True, text=True, timeout=LIMIT_S
+            ["bash", *command],
+            cwd=tmp_path,
+            env=own,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
         )
-        return done, {call.name: call.read_text().splitlines() for call in (tmp_path / "calls").iterdir()}
+        return done, {
+            call.name: call.read_text().splitlines() for call in (tmp_path / "calls").iterdir()
+        }
 
     return run
 
@@ -76,15 +87,29 @@ def test_a_script_is_sound(script):
 
 
 def test_torchrun_elastic_takes_one_node_or_two(ran):
-    done, calls = ran(LAUNCH / "torchrun-elastic.sh", "quick-lm", "--out", "runs/x", "--steps", "9", HEAD="node0")
+    done, calls = ran(
+        LAUNCH / "torchrun-elastic.sh", "quick-lm", "--out", "runs/x", "--steps", "9", HEAD="node0"
+    )
     assert done.returncode == 0, done.stderr
     launcher, words = under_torchrun(calls["torchrun"])
-    assert (launcher.nnodes, launcher.rdzv_endpoint, launcher.module) == ("1:2", "node0:29500", True)
+    assert (launcher.nnodes, launcher.rdzv_endpoint, launcher.module) == (
+        "1:2",
+        "node0:29500",
+        True,
+    )
     for nodes in (1, 2):
         verb = checked(words[1:], nodes)
-        assert words[0] == "detonation" and verb.resume and verb.steps == 9 and launcher.max_restarts > 0
+        assert (
+            words[0] == "detonation"
+            and verb.resume
+            and verb.steps == 9
+            and launcher.max_restarts > 0
+        )
     _, calls = ran(LAUNCH / "torchrun-elastic.sh", "quick-lm", HEAD="node0", ADDRESS="10.0.0.2")
-    assert launcher.local_addr is None and under_torchrun(calls["torchrun"])[0].local_addr == "10.0.0.2"
+    assert (
+        launcher.local_addr is None
+        and under_torchrun(calls["torchrun"])[0].local_addr == "10.0.0.2"
+    )
     assert ran(LAUNCH / "torchrun-elastic.sh", "quick-lm")[0].returncode != 0
     assert ran(LAUNCH / "torchrun-elastic.sh", HEAD="node0")[0].returncode == 2
 
@@ -99,7 +124,9 @@ def test_torchrun_elastic_takes_one_node_or_two(ran):
         (1, False, 20, 1, False),  # once more would help no more
     ],
 )
-def test_slurm_queues_again_what_is_not_done(ran, tmp_path, code, finished, restarts, outcome, again):
+def test_slurm_queues_again_what_is_not_done(
+    ran, tmp_path, code, finished, restarts, outcome, again
+):
     if finished:
         (tmp_path / "runs").mkdir()
         (tmp_path / "runs" / "summary.json").touch()
@@ -118,8 +145,14 @@ def test_slurm_asks_for_a_replica_on_each_node():
         for line in (LAUNCH / "slurm.sbatch").read_text().splitlines()
         if line.startswith("#SBATCH")
     )
-    assert (options["nodes"], options["ntasks-per-node"], options["gpus-per-node"]) == ("4", "8", "8")
-    assert options["signal"].startswith("USR1@") and "requeue" in options  # the batch step itself takes no signal
+    assert (options["nodes"], options["ntasks-per-node"], options["gpus-per-node"]) == (
+        "4",
+        "8",
+        "8",
+    )
+    assert (
+        options["signal"].startswith("USR1@") and "requeue" in options
+    )  # the batch step itself takes no signal
 
 
 def test_the_parts_of_the_kubernetes_manifest_fit_together():
@@ -129,7 +162,9 @@ def test_the_parts_of_the_kubernetes_manifest_fit_together():
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
     launcher, words = under_torchrun([*container["command"][1:], *container["args"]])
-    assert service["spec"]["selector"] == {"job-name": name} and service["spec"]["clusterIP"] == "None"
+    assert (
+        service["spec"]["selector"] == {"job-name": name} and service["spec"]["clusterIP"] == "None"
+    )
     assert pod["subdomain"] == service["metadata"]["name"]
     assert launcher.rdzv_endpoint == f"{name}-0.{pod['subdomain']}:29500"
     assert int(launcher.nnodes) == spec["completions"] == spec["parallelism"]
@@ -137,22 +172,36 @@ def test_the_parts_of_the_kubernetes_manifest_fit_together():
     verb = checked(words[1:], int(launcher.nnodes))
     assert verb.resume and launcher.max_restarts > 0
     assert str(verb.out.parent) in {mount["mountPath"] for mount in container["volumeMounts"]}
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
 
 
 def test_the_kubernetes_manifest_keeps_to_its_schema():
     validate = beside_python("kubernetes-validate")
     if not validate:
         pytest.skip("kubernetes-validate is not installed")
-    done = subprocess.run([validate, "--strict", LAUNCH / "kubernetes.yaml"], capture_output=True, text=True)
+    done = subprocess.run(
+        [validate, "--strict", LAUNCH / "kubernetes.yaml"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_task_of_skypilot_starts_every_node(ran):
     yaml = pytest.importorskip("yaml")
     task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
-    sky = {"NUM_NODES": task["num_nodes"], "NODE_RANK": 1, "NUM_GPUS_PER_NODE": 8, "NODE_IPS": "10.0.0.1\n10.0.0.2"}
-    done, calls = ran("-euc", task["run"], **task["envs"], **{f"SKYPILOT_{key}": text for key, text in sky.items()})
+    sky = {
+        "NUM_NODES": task["num_nodes"],
+        "NODE_RANK": 1,
+        "NUM_GPUS_PER_NODE": 8,
+        "NODE_IPS": "10.0.0.1\n10.0.0.2",
+    }
+    done, calls = ran(
+        "-euc",
+        task["run"],
+        **task["envs"],
+        **{f"SKYPILOT_{key}": text for key, text in sky.items()},
+    )
     assert done.returncode == 0, done.stderr
     launcher, words = under_torchrun(calls["torchrun"])
     assert (launcher.nnodes, launcher.node_rank, launcher.master_addr) == ("4", 1, "10.0.0.1")
@@ -177,4 +226,6 @@ def test_torchtitans_script_starts_torchtitan_with_replicas(ran):
     from torchtitan.config import ConfigManager
 
     config = ConfigManager().parse_args(words[1:])
-    assert config.optimizer.scheme == "loco" and config.parallelism.data_parallel_replicate_degree == 4
+    assert (
+        config.optimizer.scheme == "loco" and config.parallelism.data_parallel_replicate_degree == 4
+    )

@@ -62,21 +62,44 @@ class Module(lightning.LightningModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
+        return [optimizer], [
+            {
+                "scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+                "interval": "step",
+            }
+        ]
 
 
 def loader(ranks=4):
-    made = (torch.randn(8 * BATCHES * ranks, n, generator=torch.Generator().manual_seed(n)) for n in (16, 4))
+    made = (
+        torch.randn(8 * BATCHES * ranks, n, generator=torch.Generator().manual_seed(n))
+        for n in (16, 4)
+    )
     return DataLoader(TensorDataset(*made), batch_size=8)
 
 
 def trainer(scheme, steps, folder=None, replicas=2, shards=2, strategy=None, keep=-1, **options):
     warnings.simplefilter("ignore")  # Lightning's own, about workers and loggers
     rank = torch.distributed.get_rank()
-    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "GROUP_RANK": 0}
-    os.environ |= {name: str(value) for name, value in world.items()} | {"TORCHELASTIC_RUN_ID": "test"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # where nobody listens: the group is there
-    saving = [] if folder is None else [ModelCheckpoint(folder, save_top_k=keep, every_n_train_steps=BATCHES)]
+    world = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": 4,
+        "LOCAL_WORLD_SIZE": 4,
+        "GROUP_RANK": 0,
+    }
+    os.environ |= {name: str(value) for name, value in world.items()} | {
+        "TORCHELASTIC_RUN_ID": "test"
+    }
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }  # where nobody listens: the group is there
+    saving = (
+        []
+        if folder is None
+        else [ModelCheckpoint(folder, save_top_k=keep, every_n_train_steps=BATCHES)]
+    )
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     quiet |= {"enable_checkpointing": bool(saving), "callbacks": saving, "num_sanity_val_steps": 0}
     strategy = strategy or ReplicaStrategy(scheme, replicas, shards)
@@ -90,7 +113,17 @@ def trainer(scheme, steps, folder=None, replicas=2, shards=2, strategy=None, kee
     return lightning.Trainer(strategy=strategy, max_steps=steps, **{**defaults, **quiet, **options})
 
 
-def fit(scheme, steps, folder=None, path=None, module=None, replicas=2, shards=2, validate=False, **options):
+def fit(
+    scheme,
+    steps,
+    folder=None,
+    path=None,
+    module=None,
+    replicas=2,
+    shards=2,
+    validate=False,
+    **options,
+):
     lightning.seed_everything(0, verbose=False)
     module, made = module or Module(), trainer(scheme, steps, folder, replicas, shards, **options)
     made.fit(module, loader(), loader() if validate else None, ckpt_path=path)
@@ -99,7 +132,9 @@ def fit(scheme, steps, folder=None, path=None, module=None, replicas=2, shards=2
 
 def weights(module):
     """This rank's shard of all weights, and the whole of them."""
-    local = torch.cat([p.detach().to_local().reshape(-1) for p in module.parameters() if isinstance(p, DTensor)])
+    local = torch.cat(
+        [p.detach().to_local().reshape(-1) for p in module.parameters() if isinstance(p, DTensor)]
+    )
     whole = torch.cat([p.detach().full_tensor().reshape(-1) for p in module.parameters()])
     return local, whole
 
@@ -111,7 +146,9 @@ def resumed(mesh, folder, schemes):
         (path,) = Path(folder, name).glob(f"*step={BATCHES}.ckpt")
         after, again = fit(scheme, 2 * BATCHES, path=str(path))
         local, agreed = weights(module)
-        whole.validate(module, loader(), ckpt_path=str(path), verbose=False)  # looks back, and forgets nothing
+        whole.validate(
+            module, loader(), ckpt_path=str(path), verbose=False
+        )  # looks back, and forgets nothing
         found[name] = {
             "saved": module.saved[0],
             "evaluated": weights(module)[0],
@@ -140,7 +177,9 @@ def test_resume_is_bitwise_and_each_rank_sees_its_own_batches(tmp_path):
             assert whole == again and len(again) == BATCHES - 1 and again[-1] > 0
         assert all(each["steps"] == [2 * BATCHES, 2 * BATCHES] for each in found)
         assert len({rate for each in found for rate in each["rates"]}) == 1
-        assert all(torch.equal(each["whole"], found[0]["whole"]) for each in found)  # synchronized at the end
+        assert all(
+            torch.equal(each["whole"], found[0]["whole"]) for each in found
+        )  # synchronized at the end
         assert len({batch for each in found for batch in each["seen"]}) == 4 * BATCHES
         for rank, each in enumerate(found):  # of replica 0 alone, in the middle of a round too
             assert torch.equal(each["evaluated"], found[rank % 2]["saved"])
@@ -153,13 +192,19 @@ def on_own_disks(mesh, scratch):
     _, module = fit(dt.diloco(every=3), 2 * BATCHES, str(scratch / "saved"))
     (path,) = (scratch / "saved").glob(f"*step={BATCHES}.ckpt")
     _, again = fit(dt.diloco(every=3), 2 * BATCHES, path=str(path))
-    return torch.equal(weights(module)[0], weights(again)[0]), sorted(file.name for file in path.rglob("*.safetensors"))
+    return torch.equal(weights(module)[0], weights(again)[0]), sorted(
+        file.name for file in path.rglob("*.safetensors")
+    )
 
 
 @pytest.mark.long  # no branch of its own
 def test_without_a_shared_file_system_each_node_keeps_its_own_part_and_resumes_exactly(tmp_path):
-    for rank, (same, files) in enumerate(worlds.run_alone(on_own_disks, 2, 2, own_disks.make(tmp_path))):
-        assert same and files == [f"replica{rank // 2}-shard{shard}.safetensors" for shard in range(2)]
+    for rank, (same, files) in enumerate(
+        worlds.run_alone(on_own_disks, 2, 2, own_disks.make(tmp_path))
+    ):
+        assert same and files == [
+            f"replica{rank // 2}-shard{shard}.safetensors" for shard in range(2)
+        ]
 
 
 def rotating_on_own_disks(mesh, scratch):
@@ -182,7 +227,10 @@ class Sharded(Module):
 
     def configure_model(self):
         fully_shard(
-            self, mesh=self.device_mesh["shard" if "shard" in self.device_mesh.mesh_dim_names else "data_parallel"]
+            self,
+            mesh=self.device_mesh[
+                "shard" if "shard" in self.device_mesh.mesh_dim_names else "data_parallel"
+            ],
         )
 
     def on_train_batch_end(self, *arguments):
@@ -208,7 +256,9 @@ def test_a_checkpoint_of_another_strategy_loads_with_a_warning(tmp_path):
     schemes = {"demo": dt.demo(), "diloco": dt.diloco(every=3)}
     ranks = worlds.run(from_another_strategy, 2, 2, str(tmp_path), schemes)
     for name in schemes:
-        assert all(rank[name][0] == BATCHES for rank in ranks)  # those of the other strategy do not count
+        assert all(
+            rank[name][0] == BATCHES for rank in ranks
+        )  # those of the other strategy do not count
         assert all(torch.equal(rank[name][1], ranks[0][name][1]) for rank in ranks)
         assert any('no part "replication"' in line for line in ranks[0][name][2])
 
@@ -249,22 +299,37 @@ def compared(mesh):
     theirs, norm, sent = by_hand(mesh, scheme, 2, clip)
     options = {"gradient_clip_val": clip, "accumulate_grad_batches": 2}
     _, module = fit(scheme, BATCHES // 2, module=plain(), **options)
-    return torch.equal(weights(module)[1], theirs), norm > clip, module.norms[-1] == norm, sent, module.logged
+    return (
+        torch.equal(weights(module)[1], theirs),
+        norm > clip,
+        module.norms[-1] == norm,
+        sent,
+        module.logged,
+    )
 
 
 def test_clipping_accumulation_and_schedules_are_those_of_a_loop_of_ones_own_and_bytes_are_logged():
     for same, clipped, same_norm, sent, logged in worlds.run(compared, 2, 2):
         assert same and clipped and same_norm
-        assert logged == [-1.0, sent / 2, sent / 2, sent]  # at each step, and the first batch takes none
+        assert logged == [
+            -1.0,
+            sent / 2,
+            sent / 2,
+            sent,
+        ]  # at each step, and the first batch takes none
 
 
 def varied(mesh, folder):
     found = {}
-    whole, module = fit("demo", BATCHES, str(Path(folder, "demo")), validate=True, precision="bf16-mixed")
+    whole, module = fit(
+        "demo", BATCHES, str(Path(folder, "demo")), validate=True, precision="bf16-mixed"
+    )
     found["bf16"] = weights(module)[1]
     found["val_loss"] = float(whole.callback_metrics["val_loss"])
     (path,) = Path(folder, "demo").glob("*.ckpt")
-    (evaluated,) = trainer("demo", -1).validate(Module(), loader(), ckpt_path=str(path), verbose=False)
+    (evaluated,) = trainer("demo", -1).validate(
+        Module(), loader(), ckpt_path=str(path), verbose=False
+    )
     found["evaluated"] = evaluated["val_loss"]
     again, other = fit("demo", 2 * BATCHES, path=str(path), replicas=4, shards=1)
     found["elastic"] = again.strategy.replicated[0].step_count, weights(other)[1]
@@ -282,18 +347,24 @@ def test_bf16_evaluation_and_another_number_of_shards(tmp_path):
 
 
 class Clipping(Module):
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+    def configure_gradient_clipping(
+        self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
+    ):
         self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
 
 
 class ClippingValues(Module):
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+    def configure_gradient_clipping(
+        self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
+    ):
         self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="value")
 
 
 class Replicating(Module):
     def configure_optimizers(self):
-        return dt.replicate(torch.optim.SGD(self.parameters(), lr=0.1), self, self.device_mesh["replicate"], "demo")
+        return dt.replicate(
+            torch.optim.SGD(self.parameters(), lr=0.1), self, self.device_mesh["replicate"], "demo"
+        )
 
 
 class Sharding(Module):
@@ -329,7 +400,9 @@ class Manual(Module):
         optimizer = self.optimizers()
         self.manual_backward((self(batch[0]) - batch[1]).square().mean())
         if self.clip:
-            self.clip_gradients(optimizer, gradient_clip_val=self.clip, gradient_clip_algorithm="norm")
+            self.clip_gradients(
+                optimizer, gradient_clip_val=self.clip, gradient_clip_algorithm="norm"
+            )
         optimizer.step()
         optimizer.zero_grad()
 
@@ -347,7 +420,9 @@ class ManualByParts(Manual):
 def by_hand_inside(mesh):
     strategy = ReplicaStrategy("loco", 2, 2, clip=0.1)
     made, _ = fit("loco", 2, module=ManualByParts(clip=0.1), strategy=strategy)
-    return made.strategy.replicated[0].step_count, float(made.strategy.replicated[0].stats.grad_norm) > 0
+    return made.strategy.replicated[0].step_count, float(
+        made.strategy.replicated[0].stats.grad_norm
+    ) > 0
 
 
 @pytest.mark.long  # no branch of its own
@@ -358,9 +433,13 @@ def test_a_module_that_shards_its_parts_optimizes_and_clips_by_hand():
 def refused(mesh):
     return {
         "manual clipping": worlds.caught(lambda: fit("demo", 1, module=ManualByParts(clip=0.1))),
-        "value": worlds.caught(lambda: fit("demo", 1, gradient_clip_val=1.0, gradient_clip_algorithm="value")),
+        "value": worlds.caught(
+            lambda: fit("demo", 1, gradient_clip_val=1.0, gradient_clip_algorithm="value")
+        ),
         "fp16": worlds.caught(lambda: fit("demo", 1, plugins=[Scaled()])),
-        "average": worlds.caught(lambda: fit("demo", 1, callbacks=[StochasticWeightAveraging(1e-2)])),
+        "average": worlds.caught(
+            lambda: fit("demo", 1, callbacks=[StochasticWeightAveraging(1e-2)])
+        ),
         "by itself": worlds.caught(lambda: fit("demo", 1, module=Clipping())),
         "values by itself": worlds.caught(lambda: fit("demo", 1, module=ClippingValues())),
         "twice": worlds.caught(lambda: fit("demo", 1, module=Replicating())),
@@ -399,11 +478,17 @@ class Thawing(Module):
     def __init__(self, ahead, child):
         super().__init__()
         self.net[0].requires_grad_(False)
-        self.net[2] = nn.Identity()  # a loader that begins takes a number from the generator of dropout
+        self.net[2] = (
+            nn.Identity()
+        )  # a loader that begins takes a number from the generator of dropout
         self.ahead, self.child = ahead, child
 
     def training_step(self, batch, index):
-        return self.net(batch[0]).square().mean() if self.child else super().training_step(batch, index)
+        return (
+            self.net(batch[0]).square().mean()
+            if self.child
+            else super().training_step(batch, index)
+        )
 
     def validation_step(self, batch, index):
         self.net(batch[0]) if self.child else super().validation_step(batch, index)
@@ -413,7 +498,9 @@ class Thawing(Module):
             self.net[0].requires_grad_(True)
 
     def configure_optimizers(self):
-        return dt.SignSGD(self.parameters(), lr=1e-2) if self.ahead else super().configure_optimizers()
+        return (
+            dt.SignSGD(self.parameters(), lr=1e-2) if self.ahead else super().configure_optimizers()
+        )
 
 
 class Watched(Module):
@@ -427,7 +514,9 @@ class Watched(Module):
 def seen_by_validation(mesh):
     found = {}
     for name, scheme in {"round": dt.diloco(every=5), "ahead": dt.loco("4bit", delay=1)}.items():
-        module = fit(scheme, 3, module=Watched(), validate=True, val_check_interval=3, limit_val_batches=1)[1]
+        module = fit(
+            scheme, 3, module=Watched(), validate=True, val_check_interval=3, limit_val_batches=1
+        )[1]
         found[name] = module.saved
     return found
 
@@ -435,7 +524,10 @@ def seen_by_validation(mesh):
 @pytest.mark.long  # no branch of its own
 def test_validation_sees_what_replicas_agreed_on_and_in_the_middle_of_a_round_each_its_own():
     ranks = worlds.run_alone(seen_by_validation, 2, 2)
-    assert [len(set(map(str, (rank[name] for rank in ranks)))) for name in ("round", "ahead")] == [2, 1]
+    assert [len(set(map(str, (rank[name] for rank in ranks)))) for name in ("round", "ahead")] == [
+        2,
+        1,
+    ]
     assert all(len(rank["round"]) == 1 for rank in ranks)
 
 
@@ -447,7 +539,13 @@ def validated(mesh, child):
             # or after each epoch, and so after the last step
             often = {"val_check_interval": 3} if validate and not child else {}
             lightning.seed_everything(0, verbose=False)
-            made, module = fit(scheme, 3 * BATCHES, module=Thawing(name == "ahead", child), validate=validate, **often)
+            made, module = fit(
+                scheme,
+                3 * BATCHES,
+                module=Thawing(name == "ahead", child),
+                validate=validate,
+                **often,
+            )
             equal = dt.fingerprint(module, made.strategy.device_mesh)[1]
             found[name, validate] = weights(module)[1], equal, module.net[0].weight.requires_grad
     return found

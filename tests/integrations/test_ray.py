@@ -49,12 +49,25 @@ for name, function in {"whole": train, "failing": fails_once}.items():
 
 def test_a_worker_that_fails_costs_no_bit(tmp_path):
     assert len(EXAMPLE.read_text().splitlines()) <= 60
-    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_METRICS_COLLECTION": "1", "RAY_TRAIN_V2_ENABLED": "1"}
-    command, env = [sys.executable, "-c", RUNS, str(EXAMPLE), str(tmp_path)], {**os.environ, **quiet}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=env, cwd=tmp_path)
+    quiet = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DISABLE_METRICS_COLLECTION": "1",
+        "RAY_TRAIN_V2_ENABLED": "1",
+    }
+    command, env = (
+        [sys.executable, "-c", RUNS, str(EXAMPLE), str(tmp_path)],
+        {**os.environ, **quiet},
+    )
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_S, env=env, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("RESULT True") == 2 and (tmp_path / "failed").exists()
-    ends = [sorted((tmp_path / run).glob("*/step-000040/*.safetensors")) for run in ("whole", "failing")]
+    ends = [
+        sorted((tmp_path / run).glob("*/step-000040/*.safetensors")) for run in ("whole", "failing")
+    ]
     assert len(ends[0]) == len(ends[1]) == 4
     for whole, resumed in (map(load_file, files) for files in zip(*ends, strict=True)):
-        assert whole.keys() == resumed.keys() and all(torch.equal(whole[key], resumed[key]) for key in whole)
+        assert whole.keys() == resumed.keys() and all(
+            torch.equal(whole[key], resumed[key]) for key in whole
+        )

@@ -82,7 +82,13 @@ def trained(config):
 
 def in_a_row(tensors):
     """The local shards of all sharded tensors."""
-    return torch.cat([each.detach().to_local().flatten() for each in tensors.values() if isinstance(each, DTensor)])
+    return torch.cat(
+        [
+            each.detach().to_local().flatten()
+            for each in tensors.values()
+            if isinstance(each, DTensor)
+        ]
+    )
 
 
 def weights(model):
@@ -92,7 +98,11 @@ def weights(model):
 def everything(trainer):
     """All that must be the same after a resumed run: weights, states of the base optimizer, state of the replica."""
     (model,), inside = trainer.model_parts, trainer.optimizers.replicated
-    states = [inside.base.state[p][key] for p in model.parameters() for key in sorted(inside.base.state[p])]
+    states = [
+        inside.base.state[p][key]
+        for p in model.parameters()
+        for key in sorted(inside.base.state[p])
+    ]
     tensors = [weights(model), *states, *inside.local_state().values()]
     return [getattr(tensor, "_local_tensor", tensor).detach().clone() for tensor in tensors]
 
@@ -129,8 +139,12 @@ def test_full_trains_as_torchtitans_hybrid_sharding_does_bit_for_bit(assets, tmp
 def by_hand(mesh, assets, folder):
     """The same training by torchtitan, and in a loop of one's own from the same weights over the same batches."""
     scheme = dt.demo(topk=4, chunk=32)
-    trainer = built(with_replicas(small(assets, folder, steps=3, training={"global_batch_size": 16}), scheme))
-    start = {name: p.detach().full_tensor() for name, p in trainer.model_parts[0].named_parameters()}
+    trainer = built(
+        with_replicas(small(assets, folder, steps=3, training={"global_batch_size": 16}), scheme)
+    )
+    start = {
+        name: p.detach().full_tensor() for name, p in trainer.model_parts[0].named_parameters()
+    }
     batches, make = [], trainer.batch_generator
 
     def recorded(loader):
@@ -147,14 +161,18 @@ def by_hand(mesh, assets, folder):
     model.init_weights(buffer_device=None)
     model.load_state_dict(start, strict=False)
     dt.shard(model, mesh)
-    base = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.1, foreach=True)
+    base = torch.optim.AdamW(
+        model.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.1, foreach=True
+    )
     optimizer = dt.replicate(base, model, mesh["replicate"], scheme, clip=1.0)
     own_norms = []
     for rate, parts in zip(rates, zip(batches[::2], batches[1::2], strict=True), strict=True):
         base.param_groups[0]["lr"] = rate
         for inputs, labels in parts:  # accumulates twice
             logits = model(inputs["input"], positions=inputs["positions"])
-            (torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) / 2).backward()
+            (
+                torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) / 2
+            ).backward()
         optimizer.step()
         optimizer.zero_grad()
         own_norms.append(float(optimizer.stats.grad_norm))
@@ -171,7 +189,9 @@ def resumed(mesh, assets, folder, scheme, mode):
     saving = {"enable": True, "interval": 3, "async_mode": mode, "last_save_model_only": False}
 
     def fresh(**options):
-        return built(with_replicas(small(assets, folder, steps=5, checkpoint=saving | options), scheme))
+        return built(
+            with_replicas(small(assets, folder, steps=5, checkpoint=saving | options), scheme)
+        )
 
     whole, at_saves = fresh(), {}
     save = whole.checkpointer.save
@@ -185,7 +205,9 @@ def resumed(mesh, assets, folder, scheme, mode):
     whole.checkpointer.maybe_wait_for_saving()
     ends = of_all_ranks(weights(whole.model_parts[0]))
     path = folder / "checkpoint" / "step-3"
-    read = {name: torch.zeros_like(tensor) for name, tensor in whole.model_parts[0].state_dict().items()}
+    read = {
+        name: torch.zeros_like(tensor) for name, tensor in whole.model_parts[0].state_dict().items()
+    }
     dcp.load(read, checkpoint_id=str(path))
     first = torch.equal(in_a_row(read), of_all_ranks(at_saves[3])[mesh.get_rank() % 2])
     after = fresh(load_step=3)
@@ -202,13 +224,23 @@ def resumed(mesh, assets, folder, scheme, mode):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "mode"), [(dt.demo(), "async"), (dt.diloco(every=2), "disabled")], ids=["demo", "diloco"]
+    ("scheme", "mode"),
+    [(dt.demo(), "async"), (dt.diloco(every=2), "disabled")],
+    ids=["demo", "diloco"],
 )
-def test_a_checkpoint_resumes_bit_for_bit_also_in_the_middle_of_a_round(assets, tmp_path, scheme, mode):
-    for equal, logs, agreed, first, apart, lost in worlds.run(resumed, 2, 2, assets, tmp_path, scheme, mode):
+def test_a_checkpoint_resumes_bit_for_bit_also_in_the_middle_of_a_round(
+    assets, tmp_path, scheme, mode
+):
+    for equal, logs, agreed, first, apart, lost in worlds.run(
+        resumed, 2, 2, assets, tmp_path, scheme, mode
+    ):
         assert equal and agreed  # the last round is open, and ends with the last step
-        assert logs[1] == {step: entry for step, entry in logs[0].items() if step > 3}  # bytes_sent counts on
-        assert first and apart == (scheme.name == "demo")  # torchtitan's own files have replica 0's weights
+        assert logs[1] == {
+            step: entry for step, entry in logs[0].items() if step > 3
+        }  # bytes_sent counts on
+        assert first and apart == (
+            scheme.name == "demo"
+        )  # torchtitan's own files have replica 0's weights
         assert lost[0] == "ValueError" and "no directory detonation" in lost[1]
 
 
@@ -227,13 +259,19 @@ def on_own_disks(mesh, assets, scratch):
                 shutil.copy(file, here)
     dist.barrier()
     resuming = small(assets, scratch / "out", steps=5, checkpoint=saving | {"load_step": 3})
-    return same(*(everything(trainer) for trainer in (whole, trained(with_replicas(resuming))))), lines
+    return same(
+        *(everything(trainer) for trainer in (whole, trained(with_replicas(resuming))))
+    ), lines
 
 
-def test_without_a_shared_file_system_a_line_says_what_to_copy_and_resuming_is_exact(assets, tmp_path):
+def test_without_a_shared_file_system_a_line_says_what_to_copy_and_resuming_is_exact(
+    assets, tmp_path
+):
     outcome = worlds.run_alone(on_own_disks, 2, 2, assets, own_disks.make(tmp_path))
     assert all(equal for equal, _ in outcome)
-    assert any("(ranks 0-1; ranks 2-3)" in line and "copy to each node" in line for line in outcome[0][1])
+    assert any(
+        "(ranks 0-1; ranks 2-3)" in line and "copy to each node" in line for line in outcome[0][1]
+    )
 
 
 def refusals(mesh, assets, folder):
@@ -245,7 +283,9 @@ def refusals(mesh, assets, folder):
 
     def two_optimizers(config):
         (adamw,) = config.optimizer.param_groups
-        other = ParamGroupConfig(pattern="norm", optimizer_name="Adam", optimizer_kwargs={"lr": 1e-3})
+        other = ParamGroupConfig(
+            pattern="norm", optimizer_name="Adam", optimizer_kwargs={"lr": 1e-3}
+        )
         config.optimizer.param_groups = [other, adamw]
 
     def twice(config):
@@ -262,7 +302,9 @@ def refusals(mesh, assets, folder):
         built(with_replicas(config))
 
     return {
-        "data_parallel_replicate_degree is 1": refused(parallelism={"data_parallel_replicate_degree": 1}),
+        "data_parallel_replicate_degree is 1": refused(
+            parallelism={"data_parallel_replicate_degree": 1}
+        ),
         "tensor_parallel_degree is 2": refused(parallelism={"tensor_parallel_degree": 2}),
         "context_parallel_degree is 2": refused(parallelism={"context_parallel_degree": 2}),
         "pipeline_parallel_degree is 2": refused(parallelism={"pipeline_parallel_degree": 2}),
@@ -278,7 +320,11 @@ def refusals(mesh, assets, folder):
 def test_what_replicas_cannot_do_is_refused_in_one_line(assets, tmp_path):
     for found in worlds.run(refusals, 2, 2, assets, tmp_path):
         for text, (kind, said) in found.items():
-            assert (kind, text in said, "\n" in said) == ("ValueError", True, False), (text, kind, said)
+            assert (kind, text in said, "\n" in said) == ("ValueError", True, False), (
+                text,
+                kind,
+                said,
+            )
 
 
 def test_the_command_names_the_function_and_the_scheme():

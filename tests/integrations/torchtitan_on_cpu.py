@@ -33,7 +33,9 @@ def pretend():
         synchronize=lambda: None,
     )
     found = {"_get_available_device_type": lambda: "cpu", "_get_device_module": lambda kind: device}
-    with mock.patch.multiple(torch._utils, **found):  # which torchtitan asks once, when it is imported
+    with mock.patch.multiple(
+        torch._utils, **found
+    ):  # which torchtitan asks once, when it is imported
         import torchtitan.tools.utils  # noqa: F401
     if not hasattr(torch.distributed, "set_timeout"):  # before torch 2.14; torchtitan 0.3 calls it
         torch.distributed.set_timeout = lambda timeout, group=None: None
@@ -43,10 +45,14 @@ def pretend():
         from torchtitan.distributed import fsdp
 
     waits = trainer.time
-    trainer.time = types.SimpleNamespace(perf_counter=waits.perf_counter, sleep=lambda seconds: None)
+    trainer.time = types.SimpleNamespace(
+        perf_counter=waits.perf_counter, sleep=lambda seconds: None
+    )
     divide = fsdp.disable_fsdp_gradient_division
 
-    def sum_by_gloo(model):  # in torchtitan's own hybrid sharding: gloo cannot multiply while it sums
+    def sum_by_gloo(
+        model,
+    ):  # in torchtitan's own hybrid sharding: gloo cannot multiply while it sums
         divide(model)
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -84,8 +90,12 @@ def write_assets(folder):
     (folder / "tokenizer_config.json").write_text('{"bos_token": "t1", "eos_token": "t2"}')
     choose = random.Random(0)
     walks = [(choose.randrange(250), choose.randrange(1, 4)) for _ in range(200)]
-    texts = [" ".join(f"t{(start + step * i) % 250 + 3}" for i in range(100)) for start, step in walks]
-    (folder / "data" / "texts.json").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    texts = [
+        " ".join(f"t{(start + step * i) % 250 + 3}" for i in range(100)) for start, step in walks
+    ]
+    (folder / "data" / "texts.json").write_text(
+        "\n".join(json.dumps({"text": text}) for text in texts)
+    )
     return folder
 
 

@@ -21,7 +21,9 @@ def products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     def create_dot(builder: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
         total = d.data.copy()
         for each in range(a.data.shape[1]):
-            total = fused(numpy.broadcast_to(a.data[:, each, None], total.shape), b.data[each], total)
+            total = fused(
+                numpy.broadcast_to(a.data[:, each, None], total.shape), b.data[each], total
+            )
         return interpreter.TensorHandle(total, d.dtype.scalar)
 
     builder = interpreter.interpreter_builder

@@ -19,9 +19,18 @@ def test_loops_of_known_lengths_are_counted_with_those_that_the_assembler_unroll
 
 @pytest.mark.long  # no branch of its own
 def test_a_kernel_of_a_step_is_counted_without_a_branch_that_is_unknown():
-    command = [sys.executable, BENCHMARKS / "sass.py", "--configurations", "demo 4/64, R=2", "--kernels", "scan_kernel"]
+    command = [
+        sys.executable,
+        BENCHMARKS / "sass.py",
+        "--configurations",
+        "demo 4/64, R=2",
+        "--kernels",
+        "scan_kernel",
+    ]
     scan, total = [line.split(" | ") for line in compiled(*command).splitlines()[2:]]
     assert scan[1] == "scan" and not scan[4].strip() and not scan[-1].strip(" |")
     instructions, octets = int(scan[7].replace(",", "")), float(scan[8])
-    assert 300 < instructions < 2000 and octets == 4  # per 1,024 coordinates, and per coordinate: each is read once
+    assert (
+        300 < instructions < 2000 and octets == 4
+    )  # per 1,024 coordinates, and per coordinate: each is read once
     assert total[1] == "**sum**"

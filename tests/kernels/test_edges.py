@@ -38,7 +38,9 @@ from zoo import TALKING  # noqa: E402
 
 CPU = torch.device("cpu")
 
-pytestmark = pytest.mark.skipif(not launching.INTERPRETED, reason="imported without TRITON_INTERPRET=1")
+pytestmark = pytest.mark.skipif(
+    not launching.INTERPRETED, reason="imported without TRITON_INTERPRET=1"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +52,9 @@ def played(monkeypatch):
 
 def test_interpreted_kernels_are_refused_for_a_gpu():
     """They would read its addresses on the host, and end the process."""
-    with pytest.raises(RuntimeError, match=r"^TRITON_INTERPRET=1 would run the kernels on the CPU.*: unset it$"):
+    with pytest.raises(
+        RuntimeError, match=r"^TRITON_INTERPRET=1 would run the kernels on the CPU.*: unset it$"
+    ):
         why_not(Runtime(torch.device("cuda")))
 
 
@@ -77,30 +81,55 @@ def test_a_message_above_2_gib_is_read_where_it_lies(line):
 
 @triton.jit
 def dealt(out, which, local, messages, turns, run, owned, row):
-    tl.store(out + tl.arange(0, 1), dealt_row(which + tl.zeros([1], tl.int64), local, 0, messages, turns, run, owned))
+    tl.store(
+        out + tl.arange(0, 1),
+        dealt_row(which + tl.zeros([1], tl.int64), local, 0, messages, turns, run, owned),
+    )
     message, at = message_of_row(row + tl.zeros([1], tl.int64), 0, messages, turns, run, owned)
     tl.store(out + 1 + tl.arange(0, 1), message)
     tl.store(out + 2 + tl.arange(0, 1), at)
 
 
-@pytest.mark.parametrize("rows, replicas", [(7_000_000_000, 4), (8_750_000_123, 8), (2_200_000_123, 3)])
+@pytest.mark.parametrize(
+    "rows, replicas", [(7_000_000_000, 4), (8_750_000_123, 8), (2_200_000_123, 3)]
+)
 def test_more_rows_than_32_bits_count_are_dealt_to_their_owners(rows, replicas):
     owners = RowOwners(rows, replicas, 1024)
     found = torch.zeros(3, dtype=torch.int64)
-    dealt[(1,)](found, 1, owners.owned - 1, replicas, owners.in_turns, owners.run, owners.owned, 5_000_000)
+    dealt[(1,)](
+        found, 1, owners.owned - 1, replicas, owners.in_turns, owners.run, owners.owned, 5_000_000
+    )
     turns = owners.in_turns
     last = turns * replicas + (owners.owned - turns) + owners.owned - 1 - turns
     block = 5_000_000 // owners.run
-    assert found.tolist() == [last, block % replicas, block // replicas * owners.run + 5_000_000 % owners.run]
+    assert found.tolist() == [
+        last,
+        block % replicas,
+        block // replicas * owners.run + 5_000_000 % owners.run,
+    ]
 
 
 @triton.jit
-def dealt_rows(rows_of, messages_of, places_of, which, begin, replicas, turns, run, owned, rows, SOME: tl.constexpr):
+def dealt_rows(
+    rows_of,
+    messages_of,
+    places_of,
+    which,
+    begin,
+    replicas,
+    turns,
+    run,
+    owned,
+    rows,
+    SOME: tl.constexpr,
+):
     item = tl.arange(0, SOME)
     row = dealt_row(which, begin + tl.zeros([1], tl.int64), item, replicas, turns, run, owned)
     tl.store(rows_of + which * owned + begin + item, row, mask=begin + item < owned)
     row = which * owned + begin + item
-    message, at = message_of_row(which * owned + begin + tl.zeros([1], tl.int64), item, replicas, turns, run, owned)
+    message, at = message_of_row(
+        which * owned + begin + tl.zeros([1], tl.int64), item, replicas, turns, run, owned
+    )
     tl.store(messages_of + row, message, mask=(begin + item < owned) & (row < rows))
     tl.store(places_of + row, at, mask=(begin + item < owned) & (row < rows))
 
@@ -136,7 +165,9 @@ def test_units_of_rows_that_lie_apart_make_the_message_of_all_at_once(name, monk
         memory = Memory(layout, scheme.feedback, CPU) if scheme.feedback else None
         engine = engine_for(codec, layout, memory, Runtime(CPU))
         octets = torch.zeros(2, codec.nbytes(owners.owned), dtype=torch.uint8)
-        engine.encode_into(MessageRows(codec, owners.owned, lambda: octets, owners=owners), signals, 0)
+        engine.encode_into(
+            MessageRows(codec, owners.owned, lambda: octets, owners=owners), signals, 0
+        )
         return octets, memory.residual if memory else octets
 
     by_one_program = messages()
@@ -163,7 +194,9 @@ def test_units_of_rows_share_no_byte_of_a_bitmap(rows, precision, monkeypatch):
 
     def indices():
         engine = engine_for(codec, layout, None, Runtime(CPU))
-        run = MessageRows(codec, layout.rows, lambda: torch.empty(1, codec.nbytes(layout.rows), dtype=torch.uint8))
+        run = MessageRows(
+            codec, layout.rows, lambda: torch.empty(1, codec.nbytes(layout.rows), dtype=torch.uint8)
+        )
         engine.encode_into(run, [signal], 0)
         return run.parts[-1]
 
@@ -173,7 +206,9 @@ def test_units_of_rows_share_no_byte_of_a_bitmap(rows, precision, monkeypatch):
     assert codec.index_coding.bitmap and torch.equal(indices(), by_one_program)
 
 
-@pytest.mark.parametrize("change", [torch.Tensor.t, torch.Tensor.double], ids=["transposed", "fp64"])
+@pytest.mark.parametrize(
+    "change", [torch.Tensor.t, torch.Tensor.double], ids=["transposed", "fp64"]
+)
 def test_copies_of_gradients_live_until_kernels_read_them(change):
     scheme = dt.full()
     layout = scheme.codec.layout({"w": (64, 64)})
@@ -207,7 +242,9 @@ def test_a_nan_stays_one_in_bf16():
     bits = torch.tensor([0x7FFFFFFF, -1, 0x7F800000, 0x3F800001], dtype=torch.int32)
     found = torch.empty(4)
     rounded[(1,)](bits.view(torch.float32), found)
-    torch.testing.assert_close(found, torch.tensor([torch.nan, torch.nan, torch.inf, 1.0]), equal_nan=True)
+    torch.testing.assert_close(
+        found, torch.tensor([torch.nan, torch.nan, torch.inf, 1.0]), equal_nan=True
+    )
 
 
 @pytest.mark.parametrize("kernels", ["triton", "library", "torch"])
@@ -216,7 +253,11 @@ def test_autograd_sees_that_weights_moved(kernels, monkeypatch):
         monkeypatch.delenv("DETONATION_KERNELS")
     model = nn.Linear(16, 16, bias=False)
     optimizer = dt.replicate(
-        dt.SignSGD(model.parameters(), lr=0.1), model, LoopbackCommunicator(), dt.demo(), kernels=kernels != "torch"
+        dt.SignSGD(model.parameters(), lr=0.1),
+        model,
+        LoopbackCommunicator(),
+        dt.demo(),
+        kernels=kernels != "torch",
     )
     product = model(torch.ones(1, 16, requires_grad=True)).sum()
     model.weight.grad = torch.randn(16, 16)
@@ -251,7 +292,9 @@ def test_a_bucket_that_is_not_finite_counts_as_lost():
     def act(communicator):
         torch.manual_seed(0)
         model = nn.Linear(20, 20)
-        optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator, scheme)
+        optimizer = dt.replicate(
+            torch.optim.SGD(model.parameters(), lr=0.1), model, communicator, scheme
+        )
         for step in range(2):
             for parameter in model.parameters():
                 value = float("nan") if communicator.replica and step else 1.0
@@ -267,7 +310,9 @@ def test_a_log_of_an_accelerator_is_replayed_on_it(tmp_path):
 
     def trained(steps):
         model = nn.ParameterList([torch.zeros(16, 16)])
-        optimizer = dt.replicate(dt.SignSGD(model.parameters()), model, LoopbackCommunicator(2), dt.demo(chunk=16))
+        optimizer = dt.replicate(
+            dt.SignSGD(model.parameters()), model, LoopbackCommunicator(2), dt.demo(chunk=16)
+        )
         if steps:
             optimizer.record(dt.UpdateLog(tmp_path))
         for step in range(steps):

@@ -78,7 +78,9 @@ def messages(scheme: Scheme, replicas: int, finite: bool = False) -> Received:
         values = selftest._ramp(layout.rows * topk, CPU).view(layout.rows, topk) * (replica + 1)
         if codec.precision == PRECISIONS["fp32"] and not finite:
             values[1], values[2], values[3], values[4] = 1.0, 0.0, -0.0, 1e38
-            values[5, 0], values[6, -1] = (float("nan"), float("-inf")) if replica else (0.5, float("inf"))
+            values[5, 0], values[6, -1] = (
+                (float("nan"), float("-inf")) if replica else (0.5, float("inf"))
+            )
             values[7] = 1e-41
         elif codec.precision.block > 1:
             values = (values * 1024).remainder(11).floor() - 5
@@ -90,7 +92,9 @@ def messages(scheme: Scheme, replicas: int, finite: bool = False) -> Received:
     return codec.received(sent, layout.rows, shared, scheme.aggregation)
 
 
-def decoded(case: tuple[Scheme, int], engine: type[ReferenceEngine] | None, kernels: bool) -> list[torch.Tensor]:
+def decoded(
+    case: tuple[Scheme, int], engine: type[ReferenceEngine] | None, kernels: bool
+) -> list[torch.Tensor]:
     """The update of each parameter, by `engine`, or else by that of a step."""
     scheme, replicas = case
     layout = scheme.codec.layout(SHAPES)
@@ -125,17 +129,29 @@ def outer_step(outer: Outer) -> torch.Tensor:
 
 def digests(engine: type[ReferenceEngine] | None = None, kernels: bool = False) -> list[str]:
     """Of the updates of all cases; and of what all replicas compute alike besides."""
-    many = [torch.nn.Parameter(selftest._ramp(count, CPU).flip(0)) for count in (1, 17, 300, 70_001)]
-    outer = [outer_step(Outer(lr=0.7, momentum=0.9, nesterov=nesterov)) for nesterov in (False, True)]
+    many = [
+        torch.nn.Parameter(selftest._ramp(count, CPU).flip(0)) for count in (1, 17, 300, 70_001)
+    ]
+    outer = [
+        outer_step(Outer(lr=0.7, momentum=0.9, nesterov=nesterov)) for nesterov in (False, True)
+    ]
     rest = [norms_of([selftest._ramp(3_000_000, CPU) * 1.1, None, many[2]], CPU), *outer]
     rest += after_steps(dt.SignSGD(many, lr=3e-4, momentum=0.9, weight_decay=0.1), many)
-    return [digest(decoded(case, engine, kernels))[:16] for case in CASES] + [digest([each])[:16] for each in rest]
+    return [digest(decoded(case, engine, kernels))[:16] for case in CASES] + [
+        digest([each])[:16] for each in rest
+    ]
 
 
 def in_a_process(*arguments: str, **environment: str) -> list[str]:
     command = [sys.executable, __file__, *arguments]
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("DETONATION", "TRITON"))}
-    done = subprocess.run(command, env=kept | environment, capture_output=True, text=True, check=False)
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("DETONATION", "TRITON"))
+    }
+    done = subprocess.run(
+        command, env=kept | environment, capture_output=True, text=True, check=False
+    )
     assert not done.returncode, done.stderr[-2000:]
     return done.stdout.split()
 
@@ -145,14 +161,19 @@ def test_the_engines_make_the_same_bits():
     scheme = dt.demo()
     layout = scheme.codec.layout(SHAPES)
     assert isinstance(
-        engine_for(scheme.codec, layout, Memory(layout, scheme.feedback, CPU), Runtime(CPU)), NativeEngine
+        engine_for(scheme.codec, layout, Memory(layout, scheme.feedback, CPU), Runtime(CPU)),
+        NativeEngine,
     )
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # by numpy, of numbers that overflow
 def test_triton_makes_the_same_bits(monkeypatch):
     pytest.importorskip("triton")
-    wanted = [(case, decoded(case, ReferenceEngine, False)) for case in CASES if not why_not_triton(case[0].codec)]
+    wanted = [
+        (case, decoded(case, ReferenceEngine, False))
+        for case in CASES
+        if not why_not_triton(case[0].codec)
+    ]
     monkeypatch.setenv("DETONATION_KERNELS", "triton")
     for case, update in wanted:
         for mine, other in zip(decoded(case, None, True), update, strict=True):
@@ -161,13 +182,16 @@ def test_triton_makes_the_same_bits(monkeypatch):
 
 @pytest.mark.long  # no branch of its own
 @pytest.mark.parametrize(
-    "kind", [OLDEST, *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS if kind != OLDEST)]
+    "kind",
+    [OLDEST, *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS if kind != OLDEST)],
 )
 def test_plain_torch_makes_the_same_bits_on_any_kind_of_processor(kind):
     assert in_a_process(**KINDS[kind]) == digests()
 
 
-@pytest.mark.parametrize("architecture", ["x86-64", pytest.param("x86-64-v3", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "architecture", ["x86-64", pytest.param("x86-64-v3", marks=pytest.mark.long)]
+)
 def test_cpp_makes_the_same_bits_for_any_kind_of_processor(architecture):
     """Without fused multiply-add in the processor it is put together from fp64."""
     if architecture == "x86-64-v3" and " avx2 " not in Path("/proc/cpuinfo").read_text():
@@ -198,13 +222,17 @@ def test_the_basis_is_the_closed_form(size):
     matrix, at = dct_matrix(size, CPU), torch.arange(size, dtype=torch.float64)
     closed = torch.cos(math.pi / size * torch.outer(at + 0.5, at)) * math.sqrt(2 / size)
     closed[:, 0] = math.sqrt(1 / size)
-    assert (matrix - closed).abs().max() <= 2**-25 * (1 + 1e-6)  # half of the last bit of numbers below 1
+    assert (matrix - closed).abs().max() <= 2**-25 * (
+        1 + 1e-6
+    )  # half of the last bit of numbers below 1
     assert torch.equal(matrix.abs(), matrix.flip(0).abs())  # waves are even or odd to the last bit
 
 
 if __name__ == "__main__":
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if sys.argv[1:]:
-        native._FLAGS = tuple(sys.argv[1] if flag.startswith("-march") else flag for flag in native._FLAGS)
+        native._FLAGS = tuple(
+            sys.argv[1] if flag.startswith("-march") else flag for flag in native._FLAGS
+        )
         assert native.load_library() is not None
     print(*digests(kernels=bool(sys.argv[1:])))

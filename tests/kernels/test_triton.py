@@ -33,7 +33,14 @@ from detonation.kernels.gpu import inspection, launches, launching
 from zoo import SCHEMES, TALKING, values_of
 
 CPU = torch.device("cpu")
-SHAPES = {"matrix": (40, 16), "odd": (257,), "scalar": (), "empty": (0, 7), "kernel": (3, 5, 7), "last": (0,)}
+SHAPES = {
+    "matrix": (40, 16),
+    "odd": (257,),
+    "scalar": (),
+    "empty": (0, 7),
+    "kernel": (3, 5, 7),
+    "last": (0,),
+}
 RUN = {name: scheme for name, scheme in TALKING.items() if not why_not_triton(scheme.codec)}
 RUN["demo-128"] = dt.demo(topk=5, chunk=128)  # whose rows are transformed in quarters
 RUN["int8"] = dt.schemes.random(rate=1 / 2, precision="int8", link="owner")
@@ -47,8 +54,12 @@ COMPARED = [
 """One of every basis, selection, precision, aggregation and coding of indices that kernels know."""
 
 pytestmark = [
-    pytest.mark.skipif(not launching.INTERPRETED, reason="the kernels were imported without TRITON_INTERPRET=1"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # by numpy, of numbers that overflow in damaged messages
+    pytest.mark.skipif(
+        not launching.INTERPRETED, reason="the kernels were imported without TRITON_INTERPRET=1"
+    ),
+    pytest.mark.filterwarnings(
+        "ignore::RuntimeWarning"
+    ),  # by numpy, of numbers that overflow in damaged messages
 ]
 
 
@@ -86,7 +97,10 @@ def sent_and_read(scheme, engine, given, step, zeros):
     received = codec.received([message, message], rows, shared, scheme.aggregation)
     if isinstance(engine, TritonEngine):  # which need the step of shared indices, not the indices
         received.shared = shared
-    update = [torch.zeros(shape, dtype=torch.bfloat16 if name == "odd" else None) for name, shape in SHAPES.items()]
+    update = [
+        torch.zeros(shape, dtype=torch.bfloat16 if name == "odd" else None)
+        for name, shape in SHAPES.items()
+    ]
     engine.write(received, update)
     return values, None if codec.selection.shared else run.parts[-1][0].clone(), update
 
@@ -96,15 +110,21 @@ def test_encode_release_and_decode_are_those_of_the_reference(name):
     scheme = RUN[name]
     mine, reference = engines(scheme)
     for step in range(2):
-        given = signals(step, (torch.float32, torch.bfloat16, torch.float16) if step else (torch.float32,))
-        found, wanted = (sent_and_read(scheme, each, given, step, bool(step)) for each in (mine, reference))
+        given = signals(
+            step, (torch.float32, torch.bfloat16, torch.float16) if step else (torch.float32,)
+        )
+        found, wanted = (
+            sent_and_read(scheme, each, given, step, bool(step)) for each in (mine, reference)
+        )
         torch.testing.assert_close(found[0], wanted[0], rtol=1e-5, atol=1e-6)
         if wanted[1] is not None:
             assert torch.equal(found[1].reshape(-1), wanted[1].reshape(-1))
         for one, other in zip(found[2], wanted[2], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
         if mine.memory:
-            torch.testing.assert_close(mine.memory.residual, reference.memory.residual, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                mine.memory.residual, reference.memory.residual, rtol=1e-5, atol=1e-5
+            )
 
 
 def test_many_programs_that_take_many_parts_do_as_one(monkeypatch):
@@ -125,8 +145,14 @@ def test_int8_takes_blocks_one_after_the_other(monkeypatch):
     codec, numel = SCHEMES["local-sgd"].codec, 3 * 65536 + 1234
     layout = codec.layout({"weight": (numel,)})
     signal = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-    signal[::7], signal[5::1000], signal[65536 : 2 * 65536] = 0, 40, 0  # beyond the bins; a block of zeros
-    run = MessageRows(codec, layout.rows, lambda: torch.empty(1, codec.nbytes(layout.rows), dtype=torch.uint8))
+    signal[::7], signal[5::1000], signal[65536 : 2 * 65536] = (
+        0,
+        40,
+        0,
+    )  # beyond the bins; a block of zeros
+    run = MessageRows(
+        codec, layout.rows, lambda: torch.empty(1, codec.nbytes(layout.rows), dtype=torch.uint8)
+    )
     engine_for(codec, layout, None, Runtime(CPU)).encode_into(run, [signal], 0)
     mine, wanted = run.body[0], codec.encode(codec.select(signal.view(-1, 1), 0, 0))
     codes = mine[:numel].int() - wanted[:numel].int()
@@ -134,7 +160,10 @@ def test_int8_takes_blocks_one_after_the_other(monkeypatch):
         codes.abs().max() <= 1 and codes.count_nonzero() < 5
     )  # at the edge of a bin the last bit of its width decides
     torch.testing.assert_close(
-        values_of(codec, mine, layout.rows), values_of(codec, wanted, layout.rows), rtol=0.01, atol=1e-5
+        values_of(codec, mine, layout.rows),
+        values_of(codec, wanted, layout.rows),
+        rtol=0.01,
+        atol=1e-5,
     )
 
 
@@ -144,7 +173,9 @@ def test_int8_of_numbers_whose_squares_are_zero_keeps_their_signs():
     layout = codec.layout({"weight": (192,)})
     signal = torch.full((192,), 1.5e-23)
     signal[::2] *= -1
-    run = MessageRows(codec, layout.rows, lambda: torch.empty(1, codec.nbytes(layout.rows), dtype=torch.uint8))
+    run = MessageRows(
+        codec, layout.rows, lambda: torch.empty(1, codec.nbytes(layout.rows), dtype=torch.uint8)
+    )
     engine_for(codec, layout, None, Runtime(CPU)).encode_into(run, [signal], 0)
     assert torch.equal(values_of(codec, run.body[0], layout.rows).view(-1).sign(), signal.sign())
 
@@ -184,9 +215,13 @@ def test_rotations_are_those_of_the_selection(rule: Rotation):
     rows, seed = 70, 5
     for step in (0, 3, 11):
         cycle, share, deal = rule.place(step, seed)
-        coding = launching.Coding(rule.chunk, rule.k, "none", type(rule).__name__.lower(), "fp32", 1, 0, False)
+        coding = launching.Coding(
+            rule.chunk, rule.k, "none", type(rule).__name__.lower(), "fp32", 1, 0, False
+        )
         rotations = launches.Rotations.room(coding, CPU)
-        rotations.rotate(coding, *(random_start(seed, cycle, which) for which in (0, 1)), share, deal)
+        rotations.rotate(
+            coding, *(random_start(seed, cycle, which) for which in (0, 1)), share, deal
+        )
         wanted = rule.indices(torch.empty(rows, rule.chunk), step, seed)
         table = torch.full((rows, rule.chunk), -1, dtype=torch.int32)
         table.scatter_(1, wanted, torch.arange(rule.k, dtype=torch.int32).expand(rows, -1))
@@ -198,14 +233,18 @@ def test_rotations_are_those_of_the_selection(rule: Rotation):
 def test_a_seal_is_that_of_ordinary_torch(nbytes):
     width = -(-(HEADER_BYTES + nbytes) // 4096) * 4096
     wanted = torch.zeros(2, width, dtype=torch.uint8)
-    wanted[:, HEADER_BYTES : HEADER_BYTES + nbytes] = torch.randint(0, 256, (2, nbytes), dtype=torch.uint8)
+    wanted[:, HEADER_BYTES : HEADER_BYTES + nbytes] = torch.randint(
+        0, 256, (2, nbytes), dtype=torch.uint8
+    )
     found = wanted.clone()
     found[:, :HEADER_BYTES], found[:, HEADER_BYTES + nbytes :] = 77, 55  # of an earlier step
     header = Header(2**62 + 12345, 3, 5, 1, 7, 2**61 + 9)
     header.seal(wanted, nbytes)
     inspector = inspection.Inspector(2, CPU)
     run = inspection.RowRun(found, HEADER_BYTES, 0, (nbytes, 0, 0))
-    inspector.seal([run], nbytes, IDENTITY, header.schema, 3, header.origin, torch.tensor(7), header.received)
+    inspector.seal(
+        [run], nbytes, IDENTITY, header.schema, 3, header.origin, torch.tensor(7), header.received
+    )
     assert torch.equal(found[:, : HEADER_BYTES + nbytes], wanted[:, : HEADER_BYTES + nbytes])
 
 
@@ -221,7 +260,9 @@ DAMAGES = {
 def inspected(inspector, messages, whole, codec, rows, usual):
     """The table of whole messages of step 3, which are joined in `whole`."""
     nbytes, lengths = codec.nbytes(rows), codec.precision.lengths(rows, codec.selection.k)
-    run = inspection.RowRun(messages, HEADER_BYTES, rows, (lengths[0], sum(lengths[1:]), nbytes - sum(lengths)))
+    run = inspection.RowRun(
+        messages, HEADER_BYTES, rows, (lengths[0], sum(lengths[1:]), nbytes - sum(lengths))
+    )
     return inspector.inspect(
         [run], whole, nbytes, coding_of(codec), places_of(codec, rows), IDENTITY, 2**40,
         3, 0, 6, usual, True, inspection.Limits(LIMIT, LOUDER, FORGET),
@@ -237,34 +278,59 @@ def inspected(inspector, messages, whole, codec, rows, usual):
 def test_messages_are_refused_as_by_ordinary_torch(name):
     codec = RUN[name].codec
     rows, replicas = 24, 3
-    nbytes, expected = codec.nbytes(rows), Expected(Header(2**40, 3, 0, 0), codec.nbytes(rows), 6, True)
+    nbytes, expected = (
+        codec.nbytes(rows),
+        Expected(Header(2**40, 3, 0, 0), codec.nbytes(rows), 6, True),
+    )
     inspector = inspection.Inspector(replicas, CPU)
     cases = [("as encoded", damage) for damage in DAMAGES.values()]
     cases += [(which, len) for which in ("loud", "noise", "not a number")]
     for content, damage in cases:
         messages = torch.zeros(replicas, 8192, dtype=torch.uint8)
         for replica in range(replicas):
-            values = torch.randn(rows, codec.selection.chunk, generator=torch.Generator().manual_seed(replica))
-            sent = codec.encode(codec.select(values * (1e7 if content == "loud" and replica else 1), 0, 0))
+            values = torch.randn(
+                rows, codec.selection.chunk, generator=torch.Generator().manual_seed(replica)
+            )
+            sent = codec.encode(
+                codec.select(values * (1e7 if content == "loud" and replica else 1), 0, 0)
+            )
             body = sent.clone()
             if content == "noise" and replica == 1:
                 body = torch.randint(0, 256, body.shape, dtype=torch.uint8)
-            if content == "not a number" and replica == 1:  # the first statistic, or the first value
-                first = codec.precision.lengths(rows, codec.selection.k)[0] * (codec.precision.block > 1)
+            if (
+                content == "not a number" and replica == 1
+            ):  # the first statistic, or the first value
+                first = codec.precision.lengths(rows, codec.selection.k)[0] * (
+                    codec.precision.block > 1
+                )
                 body[first : first + 4] = 255
             messages[replica, HEADER_BYTES : HEADER_BYTES + nbytes] = body
             Header(2**40, 3, 0, replica).seal(messages[replica : replica + 1], nbytes)
         damage(messages[2])
         usual, mine = torch.tensor([0.5]), torch.tensor([0.5])
-        arrived = Arrived(codec, messages[:, HEADER_BYTES : HEADER_BYTES + nbytes], rows, None, dt.demo().aggregation)
+        arrived = Arrived(
+            codec,
+            messages[:, HEADER_BYTES : HEADER_BYTES + nbytes],
+            rows,
+            None,
+            dt.demo().aggregation,
+        )
         refused, table = decide_usable(*unsealed(messages), *arrived.facts(), expected, usual)
         given = torch.zeros_like(messages)
-        found = inspected(inspector, messages[:, : HEADER_BYTES + nbytes].contiguous(), given, codec, rows, mine)
-        norms, bounds = ([each[:, at].clone().view(torch.float64) for each in (found, table)] for at in (10, 11))
-        beyond = [~(norm <= LIMIT) for norm in norms]  # how far is an accident of the order of a sum
+        found = inspected(
+            inspector, messages[:, : HEADER_BYTES + nbytes].contiguous(), given, codec, rows, mine
+        )
+        norms, bounds = (
+            [each[:, at].clone().view(torch.float64) for each in (found, table)] for at in (10, 11)
+        )
+        beyond = [
+            ~(norm <= LIMIT) for norm in norms
+        ]  # how far is an accident of the order of a sum
         assert torch.equal(*beyond)
         # the square of less than 1e-19 is no fp32 number
-        torch.testing.assert_close(*(norm.masked_fill(beyond[0], 0) for norm in norms), rtol=1e-5, atol=1e-16)
+        torch.testing.assert_close(
+            *(norm.masked_fill(beyond[0], 0) for norm in norms), rtol=1e-5, atol=1e-16
+        )
         torch.testing.assert_close(*bounds, rtol=1e-5, atol=0)
         rest = [at for at in range(13) if at not in (10, 11)]
         assert torch.equal(found[:, rest], table[:, rest])
@@ -280,7 +346,9 @@ def test_a_message_is_inspected_once_its_own_programs_are_done(monkeypatch):
     nbytes = codec.nbytes(rows)
     messages = torch.zeros(replicas, HEADER_BYTES + nbytes, dtype=torch.uint8)
     for replica in range(replicas):
-        values = torch.randn(rows, codec.selection.chunk, generator=torch.Generator().manual_seed(replica))
+        values = torch.randn(
+            rows, codec.selection.chunk, generator=torch.Generator().manual_seed(replica)
+        )
         messages[replica, HEADER_BYTES:] = codec.encode(codec.select(values, 0, 0))
         Header(2**40, 3, 0, replica).seal(messages[replica : replica + 1], nbytes)
     inspector = inspection.Inspector(replicas, CPU)
@@ -294,7 +362,9 @@ def test_a_message_is_inspected_once_its_own_programs_are_done(monkeypatch):
     monkeypatch.setattr(inspection, "launch", launched)
     table = inspected(inspector, messages, messages, codec, rows, torch.ones(1))
     assert grids == [replicas * inspection.PARTS]
-    assert table[0, 12] == 1 and table[0, 10].view(torch.float64) > 0, "the first message has no fault, and a norm"
+    assert table[0, 12] == 1 and table[0, 10].view(torch.float64) > 0, (
+        "the first message has no fault, and a norm"
+    )
     assert (table[1:] == -9).all() and table[0, 11] == -9, "nobody has decided"
 
 
@@ -306,7 +376,9 @@ def test_messages_are_weighed_as_by_ordinary_torch(name):
         messages = [codec.encode(codec.select(drawn * scale, 0, 0)) for scale in scales]
         wanted = codec.received(messages, rows, None, ClippedMean())
         mine, other = (inspection.Inspector(len(scales), CPU) for _ in range(2))
-        other._arrivals += 1  # as if another optimizer's messages were weighed on another stream now
+        other._arrivals += (
+            1  # as if another optimizer's messages were weighed on another stream now
+        )
         weights = torch.empty(len(scales))
         mine.weigh(wanted.source.body, places_of(codec, rows), coding_of(codec), weights)
         assert torch.equal(weights, wanted.aggregation.of_replicas)
@@ -316,7 +388,9 @@ def test_two_optimizers_share_no_memory_that_kernels_write():
     # they may run on two streams, side by side; the buckets of one never do
     codec, (one, other) = dt.random_sign().codec, (Runtime(CPU, 3) for _ in range(2))
     layout = codec.layout(SHAPES)
-    first, bucket, apart = (engine_for(codec, layout, None, runtime)._coder(codec) for runtime in (one, one, other))
+    first, bucket, apart = (
+        engine_for(codec, layout, None, runtime)._coder(codec) for runtime in (one, one, other)
+    )
     assert first.rotations is bucket.rotations and first._scratch is bucket._scratch
     assert first.rotations.table.data_ptr() != apart.rotations.table.data_ptr()
     assert first._scratch.data_ptr() != apart._scratch.data_ptr()
@@ -328,14 +402,20 @@ def test_a_sum_that_is_not_finite_is_reported_and_counts_as_zeros(dtype):
     engine, _ = engines(scheme)
     rows, k = engine.layout.rows, scheme.codec.selection.k
     shared = SharedIndices(scheme.codec.selection, rows, 1, 3, CPU)
-    inspector, digits, status = inspection.SumInspector(CPU), torch.full((9,), 77.0, dtype=dtype), 70_000
+    inspector, digits, status = (
+        inspection.SumInspector(CPU),
+        torch.full((9,), 77.0, dtype=dtype),
+        70_000,
+    )
     inspector.seal(torch.tensor([0, 90_000, status]), digits, 3, 3, 246)
     low, middle, high = status.to_bytes(3, "little")
     assert digits.tolist() == [0, 0, 0, low, middle, high + 246, 0, 0, 0]
     for fault in (0.0, float("nan"), float("-inf")):
         total = torch.randn(rows, k, generator=torch.Generator().manual_seed(0)).to(dtype)
         total[-1, -1] += fault
-        runs = [(first, total[first : first + 16].clone()) for first in (0, 16, 32)] + [(48, total[48:])]
+        runs = [(first, total[first : first + 16].clone()) for first in (0, 16, 32)] + [
+            (48, total[48:])
+        ]
         report = torch.empty(10)
         inspector.inspect([run for _, run in runs], digits, report)
         assert report.tolist() == [float(fault == 0), *digits.tolist()]
@@ -356,7 +436,9 @@ def trained(scheme, triton, base, monkeypatch, replicas=2):
         model = nn.Sequential(nn.Linear(33, 20), nn.Linear(20, 7, bias=False), nn.Linear(7, 3))
         model[2].to(torch.bfloat16)
         safety = dt.Safety(non_finite="skip")
-        optimizer = dt.replicate(base(model.parameters()), model, communicator, scheme, kernels=triton, safety=safety)
+        optimizer = dt.replicate(
+            base(model.parameters()), model, communicator, scheme, kernels=triton, safety=safety
+        )
         for step in range(3):
             drawn = torch.Generator().manual_seed(100 * step + communicator.replica)
             for parameter in model.parameters():
@@ -405,11 +487,17 @@ def test_sums_make_the_bits_of_ordinary_torch(name, monkeypatch):
 @pytest.mark.long  # no branch of its own
 @pytest.mark.parametrize(
     "scheme",
-    [dt.demo(chunk=16, precision="sign", error_feedback=False, delay=1), dt.random_sign(rate=1 / 4, delay=2)],
+    [
+        dt.demo(chunk=16, precision="sign", error_feedback=False, delay=1),
+        dt.random_sign(rate=1 / 4, delay=2),
+    ],
     ids=["demo in signs", "random_sign, two late"],
 )
 def test_late_signs_are_read_where_they_lie(scheme, monkeypatch):
-    ours, plain = (trained(scheme, triton, lambda p: dt.SignSGD(p, lr=0.01), monkeypatch) for triton in (True, False))
+    ours, plain = (
+        trained(scheme, triton, lambda p: dt.SignSGD(p, lr=0.01), monkeypatch)
+        for triton in (True, False)
+    )
     assert all(torch.equal(one, other) for one, other in zip(*ours, strict=True))
     for one, wanted in zip([*ours[0], *ours[1]], [*plain[0], *plain[1]], strict=True):
         torch.testing.assert_close(one, wanted, rtol=1e-2, atol=1e-3)
@@ -432,29 +520,41 @@ def test_buckets_that_leave_early_make_the_same_bits(scheme, monkeypatch):
     def act(communicator, early):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(65, 130), nn.Linear(130, 67))
-        optimizer = dt.replicate(dt.SignSGD(model.parameters(), lr=0.01), model, communicator, scheme)
+        optimizer = dt.replicate(
+            dt.SignSGD(model.parameters(), lr=0.01), model, communicator, scheme
+        )
         channel = optimizer.build()[0].channel
         assert len(channel.pipelines) > 1 and channel.engine.name == "triton"
         for step in range(2):  # the first one sets up
-            batch = torch.randn(3, 65, generator=torch.Generator().manual_seed(100 * step + communicator.replica))
+            batch = torch.randn(
+                3, 65, generator=torch.Generator().manual_seed(100 * step + communicator.replica)
+            )
             loss = model(batch).square().mean()
             with optimizer.overlap() if early and step else nullcontext():
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         memory = channel.memory.residual if channel.memory else torch.zeros(1)
-        return [memory, *channel.exchange.state().values(), *(parameter.detach() for parameter in model.parameters())]
+        return [
+            memory,
+            *channel.exchange.state().values(),
+            *(parameter.detach() for parameter in model.parameters()),
+        ]
 
     at_once, early = (simulate_replicas(partial(act, early=early), 2) for early in (False, True))
     for one, other in zip(at_once, early, strict=True):
-        assert all(torch.equal(*pair) for pair in zip(one, other, strict=True) if pair[0].numel() > 1)
+        assert all(
+            torch.equal(*pair) for pair in zip(one, other, strict=True) if pair[0].numel() > 1
+        )
 
 
 def test_messages_in_flight_lie_in_buffers_of_their_own():
     workspace = Workspace(3)
     taken = [workspace.take("form", (2, 5), CPU).data_ptr() for _ in range(9)]
     assert len(set(taken)) == 3 and taken[:3] == taken[3:6] == taken[6:]
-    assert workspace.take("form", (2, 6), CPU).shape == (2, 6) and len(workspace._buffers["form"]) == 3
+    assert (
+        workspace.take("form", (2, 6), CPU).shape == (2, 6) and len(workspace._buffers["form"]) == 3
+    )
     kept = [Workspace().take("form", (2, 5), CPU) for _ in range(3)]
     assert len({each.data_ptr() for each in kept}) == 3
 

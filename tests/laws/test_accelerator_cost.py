@@ -43,10 +43,14 @@ SUMMED = [name for name in memory.CASES if name.startswith(("random 1", "strid",
 @pytest.mark.parametrize("name", launches.SCHEMES)
 def test_a_step_is_a_few_hundred_launches_whatever_the_replicas(name):
     scheme = launches.SCHEMES[name]
-    through_owners = OF_SIGNS if name.endswith("sign") and scheme.link == "owner" else THROUGH_OWNERS
+    through_owners = (
+        OF_SIGNS if name.endswith("sign") and scheme.link == "owner" else THROUGH_OWNERS
+    )
     for replicas in (2, 4, 8):
         channel, names, _ = launches.operations(scheme, replicas, overlap=True)
-        assert len(names) <= (through_owners if isinstance(channel.exchange, TwoStage) else MOST), replicas
+        assert len(names) <= (through_owners if isinstance(channel.exchange, TwoStage) else MOST), (
+            replicas
+        )
         assert replicas < 8 or len(names) <= MOST_OF_EIGHT or through_owners == OF_SIGNS
         _, plain, _ = launches.operations(scheme, replicas, overlap=False)
         assert len(plain) <= len(names), replicas
@@ -62,9 +66,13 @@ def test_with_kernels_a_step_is_a_dozen_launches_and_allocates_nothing(name, mon
     monkeypatch.setenv("DETONATION_KERNELS", "triton")
     scheme = launches.SCHEMES[name]
     for replicas in (2, 4, 8):
-        channel, names, allocated = launches.operations(scheme, replicas, overlap=False, kernels=True)
+        channel, names, allocated = launches.operations(
+            scheme, replicas, overlap=False, kernels=True
+        )
         through_owners = isinstance(channel.exchange, TwoStage)
-        rotates = scheme.codec.selection.shared and scheme.codec.selection.period != 1  # which is a launch
+        rotates = (
+            scheme.codec.selection.shared and scheme.codec.selection.period != 1
+        )  # which is a launch
         most = (8 if through_owners else 5) + rotates
         assert len(names) <= most, replicas
         _, overlapped, early = launches.operations(scheme, replicas, overlap=True, kernels=True)
@@ -75,8 +83,15 @@ def test_with_kernels_a_step_is_a_dozen_launches_and_allocates_nothing(name, mon
 
 
 CASES = [(name, 8) for name in memory.CASES]
-CASES += [(name, 2) for name, (scheme, _, _) in memory.CASES.items() if scheme.signal == "gradients"]
-WITH_KERNELS = ["demo 4/64 + SignSGD", "random 1/16 + SignSGD", "muloco 4bit + AdamW", "sparta 1/200 + AdamW"]
+CASES += [
+    (name, 2) for name, (scheme, _, _) in memory.CASES.items() if scheme.signal == "gradients"
+]
+WITH_KERNELS = [
+    "demo 4/64 + SignSGD",
+    "random 1/16 + SignSGD",
+    "muloco 4bit + AdamW",
+    "sparta 1/200 + AdamW",
+]
 
 
 ONCE = [case for number, case in enumerate(CASES[: len(memory.CASES)]) if number % 3]

@@ -12,7 +12,13 @@ from torch._C._distributed_c10d import HashStore
 
 import detonation as dt
 from detonation.cluster.survive import elastic_axis, membership
-from detonation.cluster.survive.agreement import ReplicaLeft, ReplicaLost, axis_key, next_axis_store, note_gone
+from detonation.cluster.survive.agreement import (
+    ReplicaLeft,
+    ReplicaLost,
+    axis_key,
+    next_axis_store,
+    note_gone,
+)
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.cluster.survive.users import AxisUser
@@ -114,7 +120,9 @@ def test_a_newcomer_that_nobody_lets_in_does_not_wait_for_ever(ended, monkeypatc
     door._feed.close()
     axis.close()
     what = f"training ended after {optimizer.step_count} steps, before replica 1 came in"
-    assert came == [what if ended else f"the others did not agree on a step for replica 1 within {LIMIT_S} s"]
+    assert came == [
+        what if ended else f"the others did not agree on a step for replica 1 within {LIMIT_S} s"
+    ]
 
 
 def left_behind(store):
@@ -128,11 +136,15 @@ def left_behind(store):
 
 
 @pytest.mark.parametrize(
-    ("name", "balance"), [*((name, False) for name in COMING), ("diloco", True), ("streaming", True)]
+    ("name", "balance"),
+    [*((name, False) for name in COMING), ("diloco", True), ("streaming", True)],
 )
 def test_a_newcomer_is_equal_to_the_others_from_its_first_step_on(name, balance):
     store, scheme = HashStore(), TALKING[name]
-    members = [lambda replica=replica: member(store, replica, scheme, balance) for replica in range(REPLICAS)]
+    members = [
+        lambda replica=replica: member(store, replica, scheme, balance)
+        for replica in range(REPLICAS)
+    ]
     ends = together(*members, lambda: newcomer(store, scheme))
     assert len(ends) == REPLICAS + 1
     assert len(set(ends)) == 1 and ends[0][-1] == REPLICAS + 1
@@ -141,14 +153,21 @@ def test_a_newcomer_is_equal_to_the_others_from_its_first_step_on(name, balance)
 def test_all_know_the_step_of_a_newcomer_where_some_have_to_agree_twice():
     store, scheme = HashStore(), TALKING["demo"]
     kinds = SurvivingCommunicator, Clumsy
-    members = [partial(member, store, replica, scheme, kind=kind) for replica, kind in enumerate(kinds)]
+    members = [
+        partial(member, store, replica, scheme, kind=kind) for replica, kind in enumerate(kinds)
+    ]
     ends = together(*members, lambda: newcomer(store, scheme))
     assert len(set(ends)) == 1 and ends[0][-1] == REPLICAS + 1
 
 
 @pytest.mark.parametrize(
     ("name", "lost", "started"),
-    [("full", False, True), ("demo-owner", False, False), ("demo", True, True), ("demo-owner", True, False)],
+    [
+        ("full", False, True),
+        ("demo-owner", False, False),
+        ("demo", True, True),
+        ("demo-owner", True, False),
+    ],
 )
 def test_a_newcomer_that_gives_up_a_group_in_which_the_others_begin_its_first_step_takes_it_too(
     name, lost, started, monkeypatch
@@ -178,7 +197,9 @@ def test_a_newcomer_that_gives_up_a_group_in_which_the_others_begin_its_first_st
                 again.set()
                 return super()._formed()
             group, axes[REPLICAS], other = super()._formed(), self, axes[1]
-            while other._begun <= self._joined or (started and all(each.result is not None for each in kept(other))):
+            while other._begun <= self._joined or (
+                started and all(each.result is not None for each in kept(other))
+            ):
                 time.sleep(0.01)
             if lost:
                 axes[0]._membership.stop()
@@ -195,8 +216,14 @@ def test_a_newcomer_that_gives_up_a_group_in_which_the_others_begin_its_first_st
         except ReplicaLost:
             return None
 
-    *ends, gone = together(lambda: member(store, 1, scheme, kind=Member), lambda: newcomer(store, scheme), first)
-    assert ends[0] == ends[1] and ends[0][-1] == REPLICAS + 1 - lost and gone in {None if lost else ends[0]}
+    *ends, gone = together(
+        lambda: member(store, 1, scheme, kind=Member), lambda: newcomer(store, scheme), first
+    )
+    assert (
+        ends[0] == ends[1]
+        and ends[0][-1] == REPLICAS + 1 - lost
+        and gone in {None if lost else ends[0]}
+    )
 
 
 def test_a_newcomer_knows_of_a_replica_that_is_asked_to_leave_while_all_wait_for_it(monkeypatch):
@@ -222,7 +249,9 @@ def test_a_newcomer_knows_of_a_replica_that_is_asked_to_leave_while_all_wait_for
         with pytest.raises(ReplicaLeft):
             member(store, 1, scheme)
 
-    first, second, _ = together(lambda: member(store, 0, scheme), lambda: newcomer(store, scheme), leaves)
+    first, second, _ = together(
+        lambda: member(store, 0, scheme), lambda: newcomer(store, scheme), leaves
+    )
     assert first == second and first[-1] == 2
 
 
@@ -230,7 +259,10 @@ def told(axis, model, optimizer, door):
     """What this replica was given in each step, what it holds in the end, and what it has not sent."""
     given, last = {}, None
     while last is None or optimizer.step_count < last:
-        step, made = optimizer.step_count, torch.Generator().manual_seed(100 * optimizer.step_count + axis.replica)
+        step, made = (
+            optimizer.step_count,
+            torch.Generator().manual_seed(100 * optimizer.step_count + axis.replica),
+        )
         for parameter in model.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=made)
         given[step] = flat([parameter.grad.clone() for parameter in model.parameters()])
@@ -238,7 +270,10 @@ def told(axis, model, optimizer, door):
         door.after_step()
         if last is None and axis._membership.guest > REPLICAS:
             last = optimizer.step_count + AFTER
-    held = flat([parameter.detach().clone() for parameter in model.parameters()]), flat(unsent(optimizer))
+    held = (
+        flat([parameter.detach().clone() for parameter in model.parameters()]),
+        flat(unsent(optimizer)),
+    )
     axis.close()
     return given, *held
 
@@ -267,7 +302,8 @@ def test_law_1_what_the_others_have_not_sent_is_not_lost_where_a_newcomer_comes_
     given, weights, left = zip(*together(lambda: mine(0), lambda: mine(1), come_in), strict=True)
     assert len({*map(len, given)}) == 2
     everything = sum(
-        torch.stack([each[step] for each in given if step in each]).mean(0) for step in max(given, key=len)
+        torch.stack([each[step] for each in given if step in each]).mean(0)
+        for step in max(given, key=len)
     )
     moved = flat(parameter.detach() for parameter in MODEL.parameters()) - weights[0]
     torch.testing.assert_close(moved + torch.stack(left).mean(0), everything, rtol=0, atol=1e-3)
@@ -275,7 +311,9 @@ def test_law_1_what_the_others_have_not_sent_is_not_lost_where_a_newcomer_comes_
 
 def test_a_newcomer_that_is_lost_on_its_way_costs_the_others_nothing():
     store, scheme = HashStore(), TALKING["demo"]
-    members = [lambda replica=replica: member(store, replica, scheme) for replica in range(REPLICAS)]
+    members = [
+        lambda replica=replica: member(store, replica, scheme) for replica in range(REPLICAS)
+    ]
     *ends, _ = sorted(together(*members, lambda: left_behind(store)), key=lambda end: end is None)
     assert len(set(ends)) == 1 and ends[0][-1] == REPLICAS
 
@@ -296,7 +334,9 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("ends", [asks_to_leave, is_cut_off])
 @pytest.mark.parametrize("copies", [0, 1])
-def test_a_newcomer_turns_to_another_replica_where_the_one_that_lets_it_in_is_lost(ends, copies, monkeypatch):
+def test_a_newcomer_turns_to_another_replica_where_the_one_that_lets_it_in_is_lost(
+    ends, copies, monkeypatch
+):
     """Before it has a copy; after that the others may have agreed on its step, and then they go on without it."""
     opened, copied = dt.Admission._open, dt.Feed._let_in
 
@@ -314,7 +354,9 @@ def test_a_newcomer_turns_to_another_replica_where_the_one_that_lets_it_in_is_lo
 
     monkeypatch.setattr(dt.Admission, "_open", opened_and_ended)
     monkeypatch.setattr(dt.Feed, "_let_in", copied_and_ended)
-    surely = copies == 0 and ends is is_cut_off  # it comes, if slowly; elsewhere all may wait for it in vain
+    surely = (
+        copies == 0 and ends is is_cut_off
+    )  # it comes, if slowly; elsewhere all may wait for it in vain
     monkeypatch.setattr(membership, "ARRIVE_S", LIMIT_S if surely else 0.5)
     store, scheme, lost = HashStore(), TALKING["demo"], []
 

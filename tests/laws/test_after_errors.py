@@ -49,7 +49,10 @@ def test_a_stop_is_forgotten_where_all_load_a_state_of_before(name, whole):
         for _ in range(4):
             one.step()
         saved = one.saved()
-        ends = [caught(one.step, communicator.replica == 1)[0], caught(one.step)[0]]  # of rounds the second step stops
+        ends = [
+            caught(one.step, communicator.replica == 1)[0],
+            caught(one.step)[0],
+        ]  # of rounds the second step stops
         if not whole:
             del saved[1]["replication"]
         one.load(saved)
@@ -87,7 +90,9 @@ def test_a_replica_that_ends_between_its_messages_and_its_weights_says_so(name, 
     (_, first), (ends, second) = simulate_replicas(act, 2)
     assert (first, second) == (2, 2)
     assert ends[0] == ("MemoryError", "no more") and ends[1][0] == "HalfStep"
-    assert ends[1][1].startswith("step 1 of this replica sent its messages and then ended by MemoryError('no more')")
+    assert ends[1][1].startswith(
+        "step 1 of this replica sent its messages and then ended by MemoryError('no more')"
+    )
 
 
 class AloneInTheSum:
@@ -115,7 +120,9 @@ class Own(torch.optim.Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             gradients = [p.grad for p in group["params"] if p.grad is not None]
-            group["estimate"] = max(group["estimate"], 1e-4 * float(sum(g.abs().sum() for g in gradients)))
+            group["estimate"] = max(
+                group["estimate"], 1e-4 * float(sum(g.abs().sum() for g in gradients))
+            )
             for parameter, gradient in zip(group["params"], gradients, strict=True):
                 parameter.sub_(gradient, alpha=group["lr"] * group["estimate"])
 
@@ -125,7 +132,9 @@ def test_what_an_optimizer_estimates_may_differ_in_local_steps_and_what_it_is_gi
         model = nn.Linear(4, 4, bias=False)
         nn.init.ones_(model.weight)
         safety = dt.Safety(verify_every=2)
-        optimizer = dt.replicate(Own(model.parameters()), model, communicator, dt.diloco(every=2), safety=safety)
+        optimizer = dt.replicate(
+            Own(model.parameters()), model, communicator, dt.diloco(every=2), safety=safety
+        )
         for _ in range(4):
             model(torch.full((1, 4), 1.0 + communicator.replica)).sum().backward()
             optimizer.step()

@@ -21,7 +21,12 @@ from detonation.core.schemes import buckets
 from detonation.core.schemes.scheme import ALIGNMENT
 from detonation.core.schemes.traffic import bytes_sent, collective_for, overlapped_bytes
 from detonation.testing import check_scheme
-from detonation.wire.collectives import WEIGHT_MOVES, BlockIntegers, DifferenceGather, ErrorFeedbackReduce
+from detonation.wire.collectives import (
+    WEIGHT_MOVES,
+    BlockIntegers,
+    DifferenceGather,
+    ErrorFeedbackReduce,
+)
 from zoo import KINDS, TALKING, Plain, batch, built
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -42,7 +47,11 @@ class Wire:
         return self._inner.all_reduce(values)
 
     def all_gather(self, mine):
-        self.rows += [mine.clone()] * (self.size() - 1) * (mine.dtype == torch.uint8 and len(mine) > HEADER_BYTES)
+        self.rows += (
+            [mine.clone()]
+            * (self.size() - 1)
+            * (mine.dtype == torch.uint8 and len(mine) > HEADER_BYTES)
+        )
         return self._inner.all_gather(mine)
 
     def all_to_all(self, mine):
@@ -100,12 +109,16 @@ def test_padding_changes_no_bit_of_weights_memory_or_messages_and_is_counted(nam
     scheme, shapes = TALKING[name], {n: p.shape for n, p in built(Plain).named_parameters()}
     layout = scheme.codec.layout(shapes)
     for replicas in (2, 3):
-        found = [simulate_replicas(lambda c, s=s: trained(c, s, train), replicas) for s in (scheme, scheme.aligned())]
+        found = [
+            simulate_replicas(lambda c, s=s: trained(c, s, train), replicas)
+            for s in (scheme, scheme.aligned())
+        ]
         for (same, plain, sent, _), (also, padded, more, _) in zip(*found, strict=True):
             assert same == also
             require_padded(plain, padded)
             of_steps = [
-                sum(bytes_sent(s, layout, replicas, t) for t in range(STEPS)) for s in (scheme, scheme.aligned())
+                sum(bytes_sent(s, layout, replicas, t) for t in range(STEPS))
+                for s in (scheme, scheme.aligned())
             ]
             assert [sent, more] == of_steps
 
@@ -115,7 +128,9 @@ def test_buckets_are_padded_one_by_one(name, monkeypatch):
     monkeypatch.setattr(buckets, "SMALLEST", 2**11)
     scheme, shapes = TALKING[name], {n: p.shape for n, p in wide().named_parameters()}
     layout, both = scheme.codec.layout(shapes), (scheme, scheme.aligned())
-    found = [simulate_replicas(lambda c, s=s: trained(c, s, train_overlapped, wide), 2) for s in both]
+    found = [
+        simulate_replicas(lambda c, s=s: trained(c, s, train_overlapped, wide), 2) for s in both
+    ]
     for (same, plain, sent, count), (also, padded, more, _) in zip(*found, strict=True):
         assert same == also and count > 1
         require_padded(plain, padded)
@@ -137,18 +152,26 @@ def test_whoever_sends_a_message_again_pads_it_too(monkeypatch):
     """With padding of any content, here 255."""
     empty = torch.empty
     monkeypatch.setattr(
-        torch, "empty", lambda *a, **k: empty(*a, **k).fill_(255 if k.get("dtype") == torch.uint8 else 0)
+        torch,
+        "empty",
+        lambda *a, **k: empty(*a, **k).fill_(255 if k.get("dtype") == torch.uint8 else 0),
     )
     for scheme in (dt.demo(topk=3, chunk=10), dt.demo(topk=3, chunk=10, link="owner")):
         layout, link = scheme.codec.layout(SHAPES), Link(LoopbackCommunicator(3))
         channel = Channel(scheme.aligned(), layout, link, Runtime(torch.device("cpu")))
         for step in range(2):
-            update = channel.send([torch.randn(shape) for shape in SHAPES.values()], step).receive().flat()
+            update = (
+                channel.send([torch.randn(shape) for shape in SHAPES.values()], step)
+                .receive()
+                .flat()
+            )
         assert channel.counts.refused == 0 and update.any()
 
 
 @pytest.mark.parametrize(
-    "scheme", [dt.demo(), dt.demo(link="owner"), dt.random_sign(rate=1 / 8)], ids=lambda s: f"{s.name}-{s.link}"
+    "scheme",
+    [dt.demo(), dt.demo(link="owner"), dt.random_sign(rate=1 / 8)],
+    ids=lambda s: f"{s.name}-{s.link}",
 )
 def test_kernels_read_messages_where_they_arrived(scheme, monkeypatch):
     """A message that is whole and aligned is not joined: that would be a copy."""
@@ -173,10 +196,19 @@ def sent_between_nodes(communicator, width):
     reduce = ErrorFeedbackReduce(Link(wire), None, codec, lambda: {"weight": count})
     gather = DifferenceGather(Link(wire), None, codec, 0, lambda: True, lambda: 0)
     some = count - (width == 8)  # an odd number of weights
-    total, whole, generator = torch.zeros(count), torch.empty(3 * some), torch.Generator().manual_seed(wire.replica)
+    total, whole, generator = (
+        torch.zeros(count),
+        torch.empty(3 * some),
+        torch.Generator().manual_seed(wire.replica),
+    )
     for _ in range(3):
         output = torch.empty(count)
-        reduce(output, torch.randn(3 * count, generator=generator), None, torch.distributed.ReduceOp.SUM)
+        reduce(
+            output,
+            torch.randn(3 * count, generator=generator),
+            None,
+            torch.distributed.ReduceOp.SUM,
+        )
         WEIGHT_MOVES()
         gather(whole, total.add_(output)[:some], None)
     return digest([total, whole]), wire.rows
@@ -213,7 +245,9 @@ def test_a_share_of_a_message_is_padded_to_whole_units(link):
     (weights, _), *_ = worlds.run(laned, 2, 2, scheme)
     for same, sent in worlds.run(laned, 2, 2, scheme.aligned(local_ranks=2)):
         assert same == weights and sent % ALIGNMENT == 0
-        assert sent == STEPS * bytes_sent(scheme.aligned(local_ranks=2), layout, 2, 0, local_ranks=2)
+        assert sent == STEPS * bytes_sent(
+            scheme.aligned(local_ranks=2), layout, 2, 0, local_ranks=2
+        )
 
 
 @pytest.mark.parametrize("name", ["full-bf16", "demo-tiles"])
@@ -228,7 +262,9 @@ def test_a_loopback_sends_what_each_replica_would_have_sealed(nbytes):
     messages[1, HEADER_BYTES:] = messages[0, HEADER_BYTES:]
     messages[:, HEADER_BYTES + nbytes :] = 0
     for row, sender in enumerate((0, 5)):
-        Header(2**62 + 1, 3, 2, sender, status=4, received=2**61).seal(messages[row : row + 1], nbytes)
+        Header(2**62 + 1, 3, 2, sender, status=4, received=2**61).seal(
+            messages[row : row + 1], nbytes
+        )
     own, wanted = messages
     own[HEADER_BYTES + nbytes :] = 77  # padding of any content
     assert torch.equal(resent(own, 5)[: HEADER_BYTES + nbytes], wanted[: HEADER_BYTES + nbytes])

@@ -45,7 +45,9 @@ def clock(monkeypatch):
 
 def started(communicator, scheme, balanced=True, base=torch.optim.AdamW):
     model = built(Plain)
-    return model, dt.replicate(base(model.parameters(), lr=1e-2), model, communicator, scheme, balance=balanced)
+    return model, dt.replicate(
+        base(model.parameters(), lr=1e-2), model, communicator, scheme, balance=balanced
+    )
 
 
 def advance(model, optimizer, replica, steps, clock, slowness, log=None):
@@ -73,7 +75,10 @@ def trained(communicator, scheme, clock, slowness, steps=12, balanced=True):
 def test_law_6_equal_replicas_train_as_without_it(name, clock):
     def both(communicator):
         slowness = [1.0, 1.0, 1.04]  # less than the slack
-        found = [trained(communicator, ROUNDS[name], clock, slowness, balanced=on) for on in (False, True)]
+        found = [
+            trained(communicator, ROUNDS[name], clock, slowness, balanced=on)
+            for on in (False, True)
+        ]
         for key in found[0][2]:
             assert torch.equal(found[0][2][key], found[1][2][key]), key
         assert found[0][:2] == found[1][:2]
@@ -92,7 +97,9 @@ def test_law_2_slow_replicas_sit_steps_out_and_all_agree(name, clock):
         count = max(1, int(every * 1.05 / slowness[replica]))
         assert len(worked) == every + 5 * count  # all of the first round, in which nobody knows
         assert worked[-1] == 6 * every - 1
-        assert state["0.local_steps"].tolist() == [max(1, int(every * 1.05 / each)) for each in slowness]
+        assert state["0.local_steps"].tolist() == [
+            max(1, int(every * 1.05 / each)) for each in slowness
+        ]
         agreed = [key for key in state if key.startswith("0.anchor")]
         assert agreed and all(torch.equal(state[key], runs[0][2][key]) for key in agreed)
 
@@ -106,7 +113,9 @@ def test_the_mean_is_weighted_by_local_steps(clock):
         model, optimizer = started(communicator, scheme, base=torch.optim.SGD)
         advance(model, optimizer, communicator.replica, range(every), clock, slowness)
         common = [p.detach().clone() for p in model.parameters()]
-        worked = advance(model, optimizer, communicator.replica, range(every, 2 * every), clock, slowness)
+        worked = advance(
+            model, optimizer, communicator.replica, range(every, 2 * every), clock, slowness
+        )
         return common, worked, [p.detach().clone() for p in model.parameters()]
 
     runs = simulate_replicas(act, 3)
@@ -124,11 +133,15 @@ def test_the_mean_is_weighted_by_local_steps(clock):
             sgd.step()
         moved.append([p.detach() - c for p, c in zip(model.parameters(), common, strict=True)])
     for index, (weight, begun) in enumerate(zip(runs[0][2], runs[0][0], strict=True)):
-        mean = sum(count * each[index] for count, each in zip(counts, moved, strict=True)) / sum(counts)
+        mean = sum(count * each[index] for count, each in zip(counts, moved, strict=True)) / sum(
+            counts
+        )
         torch.testing.assert_close(weight, begun + mean, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name, scheme in ROUNDS.items() if scheme.name in REGISTERED])
+@pytest.mark.parametrize(
+    "name", [name for name, scheme in ROUNDS.items() if scheme.name in REGISTERED]
+)
 def test_uneven_rounds_are_followed_and_joined(name, clock):
     """A newcomer of a balanced run is balanced, too, and begins as all do, with equal steps."""
     scheme, slowness = ROUNDS[name], [1.0, 2.0]
@@ -137,7 +150,11 @@ def test_uneven_rounds_are_followed_and_joined(name, clock):
 
     def act(communicator):
         model, optimizer = started(communicator, scheme)
-        feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=token) if follows and not communicator.replica else None
+        feed = (
+            dt.Feed(model, optimizer, "127.0.0.1:0", token=token)
+            if follows and not communicator.replica
+            else None
+        )
         optimizer.record(feed)
         served, seen = built(Plain), []
         follower = dt.follow(served, feed.address, token=token, wait=False) if feed else None
@@ -178,7 +195,10 @@ def test_law_9_a_run_resumes_in_the_middle_of_an_uneven_round(name, clock):
         again.load_state_dict(saved[0])
         resumed.load_state_dict(saved[1])
         advance(again, resumed, replica, range(cut, end), clock, slowness)
-        return digest(model.parameters()) == digest(again.parameters()) and resumed.step_count == optimizer.step_count
+        return (
+            digest(model.parameters()) == digest(again.parameters())
+            and resumed.step_count == optimizer.step_count
+        )
 
     assert simulate_replicas(act, 2) == [True, True]
 
@@ -189,13 +209,22 @@ def test_the_weights_of_replicas_add_up_and_every_replica_has_its_turn():
             steps = LocalSteps(every, len(durations))
             steps.agree(durations)
             taken = sum(steps.taken(step).to(torch.int64) for step in range(3 * every, 4 * every))
-            assert torch.equal(taken, steps.counts) and int(taken.min()) >= 1 and int(taken.max()) == every
+            assert (
+                torch.equal(taken, steps.counts)
+                and int(taken.min()) >= 1
+                and int(taken.max()) == every
+            )
             parts = steps.counts.double() / steps.counts.sum()
             assert float(parts.sum()) == pytest.approx(1)
-            ends = [count * each for count, each in zip(steps.counts.tolist(), durations, strict=True)]
+            ends = [
+                count * each for count, each in zip(steps.counts.tolist(), durations, strict=True)
+            ]
             steps.agree([0] * len(durations))
             assert torch.equal(taken, steps.counts)
-            assert all(end <= 1.05 * every * min(durations) or steps.counts[i] == 1 for i, end in enumerate(ends))
+            assert all(
+                end <= 1.05 * every * min(durations) or steps.counts[i] == 1
+                for i, end in enumerate(ends)
+            )
 
 
 def test_a_closure_is_not_evaluated_where_a_replica_is_idle(clock):

@@ -21,7 +21,20 @@ CPU = torch.device("cpu")
 SHAPES = st.lists(
     st.one_of(
         st.sampled_from(
-            [(), (1,), (0,), (0, 63), (255,), (256,), (257,), (1009,), (3, 3, 2, 5), (17, 31), (64, 64), (65, 130)]
+            [
+                (),
+                (1,),
+                (0,),
+                (0, 63),
+                (255,),
+                (256,),
+                (257,),
+                (1009,),
+                (3, 3, 2, 5),
+                (17, 31),
+                (64, 64),
+                (65, 130),
+            ]
         ),
         st.tuples(st.integers(0, 40), st.integers(1, 40)),
     ),
@@ -49,11 +62,15 @@ def test_layout_holds_every_coordinate_once(shapes, chunk, tile):
     signals = signals_of(layout, 0)
     flat = layout.flatten(signals, CPU)
     assert flat.shape == (layout.rows, chunk)
-    assert all(torch.equal(part, signal) for part, signal in zip(layout.parts(flat), signals, strict=True))
+    assert all(
+        torch.equal(part, signal) for part, signal in zip(layout.parts(flat), signals, strict=True)
+    )
     assert layout.numel + len(layout.padding(CPU)) == flat.numel()
     assert not flat.view(-1)[layout.padding(CPU)].any()
     rows = [range(slot.row, slot.row + slot.rows) for slot in layout.slots]
-    assert [row for each in rows for row in each] == list(range(layout.rows))  # no chunk spans two parameters
+    assert [row for each in rows for row in each] == list(
+        range(layout.rows)
+    )  # no chunk spans two parameters
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (255, 257), (67, 3, 5, 7), (128, 256), (64, 1009)])
@@ -90,7 +107,10 @@ def test_writing_leaves_alone_what_is_absent():
     flat = layout.flatten(signals_of(layout, 0), CPU)
     layout.write(flat, [None, torch.ones(8, 8), None])
     a, _, c = signals_of(layout, 0)
-    assert all(torch.equal(*pair) for pair in zip(layout.parts(flat), [a, torch.ones(8, 8), c], strict=True))
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(layout.parts(flat), [a, torch.ones(8, 8), c], strict=True)
+    )
 
 
 @each_scheme
@@ -108,7 +128,9 @@ def test_law_1_nothing_is_lost(scheme, shapes, steps):
         memory.release([decoded])
         sent += decoded
         put_in = [total + signal for total, signal in zip(put_in, signals, strict=True)]
-    for left, went, total in zip(layout.parts(memory.residual), layout.parts(sent), put_in, strict=True):
+    for left, went, total in zip(
+        layout.parts(memory.residual), layout.parts(sent), put_in, strict=True
+    ):
         torch.testing.assert_close(left + went, total, atol=2e-5, rtol=1e-5)
 
 
@@ -119,7 +141,9 @@ def test_law_1_dropping_the_error_takes_out_the_coefficients_themselves(shapes, 
     layout = layout_of(shapes, scheme)
     flat = layout.flatten(signals_of(layout, 0), CPU)
     selected = scheme.codec.select(flat, 0, seed=0)
-    out = aggregate(Coefficients(selected.values[None], selected.indices), Mean(), scheme.codec.selection.chunk)
+    out = aggregate(
+        Coefficients(selected.values[None], selected.indices), Mean(), scheme.codec.selection.chunk
+    )
     left = flat - out
     assert not left.gather(1, selected.indices).any()
     assert torch.equal(left != 0, (flat != 0) & (out == 0))
@@ -137,7 +161,9 @@ def test_memory_is_the_stated_recurrence_and_its_padding_stays_zero(scheme, shap
     sent = layout.flatten(signals_of(layout, 3), CPU) + 1  # also where the padding is
     memory.absorb(signals)
     memory.release([sent])
-    for view, old, new, out in zip(layout.parts(memory.residual), before, signals, layout.parts(sent), strict=True):
+    for view, old, new, out in zip(
+        layout.parts(memory.residual), before, signals, layout.parts(sent), strict=True
+    ):
         torch.testing.assert_close(view, decay * old + new - alpha * out, atol=1e-5, rtol=1e-5)
     assert not memory.residual.view(-1)[layout.padding(CPU)].any()
 
@@ -156,7 +182,9 @@ def test_law_2_the_same_messages_decode_to_the_same_bits(scheme, shapes, replica
     assert torch.equal(agreed(), agreed())
 
 
-@pytest.mark.parametrize("rate", [1, 1 / 2, 1 / 3, 0.3, 0.75, 1 / 4, 1 / 16, 1 / 32, 0.1, 1 / 49, 1 / 100, 0.011])
+@pytest.mark.parametrize(
+    "rate", [1, 1 / 2, 1 / 3, 0.3, 0.75, 1 / 4, 1 / 16, 1 / 32, 0.1, 1 / 49, 1 / 100, 0.011]
+)
 @pytest.mark.parametrize("make", [dt.schemes.random, dt.schemes.striding])
 @given(shapes=SHAPES, seed=st.integers(0, 9), start=st.integers(0, 3))
 @settings(max_examples=5, deadline=None)
@@ -168,7 +196,10 @@ def test_law_3_everyone_is_heard_once_in_a_cycle(make, rate, shapes, seed, start
     for step in range(start * period, (start + 1) * period):
         message = encode(scheme, ones, step, seed)
         heard += decode(scheme.codec, [message], layout.rows, step, seed, "mean")
-    assert period - 1 < 1 / rate + 1e-6 and scheme.codec.selection.k <= rate * scheme.codec.selection.chunk + 1e-6
+    assert (
+        period - 1 < 1 / rate + 1e-6
+        and scheme.codec.selection.k <= rate * scheme.codec.selection.chunk + 1e-6
+    )
     assert all((view == 1).all() for view in layout.parts(heard))
 
 
@@ -194,7 +225,9 @@ def test_without_a_cycle_each_step_sends_a_subset_that_no_other_step_knows_of(ra
     assert float(sent.mean((0, 1)).sub(p).abs().max()) <= 0.1 * p  # of each place in a row
     counts, wanted = sent.sum(0), torch.distributions.Binomial(len(steps), torch.tensor(p))
     assert abs(float(counts.var()) - float(wanted.variance)) <= 0.15 * float(wanted.variance) + 1e-9
-    both = sent.flatten(1) @ sent.flatten(1).T / sent[0].numel()  # the share that is sent at two steps
+    both = (
+        sent.flatten(1) @ sent.flatten(1).T / sent[0].numel()
+    )  # the share that is sent at two steps
     for after in range(1, subset.shares):
         again = float(both.diagonal(after).mean())
         assert abs(again - p * p) <= 0.2 * p * p + 1e-9, after
@@ -224,7 +257,9 @@ def test_random_subsets_are_integer_arithmetic_of_seed_cycle_and_row():
     octets = b"".join(word.to_bytes(8, "little") for word in words)
     assert selection._choices(159999, 7, 3, CPU).tolist() == [octet & 63 for octet in octets[:-1]]
     for source in Path(selection.__file__).parents[1].rglob("*.py"):  # all of core
-        assert not re.search(r"torch\.(rand\w*|Generator|bernoulli|multinomial)\(", source.read_text()), source
+        assert not re.search(
+            r"torch\.(rand\w*|Generator|bernoulli|multinomial)\(", source.read_text()
+        ), source
 
 
 def test_random_subsets_are_uniform():
@@ -239,15 +274,21 @@ def test_random_subsets_are_uniform():
     assert abs(surprise(choices, 64)) < 4
     assert abs(surprise(64 * choices[:-1] + choices[1:], 4096)) < 4
     assert abs(surprise(64 * choices + selection._choices(500_000, 0, 1, CPU).long(), 4096)) < 4
-    tables = torch.cat([selection._permutations.__wrapped__(48, 0, cycle, CPU) for cycle in range(100)])
+    tables = torch.cat(
+        [selection._permutations.__wrapped__(48, 0, cycle, CPU) for cycle in range(100)]
+    )
     assert torch.equal(tables.sort(1).values, torch.arange(48).expand(6400, -1))
     places = 48 * torch.arange(48) + tables
     assert abs(surprise(places, 48 * 48)) < 4
     before, after = tables[:, :-1], tables[:, 1:]
-    assert abs(surprise(47 * before + after - (after > before).long(), 48 * 47)) < 4  # no index follows itself
+    assert (
+        abs(surprise(47 * before + after - (after > before).long(), 48 * 47)) < 4
+    )  # no index follows itself
 
 
-@given(signal=st.lists(st.floats(-1, 1, width=32), min_size=24, max_size=24), topk=st.integers(1, 8))
+@given(
+    signal=st.lists(st.floats(-1, 1, width=32), min_size=24, max_size=24), topk=st.integers(1, 8)
+)
 @laws
 def test_top_k_tells_the_largest(signal, topk):
     flat = torch.tensor(signal).view(3, 8)
@@ -277,7 +318,10 @@ def test_law_5_never_larger_than_dense(scheme, replicas):
     layout = scheme.codec.layout({"w": (640, 64), "b": (64,)})
     dense = traffic.dense_bytes(layout.numel, replicas)
     steps = range(scheme.round.every, 2 * scheme.round.every)
-    per_step = sum(traffic.bytes_sent(scheme, layout, replicas, step, bare=True) for step in steps) / scheme.round.every
+    per_step = (
+        sum(traffic.bytes_sent(scheme, layout, replicas, step, bare=True) for step in steps)
+        / scheme.round.every
+    )
     if per_step <= dense:
         traffic.require_below_dense(scheme, layout, replicas)
     else:
@@ -304,7 +348,9 @@ def test_law_7_the_update_is_linear_in_the_signal(scheme, shapes, scale):
         message = encode(scheme, signal, 0, seed=0)
         return decode(scheme.codec, [message], layout.rows, 0, seed=0, how=scheme.aggregation)
 
-    assert torch.equal(update(flat * scale), update(flat) * scale)  # powers of two scale without rounding
+    assert torch.equal(
+        update(flat * scale), update(flat) * scale
+    )  # powers of two scale without rounding
 
 
 @each_scheme
@@ -327,13 +373,19 @@ def test_the_dct_of_a_tile_is_the_one_along_both_sides(side):
     both = torch.stack([along.forward(along.forward(tile).T).T for tile in tiles])
     coefficients = scheme.codec.basis.forward(tiles.view(2, -1))
     torch.testing.assert_close(coefficients.view_as(tiles), both, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(scheme.codec.basis.inverse(coefficients).view_as(tiles), tiles, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        scheme.codec.basis.inverse(coefficients).view_as(tiles), tiles, atol=1e-5, rtol=1e-5
+    )
 
 
 def test_indices_of_a_tile_take_twelve_bits():
     codec = dt.demo(topk=32, chunk=64, tiles=True, precision="sign").codec
-    assert codec.index_coding.width == 12 and codec.nbytes(10) == 10 * 32 * 12 // 8 + 10 * 32 // 8 + 2
-    with pytest.raises(ValueError, match=r"topk is 4097, must be from 1 to chunk \* chunk \(4096\)"):
+    assert (
+        codec.index_coding.width == 12 and codec.nbytes(10) == 10 * 32 * 12 // 8 + 10 * 32 // 8 + 2
+    )
+    with pytest.raises(
+        ValueError, match=r"topk is 4097, must be from 1 to chunk \* chunk \(4096\)"
+    ):
         dt.demo(topk=4097, chunk=64, tiles=True)
 
 
@@ -345,7 +397,10 @@ def test_dct_is_orthonormal_and_the_one_of_the_textbook(size):
     x = torch.randn(1, size, dtype=torch.float64)
     n = torch.arange(size, dtype=torch.float64)
     plain = torch.stack(
-        [(x * torch.cos(torch.pi * (n + 0.5) * k / size)).sum() * (2 / size) ** 0.5 for k in range(size)]
+        [
+            (x * torch.cos(torch.pi * (n + 0.5) * k / size)).sum() * (2 / size) ** 0.5
+            for k in range(size)
+        ]
     )
     plain[0] /= 2**0.5
     torch.testing.assert_close(basis.forward(x.float())[0], plain.float(), atol=1e-4, rtol=1e-4)
@@ -355,4 +410,7 @@ def test_every_rotation_declares_equal_messages():
     for make in (dt.schemes.random, dt.schemes.striding):
         for rate in (1.0, 0.7, 0.5, 1 / 3, 1 / 64, 1 / 100):
             selection = make(rate).codec.selection
-            assert isinstance(selection, Rotation) and selection.k * selection.period == selection.chunk
+            assert (
+                isinstance(selection, Rotation)
+                and selection.k * selection.period == selection.chunk
+            )

@@ -46,7 +46,9 @@ def threads_of(act, min_replicas=1, clumsy=-1, shards=1):
 
     def run(rank):
         replica, shard = divmod(rank, shards)
-        membership = Membership(store, replica, REPLICAS, shard, shards, 30.0, min_replicas, print, confirm_s=30.0)
+        membership = Membership(
+            store, replica, REPLICAS, shard, shards, 30.0, min_replicas, print, confirm_s=30.0
+        )
         communicator = (Clumsy if replica == clumsy else SurvivingCommunicator)(membership, 30.0)
         result = act(communicator, rank)
         if replica in communicator._membership.members and communicator.error is None:
@@ -103,7 +105,9 @@ def test_law_1_what_a_replica_has_not_sent_stays_where_it_leaves(name):
     stay = [replica for replica in range(REPLICAS) if replica != leaves]
     assert ends[leaves][2].startswith(f"replica {leaves} has left before step ")
     assert len({ends[replica][2] for replica in stay}) == 1  # equal, bit for bit
-    if TALKING[name].signal == "gradients" and not TALKING[name].round.delay:  # else a round ended between the looks
+    if (
+        TALKING[name].signal == "gradients" and not TALKING[name].round.delay
+    ):  # else a round ended between the looks
         for number in range(len(ends[leaves][0])):
             was = sum(ends[replica][0][number] for replica in range(REPLICAS)) / REPLICAS
             now = sum(ends[replica][1][number] for replica in stay) / len(stay)
@@ -132,7 +136,11 @@ def test_a_replica_leaves_where_nothing_is_sent_and_nobody_has_a_memory():
 
 def test_law_1_holds_where_one_shard_hands_over_later_than_the_other(monkeypatch):
     """The one that was first waits; else the others go on without the replica, and what the late one has is lost."""
-    first, hand_over, wait = threading.Event(), reconfigure.hand_over_memory, getattr(Membership, "await_shards", None)
+    first, hand_over, wait = (
+        threading.Event(),
+        reconfigure.hand_over_memory,
+        getattr(Membership, "await_shards", None),
+    )
     users = {}
 
     def late(replicators, leaving):
@@ -141,7 +149,10 @@ def test_law_1_holds_where_one_shard_hands_over_later_than_the_other(monkeypatch
 
     monkeypatch.setattr(reconfigure, "hand_over_memory", late)
     monkeypatch.setattr(
-        Membership, "await_shards", lambda self, limit_s: first.set() or wait(self, limit_s), raising=False
+        Membership,
+        "await_shards",
+        lambda self, limit_s: first.set() or wait(self, limit_s),
+        raising=False,
     )
 
     def act(axis, rank):
@@ -188,11 +199,17 @@ def test_law_1_holds_where_another_replica_is_asked_to_leave_while_one_hands_ove
         while len(axes) < REPLICAS:
             time.sleep(0.001)
         sums, model = {}, copy.deepcopy(MODEL)
-        optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=0.1), model, axis, dt.demo(topk=4, chunk=16))
+        optimizer = dt.replicate(
+            torch.optim.SGD(model.parameters(), lr=0.1), model, axis, dt.demo(topk=4, chunk=16)
+        )
         renumber = optimizer.renumber
 
         def looked():
-            before, size, step = optimizer.is_built and memories(optimizer, model), axis.size(), optimizer.step_count
+            before, size, step = (
+                optimizer.is_built and memories(optimizer, model),
+                axis.size(),
+                optimizer.step_count,
+            )
             if before:
                 sums[step] = [before]
             renumber()
@@ -213,7 +230,10 @@ def test_law_1_holds_where_another_replica_is_asked_to_leave_while_one_hands_ove
     seen = threads_of(act)
     changes = [step for step, both in seen[0].items() if len(both) == 2]
     for step in changes:
-        was, now = ([sums[step][side] for sums in seen.values() if len(sums.get(step, ())) > side] for side in (0, 1))
+        was, now = (
+            [sums[step][side] for sums in seen.values() if len(sums.get(step, ())) > side]
+            for side in (0, 1)
+        )
         for number in range(len(was[0])):
             means = [sum(each[number] for each in of_all) / len(of_all) for of_all in (now, was)]
             torch.testing.assert_close(*means, **CLOSE)
@@ -233,14 +253,18 @@ def test_a_round_ends_before_a_replica_leaves_and_its_movement_counts():
 
 
 def test_all_know_who_leaves_where_some_have_to_agree_twice():
-    ends = threads_of(lambda axis, replica: trained(axis, replica, dt.diloco(every=4), 2, weights), clumsy=1)
+    ends = threads_of(
+        lambda axis, replica: trained(axis, replica, dt.diloco(every=4), 2, weights), clumsy=1
+    )
     assert ends[2][2].startswith("replica 2 has left before step ") and ends[0][2] == ends[1][2]
 
 
 def test_nobody_leaves_where_too_few_would_be_left():
     def act(axis, replica):
         model = copy.deepcopy(MODEL)
-        optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=0.1), model, axis, dt.full())
+        optimizer = dt.replicate(
+            torch.optim.SGD(model.parameters(), lr=0.1), model, axis, dt.full()
+        )
         for step in range(40):
             if step == 3 and replica:
                 axis.depart()

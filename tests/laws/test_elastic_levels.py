@@ -43,7 +43,11 @@ class Inside:
 
     def __init__(self, inner):
         self.replica, self.size = inner.replica, inner.size
-        self.all_reduce, self.all_gather, self.all_to_all = inner.all_reduce, inner.all_gather, inner.all_to_all
+        self.all_reduce, self.all_gather, self.all_to_all = (
+            inner.all_reduce,
+            inner.all_gather,
+            inner.all_to_all,
+        )
 
 
 def membership(store, replica, replicas, shard=0, shards=1):
@@ -79,7 +83,9 @@ def racks(act):
 def started(schemes, inside, between, base):
     model = copy.deepcopy(MODEL)
     levels = list(zip((inside, between), schemes, strict=True))
-    return model, dt.replicate(base(model.parameters()), model, levels=levels, safety=dt.Safety(verify_every=1))
+    return model, dt.replicate(
+        base(model.parameters()), model, levels=levels, safety=dt.Safety(verify_every=1)
+    )
 
 
 def take_steps(model, optimizer, rank):
@@ -100,7 +106,12 @@ def test_law_2_the_racks_that_are_left_take_every_step_and_stay_equal(name, poin
         counts = optimizer._routes[0, 1][1]  # of the level inside, whose ranks keep their numbers
         assert len({*counts._good.values()}) <= 1
         place = optimizer.coordinates
-        return digest(model.parameters()), optimizer.step_count, (place.replica, place.replicas), between.size()
+        return (
+            digest(model.parameters()),
+            optimizer.step_count,
+            (place.replica, place.replicas),
+            between.size(),
+        )
 
     ends = racks(act)
     assert ends.keys() == {0, 1, 4, 5} and len({end[0] for end in ends.values()}) == 1
@@ -184,7 +195,9 @@ def test_law_2_a_reason_to_stop_of_which_some_nodes_hear_and_others_lose_the_rac
     assert len({*ends.values()}) == 1 and ends[0][1] == 2
 
 
-def test_a_reason_to_stop_of_which_some_shards_hear_and_others_lose_the_replica_stops_all(late, monkeypatch):
+def test_a_reason_to_stop_of_which_some_shards_hear_and_others_lose_the_replica_stops_all(
+    late, monkeypatch
+):
     """Each of them exchanges its own part: what one has heard, the others learn afterwards."""
     monkeypatch.setattr(Late, "after", 2)
 
@@ -212,7 +225,9 @@ def test_law_2_parts_of_a_message_are_of_the_same_racks(late):
         between.dies_in, between.countdown = 0, 0 if rank == 3 else -1
         link = Link(between, intra_node=inside)
         try:
-            (rows,), absent = link.wait([link.all_gather(torch.full((5,), 1 + rank // NODES, dtype=torch.uint8))])
+            (rows,), absent = link.wait(
+                [link.all_gather(torch.full((5,), 1 + rank // NODES, dtype=torch.uint8))]
+            )
             (total,), _ = link.wait([link.all_reduce(torch.full((5,), 1.0 + rank // NODES))])
         except ReplicaLost:
             return "lost"
@@ -230,8 +245,12 @@ def test_law_2_what_an_all_to_all_brought_to_one_rack_alone_changes_nothing_on_t
         started = []
 
         def node(inside):
-            between = SimpleNamespace(size=lambda: 3, absent=absent[inside.replica], all_gather=None)
-            between.all_to_all = lambda mine: lambda: started.append(1) or torch.ones(3, 2, dtype=torch.uint8)
+            between = SimpleNamespace(
+                size=lambda: 3, absent=absent[inside.replica], all_gather=None
+            )
+            between.all_to_all = lambda mine: (
+                lambda: started.append(1) or torch.ones(3, 2, dtype=torch.uint8)
+            )
             agreed = AgreedCommunicator(between, [inside])
             return agreed.all_to_all(None)().tolist(), set(agreed.absent)
 
@@ -254,8 +273,13 @@ def test_the_mean_is_that_of_the_nodes_that_are_left():
 
     model, ranks = copy.deepcopy(MODEL), range(RACKS * NODES)
     for step in range(STEPS):
-        left = [rank for rank in ranks if step < 3 or rank // NODES != 1]  # it died before it sent anything
-        each = [torch.autograd.grad(model(batch(r, step, 32)).mean(), list(model.parameters())) for r in left]
+        left = [
+            rank for rank in ranks if step < 3 or rank // NODES != 1
+        ]  # it died before it sent anything
+        each = [
+            torch.autograd.grad(model(batch(r, step, 32)).mean(), list(model.parameters()))
+            for r in left
+        ]
         with torch.no_grad():
             for parameter, *gradients in zip(model.parameters(), *each, strict=True):
                 parameter -= 0.1 * torch.stack(gradients).mean(0)
@@ -269,8 +293,13 @@ def unsent(optimizer):
     for channel in (each.channel for each in optimizer.build() if each.channel.memory):
         flat, link = channel.memory.residual.clone(), channel.link
         if hasattr(channel.exchange, "owners"):
-            owned = [channel.exchange.residual * (replica == link.replica) for replica in range(link.replicas)]
-            flat += link.replicas * channel.scheme.codec.basis.inverse(channel.exchange.owners.collect(owned))
+            owned = [
+                channel.exchange.residual * (replica == link.replica)
+                for replica in range(link.replicas)
+            ]
+            flat += link.replicas * channel.scheme.codec.basis.inverse(
+                channel.exchange.owners.collect(owned)
+            )
         totals = totals + torch.cat([part.flatten() for part in channel.layout.parts(flat)])
     return totals
 
@@ -308,7 +337,9 @@ def test_law_1_what_a_rack_has_not_sent_in_any_level_stays_where_it_leaves(name)
 
     ends = racks(act)
     stay = [0, 1, 4, 5]
-    assert [ends[rank][1] for rank in (2, 3)] == ["left"] * 2 and len({ends[rank][1] for rank in stay}) == 1
+    assert [ends[rank][1] for rank in (2, 3)] == ["left"] * 2 and len(
+        {ends[rank][1] for rank in stay}
+    ) == 1
     was = sum(ends[rank][0][0] for rank in range(RACKS * NODES)) / (RACKS * NODES)
     now = sum(ends[rank][0][1] for rank in stay) / len(stay)
     assert was.any()

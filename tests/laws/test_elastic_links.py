@@ -25,8 +25,13 @@ def replicas_at(speed, act, replicas=3):
     store, ends = HashStore(), {}
 
     def run(replica):
-        membership, clock = Membership(store, replica, replicas, 0, 1, 30.0, 1, print, confirm_s=30.0), Clock()
-        axis = SurvivingCommunicator(membership, 30.0, link=speed and NodeLink(speed, clock=clock, sleep=clock.sleep))
+        membership, clock = (
+            Membership(store, replica, replicas, 0, 1, 30.0, 1, print, confirm_s=30.0),
+            Clock(),
+        )
+        axis = SurvivingCommunicator(
+            membership, 30.0, link=speed and NodeLink(speed, clock=clock, sleep=clock.sleep)
+        )
         found = act(axis, clock)
         if found is None:  # it is lost
             with axis._changed:
@@ -88,7 +93,9 @@ def test_law_2_training_over_a_throttled_link_is_the_same_training(name):
 def test_a_link_is_that_of_processes_of_one_machine():
     store = HashStore()
     store.set("detonation/elastic/0/text/machine", "another")
-    with pytest.raises(ValueError, match="a link can be emulated between processes of one machine only"):
+    with pytest.raises(
+        ValueError, match="a link can be emulated between processes of one machine only"
+    ):
         dt.elastic(replica=0, replicas=1, store=store, link="1mbit")
 
 

@@ -75,7 +75,9 @@ def test_a_follower_holds_the_weights_of_each_step(name):
 def went_back(communicator, scheme):
     """Whether a follower has the weights of each step after training went back, and the copies that came."""
     model, optimizer = started(communicator, scheme)
-    feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN) if communicator.replica == 0 else None
+    feed = (
+        dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN) if communicator.replica == 0 else None
+    )
     optimizer.record(feed)
     served, seen = built(Plain), []
     follower = dt.follow(served, feed.address, token=TOKEN, wait=False) if feed else None
@@ -94,7 +96,9 @@ def went_back(communicator, scheme):
     train(range(3, 6))
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
-    advance(model, optimizer, 1 - communicator.replica, [3])  # other data; the feed tells that training went back
+    advance(
+        model, optimizer, 1 - communicator.replica, [3]
+    )  # other data; the feed tells that training went back
     train(range(4, STEPS))
     if feed:
         feed.close()
@@ -170,21 +174,31 @@ def followed_shards(mesh, name, kind):
     if mesh.get_rank() == 0:
         follower = dt.follow(served, ",".join(addresses), token=TOKEN, wait=False)
     for step in range(STEPS):
-        while not all(gathered(not feed or feed.followers > 0)[: 1 if step == 0 else 2]):  # shard 0 tells of shard 1
+        while not all(
+            gathered(not feed or feed.followers > 0)[: 1 if step == 0 else 2]
+        ):  # shard 0 tells of shard 1
             if follower is not None:
                 follower.update(wait_s=0.01)
         advance(model, optimizer, mesh.get_rank(), [step])
         shards = gathered(agreed_weights(optimizer))[:2]
-        if follower is not None and follower.update(wait_s=0.0 if follower.step < 0 else 5.0) == step + 1:
+        if (
+            follower is not None
+            and follower.update(wait_s=0.0 if follower.step < 0 else 5.0) == step + 1
+        ):
             seen.append([agreed_weights(shard.optimizer) for shard in follower._shards] == shards)
     optimizer.synchronize()
     if feed is not None:
         feed.close()
-    whole, (fingerprint, _) = [p.full_tensor() for p in model.parameters()], dt.fingerprint(model, mesh)
+    whole, (fingerprint, _) = (
+        [p.full_tensor() for p in model.parameters()],
+        dt.fingerprint(model, mesh),
+    )
     if follower is not None:
         while not follower.ended:
             follower.update(wait_s=5)
-        seen.append(digest(whole) == digest(served.parameters()) and fingerprint == follower.fingerprint)
+        seen.append(
+            digest(whole) == digest(served.parameters()) and fingerprint == follower.fingerprint
+        )
         follower.close()
     return seen
 
@@ -198,19 +212,30 @@ def gathered(value):
 def half_reached(mesh):
     """Follows two shards, of which one is never reached, to the end of training: the error, or None."""
     model = dt.shard(built(Plain), mesh)
-    optimizer = dt.replicate(torch.optim.SGD(model.parameters()), model, mesh["replicate"], dt.full())
+    optimizer = dt.replicate(
+        torch.optim.SGD(model.parameters()), model, mesh["replicate"], dt.full()
+    )
     feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN)
     optimizer.record(feed)
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and does not listen
         addresses = f"{feed.address},127.0.0.1:{nobody.getsockname()[1]}"
-        follower = dt.follow(built(Plain), addresses, token=TOKEN, wait=False) if mesh.get_rank() == 0 else None
+        follower = (
+            dt.follow(built(Plain), addresses, token=TOKEN, wait=False)
+            if mesh.get_rank() == 0
+            else None
+        )
         while follower is not None and not feed.followers:
             follower.update(wait_s=0.01)
         advance(model, optimizer, mesh.get_rank(), range(STEPS))
         feed.close()
         if follower is not None:
-            with follower, pytest.raises(dt.errors.LostFeed, match="training has ended, and the feed of one of"):
+            with (
+                follower,
+                pytest.raises(
+                    dt.errors.LostFeed, match="training has ended, and the feed of one of"
+                ),
+            ):
                 follower.update(to=STEPS)
 
 
@@ -225,11 +250,20 @@ def reached_late(mesh, steps):
     """
     stream.PAUSES_S = (0.01,) * 4  # of the attempts to reach the second shard
     model, mine = dt.shard(built(Plain), mesh), mesh.get_rank()
-    optimizer = dt.replicate(torch.optim.SGD(model.parameters()), model, mesh["replicate"], dt.full())
-    nobody, feed = socket.socket(), dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN) if mine == 0 else None
+    optimizer = dt.replicate(
+        torch.optim.SGD(model.parameters()), model, mesh["replicate"], dt.full()
+    )
+    nobody, feed = (
+        socket.socket(),
+        dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN) if mine == 0 else None,
+    )
     nobody.bind(("127.0.0.1", 0))  # and does not listen
     first, port = gathered(feed.address if feed else nobody.getsockname()[1])
-    follower = dt.follow(built(Plain), f"{first},127.0.0.1:{port}", token=TOKEN, wait=False) if mine == 0 else None
+    follower = (
+        dt.follow(built(Plain), f"{first},127.0.0.1:{port}", token=TOKEN, wait=False)
+        if mine == 0
+        else None
+    )
 
     def until(holds):
         """Updates until it holds on all ranks."""
@@ -248,7 +282,10 @@ def reached_late(mesh, steps):
     advance(model, optimizer, mine, range(1, 1 + steps))
     if mine == 0:
         feed.close()
-        while follower.update(wait_s=0.01) < (1 + steps if steps else -1) or not follower._streams[0].ended:
+        while (
+            follower.update(wait_s=0.01) < (1 + steps if steps else -1)
+            or not follower._streams[0].ended
+        ):
             pass
         follower.update(wait_s=0.01)  # looks whether anything is still to come
     gathered(None)
@@ -271,7 +308,8 @@ def test_a_shard_whose_feed_was_found_late_may_end_after_the_others():
 
 def test_a_shard_that_ends_before_its_copy_came_is_not_waited_for():
     assert (
-        worlds.run_alone(reached_late, 1, 2, 0)[0] == "training has ended before the state of each of its shards came"
+        worlds.run_alone(reached_late, 1, 2, 0)[0]
+        == "training has ended before the state of each of its shards came"
     )
 
 
@@ -283,7 +321,9 @@ def parted(mesh):
     stream.PAUSES_S = (0.01,) * 4
     publisher.REST = 0.0
     model, mine = dt.shard(built(Plain), mesh), mesh.get_rank()
-    optimizer = dt.replicate(torch.optim.SGD(model.parameters()), model, mesh["replicate"], dt.full())
+    optimizer = dt.replicate(
+        torch.optim.SGD(model.parameters()), model, mesh["replicate"], dt.full()
+    )
     feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN)
     optimizer.record(feed)
     addresses, follower = ",".join(gathered(feed.address)), None
@@ -303,7 +343,10 @@ def parted(mesh):
     def train(steps):
         advance(model, optimizer, mine, range(optimizer.step_count, optimizer.step_count + steps))
 
-    for comes in (lambda: mine or feed._coming, lambda: not mine or feed._coming):  # shard 0 tells of shard 1
+    for comes in (
+        lambda: mine or feed._coming,
+        lambda: not mine or feed._coming,
+    ):  # shard 0 tells of shard 1
         until(comes)
         train(1)
     until(lambda: mine or follower.step == 2)
@@ -327,7 +370,9 @@ def test_shards_that_come_again_far_apart_meet_again():
 
 
 @pytest.mark.long_cases("demo-Plain")
-@pytest.mark.parametrize(("name", "kind"), [("demo", Plain), ("streaming", Plain), ("demo", Padded)])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("demo", Plain), ("streaming", Plain), ("demo", Padded)]
+)
 def test_a_follower_holds_the_shards_of_a_replica_as_one_model(name, kind):
     seen = worlds.run(followed_shards, 2, 2, name, kind)[0]
     assert len(seen) > 2 and all(seen), seen
@@ -336,7 +381,9 @@ def test_a_follower_holds_the_shards_of_a_replica_as_one_model(name, kind):
 def became_close(communicator):
     """Of a feed of replica 1, whose replicas are close from the third step on: where its follower was, and why."""
     model, optimizer = started(communicator, dt.loco())
-    feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN) if communicator.replica == 1 else None
+    feed = (
+        dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN) if communicator.replica == 1 else None
+    )
     optimizer.record(feed)
     follower = dt.follow(built(Plain), feed.address, token=TOKEN, wait=False) if feed else None
     for step in range(4):

@@ -21,7 +21,13 @@ import detonation as dt
 from covering import some
 from detonation.core.flat.tensors import digest
 from detonation.feed.weights import folders
-from detonation.feed.weights.differences import changes, decode_difference, encode_difference, move, patterns_of
+from detonation.feed.weights.differences import (
+    changes,
+    decode_difference,
+    encode_difference,
+    move,
+    patterns_of,
+)
 from detonation.feed.weights.folders import LocalFolder, RemoteFolder, WeightFile
 from worlds import run
 
@@ -30,7 +36,9 @@ BF16 = torch.bfloat16
 
 def network(seed=0):
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 33), nn.BatchNorm1d(33), nn.ReLU(), nn.Linear(33, 50))
+    return nn.Sequential(
+        nn.Embedding(50, 16), nn.Linear(16, 33), nn.BatchNorm1d(33), nn.ReLU(), nn.Linear(33, 50)
+    )
 
 
 class Loop:
@@ -59,7 +67,10 @@ class Loop:
 
 def held(model, dtype=None):
     """The hash of all that a reader has: parameters and persistent buffers."""
-    values = (each.to(dtype) if dtype and each.is_floating_point() else each for each in model.state_dict().values())
+    values = (
+        each.to(dtype) if dtype and each.is_floating_point() else each
+        for each in model.state_dict().values()
+    )
     return digest(values)
 
 
@@ -99,7 +110,9 @@ def test_a_difference_is_exact_at_any_share_of_changes(share, size):
     generator = torch.Generator().manual_seed(size)
     old = torch.randint(-(2**15), 2**15, (size,), generator=generator).to(torch.int16)
     moved = torch.rand(size, generator=generator) < share
-    new = torch.where(moved, torch.randint(-(2**15), 2**15, (size,), generator=generator).to(torch.int16), old)
+    new = torch.where(
+        moved, torch.randint(-(2**15), 2**15, (size,), generator=generator).to(torch.int16), old
+    )
     positions, deltas = changes(new, old)
     assert positions.equal((new != old).nonzero().view(-1))
     decoded = decode_difference(encode_difference(positions, deltas), len(positions), size)
@@ -122,7 +135,15 @@ def test_a_difference_is_close_to_its_entropy(share):
 @pytest.mark.parametrize(
     "dtype",
     [
-        *(torch.float32, torch.float64, BF16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.uint8),
+        *(
+            torch.float32,
+            torch.float64,
+            BF16,
+            torch.int64,
+            torch.bool,
+            torch.float8_e4m3fn,
+            torch.uint8,
+        ),
         *(torch.complex64, torch.uint16, torch.uint32, torch.uint64),
     ],
 )
@@ -130,7 +151,9 @@ def test_a_difference_is_close_to_its_entropy(share):
 @pytest.mark.parametrize("transposed", [False, True])
 def test_every_type_moves_by_its_bits(dtype, shape, transposed):
     def made(seed):
-        tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3).abs().to(dtype)
+        tensor = (
+            (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3).abs().to(dtype)
+        )
         return tensor.t() if transposed and len(shape) == 2 else tensor
 
     old, new = made(0), made(1)
@@ -139,7 +162,8 @@ def test_every_type_moves_by_its_bits(dtype, shape, transposed):
 
 
 @pytest.mark.parametrize(
-    "change", [{"count": 3}, {"count": 1}, {"patterns": 700}, {"damage": "gaps.0"}, {"cut": "deltas.0"}]
+    "change",
+    [{"count": 3}, {"count": 1}, {"patterns": 700}, {"damage": "gaps.0"}, {"cut": "deltas.0"}],
 )
 def test_a_difference_that_is_none_is_refused(change):
     coded = encode_difference(torch.tensor([3, 700]), torch.tensor([1, -1], dtype=torch.int16))
@@ -186,7 +210,10 @@ def test_a_step_that_accumulates_is_one_difference(tmp_path):
 @pytest.mark.parametrize("dtype", [None, BF16])
 def test_weights_are_followed_in_the_type_that_they_have(tmp_path, dtype):
     model = network().to(dtype)
-    sgd, feed = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), dt.Feed.of_weights(model, tmp_path)
+    sgd, feed = (
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        dt.Feed.of_weights(model, tmp_path),
+    )
     follower = dt.follow(network(1).to(dtype), tmp_path, wait=False)
     for step in range(1, 6):
         model(torch.arange(16)).float().square().mean().backward()
@@ -194,14 +221,19 @@ def test_weights_are_followed_in_the_type_that_they_have(tmp_path, dtype):
         feed.publish(step)
         follower.update()
         assert held(follower.model) == held(model)
-    assert follower.fingerprint == hashlib.sha256(bytes.fromhex(digest(model.parameters()))).hexdigest()
+    assert (
+        follower.fingerprint
+        == hashlib.sha256(bytes.fromhex(digest(model.parameters()))).hexdigest()
+    )
 
 
 def test_replicated_training_is_followed_too(tmp_path):
     from detonation.cluster.network.loopback import LoopbackCommunicator
 
     model = nn.Linear(20, 20)
-    optimizer = dt.replicate(torch.optim.AdamW(model.parameters()), model, LoopbackCommunicator(2), dt.loco())
+    optimizer = dt.replicate(
+        torch.optim.AdamW(model.parameters()), model, LoopbackCommunicator(2), dt.loco()
+    )
     feed = dt.Feed.of_weights(model, tmp_path, dtype=BF16)
     for _ in range(3):
         model(torch.ones(4, 20)).square().mean().backward()
@@ -427,7 +459,9 @@ def test_what_a_killed_trainer_wrote_in_part_goes_with_the_old_files(tmp_path, m
         assert len(list(tmp_path.glob("*.part"))) == 1
     monkeypatch.undo()
     loop = Loop(tmp_path, base_every=1).step(3)
-    assert [step_of(each) for each in files(tmp_path, "base")] == [2, 3] and not list(tmp_path.glob("*.part"))
+    assert [step_of(each) for each in files(tmp_path, "base")] == [2, 3] and not list(
+        tmp_path.glob("*.part")
+    )
 
 
 @pytest.mark.parametrize(
@@ -477,7 +511,10 @@ def test_a_folder_of_fsspec(tmp_path, url):
         assert held(follower.model) == loop.hashes[follower.step]
     assert follower.step == 14 and follower.joins == 1
     loop.step(10)
-    assert len([each for each in WeightFile.known(RemoteFolder(url).names()) if each.kind == "base"]) == 2
+    assert (
+        len([each for each in WeightFile.known(RemoteFolder(url).names()) if each.kind == "base"])
+        == 2
+    )
 
 
 def test_an_error_of_a_protocol_stops_no_training(monkeypatch):
@@ -509,7 +546,8 @@ def test_a_base_is_a_file_of_safetensors(tmp_path):
     (base,) = files(tmp_path, "base")
     found = safetensors.load_file(base)
     assert {k: digest([v]) for k, v in found.items()} == {
-        k: digest([v.to(BF16) if v.is_floating_point() else v]) for k, v in loop.model.state_dict().items()
+        k: digest([v.to(BF16) if v.is_floating_point() else v])
+        for k, v in loop.model.state_dict().items()
     }
 
 
@@ -527,13 +565,24 @@ class SparseEngine:
     """Patches parameters as vLLM does: a tensor in the checkpoint's shape, in which NaN is what stays as it was."""
 
     def __init__(self, model):
-        self.parameters, self.elements = dict(model.named_parameters()) | dict(model.named_buffers()), 0
+        self.parameters, self.elements = (
+            dict(model.named_parameters()) | dict(model.named_buffers()),
+            0,
+        )
 
     def apply(self, patch):
         own = self.parameters[patch.name].data
-        assert (patch.shape, patch.dtype, patch.indices.dtype) == (own.shape, own.dtype, torch.int64)
+        assert (patch.shape, patch.dtype, patch.indices.dtype) == (
+            own.shape,
+            own.dtype,
+            torch.int64,
+        )
         assert patch.indices.shape == patch.values.shape
-        new = torch.full(patch.shape, torch.nan, dtype=patch.dtype) if own.is_floating_point() else own
+        new = (
+            torch.full(patch.shape, torch.nan, dtype=patch.dtype)
+            if own.is_floating_point()
+            else own
+        )
         new.view(-1)[patch.indices] = patch.values
         own.copy_(torch.where(new.isnan(), own, new))
         self.elements += patch.indices.numel()
@@ -558,7 +607,11 @@ def test_patches_keep_an_inference_server_at_the_weights(tmp_path):
 
 def test_a_server_that_reloads_a_directory_has_the_weights(tmp_path):
     config = transformers.BertConfig(
-        vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+        vocab_size=16,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
     )
     trained, served = (transformers.BertModel(config).to(BF16) for _ in range(2))
     feed = dt.Feed.of_weights(trained, tmp_path / "feed")
@@ -590,8 +643,13 @@ def test_a_difference_says_what_it_follows(tmp_path):
         headers.append(json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]))
     base, about = (json.loads(header["__metadata__"]["json"]) for header in headers)
     header = headers[1]
-    assert (about["after"], about["step"], about["before"]) == (1, 2, base["state"]) and len(base["state"]) == 16
-    assert set(header) == {"__metadata__", *(each for each in header if each.startswith(("gaps.", "deltas.")))}
+    assert (about["after"], about["step"], about["before"]) == (1, 2, base["state"]) and len(
+        base["state"]
+    ) == 16
+    assert set(header) == {
+        "__metadata__",
+        *(each for each in header if each.startswith(("gaps.", "deltas."))),
+    }
 
 
 def test_publishing_needs_no_folder_on_other_ranks():
@@ -609,14 +667,19 @@ READER = Path(__file__).parents[2] / "examples" / "read_weights.py"
 
 
 def test_a_reader_of_torch_alone_has_the_same_weights(tmp_path):
-    assert "detonation" not in re.findall(r"^(?:import|from) (\w+)", READER.read_text(), re.MULTILINE)
+    assert "detonation" not in re.findall(
+        r"^(?:import|from) (\w+)", READER.read_text(), re.MULTILINE
+    )
     loop = Loop(tmp_path, base_every=6).step(10)
     step, found = runpy.run_path(str(READER))["newest"](tmp_path)
     assert step == 10
     assert digest(found[name] for name in loop.model.state_dict()) == loop.hashes[10]
-    done = subprocess.run([sys.executable, READER, tmp_path], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, READER, tmp_path], capture_output=True, text=True, check=True
+    )
     assert (
-        done.stdout == f"step 10, {sum(map(torch.numel, found.values())):,} values, sha256 {digest(found.values())}\n"
+        done.stdout
+        == f"step 10, {sum(map(torch.numel, found.values())):,} values, sha256 {digest(found.values())}\n"
     )
     damaged = files(tmp_path, "base")[-1]
     damaged.write_bytes(damaged.read_bytes()[:-1])

@@ -21,7 +21,14 @@ from detonation.core.compute import checksum as summing
 from detonation.core.compute import kernel_library
 from detonation.core.compute.nonfinite import LIMIT, SIGNAL_LIMIT, first_nonfinite
 from detonation.core.integrity import header
-from detonation.core.integrity.fault_counts import IN_A_ROW, STRIKES, BadPeer, Desync, FaultCounts, NonFiniteGradient
+from detonation.core.integrity.fault_counts import (
+    IN_A_ROW,
+    STRIKES,
+    BadPeer,
+    Desync,
+    FaultCounts,
+    NonFiniteGradient,
+)
 from detonation.core.integrity.guard import Expected, Guard, decide_usable, explain_faults
 from detonation.core.integrity.header import hash63
 from detonation.core.integrity.message import Message
@@ -61,14 +68,20 @@ def test_what_tensors_decide_on_messages_is_what_the_host_explains():
     expected = Expected(header.Header(11, STEP, 5, 0), nbytes=100, parameters=3, signals=True)
     outcomes = Counter()
     for _ in range(3000):
-        norms = [random.choice([0.0, 1e-3, 1.0, 1001.0, LIMIT]) for _ in range(random.randint(1, 5))]
-        rows = [[header.IDENTITY, 11, STEP, r << 32 | 5, 100, 0, 77, 9, 9, 0, n] for r, n in enumerate(norms)]
+        norms = [
+            random.choice([0.0, 1e-3, 1.0, 1001.0, LIMIT]) for _ in range(random.randint(1, 5))
+        ]
+        rows = [
+            [header.IDENTITY, 11, STEP, r << 32 | 5, 100, 0, 77, 9, 9, 0, n]
+            for r, n in enumerate(norms)
+        ]
         for row in rows:
             if random.random() < 0.4:
                 at = random.randrange(11)
                 wrong = {9: [1, 2, 3], 10: [math.nan, math.inf, -0.0, 1.01 * LIMIT]}
                 row[at] = random.choice(
-                    wrong.get(at) or [0, 1, 3, 4, -1, row[at] + 1, row[at] ^ 1 << random.randrange(63)]
+                    wrong.get(at)
+                    or [0, 1, 3, 4, -1, row[at] + 1, row[at] ^ 1 << random.randrange(63)]
                 )
         expected = replace(expected, signals=random.random() < 0.8)
         usual = random.choice([0.0, 1e-3, 1.0])
@@ -113,7 +126,10 @@ def plain_checksum(octets):
         return (total + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1)
 
     total = sum(signed(sum(line), 32) * (number(1024 + i) & ~1) for i, line in enumerate(lines))
-    total += sum(signed(sum(column), 32) * (number(i) | 1) for i, column in enumerate(zip(*lines, strict=True)))
+    total += sum(
+        signed(sum(column), 32) * (number(i) | 1)
+        for i, column in enumerate(zip(*lines, strict=True))
+    )
     return signed(total, 64)
 
 
@@ -134,11 +150,15 @@ def test_the_checksum_is_the_same_compiled_or_not(dtype, monkeypatch):
 
 
 def test_the_checksum_finds_each_changed_word_and_each_moved_line():
-    message = torch.randint(0, 256, (3 * 4096 + 100,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    message = torch.randint(
+        0, 256, (3 * 4096 + 100,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     right = summing.checksum(message)
     changed = message.repeat(1000, 1)
     places = torch.randperm(len(message), generator=torch.Generator().manual_seed(1))[:1000]
-    changed[torch.arange(1000), places] += 1 + torch.arange(1000, dtype=torch.int64).remainder(255).to(torch.uint8)
+    changed[torch.arange(1000), places] += 1 + torch.arange(1000, dtype=torch.int64).remainder(
+        255
+    ).to(torch.uint8)
     assert (summing.checksums(changed) != right).all()
     assert len({int(summing.checksum(message.roll(4 * words))) for words in range(1500)}) == 1500
     lines = message[: 3 * 4096].view(3, 4096)
@@ -146,7 +166,14 @@ def test_the_checksum_finds_each_changed_word_and_each_moved_line():
 
 
 @pytest.mark.parametrize(
-    "indices", [IndexCoding(10, 4), IndexCoding(64, 4), IndexCoding(1000, 3), IndexCoding(16, 9), IndexCoding(10, 5)]
+    "indices",
+    [
+        IndexCoding(10, 4),
+        IndexCoding(64, 4),
+        IndexCoding(1000, 3),
+        IndexCoding(16, 9),
+        IndexCoding(10, 5),
+    ],
 )
 def test_indices_that_no_encoder_makes_are_found_compiled_or_not(indices, monkeypatch):
     rows = 4096
@@ -162,7 +189,9 @@ def test_indices_that_no_encoder_makes_are_found_compiled_or_not(indices, monkey
         monkeypatch.setattr(kernel_library, "load_library", lambda found=found_library: found)
         found.append(indices.faults(PackedIndices(indices, packed, rows)).tolist())
         monkeypatch.undo()
-    last = 1 if indices.chunk < 2**indices.width else 2  # the largest number that the bits hold is an index, twice
+    last = (
+        1 if indices.chunk < 2**indices.width else 2
+    )  # the largest number that the bits hold is an index, twice
     assert found[0] == found[1] == [0, 2, 2, last][: len(found[0])]
 
 
@@ -217,7 +246,9 @@ def test_who_tells_nothing_counts_as_zeros_and_skips_are_counted():
         stamp = header.Header(hash63("a schema"), STEP, 0, 2, status=1)
         empty = codec.encode(codec.empty(ROWS, STEP, 0, torch.device("cpu")))
         messages[2] = sealed(stamp, parts_of(codec, empty))
-        received = opened(SCHEMES["list"], guard(SCHEMES["list"], 0, ledger), messages, None, STEP).whole()
+        received = opened(
+            SCHEMES["list"], guard(SCHEMES["list"], 0, ledger), messages, None, STEP
+        ).whole()
         assert not received.values[2].any() and received.values[1].any()
         assert (received.indices.unpacked < codec.selection.chunk).all()
         assert (ledger.skipped, ledger.refused) == (time + 1, 0)
@@ -265,7 +296,9 @@ def test_three_strikes_stop_all_and_name_the_sender():
         assert ledger.fatal == 0
         ledger.refuse(1, "does not add up", step)
     error = ledger.error(ledger.fatal, 2)
-    assert isinstance(error, BadPeer) and "3 messages of replica 1 were refused, the last at step 2" in str(error)
+    assert isinstance(
+        error, BadPeer
+    ) and "3 messages of replica 1 were refused, the last at step 2" in str(error)
 
 
 def sealed_by(scheme, guard, content, step):
@@ -308,4 +341,6 @@ def test_messages_of_no_rows_are_lawful_and_read_as_nothing(monkeypatch):
     assert marked.bitmap
     for library in (kernel_library.load_library(), None):
         monkeypatch.setattr(kernel_library, "load_library", lambda found=library: found)
-        assert marked.faults(PackedIndices(marked, torch.zeros(2, 0, dtype=torch.uint8), 0)).tolist() == [0, 0]
+        assert marked.faults(
+            PackedIndices(marked, torch.zeros(2, 0, dtype=torch.uint8), 0)
+        ).tolist() == [0, 0]

@@ -56,7 +56,9 @@ def test_a_library_is_made_once_in_a_directory_of_the_user_alone(home, made, cap
     assert sorted(path.name for path in in_cache(home).iterdir()) == ["native-0123.lock", NAME]
 
 
-@pytest.mark.parametrize("damage", [lambda c: c[:-5], lambda c: b"", lambda c: c[:2] + b"X" + c[3:], lambda c: b"old"])
+@pytest.mark.parametrize(
+    "damage", [lambda c: c[:-5], lambda c: b"", lambda c: c[:2] + b"X" + c[3:], lambda c: b"old"]
+)
 def test_a_file_that_is_not_whole_is_made_again(home, made, damage):
     get(made)
     path = in_cache(home) / NAME
@@ -92,7 +94,9 @@ def test_a_file_that_others_can_change_is_not_loaded(home, made, how):
 
 
 @pytest.mark.parametrize("way", ["owner", "link", "parent", "home is no directory", "no home"])
-def test_a_directory_that_is_not_the_users_own_is_passed_over_with_one_line(home, made, caplog, monkeypatch, way):
+def test_a_directory_that_is_not_the_users_own_is_passed_over_with_one_line(
+    home, made, caplog, monkeypatch, way
+):
     if way in ("owner", "link") and os.getuid():
         pytest.skip("only root can give a directory to another user")
     if way == "owner":
@@ -110,7 +114,9 @@ def test_a_directory_that_is_not_the_users_own_is_passed_over_with_one_line(home
     elif way == "home is no directory":
         monkeypatch.setenv("HOME", "/dev/null")
     else:
-        monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home")))
+        monkeypatch.setattr(
+            Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home"))
+        )
     shared = home.parent / "tmp" / f"detonation-kernels-{os.getuid()}"
     assert get(made) == (b"code", shared)
     assert len(made) == 1 and len(caplog.messages) == 1
@@ -128,7 +134,9 @@ def test_a_parent_that_all_may_write_to_serves_if_it_is_sticky(home, made):
 def test_a_home_that_cannot_be_written_and_a_planted_directory_still_leave_a_private_one(
     home, hostile, monkeypatch, request
 ):
-    temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # pytest's own directories are closed to other users
+    temporary = Path(
+        tempfile.mkdtemp(dir="/tmp")
+    )  # pytest's own directories are closed to other users
     request.addfinalizer(lambda: shutil.rmtree(temporary))
     temporary.chmod(0o1777)
     monkeypatch.setattr(cache.tempfile, "tempdir", str(temporary))
@@ -193,13 +201,24 @@ WRITES = 'while [ "$1" != -o ]; do [ "$1" = --version ] && exit 0; shift; done; 
             WRITES + 'echo "first"; echo "fatal error: no header" >&2; exit 1',
             "g\\+\\+ failed: fatal error: no h",
         ),
-        (WRITES + 'printf "a.cpp: error: it\\ncollect2: failed\\n" >&2; exit 1', "g\\+\\+ failed: a.cpp: error: it$"),
-        (WRITES + 'echo "this is no library" > "$2"', "this is no library|invalid ELF header|file too short"),
+        (
+            WRITES + 'printf "a.cpp: error: it\\ncollect2: failed\\n" >&2; exit 1',
+            "g\\+\\+ failed: a.cpp: error: it$",
+        ),
+        (
+            WRITES + 'echo "this is no library" > "$2"',
+            "this is no library|invalid ELF header|file too short",
+        ),
         (WRITES + "true", "No such file or directory"),
-        (WRITES + 'echo "int nothing;" | /usr/bin/gcc -shared -xc - -o "$2"', "is not the library: .*undefined symbol"),
+        (
+            WRITES + 'echo "int nothing;" | /usr/bin/gcc -shared -xc - -o "$2"',
+            "is not the library: .*undefined symbol",
+        ),
     ],
 )
-def test_a_compiler_that_is_not_there_or_fails_is_one_line_and_plain_torch(compiler, caplog, script, line):
+def test_a_compiler_that_is_not_there_or_fails_is_one_line_and_plain_torch(
+    compiler, caplog, script, line
+):
     compiler(script)
     assert native.load_library() is None
     assert len(caplog.messages) == (line is not None)
@@ -212,4 +231,6 @@ def test_a_home_that_is_full_is_passed_over(compiler, caplog):
     full = 'case "$2" in */.cache/*) echo "ld: final link failed: No space left on device" >&2; exit 1;; esac; '
     compiler(WRITES + full + 'echo "int nothing;" | /usr/bin/gcc -shared -xc - -o "$2"')
     native.load_library()
-    assert re.search("failed: ld: .* No space left on device; .*is not the library", caplog.messages[0])
+    assert re.search(
+        "failed: ld: .* No space left on device; .*is not the library", caplog.messages[0]
+    )

@@ -30,7 +30,9 @@ from zoo import TALKING, values_of
 CPU = torch.device("cpu")
 SHAPES = st.lists(
     st.one_of(
-        st.sampled_from([(), (0,), (0, 63), (255,), (256,), (257,), (1009,), (3, 3, 2, 5), (64, 64)]),
+        st.sampled_from(
+            [(), (0,), (0, 63), (255,), (256,), (257,), (1009,), (3, 3, 2, 5), (64, 64)]
+        ),
         st.tuples(st.integers(0, 40), st.integers(1, 40)),
     ),
     max_size=6,
@@ -44,7 +46,9 @@ def engines(scheme, shapes, fast=NativeEngine):
     memories = [Memory(layout, scheme.feedback, CPU) for _ in range(2)]
     for memory in memories:
         memory.absorb(signals(layout, 99))
-    made = engine_for(scheme.codec, layout, memories[1], Runtime(CPU, 0, kernels=fast is NativeEngine))
+    made = engine_for(
+        scheme.codec, layout, memories[1], Runtime(CPU, 0, kernels=fast is NativeEngine)
+    )
     assert type(made) is fast
     return layout, ReferenceEngine(scheme.codec, layout, memories[0], Runtime(CPU)), made
 
@@ -73,17 +77,30 @@ def signals(layout, seed):
 @pytest.mark.parametrize("negative_zeros", [False, True])
 @given(shapes=SHAPES, topk=st.sampled_from([1, 3, 4, 12, 13, 32]), error_feedback=st.booleans())
 @laws
-def test_signs_are_written_and_read_as_by_plain_torch(chunk, negative_zeros, shapes, topk, error_feedback):
+def test_signs_are_written_and_read_as_by_plain_torch(
+    chunk, negative_zeros, shapes, topk, error_feedback
+):
     scheme = dt.demo(min(topk, chunk // 2), chunk, precision="sign", error_feedback=error_feedback)
     layout, plain, fast = engines(scheme, shapes)
     codec, signal = scheme.codec, [torch.zeros(slot.shape) for slot in layout.slots]
-    runs = [MessageRows(codec, layout.rows, partial(new, codec, layout.rows), 0, 3, None, negative_zeros) for _ in "12"]
+    runs = [
+        MessageRows(
+            codec, layout.rows, partial(new, codec, layout.rows), 0, 3, None, negative_zeros
+        )
+        for _ in "12"
+    ]
     codec.write(NativeEngine.encode(engines(scheme, shapes)[2], signal, 0), runs[0])
     fast.encode_into(runs[1], signal, 0)
-    (codes, magnitudes, indices), (own_codes, own_magnitudes, own_indices) = (run.parts for run in runs)
+    (codes, magnitudes, indices), (own_codes, own_magnitudes, own_indices) = (
+        run.parts for run in runs
+    )
     assert torch.equal(indices, own_indices) and torch.equal(codes, own_codes)
-    one, other = (octets[0].clone().view(torch.bfloat16).float() for octets in (magnitudes, own_magnitudes))
-    torch.testing.assert_close(one, other, rtol=2**-7, atol=0)  # the order of a sum is the sender's own
+    one, other = (
+        octets[0].clone().view(torch.bfloat16).float() for octets in (magnitudes, own_magnitudes)
+    )
+    torch.testing.assert_close(
+        one, other, rtol=2**-7, atol=0
+    )  # the order of a sum is the sender's own
     sent = codec.received([runs[1].body[0]] * 3, layout.rows, None, AGGREGATIONS["mean"])
     found = [[torch.full(slot.shape, torch.nan) for slot in layout.slots] for _ in range(2)]
     for engine, targets in zip((plain, fast), found, strict=True):
@@ -102,15 +119,32 @@ each_engine = pytest.mark.parametrize("fast", [NativeEngine])
     ("fast", "chunk"),
     [(NativeEngine, chunk) for chunk in native.KERNEL_CHUNKS],
 )
-@pytest.mark.parametrize(("precision", "error_feedback"), [("fp32", True), ("sign", False), ("2bit", True)])
-@given(shapes=SHAPES, topk=st.sampled_from([1, 2, 3, 4, 8, 11, 13, 32, 50, 150]), alpha=st.sampled_from([1.0, 0.2]))
+@pytest.mark.parametrize(
+    ("precision", "error_feedback"), [("fp32", True), ("sign", False), ("2bit", True)]
+)
+@given(
+    shapes=SHAPES,
+    topk=st.sampled_from([1, 2, 3, 4, 8, 11, 13, 32, 50, 150]),
+    alpha=st.sampled_from([1.0, 0.2]),
+)
 @laws
-def test_a_step_is_the_one_of_plain_torch(fast, chunk, precision, error_feedback, shapes, topk, alpha):
+def test_a_step_is_the_one_of_plain_torch(
+    fast, chunk, precision, error_feedback, shapes, topk, alpha
+):
     """Which of two equal coefficients is told may differ; what is told and what is kept may not."""
     topk = min(topk, chunk)
-    scheme = dt.demo(topk=topk, chunk=chunk, decay=0.9, alpha=alpha, precision=precision, error_feedback=error_feedback)
+    scheme = dt.demo(
+        topk=topk,
+        chunk=chunk,
+        decay=0.9,
+        alpha=alpha,
+        precision=precision,
+        error_feedback=error_feedback,
+    )
     layout, reference, fast = engines(scheme, shapes, fast)
-    given_signals = [None if i == 2 else s for i, s in enumerate(signals(layout, 1))]  # one has no gradient
+    given_signals = [
+        None if i == 2 else s for i, s in enumerate(signals(layout, 1))
+    ]  # one has no gradient
     coefficients = scheme.codec.basis.forward(reference.memory.absorb(given_signals))
     selected = fast.encode(given_signals, 0)
     indices = indices_of(selected)
@@ -142,7 +176,9 @@ def test_law_1_nothing_is_lost(fast, shapes, steps, precision):
         read = values_of(scheme.codec, scheme.codec.encode(selected), layout.rows)
         release(fast, selected, read)
         sent += fast.decode(received(scheme.codec, [selected]))
-    for left, went, total in zip(*[layout.views(f) for f in (fast.memory.residual, sent, put_in)], strict=True):
+    for left, went, total in zip(
+        *[layout.views(f) for f in (fast.memory.residual, sent, put_in)], strict=True
+    ):
         torch.testing.assert_close(left + went, total, atol=5e-5, rtol=1e-5)
 
 
@@ -153,14 +189,22 @@ def test_law_1_nothing_is_lost(fast, shapes, steps, precision):
 def test_messages_are_combined_as_in_plain_torch(fast, aggregate, shapes, replicas):
     scheme = dt.demo(topk=3, chunk=32, aggregate=aggregate)
     layout, reference, fast = engines(scheme, shapes, fast)
-    sent = [reference.codec.select(layout.flatten(signals(layout, r), CPU), 0, 0) for r in range(replicas)]
+    sent = [
+        reference.codec.select(layout.flatten(signals(layout, r), CPU), 0, 0)
+        for r in range(replicas)
+    ]
     agreed = received(scheme.codec, sent, AGGREGATIONS[aggregate])
-    for mine, plain in zip(*[layout.views(engine.decode(agreed)) for engine in (fast, reference)], strict=True):
+    for mine, plain in zip(
+        *[layout.views(engine.decode(agreed)) for engine in (fast, reference)], strict=True
+    ):
         torch.testing.assert_close(mine, plain, atol=2e-5, rtol=1e-5)
     assert torch.equal(fast.decode(agreed), fast.decode(agreed))
     targets = [torch.full(slot.shape, float("nan")) for slot in layout.slots]
     fast.write(agreed, targets)
-    assert all(torch.equal(t, view) for t, view in zip(targets, layout.views(fast.decode(agreed)), strict=True))
+    assert all(
+        torch.equal(t, view)
+        for t, view in zip(targets, layout.views(fast.decode(agreed)), strict=True)
+    )
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -171,7 +215,9 @@ def test_a_sign_step_is_bitwise_that_of_torch(weight_decay):
     fast = weights.clone().requires_grad_()
     fast.grad = directions.clone()
     dt.SignSGD([fast], lr=3e-3, weight_decay=weight_decay).step()
-    parts = [p.detach().clone().requires_grad_() for p in weights.split(10)]  # too small for the kernel
+    parts = [
+        p.detach().clone().requires_grad_() for p in weights.split(10)
+    ]  # too small for the kernel
     for part, direction in zip(parts, directions.split(10), strict=True):
         part.grad = direction.clone()
     dt.SignSGD(parts, lr=3e-3, weight_decay=weight_decay).step()
@@ -182,7 +228,9 @@ def test_a_sign_step_is_bitwise_that_of_torch(weight_decay):
 @pytest.mark.parametrize(("topk", "aggregate"), [(4, "mean"), (32, "mean"), (3, "mean_nonzero")])
 @given(shapes=SHAPES, replicas=st.integers(1, 4))
 @laws
-def test_weights_that_follow_messages_end_where_the_update_takes_them(fast, topk, aggregate, shapes, replicas):
+def test_weights_that_follow_messages_end_where_the_update_takes_them(
+    fast, topk, aggregate, shapes, replicas
+):
     scheme = dt.demo(topk=topk, chunk=64, aggregate=aggregate)
     layout, _, fast = engines(scheme, shapes, fast)
     sent = [fast.encode(signals(layout, r), 0) for r in range(replicas)]
@@ -190,7 +238,10 @@ def test_weights_that_follow_messages_end_where_the_update_takes_them(fast, topk
     paces = [(1 - 0.01 * i, 1e-3 * i) for i, _ in enumerate(layout.slots)]
     weights, updates = signals(layout, 50), signals(layout, 51)
     fast.write(agreed, updates)
-    expected = [shrink * w - lr * u.sign() for w, u, (shrink, lr) in zip(weights, updates, paces, strict=True)]
+    expected = [
+        shrink * w - lr * u.sign()
+        for w, u, (shrink, lr) in zip(weights, updates, paces, strict=True)
+    ]
     assert fast.can_apply_signs(agreed, weights)
     fast.apply_signs(agreed, weights, paces)
     assert all(torch.equal(w, e) for w, e in zip(weights, expected, strict=True))
@@ -204,11 +255,16 @@ def test_signs_move_weights_as_the_update_does_and_leave_the_messages(name):
     selected = [engine.encode(signals(layout, r), 0) for r in range(2)]
     shared = selected[0].indices if codec.selection.shared else None
     for count in (1, 2):
-        agreed = codec.received([codec.encode(each) for each in selected[:count]], layout.rows, shared, aggregation)
+        agreed = codec.received(
+            [codec.encode(each) for each in selected[:count]], layout.rows, shared, aggregation
+        )
         updates, again, weights = (signals(layout, 50) for _ in range(3))
         engine.write(agreed, updates)
         rates = [(1 - 0.01 * i, 1e-3 * i) for i, _ in enumerate(layout.slots)]
-        expected = [shrink * w - lr * u.sign() for w, u, (shrink, lr) in zip(weights, updates, rates, strict=True)]
+        expected = [
+            shrink * w - lr * u.sign()
+            for w, u, (shrink, lr) in zip(weights, updates, rates, strict=True)
+        ]
         assert engine.can_apply_signs(agreed, weights)
         engine.apply_signs(agreed, weights, rates)
         engine.write(agreed, again)
@@ -230,7 +286,8 @@ def test_blocks_end_anywhere_in_a_parameter(topk, monkeypatch):
         weights = [torch.ones(slot.shape) for slot in layout.slots]
         engine.apply_signs(agreed, weights, [(0.5, 0.25 * i) for i, _ in enumerate(layout.slots)])
         assert all(
-            torch.equal(w, 0.5 - 0.25 * i * u.sign()) for i, (w, u) in enumerate(zip(weights, updates, strict=True))
+            torch.equal(w, 0.5 - 0.25 * i * u.sign())
+            for i, (w, u) in enumerate(zip(weights, updates, strict=True))
         )
         sent.append((selected, updates, engine.memory.residual))
     (one, updates, residual), (other, their_updates, their_residual) = sent
@@ -243,13 +300,17 @@ def test_blocks_end_anywhere_in_a_parameter(topk, monkeypatch):
 
 def test_sign_sgd_applies_an_update_that_it_took_once_and_steps_on_the_rest():
     first, second = (torch.zeros(3, requires_grad=True) for _ in range(2))
-    optimizer = dt.SignSGD([{"params": [first], "lr": 0.5, "weight_decay": 0.1}, {"params": [second], "lr": 0.25}])
+    optimizer = dt.SignSGD(
+        [{"params": [first], "lr": 0.5, "weight_decay": 0.1}, {"params": [second], "lr": 0.25}]
+    )
     first.grad = second.grad = torch.ones(3)
     update = Noted()
     assert optimizer.take([first], update)
     optimizer.step()
     seen = update.rates
-    assert seen == [[(0.95, 0.5)]] and first.tolist() == [0, 0, 0] and second.tolist() == [-0.25] * 3
+    assert (
+        seen == [[(0.95, 0.5)]] and first.tolist() == [0, 0, 0] and second.tolist() == [-0.25] * 3
+    )
     optimizer.step()
     assert len(seen) == 1 and first.tolist() == [-0.5] * 3
     assert optimizer.take([first], update)
@@ -292,7 +353,10 @@ def test_without_a_compiler_ordinary_torch_does_it(monkeypatch):
     monkeypatch.setattr(native.shutil, "which", lambda name: None)
     scheme = dt.demo()
     layout = Layout.of({"w": (9, 9)}, 64)
-    assert type(engine_for(scheme.codec, layout, Memory(layout, scheme.feedback, CPU), Runtime(CPU))) is ReferenceEngine
+    assert (
+        type(engine_for(scheme.codec, layout, Memory(layout, scheme.feedback, CPU), Runtime(CPU)))
+        is ReferenceEngine
+    )
     native.load_library.cache_clear()
 
 
@@ -303,16 +367,22 @@ def test_the_compiled_product_in_order_has_the_bits_of_the_plain_one(chunk, rows
     weights, vectors = (torch.randn(n, chunk, generator=generator) for n in (rows, chunk))
     compiled = product_in_order(weights, vectors)
     monkeypatch.setattr(kernel_library, "load_library", lambda: None)
-    assert native.load_library() is not None and torch.equal(compiled, product_in_order(weights, vectors))
+    assert native.load_library() is not None and torch.equal(
+        compiled, product_in_order(weights, vectors)
+    )
 
 
 @pytest.mark.parametrize(
-    ("topk", "chunk"), [(1, 16), (3, 16), (16, 16), (4, 64), (12, 64), (13, 64), (9, 128), (200, 256)]
+    ("topk", "chunk"),
+    [(1, 16), (3, 16), (16, 16), (4, 64), (12, 64), (13, 64), (9, 128), (200, 256)],
 )
 @pytest.mark.parametrize("rows", [1, 17, 100])
 def test_kernels_and_plain_torch_choose_the_same_coefficients(topk, chunk, rows, monkeypatch):
     """Of equal magnitudes, too, and beside infinity and NaN."""
-    selection, numbers = TopK(topk, chunk), torch.randn(rows, chunk, generator=torch.Generator().manual_seed(topk))
+    selection, numbers = (
+        TopK(topk, chunk),
+        torch.randn(rows, chunk, generator=torch.Generator().manual_seed(topk)),
+    )
     numbers[:, ::3] = numbers[:, ::3].round()
     numbers[-1, ::2] = 0.0
     numbers[0, 3], numbers[0, 5] = torch.nan, -torch.inf
@@ -320,5 +390,7 @@ def test_kernels_and_plain_torch_choose_the_same_coefficients(topk, chunk, rows,
     assert torch.equal(found, selection.indices(numbers.t().contiguous().t(), 0, 0))
     monkeypatch.setattr(kernel_library, "load_library", lambda: None)
     assert torch.equal(found, selection.indices(numbers, 0, 0))
-    keys = (numbers.view(torch.int32) & (0x7FFFFFFF & -chunk)) + torch.arange(chunk - 1, -1, -1, dtype=torch.int32)
+    keys = (numbers.view(torch.int32) & (0x7FFFFFFF & -chunk)) + torch.arange(
+        chunk - 1, -1, -1, dtype=torch.int32
+    )
     assert torch.equal(found, keys.argsort(1, descending=True)[:, :topk].sort(1).values)

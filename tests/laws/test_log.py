@@ -28,7 +28,9 @@ REPLICAS = 4
 def agreed(model, optimizer):
     """What all replicas agree on: weights or anchors, and the state of the optimizer."""
     return [
-        (name, digest([tensor])) for each in optimizer.build() for name, tensor in sorted(each.replicated().items())
+        (name, digest([tensor]))
+        for each in optimizer.build()
+        for name, tensor in sorted(each.replicated().items())
     ]
 
 
@@ -36,7 +38,9 @@ def trained(communicator, scheme, folder):
     model, optimizer = started(communicator, scheme)
     optimizer.record(dt.UpdateLog(folder))
     advance(model, optimizer, communicator.replica, range(STEPS))
-    optimizer.param_groups[0]["lr"] *= 2  # a schedule after the last step; updates on their way step with it
+    optimizer.param_groups[0]["lr"] *= (
+        2  # a schedule after the last step; updates on their way step with it
+    )
     optimizer.synchronize()
     return agreed(model, optimizer), digest(model.parameters())
 
@@ -86,7 +90,9 @@ def test_a_replica_of_shards_replays_from_a_checkpoint(name, tmp_path):
     first = worlds.run(sharded, 2, 2, name, tmp_path)[:2]
     assert worlds.run(replayed, 1, 2, name, tmp_path) == first
     files = sorted(path.name for path in (tmp_path / "updates").iterdir())
-    assert files == [f"replica0-shard{shard}-{steps}.updates" for shard in (0, 1) for steps in (0, 3)]
+    assert files == [
+        f"replica0-shard{shard}-{steps}.updates" for shard in (0, 1) for steps in (0, 3)
+    ]
 
 
 @pytest.fixture
@@ -118,7 +124,9 @@ def test_a_step_in_between(log):
     path, weights = log
     model, optimizer = started(LoopbackCommunicator(2), dt.demo())
     assert dt.replay(path.parent, optimizer, to=5) == 5 and digest(model.parameters()) == weights[5]
-    assert dt.replay(path.parent, optimizer) == STEPS and digest(model.parameters()) == weights[STEPS]
+    assert (
+        dt.replay(path.parent, optimizer) == STEPS and digest(model.parameters()) == weights[STEPS]
+    )
     with pytest.raises(dt.errors.DamagedLog, match="ends after 8 steps, not 20"):
         dt.replay(path.parent, optimizer, to=20)
     with pytest.raises(ValueError, match="to is 3, but 8 steps were taken"):
@@ -166,7 +174,8 @@ def test_a_run_that_was_resumed_writes_its_steps_anew(tmp_path):
 @some(
     "name, before",
     product(REGISTERED, [5, 7]),
-    keep=[(name, (5, 7)[at % 2]) for at, name in enumerate(REGISTERED) if name in KINDS] + [("demo", 5), ("demo", 7)],
+    keep=[(name, (5, 7)[at % 2]) for at, name in enumerate(REGISTERED) if name in KINDS]
+    + [("demo", 5), ("demo", 7)],
 )
 def test_replay_takes_the_steps_of_a_training_that_went_back(name, before, tmp_path):
     """In the same process, by two steps and by four; from the beginning, and from the state to which it went back."""
@@ -179,7 +188,9 @@ def test_replay_takes_the_steps_of_a_training_that_went_back(name, before, tmp_p
     optimizer.load_state_dict(copy.deepcopy(saved[1]))
     advance(model, optimizer, 1, range(3, STEPS))  # on other data
     optimizer.synchronize()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"replica0-shard0-{n}.updates" for n in (0, 3)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"replica0-shard0-{n}.updates" for n in (0, 3)
+    ]
     for state in (None, saved):
         again, replaying = started(LoopbackCommunicator(2), REGISTERED[name])
         if state:
@@ -202,8 +213,12 @@ def test_files_of_steps_that_training_went_back_from_are_removed(tmp_path):
     optimizer.load_state_dict(states[3][1])
     advance(model, optimizer, 1, range(3, STEPS))
     again, replaying = started(LoopbackCommunicator(2), dt.full())
-    assert dt.replay(tmp_path, replaying) == STEPS and digest(again.parameters()) == digest(model.parameters())
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"replica0-shard0-{n}.updates" for n in (0, 3)]
+    assert dt.replay(tmp_path, replaying) == STEPS and digest(again.parameters()) == digest(
+        model.parameters()
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"replica0-shard0-{n}.updates" for n in (0, 3)
+    ]
 
 
 def test_a_log_goes_from_one_optimizer_to_another(tmp_path):
@@ -217,9 +232,13 @@ def test_a_log_goes_from_one_optimizer_to_another(tmp_path):
         optimizer.record(log)
         for step in steps:
             advance(model, optimizer, data, [step])
-            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict())) if step == 2 else saved
+            saved = (
+                copy.deepcopy((model.state_dict(), optimizer.state_dict())) if step == 2 else saved
+            )
     again, replaying = started(LoopbackCommunicator(2), dt.demo())
-    assert dt.replay(tmp_path, replaying) == STEPS and digest(again.parameters()) == digest(model.parameters())
+    assert dt.replay(tmp_path, replaying) == STEPS and digest(again.parameters()) == digest(
+        model.parameters()
+    )
 
 
 def test_other_parameters_begin_another_file_and_end_a_replay(tmp_path):
@@ -232,7 +251,9 @@ def test_other_parameters_begin_another_file_and_end_a_replay(tmp_path):
         model(batch(0, step, 32)).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"replica0-shard0-{n}.updates" for n in (0, 2)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"replica0-shard0-{n}.updates" for n in (0, 2)
+    ]
     again, replaying = started(LoopbackCommunicator(2), dt.demo())
     assert dt.replay(tmp_path, replaying, to=2) == 2 and digest(again.parameters()) == before
     with pytest.raises(ValueError, match="was written with parameters"):
@@ -248,12 +269,16 @@ def test_rotating_removes_what_checkpoints_have(tmp_path):
         if step % 2:
             log.rotate(oldest=step - 1)
     advance(model, optimizer, 0, [6])
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"replica0-shard0-{steps}.updates" for steps in (4, 6)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"replica0-shard0-{steps}.updates" for steps in (4, 6)
+    ]
     with pytest.raises(ValueError, match="begins after 4 steps, and replay would begin after 0"):
         dt.replay(tmp_path, started(LoopbackCommunicator(2), dt.demo())[1])
 
 
-def test_old_files_that_cannot_be_removed_stay_and_do_not_end_the_run(tmp_path, monkeypatch, caplog):
+def test_old_files_that_cannot_be_removed_stay_and_do_not_end_the_run(
+    tmp_path, monkeypatch, caplog
+):
     model, optimizer = started(LoopbackCommunicator(2), dt.demo())
     log, close = dt.UpdateLog(tmp_path), os.close
     optimizer.record(log)
@@ -357,5 +382,7 @@ def test_several_levels_are_refused(tmp_path):
     model = nn.Linear(4, 4)
     levels = [(LoopbackCommunicator(2), dt.full()), (LoopbackCommunicator(2), dt.demo())]
     optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=0.1), model, levels=levels)
-    with pytest.raises(ValueError, match="one level of replication can be recorded, this optimizer has 2"):
+    with pytest.raises(
+        ValueError, match="one level of replication can be recorded, this optimizer has 2"
+    ):
         optimizer.record(dt.UpdateLog(tmp_path))  # on all ranks, and before anything moves

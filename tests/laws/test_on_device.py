@@ -48,7 +48,9 @@ def trained(communicator, scheme, steps, base, scale=1.0, device=DEVICE, kernels
         optimizer.step()
     if scheme is not None:
         optimizer.synchronize()
-    return [parameter.detach() - old for parameter, old in zip(model.parameters(), before, strict=True)]
+    return [
+        parameter.detach() - old for parameter, old in zip(model.parameters(), before, strict=True)
+    ]
 
 
 def sgd(lr=0.5):
@@ -68,10 +70,15 @@ def test_law_6_full_is_the_mean_of_the_gradients_and_one_replica_the_plain_optim
     for step in range(4):
         generators = [torch.Generator().manual_seed(100 * step + replica) for replica in range(2)]
         for parameter in model.parameters():
-            drawn = [torch.randn(parameter.shape, generator=generator).to(DEVICE) for generator in generators]
+            drawn = [
+                torch.randn(parameter.shape, generator=generator).to(DEVICE)
+                for generator in generators
+            ]
             parameter.grad = (drawn[0] + drawn[1]) / 2
         plain.step()
-    moved = [parameter.detach() - old for parameter, old in zip(model.parameters(), before, strict=True)]
+    moved = [
+        parameter.detach() - old for parameter, old in zip(model.parameters(), before, strict=True)
+    ]
     assert digest(moved) == digest(full[0])
     alone = trained(None, None, 4, sgd())
     for scheme in (dt.full(), dt.none()):
@@ -83,7 +90,8 @@ def test_law_7_the_step_is_linear_in_the_signal(name):
     """Powers of two scale without rounding, in SGD too."""
     steps = 3 + GRADIENT[name].round.delay
     once, scaled = (
-        simulate_replicas(lambda c, by=by: trained(c, GRADIENT[name], steps, sgd(), by), 2)[0] for by in (1.0, 4.0)
+        simulate_replicas(lambda c, by=by: trained(c, GRADIENT[name], steps, sgd(), by), 2)[0]
+        for by in (1.0, 4.0)
     )
     for small, large in zip(once, scaled, strict=True):
         torch.testing.assert_close(4 * small, large, rtol=2e-5, atol=2e-5)
@@ -96,7 +104,11 @@ def test_law_8_the_output_of_a_level_is_the_signal_of_the_next():
 
         torch.manual_seed(0)
         model = nn.Linear(67, 31).to(DEVICE)
-        levels = [(Inner(1), dt.full()), (communicator, dt.demo(4, 16)), (communicator, dt.diloco(every=2))]
+        levels = [
+            (Inner(1), dt.full()),
+            (communicator, dt.demo(4, 16)),
+            (communicator, dt.diloco(every=2)),
+        ]
         optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=0.1), model, levels=levels)
         for step in range(4):
             generator = torch.Generator().manual_seed(10 * step + communicator.replica)
@@ -114,13 +126,17 @@ def test_two_runs_give_the_same_bits(name):
     """Fifty steps on a GPU: no atomics, and no order that depends on time."""
     steps = 50 if ALL else 4
     first, again = (
-        simulate_replicas(lambda c: digest(trained(c, SCHEMES[name], steps, lambda p: dt.SignSGD(p, lr=1e-3))), 2)
+        simulate_replicas(
+            lambda c: digest(trained(c, SCHEMES[name], steps, lambda p: dt.SignSGD(p, lr=1e-3))), 2
+        )
         for _ in range(2)
     )
     assert first == again and first[0] == first[1]
 
 
-@pytest.mark.parametrize("name", some([name for name, scheme in GRADIENT.items() if scheme.feedback]))
+@pytest.mark.parametrize(
+    "name", some([name for name, scheme in GRADIENT.items() if scheme.feedback])
+)
 def test_the_engine_of_the_device_decodes_what_the_reference_does(name):
     """Against the same signals on a CPU in plain torch; where both select the same, fp32 may differ by rounding."""
     scheme = GRADIENT[name]

@@ -23,7 +23,9 @@ laws = settings(max_examples=50, deadline=None)
 def test_packed_numbers_come_back_and_leave_no_gap(count, width, seed):
     numbers = torch.randint(0, 2**width, (count,), generator=torch.Generator().manual_seed(seed))
     packed = pack(numbers, width)
-    assert packed.dtype == torch.uint8 and len(packed) == packed_bytes(count, width) == -(-count * width // 8)
+    assert packed.dtype == torch.uint8 and len(packed) == packed_bytes(count, width) == -(
+        -count * width // 8
+    )
     assert torch.equal(unpack(packed, count, width, torch.int64), numbers)
 
 
@@ -49,11 +51,18 @@ def test_compiled_bitmaps_give_the_same_bytes(chunk, k, monkeypatch):
     assert torch.equal(codec.decode(encoded, 800, torch.int64), indices)
 
 
-@given(rows=st.integers(0, 20), chunk=st.integers(1, 300), share=st.floats(0, 1), seed=st.integers(0, 99))
+@given(
+    rows=st.integers(0, 20),
+    chunk=st.integers(1, 300),
+    share=st.floats(0, 1),
+    seed=st.integers(0, 99),
+)
 @laws
 def test_indices_come_back_in_the_fewest_bytes(rows, chunk, share, seed):
     k = max(1, int(share * chunk))
-    indices = torch.rand(rows, chunk, generator=torch.Generator().manual_seed(seed)).argsort(1)[:, :k]
+    indices = torch.rand(rows, chunk, generator=torch.Generator().manual_seed(seed)).argsort(1)[
+        :, :k
+    ]
     codec = IndexCoding(chunk, k)
     indices = indices.sort(1).values
     encoded = codec.encode(indices)
@@ -90,7 +99,9 @@ def test_every_precision_is_in_the_table_of_laws():
 
 
 @pytest.mark.parametrize("name, precision", PRECISIONS.items(), ids=PRECISIONS)
-@given(rows=st.integers(0, 400), k=st.integers(1, 9), scale=st.sampled_from([1e-12, 1e-3, 1.0, 1e6]))
+@given(
+    rows=st.integers(0, 400), k=st.integers(1, 9), scale=st.sampled_from([1e-12, 1e-3, 1.0, 1e6])
+)
 @laws
 def test_a_precision_is_as_large_as_it_says_and_about_right(name, precision, rows, k, scale):
     values = torch.randn(rows, k, generator=torch.Generator().manual_seed(rows)) * scale
@@ -121,7 +132,9 @@ def test_signs_are_always_right(name):
 
 
 def test_four_bits_are_powers_of_two_and_zero():
-    values = torch.tensor([[1, 0.8, 0.6, 1 / 64, 0.01, 1 / 128 + 1e-6, 1 / 128, 1e-9, 0.0, -0.0, -0.01, -1 / 128]])
+    values = torch.tensor(
+        [[1, 0.8, 0.6, 1 / 64, 0.01, 1 / 128 + 1e-6, 1 / 128, 1e-9, 0.0, -0.0, -0.01, -1 / 128]]
+    )
     read = PRECISIONS["4bit"].decode(PRECISIONS["4bit"].encode(values), *values.shape)
     assert read.tolist() == [[1, 1, 0.5, 1 / 64, 1 / 64, 1 / 64, 0, 0, 0, 0, -1 / 64, 0]]
 
@@ -149,7 +162,10 @@ def test_no_order_of_addition_is_left_to_the_device(name):
 
 
 def test_eight_bits_keep_the_mean_of_each_bin():
-    values, precision = torch.randn(70000, 1, generator=torch.Generator().manual_seed(0)) + 0.3, PRECISIONS["int8"]
+    values, precision = (
+        torch.randn(70000, 1, generator=torch.Generator().manual_seed(0)) + 0.3,
+        PRECISIONS["int8"],
+    )
     read = precision.decode(precision.encode(values), 70000, 1)
     assert float((read - values).abs().max()) < 0.06 and float((read - values).mean().abs()) < 1e-3
 
@@ -165,18 +181,32 @@ def test_precisions_read_the_smallest_and_the_largest_values(name, scale):
 def test_ways_to_combine():
     values = torch.tensor([[[1.0, 2.0]], [[3.0, -2.0]], [[-5.0, -2.0]]])
     sent = Coefficients(values, torch.tensor([[[0, 1]], [[0, 3]], [[0, 1]]]))
-    assert aggregate(sent, AGGREGATIONS["mean"], 4).tolist() == [[pytest.approx(-1 / 3), 0, 0, pytest.approx(-2 / 3)]]
-    assert aggregate(sent, AGGREGATIONS["mean_nonzero"], 4).tolist() == [[pytest.approx(-1 / 3), 0, 0, -2]]
-    assert aggregate(sent, AGGREGATIONS["majority_vote"], 4).tolist() == [[3, 0, 0, pytest.approx(-2 / 3)]]
+    assert aggregate(sent, AGGREGATIONS["mean"], 4).tolist() == [
+        [pytest.approx(-1 / 3), 0, 0, pytest.approx(-2 / 3)]
+    ]
+    assert aggregate(sent, AGGREGATIONS["mean_nonzero"], 4).tolist() == [
+        [pytest.approx(-1 / 3), 0, 0, -2]
+    ]
+    assert aggregate(sent, AGGREGATIONS["majority_vote"], 4).tolist() == [
+        [3, 0, 0, pytest.approx(-2 / 3)]
+    ]
 
 
 def test_a_rescaled_mean_is_as_long_as_the_messages():
     rescaled = AGGREGATIONS["rescaled_mean"]
-    values = torch.tensor([[[3.0, 4.0], [1.0, 0.0], [2.0, 2.0]], [[3.0, 4.0], [0.0, 1.0], [-2.0, -2.0]]])
-    agreed = aggregate(Coefficients(values, None), rescaled, 2)  # equal messages, right angles, opposite ones
+    values = torch.tensor(
+        [[[3.0, 4.0], [1.0, 0.0], [2.0, 2.0]], [[3.0, 4.0], [0.0, 1.0], [-2.0, -2.0]]]
+    )
+    agreed = aggregate(
+        Coefficients(values, None), rescaled, 2
+    )  # equal messages, right angles, opposite ones
     torch.testing.assert_close(agreed, torch.tensor([[3.0, 4.0], [0.5**0.5, 0.5**0.5], [0.0, 0.0]]))
-    nearly_opposite = torch.tensor([[[1.0, 0.0]], [[-0.98, 0.0]]])  # no more than by the square root of two
-    torch.testing.assert_close(rescaled(nearly_opposite, None, 2), torch.tensor([[0.01 * 2**0.5, 0.0]]))
+    nearly_opposite = torch.tensor(
+        [[[1.0, 0.0]], [[-0.98, 0.0]]]
+    )  # no more than by the square root of two
+    torch.testing.assert_close(
+        rescaled(nearly_opposite, None, 2), torch.tensor([[0.01 * 2**0.5, 0.0]])
+    )
     sparse = rescaled(values[:, :1], torch.tensor([[[0, 2]], [[0, 3]]]), 4)
     torch.testing.assert_close(sparse, torch.tensor([[3.0, 0.0, 2.0, 2.0]]) * 5 / 17**0.5)
     tiny = torch.full((2, 1, 2), 1e-30)  # whose squares are 0
@@ -204,6 +234,10 @@ def test_a_chunk_may_be_longer_than_sixteen_bits_count(chunk, compiled, monkeypa
         monkeypatch.setattr(kernel_library, "load_library", lambda: None)
     coding = IndexCoding(chunk, 9)
     generator = torch.Generator().manual_seed(0)
-    indices = torch.stack([torch.randperm(chunk, generator=generator)[:9].sort().values for _ in range(5)])
+    indices = torch.stack(
+        [torch.randperm(chunk, generator=generator)[:9].sort().values for _ in range(5)]
+    )
     encoded = coding.encode(indices)
-    assert len(encoded) == coding.nbytes(5) and torch.equal(coding.decode(encoded, 5, torch.int64), indices)
+    assert len(encoded) == coding.nbytes(5) and torch.equal(
+        coding.decode(encoded, 5, torch.int64), indices
+    )

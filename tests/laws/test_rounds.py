@@ -16,11 +16,23 @@ from detonation.core.schemes.traffic import bytes_sent
 from detonation.train.loop.session import local_shapes
 from zoo import SCHEMES
 
-LLAMA = {"vocab_size": 32000, "intermediate_size": 5632, "num_hidden_layers": 22, "num_key_value_heads": 4}
-OLMO = {"vocab_size": 100352, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 16}
+LLAMA = {
+    "vocab_size": 32000,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 22,
+    "num_key_value_heads": 4,
+}
+OLMO = {
+    "vocab_size": 100352,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+}
 MODELS = {
     "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config()),
-    "tinyllama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(hidden_size=2048, num_attention_heads=32, **LLAMA)),
+    "tinyllama": lambda: hf.LlamaForCausalLM(
+        hf.LlamaConfig(hidden_size=2048, num_attention_heads=32, **LLAMA)
+    ),
     "olmo2": lambda: hf.Olmo2ForCausalLM(hf.Olmo2Config(hidden_size=2048, **OLMO)),
 }
 
@@ -42,13 +54,19 @@ def divided(name, count, unit, shard=0, shards=1):
 def test_no_fragment_exceeds_the_mean_by_more_than_the_largest_parameter(name, count):
     sizes, fragments = divided(name, count, "parameter")
     loads = [fragment.numel for fragment in fragments]
-    assert sum(loads) == sum(sizes.values()) and sorted(s.name for f in fragments for s in f.slots) == sorted(sizes)
+    assert sum(loads) == sum(sizes.values()) and sorted(
+        s.name for f in fragments for s in f.slots
+    ) == sorted(sizes)
     mean, largest = sum(loads) / count, max(sizes.values())
     assert max(loads) <= mean + largest
-    assert max(loads) <= max(1.01 * mean, largest)  # what these models allow: even, but for an embedding
+    assert max(loads) <= max(
+        1.01 * mean, largest
+    )  # what these models allow: even, but for an embedding
 
 
-@pytest.mark.parametrize(("name", "count", "most"), [("gpt2", 2, 1.03), ("tinyllama", 4, 1.07), ("olmo2", 4, 1.09)])
+@pytest.mark.parametrize(
+    ("name", "count", "most"), [("gpt2", 2, 1.03), ("tinyllama", 4, 1.07), ("olmo2", 4, 1.09)]
+)
 def test_blocks_stay_together(name, count, most):
     _, fragments = divided(name, count, "block")
     loads = [fragment.numel for fragment in fragments]
@@ -73,7 +91,15 @@ def test_equal_layers_take_turns(count):
 @pytest.mark.parametrize("unit", ["parameter", "block"])
 def test_every_shard_divides_alike(unit):
     found = [divided("gpt2", 3, unit, shard, 7)[1] for shard in range(7)]
-    assert len({tuple(tuple(slot.name for slot in fragment.slots) for fragment in each) for each in found}) == 1
+    assert (
+        len(
+            {
+                tuple(tuple(slot.name for slot in fragment.slots) for fragment in each)
+                for each in found
+            }
+        )
+        == 1
+    )
 
 
 def test_the_names_of_units_are_checked_and_more_fragments_than_units_are_empty():
@@ -129,7 +155,9 @@ def trained(scheme, replicas, spoiled=False, transposed=True):
         model = torch.nn.ParameterList([torch.ones(shape) for shape in SHAPES])
         model[2].data = torch.ones(280, 300).T if transposed else model[2].data
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = dt.replicate(sgd, model, communicator, scheme, safety=dt.Safety(non_finite="skip"))
+        optimizer = dt.replicate(
+            sgd, model, communicator, scheme, safety=dt.Safety(non_finite="skip")
+        )
         sent = []
         for step in range(STEPS):
             for parameter in model:
@@ -139,7 +167,9 @@ def trained(scheme, replicas, spoiled=False, transposed=True):
             before = optimizer.stats.bytes_sent
             optimizer.step()
             sent.append(optimizer.stats.bytes_sent - before)
-        kept = [tensor for name, tensor in optimizer.local_state().items() if "usual_norm" not in name]  # of a bucket
+        kept = [
+            tensor for name, tensor in optimizer.local_state().items() if "usual_norm" not in name
+        ]  # of a bucket
         state = [tensor.clone() for tensor in (*model.parameters(), *kept)]
         optimizer.synchronize()
         return (
@@ -153,7 +183,9 @@ def trained(scheme, replicas, spoiled=False, transposed=True):
 
 @pytest.mark.parametrize("name", ROUNDS)
 def test_a_parameter_that_is_not_contiguous_is_trained_alike(name):
-    for one, other in zip(trained(ROUNDS[name], 2), trained(ROUNDS[name], 2, transposed=False), strict=True):
+    for one, other in zip(
+        trained(ROUNDS[name], 2), trained(ROUNDS[name], 2, transposed=False), strict=True
+    ):
         assert one[1] == other[1]
         assert all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
 
@@ -168,7 +200,9 @@ def test_buckets_change_no_bit_of_a_round(name, replicas, monkeypatch):
         assert one[2] == 1 and (other[2] > 2 or not ROUNDS[name].summable)
         assert all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
         if not ROUNDS[name].round.delay or replicas == 2:  # owners send again when a message lands
-            assert other[1] == [bytes_sent(ROUNDS[name], layout, replicas, step) for step in range(STEPS)]
+            assert other[1] == [
+                bytes_sent(ROUNDS[name], layout, replicas, step) for step in range(STEPS)
+            ]
 
 
 @pytest.mark.parametrize("name", ["diloco", "streaming", "sparta", "muloco"])

@@ -27,11 +27,25 @@ def without_owners(scheme):
     return replace(scheme, link="all-gather") if "owner" in ways else scheme
 
 
-SLOW = {"streaming-slow": dt.schemes.streaming_diloco(every=6, fragments=2, delay=3, precision="fp32")}
+SLOW = {
+    "streaming-slow": dt.schemes.streaming_diloco(every=6, fragments=2, delay=3, precision="fp32")
+}
 AS_THEY_ARE = TALKING | SLOW
 LAW = {name: without_owners(scheme) for name, scheme in AS_THEY_ARE.items()}
-FORGETFUL = [name for name, scheme in LAW.items() if scheme.feedback is None and scheme is AS_THEY_ARE[name]]
-SAVED = ["full", "demo", "random-late", "diloco", "streaming", "streaming-slow", "sparseloco", "muloco-2bit", "sparta"]
+FORGETFUL = [
+    name for name, scheme in LAW.items() if scheme.feedback is None and scheme is AS_THEY_ARE[name]
+]
+SAVED = [
+    "full",
+    "demo",
+    "random-late",
+    "diloco",
+    "streaming",
+    "streaming-slow",
+    "sparseloco",
+    "muloco-2bit",
+    "sparta",
+]
 
 
 def started(axis, scheme, model, base=torch.optim.AdamW):
@@ -70,7 +84,11 @@ def most(scheme, *numbers):
     added. Few cosines are added up one by one, and more of them, of more messages, by a transform.
     """
     if all(number & (number - 1) == 0 for number in numbers):
-        return 0.0 if scheme.codec.selection.shared or isinstance(scheme.codec.basis, Identity) else 1e-6
+        return (
+            0.0
+            if scheme.codec.selection.shared or isinstance(scheme.codec.basis, Identity)
+            else 1e-6
+        )
     return 2**-8 if scheme.codec.precision == PRECISIONS["bf16"] else 1e-5
 
 
@@ -112,7 +130,9 @@ def test_law_12_a_newcomer_goes_on_as_all_do(name):
         while not follower.ended:
             follower.update(wait_s=1)
         newcomer = follower.join(LoopbackCommunicator(4))
-    found, whole = (advance(*each, range(at, STEPS)) for each in ((served, newcomer), (model, optimizer)))
+    found, whole = (
+        advance(*each, range(at, STEPS)) for each in ((served, newcomer), (model, optimizer))
+    )
     require_alike(found, whole, most(scheme, 2, 4))
 
 
@@ -140,7 +160,9 @@ def load_and_train(mesh, folder, names):
             model = built(Plain)
             optimizer = started(mesh["replicate"], LAW[name], model)
             assert dt.load_checkpoint(folder / name / str(at), model, optimizer).step == at
-            found[name, at] = [weights.tolist() for weights in advance(model, optimizer, range(at, STEPS))]
+            found[name, at] = [
+                weights.tolist() for weights in advance(model, optimizer, range(at, STEPS))
+            ]
     return found
 
 

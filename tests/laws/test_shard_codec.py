@@ -5,7 +5,12 @@ import torch
 
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.link.link import Link
-from detonation.wire.collectives import WEIGHT_MOVES, BlockIntegers, DifferenceGather, ErrorFeedbackReduce
+from detonation.wire.collectives import (
+    WEIGHT_MOVES,
+    BlockIntegers,
+    DifferenceGather,
+    ErrorFeedbackReduce,
+)
 from quantized import quantized_bytes
 
 CODECS = {
@@ -27,7 +32,10 @@ def test_a_message_is_as_large_as_it_says_and_about_right(name, count):
     codec, error = CODECS[name]
     sent = values(3, count)
     encoded = codec.encode(sent)
-    assert encoded.dtype == torch.uint8 and encoded.shape == (3, quantized_bytes(count, codec.width))
+    assert encoded.dtype == torch.uint8 and encoded.shape == (
+        3,
+        quantized_bytes(count, codec.width),
+    )
     read = codec.decode(encoded, count)
     assert read.shape == sent.shape
     assert (read - sent).norm() <= error * sent.norm()
@@ -39,7 +47,9 @@ def test_a_message_is_as_large_as_it_says_and_about_right(name, count):
 def test_a_codec_is_odd_and_zero_is_zero(name):
     codec, _ = CODECS[name]
     sent = values(2, 300)
-    assert torch.equal(codec.decode(codec.encode(-sent), 300), -codec.decode(codec.encode(sent), 300))
+    assert torch.equal(
+        codec.decode(codec.encode(-sent), 300), -codec.decode(codec.encode(sent), 300)
+    )
     assert not codec.decode(codec.encode(torch.zeros(2, 300)), 300).any()
 
 
@@ -68,9 +78,13 @@ def test_law_1_differences_of_weights_are_never_lost(name, nodes):
             output = torch.empty(nodes * count)
             gather(output, mine + moved, None)
             outputs.append(output)
-            errors.append((output.view(nodes, count)[communicator.replica] - mine - moved).abs().max())
+            errors.append(
+                (output.view(nodes, count)[communicator.replica] - mine - moved).abs().max()
+            )
             moved += 0.01 * values(count, seed=step) * (step < 20)
-            communicator.all_reduce(torch.zeros(1))()  # nobody counts a step before all have gathered
+            communicator.all_reduce(
+                torch.zeros(1)
+            )()  # nobody counts a step before all have gathered
             WEIGHT_MOVES()
         return outputs, errors
 
@@ -99,7 +113,9 @@ def test_law_1_gradients_are_never_lost(name, nodes):
         return received, reduce.residual
 
     results = simulate_replicas(act, nodes)
-    there = sum(values(nodes * count, seed=100 * s + n) for s in range(steps) for n in range(nodes)).view(nodes, count)
+    there = sum(
+        values(nodes * count, seed=100 * s + n) for s in range(steps) for n in range(nodes)
+    ).view(nodes, count)
     for owner in range(nodes):
         unsent = sum(results[n][1][owner - (owner > n)] for n in range(nodes) if n != owner)
         assert unsent.abs().max() > 0
@@ -108,7 +124,9 @@ def test_law_1_gradients_are_never_lost(name, nodes):
 
 def test_a_gradient_that_is_not_finite_reaches_its_owner_and_no_residual():
     def act(communicator):
-        reduce = ErrorFeedbackReduce(Link(communicator), None, BlockIntegers(4), lambda: {"weight": 64})
+        reduce = ErrorFeedbackReduce(
+            Link(communicator), None, BlockIntegers(4), lambda: {"weight": 64}
+        )
         output = torch.empty(64)
         reduce(output, values(128, seed=communicator.replica), None, SUM)
         before = reduce.residual.clone()
@@ -116,7 +134,11 @@ def test_a_gradient_that_is_not_finite_reaches_its_owner_and_no_residual():
         if communicator.replica == 0:
             sent[64 + 3] = float("nan")  # for node 1
         reduce(output, sent, None, SUM)
-        return output.isfinite().all(), torch.equal(before, reduce.residual), reduce.residual.isfinite().all()
+        return (
+            output.isfinite().all(),
+            torch.equal(before, reduce.residual),
+            reduce.residual.isfinite().all(),
+        )
 
     (ok0, same0, finite0), (ok1, same1, finite1) = simulate_replicas(act, 2)
     assert (ok0, same0, finite0) == (True, True, True)

@@ -17,7 +17,10 @@ from detonation.core.schemes import buckets
 from zoo import KINDS, SCHEMES, TALKING
 
 REPLICAS, ALL_USE, NONE_USES, ONE_USES = 4, 6, 40, 8
-RESUMED = {name: SCHEMES[name] for name in ("demo", "demo-owner", "demo-sign", "random-sign-owner", "sparseloco")}
+RESUMED = {
+    name: SCHEMES[name]
+    for name in ("demo", "demo-owner", "demo-sign", "random-sign-owner", "sparseloco")
+}
 
 
 class Expert(nn.Module):
@@ -31,7 +34,9 @@ class Expert(nn.Module):
 def use(communicator, scheme, steps, saved=None):
     """Trains, and returns the messages refused and the state."""
     model = Expert()
-    optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=1e-2), model, communicator, scheme)
+    optimizer = dt.replicate(
+        torch.optim.SGD(model.parameters(), lr=1e-2), model, communicator, scheme
+    )
     if saved:
         dt.load_replica_state(optimizer, saved[communicator.replica])
     for step in steps:
@@ -46,14 +51,18 @@ def use(communicator, scheme, steps, saved=None):
 @some("name", TALKING, keep=KINDS)
 def test_who_uses_what_others_have_not_used_for_long_is_not_refused(name):
     scheme, steps = TALKING[name], range(ALL_USE + NONE_USES + ONE_USES)
-    assert [refused for refused, _ in simulate_replicas(lambda c: use(c, scheme, steps), REPLICAS)] == [0] * REPLICAS
+    assert [
+        refused for refused, _ in simulate_replicas(lambda c: use(c, scheme, steps), REPLICAS)
+    ] == [0] * REPLICAS
 
 
 @pytest.mark.long_cases("demo-owner", "random-sign-owner")
 @pytest.mark.parametrize("scheme", RESUMED.values(), ids=RESUMED)
 def test_nor_after_a_resume_while_all_were_silent(scheme):
     silent, end = ALL_USE + NONE_USES, ALL_USE + NONE_USES + ONE_USES
-    saved = [state for _, state in simulate_replicas(lambda c: use(c, scheme, range(silent)), REPLICAS)]
+    saved = [
+        state for _, state in simulate_replicas(lambda c: use(c, scheme, range(silent)), REPLICAS)
+    ]
     again = simulate_replicas(lambda c: use(c, scheme, range(silent, end), saved), REPLICAS)
     assert [refused for refused, _ in again] == [0] * REPLICAS
 
@@ -63,7 +72,9 @@ class Towers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.text, self.image = (nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64)) for _ in range(2))
+        self.text, self.image = (
+            nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64)) for _ in range(2)
+        )
 
     def forward(self, x, with_image):  # [batch, 64] -> [batch, 64]
         return self.text(x) + self.image(x) if with_image else self.text(x)
@@ -77,7 +88,9 @@ def two_towers(communicator):
     for step in range(80):
         with_image = step < 5 or bool(torch.rand((), generator=generator) < 0.03)
         with optimizer.overlap():
-            model(torch.randn(8, 64, generator=generator), with_image).sub(1).square().mean().backward()
+            model(torch.randn(8, 64, generator=generator), with_image).sub(
+                1
+            ).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return optimizer.stats.refused
@@ -90,7 +103,9 @@ def test_a_tower_that_few_batches_use_is_trained_to_the_end(monkeypatch):
 
 def decided(norms, usual):
     """Which of messages with these norms are refused, all else being right."""
-    words = torch.tensor([[IDENTITY, 0, 0, sender << 32, 0, 0, 0, 0] for sender in range(len(norms))])
+    words = torch.tensor(
+        [[IDENTITY, 0, 0, sender << 32, 0, 0, 0, 0] for sender in range(len(norms))]
+    )
     none = torch.zeros(len(norms), dtype=torch.int64)
     expected = Expected(Header(0, 0, 0, 0), nbytes=0, parameters=1, signals=True)
     return decide_usable(words, none, none, torch.tensor(norms), expected, usual)[0].tolist()
@@ -98,7 +113,9 @@ def decided(norms, usual):
 
 def test_silence_is_not_forgotten_and_a_loud_message_is_refused_in_it():
     usual = torch.zeros(1)
-    assert not any(decided([0.0, 0.0, 0.0, 1.0], usual)) and usual == 1  # one alone cannot be told from all
+    assert (
+        not any(decided([0.0, 0.0, 0.0, 1.0], usual)) and usual == 1
+    )  # one alone cannot be told from all
     for _ in range(3):
         assert not any(decided([1.0, 2.0, 3.0, 4.0], usual))
     for _ in range(1000):

@@ -22,7 +22,16 @@ from detonation.core.schemes import buckets
 from zoo import TALKING, values_of
 
 CPU = torch.device("cpu")
-WAITS = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "unique_dim", "_unique2", "equal"}
+WAITS = {
+    "_local_scalar_dense",
+    "item",
+    "is_nonzero",
+    "nonzero",
+    "masked_select",
+    "unique_dim",
+    "_unique2",
+    "equal",
+}
 
 
 class Watch(TorchDispatchMode):
@@ -37,7 +46,9 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__
-        assert not (name == "index" and any(t is not None and t.dtype == torch.bool for t in args[1])), "bool index"
+        assert not (
+            name == "index" and any(t is not None and t.dtype == torch.bool for t in args[1])
+        ), "bool index"
         if not function.is_view:
             self.names.append(name)
         for tensor in out if isinstance(out, list | tuple) else [out]:
@@ -78,7 +89,9 @@ def advance(engine, scheme, rows, gradients, step):
     selected = engine.encode(gradients, step)
     message = scheme.codec.encode(selected)
     if not engine.releases_at_once:
-        engine.release(selected, values_of(scheme.codec, message, rows) if engine.needs_own_values else None)
+        engine.release(
+            selected, values_of(scheme.codec, message, rows) if engine.needs_own_values else None
+        )
     shared = selected.indices if scheme.codec.selection.shared else None
     del selected
     received = scheme.codec.received([message, message], rows, shared, scheme.aggregation)
@@ -101,7 +114,9 @@ def test_a_step_never_waits_for_the_device(scheme, plain):
 def test_operations_do_not_grow_with_the_number_of_tensors(scheme, plain):
     if scheme.codec.basis.tile:
         pytest.skip("each matrix is cut into tiles by itself")
-    few, many = [watched(scheme, [(64 * 300 // n - 1,)] * n, kernels=False)[0] for n in (10, 100)]  # all have padding
+    few, many = [
+        watched(scheme, [(64 * 300 // n - 1,)] * n, kernels=False)[0] for n in (10, 100)
+    ]  # all have padding
     assert len(few.names) == len(many.names)
 
 
@@ -135,13 +150,20 @@ def test_the_plain_step_needs_no_temporary_larger_than_the_model(plain):
     scheme = dt.demo(topk=4, chunk=64)
     watch, layout = watched(scheme, [(64, 8000)] * 8, kernels=False)
     flat = 4 * layout.rows * layout.chunk
-    assert watch.peak < 1.5 * flat  # the message, its columns in eight bytes each, and what a block of rows needs
+    assert (
+        watch.peak < 1.5 * flat
+    )  # the message, its columns in eight bytes each, and what a block of rows needs
 
 
 def test_signs_in_groups_are_those_of_all_at_once(plain, monkeypatch):
     monkeypatch.setattr(signsgd, "SMALLEST_GROUP", 8)
-    weights, directions = ([torch.randn(shape) for shape in [(40, 3), (5,), (), (2, 2)]] for _ in range(2))
-    wanted = [weight - 0.5 * direction.sign() for weight, direction in zip(weights, directions, strict=True)]
+    weights, directions = (
+        [torch.randn(shape) for shape in [(40, 3), (5,), (), (2, 2)]] for _ in range(2)
+    )
+    wanted = [
+        weight - 0.5 * direction.sign()
+        for weight, direction in zip(weights, directions, strict=True)
+    ]
     monkeypatch.setattr(kernel_library, "library_for", lambda *_: None)
     signsgd._sign_step(weights, directions, 0.5, 0.0)
     assert all(map(torch.equal, weights, wanted))
@@ -190,7 +212,9 @@ def test_a_round_needs_no_memory_but_what_is_kept_and_a_few_buckets(name, plain,
     with Watch() as watch:
         model = torch.nn.ParameterList([torch.zeros(512, 512) for _ in range(8)])
         gradients = [torch.ones(512, 512) for _ in range(8)]
-        optimizer = dt.replicate(torch.optim.SGD(model.parameters()), model, LoopbackCommunicator(2), scheme)
+        optimizer = dt.replicate(
+            torch.optim.SGD(model.parameters()), model, LoopbackCommunicator(2), scheme
+        )
         optimizer.build()
         for step in range(4):
             if step == 2:
@@ -202,4 +226,6 @@ def test_a_round_needs_no_memory_but_what_is_kept_and_a_few_buckets(name, plain,
     cut = [pipeline.bucket.layout for pipeline in optimizer.build()[0].channel.pipelines]
     bucket = max(4 * layout.rows * layout.chunk for layout in cut)
     assert len(cut) >= 15
-    assert watch.peak <= kept + 10 * bucket  # what two buckets on their way need, from the movement to the update
+    assert (
+        watch.peak <= kept + 10 * bucket
+    )  # what two buckets on their way need, from the movement to the update

@@ -64,7 +64,9 @@ def survivors(act, min_replicas=1, replicas=REPLICAS):
     store, results = HashStore(), {}
 
     def run(replica):
-        membership = Membership(store, replica, replicas, 0, 1, 30.0, min_replicas, print, confirm_s=30.0)
+        membership = Membership(
+            store, replica, replicas, 0, 1, 30.0, min_replicas, print, confirm_s=30.0
+        )
         communicator = Mortal(membership, 30.0)
         try:
             results[replica] = act(communicator)
@@ -101,13 +103,23 @@ def test_law_2_the_others_take_every_step_and_stay_equal(name, tmp_path):
     def act(communicator):
         if communicator.replica == point // 8 % REPLICAS:
             communicator.countdown, communicator.under_way = point % 2, bool(point & 4)
-        return trained(communicator, scheme, torch.optim.AdamW, overlap="demo" in name, log=dt.UpdateLog(tmp_path))
+        return trained(
+            communicator,
+            scheme,
+            torch.optim.AdamW,
+            overlap="demo" in name,
+            log=dt.UpdateLog(tmp_path),
+        )
 
     ends = survivors(act)
     assert len(ends) == REPLICAS - 1
     assert {optimizer.step_count for optimizer, _, _ in ends.values()} == {STEPS}
     assert len({weights for _, weights, _ in ends.values()}) == 1
-    assert [(ends[r][2].replica, ends[r][2].size()) for r in sorted(ends)] == [(0, 3), (1, 3), (2, 3)]
+    assert [(ends[r][2].replica, ends[r][2].size()) for r in sorted(ends)] == [
+        (0, 3),
+        (1, 3),
+        (2, 3),
+    ]
     assert not any(optimizer.stats.refused for optimizer, _, _ in ends.values())
     model, optimizer = started(LoopbackCommunicator(REPLICAS), scheme, torch.optim.AdamW)
     assert dt.replay(tmp_path, optimizer) == STEPS
@@ -118,7 +130,8 @@ def trained_two(communicator, scheme, every, overlap):
     """Two optimizers over one axis, the second of which steps every `every` steps; all replicas see the same."""
     model = copy.deepcopy(MODEL)
     first, second = (
-        dt.replicate(torch.optim.SGD(layer.parameters(), lr=0.1), model, communicator, scheme) for layer in model.layers
+        dt.replicate(torch.optim.SGD(layer.parameters(), lr=0.1), model, communicator, scheme)
+        for layer in model.layers
     )
     for step in range(2 * STEPS):
         with ExitStack() as stack:
@@ -142,7 +155,9 @@ def test_two_optimizers_on_one_axis_both_go_on_with_the_replicas_that_are_left(n
 
     def act(communicator, dies):
         if dies and communicator.replica == 1:
-            rounds = name == "diloco"  # which end with steps 2 and 5; the others send in every step of an optimizer
+            rounds = (
+                name == "diloco"
+            )  # which end with steps 2 and 5; the others send in every step of an optimizer
             communicator.dies_in, communicator.countdown = (6, 0) if rounds else (4, 1)
             communicator.under_way = overlap
         return trained_two(communicator, scheme, every, overlap)
@@ -158,12 +173,17 @@ def told_through_owners(communicator):
     model = copy.deepcopy(MODEL)
     scheme = dt.demo(topk=4, chunk=16, decay=1.0, link="owner")
     optimizers = [
-        dt.replicate(torch.optim.SGD(layer.parameters(), lr=1.0), layer, communicator, scheme) for layer in model.layers
+        dt.replicate(torch.optim.SGD(layer.parameters(), lr=1.0), layer, communicator, scheme)
+        for layer in model.layers
     ]
-    missing = [[-parameter.detach().clone() for parameter in layer.parameters()] for layer in model.layers]
+    missing = [
+        [-parameter.detach().clone() for parameter in layer.parameters()] for layer in model.layers
+    ]
     for step in range(STEPS):
         for optimizer, layer, totals in zip(optimizers, model.layers, missing, strict=True):
-            for number, (parameter, total) in enumerate(zip(layer.parameters(), totals, strict=True)):
+            for number, (parameter, total) in enumerate(
+                zip(layer.parameters(), totals, strict=True)
+            ):
                 made = torch.Generator().manual_seed(10 * step + number)
                 parameter.grad = torch.randn(parameter.shape, generator=made)
                 total += parameter.grad
@@ -171,11 +191,18 @@ def told_through_owners(communicator):
         if step == 0:
             owners = [each.build()[0].channel.exchange.owners for each in optimizers]
     for optimizer, layer, totals in zip(optimizers, model.layers, missing, strict=True):
-        for total, parameter, held in zip(totals, layer.parameters(), unsent(optimizer), strict=True):
+        for total, parameter, held in zip(
+            totals, layer.parameters(), unsent(optimizer), strict=True
+        ):
             total += parameter.detach() - held
     channels = [optimizer.build()[0].channel for optimizer in optimizers]
-    flats = [each.layout.flatten(totals, totals[0].device) for each, totals in zip(channels, missing, strict=True)]
-    return [each.scheme.codec.basis.forward(flat) for each, flat in zip(channels, flats, strict=True)], owners
+    flats = [
+        each.layout.flatten(totals, totals[0].device)
+        for each, totals in zip(channels, missing, strict=True)
+    ]
+    return [
+        each.scheme.codec.basis.forward(flat) for each, flat in zip(channels, flats, strict=True)
+    ], owners
 
 
 @pytest.mark.parametrize(("countdown", "under_way"), [(0, False), (1, True), (2, True)])
@@ -189,7 +216,9 @@ def test_law_1_a_lost_owner_takes_along_what_is_in_its_rows_alone(countdown, und
 
     ends = survivors(act, replicas=3)
     assert ends.keys() == {0, 2}
-    for of_each, owners in zip(zip(*(found for found, _ in ends.values()), strict=True), ends[0][1], strict=True):
+    for of_each, owners in zip(
+        zip(*(found for found, _ in ends.values()), strict=True), ends[0][1], strict=True
+    ):
         missing = torch.stack(of_each).mean(0)  # [rows, chunk]
         numbers = torch.arange(len(missing)).unsqueeze(1)
         of_lost = owners.deal(numbers, torch.zeros(1, dtype=numbers.dtype))[1].flatten().unique()
@@ -202,7 +231,11 @@ class Unaware:
 
     def __init__(self, inner):
         self.replica, self.size = inner.replica, inner.size
-        self.all_reduce, self.all_gather, self.all_to_all = inner.all_reduce, inner.all_gather, inner.all_to_all
+        self.all_reduce, self.all_gather, self.all_to_all = (
+            inner.all_reduce,
+            inner.all_gather,
+            inner.all_to_all,
+        )
 
 
 @pytest.mark.parametrize("name", ["full", "demo", "demo-owner", "diloco"])
@@ -231,7 +264,9 @@ def test_an_optimizer_that_hears_of_no_loss_ends_with_an_error(name):
 
 
 @pytest.mark.parametrize(("countdown", "under_way"), [(0, True), (1, False), (1, True)])
-def test_uneven_rounds_go_on_and_the_counts_are_those_of_the_replicas_that_are_left(countdown, under_way):
+def test_uneven_rounds_go_on_and_the_counts_are_those_of_the_replicas_that_are_left(
+    countdown, under_way
+):
     """It is lost in the exchange of a round, or while the replicas agree on local steps."""
 
     def act(communicator):
@@ -250,14 +285,20 @@ def test_uneven_rounds_go_on_and_the_counts_are_those_of_the_replicas_that_are_l
     ends = survivors(act)
     assert len(ends) == REPLICAS - 1 and len({weights for _, weights in ends.values()}) == 1
     counts = [found for found, _ in ends.values()]
-    assert len(counts[0]) == REPLICAS - 1 and max(counts[0]) == 2 and all(found == counts[0] for found in counts)
+    assert (
+        len(counts[0]) == REPLICAS - 1
+        and max(counts[0]) == 2
+        and all(found == counts[0] for found in counts)
+    )
 
 
 def test_the_interrupted_mean_is_that_of_the_replicas_that_are_left():
     def act(communicator):
         if communicator.replica == 1:
             communicator.countdown = 0
-        return trained(communicator, dt.full(), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        return trained(
+            communicator, dt.full(), lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+        )
 
     model, numbers = copy.deepcopy(MODEL), [0, 1, 2, 3]
     for step in range(STEPS):
@@ -266,12 +307,16 @@ def test_the_interrupted_mean_is_that_of_the_replicas_that_are_left():
         gradients = []
         for number, replica in enumerate(numbers):
             data = replica if step <= 4 else number  # step 4 renumbers, after its backward
-            gradients.append(torch.autograd.grad(model(batch(data, step, 32)).mean(), list(model.parameters())))
+            gradients.append(
+                torch.autograd.grad(model(batch(data, step, 32)).mean(), list(model.parameters()))
+            )
         with torch.no_grad():
             for parameter, *each in zip(model.parameters(), *gradients, strict=True):
                 parameter -= 0.1 * torch.stack(each).mean(0)
     for optimizer, *_ in survivors(act).values():
-        for parameter, expected in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True):
+        for parameter, expected in zip(
+            optimizer.param_groups[0]["params"], model.parameters(), strict=True
+        ):
             torch.testing.assert_close(parameter, expected)
 
 
@@ -281,7 +326,12 @@ def test_a_collective_that_only_some_finished_is_finished_by_all_with_the_same_b
         take, torn = communicator._take, []
 
         def torn_once(each):
-            if communicator.replica == 2 and communicator._begun == 4 and not torn and each.flight.ended:
+            if (
+                communicator.replica == 2
+                and communicator._begun == 4
+                and not torn
+                and each.flight.ended
+            ):
                 torn.append(each.number)
                 each.flight.good = False
             return take(each)
@@ -293,9 +343,13 @@ def test_a_collective_that_only_some_finished_is_finished_by_all_with_the_same_b
 
     ends = survivors(act)
     assert len({weights for _, weights, _ in ends.values()}) == 1
-    assert [loss.replicas for _, _, c in ends.values() for loss in c.losses] == [()] * REPLICAS  # nobody was lost
+    assert [loss.replicas for _, _, c in ends.values() for loss in c.losses] == [
+        ()
+    ] * REPLICAS  # nobody was lost
     undisturbed = survivors(lambda c: trained(c, TALKING[scheme], torch.optim.AdamW))
-    assert {weights for _, weights, _ in ends.values()} == {weights for _, weights, _ in undisturbed.values()}
+    assert {weights for _, weights, _ in ends.values()} == {
+        weights for _, weights, _ in undisturbed.values()
+    }
 
 
 def test_a_checkpoint_is_of_the_replicas_that_are_left_or_fails_on_all(tmp_path):
@@ -305,7 +359,9 @@ def test_a_checkpoint_is_of_the_replicas_that_are_left_or_fails_on_all(tmp_path)
             if step == 2 and communicator.replica == 0:
                 raise Died
             if step == 2:
-                with pytest.raises(dt.errors.NotSaved, match="a replica was lost meanwhile; the next one is"):
+                with pytest.raises(
+                    dt.errors.NotSaved, match="a replica was lost meanwhile; the next one is"
+                ):
                     dt.save_checkpoint(tmp_path, model, optimizer)
             step_on(optimizer, model(batch(communicator.replica, step, 32)).mean())
             optimizer.zero_grad()
@@ -313,7 +369,10 @@ def test_a_checkpoint_is_of_the_replicas_that_are_left_or_fails_on_all(tmp_path)
 
     assert set(survivors(act).values()) == {tmp_path / "step-000004"}
     names = {path.name for path in (tmp_path / "step-000004").iterdir()}
-    assert names == {"manifest.json", *(f"replica{replica}-shard0.safetensors" for replica in range(3))}
+    assert names == {
+        "manifest.json",
+        *(f"replica{replica}-shard0.safetensors" for replica in range(3)),
+    }
     assert not [*tmp_path.glob(".step*")]
 
 
@@ -338,7 +397,10 @@ def test_a_start_that_was_not_complete_spoils_no_later_one():
         with pytest.raises(TimeoutError, match=f"rank {rank} has not met {away} within 0.2 s"):
             next_axis_store(store, rank, 3)
     store.set_timeout(timedelta(seconds=LIMIT_S))
-    threads = [threading.Thread(target=lambda r=r: next_axis_store(store, r, 3).set(f"here/{r}", "")) for r in range(3)]
+    threads = [
+        threading.Thread(target=lambda r=r: next_axis_store(store, r, 3).set(f"here/{r}", ""))
+        for r in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -388,11 +450,15 @@ def test_a_guest_that_gave_up_keeps_nobody_out():
 
 def test_replicas_renumber_in_fp32_wherever_synchronize_is_called(monkeypatch):
     model = torch.nn.Linear(4, 4)
-    optimizer = dt.replicate(dt.SignSGD(model.parameters()), model, LoopbackCommunicator(2), dt.demo(topk=1, chunk=4))
+    optimizer = dt.replicate(
+        dt.SignSGD(model.parameters()), model, LoopbackCommunicator(2), dt.demo(topk=1, chunk=4)
+    )
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     seen = []
-    monkeypatch.setattr(optimizer, "renumber", lambda: seen.append(torch.is_autocast_enabled("cpu")))
+    monkeypatch.setattr(
+        optimizer, "renumber", lambda: seen.append(torch.is_autocast_enabled("cpu"))
+    )
     with torch.autocast("cpu", torch.bfloat16):
         optimizer.synchronize()
     assert seen == [False]
@@ -427,7 +493,10 @@ def test_a_rank_has_its_time_to_report_from_the_notice_on(now):
     assert not membership._is_silent(1)
     membership.noticed_at = now - 0.7
     assert membership._is_silent(1)
-    membership.noticed_at, membership._seen[1] = now, (b"1", now - 31)  # its silence is what was noticed
+    membership.noticed_at, membership._seen[1] = (
+        now,
+        (b"1", now - 31),
+    )  # its silence is what was noticed
     assert membership._is_silent(1)
 
 
@@ -488,7 +557,9 @@ def test_a_replica_that_is_lost_while_all_connect_ends_nobody_else():
     class Incomplete(SurvivingCommunicator):
         def _formed(self):
             if not self._membership.epoch:
-                raise RuntimeError("wait timeout, keys: /0/shard0/0/1")  # of gloo, which waits for a replica in vain
+                raise RuntimeError(
+                    "wait timeout, keys: /0/shard0/0/1"
+                )  # of gloo, which waits for a replica in vain
             return super()._formed()
 
     def run(replica):
@@ -511,12 +582,16 @@ def test_where_nobody_can_connect_the_error_says_why():
 
     class Unconnected(SurvivingCommunicator):
         def _formed(self):
-            raise RuntimeError("connect to 10.0.0.2: No route to host\nException raised from connect")
+            raise RuntimeError(
+                "connect to 10.0.0.2: No route to host\nException raised from connect"
+            )
 
     def run(replica):
         membership = Membership(store, replica, 2, 0, 1, 30.0, 1, print, confirm_s=30.0)
         communicator = Unconnected(membership, 30.0)
-        with pytest.raises(dt.errors.ReplicaLost, match=r"process group: connect to 10.0.0.2: No route to host$"):
+        with pytest.raises(
+            dt.errors.ReplicaLost, match=r"process group: connect to 10.0.0.2: No route to host$"
+        ):
             communicator.all_reduce(torch.zeros(1))
         membership.leave(LIMIT_S)
         return True
@@ -528,7 +603,10 @@ def test_too_few_replicas_stop_and_say_how_many_are_left():
     def act(communicator):
         if communicator.replica == 1:
             communicator.countdown = 0
-        with pytest.raises(dt.errors.ReplicaLost, match=r"lost replica 1 before step 4: 3 of the .* are left, .* is 4"):
+        with pytest.raises(
+            dt.errors.ReplicaLost,
+            match=r"lost replica 1 before step 4: 3 of the .* are left, .* is 4",
+        ):
             trained(communicator, dt.demo(), torch.optim.AdamW)
 
     assert len(survivors(act, min_replicas=4)) == 3
@@ -710,7 +788,9 @@ def stopped(store):
     return membership
 
 
-@pytest.mark.parametrize("error", [RuntimeError(), KeyError(7), ConnectionError("reset\nat line 9")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [RuntimeError(), KeyError(7), ConnectionError("reset\nat line 9")], ids=repr
+)
 def test_a_rank_whose_thread_fails_hears_of_it(error):
     """It beats no more, so the others drop it."""
 
@@ -721,7 +801,10 @@ def test_a_rank_whose_thread_fails_hears_of_it(error):
     membership._beats = Hooked(membership._beats, multi_get=fail)
     membership._run()
     assert membership.called
-    with pytest.raises(dt.errors.ReplicaLost, match=rf"rank 0 has lost the store .*: {type(error).__name__}: [^\n]*$"):
+    with pytest.raises(
+        dt.errors.ReplicaLost,
+        match=rf"rank 0 has lost the store .*: {type(error).__name__}: [^\n]*$",
+    ):
         membership.require_store()
 
 
@@ -736,7 +819,9 @@ def test_who_leaves_does_not_fail_where_the_process_of_the_store_ended_first(ask
     membership = stopped(HashStore())
     membership.store = Hooked(membership.store, **{asked: ended})
     membership.leave(LIMIT_S)
-    assert membership._stopped.is_set() and membership._beats.check([axis_key("left", 0)]) == (asked == "check")
+    assert membership._stopped.is_set() and membership._beats.check([axis_key("left", 0)]) == (
+        asked == "check"
+    )
 
 
 def test_a_replica_leaves_once_its_recovery_from_a_loss_is_over():
@@ -769,17 +854,25 @@ def test_all_replicas_end_in_words_where_the_process_of_the_store_is_killed():
     port, trained = listener.getsockname()[1], threading.Barrier(2, timeout=LIMIT_S)
     if not (keeper := os.fork()):
         kept = dist.TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.fileno()
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.fileno(),
         )
         while kept is not None:
             signal.pause()
     listener.close()
 
     def replica(number):
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=LIMIT_S))
+        store = dist.TCPStore(
+            "127.0.0.1", port, is_master=False, timeout=timedelta(seconds=LIMIT_S)
+        )
         axis, model = dt.elastic(replica=number, replicas=2, store=store), copy.deepcopy(MODEL)
         optimizer = dt.replicate(torch.optim.AdamW(model.parameters()), model, axis, dt.loco())
-        with pytest.raises(dt.errors.ReplicaLost, match=f"rank {number} has lost the store .ended or out of reach"):
+        with pytest.raises(
+            dt.errors.ReplicaLost, match=f"rank {number} has lost the store .ended or out of reach"
+        ):
             for step in itertools.count():
                 model(batch(number, step, 32)).mean().backward()
                 optimizer.step()
@@ -813,12 +906,18 @@ def test_ranks_come_in_while_nobody_reads_which_there_are():
 
     class Seen(dict):
         def items(self):
-            other = threading.Thread(target=lambda: free.append(membership.changed.acquire(blocking=False)))
+            other = threading.Thread(
+                target=lambda: free.append(membership.changed.acquire(blocking=False))
+            )
             other.start()
             other.join()
             return super().items()
 
-    membership._seen, membership._awake, membership._pace = Seen(membership._seen), 0.0, 0.05  # it stood still
+    membership._seen, membership._awake, membership._pace = (
+        Seen(membership._seen),
+        0.0,
+        0.05,
+    )  # it stood still
     membership._beat(2)
     assert free == [False]
 
@@ -837,7 +936,9 @@ class Far:
         return getattr(self._store, name)
 
 
-@pytest.mark.parametrize("away", [(0.12, 0.12, 0.12), (0.0, 0.3, 0.0)], ids=["all are far", "one is far"])
+@pytest.mark.parametrize(
+    "away", [(0.12, 0.12, 0.12), (0.0, 0.3, 0.0)], ids=["all are far", "one is far"]
+)
 def test_a_store_that_is_far_away_hides_no_loss_and_makes_none(away):
     """A period of beats takes several requests: each rank tells how long, and none judges faster than that."""
     store, found = HashStore(), {}
@@ -859,7 +960,9 @@ def test_a_store_that_is_far_away_hides_no_loss_and_makes_none(away):
         membership.stop()
 
     together(*(partial(run, replica) for replica in range(3)))
-    assert found == ({0: [0, 1], 1: [0, 1]} if min(away) else {replica: [0, 1, 2] for replica in range(3)})
+    assert found == (
+        {0: [0, 1], 1: [0, 1]} if min(away) else {replica: [0, 1, 2] for replica in range(3)}
+    )
 
 
 def test_a_run_that_goes_on_in_its_middle_has_the_time_of_first_steps_too():
@@ -878,7 +981,10 @@ def test_a_launcher_counts_the_replicas_that_came_in():
     point.serve()
     store = axis_store(point._store, 0)
     try:
-        assert [bool(point.survives(Failure(rank, 0.0, "X", ""))) for rank in (0, 1)] == [True, True]
+        assert [bool(point.survives(Failure(rank, 0.0, "X", ""))) for rank in (0, 1)] == [
+            True,
+            True,
+        ]
         store.set("2/record", json.dumps({"members": [2, 3, 4, 5], "reports": {}, "guest": -1}))
         store.set(EPOCH, "2")
         assert point.survives(Failure(2, 0.0, "X", "")) and point.survives(Failure(3, 0.0, "X", ""))

@@ -14,7 +14,13 @@ from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest
 from zoo import KINDS, SCHEMES, TALKING, Plain, batch, built
 
-FROZEN = {0: ["layers.0"], 2: ["layers.0.bias"], 4: ["layers.1.bias", "layers.0.bias"], 5: ["layers.1"], 7: []}
+FROZEN = {
+    0: ["layers.0"],
+    2: ["layers.0.bias"],
+    4: ["layers.1.bias", "layers.0.bias"],
+    5: ["layers.1"],
+    7: [],
+}
 """By step, the prefixes of what is frozen from then on: some joins, some leaves, and both at once."""
 STEPS = 9
 BASES = {
@@ -34,7 +40,9 @@ def start(communicator, scheme, base, step=0):
     model = built(Plain)
     freeze(model, step)
     safety = dt.Safety(verify_every=1)
-    return model, dt.replicate(base(model.parameters()), model, communicator, scheme, seed=3, safety=safety)
+    return model, dt.replicate(
+        base(model.parameters()), model, communicator, scheme, seed=3, safety=safety
+    )
 
 
 def advance(model, optimizer, replica, steps):
@@ -60,12 +68,18 @@ def changing(communicator, scheme, base, points):
     states, moved, kept = {}, set(), {}
     for step in range(STEPS):
         freeze(model, step)
-        frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+        frozen = {
+            name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad
+        }
         advance(model, optimizer, communicator.replica, [step])
         # at the change itself a round ends
         at_once = scheme.signal != "parameters" and scheme.name != "none"
         expected = frozen if at_once else {name: kept.get(name) for name in frozen}
-        moved |= {n for n, was in expected.items() if was is not None and not torch.equal(was, model.get_parameter(n))}
+        moved |= {
+            n
+            for n, was in expected.items()
+            if was is not None and not torch.equal(was, model.get_parameter(n))
+        }
         kept = {name: model.get_parameter(name).detach().clone() for name in frozen}
         if step + 1 in points:
             states[step + 1] = saved(model, optimizer)
@@ -79,11 +93,16 @@ def test_law_10_what_is_trained_may_change(base, name):
     scheme, base = SCHEMES[name], BASES[base]
     resumed = {2: [(2, 1), (5, 5)], 3: [(4, 3)]} if name in KINDS else {2: [(5, 4)]}
     for replicas, points in resumed.items():
-        ends = simulate_replicas(lambda axis, at=dict(points): changing(axis, scheme, base, at), replicas)
+        ends = simulate_replicas(
+            lambda axis, at=dict(points): changing(axis, scheme, base, at), replicas
+        )
         assert [moved for _, _, moved, _, _ in ends] == [set()] * replicas
         assert scheme.signal == "nothing" or len({agreed for _, agreed, _, _, _ in ends}) == 1
         assert {taken for *_, taken in ends} == {STEPS}
-        for step, frozen_as_at in points:  # the script may know before it loads what is frozen next, or after it
+        for (
+            step,
+            frozen_as_at,
+        ) in points:  # the script may know before it loads what is frozen next, or after it
 
             def resume(axis, step=step, frozen_as_at=frozen_as_at, ends=ends):
                 model, optimizer = start(axis, scheme, base, frozen_as_at)
@@ -92,7 +111,11 @@ def test_law_10_what_is_trained_may_change(base, name):
                 advance(model, optimizer, axis.replica, range(step, STEPS))
                 return everything(model, optimizer)
 
-            assert simulate_replicas(resume, replicas) == [end for end, *_ in ends], (replicas, step, frozen_as_at)
+            assert simulate_replicas(resume, replicas) == [end for end, *_ in ends], (
+                replicas,
+                step,
+                frozen_as_at,
+            )
 
 
 def test_law_1_what_stays_keeps_its_memory_when_another_parameter_leaves():
@@ -131,7 +154,10 @@ def test_other_groups_of_the_same_parameters_change_nothing():
             optimizer.zero_grad()
         return digest(model.parameters())
 
-    ends = [simulate_replicas(lambda axis, regroup=regroup: act(axis, regroup), 2) for regroup in (False, True)]
+    ends = [
+        simulate_replicas(lambda axis, regroup=regroup: act(axis, regroup), 2)
+        for regroup in (False, True)
+    ]
     assert ends[0] == ends[1] and len({*ends[0]}) == 1
 
 
@@ -143,7 +169,9 @@ def test_a_new_parameter_in_the_place_of_another_begins_anew(scheme):
         model = nn.ModuleList([nn.Linear(16, 16) for _ in range(2)])
         for parameter in model.parameters():
             nn.init.ones_(parameter)
-        optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=1e-9), model, communicator, scheme)
+        optimizer = dt.replicate(
+            torch.optim.SGD(model.parameters(), lr=1e-9), model, communicator, scheme
+        )
         for step in range(13):
             if step == 5:
                 model[1] = nn.Linear(16, 16)
@@ -151,11 +179,19 @@ def test_a_new_parameter_in_the_place_of_another_begins_anew(scheme):
                     nn.init.constant_(parameter, 5.0)
                 optimizer.param_groups[0]["params"][2:] = model[1].parameters()
             for parameter in model.parameters():
-                parameter.grad = torch.ones_like(parameter) if step != 5 else torch.zeros_like(parameter)
+                parameter.grad = (
+                    torch.ones_like(parameter) if step != 5 else torch.zeros_like(parameter)
+                )
             optimizer.step()
             if step == 5:
-                rests = [tensor for key, tensor in optimizer.local_state().items() if key.endswith("residual.1.weight")]
-        return bool((model[1].weight - 5.0).abs().max() < 1e-5), [float(rest.abs().max()) for rest in rests]
+                rests = [
+                    tensor
+                    for key, tensor in optimizer.local_state().items()
+                    if key.endswith("residual.1.weight")
+                ]
+        return bool((model[1].weight - 5.0).abs().max() < 1e-5), [
+            float(rest.abs().max()) for rest in rests
+        ]
 
     assert all(stays and not any(rests) for stays, rests in simulate_replicas(act, 2))
 
@@ -166,7 +202,9 @@ def test_law_10_a_rank_whose_shards_are_all_empty_takes_part(name):
 
     def act(communicator):
         model = nn.ParameterDict({"gone": torch.zeros(0, 128), "too": torch.zeros(0)})
-        optimizer = dt.replicate(dt.SignSGD(model.parameters(), lr=0.1), model, communicator, TALKING[name])
+        optimizer = dt.replicate(
+            dt.SignSGD(model.parameters(), lr=0.1), model, communicator, TALKING[name]
+        )
         for _ in range(2 * TALKING[name].round.every):
             for parameter in model.values():
                 parameter.grad = torch.zeros_like(parameter)

@@ -17,7 +17,12 @@ from detonation.core.codec import selection
 from detonation.core.integrity.fault_counts import FaultCounts
 from detonation.core.link.link import Link
 from detonation.core.schemes import buckets
-from detonation.wire.collectives import WEIGHT_MOVES, BlockIntegers, DifferenceGather, ErrorFeedbackReduce
+from detonation.wire.collectives import (
+    WEIGHT_MOVES,
+    BlockIntegers,
+    DifferenceGather,
+    ErrorFeedbackReduce,
+)
 from zoo import KINDS, TALKING
 
 STEPS = 4
@@ -25,7 +30,12 @@ SCHEMES = TALKING | {
     "late-sign": dt.demo(chunk=16, precision="sign", error_feedback=False, delay=1),
     "late-owner": dt.demo(chunk=16, precision="sign", error_feedback=False, delay=1, link="owner"),
 }
-SOMETIMES = {"aten.nanmedian.default", "aten.fill_.Tensor", "aten.repeat_interleave.Tensor", "aten.bincount.default"}
+SOMETIMES = {
+    "aten.nanmedian.default",
+    "aten.fill_.Tensor",
+    "aten.repeat_interleave.Tensor",
+    "aten.bincount.default",
+}
 """What reads on the host inside torch, on some devices or in some versions."""
 
 
@@ -53,7 +63,9 @@ class Devices(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         assert str(function) not in SOMETIMES
         out = function(*args, **(kwargs or {}))
-        met = [t.device.type for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)]
+        met = [
+            t.device.type for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)
+        ]
         assert len(set(met)) < 2, function
         return out
 
@@ -64,7 +76,9 @@ class NoLists(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            assert not any(isinstance(part, list | range) for part in index), f"a list is an index: {index}"
+            assert not any(isinstance(part, list | range) for part in index), (
+                f"a list is an index: {index}"
+            )
         return function(*args, **(kwargs or {}))
 
 
@@ -81,7 +95,11 @@ class Posted:
     step = 0
 
     def __init__(self, numbers):
-        self._shape, self._sent, self._good = numbers.shape, Posted.step, numbers.dtype == torch.bool
+        self._shape, self._sent, self._good = (
+            numbers.shape,
+            Posted.step,
+            numbers.dtype == torch.bool,
+        )
 
     def read(self):
         assert self._sent < Posted.step
@@ -115,7 +133,9 @@ def refused(*_, device=None, **__):
 
 
 def model_and_optimizer(levels, base):
-    model = nn.Sequential(nn.Linear(257, 310), nn.Linear(310, 64, bias=False), nn.Linear(64, 3)).to("meta")
+    model = nn.Sequential(nn.Linear(257, 310), nn.Linear(310, 64, bias=False), nn.Linear(64, 3)).to(
+        "meta"
+    )
     model[2].to(torch.bfloat16)
     return model, dt.replicate(base(model.parameters()), model, levels=levels)
 
@@ -150,13 +170,17 @@ def test_the_host_waits_for_nothing_in_a_step(name, monkeypatch):
     trained([(Mirror(), SCHEMES[name])], signs, monkeypatch)
 
 
-@pytest.mark.parametrize("base", [momentum, lambda p: dt.SignSGD(p, lr=1e-3, momentum=0.9)], ids=["sgd", "signsgd"])
+@pytest.mark.parametrize(
+    "base", [momentum, lambda p: dt.SignSGD(p, lr=1e-3, momentum=0.9)], ids=["sgd", "signsgd"]
+)
 def test_the_host_waits_for_nothing_under_a_momentum(base, monkeypatch):
     trained([(Mirror(), dt.demo())], base, monkeypatch)
 
 
 def test_the_host_waits_for_nothing_where_levels_tell_one_another_to_stop(monkeypatch):
-    optimizer = trained([(Mirror(), dt.full()), (Mirror(), dt.demo(link="owner"))], signs, monkeypatch)
+    optimizer = trained(
+        [(Mirror(), dt.full()), (Mirror(), dt.demo(link="owner"))], signs, monkeypatch
+    )
     assert optimizer._consensus._others
 
 

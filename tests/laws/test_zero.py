@@ -26,7 +26,12 @@ EXACT = {"fp32", "bf16", "int8", "4bit"}  # precisions with a code for zero
 
 
 def gradient_schemes(precision, error_feedback):
-    common = {"precision": precision, "error_feedback": error_feedback, "decay": 0.9, "link": "all-gather"}
+    common = {
+        "precision": precision,
+        "error_feedback": error_feedback,
+        "decay": 0.9,
+        "link": "all-gather",
+    }
     return {
         "demo": dt.demo(topk=4, chunk=64, **common),
         "random": dt.schemes.random(rate=1 / 2, **common),
@@ -49,7 +54,9 @@ def play(scheme, replicas, sendings):
     """
     codec = scheme.codec
     layout = codec.layout({"w": (ROWS, WIDTH)})
-    memories = [Memory(layout, scheme.feedback, CPU) if scheme.feedback else None for _ in range(replicas)]
+    memories = [
+        Memory(layout, scheme.feedback, CPU) if scheme.feedback else None for _ in range(replicas)
+    ]
     engines = [ReferenceEngine(codec, layout, memory, Runtime(CPU)) for memory in memories]
     generator, updates = torch.Generator().manual_seed(0), []
     constant = torch.randint(2, (ROWS, WIDTH), generator=generator) - 0.5
@@ -60,14 +67,20 @@ def play(scheme, replicas, sendings):
             signal = constant + torch.randn(ROWS, WIDTH, generator=generator)
             signal[1::2] = 0.0 if step % 3 else -0.0
             selected = engine.encode([signal], step)
-            message = codec.encode(selected, negative_zeros=negative_zeros(scheme, step, replica, replicas))
+            message = codec.encode(
+                selected, negative_zeros=negative_zeros(scheme, step, replica, replicas)
+            )
             if not engine.releases_at_once:
                 engine.release(selected, values_of(codec, message, layout.rows))
             messages.append(message)
             shared = selected.indices if codec.selection.shared else None
         received = codec.received(messages, layout.rows, shared, scheme.aggregation)
         updates.append(
-            layout.parts(codec.basis.inverse(aggregate(received.whole(), scheme.aggregation, codec.selection.chunk)))[0]
+            layout.parts(
+                codec.basis.inverse(
+                    aggregate(received.whole(), scheme.aggregation, codec.selection.chunk)
+                )
+            )[0]
         )
     moved = torch.stack(updates)
     return moved[:, 1::2], moved[:, ::2], constant[::2]
@@ -80,7 +93,9 @@ def reach(updates):
 
 @pytest.mark.long_cases("2bit-False-3", "sign-False-4")
 @covered("precision, error_feedback, replicas", PRECISIONS, [True, False], [2, 3, 4])
-def test_law_11_a_coordinate_without_a_signal_stays_and_one_with_a_signal_moves(precision, error_feedback, replicas):
+def test_law_11_a_coordinate_without_a_signal_stays_and_one_with_a_signal_moves(
+    precision, error_feedback, replicas
+):
     schemes = gradient_schemes(precision, error_feedback)
     for name, scheme in (schemes | parameter_schemes(precision, error_feedback)).items():
         if precision in EXACT:
@@ -91,19 +106,30 @@ def test_law_11_a_coordinate_without_a_signal_stays_and_one_with_a_signal_moves(
         assert reach(silent) <= math.sqrt(SENDINGS) * float(heard.abs().max()), name
         if name in schemes and name != "demo":  # of SignSGD, in lr
             ties = name == "vote" and replicas % 2 == 0 and not error_feedback
-            assert reach(silent.sign()) <= (0 if ties else 4 * math.sqrt(SENDINGS) if error_feedback else 1), name
+            assert reach(silent.sign()) <= (
+                0 if ties else 4 * math.sqrt(SENDINGS) if error_feedback else 1
+            ), name
         if name not in {"demo", "sparseloco"}:  # which say little of a row at once
             assert torch.equal(heard.sum(0).sign(), constant.sign()), name
 
 
 @pytest.mark.parametrize("name, precision", PRECISIONS.items(), ids=PRECISIONS)
-@given(count=st.integers(1, 700), seed=st.integers(0, 99), skew=st.sampled_from([0.0, 1.0]), negative=st.booleans())
+@given(
+    count=st.integers(1, 700),
+    seed=st.integers(0, 99),
+    skew=st.sampled_from([0.0, 1.0]),
+    negative=st.booleans(),
+)
 @settings(max_examples=15, deadline=None)
 def test_law_11_every_precision_is_odd(name, precision, count, seed, skew, negative):
     """What it makes of negated values is the negated result, so that noise around zero does not drift."""
     generator = torch.Generator().manual_seed(seed)
-    values = (torch.randn(count, 3, generator=generator) + skew) * torch.randint(2, (count, 1), generator=generator)
-    values[:, 1] *= torch.tensor([1e-30, 1e-9, 1.0, -1.0])[torch.randint(4, (count,), generator=generator)]
+    values = (torch.randn(count, 3, generator=generator) + skew) * torch.randint(
+        2, (count, 1), generator=generator
+    )
+    values[:, 1] *= torch.tensor([1e-30, 1e-9, 1.0, -1.0])[
+        torch.randint(4, (count,), generator=generator)
+    ]
     read, mirrored = (
         precision.decode(precision.encode(sign * values, flag), count, 3)
         for sign, flag in ((1, negative), (-1, not negative))
@@ -116,11 +142,16 @@ def test_law_11_every_precision_is_odd(name, precision, count, seed, skew, negat
 def test_zeros_balance_in_whatever_rhythm_a_coordinate_is_zero():
     for every in range(1, 17):
         for first in range(every):
-            signs = torch.tensor([1 - 2 * zeros_are_negative(first + every * i) for i in range(400)])
+            signs = torch.tensor(
+                [1 - 2 * zeros_are_negative(first + every * i) for i in range(400)]
+            )
             assert reach(signs) <= (1 if every == 1 else 40)
     for replicas in (2, 3, 4, 7, 8):
         for cancel in (True, False):
-            votes = sum(1 - 2 * zeros_are_negative(0, replica, replicas, cancel) for replica in range(replicas))
+            votes = sum(
+                1 - 2 * zeros_are_negative(0, replica, replicas, cancel)
+                for replica in range(replicas)
+            )
             assert votes == (replicas % 2 if cancel else 2 - replicas % 2)
 
 
@@ -132,7 +163,9 @@ def test_a_row_that_was_seen_once_comes_to_rest(kernels):
         model = nn.Embedding(16, 64)
         nn.init.zeros_(model.weight)
         scheme = dt.demo(topk=16, chunk=64, precision="sign", decay=0.7, error_feedback=False)
-        optimizer = dt.replicate(dt.SignSGD(model.parameters(), lr=1.0), model, communicator, scheme, kernels=kernels)
+        optimizer = dt.replicate(
+            dt.SignSGD(model.parameters(), lr=1.0), model, communicator, scheme, kernels=kernels
+        )
         generator, positions = torch.Generator().manual_seed(communicator.replica), []
         for step in range(100):
             model.weight.grad = torch.randn(16, 64, generator=generator)
@@ -140,7 +173,9 @@ def test_a_row_that_was_seen_once_comes_to_rest(kernels):
                 model.weight.grad[1::2] = 0.0
             optimizer.step()
             positions.append(model.weight.detach()[1::2].clone())
-        residual = next(t for name, t in optimizer.local_state().items() if "residual" in name)[1::2]
+        residual = next(t for name, t in optimizer.local_state().items() if "residual" in name)[
+            1::2
+        ]
         return torch.stack(positions), float(residual.abs().max())
 
     positions, residual = simulate_replicas(act, 2)[0]
@@ -168,14 +203,18 @@ def test_law_11_rows_that_no_replica_uses_stay_where_they_are(optimizer, replica
         dt.diloco(every=2, precision="4bit"),
     ]
     if replicas == 2:
-        schemes.append(dt.random_sign(rate=1 / 2))  # an odd number of votes without a cycle walks at random: see below
+        schemes.append(
+            dt.random_sign(rate=1 / 2)
+        )  # an odd number of votes without a cycle walks at random: see below
 
     def act(communicator):
         found = []
         for scheme in schemes:
             model = nn.Embedding(16, 64)
             nn.init.zeros_(model.weight)
-            wrapped = dt.replicate(OPTIMIZERS[optimizer](model.parameters()), model, communicator, scheme)
+            wrapped = dt.replicate(
+                OPTIMIZERS[optimizer](model.parameters()), model, communicator, scheme
+            )
             generator = torch.Generator().manual_seed(communicator.replica)
             for _ in range(40):
                 model.weight.grad = torch.randn(16, 64, generator=generator)
@@ -191,7 +230,9 @@ def test_law_11_rows_that_no_replica_uses_stay_where_they_are(optimizer, replica
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_law_11_without_a_cycle_a_coordinate_without_a_signal_walks_at_random(replicas):
     """Nobody counts how often it was sent: signs of zeros differ, but do not alternate. Even votes still cancel."""
-    silent, heard, constant = play(dt.random_sign(rate=1 / 8, link="all-gather"), replicas, 8 * SENDINGS)
+    silent, heard, constant = play(
+        dt.random_sign(rate=1 / 8, link="all-gather"), replicas, 8 * SENDINGS
+    )
     farthest = reach(silent.sign())
     assert farthest == 0 if replicas == 2 else 1 < farthest <= 5 * math.sqrt(SENDINGS)
     assert torch.equal(heard.sum(0).sign(), constant.sign())
@@ -228,7 +269,10 @@ def padding_after(scheme, replicas, tied=False):
 
     start = built(Padded).words.weight.detach()
     found = simulate_replicas(act, replicas)
-    return [(weight[Padded.padding], weight[Padded.padding - 1] - start[Padded.padding - 1]) for weight in found]
+    return [
+        (weight[Padded.padding], weight[Padded.padding - 1] - start[Padded.padding - 1])
+        for weight in found
+    ]
 
 
 @covered("name, replicas", [*TALKING, "diloco-owner"], [2, 3])
@@ -240,4 +284,7 @@ def test_the_padding_row_of_an_embedding_stays_exactly_where_it_is(name, replica
 
 
 def test_a_padding_row_that_an_output_layer_uses_too_moves_as_its_gradient_says():
-    assert all((padding - torch.arange(32) / 10).any() for padding, _ in padding_after(dt.demo(), 2, tied=True))
+    assert all(
+        (padding - torch.arange(32) / 10).any()
+        for padding, _ in padding_after(dt.demo(), 2, tied=True)
+    )

@@ -43,7 +43,9 @@ def test_the_cover_has_each_scheme_and_each_pair_of_what_else_there_is():
     assert {row[0] for row in everyday(mark)} == set(names) and len(everyday(mark)) == len(names)
     assert pairs([row[1:] for row in everyday(mark)]) == pairs(list(product(optimizers, kernels)))
     few = everyday(covered("scheme, optimizer", names[:2], range(5)))
-    assert len(few) == len({row[1] for row in few}) == 5 and {row[0] for row in few} == set(names[:2])
+    assert len(few) == len({row[1] for row in few}) == 5 and {row[0] for row in few} == set(
+        names[:2]
+    )
 
 
 def test_what_is_not_among_the_few_is_long():

@@ -15,7 +15,9 @@ TESTS = re.findall(r"def (test_\w+)\(", "".join(FILES.values()))
 def test_what_a_document_says_of_tests_is_there(document):
     if document.name in ("log.md", "CHANGELOG.md"):  # they tell of what was
         return
-    text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)  # blocks hold files of the reader's own
+    text = re.sub(
+        r"```.*?```", "", document.read_text(), flags=re.DOTALL
+    )  # blocks hold files of the reader's own
     for path in re.findall(r"\btests/[\w/]+\.py\b", text):
         assert (ROOT / path).is_file(), path
     for name in re.findall(r"\btest_\w+\.py\b", text):
@@ -26,7 +28,9 @@ def test_what_a_document_says_of_tests_is_there(document):
 
 def laws() -> dict[int, list[str]]:
     """The tests that the index names for each law, as `path::function` below tests/."""
-    rows = re.findall(r"^\| (\d+) \|(.*)$", (ROOT / "tests/laws/README.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| (\d+) \|(.*)$", (ROOT / "tests/laws/README.md").read_text(), re.MULTILINE
+    )
     return {int(number): re.findall(r"`([\w/]+\.py::test_\w+)`", row) for number, row in rows}
 
 
@@ -46,6 +50,10 @@ def test_a_test_of_the_index_is_where_it_says(number):
 
 def test_a_test_that_names_a_law_is_in_the_index():
     for path in ROOT.glob("tests/**/*.py"):
-        for function, numbers in re.findall(r"^def (test_laws?((?:_\d+)+)_\w+)\(", path.read_text(), re.MULTILINE):
+        for function, numbers in re.findall(
+            r"^def (test_laws?((?:_\d+)+)_\w+)\(", path.read_text(), re.MULTILINE
+        ):
             name = f"{path.relative_to(ROOT / 'tests').as_posix()}::{function}"
-            assert all(name in laws()[int(number)] for number in numbers.strip("_").split("_")), name
+            assert all(name in laws()[int(number)] for number in numbers.strip("_").split("_")), (
+                name
+            )

@@ -12,7 +12,9 @@ import way
 @pytest.fixture(scope="module")
 def travelled():
     """Of each kind of step, in a process of its own: what other tests import may attach at a seam."""
-    found = subprocess.run([sys.executable, way.__file__, "--json"], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, way.__file__, "--json"], capture_output=True, text=True, check=True
+    )
     return json.loads(found.stdout)
 
 

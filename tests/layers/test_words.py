@@ -12,7 +12,11 @@ ROWS = re.findall(r"^\| ([^|]+) \| [^|]+ \| `([^|`]+)` \|$", WORDS.read_text(), 
 
 def test_every_row_of_the_table_is_seen():
     # those of three columns: words of the field, in the table before it, have no place in the source
-    lines = [line for line in WORDS.read_text().splitlines() if line.startswith("|") and line.count("|") == 4]
+    lines = [
+        line
+        for line in WORDS.read_text().splitlines()
+        if line.startswith("|") and line.count("|") == 4
+    ]
     assert len(ROWS) == len(lines) - 2 > 0  # but for the head and the rule under it
 
 

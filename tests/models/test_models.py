@@ -15,7 +15,12 @@ CASES = [
     ("olmo2", {"dropout": 0.1}, 590_976, math.log(256)),
     ("olmoe", {}, 1_772_672, math.log(256)),
     ("vit", {}, 205_066, math.log(10)),
-    ("vit", {"image_size": 32, "patch_size": 4, "channels": 3, "classes": 100, "dropout": 0.1}, 213_924, math.log(100)),
+    (
+        "vit",
+        {"image_size": 32, "patch_size": 4, "channels": 3, "classes": 100, "dropout": 0.1},
+        213_924,
+        math.log(100),
+    ),
     ("t5", {}, 968_448, math.log(384)),
     ("t5", {"dropout": 0.1}, 968_448, math.log(384)),
 ]
@@ -71,7 +76,9 @@ def test_weights_are_a_function_of_the_seed(name):
     other = models.build_model(name, {})
     for a, b in zip(first.parameters(), same.parameters(), strict=True):
         assert torch.equal(a, b)
-    assert any(not torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True))
+    assert any(
+        not torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", ["olmo2", "vit", "t5"])
@@ -98,7 +105,9 @@ def test_a_causal_model_does_not_see_ahead():
     ids = inputs("olmo2", {})["input_ids"]
     changed = ids.clone()
     changed[:, 12:] = 7
-    assert torch.allclose(model(input_ids=ids).logits[:, :12], model(input_ids=changed).logits[:, :12], atol=1e-5)
+    assert torch.allclose(
+        model(input_ids=ids).logits[:, :12], model(input_ids=changed).logits[:, :12], atol=1e-5
+    )
 
 
 def test_a_model_of_ones_own_trains_in_training_mode_however_it_comes(monkeypatch):
@@ -106,7 +115,9 @@ def test_a_model_of_ones_own_trains_in_training_mode_however_it_comes(monkeypatc
         return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout()).eval()
 
     monkeypatch.setitem(sys.modules, "own_pretrained", types.SimpleNamespace(build=pretrained))
-    assert all(module.training for module in models.build_model("own_pretrained:build", {}).modules())
+    assert all(
+        module.training for module in models.build_model("own_pretrained:build", {}).modules()
+    )
 
 
 def test_the_embeddings_of_a_t5_are_its_output_matrix():
@@ -116,7 +127,9 @@ def test_the_embeddings_of_a_t5_are_its_output_matrix():
 
 
 @pytest.mark.long_cases("olmo2-text", "t5-translation")
-@pytest.mark.parametrize(("name", "task"), [("olmo2", "text"), ("vit", "images"), ("t5", "translation")])
+@pytest.mark.parametrize(
+    ("name", "task"), [("olmo2", "text"), ("vit", "images"), ("t5", "translation")]
+)
 def test_models_learn_from_their_data(name, task):
     data = load_dataset(task, {})
     model = built(name, dict(data.model))

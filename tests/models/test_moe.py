@@ -11,7 +11,14 @@ from zoo import SCHEMES
 
 EXPERTS, ALWAYS, RARE = 8, 4, 5
 REPLICAS, QUIET, STEPS, LR = 4, 6, 12, 1e-3
-SIZES = {"hidden_size": 32, "layers": 1, "heads": 2, "experts": EXPERTS, "active": 1, "feed_forward": 32}
+SIZES = {
+    "hidden_size": 32,
+    "layers": 1,
+    "heads": 2,
+    "experts": EXPERTS,
+    "active": 1,
+    "feed_forward": 32,
+}
 EXACT = "demo", "random", "diloco", "full"
 CODED = {"demo-sign": 2.1 * LR, "demo-owner": 2.1 * LR, "sparseloco": 0.5 * LR}
 """Schemes whose codes have none for zero, with bounds: zeros are sent as either sign by turns, zero in the mean."""
@@ -54,7 +61,9 @@ def trained(communicator, scheme, still):
 @pytest.mark.parametrize("name", [*EXACT, *CODED])
 def test_an_expert_moves_where_some_replica_used_it_and_nowhere_else(name):
     scheme, still = SCHEMES[name], CODED.get(name, 0.0)
-    (moved, refused, weights), *others = simulate_replicas(lambda c: trained(c, scheme, still), REPLICAS)
+    (moved, refused, weights), *others = simulate_replicas(
+        lambda c: trained(c, scheme, still), REPLICAS
+    )
     assert moved == {*range(ALWAYS), RARE} and not refused
     assert all(other == (moved, 0, weights) for other in others)
 
@@ -67,7 +76,9 @@ def test_the_balance_of_experts_counts_in_training_alone():
         model.train(training)
         losses.append(model(input_ids=ids, labels=ids).loss.item())
     assert losses[0] > losses[1] + 4
-    plain = torch.nn.functional.cross_entropy(model(input_ids=ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    plain = torch.nn.functional.cross_entropy(
+        model(input_ids=ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+    )
     assert losses[1] == pytest.approx(plain.item())
 
 

@@ -19,7 +19,9 @@ def batch(kind):
     if kind == "images":
         return {"pixel_values": torch.randn(3, 3, 8, 8), "labels": torch.tensor([0, 1, 1])}
     ids = torch.randint(3, 300, (3, 12))
-    return {"input_ids": ids, "labels": ids} | ({"attention_mask": torch.ones_like(ids)} if kind != "text" else {})
+    return {"input_ids": ids, "labels": ids} | (
+        {"attention_mask": torch.ones_like(ids)} if kind != "text" else {}
+    )
 
 
 def equal(model, other):
@@ -40,27 +42,41 @@ def test_a_directory_gives_its_model_with_random_weights_or_its_own(tmp_path, ki
     output = trained(**batch(kind))
     output.loss.backward()
     assert output.loss.dtype == torch.float32 and not {"past_key_values", "cache"} & {*output}
-    assert torch.allclose(output.loss, saved.train()(**batch(kind)).loss, atol=1e-5) or kind == "translation"  # dropout
+    assert (
+        torch.allclose(output.loss, saved.train()(**batch(kind)).loss, atol=1e-5)
+        or kind == "translation"
+    )  # dropout
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_is_fp32_where_the_weights_are_not(tmp_path, kind):
-    made = build_model(f"hf:{own.model(tmp_path, kind, weights=False)}", {"task": kind, "dtype": "bfloat16"})
+    made = build_model(
+        f"hf:{own.model(tmp_path, kind, weights=False)}", {"task": kind, "dtype": "bfloat16"}
+    )
     values = {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch(kind).items()}
-    assert next(made.parameters()).dtype == torch.bfloat16 and made(**values).loss.dtype == torch.float32
+    assert (
+        next(made.parameters()).dtype == torch.bfloat16
+        and made(**values).loss.dtype == torch.float32
+    )
 
 
 def test_any_key_of_the_configuration_is_a_key_of_the_recipe(tmp_path):
     name = f"hf:{own.model(tmp_path, 'text', weights=False)}"
-    made = build_model(name, {"num_hidden_layers": 1, "hidden_size": 32, "vocab_size": 256, "pad_token_id": 300})
+    made = build_model(
+        name, {"num_hidden_layers": 1, "hidden_size": 32, "vocab_size": 256, "pad_token_id": 300}
+    )
     assert len(made.model.layers) == 1 and made.config.hidden_size == 32
-    assert made.config.pad_token_id is None  # outside of the vocabulary, where no embedding could be
+    assert (
+        made.config.pad_token_id is None
+    )  # outside of the vocabulary, where no embedding could be
     assert build_model(name, {}).config.hidden_size == 16
 
 
 def test_an_image_classifier_takes_the_sizes_of_the_data_and_a_new_head(tmp_path):
     name = f"hf:{own.model(tmp_path, 'images')}"
-    made = build_model(name, {"task": "images", "pretrained": True, "classes": 5, "image_size": 8, "channels": 3})
+    made = build_model(
+        name, {"task": "images", "pretrained": True, "classes": 5, "image_size": 8, "channels": 3}
+    )
     again = build_model(name, {"task": "images", "pretrained": True})
     assert made.classifier.out_features == 5
     assert equal(made.vit, again.vit)
@@ -78,16 +94,40 @@ def test_where_the_sizes_alone_are_wanted_no_weights_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "arguments", "message"),
     [
-        ("text", {"task": "images"}, "is a llama, which is no image classifier: the data are images"),
-        ("images", {"task": "text"}, "is a vit, which is no causal language model: the data are text"),
+        (
+            "text",
+            {"task": "images"},
+            "is a llama, which is no image classifier: the data are images",
+        ),
+        (
+            "images",
+            {"task": "text"},
+            "is a vit, which is no causal language model: the data are text",
+        ),
         ("text", {"hidden": 8}, "unknown key of hf:.* 'hidden', did you mean 'hidden_act'"),
         ("text", {"hidden_size": "wide"}, "does not take .*'hidden_size' expected int, got str"),
-        ("text", {"hidden_size": 32, "pretrained": True}, r"cannot be built|has no weights that fit"),
-        ("text", {"vocab": 500}, "knows 400 tokens, the data have 500: set model.vocab_size to 500"),
+        (
+            "text",
+            {"hidden_size": 32, "pretrained": True},
+            r"cannot be built|has no weights that fit",
+        ),
+        (
+            "text",
+            {"vocab": 500},
+            "knows 400 tokens, the data have 500: set model.vocab_size to 500",
+        ),
         ("text", {"vocab": 500, "pretrained": True}, "set data.tokenizer to that of the model"),
-        ("text", {"vocab": 256, "pretrained": True}, "has learned 400 tokens, the data are bytes: set data.tokenizer"),
+        (
+            "text",
+            {"vocab": 256, "pretrained": True},
+            "has learned 400 tokens, the data are bytes: set data.tokenizer",
+        ),
         ("text", {"dtype": "fp8"}, "unknown model.dtype 'fp8'"),
-        ("images", {"task": "images", "image_size": 16, "pretrained": True}, "has no weights that fit vit.embeddings"),
+        (
+            "images",
+            {"task": "images", "image_size": 16, "pretrained": True},
+            "has no weights that fit vit.embeddings",
+        ),
     ],
 )
 def test_what_does_not_fit_is_one_line(tmp_path, kind, arguments, message):
@@ -101,7 +141,10 @@ def test_a_configuration_of_wrong_types_names_the_model(tmp_path):
     own.model(tmp_path, "text", weights=False)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_size": "wide"}))
-    with pytest.raises(ValueError, match=r"hf:/.* has a config.json that does not fit: .*'hidden_size' expected int"):
+    with pytest.raises(
+        ValueError,
+        match=r"hf:/.* has a config.json that does not fit: .*'hidden_size' expected int",
+    ):
         build_model(f"hf:{tmp_path}", {})
 
 
@@ -123,18 +166,25 @@ def test_code_beside_the_weights_never_runs(tmp_path, monkeypatch):
 
 def test_a_name_that_is_nowhere_is_one_line(tmp_path, monkeypatch):
     def unreachable(name, **options):
-        raise OSError("We couldn't connect to 'https://huggingface.co' to load the files.\nCheck your connection.")
+        raise OSError(
+            "We couldn't connect to 'https://huggingface.co' to load the files.\nCheck your connection."
+        )
 
-    with pytest.raises(ValueError, match=r"is no directory with a config.json, and no model that the hub gives us"):
+    with pytest.raises(
+        ValueError, match=r"is no directory with a config.json, and no model that the hub gives us"
+    ):
         build_model(f"hf:{tmp_path / 'none'}", {})
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", unreachable)
-    with pytest.raises(ValueError, match=r"We couldn't connect to 'https://huggingface.co'") as raised:
+    with pytest.raises(
+        ValueError, match=r"We couldn't connect to 'https://huggingface.co'"
+    ) as raised:
         build_model("hf:org/model", {})
     assert "\n" not in str(raised.value)
     _config.cache_clear()
     with pytest.raises(ValueError, match="'hf:' names no model"):
         build_model("hf:", {})
     with pytest.raises(
-        ValueError, match=r"unknown model 'org/m'\. Valid: olmo2, olmoe, t5, vit; .* or hf:org/m for a model of"
+        ValueError,
+        match=r"unknown model 'org/m'\. Valid: olmo2, olmoe, t5, vit; .* or hf:org/m for a model of",
     ):
         build_model("org/m", {})

@@ -33,7 +33,9 @@ def trained(scheme, settle=0):
                 model[0].grad = movement(communicator.replica, step)
                 optimizer.step()
             sgd.param_groups[0]["lr"] = 0.0
-            state = {key.split(".")[1]: tensor.clone() for key, tensor in optimizer.local_state().items()}
+            state = {
+                key.split(".")[1]: tensor.clone() for key, tensor in optimizer.local_state().items()
+            }
             seen.append([state["anchor"], state.get("start"), model[0].detach().clone()])
         return seen
 
@@ -68,12 +70,16 @@ STILL = {
     "diloco": (dt.diloco(every=2, outer_momentum=0.0), 0),
     "diloco-int8": (dt.diloco(every=2, outer_momentum=0.0, precision="int8"), 0),
     "streaming": (
-        dt.schemes.streaming_diloco(4, fragments=1, delay=1, keep=0.0, outer_momentum=0.0, precision="fp32"),
+        dt.schemes.streaming_diloco(
+            4, fragments=1, delay=1, keep=0.0, outer_momentum=0.0, precision="fp32"
+        ),
         4,
     ),
     "muloco": (dt.muloco(every=2, outer_momentum=0.0, precision="int8"), 40),
     "sparseloco": (
-        dt.schemes.sparseloco(every=2, topk=32, chunk=64, aggregate="mean", outer_lr=0.7, precision="int8"),
+        dt.schemes.sparseloco(
+            every=2, topk=32, chunk=64, aggregate="mean", outer_lr=0.7, precision="int8"
+        ),
         80,
     ),
     "sparta": (dt.schemes.sparta(rate=1 / 4), 4),
@@ -91,6 +97,8 @@ def test_law_11_where_no_replica_moves_the_rounding_is_no_signal(name):
 
 def test_law_11_replicas_that_keep_an_ulp_of_their_own_do_not_drift():
     """An ulp that a replica keeps of its own rounds to an ulp again, and is sent again: to and fro."""
-    scheme = dt.schemes.streaming_diloco(4, fragments=1, delay=1, keep=0.5, outer_momentum=0.0, precision="fp32")
+    scheme = dt.schemes.streaming_diloco(
+        4, fragments=1, delay=1, keep=0.5, outer_momentum=0.0, precision="fp32"
+    )
     for early, late in zip(trained(scheme, 8), trained(scheme, 120), strict=True):
         assert (late[2][0] - early[1][0]).abs().max() <= ULP

@@ -31,7 +31,10 @@ class Matrices(nn.Module):
 
 def groups(model):
     rest = [model.table]
-    return [{"params": [p for p in model.parameters() if p is not model.table]}, {"params": rest, "orthogonal": False}]
+    return [
+        {"params": [p for p in model.parameters() if p is not model.table]},
+        {"params": rest, "orthogonal": False},
+    ]
 
 
 def trained(model, optimizers):
@@ -49,8 +52,12 @@ def on_shards(mesh):
     matrices = [p for p in plain.parameters() if p.ndim == 2 and p is not plain.table]
     rest = [p for p in plain.parameters() if p.ndim == 1 or p is plain.table]
     muon = torch.optim.Muon(matrices, lr=0.02, adjust_lr_fn="match_rms_adamw")
-    with patch.object(torch.Tensor, "bfloat16", torch.Tensor.float):  # torch's computes in bf16 on CPUs, too
-        wanted = trained(plain, [muon, torch.optim.AdamW(rest, lr=0.02, betas=(0.9, 0.95), weight_decay=0.1)])
+    with patch.object(
+        torch.Tensor, "bfloat16", torch.Tensor.float
+    ):  # torch's computes in bf16 on CPUs, too
+        wanted = trained(
+            plain, [muon, torch.optim.AdamW(rest, lr=0.02, betas=(0.9, 0.95), weight_decay=0.1)]
+        )
     torch.manual_seed(0)
     model = dt.shard(Matrices(), mesh)
     mine = trained(model, [dt.Muon(groups(model), lr=0.02)])

@@ -39,7 +39,9 @@ def test_the_rotation_advances_by_step_not_by_tensor():
     one = scheme.codec.layout({"w": (64,)})
     many = scheme.codec.layout({f"p{i}": (64,) for i in range(7)})
     for step in range(5):
-        indices = [scheme.codec.selection.indices(layout.zeros(CPU), step, 0) for layout in (one, many)]
+        indices = [
+            scheme.codec.selection.indices(layout.zeros(CPU), step, 0) for layout in (one, many)
+        ]
         assert torch.equal(indices[0].expand(7, -1), indices[1])
 
 
@@ -80,7 +82,9 @@ def decayed(mesh):
     model = nn.Linear(8, 8, bias=False)
     dt.same_weights(model, mesh["replicate"])
     before = model.weight.detach().clone()
-    optimizer = dt.replicate(dt.SignSGD(model.parameters(), 0.1, weight_decay=0.5), model, mesh["replicate"], dt.demo())
+    optimizer = dt.replicate(
+        dt.SignSGD(model.parameters(), 0.1, weight_decay=0.5), model, mesh["replicate"], dt.demo()
+    )
     optimizer.step()  # no gradient at all: published, an AttributeError, as for any weight decay but 0
     torch.testing.assert_close(model.weight.detach(), before * (1 - 0.1 * 0.5))
     return True
@@ -114,7 +118,9 @@ def test_scalars_empty_shards_and_kernels_are_parameters_too(make, shape):
 def test_a_step_is_a_pure_function_of_seed_and_step():
     """Published: a hidden counter and a generator, both missing from state_dict. Here there is nothing to save."""
     for scheme in (dt.schemes.random(), dt.schemes.striding()):
-        flat = torch.randn(20, scheme.codec.selection.chunk, generator=torch.Generator().manual_seed(0))
+        flat = torch.randn(
+            20, scheme.codec.selection.chunk, generator=torch.Generator().manual_seed(0)
+        )
         straight = [encode(scheme, flat, step, 3) for step in range(40)]
         assert torch.equal(encode(scheme, flat, 37, 3), straight[37])
 
@@ -123,10 +129,17 @@ def test_the_meter_counts_what_goes_to_every_peer():
     """Published: its own payload once, whatever the number of peers and the collective."""
     layout = Layout.of({"w": (640, 64)}, 64)
     message = 640 * 4 * (32 + 6) // 8 + HEADER_BYTES
-    gathered = [traffic.bytes_sent(dt.demo(link="all-gather"), layout, replicas, 0) for replicas in (1, 2, 8)]
+    gathered = [
+        traffic.bytes_sent(dt.demo(link="all-gather"), layout, replicas, 0)
+        for replicas in (1, 2, 8)
+    ]
     assert gathered == [0, message, 7 * message]
     dense = 4 * layout.numel
-    assert [traffic.dense_bytes(layout.numel, replicas) for replicas in (1, 2, 8)] == [0, dense, dense * 14 // 8]
+    assert [traffic.dense_bytes(layout.numel, replicas) for replicas in (1, 2, 8)] == [
+        0,
+        dense,
+        dense * 14 // 8,
+    ]
 
 
 def test_fp32_memory_decays_where_bf16_would_not():

@@ -19,7 +19,9 @@ def gradient(replica, step, number):
 def weights_of(scheme, replicas):
     def act(communicator):
         model = torch.nn.ParameterList([torch.ones(shape) for shape in SHAPES])
-        optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=LR), model, communicator, scheme)
+        optimizer = dt.replicate(
+            torch.optim.SGD(model.parameters(), lr=LR), model, communicator, scheme
+        )
         for step in range(STEPS):
             for number, parameter in enumerate(model):
                 parameter.grad = gradient(communicator.replica, step, number)
@@ -35,7 +37,9 @@ def published(replicas):
     Without the package's sign of the update, which would hide how large it is.
     """
     n = torch.arange(float(SIDE))
-    waves = torch.stack([torch.cos(math.pi * (n + 0.5) * k / SIDE) * math.sqrt((2 if k else 1) / SIDE) for k in n])
+    waves = torch.stack(
+        [torch.cos(math.pi * (n + 0.5) * k / SIDE) * math.sqrt((2 if k else 1) / SIDE) for k in n]
+    )
     weights = [torch.ones(shape) for shape in SHAPES]
     momenta = [[torch.zeros(shape) for shape in SHAPES] for _ in range(replicas)]
     for step in range(STEPS):
@@ -55,13 +59,17 @@ def published(replicas):
             mean = torch.zeros_like(coefficients).scatter_reduce_(
                 1, torch.cat(indices, 1), torch.cat(values, 1), "mean", include_self=False
             )
-            tiles(weights[number]).sub_(LR * (waves.T @ mean.view(tiles(weights[number]).shape) @ waves))
+            tiles(weights[number]).sub_(
+                LR * (waves.T @ mean.view(tiles(weights[number]).shape) @ waves)
+            )
     return weights
 
 
 @pytest.mark.parametrize("replicas", [2, 4, 8])
 def test_demo_with_a_mean_over_senders_is_the_rule_of_the_package(replicas):
-    scheme = dt.demo(TOPK, SIDE, tiles=True, decay=DECAY, aggregate="mean_nonzero", link="all-gather")
+    scheme = dt.demo(
+        TOPK, SIDE, tiles=True, decay=DECAY, aggregate="mean_nonzero", link="all-gather"
+    )
     theirs = published(replicas)
     for mine, plain in zip(weights_of(scheme, replicas), theirs, strict=True):
         torch.testing.assert_close(mine, plain, atol=1e-5, rtol=1e-4)

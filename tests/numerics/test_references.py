@@ -60,7 +60,9 @@ def full_against_hsdp(mesh):
         model(batch(mesh.get_rank(), step, 32)).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    close(mine, {name: p.full_tensor() for name, p in model.named_parameters()}, atol=1e-6, rtol=1e-6)
+    close(
+        mine, {name: p.full_tensor() for name, p in model.named_parameters()}, atol=1e-6, rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("replicas, shards", [(2, 1), (2, 2)])
@@ -89,7 +91,12 @@ def one_replica(mesh):
     plain = train(mesh, dt.none(), adamw)
     close(train(mesh, dt.full(), adamw), plain, atol=0, rtol=0)
     close(train(mesh, dt.schemes.random(rate=1, decay=0), adamw), plain, atol=0, rtol=0)
-    close(train(mesh, dt.diloco(every=2, outer_lr=1, outer_momentum=0), adamw), plain, atol=1e-6, rtol=1e-6)
+    close(
+        train(mesh, dt.diloco(every=2, outer_lr=1, outer_momentum=0), adamw),
+        plain,
+        atol=1e-6,
+        rtol=1e-6,
+    )
 
 
 def test_law_6_one_replica_is_the_plain_optimizer():
@@ -100,7 +107,9 @@ def plain_decoupled(mesh, extract, decay):
     """Decoupled momentum over replicas of one rank each; `extract(name, m, step)` is what is told."""
     model = built(Plain)
     optimizer = sgd(model.parameters())
-    momenta = [{n: torch.zeros_like(p) for n, p in model.named_parameters()} for _ in range(mesh.size())]
+    momenta = [
+        {n: torch.zeros_like(p) for n, p in model.named_parameters()} for _ in range(mesh.size())
+    ]
     for step in range(STEPS):
         sent = []
         for rank, momentum in enumerate(momenta):
@@ -119,7 +128,10 @@ def plain_dct_top_k(name, m, step):
     """The 2 largest of every 16 DCT coefficients, each found by its definition."""
     n = torch.arange(16.0)
     waves = torch.stack(
-        [torch.cos(math.pi * (n + 0.5) * k / 16) * math.sqrt((1 if k == 0 else 2) / 16) for k in range(16)]
+        [
+            torch.cos(math.pi * (n + 0.5) * k / 16) * math.sqrt((1 if k == 0 else 2) / 16)
+            for k in range(16)
+        ]
     )
     coefficients = m.reshape(-1, 16) @ waves.T
     smallest = coefficients.abs().sort(1, descending=True).values[:, 1:2]
@@ -129,17 +141,24 @@ def plain_dct_top_k(name, m, step):
 def plain_tile_top_k(name, m, step):
     """The 5 largest of the 2-D DCT coefficients of every 16 x 16 tile; a bias is written into one line by line."""
     if m.dim() == 1:
-        return plain_tile_top_k(name, torch.cat([m, m.new_zeros(256 - len(m))]).view(16, 16), step).view(-1)[: len(m)]
+        return plain_tile_top_k(
+            name, torch.cat([m, m.new_zeros(256 - len(m))]).view(16, 16), step
+        ).view(-1)[: len(m)]
     n = torch.arange(16.0)
     waves = torch.stack(
-        [torch.cos(math.pi * (n + 0.5) * k / 16) * math.sqrt((1 if k == 0 else 2) / 16) for k in range(16)]
+        [
+            torch.cos(math.pi * (n + 0.5) * k / 16) * math.sqrt((1 if k == 0 else 2) / 16)
+            for k in range(16)
+        ]
     )
     sent = torch.zeros_like(m)
     for top in range(0, m.shape[0], 16):
         for left in range(0, m.shape[1], 16):
             tile = waves @ m[top : top + 16, left : left + 16] @ waves.T
             smallest = tile.abs().flatten().sort(descending=True).values[4]
-            sent[top : top + 16, left : left + 16] = waves.T @ torch.where(tile.abs() >= smallest, tile, 0) @ waves
+            sent[top : top + 16, left : left + 16] = (
+                waves.T @ torch.where(tile.abs() >= smallest, tile, 0) @ waves
+            )
     return sent
 
 
@@ -152,7 +171,9 @@ def test_demo_is_the_papers_rule():
 
 
 def test_demo_on_tiles_is_the_papers_rule_on_matrices():
-    worlds.run(demo_against_plain, 2, 1, dt.demo(topk=5, chunk=16, tiles=True, decay=0.9), plain_tile_top_k)
+    worlds.run(
+        demo_against_plain, 2, 1, dt.demo(topk=5, chunk=16, tiles=True, decay=0.9), plain_tile_top_k
+    )
 
 
 def rotating_against_plain(mesh, scheme, comb):
@@ -172,7 +193,9 @@ def striding_comb(rows, step):
 
 
 def test_striding_is_a_comb_that_moves():
-    worlds.run(rotating_against_plain, 2, 1, dt.schemes.striding(rate=1 / 4, decay=0.9), striding_comb)
+    worlds.run(
+        rotating_against_plain, 2, 1, dt.schemes.striding(rate=1 / 4, decay=0.9), striding_comb
+    )
 
 
 def random_against_plain(mesh):
@@ -183,7 +206,9 @@ def random_against_plain(mesh):
 
     def sent(name, m, step):
         indices = scheme.codec.selection.indices(torch.zeros(sum(rows.values()), 64), step, 0)
-        mask = torch.zeros(sum(rows.values()), 64).scatter_(1, indices, 1.0).split(list(rows.values()))
+        mask = (
+            torch.zeros(sum(rows.values()), 64).scatter_(1, indices, 1.0).split(list(rows.values()))
+        )
         return m * mask[list(rows).index(name)].reshape(-1)[: sizes[name]].view_as(m)
 
     close(train(mesh, scheme, sgd), plain_decoupled(mesh, sent, 0.9), atol=1e-6, rtol=1e-6)
@@ -223,7 +248,9 @@ def diloco_against_plain(mesh):
             gradients(model, [rank], step)
             optimizer.step()
         if step % 4 == 3:
-            for at, *theirs in zip(anchor.parameters(), *[m.parameters() for m in models], strict=True):
+            for at, *theirs in zip(
+                anchor.parameters(), *[m.parameters() for m in models], strict=True
+            ):
                 at.grad = torch.stack([at.detach() - p.detach() for p in theirs]).mean(0)
             outer.step()
             for model in models:
@@ -237,9 +264,14 @@ def test_diloco_is_the_papers_rule():
 
 def sparseloco_against_plain(mesh):
     """Top-k of error feedback + what moved, its mean taken off the anchor; fp32 so that only the rule is compared."""
-    scheme = dt.schemes.sparseloco(every=4, topk=3, chunk=32, decay=0.9, precision="fp32", aggregate="mean")
+    scheme = dt.schemes.sparseloco(
+        every=4, topk=3, chunk=32, decay=0.9, precision="fp32", aggregate="mean"
+    )
     mine = train(mesh, scheme, sgd, steps=12)
-    models, anchor = [built(Plain) for _ in range(mesh.size())], dict(built(Plain).named_parameters())
+    models, anchor = (
+        [built(Plain) for _ in range(mesh.size())],
+        dict(built(Plain).named_parameters()),
+    )
     inner = [sgd(model.parameters()) for model in models]
     errors = [{n: torch.zeros_like(p) for n, p in anchor.items()} for _ in models]
     for step in range(12):
@@ -268,10 +300,20 @@ def test_sparseloco_is_the_papers_rule():
 def streaming_against_plain(mesh, keep):
     """torchft's schedule: every 6 / 2 steps the next of two layers lands, which left a step earlier."""
     outer = {"outer_lr": 0.5, "outer_momentum": 0.9, "precision": "fp32", "unit": "block"}
-    mine = train(mesh, dt.schemes.streaming_diloco(6, fragments=2, delay=1, keep=keep, **outer), sgd, steps=16)
+    mine = train(
+        mesh,
+        dt.schemes.streaming_diloco(6, fragments=2, delay=1, keep=keep, **outer),
+        sgd,
+        steps=16,
+    )
     models, anchor = [built(Plain) for _ in range(mesh.size())], built(Plain).state_dict()
-    weights, inner = [dict(model.named_parameters()) for model in models], [sgd(m.parameters()) for m in models]
-    outer = {n: torch.optim.SGD([p], lr=0.5, momentum=0.9, nesterov=True) for n, p in anchor.items()}
+    weights, inner = (
+        [dict(model.named_parameters()) for model in models],
+        [sgd(m.parameters()) for m in models],
+    )
+    outer = {
+        n: torch.optim.SGD([p], lr=0.5, momentum=0.9, nesterov=True) for n, p in anchor.items()
+    }
     local_step, fragment, sent = 0, 0, {}
     for step in range(16):
         for rank, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
@@ -279,7 +321,11 @@ def streaming_against_plain(mesh, keep):
             optimizer.step()
         local_step += 1
         if local_step == 3 - 1:
-            sent = {n: anchor[n] - sum(w[n].detach() for w in weights) / 2 for n in anchor if f"layers.{fragment}" in n}
+            sent = {
+                n: anchor[n] - sum(w[n].detach() for w in weights) / 2
+                for n in anchor
+                if f"layers.{fragment}" in n
+            }
         if local_step == 3:
             for n, moved in sent.items():
                 anchor[n].grad = moved
@@ -300,17 +346,30 @@ def sparta_against_plain(mesh):
     scheme = dt.schemes.sparta(rate=1 / 4)
     mine = train(mesh, scheme, adamw, steps=6)
     models = [built(Plain) for _ in range(2)]
-    inner, shapes = [adamw(m.parameters()) for m in models], [p.shape for p in models[0].parameters()]
+    inner, shapes = (
+        [adamw(m.parameters()) for m in models],
+        [p.shape for p in models[0].parameters()],
+    )
     for step in range(6):
         flats = []
         for rank, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
             gradients(model, [rank], step)
             optimizer.step()
             line = [p.detach().reshape(-1) for p in model.parameters()]
-            flats.append(torch.cat([torch.nn.functional.pad(p, (0, -len(p) % 64)) for p in line]).view(-1, 64))
-        due = torch.zeros_like(flats[0]).scatter_(1, scheme.codec.selection.indices(flats[0], step, 0), 1.0).bool()
+            flats.append(
+                torch.cat([torch.nn.functional.pad(p, (0, -len(p) % 64)) for p in line]).view(
+                    -1, 64
+                )
+            )
+        due = (
+            torch.zeros_like(flats[0])
+            .scatter_(1, scheme.codec.selection.indices(flats[0], step, 0), 1.0)
+            .bool()
+        )
         for model, flat in zip(models, flats, strict=True):
-            rows = torch.where(due, sum(flats) / 2, flat).split([-(-s.numel() // 64) for s in shapes])
+            rows = torch.where(due, sum(flats) / 2, flat).split(
+                [-(-s.numel() // 64) for s in shapes]
+            )
             for p, part in zip(model.parameters(), rows, strict=True):
                 p.data = part.reshape(-1)[: p.numel()].view(p.shape)
     close(mine, dict(models[mesh.get_rank()].named_parameters()), atol=1e-5, rtol=1e-5)
@@ -357,8 +416,12 @@ def outer_degenerate_cases(mesh):
     """Without rounding error feedback has nothing to keep, and averaging with nobody changes nothing."""
     outer = {"every": 3, "outer_lr": 0.7, "outer_momentum": 0.5}
     diloco = train(mesh, dt.diloco(**outer), adamw, steps=12)
-    close(train(mesh, dt.muloco(**outer, precision="fp32"), adamw, steps=12), diloco, atol=0, rtol=0)
-    close(train(mesh, dt.schemes.sparta(), adamw), train(mesh, dt.none(), adamw), atol=1e-6, rtol=1e-6)
+    close(
+        train(mesh, dt.muloco(**outer, precision="fp32"), adamw, steps=12), diloco, atol=0, rtol=0
+    )
+    close(
+        train(mesh, dt.schemes.sparta(), adamw), train(mesh, dt.none(), adamw), atol=1e-6, rtol=1e-6
+    )
 
 
 def test_law_6_one_replica_of_muloco_and_sparta():
@@ -366,7 +429,12 @@ def test_law_6_one_replica_of_muloco_and_sparta():
 
 
 def sparta_of_everything(mesh):
-    close(train(mesh, dt.schemes.sparta(rate=1), sgd), train(mesh, dt.full(), sgd), atol=1e-6, rtol=1e-6)
+    close(
+        train(mesh, dt.schemes.sparta(rate=1), sgd),
+        train(mesh, dt.full(), sgd),
+        atol=1e-6,
+        rtol=1e-6,
+    )
 
 
 def test_law_6_sparta_of_everything_is_synchronous_sgd():
@@ -398,14 +466,19 @@ def test_flexdemo_on_two_shards_is_demo_on_one():
     two = worlds.run(flexdemo_with_equal_batches, 2, 2, scheme)[0]
     one = worlds.run(flexdemo_with_equal_batches, 2, 1, scheme)[0]
     close(
-        {k: torch.tensor(v) for k, v in two.items()}, {k: torch.tensor(v) for k, v in one.items()}, atol=1e-6, rtol=1e-6
+        {k: torch.tensor(v) for k, v in two.items()},
+        {k: torch.tensor(v) for k, v in one.items()},
+        atol=1e-6,
+        rtol=1e-6,
     )
 
 
 def step_of(mesh, scheme, lr):
     model = dt.shard(built(Plain), mesh)
     start = {name: local(p).detach().clone() for name, p in model.named_parameters()}
-    optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=lr), model, mesh["replicate"], scheme)
+    optimizer = dt.replicate(
+        torch.optim.SGD(model.parameters(), lr=lr), model, mesh["replicate"], scheme
+    )
     model(batch(mesh.get_rank(), 0, 32)).mean().backward()
     optimizer.step()
     return {name: local(p).detach() - start[name] for name, p in model.named_parameters()}

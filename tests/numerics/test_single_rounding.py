@@ -17,7 +17,9 @@ def numbers(*shape, seed=0):
 
 
 def stepped(make, shapes=((33, 17), (5,), (64, 64)), singly=True, steps=3):
-    parameters = [torch.nn.Parameter(numbers(*shape, seed=each)) for each, shape in enumerate(shapes)]
+    parameters = [
+        torch.nn.Parameter(numbers(*shape, seed=each)) for each, shape in enumerate(shapes)
+    ]
     optimizer = make(parameters)
     for step in range(steps):
         for each, parameter in enumerate(parameters):
@@ -39,13 +41,17 @@ def test_adamw_is_its_formula_with_every_operation_rounded():
         weight = weight * (1 - lr * decay)
         mean = mean + (gradient - mean) * (1 - slow)
         square = square * slower + gradient * gradient * (1 - slower)
-        root = torch.tensor([math.sqrt(each) for each in square.view(-1).tolist()]).view(7, 9)  # fp64, then rounded
+        root = torch.tensor([math.sqrt(each) for each in square.view(-1).tolist()]).view(
+            7, 9
+        )  # fp64, then rounded
         below = root * (1 / (1 - slower ** (step + 1)) ** 0.5) + eps
         weight = weight + mean / below * (-lr / (1 - slow ** (step + 1)))
     assert torch.equal(found, weight)
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax"])
+@pytest.mark.parametrize(
+    "name", ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax"]
+)
 def test_an_optimizer_takes_nearly_the_steps_of_torch_alike_with_lists_and_without(name):
     more = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1} if name == "SGD" else {}
 
@@ -55,7 +61,13 @@ def test_an_optimizer_takes_nearly_the_steps_of_torch_alike_with_lists_and_witho
     plain, singly = stepped(make, singly=False), stepped(make)
     for one, other in zip(plain, singly, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    if name not in ("NAdam", "RAdam", "Adadelta", "Adagrad", "SGD"):  # whose lists are other formulas
+    if name not in (
+        "NAdam",
+        "RAdam",
+        "Adadelta",
+        "Adagrad",
+        "SGD",
+    ):  # whose lists are other formulas
         lists = stepped(lambda p: make(p, lists=True))
         assert all(map(torch.equal, lists, singly))
 
@@ -87,10 +99,16 @@ def test_a_product_is_the_sum_of_fractions_rounded_once():
 def test_what_has_no_rule_or_no_fractions_is_as_ever():
     whole = torch.arange(12).view(3, 4)
     with SingleRounding():
-        assert torch.equal(whole @ whole.T, torch.tensor([[14, 38, 62], [38, 126, 214], [62, 214, 366]]))
-        assert torch.zeros(0, 3).norm() == 0 and torch.equal(torch.zeros(2, 0) @ torch.zeros(0, 2), torch.zeros(2, 2))
+        assert torch.equal(
+            whole @ whole.T, torch.tensor([[14, 38, 62], [38, 126, 214], [62, 214, 366]])
+        )
+        assert torch.zeros(0, 3).norm() == 0 and torch.equal(
+            torch.zeros(2, 0) @ torch.zeros(0, 2), torch.zeros(2, 2)
+        )
         assert torch.equal(torch.zeros(3, 3) @ torch.ones(3, 3), torch.zeros(3, 3))
-        assert (numbers(3) / 0.0).isinf().all() and torch.equal(numbers(4) / numbers(4), torch.ones(4))
+        assert (numbers(3) / 0.0).isinf().all() and torch.equal(
+            numbers(4) / numbers(4), torch.ones(4)
+        )
         assert torch.equal(numbers(3, 3).norm(dim=0), numbers(3, 3).norm(dim=0))
         out = torch.empty(3)
         assert torch.add(numbers(3), numbers(3), alpha=2, out=out) is out
@@ -98,21 +116,28 @@ def test_what_has_no_rule_or_no_fractions_is_as_ever():
 
 def test_bf16_weights_and_a_rate_that_is_a_tensor_are_taken():
     def make(parameters):
-        return torch.optim.AdamW([p.data.bfloat16().requires_grad_() for p in parameters], lr=torch.tensor(1e-3))
+        return torch.optim.AdamW(
+            [p.data.bfloat16().requires_grad_() for p in parameters], lr=torch.tensor(1e-3)
+        )
 
     parameter = torch.nn.Parameter(numbers(8, 8).bfloat16())
     optimizer = torch.optim.AdamW([parameter], lr=torch.tensor(1e-3))
     parameter.grad = torch.ones(8, 8, dtype=torch.bfloat16)
     with SingleRounding():
         optimizer.step()
-    assert parameter.dtype == torch.bfloat16 and not torch.equal(parameter, numbers(8, 8).bfloat16())
+    assert parameter.dtype == torch.bfloat16 and not torch.equal(
+        parameter, numbers(8, 8).bfloat16()
+    )
 
 
 def _sharded(mesh):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(48, 33), torch.nn.Linear(33, 20))
     fully_shard(model, mesh=mesh["shard"])
-    optimizers = dt.Muon(model.parameters(), lr=1e-2), torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    optimizers = (
+        dt.Muon(model.parameters(), lr=1e-2),
+        torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True),
+    )
     for number, optimizer in enumerate(optimizers):
         model(numbers(4, 48, seed=number)).square().mean().backward()
         with SingleRounding():

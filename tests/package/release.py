@@ -19,8 +19,25 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 TORCHES = ("2.10.0", "2.13.0")
 """The oldest, which pyproject.toml names, and the one that `make` installs."""
-SHORT = ("--shards", "1", "--steps", "4", "--set", "train.log_every=2", "train.validation_batches=1")
-LAUNCHED = ("--standalone", "--nproc-per-node", "2", "-m", "detonation", "train", "quick-lm", *SHORT)
+SHORT = (
+    "--shards",
+    "1",
+    "--steps",
+    "4",
+    "--set",
+    "train.log_every=2",
+    "train.validation_batches=1",
+)
+LAUNCHED = (
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    "-m",
+    "detonation",
+    "train",
+    "quick-lm",
+    *SHORT,
+)
 PROGRAM = """from collections.abc import Iterable
 
 {imports}
@@ -35,7 +52,12 @@ def run(folder: Path, *command: object) -> None:
     """Runs a command, which must end with 0, without the sources of this directory in its path."""
     print("+", *command, flush=True)
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    subprocess.run([str(word) for word in command], cwd=folder, env=plain | {"OMP_NUM_THREADS": "1"}, check=True)
+    subprocess.run(
+        [str(word) for word in command],
+        cwd=folder,
+        env=plain | {"OMP_NUM_THREADS": "1"},
+        check=True,
+    )
 
 
 def typed(readme: str) -> str:

@@ -80,9 +80,13 @@ def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dist")
     subprocess.run([sys.executable, "-c", BUILD, "build_sdist", str(folder)], cwd=ROOT, check=True)
     (sdist,) = folder.glob("*.tar.gz")
-    subprocess.run(["tar", "-xf", str(sdist), "-C", str(folder)], check=True)  # tarfile's filters came with 3.11.4
+    subprocess.run(
+        ["tar", "-xf", str(sdist), "-C", str(folder)], check=True
+    )  # tarfile's filters came with 3.11.4
     unpacked = folder / sdist.name.removesuffix(".tar.gz")
-    subprocess.run([sys.executable, "-c", BUILD, "build_wheel", str(folder)], cwd=unpacked, check=True)
+    subprocess.run(
+        [sys.executable, "-c", BUILD, "build_wheel", str(folder)], cwd=unpacked, check=True
+    )
     return folder
 
 
@@ -92,10 +96,21 @@ def clean(built):
     folder = built / "environment"
     venv.create(folder, symlinks=True)
     (wheel,) = built.glob("*.whl")
-    install = [sys.executable, "-m", "pip", "--python", str(folder / "bin/python"), "install", "--quiet", "--no-deps"]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(folder / "bin/python"),
+        "install",
+        "--quiet",
+        "--no-deps",
+    ]
     subprocess.run([*install, "--no-index", "--no-compile", str(wheel)], check=True)
     (packages,) = folder.glob("lib/python*/site-packages")
-    found = {Path(util.find_spec(name).origin).parents[1] for name in ("torch", "tyro", "transformers")}
+    found = {
+        Path(util.find_spec(name).origin).parents[1] for name in ("torch", "tyro", "transformers")
+    }
     packages.joinpath("libraries.pth").write_text("".join(f"{path}\n" for path in found))
     work = built / "work"
     work.mkdir()
@@ -103,7 +118,9 @@ def clean(built):
 
     def run(program, *arguments, **more):
         command = [folder / "bin" / program, *arguments]
-        done = subprocess.run(command, cwd=work, env={**env, **more}, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=work, env={**env, **more}, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -113,7 +130,9 @@ def clean(built):
 def test_the_wheel_holds_what_is_used_and_nothing_else(built):
     (wheel,) = built.glob("*.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if "dist-info" not in name}
-    tracked = subprocess.run(["git", "ls-files", "src"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    tracked = subprocess.run(
+        ["git", "ls-files", "src"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout
     if tracked:
         assert names == {name.removeprefix("src/") for name in tracked.split()}
     beside = {"py.typed", "__init__.pyi", "plan/losses.json", "data/sources.toml"}
@@ -135,7 +154,9 @@ def test_it_reports_its_versions_and_its_files_are_those_of_the_wheel(clean, bui
 def test_it_trains_a_recipe_by_name(clean, built):
     short = ["train.steps=2", "train.validation_batches=1", "model.layers=1"]
     ranks = ["--replicas", "2", "--shards", "1"]
-    said = clean("detonation", "train", "quick-lm", *ranks, "--set", *short, "--out", "run", "--json")
+    said = clean(
+        "detonation", "train", "quick-lm", *ranks, "--set", *short, "--out", "run", "--json"
+    )
     assert json.loads(said.splitlines()[-1])["replicas_equal"]
     assert (built / "work/run/report.html").is_file()
 
@@ -160,10 +181,26 @@ def test_type_checkers_see_its_types(clean, built):
     skip = "[mypy]\nstrict = true\nignore_missing_imports = true\n[mypy-torch.*]\nfollow_imports = skip\n"
     (work / "mypy.ini").write_text(skip)
     python = str(built / "environment/bin/python")
-    mypy = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--python-executable", python]
+    mypy = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--config-file",
+        "mypy.ini",
+        "--python-executable",
+        python,
+    ]
     pyright = [shutil.which("pyright") or "", "--pythonpath", python]
     for command in [mypy, pyright] if pyright[0] else [mypy]:
-        done = subprocess.run([*command, "right.py", "wrong.py"], cwd=work, capture_output=True, text=True, check=False)
-        errors = [line for line in done.stdout.splitlines() if re.search(r"\.py:\d+.* error: ", line)]
+        done = subprocess.run(
+            [*command, "right.py", "wrong.py"],
+            cwd=work,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        errors = [
+            line for line in done.stdout.splitlines() if re.search(r"\.py:\d+.* error: ", line)
+        ]
         assert len(errors) == 3 and all("wrong.py" in line for line in errors), done.stdout
         assert all(word in done.stdout for word in ("dmo", "topk")), done.stdout

@@ -38,12 +38,16 @@ def ranked_at(rate, replicas=2, budget=0.1, among=None, **given):
 
 @pytest.mark.parametrize("budget", [0.01, 0.1, 0.5])
 @pytest.mark.parametrize("rate", RATES)
-def test_full_is_first_within_the_budget_of_waiting_and_of_time_else_the_least_expected_time_to_a_loss(rate, budget):
+def test_full_is_first_within_the_budget_of_waiting_and_of_time_else_the_least_expected_time_to_a_loss(
+    rate, budget
+):
     goal = goal_of()
     ranked = ranked_at(rate, budget=budget)
     soonest = min(option.seconds(goal) for option in ranked if option.estimate)
     within = [option for option in ranked if option.is_full and option.cost.waiting <= budget]
-    first = [each for each in within if each.estimate and each.seconds(goal) <= (1 + budget) * soonest]
+    first = [
+        each for each in within if each.estimate and each.seconds(goal) <= (1 + budget) * soonest
+    ]
     least = min((option.seconds(goal) for option in first), default=soonest)
     assert ranked[0].seconds(goal) == pytest.approx(least, rel=1e-4)
     backwards = ranked_at(rate, budget=budget, among=list(reversed(pairs(goal))))
@@ -53,16 +57,26 @@ def test_full_is_first_within_the_budget_of_waiting_and_of_time_else_the_least_e
 def test_full_that_waits_little_is_not_first_where_another_optimizer_is_far_sooner():
     """As in a recipe that is tuned for AdamW in full and for Muon in rounds."""
     goal = goal_of()
-    among = [(one, optimizer) for one, optimizer in pairs(goal) if (one.name, optimizer) != ("full", "Muon")]
+    among = [
+        (one, optimizer)
+        for one, optimizer in pairs(goal)
+        if (one.name, optimizer) != ("full", "Muon")
+    ]
     ranked = ranked_at(1e11, among=among)
-    assert ranked[0].optimizer == "Muon" and ranked[0].seconds(goal) < 0.7 * goal.steps * WORK.compute_s
+    assert (
+        ranked[0].optimizer == "Muon"
+        and ranked[0].seconds(goal) < 0.7 * goal.steps * WORK.compute_s
+    )
 
 
 @pytest.mark.long  # no branch of its own
 @some("recipe", ["quick-lm", "vit-fashion", "t5-translation"], keep=["quick-lm"])
 def test_what_is_not_measured_never_comes_before_what_is(recipe):
     for rate, optimizer in itertools.product(RATES, (None, "AdamW", "Muon", "SignSGD")):
-        known = [option.estimate is not None for option in ranked_at(rate, recipe=recipe, optimizer=optimizer)]
+        known = [
+            option.estimate is not None
+            for option in ranked_at(rate, recipe=recipe, optimizer=optimizer)
+        ]
         full = ranked_at(rate, recipe=recipe, optimizer=optimizer)[0].is_full
         assert known[full:] == sorted(known[full:], reverse=True)
         assert any(known) or full  # where nothing is known, full synchronisation is not doubted
@@ -85,25 +99,41 @@ def test_sixteen_replicas_of_a_large_model_on_a_slow_link_are_told_that_they_do_
     far = Network.of_link_speed(LinkSpeed(1e7, 0.1), 16, 1)
     goal = Goal(16, 1_200_000_000)
     found = advise(options(pairs(goal), work, far, goal), work, far, goal)
-    assert found["pays"] is False and found["reason"].startswith("No second machine pays: one machine with Muon")
+    assert found["pays"] is False and found["reason"].startswith(
+        "No second machine pays: one machine with Muon"
+    )
     helps = [note.partition(":")[0] for note in found["notes"]]
     assert helps == ["evidence", "more work per step"]
     near = Network.of_link_speed(LinkSpeed(1e11, 0.0), 2, 1)
     goal = Goal(2, 1_200_000_000)
     found = advise(options(pairs(goal), work, near, goal), work, near, goal)
-    assert found["pays"] is True and found["notes"][0].startswith("2 machines pay: one machine with Muon and the same")
-    assert ", 1.9 times as long; in the same seconds its loss is 13.8% higher" in found["notes"][0]  # 1.9 ** 0.205
+    assert found["pays"] is True and found["notes"][0].startswith(
+        "2 machines pay: one machine with Muon and the same"
+    )
+    assert (
+        ", 1.9 times as long; in the same seconds its loss is 13.8% higher" in found["notes"][0]
+    )  # 1.9 ** 0.205
 
 
 def measured(*values, **given):
     """A row of the table, with these losses on seeds 1, 2, ..."""
-    row = {"scheme": "demo", "arguments": {}, "optimizer": "SignSGD", "settings": {}, "study": "text", "steps": 300}
+    row = {
+        "scheme": "demo",
+        "arguments": {},
+        "optimizer": "SignSGD",
+        "settings": {},
+        "study": "text",
+        "steps": 300,
+    }
     row |= {"recipe": "quick-lm", "parameters": 10**6, "replicas": 2, "source": "research/log.md"}
     return Loss(**{**row, **given}, losses=dict(enumerate(values, 1)))
 
 
 def baseline(*values, **given):
-    return measured(*values, **{"scheme": "full", "arguments": {"precision": "fp32"}, "optimizer": "AdamW", **given})
+    return measured(
+        *values,
+        **{"scheme": "full", "arguments": {"precision": "fp32"}, "optimizer": "AdamW", **given},
+    )
 
 
 @pytest.fixture
@@ -120,30 +150,47 @@ def expected(scheme=None, optimizer="SignSGD", **given):
 def test_losses_are_paired_over_seeds_and_few_count_less_than_many(table):
     many, few = [2.02, 1.02, 1.52, 1.02, 2.01], [2.02, 1.02, 1.52]
     base = [2.0, 1.0, 1.5, 1.0, 2.0]
-    rows = [measured(*values, arguments={"topk": topk}) for values, topk in ((many, 4), (few, 1), ([2.02], 2))]
+    rows = [
+        measured(*values, arguments={"topk": topk})
+        for values, topk in ((many, 4), (few, 1), ([2.02], 2))
+    ]
     table(baseline(*base), *rows)
     five, three, one = (expected(dt.demo(topk=topk)) for topk in (4, 1, 2))
     assert (five.seeds, three.seeds, one.seeds) == (5, 3, 1)
-    assert three.cost == pytest.approx(0.02 / 1.5) and one.interval == (one.cost - 0.07, one.cost + 0.07)
+    assert three.cost == pytest.approx(0.02 / 1.5) and one.interval == (
+        one.cost - 0.07,
+        one.cost + 0.07,
+    )
     assert relative({0: 9.0, 1: 2.0, 2: 2.0}, {0: 1.0, 1: 1.0, 2: 1.0})[0] == 1.0  # seed 0 tuned
 
 
 def test_a_row_whose_study_has_no_such_baseline_is_not_measured_and_cannot_win(table):
     table(baseline(2.0, 2.1, 2.2), measured(1.0, 1.0, 1.0, study="other"))
     assert expected() is None
-    first = options([(dt.demo(), "SignSGD"), (dt.full(), "AdamW")], WORK, network(1e4), Goal(2, 10**6))[0]
+    first = options(
+        [(dt.demo(), "SignSGD"), (dt.full(), "AdamW")], WORK, network(1e4), Goal(2, 10**6)
+    )[0]
     assert first.is_full
 
 
 def test_a_loss_counts_for_the_optimizer_it_was_measured_with(table):
-    table(baseline(1.0, 1.0, 1.0), measured(1.0, 1.0, 1.0), measured(1.3, 1.3, 1.3, optimizer="AdamW"))
-    assert [expected(optimizer=name).cost for name in ("SignSGD", "AdamW")] == [0.0, pytest.approx(0.3)]
+    table(
+        baseline(1.0, 1.0, 1.0), measured(1.0, 1.0, 1.0), measured(1.3, 1.3, 1.3, optimizer="AdamW")
+    )
+    assert [expected(optimizer=name).cost for name in ("SignSGD", "AdamW")] == [
+        0.0,
+        pytest.approx(0.3),
+    ]
     assert expected(optimizer="Muon") is None
 
 
 def test_the_nearest_measurement_counts_and_not_the_best(table):
     base = [baseline(*[1.0] * 3), baseline(*[1.0] * 3, steps=1000, study="long")]
-    rows = [measured(*[0.9] * 3), measured(*[1.1] * 3, replicas=8), measured(*[1.2] * 3, steps=1000, study="long")]
+    rows = [
+        measured(*[0.9] * 3),
+        measured(*[1.1] * 3, replicas=8),
+        measured(*[1.2] * 3, steps=1000, study="long"),
+    ]
     table(*base, *rows)
     asked = [(2, 300), (8, 300), (16, 300), (2, 1000), (8, 1000)]
     found = [expected(replicas=replicas, steps=steps).loss for replicas, steps in asked]
@@ -154,12 +201,18 @@ def test_the_farther_the_evidence_the_wider_the_interval(table):
     table(baseline(1.0, 1.0, 1.0), measured(0.9, 0.9, 0.9))
     near, larger, more = expected(), expected(parameters=10**9), expected(replicas=16)
     assert near.interval == pytest.approx((-0.1, -0.1)) and near.far == ()
-    assert larger.interval == pytest.approx((-0.13, -0.07)) and larger.far == ("1,000 times the size",)
+    assert larger.interval == pytest.approx((-0.13, -0.07)) and larger.far == (
+        "1,000 times the size",
+    )
     assert more.interval == pytest.approx((-0.46, 0.26)) and more.far == ("16 replicas",)
     longer, long = expected(steps=1000), expected(steps=300_000)
-    assert longer.cost == pytest.approx(-0.05) and longer.far == ("3.3 times the length",)  # a lead halves, as Muon's
+    assert longer.cost == pytest.approx(-0.05) and longer.far == (
+        "3.3 times the length",
+    )  # a lead halves, as Muon's
     assert longer.interval == pytest.approx((-0.071, -0.029), abs=1e-4)
-    assert long.interval == pytest.approx((-0.12, 0.12), abs=2e-3) and long.far == ("1,000 times the length",)
+    assert long.interval == pytest.approx((-0.12, 0.12), abs=2e-3) and long.far == (
+        "1,000 times the length",
+    )
     assert near.steps_factor < longer.steps_factor < 1 < more.steps_factor
     assert "this run has 16 replicas, for which the interval is wider" in more.evidence
 
@@ -169,7 +222,9 @@ def test_fewer_rounds_than_were_measured_widen_the_interval(table):
     table(baseline(1.0, 1.0, 1.0, steps=1000), rounds, measured(0.9, 0.9, 0.9, steps=1000))
     as_many, fewer = (expected(dt.diloco(every=10), steps=steps) for steps in (1000, 100))
     assert as_many.interval == pytest.approx((-0.1, -0.1))
-    assert fewer.interval == pytest.approx((-0.134, -0.066)) and fewer.far == ("0.1 times the length",)
+    assert fewer.interval == pytest.approx((-0.134, -0.066)) and fewer.far == (
+        "0.1 times the length",
+    )
     assert expected(steps=100).interval == pytest.approx((-0.1, -0.1)), "it exchanges at every step"
 
 
@@ -183,13 +238,17 @@ def test_a_round_as_long_as_the_run_is_no_option(steps, longest):
 def test_ten_times_fewer_rounds_cost_what_was_measured(replicas):
     """By two replicas to the last digit; the rule for more is 15 % off for eight."""
     rows = [loss for loss in loss_table() if loss.optimizer == "Muon"]
-    full = {row.task: row.losses for row in rows if row.is_full}  # the same for any number of replicas
+    full = {
+        row.task: row.losses for row in rows if row.is_full
+    }  # the same for any number of replicas
     few, many = (
         min(
             relative(row.losses, full[row.task])[0]
             for row in rows
             if row.replicas == replicas
-            if row.arguments.get("every") == 30 and row.arguments["precision"] == "2bit" and row.steps == steps
+            if row.arguments.get("every") == 30
+            and row.arguments["precision"] == "2bit"
+            and row.steps == steps
             if row.parameters < 10**6
         )
         for steps in (300, 3000)
@@ -200,12 +259,20 @@ def test_ten_times_fewer_rounds_cost_what_was_measured(replicas):
 
 
 def test_a_lead_that_was_measured_at_two_lengths_halves_as_it_is_taken_to():
-    at = {loss.steps: estimate(dt.full(), "Muon", goal_of(steps=loss.steps)) for loss in loss_table() if loss.is_full}
+    at = {
+        loss.steps: estimate(dt.full(), "Muon", goal_of(steps=loss.steps))
+        for loss in loss_table()
+        if loss.is_full
+    }
     assert round(at[300].cost, 3) == -0.219 and round(at[1000].cost, 3) == -0.109
 
 
 def to_adamw(loss):
-    base = next(row for row in loss_table() if row.is_full and row.optimizer == "AdamW" and row.task == loss.task)
+    base = next(
+        row
+        for row in loss_table()
+        if row.is_full and row.optimizer == "AdamW" and row.task == loss.task
+    )
     return relative(loss.losses, base.losses)
 
 
@@ -219,7 +286,11 @@ def test_intervals_widen_by_the_largest_changes_that_were_measured():
     rows = [loss for loss in loss_table() if len(loss.losses) >= 3 and to_adamw(loss)[2] >= 3]
     for one, other in itertools.combinations(rows, 2):
         same = [(x.scheme, without_outer(x.arguments), x.optimizer, x.recipe) for x in (one, other)]
-        if same[0] == same[1] and (one.study, other.study) == ("text", "rounds") and one.replicas == other.replicas:
+        if (
+            same[0] == same[1]
+            and (one.study, other.study) == ("text", "rounds")
+            and one.replicas == other.replicas
+        ):
             halved = to_adamw(one)[0] / 2  # 300 and 1,000 steps
             lengths.append(abs(halved - to_adamw(other)[0]) / math.log10(other.steps / one.steps))
         if same[0] != same[1] or one.steps != other.steps:
@@ -231,7 +302,9 @@ def test_intervals_widen_by_the_largest_changes_that_were_measured():
             decades.append(change / abs(math.log10(one.parameters / other.parameters)))
     assert len(decades) >= 5 and 0.9 * losses.PER_DECADE < max(decades) <= losses.PER_DECADE
     assert len(lengths) >= 3 and 0.9 * losses.PER_LONGER < max(lengths) <= losses.PER_LONGER
-    assert len(doublings) >= 20 and 0.9 * losses.PER_DOUBLING < max(doublings) <= losses.PER_DOUBLING
+    assert (
+        len(doublings) >= 20 and 0.9 * losses.PER_DOUBLING < max(doublings) <= losses.PER_DOUBLING
+    )
 
 
 def test_a_loss_costs_steps_and_a_gain_saves_some():
@@ -243,7 +316,10 @@ def test_a_loss_costs_steps_and_a_gain_saves_some():
 
 
 def test_full_synchronisation_is_as_good_with_any_number_of_replicas():
-    assert estimate(dt.full(), "Muon", goal_of(64)).interval == estimate(dt.full(), "Muon", goal_of(2)).interval
+    assert (
+        estimate(dt.full(), "Muon", goal_of(64)).interval
+        == estimate(dt.full(), "Muon", goal_of(2)).interval
+    )
     assert estimate(dt.full(), "AdamW", goal_of(64)).interval == (0.0, 0.0)
 
 
@@ -274,7 +350,9 @@ def test_the_adapter_takes_the_setting_that_sends_most_within_the_budget(rate):
 def test_the_reason_names_scheme_link_and_the_wait_of_full_synchronisation():
     ranked, goal = ranked_at(1e6), goal_of()
     line = why(ranked, network(1e6), goal)
-    assert line.startswith(f"{ranked[0]} reaches the loss of AdamW in full after 1,000 steps within ")
+    assert line.startswith(
+        f"{ranked[0]} reaches the loss of AdamW in full after 1,000 steps within "
+    )
     assert ", of which it would wait 9" in line and "at 1mbit per node" in line
     assert "with one node" in why(ranked, network(1e9, 1), goal)
     assert why(ranked_at(1e11), network(1e11), goal).endswith("within the budget of 10%")
@@ -283,7 +361,9 @@ def test_the_reason_names_scheme_link_and_the_wait_of_full_synchronisation():
 def choose_and_train(mesh, speed, step_seconds):
     """Returns the choice of `dt.auto` on this rank, after a step with it."""
     auto.PROBE_S = 0.3
-    model = dt.shard(torch.nn.Sequential(torch.nn.Linear(300, 400), torch.nn.Linear(400, 300)), mesh)
+    model = dt.shard(
+        torch.nn.Sequential(torch.nn.Linear(300, 400), torch.nn.Linear(400, 300)), mesh
+    )
     axis = ThrottledCommunicator(mesh["replicate"], speed)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
     chosen = dt.auto(adamw, model, axis, step_seconds=step_seconds)
@@ -307,7 +387,9 @@ def deciding(mesh, other):
     if rank == 1 and other:
         auto.scheme = lambda name, arguments: dt.full()
     choice = dt.demo(topk=3) if rank == 0 else dt.full()
-    return worlds.caught(lambda: auto.broadcast_choice(choice, auto.Everyone(device)) == dt.demo(topk=3))
+    return worlds.caught(
+        lambda: auto.broadcast_choice(choice, auto.Everyone(device)) == dt.demo(topk=3)
+    )
 
 
 def test_rank_0_decides_and_all_ranks_must_make_the_same_scheme():
@@ -322,9 +404,18 @@ def test_rank_0_decides_and_all_ranks_must_make_the_same_scheme():
         ({"step_seconds": 0.0}, "step_seconds is 0.0, must be the seconds of a step"),
         ({"step_seconds": 1.0, "budget": 0}, "budget is 0, must be a part of a step"),
         ({"step_seconds": 1.0, "budget": 10}, "budget is 10, must be a part of a step"),
-        ({"step_seconds": 1.0, "budget": "a tenth"}, "budget is 'a tenth', must be a part of a step"),
-        ({"step_seconds": 1.0, "steps": 0}, "steps is 0, must be the number of steps of the training, at least 1"),
-        ({"step_seconds": 1.0, "recipe": "text"}, "unknown recipe with measured losses 'text'. Valid: quick-lm, "),
+        (
+            {"step_seconds": 1.0, "budget": "a tenth"},
+            "budget is 'a tenth', must be a part of a step",
+        ),
+        (
+            {"step_seconds": 1.0, "steps": 0},
+            "steps is 0, must be the number of steps of the training, at least 1",
+        ),
+        (
+            {"step_seconds": 1.0, "recipe": "text"},
+            "unknown recipe with measured losses 'text'. Valid: quick-lm, ",
+        ),
     ],
 )
 def test_arguments_out_of_range_are_refused_before_anything_is_measured(arguments, line):

@@ -61,7 +61,9 @@ def chosen_and_trained(axis, model, replica, steps=3):
 
 
 @pytest.mark.parametrize("dies_at", [-1, 0, 7, 40])
-def test_replicas_without_a_process_group_choose_and_train_also_where_one_is_lost_meanwhile(dies_at):
+def test_replicas_without_a_process_group_choose_and_train_also_where_one_is_lost_meanwhile(
+    dies_at,
+):
     store, ends = HashStore(), {}
 
     def run(replica):

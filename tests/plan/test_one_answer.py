@@ -35,7 +35,13 @@ CLUSTERS = [
 @cache
 def asked(cluster, optimizer=None):
     replicas, link, parameters, step_s = cluster
-    given = {"parameters": parameters, "link": link, "step_time": step_s, "replicas": replicas, "shards": SHARDS}
+    given = {
+        "parameters": parameters,
+        "link": link,
+        "step_time": step_s,
+        "replicas": replicas,
+        "shards": SHARDS,
+    }
     return plan(Question(**given, optimizer=optimizer))
 
 
@@ -77,7 +83,9 @@ def test_auto_in_a_loop_chooses_as_the_plan(cluster, optimizer):
 @pytest.mark.parametrize("cluster", CLUSTERS[::4], ids=str)
 def test_auto_in_a_recipe_chooses_as_the_plan_of_the_recipe(cluster):
     replicas, link, _, step_s = cluster
-    question = Question(recipe=Path("quick-lm"), link=link, step_time=step_s, replicas=replicas, shards=1)
+    question = Question(
+        recipe=Path("quick-lm"), link=link, step_time=step_s, replicas=replicas, shards=1
+    )
     layers = read_layers(Path("quick-lm"), (), mesh={"replicas": replicas, "shards": 1})
     config = layers.under("full", {})
     work = Work(shard_shapes(config), step_s, accumulate=config.train.accumulate)

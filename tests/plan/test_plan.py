@@ -12,7 +12,14 @@ import torch
 import detonation as dt
 import worlds
 from detonation.cli.command import run_command as main
-from detonation.cluster.network.profile import SILENT_BYTES, SILENT_S, AxisProfile, Operation, Profile, Step
+from detonation.cluster.network.profile import (
+    SILENT_BYTES,
+    SILENT_S,
+    AxisProfile,
+    Operation,
+    Profile,
+    Step,
+)
 from detonation.core.schemes import buckets
 from detonation.core.schemes.registry import SCHEMES, register, scheme
 from detonation.core.schemes.scheme import GradientScheme
@@ -36,7 +43,9 @@ GOAL = Goal(2, 96 * 70 + 71)
 def sends(mesh, scheme):
     """Bytes that the links of a replica count in two rounds; in a first one some fragments are not sent yet."""
     model = torch.nn.ParameterDict({name: torch.zeros(shape) for name, shape in WIDE.items()})
-    optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=1.0), model, mesh["replicate"], scheme)
+    optimizer = dt.replicate(
+        torch.optim.SGD(model.parameters(), lr=1.0), model, mesh["replicate"], scheme
+    )
     optimizer.set_up()
     first = 0
     for step in range(3 * scheme.round.every):
@@ -60,7 +69,9 @@ PLANNED = [
 
 
 @pytest.mark.parametrize("scheme", PLANNED)
-@pytest.mark.parametrize("smallest", [2**20, 2**13])  # bytes of a bucket: one for all of the model, and several
+@pytest.mark.parametrize(
+    "smallest", [2**20, 2**13]
+)  # bytes of a bucket: one for all of the model, and several
 @pytest.mark.parametrize("padded", [False, True])
 def test_planned_bytes_equal_the_bytes_that_links_count(scheme, smallest, padded, monkeypatch):
     monkeypatch.setattr(buckets, "SMALLEST", smallest)  # also in the ranks, which are forks
@@ -74,7 +85,9 @@ def test_planned_bytes_equal_the_bytes_that_links_count(scheme, smallest, padded
 def test_a_step_without_overlap_is_compute_time_plus_transfer_time():
     full = cost(dt.full(), WORK, SLOW)
     numel = sum(math.prod(shape) for shape in SHAPES.values())
-    sent = exchange_bytes("all-reduce", dt.full(), numel, 2)  # among two, everything once and in two hops
+    sent = exchange_bytes(
+        "all-reduce", dt.full(), numel, 2
+    )  # among two, everything once and in two hops
     assert full.exposed_s == pytest.approx(8 * sent / 1e6 + 2 * 0.01)
     assert full.total_s == pytest.approx(0.1 + full.exposed_s)
     assert 1 - full.waiting == pytest.approx(0.1 / full.total_s)
@@ -107,7 +120,9 @@ def test_shards_of_a_node_share_its_link():
 def test_large_models_hide_most_of_a_message_behind_backward():
     work = Work([{f"w{i}": (2**20,) for i in range(16)}], compute_s=1.0)
     network = Network.of_link_speed(LinkSpeed(1e9), 2, 1)
-    behind, after = (cost(dt.full(), replace(work, overlap=overlap), network) for overlap in (True, False))
+    behind, after = (
+        cost(dt.full(), replace(work, overlap=overlap), network) for overlap in (True, False)
+    )
     sent = 8 * 4 * 2**24 / 1e9
     assert after.exposed_s == pytest.approx(sent)
     assert sent / 16 < behind.exposed_s < sent / 4
@@ -118,16 +133,24 @@ def test_gradients_of_several_micro_batches_leave_during_the_last_alone():
     network = Network.of_link_speed(LinkSpeed(1e9), 2, 1)
     eight, last, one = (
         cost(dt.full(), each, network)
-        for each in (work, replace(work, compute_s=1 / 8, accumulate=1), replace(work, accumulate=1))
+        for each in (
+            work,
+            replace(work, compute_s=1 / 8, accumulate=1),
+            replace(work, accumulate=1),
+        )
     )
     assert eight.exposed_s == last.exposed_s > 2 * one.exposed_s
     assert eight.total_s == 1.0 + eight.exposed_s
-    late = [cost(dt.demo(delay=1), replace(WORK, accumulate=count), SLOW).exposed_s for count in (1, 8)]
+    late = [
+        cost(dt.demo(delay=1), replace(WORK, accumulate=count), SLOW).exposed_s for count in (1, 8)
+    ]
     assert late[0] == late[1]  # a delay hides a message behind whole steps
 
 
 def test_the_optimizers_own_work_is_averaged_over_a_round():
-    work = replace(WORK, steps={"diloco": Step(exchange_s=0.05, local_s=0.01), "demo": Step(0.02, 0.0)})
+    work = replace(
+        WORK, steps={"diloco": Step(exchange_s=0.05, local_s=0.01), "demo": Step(0.02, 0.0)}
+    )
     assert cost(dt.diloco(10), work, SLOW).step_s == pytest.approx(0.014)
     assert cost(dt.demo(), work, SLOW).step_s == 0.02
 
@@ -136,7 +159,9 @@ def test_betas_that_are_not_two_get_one_line(capsys):
     assert trained_by("AdamW", {"betas": []}) == "AdamW"  # as of an optimizer of one's own
     sets = ["--set", "optimizer.name=AdamW", "optimizer.lr=1", "optimizer.betas=[]"]
     assert main(["plan", "quick-lm", "--link", "1gbit", "--step-time", "1", *sets]) == 2
-    assert capsys.readouterr().err.startswith("error: optimizer AdamW does not accept {'betas': ()}: ")
+    assert capsys.readouterr().err.startswith(
+        "error: optimizer AdamW does not accept {'betas': ()}: "
+    )
 
 
 def test_every_scheme_is_considered_and_nothing_larger_than_dense_is_ranked():
@@ -164,11 +189,19 @@ def registered():
 def test_a_registered_scheme_is_ranked_and_its_loss_is_unknown(registered):
     ranked = options(pairs(GOAL), WORK, SLOW, GOAL)
     option, *others = [o for o in ranked if o.cost.scheme.name == "half_the_values"]
-    assert not others and option.cost.scheme == registered() and option.cost.scheme.arguments["rate"] == 0.5
+    assert (
+        not others
+        and option.cost.scheme == registered()
+        and option.cost.scheme.arguments["rate"] == 0.5
+    )
     assert option.estimate is None and option.seconds(GOAL) is None
-    assert option.cost.bytes_sent == pytest.approx(cost(dt.schemes.random(0.5, 0.9), WORK, SLOW).bytes_sent)
+    assert option.cost.bytes_sent == pytest.approx(
+        cost(dt.schemes.random(0.5, 0.9), WORK, SLOW).bytes_sent
+    )
     described = row(option, GOAL)
-    assert described["spelled"] == "half_the_values()" and described["loss_source"] == "not measured"
+    assert (
+        described["spelled"] == "half_the_values()" and described["loss_source"] == "not measured"
+    )
     assert plan_rows({"options": [described]})[0][5] == "not measured"
 
 
@@ -179,7 +212,9 @@ def test_advice_gives_the_reason_and_the_first_choice_on_other_links():
     assert json.loads(json.dumps(advice)) == advice
     lines = plan_words(advice)
     assert lines[0] == advice["reason"] and lines[2:-2] == advice["notes"]
-    assert lines[-2].startswith("at 500 kbit/s per node: ") and lines[-1].startswith("at 2 Mbit/s per node: ")
+    assert lines[-2].startswith("at 500 kbit/s per node: ") and lines[-1].startswith(
+        "at 2 Mbit/s per node: "
+    )
     assert lines[-1].endswith(" per step")
 
 
@@ -197,10 +232,17 @@ def test_the_verb_ranks_schemes_for_a_given_link(capsys):
     assert main(["plan", *ASK, "--json"]) == 0
     printed = capsys.readouterr()
     found = json.loads(printed.out)
-    assert found["parameters"] == count("1.2b") and found["replicas"] == 16 and found["after_steps"] == 1000
+    assert (
+        found["parameters"] == count("1.2b")
+        and found["replicas"] == 16
+        and found["after_steps"] == 1000
+    )
     assert {option["scheme"] for option in found["options"]} == SCHEMES.keys()
     assert found["reason"] in " ".join(printed.err.split())
-    assert "optimizer.name=Muon optimizer.momentum=0.9" in printed.err and "optimizer.lr" not in printed.err
+    assert (
+        "optimizer.name=Muon optimizer.momentum=0.9" in printed.err
+        and "optimizer.lr" not in printed.err
+    )
 
 
 def test_a_person_reads_a_sentence_five_rows_of_six_columns_and_the_flags(capsys):
@@ -210,7 +252,9 @@ def test_a_person_reads_a_sentence_five_rows_of_six_columns_and_the_flags(capsys
     assert all(len(line) <= 100 for line in lines if line != flags)
     (heads,) = [line for line in lines if line.startswith("┃")]
     assert heads.count("┃") == 7
-    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
+    cells = [
+        [cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")
+    ]
     rows = [row for row in cells if row[1]]
     assert len(rows) == 5 and rows[-1][0] == "full() with AdamW" and rows[-1][-1] == "the baseline"
     assert main(["plan", *ASK, "--all"]) == 0
@@ -218,17 +262,36 @@ def test_a_person_reads_a_sentence_five_rows_of_six_columns_and_the_flags(capsys
     assert "state per rank" in everything and len(everything.splitlines()) > 100
 
 
-@pytest.mark.parametrize("asked", [["1gbit,5ms", "AdamW"], ["1gbit,5ms", "Muon"], ["1mbit,100ms", "SignSGD"]])
+@pytest.mark.parametrize(
+    "asked", [["1gbit,5ms", "AdamW"], ["1gbit,5ms", "Muon"], ["1mbit,100ms", "SignSGD"]]
+)
 def test_the_flags_of_a_plan_for_no_recipe_are_its_first_choice_in_any_recipe(capsys, asked):
     """Whatever the recipe has tuned for that scheme."""
-    question = ["plan", "--parameters", "1b", "--step-time", "1", "--link", asked[0], "--optimizer", asked[1], "--json"]
+    question = [
+        "plan",
+        "--parameters",
+        "1b",
+        "--step-time",
+        "1",
+        "--link",
+        asked[0],
+        "--optimizer",
+        asked[1],
+        "--json",
+    ]
     assert main(question) == 0
     printed = capsys.readouterr()
     flags = shlex.split(printed.err.split("to take it: --set ")[1].splitlines()[0])
-    recipes = [recipe for recipe in map(read_recipe, ROOT.glob("recipes/*.toml")) if isinstance(recipe["scheme"], dict)]
+    recipes = [
+        recipe
+        for recipe in map(read_recipe, ROOT.glob("recipes/*.toml"))
+        if isinstance(recipe["scheme"], dict)
+    ]
     taken = [resolve(recipe, parse_sets([*flags, "optimizer.lr=1"])).scheme for recipe in recipes]
     first = json.loads(printed.out)["first"]
-    assert [scheme(table.name, table.arguments).arguments for table in taken] == 9 * [first["arguments"]]
+    assert [scheme(table.name, table.arguments).arguments for table in taken] == 9 * [
+        first["arguments"]
+    ]
 
 
 def test_what_a_shell_would_expand_is_quoted(capsys):
@@ -259,7 +322,14 @@ def test_an_optimizer_that_stays_is_what_everything_is_compared_with(capsys):
 def test_one_node_has_no_rate_in_the_plan(capsys, tmp_path, given):
     """And JSON no Infinity."""
     Profile(1, 2, "gloo", {"replicate": AxisProfile(1, 2, {})}).write(tmp_path / "profile.json")
-    arguments = ["--parameters", "1m", "--profile", str(tmp_path / "profile.json"), "--step-time", "1"]
+    arguments = [
+        "--parameters",
+        "1m",
+        "--profile",
+        str(tmp_path / "profile.json"),
+        "--step-time",
+        "1",
+    ]
     if given == "link":
         arguments[2:4] = ["--link", "1gbit", "--replicas", "1"]
     assert main(["plan", *arguments, "--json"]) == 0
@@ -275,14 +345,36 @@ OF_TWO = {"format": 1, **asdict(Profile(2, 2, "gloo", {"replicate": AxisProfile(
 @pytest.mark.parametrize(
     ("profile", "arguments", "line"),
     [
-        (OF_TWO, ["--replicas", "16"], "--replicas is 16, but profile.json was measured with 2: measure again with"),
-        (OF_TWO, ["--shards", "8"], "--shards is 8, but profile.json was measured with 2: measure again with"),
-        (OF_TWO, [], "plan needs --step-time, the seconds of forward and backward, or a profile of the recipe"),
-        (OF_TWO | {"format": 2}, [], "profile.json has format 2, this version reads 1: measure again with probe"),
-        (OF_TWO, ["--link", "1gbit"], "plan needs --profile (made by detonation probe) or --link RATE[,LATENCY], one"),
+        (
+            OF_TWO,
+            ["--replicas", "16"],
+            "--replicas is 16, but profile.json was measured with 2: measure again with",
+        ),
+        (
+            OF_TWO,
+            ["--shards", "8"],
+            "--shards is 8, but profile.json was measured with 2: measure again with",
+        ),
+        (
+            OF_TWO,
+            [],
+            "plan needs --step-time, the seconds of forward and backward, or a profile of the recipe",
+        ),
+        (
+            OF_TWO | {"format": 2},
+            [],
+            "profile.json has format 2, this version reads 1: measure again with probe",
+        ),
+        (
+            OF_TWO,
+            ["--link", "1gbit"],
+            "plan needs --profile (made by detonation probe) or --link RATE[,LATENCY], one",
+        ),
     ],
 )
-def test_a_profile_of_another_world_gets_one_line(capsys, monkeypatch, tmp_path, profile, arguments, line):
+def test_a_profile_of_another_world_gets_one_line(
+    capsys, monkeypatch, tmp_path, profile, arguments, line
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "profile.json").write_text(json.dumps(profile))
     assert main(["plan", "--parameters", "1b", "--profile", "profile.json", *arguments]) == 2
@@ -294,18 +386,33 @@ def test_a_profile_of_another_world_gets_one_line(capsys, monkeypatch, tmp_path,
     ("arguments", "line"),
     [
         ([], "plan needs a recipe or --parameters, one of the two"),
-        (["--parameters", "1b"], "plan needs --profile (made by detonation probe) or --link RATE[,LATENCY], one"),
+        (
+            ["--parameters", "1b"],
+            "plan needs --profile (made by detonation probe) or --link RATE[,LATENCY], one",
+        ),
         (["--parameters", "1b", "--link", "100"], "a link is '100', must be a rate above 0"),
         (["--parameters", "1b", "--link", "0mbit"], "a link is '0mbit', must be a rate above 0"),
         (["--parameters", "1b", "--link=-1mbit"], "a link is '-1mbit', must be a rate above 0"),
-        (["--parameters", "1b", "--link", "1gbit"], "plan needs --step-time, the seconds of forward and backward,"),
+        (
+            ["--parameters", "1b", "--link", "1gbit"],
+            "plan needs --step-time, the seconds of forward and backward,",
+        ),
         (
             ["--parameters", "many", "--link", "1gbit", "--step-time", "1"],
             "--parameters is 'many', but must be a number",
         ),
-        (["--parameters", "1b", "--link", "1gbit", "--step-time", "-1"], "--step-time is -1.0, but must be above 0"),
-        (["--parameters", "1b", "--link", "1gbit", "--step-time", "1", "--replicas", "0"], "--replicas is 0, but must"),
-        (["--parameters", "1b", "--link", "1gbit", "--step-time", "1", "--steps", "0"], "--steps is 0, but must be at"),
+        (
+            ["--parameters", "1b", "--link", "1gbit", "--step-time", "-1"],
+            "--step-time is -1.0, but must be above 0",
+        ),
+        (
+            ["--parameters", "1b", "--link", "1gbit", "--step-time", "1", "--replicas", "0"],
+            "--replicas is 0, but must",
+        ),
+        (
+            ["--parameters", "1b", "--link", "1gbit", "--step-time", "1", "--steps", "0"],
+            "--steps is 0, but must be at",
+        ),
         (
             ["--parameters", "1b", "--link", "1gbit", "--step-time", "1", "--optimizer", "Adam"],
             "unknown --optimizer 'Adam', did you mean 'AdamW'? Valid: AdamW, ",
@@ -332,8 +439,12 @@ def slow_start_s(nbytes, rate, round_trip, window):
 
 
 @pytest.mark.parametrize("nbytes", [10**4, 5 * 10**4, 660_000, 10**8])
-@pytest.mark.parametrize(("mbit", "round_trip"), [(20, 0.04), (100, 0.1), (10, 0.2), (10_000, 1e-4)])
-def test_a_message_after_a_long_silence_takes_as_much_longer_as_slow_start(mbit, round_trip, nbytes):
+@pytest.mark.parametrize(
+    ("mbit", "round_trip"), [(20, 0.04), (100, 0.1), (10, 0.2), (10_000, 1e-4)]
+)
+def test_a_message_after_a_long_silence_takes_as_much_longer_as_slow_start(
+    mbit, round_trip, nbytes
+):
     line = Operation(round_trip, 1e6 * mbit, 0.0)
     network = Network(2, 1, {"all-to-all": line, "all-gather": line}, restart=1.0)
     rate = 1e6 * mbit / 8
@@ -347,7 +458,9 @@ def test_a_message_after_a_long_silence_takes_as_much_longer_as_slow_start(mbit,
 def test_a_probe_that_found_silence_free_is_believed():
     line = Operation(0.1, 1e8, 0.0)
     lines = {"all-to-all": line, "all-gather": line}
-    free, full = (Network.of_axis(AxisProfile(2, 1, lines, (), seconds), 1) for seconds in (0.0, 10.0))
+    free, full = (
+        Network.of_axis(AxisProfile(2, 1, lines, (), seconds), 1) for seconds in (0.0, 10.0)
+    )
     assert (free.restart, full.restart) == (0.0, 1.0)
     expected = full.restart_s(SILENT_BYTES, SILENT_S)
     half = Network.of_axis(AxisProfile(2, 1, lines, (), expected / 2), 1)
@@ -368,7 +481,9 @@ def test_a_step_of_the_trainer_waits_for_reports_of_the_loss():
 
 
 def test_where_the_wait_is_latency_the_adapter_sends_as_much_as_before():
-    latency, narrow = (Network.of_link_speed(speed, 2, 1) for speed in (LinkSpeed(1e9, 1.0), LinkSpeed(1e4)))
+    latency, narrow = (
+        Network.of_link_speed(speed, 2, 1) for speed in (LinkSpeed(1e9, 1.0), LinkSpeed(1e4))
+    )
     settings = [dt.demo(topk=topk) for topk in (1, 4, 16)]
     assert largest_within(settings, WORK, latency, 0.1) == settings[2]
     assert largest_within(settings, WORK, narrow, 0.1) == settings[0]

@@ -40,10 +40,15 @@ def test_a_directory_that_holds_no_run(error_of, tmp_path):
 
 def test_an_unfinished_run_and_a_directory_of_runs(error_of, tmp_path):
     (made(tmp_path / "run") / "summary.json").unlink()
-    assert error_of("run").endswith("finish it with detonation train RECIPE.toml --out run --resume")
+    assert error_of("run").endswith(
+        "finish it with detonation train RECIPE.toml --out run --resume"
+    )
     made(tmp_path / "compared" / "full")
     made(tmp_path / "compared" / "demo")
-    assert error_of("compared") == "error: compared holds 2 runs, not one: detonation report compared/*/"
+    assert (
+        error_of("compared")
+        == "error: compared holds 2 runs, not one: detonation report compared/*/"
+    )
 
 
 def test_a_full_disk_leaves_no_part_of_a_page(tmp_path, monkeypatch, capsys):
@@ -67,7 +72,10 @@ def test_damaged_metrics_are_named_by_their_line(error_of, tmp_path, line):
         == f"error: run/metrics.jsonl is damaged in line 7, which is no JSON object with {needs}: remove the line"
     )
     metrics.write_text("")
-    assert error_of("run") == "error: run/metrics.jsonl holds no step: give the directory of a run that has trained"
+    assert (
+        error_of("run")
+        == "error: run/metrics.jsonl holds no step: give the directory of a run that has trained"
+    )
 
 
 @pytest.mark.parametrize("name", ["summary.json", "config.toml", "environment.json"])
@@ -88,7 +96,10 @@ def test_an_incomplete_summary(error_of, tmp_path):
 
 def test_a_page_at_an_impossible_path(error_of, tmp_path):
     made(tmp_path / "run")
-    assert error_of("run", "--out", "run") == "error: the page run is a directory: choose another --out"
+    assert (
+        error_of("run", "--out", "run")
+        == "error: the page run is a directory: choose another --out"
+    )
     assert error_of("run", "--out", "a/b.html").startswith(
         "error: the page a/b.html would be in a, which is no directory"
     )
@@ -119,4 +130,6 @@ def test_a_record_without_a_number_is_damaged(error_of, tmp_path, key):
     metrics = made(tmp_path / "run") / "metrics.jsonl"
     lines = metrics.read_text().splitlines()
     metrics.write_text("\n".join([json.dumps(json.loads(lines[0]) | {key: None}), *lines[1:]]))
-    assert error_of("run").startswith("error: run/metrics.jsonl is damaged in line 1, which is no JSON object with ")
+    assert error_of("run").startswith(
+        "error: run/metrics.jsonl is damaged in line 1, which is no JSON object with "
+    )

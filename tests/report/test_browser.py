@@ -15,7 +15,8 @@ FIGURES = ["loss-steps", "loss-bytes", "loss-seconds", "frontier", "step-time"]
 PNG = "data:image/png;base64,"
 FOUND = browser.found()
 pytestmark = pytest.mark.skipif(
-    FOUND is None, reason=f"needs a browser in PATH, one of {', '.join(browser.NAMES)}: apt-get install chromium"
+    FOUND is None,
+    reason=f"needs a browser in PATH, one of {', '.join(browser.NAMES)}: apt-get install chromium",
 )
 
 
@@ -24,9 +25,18 @@ def page(tmp_path_factory):
     """A page about difficult runs: a long name, a hostile name, several levels, and a run that sends nothing."""
     folder = tmp_path_factory.mktemp("runs")
     runs = [
-        made(folder / "a-recipe-with-a-name-as-long-as-recipes-can-have-full-20261120-125504", "full", sent=4_000_000),
+        made(
+            folder / "a-recipe-with-a-name-as-long-as-recipes-can-have-full-20261120-125504",
+            "full",
+            sent=4_000_000,
+        ),
         made(folder / "<img src=x onerror=alert(1)> & \"'%20", "random"),
-        made(folder / "tiers", "full+demo", levels=[("rack", 4_000_000), ("site", 9_000)], val_accuracy=0.7),
+        made(
+            folder / "tiers",
+            "full+demo",
+            levels=[("rack", 4_000_000), ("site", 9_000)],
+            val_accuracy=0.7,
+        ),
         made(folder / "none", "none", sent=0),
     ]
     return write_page(runs, folder / "report.html")
@@ -57,17 +67,24 @@ def test_a_person_can_read_it_on_a_screen_and_on_a_phone(page, shown, tmp_path, 
         ".getBoundingClientRect(); return [f.id, box.left, box.right, box.height] })"
     )
     assert [name for name, *_ in boxes] == FIGURES
-    assert all(0 <= left < right - 250 and right <= width and height > 90 for _, left, right, height in boxes), boxes
+    assert all(
+        0 <= left < right - 250 and right <= width and height > 90
+        for _, left, right, height in boxes
+    ), boxes
     (tmp_path / "page.png").write_bytes(shown.screenshot())
     with Image.open(tmp_path / "page.png") as picture:
         seen = colours(picture)
     assert max(seen, key=seen.get) == PAPER
-    assert all(seen.get(colour, 0) > 50 for colour in COLOURS[:4]), "each run is drawn in its colour"
+    assert all(seen.get(colour, 0) > 50 for colour in COLOURS[:4]), (
+        "each run is drawn in its colour"
+    )
 
 
 def test_each_figure_is_a_sharp_picture(page, shown):
     shown.show(page.as_uri(), 1280)
-    pictures = shown.evaluate("[...document.querySelectorAll('figure img')].map(image => image.src)")
+    pictures = shown.evaluate(
+        "[...document.querySelectorAll('figure img')].map(image => image.src)"
+    )
     assert len(pictures) == len(FIGURES)
     for picture in pictures:
         with Image.open(io.BytesIO(base64.b64decode(picture.removeprefix(PNG)))) as pixels:

@@ -35,17 +35,23 @@ def oklab(rgb):
     """Ottosson (2020): a space in which distances are perceived what_differs."""
     cones = ((0.4122, 0.5363, 0.0514), (0.2119, 0.6807, 0.1074), (0.0883, 0.2817, 0.6300))
     roots = [max(0.0, value) ** (1 / 3) for value in times(cones, rgb)]
-    return times(((0.2105, 0.7936, -0.0041), (1.9780, -2.4286, 0.4506), (0.0259, 0.7828, -0.8087)), roots)
+    return times(
+        ((0.2105, 0.7936, -0.0041), (1.9780, -2.4286, 0.4506), (0.0259, 0.7828, -0.8087)), roots
+    )
 
 
 def least_distance(palette):
-    seen = [[oklab(times(matrix, linear(colour))) for colour in palette] for matrix in BLINDNESS.values()]
+    seen = [
+        [oklab(times(matrix, linear(colour))) for colour in palette]
+        for matrix in BLINDNESS.values()
+    ]
     return min(math.dist(a, b) for eye in seen for i, a in enumerate(eye) for b in eye[:i])
 
 
 def contrast(colour, background):
     low, high = sorted(
-        sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear(x), strict=True)) for x in (colour, background)
+        sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear(x), strict=True))
+        for x in (colour, background)
     )
     return (high + 0.05) / (low + 0.05)
 
@@ -57,7 +63,9 @@ def test_colours_differ_for_every_eye_and_from_the_background():
 
 
 def test_a_long_curve_is_thinned_to_means_and_ends_where_it_ended():
-    across, loss = buckets([float(x) for x in range(1000)], [float(-x) for x in range(1000)], log=True)
+    across, loss = buckets(
+        [float(x) for x in range(1000)], [float(-x) for x in range(1000)], log=True
+    )
     assert 60 <= len(across) <= 120 and across[-1] == 999 and across[0] > 0
     assert loss == sorted(loss, reverse=True)
     assert buckets([0.0, 0.0, 3.0], [1.0, 2.0, 3.0], log=True) == ([3.0], [3.0])
@@ -77,13 +85,18 @@ def test_figures_without_content_are_left_out(tmp_path):
     third, diverged = made(tmp_path / "third", sent=3), made(tmp_path / "nan", val_loss=math.nan)
     assert "frontier" not in names(silent, sending, third, diverged)
     assert "frontier" in names(virtual, sending, third, diverged)
-    note = next(chart.note for chart in charts(read_all([silent, sending]))[0] if chart.name == "loss-bytes")
+    note = next(
+        chart.note for chart in charts(read_all([silent, sending]))[0] if chart.name == "loss-bytes"
+    )
     assert note.endswith("nothing was sent: none.")
 
 
 def test_the_page_shows_what_differs():
     one, other = {"a": 1, "b": {"c": True, "d": []}}, {"a": 1, "b": {"c": False, "d": []}, "e": "<"}
-    assert what_differs(["first", "second"], [one, other]).rows == [["b.c", "yes", "no"], ["e", "-", "<"]]
+    assert what_differs(["first", "second"], [one, other]).rows == [
+        ["b.c", "yes", "no"],
+        ["e", "-", "<"],
+    ]
     assert what_differs(["first", "second"], [one, one]).rows == []
 
 
@@ -92,7 +105,11 @@ def test_the_page_gives_rates_per_step_node_and_second(tmp_path):
     (run / "config.toml").write_text('[mesh]\nlink = "100mbit,5ms"\n')
     text = write_page([run]).read_text()
     assert "over an emulated link of 100mbit,5ms" in text
-    for phrase in ("<b>x33.3</b><span>reduction", "<b>120.0 kB per step</b><span>sent per replica", "examples/s"):
+    for phrase in (
+        "<b>x33.3</b><span>reduction",
+        "<b>120.0 kB per step</b><span>sent per replica",
+        "examples/s",
+    ):
         assert phrase in text
     assert not re.findall(r"\d \w+ a (?:step|node|second)|sent a step", text)
 
@@ -113,7 +130,10 @@ def test_waiting_for_the_slowest_replica_is_a_part_of_its_own_and_no_compute(tmp
     """Of 100 ms a step 10 ms are for the network, 10 ms the optimizer's, and 60 ms for the slowest."""
     (run,) = read_all([with_waits(tmp_path / "slow", 0.06)])
     (chart,) = [chart for chart in charts([run])[1] if chart.name == "step-time"]
-    assert [key.text for key in chart.keys][2:] == ["waiting for the slowest replica", "waiting for the network"]
+    assert [key.text for key in chart.keys][2:] == [
+        "waiting for the slowest replica",
+        "waiting for the network",
+    ]
     axes = Figure().add_subplot()
     chart.draw(axes)
     assert [bar.get_width() for bar in axes.patches] == pytest.approx([0.02, 0.01, 0.06, 0.01])
@@ -123,7 +143,10 @@ def test_waiting_for_the_slowest_replica_is_a_part_of_its_own_and_no_compute(tmp
 def test_a_run_from_before_it_was_measured_has_the_other_parts(tmp_path):
     (run,) = read_all([made(tmp_path / "old")])
     (chart,) = [chart for chart in charts([run])[1] if chart.name == "step-time"]
-    assert [key.text for key in chart.keys][1:] == ["encode, decode, update", "waiting for the network"]
+    assert [key.text for key in chart.keys][1:] == [
+        "encode, decode, update",
+        "waiting for the network",
+    ]
     assert chart.keys[2].colour == figures.PART_COLOURS[3]
     axes = Figure().add_subplot()
     chart.draw(axes)
@@ -131,12 +154,19 @@ def test_a_run_from_before_it_was_measured_has_the_other_parts(tmp_path):
 
 
 def test_the_frontier_joins_runs_with_the_lowest_loss_at_their_bytes(tmp_path):
-    sizes = {"sign": (1_000, 3.0), "demo": (10_000, 2.5), "worse": (20_000, 2.7), "full": (100_000, 2.4)}
+    sizes = {
+        "sign": (1_000, 3.0),
+        "demo": (10_000, 2.5),
+        "worse": (20_000, 2.7),
+        "full": (100_000, 2.4),
+    }
     runs = [made(tmp_path / name, sent=sent, val_loss=loss) for name, (sent, loss) in sizes.items()]
     chart = next(chart for chart in charts(read_all(runs))[0] if chart.name == "frontier")
     axes = Figure().add_subplot()
     chart.draw(axes)
     line, *points = axes.lines
     assert line.get_xydata().tolist() == [[*sizes[name]] for name in ("sign", "demo", "full")]
-    assert [point.get_xydata().tolist() for point in points] == [[[*size]] for size in sizes.values()]
+    assert [point.get_xydata().tolist() for point in points] == [
+        [[*size]] for size in sizes.values()
+    ]
     assert [text.get_text() for text in axes.texts] == ["4 s"] * 4 and axes.get_xscale() == "log"

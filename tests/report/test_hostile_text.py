@@ -32,8 +32,16 @@ class Tags(HTMLParser):
 
 def hostile(path):
     """A run whose every text is evil."""
-    texts = dict.fromkeys(("scheme", "optimizer", "model", "data", "fingerprint", "adapted_to"), EVIL)
-    made(path, **texts, skipped={EVIL: 3}, scheme_arguments={EVIL: EVIL}, levels=[(EVIL, 100), ("rack", 10)])
+    texts = dict.fromkeys(
+        ("scheme", "optimizer", "model", "data", "fingerprint", "adapted_to"), EVIL
+    )
+    made(
+        path,
+        **texts,
+        skipped={EVIL: 3},
+        scheme_arguments={EVIL: EVIL},
+        levels=[(EVIL, 100), ("rack", 10)],
+    )
     environment = {"packages": {"torch": EVIL, EVIL: EVIL}, "platform": EVIL, "gpus": [EVIL]}
     (path / "environment.json").write_text(json.dumps(environment))
     (path / "config.toml").write_text(f"seed = 0\n[model]\nname = {json.dumps(EVIL)}\n")
@@ -56,10 +64,21 @@ def test_a_page_about_hostile_runs_has_the_tags_of_any_page(tmp_path):
         assert page.tags <= pages[2].tags and page.attributes <= pages[2].attributes
 
 
-@pytest.mark.parametrize("name", ["run" + ESCAPES.replace("\n", ""), "run-" + NO_TEXT, "run" + FORMULA])
+@pytest.mark.parametrize(
+    "name", ["run" + ESCAPES.replace("\n", ""), "run-" + NO_TEXT, "run" + FORMULA]
+)
 def test_a_run_in_a_directory_of_any_name_trains_and_shows_the_name_escaped(tmp_path, name):
     out = tmp_path / name
-    train = ("train", write_recipe(tmp_path / "tiny.toml"), "--out", out, "--replicas", 1, "--set", "train.steps=2")
+    train = (
+        "train",
+        write_recipe(tmp_path / "tiny.toml"),
+        "--out",
+        out,
+        "--replicas",
+        1,
+        "--set",
+        "train.steps=2",
+    )
     command = Command(tmp_path / "said", *train)
     assert command.wait() == 0, command.stderr
     again = Command(tmp_path / "again", *train)
@@ -68,5 +87,10 @@ def test_a_run_in_a_directory_of_any_name_trains_and_shows_the_name_escaped(tmp_
     assert checked.wait() == 0
     assert (out / "report.html").is_file()
     for text in (command.stdout, again.errors, checked.stdout):
-        assert "\x1b" not in text and "\r" not in text and "\u202e" not in text and "\ufffd" not in text
+        assert (
+            "\x1b" not in text
+            and "\r" not in text
+            and "\u202e" not in text
+            and "\ufffd" not in text
+        )
         assert "run" in text

@@ -14,7 +14,12 @@ import browser
 from detonation.report import live
 from made import record
 
-WAITS = {"seconds": [[0.0, 2.5], [0.5, 0.0]], "network_s": [0.75, 1.25], "slowest": 1, "lasted_s": 8.0}
+WAITS = {
+    "seconds": [[0.0, 2.5], [0.5, 0.0]],
+    "network_s": [0.75, 1.25],
+    "slowest": 1,
+    "lasted_s": 8.0,
+}
 CONFIG = {
     "scheme": {"name": "demo"},
     "data": {"task": "text", "source": "sotu-sample"},
@@ -24,7 +29,9 @@ CONFIG = {
 
 
 def lines(first, last, **more):
-    return "".join(json.dumps(record(step, 120_000, 40) | more) + "\n" for step in range(first, last + 1))
+    return "".join(
+        json.dumps(record(step, 120_000, 40) | more) + "\n" for step in range(first, last + 1)
+    )
 
 
 @pytest.fixture
@@ -52,20 +59,34 @@ def read(address, **headers):
 
 def test_it_shows_loss_bytes_and_who_waits_for_whom_and_goes_on(run, address):
     begun = read(address)
-    assert "the first one sets up" in begun and "demo on sotu-sample · 2 replicas x 1 shards · 40 steps" in begun
+    assert (
+        "the first one sets up" in begun
+        and "demo on sotu-sample · 2 replicas x 1 shards · 40 steps" in begun
+    )
     (run / "metrics.jsonl").write_text(lines(1, 9) + lines(10, 10, waits=WAITS))
     page = read(address)
-    assert all(text in page for text in ("10 of 40", "1.2 MB", "120.0 kB", "10.0%", "3 s</b><span>left"))
+    assert all(
+        text in page for text in ("10 of 40", "1.2 MB", "120.0 kB", "10.0%", "3 s</b><span>left")
+    )
     rows = page.partition("Who waits for whom")[2].partition("</table>")[0]
     assert all(text in rows for text in ("2.5 s", "0.5 s", "0.8 s", "1.2 s", "for the network"))
-    assert [page.count(f'id="{name}"') for name in ("loss-steps", "loss-bytes", "step-time")] == [1, 1, 1]
+    assert [page.count(f'id="{name}"') for name in ("loss-steps", "loss-bytes", "step-time")] == [
+        1,
+        1,
+        1,
+    ]
     (run / "metrics.jsonl").write_text(lines(1, 9) + lines(10, 10, waits=WAITS) + lines(11, 12))
     assert "12 of 40" in read(address)
 
 
 def test_a_run_with_levels_has_as_many_replicas_as_they_come_to(run):
-    levels = [{"axis": "rack", "replicas": 2, "name": "full"}, {"axis": "site", "replicas": 3, "name": "demo"}]
-    (run / "config.toml").write_text(tomli_w.dumps(CONFIG | {"scheme": levels, "mesh": {"shards": 1, "link": ""}}))
+    levels = [
+        {"axis": "rack", "replicas": 2, "name": "full"},
+        {"axis": "site", "replicas": 3, "name": "demo"},
+    ]
+    (run / "config.toml").write_text(
+        tomli_w.dumps(CONFIG | {"scheme": levels, "mesh": {"shards": 1, "link": ""}})
+    )
     assert "full+demo on sotu-sample · 6 replicas x 1 shards" in live.html(run)
 
 
@@ -81,21 +102,31 @@ def test_no_other_site_and_no_other_file(address, path, host, code):
 
 
 def test_a_name_in_the_recipe_is_text(run, address):
-    (run / "config.toml").write_text(tomli_w.dumps(CONFIG | {"scheme": {"name": "<script>alert(1)</script>"}}))
+    (run / "config.toml").write_text(
+        tomli_w.dumps(CONFIG | {"scheme": {"name": "<script>alert(1)</script>"}})
+    )
     assert "<script>alert" not in live.html(run)
 
 
-@pytest.mark.skipif(browser.found() is None, reason="no browser is installed: apt-get install chromium")
-def test_the_page_moves_on_by_itself_and_says_when_the_run_has_ended(run, tmp_path_factory, monkeypatch):
+@pytest.mark.skipif(
+    browser.found() is None, reason="no browser is installed: apt-get install chromium"
+)
+def test_the_page_moves_on_by_itself_and_says_when_the_run_has_ended(
+    run, tmp_path_factory, monkeypatch
+):
     monkeypatch.setattr(live, "_EVERY_S", 0.0)
     (run / "metrics.jsonl").write_text(lines(1, 10, waits=WAITS))
     with contextlib.ExitStack() as stack:
-        shown = stack.enter_context(browser.Browser(browser.found(), tmp_path_factory.mktemp("profile")))
+        shown = stack.enter_context(
+            browser.Browser(browser.found(), tmp_path_factory.mktemp("profile"))
+        )
         server = live.serve(run, socket.create_server(("127.0.0.1", 0)))
         thread = threading.Thread(target=server.serve_forever, args=[0.01], daemon=True)
         thread.start()
         shown.show(f"http://127.0.0.1:{server.server_address[1]}/", 390)
-        assert shown.complaints == [] and shown.evaluate("document.documentElement.scrollWidth") == 390
+        assert (
+            shown.complaints == [] and shown.evaluate("document.documentElement.scrollWidth") == 390
+        )
         assert shown.evaluate("document.querySelector('.tiles b').innerText") == "10 of 40"
         (run / "metrics.jsonl").write_text(lines(1, 20, waits=WAITS))
         refreshed = "refresh().then(() => document.querySelector('.tiles b').innerText)"

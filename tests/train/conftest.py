@@ -45,6 +45,8 @@ def train(tiny, tmp_path):
         config = tiny(*sets, **(tables or {}))
         request = Request(Path("tiny.toml"), out=tmp_path / out, stop_after=stop_after)
         world_size = sum(config.mesh.sizes)
-        return run_local(train_on_rank, world_size, [RunTask(request, config, **options)], timeout_s=LIMIT_S)
+        return run_local(
+            train_on_rank, world_size, [RunTask(request, config, **options)], timeout_s=LIMIT_S
+        )
 
     return trained

@@ -55,7 +55,9 @@ def followed(config, paces, assumed=FAST):
         waited += 0.3 * (session.rank == 0)  # it waits for the other, which is slower
         if scheme.round.every > 1:
             waited *= scheme.round.every * scheme.round.sends(record.step - 1)
-        agreeing = report_s(scheme, work, Network.of_link_speed(pace, 2, 1)) + 0.3 * (session.rank == 0)
+        agreeing = report_s(scheme, work, Network.of_link_speed(pace, 2, 1)) + 0.3 * (
+            session.rank == 0
+        )
         told = adapter.after(dataclasses.replace(record, waited_s=waited, agreeing_s=agreeing))
         lines.extend(told)
         steps.append((record.bytes_sent, dict(session.optimizer.levels[-1][1].arguments)))
@@ -69,16 +71,30 @@ def followed(config, paces, assumed=FAST):
 @pytest.mark.parametrize(
     ("sets", "key", "phases"),
     [
-        (("scheme.name=demo", "scheme.topk=4", "scheme.chunk=64"), "topk", [(4, FAST), (4, SLOW), (32, FAST)]),
+        (
+            ("scheme.name=demo", "scheme.topk=4", "scheme.chunk=64"),
+            "topk",
+            [(4, FAST), (4, SLOW), (32, FAST)],
+        ),
         pytest.param(
-            *(("scheme.name=random", "scheme.rate=0.0625"), "rate", [(4, FAST), (4, SLOW), (32, FAST)]),
+            *(
+                ("scheme.name=random", "scheme.rate=0.0625"),
+                "rate",
+                [(4, FAST), (4, SLOW), (32, FAST)],
+            ),
             marks=pytest.mark.long,
         ),
-        (("scheme.name=diloco", "scheme.every=20"), "every", [(20, FAST), (20, LinkSpeed(3.6e6)), (60, FAST)]),
+        (
+            ("scheme.name=diloco", "scheme.every=20"),
+            "every",
+            [(20, FAST), (20, LinkSpeed(3.6e6)), (60, FAST)],
+        ),
     ],
     ids=["topk", "rate", "every"],
 )
-def test_settings_follow_the_link_down_and_back_at_the_same_step_everywhere(tiny, monkeypatch, sets, key, phases):
+def test_settings_follow_the_link_down_and_back_at_the_same_step_everywhere(
+    tiny, monkeypatch, sets, key, phases
+):
     """From a setting whose loss was measured, and so back to it."""
     monkeypatch.setattr(adapt, "STEPS", 4)
     config = tiny(*sets, "train.steps=1000")
@@ -91,7 +107,9 @@ def test_settings_follow_the_link_down_and_back_at_the_same_step_everywhere(tiny
     less = max if key == "every" else min
     assert chosen[: slow - 1] == [first] * (slow - 1) and chosen[-1] == first
     assert chosen[slow - 1] == less(chosen) != first
-    rest = [{name: value for name, value in arguments.items() if name != key} for _, arguments in steps]
+    rest = [
+        {name: value for name, value in arguments.items() if name != key} for _, arguments in steps
+    ]
     assert rest == [rest[0]] * len(rest)
     assert f"after step {slow} the link is" in lines[0] and "from now on, instead of" in lines[0]
     if key != "every":  # what is sent at the next step is what the setting says
@@ -106,7 +124,10 @@ NEAR, FAR = LinkSpeed(1e8, 0.02), LinkSpeed(1e8, 0.2)
 
 @pytest.mark.parametrize(
     ("sets", "key", "steps"),
-    [(("scheme.name=demo", "scheme.topk=4", "scheme.chunk=64"), "topk", 16), (("scheme.name=diloco",), "every", 205)],
+    [
+        (("scheme.name=demo", "scheme.topk=4", "scheme.chunk=64"), "topk", 16),
+        (("scheme.name=diloco",), "every", 205),
+    ],
     ids=["topk", "every"],
 )
 def test_a_latency_that_grows_is_not_taken_for_a_slow_rate(tiny, monkeypatch, sets, key, steps):
@@ -117,7 +138,9 @@ def test_a_latency_that_grows_is_not_taken_for_a_slow_rate(tiny, monkeypatch, se
     paces = [NEAR] * due + [FAR] * due + [NEAR] * (steps - 2 * due)
     taken, lines, equal = run_local(followed, 2, [config, paces, NEAR], timeout_s=LIMIT_S)[0]
     assert equal and len(lines) == 2 and not any("times as fast" in line for line in lines)
-    grown, shrunk = (float(re.search(r"the link has (\S+) times the latency", line)[1]) for line in lines)
+    grown, shrunk = (
+        float(re.search(r"the link has (\S+) times the latency", line)[1]) for line in lines
+    )
     assert 8 < grown < 12.5 and 0.08 < shrunk < 0.2  # where backward hides it, no more is seen
     first, far = (taken[step][1][key] for step in (0, 2 * due - 1))
     assert far > first if key == "every" else far >= first
@@ -135,11 +158,21 @@ def replayed():
 
 
 @pytest.mark.long  # no branch of its own
-def test_a_link_that_stays_is_not_found_slow_because_the_last_micro_batch_hides_little(tiny, monkeypatch):
+def test_a_link_that_stays_is_not_found_slow_because_the_last_micro_batch_hides_little(
+    tiny, monkeypatch
+):
     monkeypatch.setattr(adapt, "STEPS", 4)
     monkeypatch.setattr(buckets, "SMALLEST", 2**10)  # also in the ranks, which are forks
-    config = tiny("scheme.name=demo", "scheme.topk=4", "scheme.chunk=64", "train.accumulate=8", "train.steps=1000")
-    _, lines, equal = run_local(followed, 2, [config, [LinkSpeed(3e6)] * 8, LinkSpeed(3e6)], timeout_s=LIMIT_S)[0]
+    config = tiny(
+        "scheme.name=demo",
+        "scheme.topk=4",
+        "scheme.chunk=64",
+        "train.accumulate=8",
+        "train.steps=1000",
+    )
+    _, lines, equal = run_local(
+        followed, 2, [config, [LinkSpeed(3e6)] * 8, LinkSpeed(3e6)], timeout_s=LIMIT_S
+    )[0]
     assert equal and not lines
 
 
@@ -153,7 +186,9 @@ def test_a_move_keeps_law_5_and_what_owners_keep(tiny):
 def settings(config):
     """For each setting that the run could move to, whether the optimizer takes it."""
     session = start_session(config, torch.device("cpu"))
-    adapter = Adapter(session, Followed(0.1, Network.of_link_speed(FAST, 4, 1), COMPUTE_S, Step(0.001, 0.0)))
+    adapter = Adapter(
+        session, Followed(0.1, Network.of_link_speed(FAST, 4, 1), COMPUTE_S, Step(0.001, 0.0))
+    )
     taken = []
     for scheme in adapter._settings():
         try:
@@ -181,7 +216,12 @@ def test_a_wait_that_no_rate_explains_changes_nothing():
 def test_what_a_checkpoint_says_of_the_link_is_read_back_or_refused():
     known = Followed(0.1, Network.of_link_speed(FAST, 2, 1), COMPUTE_S, Step(0.001, 0.0))
     assert Followed.of(json.loads(json.dumps(known.table())), 2, 1) == known
-    for damage in ({"lines": 3}, {"lines": {"all-gather": [1, None, 3]}}, {"budget": "all"}, {"step": {"a": 1}}):
+    for damage in (
+        {"lines": 3},
+        {"lines": {"all-gather": [1, None, 3]}},
+        {"budget": "all"},
+        {"step": {"a": 1}},
+    ):
         with pytest.raises(ValueError, match="damaged"):
             Followed.of({**known.table(), **damage}, 2, 1)
 
@@ -207,7 +247,9 @@ class Slowing(ThrottledCommunicator):
         return super().leave(*message)
 
 
-def test_a_run_over_a_link_that_slows_down_moves_writes_it_down_and_resumes_with_it(tmp_path, monkeypatch, capfd):
+def test_a_run_over_a_link_that_slows_down_moves_writes_it_down_and_resumes_with_it(
+    tmp_path, monkeypatch, capfd
+):
     """An emulated link is never faster than it says, so it is found to be slow on any machine."""
     monkeypatch.setattr(session, "ThrottledCommunicator", Slowing)
     monkeypatch.setattr(decide, "PROBE_S", 0.3)
@@ -217,7 +259,13 @@ def test_a_run_over_a_link_that_slows_down_moves_writes_it_down_and_resumes_with
     path, out = tmp_path / "tiny.toml", tmp_path / "run"
     path.write_text(tomli_w.dumps({**RECIPE, "scheme": {"name": "demo", "topk": 8, "chunk": 32}}))
     train = ["train", str(path), "--link", "1gbit", "--out", str(out)]
-    sets = ["--set", "scheme.name=auto", "scheme.adapt=true", "train.steps=40", "train.validation_batches=1"]
+    sets = [
+        "--set",
+        "scheme.name=auto",
+        "scheme.adapt=true",
+        "train.steps=40",
+        "train.validation_batches=1",
+    ]
     assert run_command([*train, *sets, "--stop-after", "24"]) == 0
     told = capfd.readouterr().out
     records = metrics.read_metrics(out / "metrics.jsonl")
@@ -233,12 +281,16 @@ def test_a_run_over_a_link_that_slows_down_moves_writes_it_down_and_resumes_with
     assert saved["extra"]["followed"]["budget"] == 0.1
     capfd.readouterr()
     assert run_command([*train, *sets, "--resume", "--json"]) == 0
-    last = [record.setting for record in metrics.read_metrics(out / "metrics.jsonl") if record.setting][-1]
+    last = [
+        record.setting for record in metrics.read_metrics(out / "metrics.jsonl") if record.setting
+    ][-1]
     assert json.loads(capfd.readouterr().out)["adapted_to"] == last
 
 
 @pytest.mark.long  # no branch of its own
-def test_a_run_that_is_started_again_before_its_first_checkpoint_chooses_and_adapts_again(tmp_path, monkeypatch, capfd):
+def test_a_run_that_is_started_again_before_its_first_checkpoint_chooses_and_adapts_again(
+    tmp_path, monkeypatch, capfd
+):
     monkeypatch.setattr(decide, "PROBE_S", 0.3)
     monkeypatch.setattr(decide, "SCHEMES", {"demo": dt.demo})
     monkeypatch.setattr(decide, "settings", lambda name: [{}])
@@ -252,6 +304,10 @@ def test_a_run_that_is_started_again_before_its_first_checkpoint_chooses_and_ada
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert run_command(train) == 0
     told = capfd.readouterr().out
-    assert "no checkpoint was saved yet" in told and "\nauto: demo(" in f"\n{told}" and "adapt:" not in told
+    assert (
+        "no checkpoint was saved yet" in told
+        and "\nauto: demo(" in f"\n{told}"
+        and "adapt:" not in told
+    )
     saved = json.loads((out / "checkpoints" / "step-000006" / "manifest.json").read_text())
     assert saved["extra"]["followed"]["budget"] == 0.1

@@ -32,8 +32,14 @@ from detonation.train.run import decide
 from limits import LIMIT_S
 
 SLOW = ("--link", "1mbit,1ms", "--set", "scheme.name=auto")
-TUNED = {name: {"optimizer": {"name": "AdamW", "lr": 0.0125}} for name in ("demo", "random_sign", "diloco", "random")}
-LEVELS = [{"axis": axis, "replicas": 2, "name": name} for axis, name in (("rack", "full"), ("site", "auto"))]
+TUNED = {
+    name: {"optimizer": {"name": "AdamW", "lr": 0.0125}}
+    for name in ("demo", "random_sign", "diloco", "random")
+}
+LEVELS = [
+    {"axis": axis, "replicas": 2, "name": name}
+    for axis, name in (("rack", "full"), ("site", "auto"))
+]
 
 
 @pytest.fixture
@@ -43,7 +49,9 @@ def recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "tiny.toml"
     tables = {f"tuned.{name}.optimizer": tables["optimizer"] for name, tables in TUNED.items()}
-    path.write_text(tomli_w.dumps(RECIPE) + "".join(f"\n[{k}]\n{tomli_w.dumps(v)}" for k, v in tables.items()))
+    path.write_text(
+        tomli_w.dumps(RECIPE) + "".join(f"\n[{k}]\n{tomli_w.dumps(v)}" for k, v in tables.items())
+    )
     return path
 
 
@@ -54,68 +62,121 @@ def test_the_choice_stands_in_the_run_and_is_taken_again(recipe, tmp_path, capfd
     train = ["train", str(recipe), *SLOW, "train.steps=4", *world, "--log", "--out", str(out)]
     ranks = launched(tmp_path / "ranks", 2, *train, "--stop-after", "2")
     assert [rank.wait() for rank in ranks] == [0, 0]
-    plan, config = json.loads((out / "plan.json").read_text()), tomllib.loads((out / "config.toml").read_text())
+    plan, config = (
+        json.loads((out / "plan.json").read_text()),
+        tomllib.loads((out / "config.toml").read_text()),
+    )
     assert f"auto: {plan['why']}\n" in ranks[0].stdout and "auto:" not in ranks[1].stdout
     # on such a link nothing dense is within a tenth of a step, however slow the machine
     assert config["scheme"]["name"] == plan["chosen"]["scheme"] != "full"
-    assert plan["budget"] == 0.1 and plan["link"]["operations"]["all-gather"]["rate_bits_per_s"] < 1.5e6
+    assert (
+        plan["budget"] == 0.1
+        and plan["link"]["operations"]["all-gather"]["rate_bits_per_s"] < 1.5e6
+    )
     assert len(plan["options"]) > 10 and plan["chosen"] in plan["options"]
     # all of it, the optimizer tuned for the scheme too, is the recipe under the scheme that was chosen
     overrides = {**parse_sets(["train.steps=4", "mesh.link=1mbit,1ms"]), "scheme": config["scheme"]}
     assert from_table(config).optimizer == resolve({**RECIPE, "tuned": TUNED}, overrides).optimizer
 
     killed = shutil.copytree(out, tmp_path / "killed", ignore=shutil.ignore_patterns("checkpoints"))
-    for path, goes_on in ((out, "resumed after step 2, exactly as saved"), (killed, "no checkpoint was saved yet: ")):
+    for path, goes_on in (
+        (out, "resumed after step 2, exactly as saved"),
+        (killed, "no checkpoint was saved yet: "),
+    ):
         assert run_command([*train[:-1], str(path), "--resume"]) == 0
         told = capfd.readouterr().out
         assert goes_on in told and "auto:" not in told
         assert tomllib.loads((path / "config.toml").read_text()) == config
 
     assert run_command(["train", str(out / "config.toml"), "--out", str(tmp_path / "again")]) == 0
-    summaries = [json.loads((run / "summary.json").read_text()) for run in (out, tmp_path / "again")]
+    summaries = [
+        json.loads((run / "summary.json").read_text()) for run in (out, tmp_path / "again")
+    ]
     assert summaries[0]["fingerprint"] == summaries[1]["fingerprint"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["train", "--set", "scheme.name=auto", "scheme.budget=2"], "budget is 2, must be a part of a step that may"),
-        (["train", "--set", "scheme.name=auto", "scheme.budget=-0.1"], "budget is -0.1, must be a part of a step"),
-        (["train", "--set", "scheme.name=auto", "scheme.adapt=3"], "scheme.adapt is 3, but must be true or false"),
+        (
+            ["train", "--set", "scheme.name=auto", "scheme.budget=2"],
+            "budget is 2, must be a part of a step that may",
+        ),
+        (
+            ["train", "--set", "scheme.name=auto", "scheme.budget=-0.1"],
+            "budget is -0.1, must be a part of a step",
+        ),
+        (
+            ["train", "--set", "scheme.name=auto", "scheme.adapt=3"],
+            "scheme.adapt is 3, but must be true or false",
+        ),
         (
             ["train", "--set", "scheme.name=auto", "scheme.budgt=0.2"],
             "unknown argument of scheme auto 'budgt', did you mean 'budget'? Valid: adapt, budget",
         ),
         (["train", "--set", "scheme.name=aut"], "unknown scheme 'aut'"),
-        (["train", "--set", "scheme.name=auto", "scheme.adapt=true", "--elastic"], "scheme.adapt watches the link of "),
-        (["train", "--set", "scheme.name=auto", "--link", "100"], "a link is '100', must be a rate above 0"),
-        (["train", "--set", "scheme.name=auto", "model.layers=two"], "model.layers is 'two', but must be a whole"),
-        (["simulate", "--set", "scheme.name=auto"], "scheme auto needs a link to measure, and a simulation has none"),
-        (["compare", "--schemes", "full,auto"], "compare takes schemes by name: use train for scheme auto"),
+        (
+            ["train", "--set", "scheme.name=auto", "scheme.adapt=true", "--elastic"],
+            "scheme.adapt watches the link of ",
+        ),
+        (
+            ["train", "--set", "scheme.name=auto", "--link", "100"],
+            "a link is '100', must be a rate above 0",
+        ),
+        (
+            ["train", "--set", "scheme.name=auto", "model.layers=two"],
+            "model.layers is 'two', but must be a whole",
+        ),
+        (
+            ["simulate", "--set", "scheme.name=auto"],
+            "scheme auto needs a link to measure, and a simulation has none",
+        ),
+        (
+            ["compare", "--schemes", "full,auto"],
+            "compare takes schemes by name: use train for scheme auto",
+        ),
     ],
 )
 def test_what_cannot_be_chosen_is_one_line(recipe, tmp_path, capsys, arguments, line):
     verb, *rest = arguments
     assert run_command([verb, str(recipe), *rest]) == 2
     printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.startswith(f"error: {line}") and len(printed.err.splitlines()) == 1
+    assert (
+        printed.out == ""
+        and printed.err.startswith(f"error: {line}")
+        and len(printed.err.splitlines()) == 1
+    )
     assert list(tmp_path.iterdir()) == [recipe]
 
 
 def test_a_configuration_that_cannot_be_read_chooses_nothing(tmp_path):
-    alone, asked = SimpleNamespace(send_to_all=lambda scheme: [scheme]), decide.Asked(decide.Auto(), Layers(RECIPE, {}))
+    alone, asked = (
+        SimpleNamespace(send_to_all=lambda scheme: [scheme]),
+        decide.Asked(decide.Auto(), Layers(RECIPE, {})),
+    )
     assert decide.again(asked, tmp_path / "nowhere", alone) is None
     for text in ("[scheme", "scheme = 3", "[scheme]\ntopk = 4"):
         (tmp_path / "config.toml").write_text(text)
         assert decide.again(asked, tmp_path, alone) is None
 
 
-SIGNS = {"name": "demo", "topk": 2, "chunk": 32, "decay": 0.5, "precision": "sign", "error_feedback": False}
+SIGNS = {
+    "name": "demo",
+    "topk": 2,
+    "chunk": 32,
+    "decay": 0.5,
+    "precision": "sign",
+    "error_feedback": False,
+}
 
 
 def test_what_was_measured_is_considered_as_it_was_over_a_recipe_with_other_settings():
     candidates = decide.Asked(decide.Auto(), Layers({**RECIPE, "scheme": SIGNS}, {})).candidates()
-    measured = {spelled(dt.scheme(loss.scheme, loss.arguments)) for loss in loss_table() if loss.scheme != "none"}
+    measured = {
+        spelled(dt.scheme(loss.scheme, loss.arguments))
+        for loss in loss_table()
+        if loss.scheme != "none"
+    }
     assert measured <= candidates.keys() and spelled(made(SIGNS)) in candidates
 
 
@@ -134,20 +195,34 @@ def made(table):
 
 def test_a_busy_moment_while_one_setting_is_measured_does_not_choose_another():
     """Steps without an exchange are those of the optimizer: the same in long rounds and in short ones."""
-    steps, choices = zip(*(run_local(searched, 1, [slow], timeout_s=LIMIT_S)[0] for slow in (1, 2, 3)), strict=True)
+    steps, choices = zip(
+        *(run_local(searched, 1, [slow], timeout_s=LIMIT_S)[0] for slow in (1, 2, 3)), strict=True
+    )
     assert all(len(set(found)) == 1 for found in steps) and len(set(choices)) == 1
 
 
 def searched(slow):
     """The local steps that count, and the choice, where one measurement takes twice as long."""
-    layers = Layers(tomllib.loads(Path("recipes/quick-lm.toml").read_text()), {"mesh": {"replicas": 2, "shards": 1}})
+    layers = Layers(
+        tomllib.loads(Path("recipes/quick-lm.toml").read_text()),
+        {"mesh": {"replicas": 2, "shards": 1}},
+    )
     asked, measured = decide.Asked(decide.Auto(), layers), itertools.count(1)
-    decide.optimizer_step = lambda session, everyone, config: Step(0.06, 0.03 * (1 + (next(measured) == slow)))
+    decide.optimizer_step = lambda session, everyone, config: Step(
+        0.06, 0.03 * (1 + (next(measured) == slow))
+    )
     config = asked.check()
     session = SimpleNamespace(device=torch.device("cpu"), config=config)
-    network, work = Network.of_link_speed(LinkSpeed(4e6, 0.02), 2, 1), Work(shard_shapes(config), 0.12, reports=True)
-    best, _, work = decide._search(0.1, asked.candidates(), session, Everyone(session.device), network, work)
-    return [step.local_s for name, step in work.steps.items() if name.startswith("muloco")], str(best)
+    network, work = (
+        Network.of_link_speed(LinkSpeed(4e6, 0.02), 2, 1),
+        Work(shard_shapes(config), 0.12, reports=True),
+    )
+    best, _, work = decide._search(
+        0.1, asked.candidates(), session, Everyone(session.device), network, work
+    )
+    return [step.local_s for name, step in work.steps.items() if name.startswith("muloco")], str(
+        best
+    )
 
 
 def test_what_others_log_is_heard_while_a_step_is_timed(monkeypatch, caplog):
@@ -173,9 +248,18 @@ def test_settings_that_do_not_go_with_the_recipes_own_are_left_out():
     tables = {**RECIPE, "scheme": {"name": "auto"}, "tuned": {"demo": {"scheme": {"chunk": 8}}}}
     found = decide.Asked(decide.Auto(), Layers(tables, {})).candidates()
     demos = [config.scheme.arguments for name, config in found.items() if name.startswith("demo(")]
-    assert {arguments["chunk"] for arguments in demos} == {8, 32, 64, 128}  # these three were measured as they are
+    assert {arguments["chunk"] for arguments in demos} == {
+        8,
+        32,
+        64,
+        128,
+    }  # these three were measured as they are
     own = [arguments for arguments in demos if arguments["chunk"] == 8]
-    assert len(own) >= 3 and {arguments.get("topk") for arguments in own} == {None, 1, 4}  # 16 of 8 there are not
+    assert len(own) >= 3 and {arguments.get("topk") for arguments in own} == {
+        None,
+        1,
+        4,
+    }  # 16 of 8 there are not
 
 
 @pytest.mark.parametrize("setting", [{"log_updates": True}, {"publish": "127.0.0.1:0"}])
@@ -192,15 +276,25 @@ def test_what_hides_a_message_is_the_last_micro_batch_of_the_run(recipe, tmp_pat
     monkeypatch.setattr(buckets, "SMALLEST", 2**10)  # also in the ranks, which are forks
     monkeypatch.setattr(decide, "SCHEMES", {"full": dt.full})
     monkeypatch.setattr(decide, "settings", lambda name: [{}])
-    sets = ["--set", "scheme.name=auto", "train.accumulate=4", "train.batch_size=1", "train.steps=2"]
+    sets = [
+        "--set",
+        "scheme.name=auto",
+        "train.accumulate=4",
+        "train.batch_size=1",
+        "train.steps=2",
+    ]
     out = tmp_path / "run"
-    assert run_command(["train", str(recipe), "--link", "20mbit,1ms", *sets, "--out", str(out)]) == 0
+    assert (
+        run_command(["train", str(recipe), "--link", "20mbit,1ms", *sets, "--out", str(out)]) == 0
+    )
     plan, config = (
         json.loads((out / "plan.json").read_text()),
         from_table(tomllib.loads((out / "config.toml").read_text())),
     )
     lines = plan["link"]["operations"]
-    network = Network(2, 1, {k: Operation(v["latency_s"], v["rate_bits_per_s"], 0.0) for k, v in lines.items()})
+    network = Network(
+        2, 1, {k: Operation(v["latency_s"], v["rate_bits_per_s"], 0.0) for k, v in lines.items()}
+    )
     work = Work(shard_shapes(config), plan["compute_s"], accumulate=4, reports=True)
     assert plan["chosen"]["exposed_s"] == pytest.approx(cost(dt.full(), work, network).exposed_s)
     # which tells them apart unless a busy machine computes for so long that both hide all of it
@@ -221,15 +315,31 @@ def test_levels_name_their_schemes(tmp_path, capsys):
 def test_the_flags_that_a_plan_prints_take_its_first_choice(tmp_path, capsys):
     path = tmp_path / "signs.toml"
     path.write_text(tomli_w.dumps({**RECIPE, "scheme": SIGNS}))
-    assert run_command(["plan", str(path), "--link", "20mbit,2ms", "--step-time", "0.1", "--json"]) == 0
+    assert (
+        run_command(["plan", str(path), "--link", "20mbit,2ms", "--step-time", "0.1", "--json"])
+        == 0
+    )
     printed = capsys.readouterr()
     flags = printed.err.split("to take it: --set ")[1].splitlines()[0].split()
     table = resolve(tomllib.loads(path.read_text()), parse_sets(flags)).scheme
-    assert made({"name": table.name, **table.arguments}).arguments == json.loads(printed.out)["first"]["arguments"]
+    assert (
+        made({"name": table.name, **table.arguments}).arguments
+        == json.loads(printed.out)["first"]["arguments"]
+    )
 
 
 def test_a_recipe_that_leaves_the_choice_open_can_be_planned_for(recipe, capsys):
-    plan = ["plan", str(recipe), "--set", "scheme.name=auto", "--link", "1mbit", "--step-time", "0.1", "--json"]
+    plan = [
+        "plan",
+        str(recipe),
+        "--set",
+        "scheme.name=auto",
+        "--link",
+        "1mbit",
+        "--step-time",
+        "0.1",
+        "--json",
+    ]
     assert run_command(plan) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["first"] == found["options"][0] and found["first"]["scheme"] != "auto"
@@ -240,7 +350,14 @@ def test_a_plan_hides_messages_behind_the_last_micro_batch_alone(recipe, capsys,
     waits = []
     for accumulate in (1, 8):
         sets = ["--set", "scheme.name=full", f"train.accumulate={accumulate}"]
-        assert run_command(["plan", str(recipe), *sets, "--link", "20mbit", "--step-time", "0.1", "--json"]) == 0
+        assert (
+            run_command(
+                ["plan", str(recipe), *sets, "--link", "20mbit", "--step-time", "0.1", "--json"]
+            )
+            == 0
+        )
         options = json.loads(capsys.readouterr().out)["options"]
-        waits.append(next(option["exposed_s"] for option in options if option["spelled"] == "full()"))
+        waits.append(
+            next(option["exposed_s"] for option in options if option["spelled"] == "full()")
+        )
     assert waits[1] > 1.5 * waits[0] > 0

@@ -8,7 +8,9 @@ import worlds
 from detonation.train.loop.evaluate import greedy, translate
 from detonation.train.loop.session import load_data, start_session
 
-PAIRS = "\n".join(f"the {i} birds sing\tdie {i} Voegel singen in {i % 7} Baeumen" for i in range(80))
+PAIRS = "\n".join(
+    f"the {i} birds sing\tdie {i} Voegel singen in {i % 7} Baeumen" for i in range(80)
+)
 TABLES = {
     "model": {"name": "t5", "hidden_size": 16, "layers": 1, "heads": 2, "feed_forward": 32},
     "scheme": {"name": "full"},
@@ -18,7 +20,12 @@ TABLES = {
 @pytest.fixture
 def small(tiny, tmp_path):
     (tmp_path / "pairs.tsv").write_text(PAIRS)
-    data = {"task": "translation", "source": str(tmp_path / "pairs.tsv"), "source_length": 24, "target_length": 40}
+    data = {
+        "task": "translation",
+        "source": str(tmp_path / "pairs.tsv"),
+        "source_length": 24,
+        "target_length": 40,
+    }
 
     def configured(*sets):
         return tiny("train.bleu_sentences=7", *sets, data=data, **TABLES)
@@ -36,9 +43,15 @@ def parrot(session):
         def forward(self, input_ids, attention_mask, decoder_input_ids, past_key_values=0, **_):
             rows = [int((references["input_ids"] == ids).all(1).nonzero()[0]) for ids in input_ids]
             labels, at = references["labels"][rows][:, 4:], past_key_values
-            wanted = labels[:, at] if at < labels.shape[1] else torch.ones(len(rows), dtype=torch.int64)
+            wanted = (
+                labels[:, at] if at < labels.shape[1] else torch.ones(len(rows), dtype=torch.int64)
+            )
             scores = torch.nn.functional.one_hot(wanted.clamp(min=0), 384).float()
-            output = {"logits": scores[:, None], "encoder_last_hidden_state": None, "past_key_values": at + 1}
+            output = {
+                "logits": scores[:, None],
+                "encoder_last_hidden_state": None,
+                "past_key_values": at + 1,
+            }
             return type("Output", (), output)
 
     return Parrot()
@@ -73,16 +86,27 @@ def greedy_by_whole_passes(mesh, config):
     given = {key: batch[key] for key in ("input_ids", "attention_mask")}
     with torch.no_grad():
         for _ in range(batch["labels"].shape[1]):
-            ids = torch.cat([ids, model(**given, decoder_input_ids=ids).logits[:, -1].argmax(-1, keepdim=True)], 1)
+            ids = torch.cat(
+                [ids, model(**given, decoder_input_ids=ids).logits[:, -1].argmax(-1, keepdim=True)],
+                1,
+            )
         return ids[:, 1:].tolist(), greedy(session, batch).tolist()
 
 
 def test_ids_are_those_of_whole_passes(small):
-    ((whole, cached),) = worlds.run(greedy_by_whole_passes, 1, 1, small("mesh.replicas=1", "mesh.shards=1"))
-    assert cached == whole and len({tuple(row) for row in whole}) > 1 and max(len(set(row)) for row in whole) > 3
+    ((whole, cached),) = worlds.run(
+        greedy_by_whole_passes, 1, 1, small("mesh.replicas=1", "mesh.shards=1")
+    )
+    assert (
+        cached == whole
+        and len({tuple(row) for row in whole}) > 1
+        and max(len(set(row)) for row in whole) > 3
+    )
 
 
 def test_it_is_in_the_summary_and_for_translations_alone(small, tiny):
-    with pytest.raises(ValueError, match=r"train\.bleu_sentences is for translations, but the data .* are text"):
+    with pytest.raises(
+        ValueError, match=r"train\.bleu_sentences is for translations, but the data .* are text"
+    ):
         tiny("train.bleu_sentences=3")
     assert small().train.bleu_sentences == 7

@@ -16,12 +16,24 @@ SHORT = ("--set", "train.steps=2", "train.validation_batches=1", "--replicas", "
 
 
 def test_schemes_are_run_one_after_another_and_shown_side_by_side(tmp_path, capfd):
-    arguments = ["compare", QUICK, "--schemes", "full,random_sign", *SHORT, "--out", str(tmp_path), "--json"]
+    arguments = [
+        "compare",
+        QUICK,
+        "--schemes",
+        "full,random_sign",
+        *SHORT,
+        "--out",
+        str(tmp_path),
+        "--json",
+    ]
     assert run_command(arguments) == 0
     printed = capfd.readouterr()
     found = json.loads(printed.out)
     assert [run["scheme"] for run in found["runs"]] == ["full", "random_sign"]
-    assert [run["optimizer"] for run in found["runs"]] == ["AdamW", "SignSGD"]  # each as the recipe has tuned it
+    assert [run["optimizer"] for run in found["runs"]] == [
+        "AdamW",
+        "SignSGD",
+    ]  # each as the recipe has tuned it
     assert found["runs"][0]["bytes_sent_per_step"] > 100 * found["runs"][1]["bytes_sent_per_step"]
     page = Path(found["report"]).read_text()
     assert page.count("<figure") == 4 and "<script" not in page
@@ -37,21 +49,38 @@ def test_schemes_are_run_one_after_another_and_shown_side_by_side(tmp_path, capf
 
 
 @pytest.mark.long  # the comparison of schemes above takes the same way
-def test_settings_are_varied_and_the_run_with_the_lowest_loss_is_marked(tmp_path, capfd, monkeypatch):
+def test_settings_are_varied_and_the_run_with_the_lowest_loss_is_marked(
+    tmp_path, capfd, monkeypatch
+):
     monkeypatch.setenv("COLUMNS", "160")
     rates = ["--vary", "optimizer.lr=1e-9,1e-2", "optimizer.betas=[0.9,0.95],[0.9,0.999]"]
     arguments = ["compare", QUICK, "--schemes", "full", *rates, *SHORT, "--out", str(tmp_path)]
     assert run_command(arguments) == 0
     shown = capfd.readouterr().out
-    names = [f"full,optimizer.lr={lr},optimizer.betas=[0.9,{b}]" for lr in ("1e-9", "1e-2") for b in ("0.95", "0.999")]
-    assert sorted(path.name for path in tmp_path.iterdir() if (path / "summary.json").is_file()) == sorted(names)
+    names = [
+        f"full,optimizer.lr={lr},optimizer.betas=[0.9,{b}]"
+        for lr in ("1e-9", "1e-2")
+        for b in ("0.95", "0.999")
+    ]
+    assert sorted(
+        path.name for path in tmp_path.iterdir() if (path / "summary.json").is_file()
+    ) == sorted(names)
     (marked,) = [line for line in shown.splitlines() if "(lowest)" in line]
     assert "lr=1e-2" in marked and all(name in shown for name in names)
 
 
 @pytest.mark.parametrize("saved", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_comparison_that_was_interrupted_goes_on(tmp_path, capfd, monkeypatch, saved):
-    arguments = ["compare", QUICK, "--schemes", "full,random_sign", *SHORT, "--out", str(tmp_path), "--json"]
+    arguments = [
+        "compare",
+        QUICK,
+        "--schemes",
+        "full,random_sign",
+        *SHORT,
+        "--out",
+        str(tmp_path),
+        "--json",
+    ]
 
     def interrupted(task):
         if task.request.out.name == "full":
@@ -69,7 +98,10 @@ def test_a_comparison_that_was_interrupted_goes_on(tmp_path, capfd, monkeypatch,
     assert run_command(arguments) == 0
     printed = capfd.readouterr()
     found = json.loads(printed.out)
-    assert [(run["scheme"], run["steps"]) for run in found["runs"]] == [("full", 2), ("random_sign", 2)]
+    assert [(run["scheme"], run["steps"]) for run in found["runs"]] == [
+        ("full", 2),
+        ("random_sign", 2),
+    ]
     said = f"in {tmp_path}: 1 of 2 runs are finished and kept, 1 were stopped and go on"
     assert printed.err.startswith(f"{said}\nrun 2 of 2: random_sign\n")
     assert ("resumed after step 1" in printed.err) == saved
@@ -80,12 +112,26 @@ def test_a_run_that_fails_is_shown_and_the_others_go_on(tmp_path, capfd, monkeyp
     monkeypatch.setenv("COLUMNS", "160")
     rates = ["--vary", "optimizer.lr=1e30,1e-3"]
     short = [*SHORT, "--set", "train.steps=3"]
-    arguments = ["compare", QUICK, "--schemes", "full", *rates, *short, "--out", str(tmp_path), "--json"]
+    arguments = [
+        "compare",
+        QUICK,
+        "--schemes",
+        "full",
+        *rates,
+        *short,
+        "--out",
+        str(tmp_path),
+        "--json",
+    ]
     assert run_command(arguments) == 1
     printed = capfd.readouterr()
     found = json.loads(printed.out)
     diverged, finished = found["runs"]
-    assert not found["good"] and diverged["diverged"] and "the loss is nan at step" in diverged["error"]
+    assert (
+        not found["good"]
+        and diverged["diverged"]
+        and "the loss is nan at step" in diverged["error"]
+    )
     assert finished["steps"] == 3 and "error" not in finished
     assert f"full,optimizer.lr=1e30: {diverged['error']}\n" in printed.err
     row, lowest = [line for line in printed.err.splitlines() if line.startswith("│ full,")]
@@ -112,7 +158,9 @@ def test_a_directory_with_another_run_is_refused_before_anything_runs(tmp_path, 
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "config.toml").write_text("seed = 3")
     assert run_command(["compare", QUICK, "--schemes", "full,demo", "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"error: run directory {tmp_path / 'demo'} is not empty")
+    assert capsys.readouterr().err.startswith(
+        f"error: run directory {tmp_path / 'demo'} is not empty"
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["demo"]
 
 
@@ -120,13 +168,28 @@ def test_bad_comparisons_get_one_line_before_anything_runs(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     for arguments, line in {
         ("--schemes", "full"): "error: --schemes is 'full': compare needs two runs or more",
-        ("--vary", "seed=0,0"): "error: --vary is seed=0,0, one choice, as equal values count once: compare needs two",
+        (
+            "--vary",
+            "seed=0,0",
+        ): "error: --vary is seed=0,0, one choice, as equal values count once: compare needs two",
         ("--schemes", "full,full"): "error: --schemes is 'full,full', must be different schemes",
         ("--schemes", "full,dem"): "error: unknown scheme 'dem', did you mean 'demo'?",
-        ("--vary", "optimizer.lr"): "error: --vary takes key=value,value, each key once, got 'optimizer.lr'",
+        (
+            "--vary",
+            "optimizer.lr",
+        ): "error: --vary takes key=value,value, each key once, got 'optimizer.lr'",
         ("--vary", "seed=1,"): "error: --vary takes key=value,value, each key once, got 'seed=1,'",
-        ("--vary", "seed=1,2", "seed=3"): "error: --vary takes key=value,value, each key once, got 'seed=3'",
-        ("--schemes", "full,demo", "--vary", "scheme.name=loco"): "error: --vary takes key=value,value, each key once",
+        (
+            "--vary",
+            "seed=1,2",
+            "seed=3",
+        ): "error: --vary takes key=value,value, each key once, got 'seed=3'",
+        (
+            "--schemes",
+            "full,demo",
+            "--vary",
+            "scheme.name=loco",
+        ): "error: --vary takes key=value,value, each key once",
         (
             "--vary",
             "optimiser.lr=1e-3,2e-3",

@@ -20,7 +20,11 @@ BASE = {
     "optimizer": {"name": "SignSGD", "lr": 0.001, "momentum": 0.5},
     "train": {"steps": 5, "batch_size": 2},
     "tuned": {
-        "diloco": {"scheme": {"every": 7}, "optimizer": {"name": "AdamW", "lr": 0.01}, "train": {"steps": 9}},
+        "diloco": {
+            "scheme": {"every": 7},
+            "optimizer": {"name": "AdamW", "lr": 0.01},
+            "train": {"steps": 9},
+        },
         "random": {"optimizer": {"lr": 0.1}},
     },
 }
@@ -31,7 +35,9 @@ def said(*sets):
 
 
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))
-@pytest.mark.parametrize("path", [path for path in RECIPES if path != TIERS], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [path for path in RECIPES if path != TIERS], ids=lambda path: path.stem
+)
 def test_every_recipe_resolves_for_every_scheme_and_round_trips(path, scheme):
     config = resolve(read_recipe(path), {"scheme": {"name": scheme}})
     assert config.scheme.name == scheme
@@ -54,7 +60,15 @@ def test_there_are_ten_recipes():
 
 
 def test_toml_writes_what_toml_reads():
-    table = {"seed": 1, "a": {"text": 'quote " \\ \n\tä \x7f', "yes": True, "list": [1, 2.5, "x"], "odd key": 1e-300}}
+    table = {
+        "seed": 1,
+        "a": {
+            "text": 'quote " \\ \n\tä \x7f',
+            "yes": True,
+            "list": [1, 2.5, "x"],
+            "odd key": 1e-300,
+        },
+    }
     assert tomllib.loads(tomli_w.dumps(table)) == table
 
 
@@ -66,17 +80,32 @@ def test_the_base_scheme_keeps_its_arguments():
 def test_another_scheme_drops_them_and_brings_what_it_is_tuned_to():
     config = said("scheme.name=diloco")
     assert config.scheme.arguments == {"every": 7}
-    assert (config.optimizer.name, config.optimizer.lr, config.optimizer.arguments) == ("AdamW", 0.01, {})
+    assert (config.optimizer.name, config.optimizer.lr, config.optimizer.arguments) == (
+        "AdamW",
+        0.01,
+        {},
+    )
     assert config.train.steps == 9
 
 
 def test_a_tuned_optimizer_of_the_same_name_is_laid_over_the_base_one():
     optimizer = said("scheme.name=random").optimizer
-    assert (optimizer.name, optimizer.lr, optimizer.arguments) == ("SignSGD", 0.1, {"momentum": 0.5})
+    assert (optimizer.name, optimizer.lr, optimizer.arguments) == (
+        "SignSGD",
+        0.1,
+        {"momentum": 0.5},
+    )
 
 
 def test_the_command_line_has_the_last_word():
-    config = said("scheme.name=diloco", "scheme.every=3", "train.steps=1", "optimizer.lr=1", "seed=4", "mesh.shards=1")
+    config = said(
+        "scheme.name=diloco",
+        "scheme.every=3",
+        "train.steps=1",
+        "optimizer.lr=1",
+        "seed=4",
+        "mesh.shards=1",
+    )
     assert (config.scheme.arguments, config.train.steps, config.seed) == ({"every": 3}, 1, 4)
     assert (config.optimizer.name, config.optimizer.lr, config.mesh.shards) == ("AdamW", 1.0, 1)
 
@@ -90,17 +119,32 @@ def test_another_optimizer_keeps_nothing_of_the_first():
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
-        (["train.stps=3"], r"unknown key of \[train\] 'stps', did you mean 'steps'\? Valid: accumulate"),
+        (
+            ["train.stps=3"],
+            r"unknown key of \[train\] 'stps', did you mean 'steps'\? Valid: accumulate",
+        ),
         (["trian.steps=3"], r"unknown table of the recipe 'trian', did you mean 'train'\?"),
         (["train.steps=0"], r"train\.steps is 0, but must be at least 1, or train.epochs above 0"),
-        (["train.steps=0", "train.epochs=1e308"], r"train\.epochs is 1e\+308, but must be below 1e9"),
+        (
+            ["train.steps=0", "train.epochs=1e308"],
+            r"train\.epochs is 1e\+308, but must be below 1e9",
+        ),
         (["train.steps=many"], r"train\.steps is 'many', but must be a whole number"),
         (["train.steps=true"], r"train\.steps is True, but must be a whole number"),
         (["train.autocast=fp8"], r"train\.autocast is 'fp8', but must be '' or 'bf16'"),
         (["train.clip=-1"], r"train\.clip is -1\.0, but must be at least 0"),
-        (["train.non_finite=ignore"], r"train\.non_finite is 'ignore', but must be 'stop' or 'skip'"),
-        (["train.on_desync=average"], r"train\.on_desync is 'average', but must be 'stop' or 'repair'"),
-        (["train.verify_every=-1"], r"train\.verify_every is -1, but must be at least 0 \(0 = never\)"),
+        (
+            ["train.non_finite=ignore"],
+            r"train\.non_finite is 'ignore', but must be 'stop' or 'skip'",
+        ),
+        (
+            ["train.on_desync=average"],
+            r"train\.on_desync is 'average', but must be 'stop' or 'repair'",
+        ),
+        (
+            ["train.verify_every=-1"],
+            r"train\.verify_every is -1, but must be at least 0 \(0 = never\)",
+        ),
         (
             ["train.on_desync=repair", "train.verify_every=0"],
             r"train\.verify_every is 0, but must be at least 1 to rep",
@@ -114,9 +158,18 @@ def test_another_optimizer_keeps_nothing_of_the_first():
         (["seed"], r"--set takes table\.key=value or seed=value, got 'seed'"),
         (["a.b.c=1"], r"--set takes table\.key=value"),
         (["steps=1"], r"--set takes table\.key=value or seed=value, got 'steps=1'"),
-        (["model.mode=2024-01-01"], r"model\.mode has 2024-01-01, which TOML takes for a date or a time: quote it"),
-        (["data.since=[08:30:00]"], r"data\.since has 08:30:00, which TOML takes for a date or a time: quote it"),
-        (["data.source=caf\udce9.txt"], r"data\.source is 'caf\\udce9\.txt', which is no text in UTF-8: rename it"),
+        (
+            ["model.mode=2024-01-01"],
+            r"model\.mode has 2024-01-01, which TOML takes for a date or a time: quote it",
+        ),
+        (
+            ["data.since=[08:30:00]"],
+            r"data\.since has 08:30:00, which TOML takes for a date or a time: quote it",
+        ),
+        (
+            ["data.source=caf\udce9.txt"],
+            r"data\.source is 'caf\\udce9\.txt', which is no text in UTF-8: rename it",
+        ),
     ],
 )
 def test_bad_settings_are_named(sets, message):
@@ -160,5 +213,7 @@ def test_a_folder_with_the_name_of_a_recipe_does_not_hide_it(tmp_path, monkeypat
 
 def test_a_variant_tuned_for_no_scheme_is_not_ignored(tmp_path):
     (tmp_path / "recipe.toml").write_text("[tuned.dilocco.train]\nsteps = 3\n")
-    with pytest.raises(ValueError, match=r"unknown scheme in \[tuned\] 'dilocco', did you mean 'diloco'\?"):
+    with pytest.raises(
+        ValueError, match=r"unknown scheme in \[tuned\] 'dilocco', did you mean 'diloco'\?"
+    ):
         Request(tmp_path / "recipe.toml").layers(None).config()

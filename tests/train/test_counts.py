@@ -35,7 +35,9 @@ def poison(monkeypatch):
 
 @pytest.mark.long  # no branch of its own
 @some("shards", [1, 2], keep=[1])
-def test_what_is_skipped_is_in_the_summary_of_a_run_that_was_resumed(train, tmp_path, poison, shards):
+def test_what_is_skipped_is_in_the_summary_of_a_run_that_was_resumed(
+    train, tmp_path, poison, shards
+):
     sets = [f"mesh.shards={shards}", "train.non_finite=skip", "train.steps=5"]
     train("run", *sets, stop_after=2)
     summaries = train("run", *sets, resume=True)
@@ -43,7 +45,10 @@ def test_what_is_skipped_is_in_the_summary_of_a_run_that_was_resumed(train, tmp_
         ((name, count),) = summary["skipped"].items()
         assert name.endswith(NAME) and (count, summary["refused"]) == (5 * shards, 0)
     written = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert dict(run_rows(written))["skipped"] == f"{5 * shards} contributions that were not finite, of {name}"
+    assert (
+        dict(run_rows(written))["skipped"]
+        == f"{5 * shards} contributions that were not finite, of {name}"
+    )
     assert "refused" not in dict(run_rows(written))
     last = manifest.read_manifest(retention.saved_checkpoints(tmp_path / "run" / "checkpoints")[0])
     assert saved_counts(last.extra) == Counts(summary["skipped"])
@@ -53,11 +58,15 @@ def test_what_is_skipped_is_in_the_summary_of_a_run_that_was_resumed(train, tmp_
 def test_poison_ends_a_run_in_a_line(train, poison, monkeypatch, late):
     monkeypatch.setattr(runtime, "decides_on_device", lambda device: late)
     monkeypatch.setattr(kernel_library, "load_library", lambda: None)
-    text = f"^the gradient of .*{NAME} is not finite on replica 1 at step 0: lower lr, or clip; [^;]+$"
+    text = (
+        f"^the gradient of .*{NAME} is not finite on replica 1 at step 0: lower lr, or clip; [^;]+$"
+    )
     with pytest.raises(WorldError, match=text):
         train("run", "train.steps=3")
 
 
-@pytest.mark.parametrize("extra", [{}, {"skipped": 3, "refused": "x"}, {"skipped": {"a": "b"}, "refused": None}])
+@pytest.mark.parametrize(
+    "extra", [{}, {"skipped": 3, "refused": "x"}, {"skipped": {"a": "b"}, "refused": None}]
+)
 def test_what_a_checkpoint_says_in_other_than_numbers_counts_as_nothing(extra):
     assert saved_counts(extra) == NOTHING

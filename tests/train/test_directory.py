@@ -21,7 +21,9 @@ from detonation.train.output.directory import (
 
 def test_a_second_run_is_told_who_has_the_directory(tmp_path):
     held = RunDirectory(tmp_path)
-    with pytest.raises(InUse, match=rf"in use by process {os.getpid()} since 20\d\d-.*: wait for it, or choose"):
+    with pytest.raises(
+        InUse, match=rf"in use by process {os.getpid()} since 20\d\d-.*: wait for it, or choose"
+    ):
         check_free(tmp_path, resume=False)
     with pytest.raises(InUse):
         RunDirectory(tmp_path)
@@ -60,13 +62,33 @@ LOG = ["updates/", "updates/replica0-shard0-0.updates"]
 @pytest.mark.parametrize(
     ("files", "resume", "message"),
     [
-        (["summary.json", "config.toml"], False, "holds a finished run: choose another --out, or remove it"),
-        (["summary.json", "config.toml"], True, "its summary.json is damaged, and --resume writes it anew"),
+        (
+            ["summary.json", "config.toml"],
+            False,
+            "holds a finished run: choose another --out, or remove it",
+        ),
+        (
+            ["summary.json", "config.toml"],
+            True,
+            "its summary.json is damaged, and --resume writes it anew",
+        ),
         (["config.toml"], False, "is not empty: remove it, or choose another --out"),
         (["config.toml"], True, "it has no checkpoints; remove it, or choose another --out"),
-        (["config.toml", *LOG], True, "it has no checkpoints; add --log, to go on from its log of updates"),
-        (["config.toml", *LOG], False, "is not empty: continue it with --resume, or choose another --out"),
-        (["config.toml", "checkpoints/"], False, "is not empty: continue it with --resume, or choose another --out"),
+        (
+            ["config.toml", *LOG],
+            True,
+            "it has no checkpoints; add --log, to go on from its log of updates",
+        ),
+        (
+            ["config.toml", *LOG],
+            False,
+            "is not empty: continue it with --resume, or choose another --out",
+        ),
+        (
+            ["config.toml", "checkpoints/"],
+            False,
+            "is not empty: continue it with --resume, or choose another --out",
+        ),
         (["thesis.tex"], False, "is not empty: choose another --out"),
         ([], True, "it has no checkpoints; leave --resume out to start"),
     ],
@@ -103,7 +125,9 @@ def test_a_full_disk_leaves_no_half_line(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "write", full)
     file.write(record(2))
     assert metrics.read_metrics(tmp_path / "metrics.jsonl") == [record(1)]
-    with pytest.raises(Unwritable, match=r"metrics\.jsonl: No space left on device \(free some space"):
+    with pytest.raises(
+        Unwritable, match=r"metrics\.jsonl: No space left on device \(free some space"
+    ):
         file.close()
     assert metrics.read_metrics(tmp_path / "metrics.jsonl") == [record(1)]
 
@@ -130,7 +154,9 @@ def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path):
     assert path.read_text() == record(1).line()
 
 
-@pytest.mark.parametrize("line", ["{", "3", '{"step": 2}', record(2).line().replace("10", "null"), "\0" * 40, "\xff"])
+@pytest.mark.parametrize(
+    "line", ["{", "3", '{"step": 2}', record(2).line().replace("10", "null"), "\0" * 40, "\xff"]
+)
 def test_damaged_lines_are_left_out_and_counted(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes((record(1).line() + line.strip() + "\n" + record(3).line()).encode("latin-1"))

@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from detonation.train.loop.session import check_config, checkpoint_activations, load_data, seeded_model
+from detonation.train.loop.session import (
+    check_config,
+    checkpoint_activations,
+    load_data,
+    seeded_model,
+)
 from detonation.train.recipe.optimizers import lr_factor
 from detonation.train.recipe.schema import ScheduleConfig
 from detonation.train.recipe.tables import from_table, to_table
@@ -20,7 +25,9 @@ def test_epochs_become_the_steps_that_they_take(tiny):
 def test_a_run_needs_a_length(tiny, tmp_path):
     documents = tmp_path / "documents.jsonl"
     documents.write_text(300 * '{"text": "The stream has no end."}\n')
-    with pytest.raises(ValueError, match=r"train\.steps is 0, but must be at least 1, or train\.epochs above 0"):
+    with pytest.raises(
+        ValueError, match=r"train\.steps is 0, but must be at least 1, or train\.epochs above 0"
+    ):
         tiny("train.steps=0")
     with pytest.raises(ValueError, match=r"train\.epochs of a stream are unknown"):
         tiny("train.steps=0", "train.epochs=1", f"data.source={documents}", "data.streaming=true")
@@ -28,7 +35,9 @@ def test_a_run_needs_a_length(tiny, tmp_path):
 
 def test_a_rate_falls_at_each_milestone():
     factor = lr_factor(ScheduleConfig("step", warmup=2, milestones=(0.5, 0.8), gamma=0.1), 10)
-    assert [factor(step) for step in range(10)] == pytest.approx([0.5] + 4 * [1] + 3 * [0.1] + 2 * [0.01])
+    assert [factor(step) for step in range(10)] == pytest.approx(
+        [0.5] + 4 * [1] + 3 * [0.1] + 2 * [0.01]
+    )
 
 
 @pytest.mark.parametrize("milestones", ["[0.8,0.5]", "[0.0]", "[1.0]", "[0.5,0.5]"])
@@ -41,7 +50,9 @@ def gradients(config):
     """The gradients of one batch, and the tensors that its forward keeps for backward."""
     model, kept = seeded_model(config), []
     batch = load_data(config.data).train[torch.arange(4)]
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor.numel()) or tensor, lambda t: t
+    ):
         loss = model(**batch).loss
     loss.backward()
     return {name: p.grad for name, p in model.named_parameters()}, sum(kept)
@@ -66,7 +77,9 @@ def test_a_run_of_such_layers_is_the_run_without(train):
 
 
 def test_what_cannot_be_compiled_is_said_before_any_process_starts(tiny):
-    with pytest.raises(ValueError, match=r"train\.compile is 'inductr', but must be one of .*inductor"):
+    with pytest.raises(
+        ValueError, match=r"train\.compile is 'inductr', but must be one of .*inductor"
+    ):
         tiny("train.compile=inductr")
     with pytest.raises(ValueError, match=r"works on layers, .* and the model has none"):
         checkpoint_activations(torch.nn.Linear(2, 2))

@@ -20,11 +20,17 @@ SMALL = [
     "model.layers=1", "model.hidden_size=32", "model.heads=2", "model.feed_forward=64", "data.context=32",
     "mesh.shards=1", "train.steps=5", "train.batch_size=4", "train.validation_batches=1", "schedule.warmup=2",
 ]  # fmt: skip
-SHORT = {"every": 2, "fragments": 2, "delay": 1}  # rounds that end within five steps, and one that is left open
+SHORT = {
+    "every": 2,
+    "fragments": 2,
+    "delay": 1,
+}  # rounds that end within five steps, and one that is left open
 
 
 def small(name: str) -> Config:
-    tuned = check_config(resolve(RECIPE, parse_sets([*SMALL, f"scheme.name={name}"]))).scheme.arguments
+    tuned = check_config(
+        resolve(RECIPE, parse_sets([*SMALL, f"scheme.name={name}"]))
+    ).scheme.arguments
     rounds = [f"scheme.{key}={value}" for key, value in SHORT.items() if tuned.get(key)]
     return check_config(resolve(RECIPE, parse_sets([*SMALL, f"scheme.name={name}", *rounds])))
 
@@ -34,7 +40,11 @@ def trained(mesh, configs):
     for name, config in configs.items():
         session, records = start_session(config, torch.device("cpu")), []
         fit(session, 0, config.train.steps, records.append, Stop())
-        results[name] = ([r.loss for r in records], records[-1].val_loss, session.world.fingerprint(session.model)[1])
+        results[name] = (
+            [r.loss for r in records],
+            records[-1].val_loss,
+            session.world.fingerprint(session.model)[1],
+        )
     return results
 
 

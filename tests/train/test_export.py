@@ -18,7 +18,9 @@ def measured(folder, config):
     """The validation loss of the model in `folder`, by transformers alone."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     train = config.train
-    held_out = data.batches(load_data(config.data).validation, train.batch_size, train.validation_batches * 4)
+    held_out = data.batches(
+        load_data(config.data).validation, train.batch_size, train.validation_batches * 4
+    )
     counts, losses = [], []
     with torch.no_grad():
         for batch in held_out:
@@ -27,10 +29,15 @@ def measured(folder, config):
     return sum(losses) / sum(counts)
 
 
-def test_transformers_loads_what_was_trained_and_measures_the_same_loss(train, tiny, tmp_path, capsys):
+def test_transformers_loads_what_was_trained_and_measures_the_same_loss(
+    train, tiny, tmp_path, capsys
+):
     sets = ["scheme.name=diloco", "scheme.every=4", "mesh.shards=2", "train.steps=3"]
     summary = train("run", *sets)[0]
-    assert run_command(["export", str(tmp_path / "run"), "--out", str(tmp_path / "model"), "--json"]) == 0
+    assert (
+        run_command(["export", str(tmp_path / "run"), "--out", str(tmp_path / "model"), "--json"])
+        == 0
+    )
     exported = json.loads(capsys.readouterr().out)
     assert (exported["step"], exported["num_parameters"]) == (3, summary["num_parameters"])
     assert measured(tmp_path / "model", tiny(*sets)) == pytest.approx(summary["val_loss"], rel=1e-6)
@@ -38,7 +45,9 @@ def test_transformers_loads_what_was_trained_and_measures_the_same_loss(train, t
     assert "is not empty: choose another --out" in capsys.readouterr().err
 
 
-def test_in_mid_round_it_is_the_mean_and_replicas_that_never_agree_have_none(train, tmp_path, capsys):
+def test_in_mid_round_it_is_the_mean_and_replicas_that_never_agree_have_none(
+    train, tmp_path, capsys
+):
     train("round", "scheme.name=diloco", "scheme.every=4", stop_after=2)
     assert run_command(["export", str(tmp_path / "round"), "--out", str(tmp_path / "mean")]) == 0
     train("alone", "scheme.name=none", stop_after=1)
@@ -49,13 +58,29 @@ def test_in_mid_round_it_is_the_mean_and_replicas_that_never_agree_have_none(tra
     assert "holds no checkpoint" in capsys.readouterr().err
 
 
-def test_code_that_a_checkpoint_names_is_run_on_request_alone(train, tiny_recipe, tmp_path, capsys, monkeypatch):
-    (tmp_path / "own_model.py").write_text("from detonation.models.built_in import olmo2 as build\n")
+def test_code_that_a_checkpoint_names_is_run_on_request_alone(
+    train, tiny_recipe, tmp_path, capsys, monkeypatch
+):
+    (tmp_path / "own_model.py").write_text(
+        "from detonation.models.built_in import olmo2 as build\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
-    train("own", "train.steps=1", tables={"model": {**tiny_recipe["model"], "name": "own_model:build"}})
+    train(
+        "own",
+        "train.steps=1",
+        tables={"model": {**tiny_recipe["model"], "name": "own_model:build"}},
+    )
     assert run_command(["export", str(tmp_path / "own"), "--out", str(tmp_path / "model")]) == 2
-    assert "names the code own_model:build, which export would run: say --trust-code" in capsys.readouterr().err
-    assert run_command(["export", str(tmp_path / "own"), "--out", str(tmp_path / "model"), "--trust-code"]) == 0
+    assert (
+        "names the code own_model:build, which export would run: say --trust-code"
+        in capsys.readouterr().err
+    )
+    assert (
+        run_command(
+            ["export", str(tmp_path / "own"), "--out", str(tmp_path / "model"), "--trust-code"]
+        )
+        == 0
+    )
 
 
 def of_ones_own():
@@ -68,12 +93,19 @@ def own_loop(directory):
     """Two steps of a loop that knows no recipes, on two shards; returns the weights."""
     mesh = dt.init_mesh(replicas=1, shards=2, device="cpu")
     model = dt.shard(of_ones_own(), mesh)
-    optimizer = dt.replicate(torch.optim.AdamW(model.parameters()), model, mesh["replicate"], dt.full())
+    optimizer = dt.replicate(
+        torch.optim.AdamW(model.parameters()), model, mesh["replicate"], dt.full()
+    )
     for _ in range(2):
         model(torch.randn(4, 3)).sum().backward()
         optimizer.step()
-    dt.save_checkpoint(directory, model, optimizer, {"config": {"lr": 0.1}})  # values of its own under any name
-    full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in (*model.parameters(), *model.buffers())]
+    dt.save_checkpoint(
+        directory, model, optimizer, {"config": {"lr": 0.1}}
+    )  # values of its own under any name
+    full = [
+        p.full_tensor() if hasattr(p, "full_tensor") else p
+        for p in (*model.parameters(), *model.buffers())
+    ]
     return [tensor.tolist() for tensor in full]
 
 

@@ -33,11 +33,17 @@ def weights(config, path):
 
 
 def content(path):
-    return {each: each.read_bytes() for each in path.rglob("*") if each.is_file() and each.name != ".lock"}
+    return {
+        each: each.read_bytes()
+        for each in path.rglob("*")
+        if each.is_file() and each.name != ".lock"
+    }
 
 
 @pytest.mark.parametrize("name, step", [("demo", 5), ("diloco", 3)])
-def test_the_weights_are_those_after_the_last_step_on_which_all_agreed(name, step, train, killed, tiny, tmp_path):
+def test_the_weights_are_those_after_the_last_step_on_which_all_agreed(
+    name, step, train, killed, tiny, tmp_path
+):
     """With error feedback, and of rounds of three steps."""
     sets = [f"scheme.name={name}", *["scheme.every=3"] * (name == "diloco")]
     seen = killed(*sets)
@@ -45,13 +51,19 @@ def test_the_weights_are_those_after_the_last_step_on_which_all_agreed(name, ste
         shutil.rmtree(seen)
         train("whole", *SETS, *sets, stop_after=step)
         (tmp_path / "whole" / "checkpoints").rename(seen)
-    (tmp_path / "run" / "checkpoints").mkdir()  # as of a process that was killed while it saved the first
+    (
+        tmp_path / "run" / "checkpoints"
+    ).mkdir()  # as of a process that was killed while it saved the first
     train("run", *SETS, *sets, stop_after=step, resume=True)
     assert weights(tiny(), seen) == weights(tiny(), tmp_path / "run")
-    assert [record.step for record in metrics.read_metrics(tmp_path / "run" / "metrics.jsonl")] == [*range(1, step + 1)]
+    assert [record.step for record in metrics.read_metrics(tmp_path / "run" / "metrics.jsonl")] == [
+        *range(1, step + 1)
+    ]
 
 
-def test_without_memories_the_run_ends_as_if_it_had_not_been_killed(train, killed, tmp_path, monkeypatch, capfd):
+def test_without_memories_the_run_ends_as_if_it_had_not_been_killed(
+    train, killed, tmp_path, monkeypatch, capfd
+):
     """It began with a model of its own; where the weights of that are others now, it is refused."""
     monkeypatch.setattr("detonation.data.tokens.cache_dir", lambda: tmp_path / "cache")
     rows = {"source": str(own.json_lines(tmp_path / "rows.jsonl", count=600)), "context": 16}
@@ -71,8 +83,14 @@ def test_without_memories_the_run_ends_as_if_it_had_not_been_killed(train, kille
     capfd.readouterr()
     resumed = train("run", *SETS, *FULL, resume=True, **said)[0]
     assert "5 steps of the log follow: training goes on after step 5" in capfd.readouterr().out
-    assert (resumed["fingerprint"], resumed["val_loss"]) == (whole["fingerprint"], whole["val_loss"])
-    curves = [[r.loss for r in metrics.read_metrics(tmp_path / run / "metrics.jsonl")] for run in ("whole", "run")]
+    assert (resumed["fingerprint"], resumed["val_loss"]) == (
+        whole["fingerprint"],
+        whole["val_loss"],
+    )
+    curves = [
+        [r.loss for r in metrics.read_metrics(tmp_path / run / "metrics.jsonl")]
+        for run in ("whole", "run")
+    ]
     assert curves[0] == curves[1]
 
 
@@ -82,9 +100,15 @@ def test_what_is_not_the_run_of_the_log_is_refused_and_leaves_it(train, killed, 
     before, other = content(tmp_path / "run"), "mesh.shards=2"
     for sets, said in (
         ("seed=4", r"config.toml was written with seed 0, this run has 4: resume with the same"),
-        ("optimizer.weight_decay=0.5", r"config.toml was written with optimizer.weight_decay .*, this run has 0.5"),
+        (
+            "optimizer.weight_decay=0.5",
+            r"config.toml was written with optimizer.weight_decay .*, this run has 0.5",
+        ),
         (other, r"cannot go on from the log: .* shards 1, this run has 2; resume as the run began"),
-        ("train.log_updates=false", "it has no checkpoints; add --log, to go on from its log of updates"),
+        (
+            "train.log_updates=false",
+            "it has no checkpoints; add --log, to go on from its log of updates",
+        ),
     ):
         with pytest.raises(RuntimeError, match=said):
             train("run", *SETS, *FULL, sets, resume=True)

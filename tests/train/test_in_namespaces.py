@@ -17,7 +17,12 @@ def test_training_in_namespaces_is_the_same_training(tiny, train, tmp_path):
     request = Request(Path("tiny.toml"), out=tmp_path / "there")
     try:
         with namespace_cluster(2, LinkSpeed.parse("1gbit")) as made:
-            there = run_local(train_on_rank, 4, [RunTask(request, config)], enter=lambda rank: made.enter(rank // 2))
+            there = run_local(
+                train_on_rank,
+                4,
+                [RunTask(request, config)],
+                enter=lambda rank: made.enter(rank // 2),
+            )
     except NoNamespaces as error:
         pytest.skip(str(error))
     here = train("here", "train.steps=2", "mesh.shards=2")

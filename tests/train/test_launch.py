@@ -35,10 +35,18 @@ def test_results_come_back_by_rank():
 
 def test_children_compute_with_one_thread_and_know_their_place():
     def work():
-        return [torch.get_num_threads(), os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"]]
+        return [
+            torch.get_num_threads(),
+            os.environ["RANK"],
+            os.environ["LOCAL_RANK"],
+            os.environ["WORLD_SIZE"],
+        ]
 
     expected = int(os.environ.get("OMP_NUM_THREADS", "1"))
-    assert run_local(work, 2, timeout_s=LIMIT_S) == [[expected, "0", "0", "2"], [expected, "1", "1", "2"]]
+    assert run_local(work, 2, timeout_s=LIMIT_S) == [
+        [expected, "0", "0", "2"],
+        [expected, "1", "1", "2"],
+    ]
 
 
 def test_the_cause_is_told_not_its_echo():
@@ -169,8 +177,17 @@ def test_no_process_outlives_the_call(tmp_path):
 def test_the_place_that_launchers_give():
     torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     assert launch_position(torchrun) == LaunchPosition(5, 8, 1, 4)
-    slurm = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "123456"}
-    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
+    slurm = {
+        "SLURM_PROCID": "5",
+        "SLURM_NTASKS": "8",
+        "SLURM_LOCALID": "1",
+        "SLURM_JOB_ID": "123456",
+    }
+    step = {
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "gpu[07-08]",
+        "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    }
     assert launch_position({**slurm, **step}) == LaunchPosition(5, 8, 1, 4, "gpu07", 23456)
     assert launch_position(slurm) is None, "a batch script without srun stands alone"
     assert launch_position({}) is None
@@ -190,7 +207,9 @@ def test_a_launcher_decides_on_the_world_unless_flags_do():
     assert mesh(replicas=8) == (8, 1)
     assert mesh(shards=2) == (4, 2)
     assert mesh(overrides=("mesh.shards=8",)) == (1, 8)
-    with pytest.raises(ValueError, match="2 replicas x 2 shards are 4 processes, but the launcher started 8"):
+    with pytest.raises(
+        ValueError, match="2 replicas x 2 shards are 4 processes, but the launcher started 8"
+    ):
         mesh(replicas=2, shards=2)
 
 

@@ -48,7 +48,9 @@ def test_levels_are_read_and_written_as_a_list_of_schemes():
 
 
 def test_set_reaches_one_level():
-    assert said("scheme.site.every=3", "scheme.rack.replicas=4").levels[1].scheme.arguments == {"every": 3}
+    assert said("scheme.site.every=3", "scheme.rack.replicas=4").levels[1].scheme.arguments == {
+        "every": 3
+    }
     other = said("scheme.rack.name=random", "scheme.rack.rate=0.5").levels[0]
     assert (other.axis, other.replicas, other.scheme.name, other.scheme.arguments) == (
         "rack",
@@ -71,7 +73,11 @@ def test_set_reaches_one_level():
         (["scheme.rack.tpk=3"], {}, r"unknown argument of scheme demo 'tpk', did you mean 'topk'"),
         (["scheme.rack.topk=x"], {}, r"scheme\.rack\.topk is 'x', but must be a whole number"),
         (["scheme.rack.replicas=0"], {}, r"scheme\.rack\.replicas is 0, but must be at least 1"),
-        (["scheme.rack.name=diloco", "scheme.site.name=demo"], {}, "gradients come before levels that exchange param"),
+        (
+            ["scheme.rack.name=diloco", "scheme.site.name=demo"],
+            {},
+            "gradients come before levels that exchange param",
+        ),
         (["scheme=3"], {}, r"--set takes table\.key=value"),
         (["a.b.c=3"], {}, r"--set takes table\.key=value"),
         (["scheme.rack=3", "scheme.rack.topk=3"], {}, r"rack is 3, but must be said once"),
@@ -92,7 +98,11 @@ def test_set_reaches_one_level():
             {"scheme": [{"axis": "a", "replicas": 2, "name": "full"}] * 2},
             r"scheme\.axis is \['a', 'a'\], but",
         ),
-        ([], {"scheme": []}, r"scheme is \[\], but must be a table \[scheme\], or one \[\[scheme\]\] for each level"),
+        (
+            [],
+            {"scheme": []},
+            r"scheme is \[\], but must be a table \[scheme\], or one \[\[scheme\]\] for each level",
+        ),
         ([], {"scheme": [1]}, r"scheme is \[1\], but must be a table"),
         (["mesh.replicas=6"], {}, r"mesh\.replicas is given, but the levels say how many"),
         ([], {"mesh": {"replicas": 6}}, r"mesh\.replicas is given, but the levels say how many"),
@@ -114,7 +124,9 @@ def test_the_levels_make_the_world():
     assert mesh(0, 0, shards=2) == (8, 2)
     assert mesh(32, 4) == (8, 4)  # the launcher's ranks that are left over are shards
     assert mesh(4, 4, "scheme.site.replicas=1") == (4, 1)
-    with pytest.raises(ValueError, match="8 replicas x 1 shards are 8 processes, but the launcher started 12"):
+    with pytest.raises(
+        ValueError, match="8 replicas x 1 shards are 8 processes, but the launcher started 12"
+    ):
         mesh(12, 4)
     with pytest.raises(ValueError, match=r"mesh\.replicas is given, but the levels say how many"):
         mesh(0, 0, replicas=4)
@@ -138,7 +150,15 @@ def test_a_run_of_two_levels_counts_each_and_resumes_exactly(train, tmp_path):
     sent = traffic.exchange_bytes("all-reduce", dt.full(), whole["num_parameters"], 2)
     dense = traffic.dense_bytes(whole["num_parameters"], 2)
     assert [record.levels["rack"] for record in records] == [sent] * 7
-    assert [record.levels["site"] for record in records] == [0, 0, sent, 0, 0, sent, sent]  # the last one settles
+    assert [record.levels["site"] for record in records] == [
+        0,
+        0,
+        sent,
+        0,
+        0,
+        sent,
+        sent,
+    ]  # the last one settles
     assert all(record.bytes_sent == sum(record.levels.values()) for record in records)
     rack, site = json.loads((tmp_path / "whole" / "summary.json").read_text())["levels"]
     assert (rack["bytes_sent_per_step"], rack["reduction"]) == (sent, pytest.approx(dense / sent))

@@ -107,33 +107,63 @@ def test_a_second_call_runs_the_next_and_skips_what_is_there(tmp_path):
 
     def grid(done):
         sets = f"{TRAIN} {SCHEMES['sparse']}"
-        yield Method("test", "sparse", "recipes/quick-lm.toml", sets, (0.005, 0.01, 0.02), 4, 2, 1, ("seed=0",))
+        yield Method(
+            "test",
+            "sparse",
+            "recipes/quick-lm.toml",
+            sets,
+            (0.005, 0.01, 0.02),
+            4,
+            2,
+            1,
+            ("seed=0",),
+        )
 
     def run(one, *where):
         count.append(one)
         long_rounds.run_cell(one, *where)
 
     first = long_rounds.run_missing(grid, results, scratch, limit=1, run=run)
-    assert [path.stem for path in results.iterdir()] == [long_rounds.file_name(each) for each in first]
+    assert [path.stem for path in results.iterdir()] == [
+        long_rounds.file_name(each) for each in first
+    ]
     row = json.loads(next(results.iterdir()).read_text())
-    assert {"val_loss", "curve", "bytes_sent_per_step", "cpu_s", "torch", "processor", "commit"} <= row.keys()
+    assert {
+        "val_loss",
+        "curve",
+        "bytes_sent_per_step",
+        "cpu_s",
+        "torch",
+        "processor",
+        "commit",
+    } <= row.keys()
     rest = long_rounds.run_missing(grid, results, scratch, run=run)
-    assert [each.seed for each in (*first, *rest)] == [0, 0, 0, 1], "three tries of tuning, and a judging seed"
+    assert [each.seed for each in (*first, *rest)] == [0, 0, 0, 1], (
+        "three tries of tuning, and a judging seed"
+    )
     assert long_rounds.run_missing(grid, results, scratch, run=run) == []
     assert len(count) == len(set(count)) == 4
-    assert not [path for path in scratch.iterdir() if path.is_dir()], "states of finished runs are gone"
+    assert not [path for path in scratch.iterdir() if path.is_dir()], (
+        "states of finished runs are gone"
+    )
     assert "4 runs" in long_rounds.status(grid, results)
 
 
 def test_a_run_that_another_process_trains_is_left_to_it(tmp_path):
-    only = Method("test", "sparse", "recipes/quick-lm.toml", f"{TRAIN} {SCHEMES['sparse']}", (0.01,), 4, 2, 1)
+    only = Method(
+        "test", "sparse", "recipes/quick-lm.toml", f"{TRAIN} {SCHEMES['sparse']}", (0.01,), 4, 2, 1
+    )
     with long_rounds._claimed(tmp_path, long_rounds.file_name(only.judging({})[1])) as mine:
         assert mine
-        assert long_rounds.run_missing(lambda done: iter([only]), tmp_path / "results", tmp_path) == []
+        assert (
+            long_rounds.run_missing(lambda done: iter([only]), tmp_path / "results", tmp_path) == []
+        )
 
 
 def test_a_single_setting_is_judged_without_a_try():
-    only = Method("test", "sparse", "recipes/quick-lm.toml", f"{TRAIN} {SCHEMES['sparse']}", (0.01,), 4, 2)
+    only = Method(
+        "test", "sparse", "recipes/quick-lm.toml", f"{TRAIN} {SCHEMES['sparse']}", (0.01,), 4, 2
+    )
     assert [each.seed for each in long_rounds.missing([only], {})] == [1, 2, 3]
 
 
@@ -141,13 +171,28 @@ RATES = 0.005, 0.01, 0.02
 
 
 def made_row(cell, loss):
-    measured = {"num_parameters": 1000, "steps": STEPS, "bytes_sent_per_step": 250.0, "cpu_s": 6.0 * cell.replicas}
+    measured = {
+        "num_parameters": 1000,
+        "steps": STEPS,
+        "bytes_sent_per_step": 250.0,
+        "cpu_s": 6.0 * cell.replicas,
+    }
     return {**dataclasses.asdict(cell), "val_loss": loss, **measured}
 
 
 def reference(name, total=8, seeds=3):
     sets = f"{TRAIN} scheme.name=full optimizer.name={name.split(',')[0]}"
-    return Method("references", name, "recipes/quick-lm.toml", sets, RATES, total, 1, seeds, ("schedule.floor=0.1",))
+    return Method(
+        "references",
+        name,
+        "recipes/quick-lm.toml",
+        sets,
+        RATES,
+        total,
+        1,
+        seeds,
+        ("schedule.floor=0.1",),
+    )
 
 
 @pytest.mark.long  # no branch of its own
@@ -156,7 +201,11 @@ def test_the_table_says_how_many_seeds_stand_behind_a_loss(monkeypatch):
     sets, outer = f"{TRAIN} {MULOCO}", ("scheme.outer_lr=1.0 scheme.outer_momentum=0.0",)
     ours = [
         Method("test", name, "recipes/quick-lm.toml", f"{sets} {more}", RATES, 8, 8, 3, outer)
-        for name, more in (("judged", ""), ("tuned", "scheme.decay=0.5"), ("once", "scheme.decay=0.0"))
+        for name, more in (
+            ("judged", ""),
+            ("tuned", "scheme.decay=0.5"),
+            ("once", "scheme.decay=0.0"),
+        )
     ]
     done = {}
     for method, losses in (
@@ -171,15 +220,22 @@ def test_the_table_says_how_many_seeds_stand_behind_a_loss(monkeypatch):
         for cell, loss in zip([low, high, *judged], (9.0, 9.0, *losses), strict=True):
             done[cell.key] = made_row(cell, loss)
     grid = [reference(tables.ADAMW), reference(tables.MUON), *ours]
-    lines = [line.strip("| ").split(" | ") for line in tables.table(lambda rows: iter(grid), done).splitlines()[2:]]
+    lines = [
+        line.strip("| ").split(" | ")
+        for line in tables.table(lambda rows: iter(grid), done).splitlines()[2:]
+    ]
     found = {(line[0], line[1]): line for line in lines}
     assert [found[name, "8"][5] for name in ("judged", "tuned", "once")] == ["3", "tuning", "1"]
     assert found["judged", "8"][8].startswith("+13.3 [")
     assert found["judged", "8"][7].startswith("-43.3 [")
-    assert [found[name, "8"][8] for name in ("tuned", "once")] == ["+50.0", "+20.0"], "no interval below three seeds"
+    assert [found[name, "8"][8] for name in ("tuned", "once")] == ["+50.0", "+20.0"], (
+        "no interval below three seeds"
+    )
     assert found["judged", "8"][9] == "0.2500"
     muon = [found["Muon, full", replicas] for replicas in ("1", "2", "8")]
     assert [line[8] for line in muon] == ["", "", ""], "a reference is not compared with itself"
     seconds = [[float(each) for each in line[10:]] for line in (*muon, found["judged", "8"])]
     assert seconds[0] == [6.0] * 6, "one worker waits for nobody"
-    assert seconds[2][1] > seconds[2][0] > seconds[3][0], "100 ms cost more than 5, and each step more than each round"
+    assert seconds[2][1] > seconds[2][0] > seconds[3][0], (
+        "100 ms cost more than 5, and each step more than each round"
+    )

@@ -16,7 +16,9 @@ from detonation.train.verbs.simulate import virtual
 GRADIENT, SENT, RECEIVED = "gradient", "sent", "received"
 
 
-@pytest.mark.parametrize("asked, kind, entered", [("bf16", "cpu", False), ("bf16", "cuda", True), ("", "cuda", False)])
+@pytest.mark.parametrize(
+    "asked, kind, entered", [("bf16", "cpu", False), ("bf16", "cuda", True), ("", "cuda", False)]
+)
 def test_autocast_is_for_accelerators(monkeypatch, asked, kind, entered):
     """Many times slower than fp32 on a CPU without instructions for bf16."""
     monkeypatch.setattr(torch, "autocast", lambda kind, dtype: (kind, dtype))
@@ -67,7 +69,12 @@ def second_step(config):
     "sets",
     [
         ["scheme.name=diloco", "scheme.every=3"],
-        ["scheme.name=random_sign", "scheme.delay=1", "optimizer.name=SignSGD", "optimizer.lr=1e-3"],
+        [
+            "scheme.name=random_sign",
+            "scheme.delay=1",
+            "optimizer.name=SignSGD",
+            "optimizer.lr=1e-3",
+        ],
         ["scheme.name=none"],
     ],
     ids=["rounds", "late", "none"],

@@ -20,7 +20,9 @@ def test_a_run_over_unequal_nodes_stays_equal_and_goes_on_over_others(train):
 
 def test_the_loss_of_a_rank_is_told_with_its_replica(train):
     with pytest.raises(Exception, match=r"on replica [01] \(shard 0\)"):
-        train("run", "mesh.nodes=[1,2]", "optimizer.name=SGD", "optimizer.lr=1e30", "scheme.name=full")
+        train(
+            "run", "mesh.nodes=[1,2]", "optimizer.name=SGD", "optimizer.lr=1e30", "scheme.name=full"
+        )
 
 
 @pytest.mark.parametrize(
@@ -28,8 +30,14 @@ def test_the_loss_of_a_rank_is_told_with_its_replica(train):
     [
         (["mesh.nodes=[2,0]"], "mesh.nodes is [2, 0], but must be at least 1 each"),
         (["mesh.nodes=[2,1.5]"], "mesh.nodes is [2, 1.5], but must be a list of whole numbers"),
-        (["mesh.nodes=[2,1]", "mesh.link=1gbit"], "must be left out with elastic, link or shard_nodes"),
-        (["mesh.nodes=[2,1]", "mesh.elastic=true"], "must be left out with elastic, link or shard_nodes"),
+        (
+            ["mesh.nodes=[2,1]", "mesh.link=1gbit"],
+            "must be left out with elastic, link or shard_nodes",
+        ),
+        (
+            ["mesh.nodes=[2,1]", "mesh.elastic=true"],
+            "must be left out with elastic, link or shard_nodes",
+        ),
         (["mesh.nodes=[2,1]", "scheme.name=auto"], "must be left out with several levels or auto"),
     ],
 )
@@ -44,7 +52,9 @@ def test_the_world_of_a_launcher_has_the_ranks_that_the_recipe_names(tmp_path):
     assert fill_mesh({"nodes": [2, 1]}, place) == {"nodes": [2, 1]}
     with pytest.raises(ValueError, match=r"name the ranks of each: --set mesh.nodes=\[4,2\]"):
         fill_mesh({}, place)
-    with pytest.raises(ValueError, match=r"mesh.nodes is \[2, 2\], but must be 3 ranks, which were started"):
+    with pytest.raises(
+        ValueError, match=r"mesh.nodes is \[2, 2\], but must be 3 ranks, which were started"
+    ):
         fill_mesh({"nodes": [2, 2]}, place)
     recipe = tmp_path / "own.toml"
     recipe.write_text("[mesh]\nnodes = [2, 1]\n")

@@ -17,7 +17,9 @@ from detonation.train.output.directory import RunDirectory, Unwritable, check_fr
 def test_a_link_is_the_directory_it_leads_to_and_one_to_nowhere_is_refused(tmp_path):
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "disk")
-    with pytest.raises(ValueError, match=r"link' is a link to nowhere: make its target, or choose another --out"):
+    with pytest.raises(
+        ValueError, match=r"link' is a link to nowhere: make its target, or choose another --out"
+    ):
         check_free(link, resume=False)
     (tmp_path / "disk").mkdir()
     check_free(link, resume=False)
@@ -53,7 +55,8 @@ def test_a_metrics_file_that_was_removed_is_missed_at_the_end(tmp_path):
 
 @pytest.mark.long_cases("<lambda>1")
 @pytest.mark.parametrize(
-    "damage", [lambda lines: [*lines[:3], lines[3][:30]], lambda lines: [lines[0], "\0\n", *lines[2:]]]
+    "damage",
+    [lambda lines: [*lines[:3], lines[3][:30]], lambda lines: [lines[0], "\0\n", *lines[2:]]],
 )
 def test_a_run_goes_on_without_the_damaged_lines_of_its_metrics(train, tmp_path, capfd, damage):
     """As a loss of power leaves them."""
@@ -75,18 +78,25 @@ def test_a_run_goes_on_without_its_metrics_and_says_so(train, tmp_path, capfd):
     file = tmp_path / "run" / "metrics.jsonl"
     file.unlink()
     assert train("run", resume=True)[0]["fingerprint"] == whole["fingerprint"]
-    assert f"{file} has none of the 4 steps before: the summary will be of those that follow" in capfd.readouterr().out
+    assert (
+        f"{file} has none of the 4 steps before: the summary will be of those that follow"
+        in capfd.readouterr().out
+    )
 
 
 def test_a_run_whose_steps_are_taken_and_whose_metrics_are_lost_is_told_so(train, tmp_path):
     train("run")
     for name in ("metrics.jsonl", "summary.json"):
         (tmp_path / "run" / name).unlink()
-    with pytest.raises(WorldError, match=r"steps have been taken, but .*metrics\.jsonl has none of them to sum up"):
+    with pytest.raises(
+        WorldError, match=r"steps have been taken, but .*metrics\.jsonl has none of them to sum up"
+    ):
         train("run", resume=True)
 
 
-def test_a_directory_that_goes_under_a_run_is_told_and_the_last_state_is_saved(train, tmp_path, monkeypatch):
+def test_a_directory_that_goes_under_a_run_is_told_and_the_last_state_is_saved(
+    train, tmp_path, monkeypatch
+):
     """It goes at the first save, which fails; the save at the end makes it again."""
 
     def remove(operation, path):
@@ -106,7 +116,10 @@ def test_clocks_that_jump_change_nothing(train, monkeypatch, tmp_path):
     monkeypatch.setattr(time, "time", lambda: now + rng.uniform(-1e6, 1e6))
     jumping = train("jumping", "train.checkpoint_every=2", stop_after=3)[0]
     assert jumping["stopped_after"] == 3
-    assert train("jumping", "train.checkpoint_every=2", resume=True)[0]["fingerprint"] == still["fingerprint"]
+    assert (
+        train("jumping", "train.checkpoint_every=2", resume=True)[0]["fingerprint"]
+        == still["fingerprint"]
+    )
     assert not list(Path(tmp_path / "jumping").glob("*.part"))
 
 
@@ -118,14 +131,29 @@ def test_what_changed_since_the_checkpoint_is_told_in_a_line(train, tmp_path, ca
     capfd.readouterr()
     train("run", tables=tables, resume=True, stop_after=3)
     assert "changed since" not in capfd.readouterr().out
-    train("run", "optimizer.lr=0.001", "train.batch_size=2", tables=tables, resume=True, stop_after=4)
+    train(
+        "run", "optimizer.lr=0.001", "train.batch_size=2", tables=tables, resume=True, stop_after=4
+    )
     said = capfd.readouterr().out
-    assert "\nchanged since the checkpoint: optimizer.lr is 0.001, was 0.003; train.batch_size is 2, was 4\n" in said
+    assert (
+        "\nchanged since the checkpoint: optimizer.lr is 0.001, was 0.003; train.batch_size is 2, was 4\n"
+        in said
+    )
     text = source.read_text()
-    for changed, told in ((text[1:] + "T", "other examples, "), (text * 2, "training examples, was ")):
+    for changed, told in (
+        (text[1:] + "T", "other examples, "),
+        (text * 2, "training examples, was "),
+    ):
         source.write_text(changed)
         session._load_data.cache_clear()
-        train("run", "optimizer.lr=0.001", "train.batch_size=2", tables=tables, resume=True, stop_after=4)
+        train(
+            "run",
+            "optimizer.lr=0.001",
+            "train.batch_size=2",
+            tables=tables,
+            resume=True,
+            stop_after=4,
+        )
         said = capfd.readouterr().out
         assert "\nthe data have changed since the checkpoint: " in said and told in said
 

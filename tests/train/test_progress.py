@@ -87,7 +87,11 @@ def test_steps_between_two_frames_cost_no_frame(screen):
 
 
 def test_a_pipe_and_a_dumb_terminal_get_plain_lines(screen, monkeypatch):
-    for stream, kind, forced in ((io.StringIO(), "xterm", ""), (Tty(), "dumb", ""), (io.StringIO(), "xterm", "1")):
+    for stream, kind, forced in (
+        (io.StringIO(), "xterm", ""),
+        (Tty(), "dumb", ""),
+        (io.StringIO(), "xterm", "1"),
+    ):
         monkeypatch.setenv("TERM", kind)
         monkeypatch.setenv("FORCE_COLOR", forced)
         monkeypatch.setattr("sys.stdout", stream)
@@ -122,7 +126,9 @@ def test_the_time_left_is_that_of_the_steps_after_the_first_which_sets_up(screen
         for step, now in {1: 1000.0, 2: 1060.0, 3: 1120.0}.items():
             clock[0] = now
             live.advance(record(step))
-        assert shown(stream).lines[0].endswith(" 3/100 steps, 1:37:00 left, loss 2.0000, 20% waiting")
+        assert (
+            shown(stream).lines[0].endswith(" 3/100 steps, 1:37:00 left, loss 2.0000, 20% waiting")
+        )
 
 
 def test_a_line_says_how_fast_how_full_and_how_long():
@@ -137,7 +143,12 @@ def test_a_line_says_how_fast_how_full_and_how_long():
 def test_the_speed_is_that_of_the_replicas_that_took_the_steps():
     """Of two replicas one sits out every second step; or one of three is lost, or a third one comes."""
     portion = Portion(2048, "tokens", replicas=2)
-    for taking, speed in (((2, 1), "6,144"), ((3, 2), "10,240"), ((2, 3), "10,240"), ((None, None), "8,192")):
+    for taking, speed in (
+        ((2, 1), "6,144"),
+        ((3, 2), "10,240"),
+        ((2, 3), "10,240"),
+        ((None, None), "8,192"),
+    ):
         steps = [record(step, taking=taken) for step, taken in enumerate(taking, 1)]
         assert f"  {speed} tokens/s  " in log_line(steps, 100, 8_000_000, portion)
 
@@ -146,7 +157,10 @@ def test_waiting_for_the_losses_of_others_is_waiting(screen):
     live, stream, clock = screen
     with live:
         live.start(0, 100)
-        for step, more, said in ((1, {"agreeing_s": 0.3}, 80), (2, {}, 50)):  # of the second it is not known
+        for step, more, said in (
+            (1, {"agreeing_s": 0.3}, 80),
+            (2, {}, 50),
+        ):  # of the second it is not known
             clock[0] += 1.0
             live.advance(record(step, seconds=0.5, waited=0.1, **more))
             assert shown(stream).lines[0].endswith(f", {said}% waiting")
@@ -165,17 +179,27 @@ def recorded(config, path, done):
     """A recorder of the second rank, which knows the steps after `done`, and its session."""
     (session,) = simulate_replicas(partial(virtual, config), 1)
     session = dataclasses.replace(session, world=Second())
-    return recorder.Recorder(session, path, screens.Screen(silent=True, to_stderr=False), done), session
+    return recorder.Recorder(
+        session, path, screens.Screen(silent=True, to_stderr=False), done
+    ), session
 
 
 @covered("own, shared", [(), (21, 22)], [True, False])
-def test_one_that_came_in_goes_on_with_the_records_of_those_before_it(tiny, tmp_path, monkeypatch, shared, own):
+def test_one_that_came_in_goes_on_with_the_records_of_those_before_it(
+    tiny, tmp_path, monkeypatch, shared, own
+):
     opened, started = [], []
-    monkeypatch.setattr(trackers, "open_trackers", lambda path, config, done, warn: opened.append(done) or [])
+    monkeypatch.setattr(
+        trackers, "open_trackers", lambda path, config, done, warn: opened.append(done) or []
+    )
     monkeypatch.setattr(screens.Screen, "start", lambda self, done, total: started.append(done))
-    before = [record(step) for step in range(1, 22)]  # the one that was lost had written one of the others' steps, too
+    before = [
+        record(step) for step in range(1, 22)
+    ]  # the one that was lost had written one of the others' steps, too
     if shared:
-        (tmp_path / "metrics.jsonl").write_text("".join(each.line() for each in before) + '{"step": 2')
+        (tmp_path / "metrics.jsonl").write_text(
+            "".join(each.line() for each in before) + '{"step": 2'
+        )
     came, session = recorded(tiny("train.steps=100"), tmp_path, done=20)
     for step in own:
         came.add(record(step, loss=3.0))
@@ -185,7 +209,9 @@ def test_one_that_came_in_goes_on_with_the_records_of_those_before_it(tiny, tmp_
     came.add(record(last + 1))
     came.close()
     written = read_metrics(tmp_path / "metrics.jsonl")
-    assert written == came.records and [each.step for each in written] == [*range(1 if shared else 21, last + 2)]
+    assert written == came.records and [each.step for each in written] == [
+        *range(1 if shared else 21, last + 2)
+    ]
     assert [each.loss for each in written if each.step in own] == [3.0] * len(own)
     assert opened == [last] and started == [20, last]
 
@@ -198,7 +224,9 @@ class Typed:
         if self.pid == 0:
             self._run([str(argument) for argument in arguments], env)
         self.terminal, self._told = Terminal(), ""
-        self._decoder = codecs.getincrementaldecoder("utf-8")()  # a character may come in two pieces
+        self._decoder = codecs.getincrementaldecoder(
+            "utf-8"
+        )()  # a character may come in two pieces
 
     def _run(self, arguments, env):
         code = 70
@@ -216,7 +244,9 @@ class Typed:
         """Takes in what is written until `words` are among it, or, where they are None, to the end."""
         limit = time.monotonic() + LIMIT_S
         while words is None or words not in self._told:
-            assert select.select([self._master], [], [], limit - time.monotonic())[0], self._told[-500:]
+            assert select.select([self._master], [], [], limit - time.monotonic())[0], self._told[
+                -500:
+            ]
             try:
                 piece = os.read(self._master, 1 << 16)
             except OSError:  # nobody has the terminal open any more
@@ -239,14 +269,27 @@ class Typed:
 
 def assert_clean(terminal, last):
     assert terminal.lines[-1] == last
-    assert not [line for line in terminal.lines if "left" in line or "tokens/s" in line or "━" in line]
+    assert not [
+        line for line in terminal.lines if "left" in line or "tokens/s" in line or "━" in line
+    ]
 
 
 @pytest.mark.parametrize("launched", [False, True])
 def test_ctrl_c_leaves_the_terminal_clean(tmp_path, launched):
     port = str(free_port())
-    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if launched else {}
-    train = ["train", write_recipe(tmp_path / "tiny.toml"), "--out", tmp_path / "run", "--set", "train.steps=100000"]
+    place = (
+        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        if launched
+        else {}
+    )
+    train = [
+        "train",
+        write_recipe(tmp_path / "tiny.toml"),
+        "--out",
+        tmp_path / "run",
+        "--set",
+        "train.steps=100000",
+    ]
     run = Typed(*train, "train.log_every=1000", **place)
     run.read_until("waiting")
     run.press(b"\x03")
@@ -263,5 +306,7 @@ def test_an_error_leaves_the_terminal_clean(tmp_path):
     run.read_until("steps")
     code, terminal = run.end()
     assert code == 1
-    assert terminal.lines[-1].startswith("error: ") and terminal.lines[0].startswith("demo over 2 replicas")
+    assert terminal.lines[-1].startswith("error: ") and terminal.lines[0].startswith(
+        "demo over 2 replicas"
+    )
     assert_clean(terminal, terminal.lines[-1])

@@ -49,7 +49,11 @@ def test_bytes_are_those_of_one_replica_with_all_its_shards(train):
     assert full["bytes_sent_per_step"] == full["bytes_full_sync_per_step"] + status
     assert full["reduction"] == pytest.approx(1, rel=1e-3)
     none = train("none", "scheme.name=none")[0]
-    assert (none["bytes_sent_per_step"], none["reduction"], none["replicas_equal"]) == (0, None, False)
+    assert (none["bytes_sent_per_step"], none["reduction"], none["replicas_equal"]) == (
+        0,
+        None,
+        False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,7 +62,12 @@ def test_bytes_are_those_of_one_replica_with_all_its_shards(train):
         pytest.param("2x1", ["optimizer.name=AdamW", "optimizer.lr=0.003"], marks=pytest.mark.long),
         pytest.param(
             "2x2",
-            ["optimizer.name=SGD", "optimizer.lr=0.1", "optimizer.momentum=0.9", "scheme.name=random"],
+            [
+                "optimizer.name=SGD",
+                "optimizer.lr=0.1",
+                "optimizer.momentum=0.9",
+                "scheme.name=random",
+            ],
             marks=pytest.mark.long,
         ),
         ("2x2", ["scheme.name=diloco", "scheme.every=4", "model.dropout=0.1"]),
@@ -75,12 +84,22 @@ def test_stopped_and_resumed_equals_uninterrupted(train, tmp_path, world, sets):
     sets = [*sets, f"mesh.replicas={replicas}", f"mesh.shards={shards}", "train.steps=7"]
     whole = train("whole", *sets)[0]
     stopped = train("parts", *sets, stop_after=3)[0]
-    assert stopped == {"stopped_after": 3, "stopped_by": "--stop-after", "directory": str(tmp_path / "parts")}
+    assert stopped == {
+        "stopped_after": 3,
+        "stopped_by": "--stop-after",
+        "directory": str(tmp_path / "parts"),
+    }
     assert not (tmp_path / "parts" / "summary.json").exists()
     resumed = train("parts", *sets, resume=True)[0]
     assert resumed["fingerprint"] == whole["fingerprint"]
-    assert (resumed["val_loss"], resumed["bytes_sent_per_step"]) == (whole["val_loss"], whole["bytes_sent_per_step"])
-    curves = [[r.loss for r in metrics.read_metrics(tmp_path / run / "metrics.jsonl")] for run in ("whole", "parts")]
+    assert (resumed["val_loss"], resumed["bytes_sent_per_step"]) == (
+        whole["val_loss"],
+        whole["bytes_sent_per_step"],
+    )
+    curves = [
+        [r.loss for r in metrics.read_metrics(tmp_path / run / "metrics.jsonl")]
+        for run in ("whole", "parts")
+    ]
     assert curves[0] == curves[1]
 
 
@@ -91,7 +110,10 @@ def test_a_foreign_checkpoint_is_refused(train, tmp_path):
         (["model.layers=2"], r"was written with model \{.*'layers': 1.*: resume with the same"),
         (["seed=1"], "was written with seed 0, this run has 1: resume with the same"),
         (["train.steps=1"], "train.steps is 1, but 2 steps have been taken: give more"),
-        (["optimizer.name=SGD", "optimizer.lr=0.1"], "was written with optimizer AdamW, this run has SGD"),
+        (
+            ["optimizer.name=SGD", "optimizer.lr=0.1"],
+            "was written with optimizer AdamW, this run has SGD",
+        ),
     ]:
         with pytest.raises(WorldError, match=message):
             train("run", *sets, resume=True)
@@ -125,7 +147,10 @@ def test_a_disk_that_is_full_for_a_while_does_not_stop_a_run(train, tmp_path, ca
     train("run", "train.checkpoint_every=2")
     said = capfd.readouterr().out
     failed = "warning: checkpoint step-000004 failed: No space left on device (need "
-    assert said.count(failed) == 1 and said.count(" free); step-000002 is still whole; training goes on\n") == 1
+    assert (
+        said.count(failed) == 1
+        and said.count(" free); step-000002 is still whole; training goes on\n") == 1
+    )
     kept = [path.name for path in retention.saved_checkpoints(tmp_path / "run" / "checkpoints")]
     assert kept == ["step-000006", "step-000002"]
 
@@ -133,17 +158,24 @@ def test_a_disk_that_is_full_for_a_while_does_not_stop_a_run(train, tmp_path, ca
 def test_a_run_goes_on_in_a_world_of_another_shape_and_says_what_was_merged(train, tmp_path, capfd):
     train("run", "mesh.shards=2", stop_after=2)
     summary = train("run", "mesh.replicas=3", resume=True)[0]
-    assert (summary["replicas"], summary["shards"], summary["steps"]) == (3, 1, 6) and summary["replicas_equal"]
+    assert (summary["replicas"], summary["shards"], summary["steps"]) == (3, 1, 6) and summary[
+        "replicas_equal"
+    ]
     policy = "memory merged by mean; joiners start with none, its mean over the replicas is kept"
     change = "from 2 replicas x 2 shards to 3 x 1"
     said = capfd.readouterr().out
-    assert f"resumed after step 2, {change}: weights exact where replicas agreed, else their mean; {policy}\n" in said
+    assert (
+        f"resumed after step 2, {change}: weights exact where replicas agreed, else their mean; {policy}\n"
+        in said
+    )
 
 
 def test_when_nothing_is_whole_it_says_why(train, tmp_path):
     train("run", stop_after=2)
     (tmp_path / "run" / "checkpoints" / "step-000002" / "manifest.json").unlink()
-    with pytest.raises(WorldError, match=r"is whole: step-000002 rejected: manifest.json cannot be read"):
+    with pytest.raises(
+        WorldError, match=r"is whole: step-000002 rejected: manifest.json cannot be read"
+    ):
         train("run", resume=True)
 
 
@@ -158,13 +190,19 @@ def test_when_nothing_is_whole_it_says_why(train, tmp_path):
 )
 def test_a_lost_loss_stops_the_run_with_its_state_saved(train, tmp_path, sets):
     sets = [*sets, "optimizer.name=SignSGD", "optimizer.lr=1e38", "schedule.warmup=0"]
-    with pytest.raises(WorldError, match=r"^the loss is (nan|inf) at step 2 on replica 0 \(shard 0\); the state"):
+    with pytest.raises(
+        WorldError, match=r"^the loss is (nan|inf) at step 2 on replica 0 \(shard 0\); the state"
+    ):
         train("run", *sets)
     assert manifest.read_manifest(tmp_path / "run" / "checkpoints" / "step-000001").step == 1
-    assert [record.step for record in metrics.read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1]
+    assert [record.step for record in metrics.read_metrics(tmp_path / "run" / "metrics.jsonl")] == [
+        1
+    ]
     assert not (tmp_path / "run" / "summary.json").exists()
     train("until", *sets, stop_after=1)  # the step that lost it has left no trace
-    lost, before = [saved(tmp_path / run / "checkpoints" / "step-000001") for run in ("run", "until")]
+    lost, before = [
+        saved(tmp_path / run / "checkpoints" / "step-000001") for run in ("run", "until")
+    ]
     assert lost.keys() == before.keys()
     assert all(torch.equal(lost[key], before[key]) for key in before)
 
@@ -172,11 +210,18 @@ def test_a_lost_loss_stops_the_run_with_its_state_saved(train, tmp_path, sets):
 def saved(checkpoint):
     """What every rank has saved, but for its generator, which is seeded anew in each step."""
     files = {file.stem: load_file(file) for file in checkpoint.glob("*.safetensors")}
-    return {(f, key): t for f, tensors in files.items() for key, t in tensors.items() if "generator" not in key}
+    return {
+        (f, key): t
+        for f, tensors in files.items()
+        for key, t in tensors.items()
+        if "generator" not in key
+    }
 
 
 def test_larger_than_full_synchronisation_is_refused_before_anything_is_written(train, tmp_path):
-    with pytest.raises(WorldError, match=r"would send [\d,]+ bytes .* full synchronisation sends [\d,]+"):
+    with pytest.raises(
+        WorldError, match=r"would send [\d,]+ bytes .* full synchronisation sends [\d,]+"
+    ):
         train("run", "scheme.topk=32")
     assert not (tmp_path / "run").exists()
 
@@ -189,7 +234,11 @@ def test_accumulation_clipping_and_bf16_train(train):
 
 def test_one_replica_and_one_shard_are_a_run_too(train):
     summary = train("run", "mesh.replicas=1")[0]
-    assert (summary["bytes_full_sync_per_step"], summary["reduction"], summary["replicas_equal"]) == (0, None, True)
+    assert (
+        summary["bytes_full_sync_per_step"],
+        summary["reduction"],
+        summary["replicas_equal"],
+    ) == (0, None, True)
 
 
 @pytest.mark.parametrize("name", ["constant", "cosine", "linear"])
@@ -205,8 +254,15 @@ def test_the_schedule_starts_above_zero_and_ends_at_its_floor(name, warmup):
 
 @pytest.mark.long  # no branch of its own
 def test_an_emulated_link_changes_the_waiting_alone(train, tmp_path):
-    fast, slow = (train(out, *sets)[0] for out, sets in {"fast": [], "slow": ["mesh.link=2mbit,10ms"]}.items())
-    assert slow["fingerprint"] == fast["fingerprint"] and slow["bytes_sent_per_step"] == fast["bytes_sent_per_step"]
+    fast, slow = (
+        train(out, *sets)[0] for out, sets in {"fast": [], "slow": ["mesh.link=2mbit,10ms"]}.items()
+    )
+    assert (
+        slow["fingerprint"] == fast["fingerprint"]
+        and slow["bytes_sent_per_step"] == fast["bytes_sent_per_step"]
+    )
     for record in metrics.read_metrics(tmp_path / "slow" / "metrics.jsonl"):
-        assert record.seconds >= 8 * record.bytes_sent / 2e6 + 0.01  # the message leaves and arrives within the step
+        assert (
+            record.seconds >= 8 * record.bytes_sent / 2e6 + 0.01
+        )  # the message leaves and arrives within the step
         assert record.seconds >= record.step_s >= record.waited_s > 0

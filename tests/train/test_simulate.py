@@ -17,20 +17,36 @@ from detonation.core.link.handshake import Mismatch
 from detonation.core.link.link import Link
 from detonation.train.loop.fit import NonFiniteLoss, Unsafe
 from detonation.train.output import metrics
-from detonation.train.verbs.simulate import Simulation, batch_share, simulate, train_virtual, virtual
+from detonation.train.verbs.simulate import (
+    Simulation,
+    batch_share,
+    simulate,
+    train_virtual,
+    virtual,
+)
 
 EXACT = {
     "full": ["scheme.name=full"],
     "none": ["scheme.name=none"],
     "demo-clipped-dropout": ["train.clip=0.5", "model.dropout=0.2", "train.accumulate=2"],
-    "demo-signsgd": ["optimizer.name=SignSGD", "optimizer.lr=1e-3", "scheme.precision=sign", "scheme.topk=3"],
+    "demo-signsgd": [
+        "optimizer.name=SignSGD",
+        "optimizer.lr=1e-3",
+        "scheme.precision=sign",
+        "scheme.topk=3",
+    ],
     "demo-muon": ["optimizer.name=Muon", "optimizer.lr=1e-2", "train.verify_every=2"],
     "loco": ["scheme.name=loco"],
     "demo-owner": ["scheme.link=owner", "scheme.precision=sign", "scheme.error_feedback=false"],
     "random-bf16": ["scheme.name=random", "scheme.precision=bf16"],
     "random_sign-late": ["scheme.name=random_sign", "scheme.delay=2"],
     "diloco": ["scheme.name=diloco", "scheme.every=4"],
-    "streaming": ["scheme.name=streaming_diloco", "scheme.every=4", "scheme.delay=1", "scheme.fragments=2"],
+    "streaming": [
+        "scheme.name=streaming_diloco",
+        "scheme.every=4",
+        "scheme.delay=1",
+        "scheme.fragments=2",
+    ],
     "sparseloco": ["scheme.name=sparseloco", "scheme.every=3", "scheme.topk=8", "scheme.chunk=256"],
 }
 """Every kind of link, of round and of memory."""
@@ -38,7 +54,9 @@ EXACT = {
 
 def simulated(config):
     """Each virtual replica's summary."""
-    return simulate_replicas(lambda wire: train_virtual(virtual(config, wire)), config.mesh.replicas)
+    return simulate_replicas(
+        lambda wire: train_virtual(virtual(config, wire)), config.mesh.replicas
+    )
 
 
 def results(summary):
@@ -59,7 +77,10 @@ def results(summary):
 @some(
     "sets",
     EXACT.values(),
-    keep=[EXACT[name] for name in ("demo-clipped-dropout", "demo-owner", "random_sign-late", "streaming")],
+    keep=[
+        EXACT[name]
+        for name in ("demo-clipped-dropout", "demo-owner", "random_sign-late", "streaming")
+    ],
     ids=EXACT,
 )
 def test_two_virtual_replicas_are_two_real_ones_bit_for_bit(tiny, train, sets):
@@ -92,11 +113,16 @@ def test_where_the_network_adds_four_are_equal_but_for_the_order_of_a_sum(tiny, 
     sets = ["scheme.name=full", "mesh.replicas=4"]
     real, simulation = train("real", *sets)[0], simulated(tiny(*sets))[0]
     assert simulation["val_loss"] == pytest.approx(real["val_loss"], rel=1e-4)
-    assert simulation["bytes_sent_per_step"] == real["bytes_sent_per_step"] and simulation["replicas_equal"]
+    assert (
+        simulation["bytes_sent_per_step"] == real["bytes_sent_per_step"]
+        and simulation["replicas_equal"]
+    )
 
 
 def test_sixteen_replicas_agree_and_their_memories_do_not(tiny):
-    config = tiny("mesh.replicas=16", "train.steps=2", "train.batch_size=1", "train.validation_batches=1")
+    config = tiny(
+        "mesh.replicas=16", "train.steps=2", "train.batch_size=1", "train.validation_batches=1"
+    )
 
     def act(wire):
         session = virtual(config, wire)
@@ -108,7 +134,9 @@ def test_sixteen_replicas_agree_and_their_memories_do_not(tiny):
     assert len(set(fingerprints)) == 1 and all(equal) and len(set(memories)) == 16
 
 
-@pytest.mark.parametrize(("scheme", "shares"), [("demo", True), ("full", True), ("diloco", False), ("none", False)])
+@pytest.mark.parametrize(
+    ("scheme", "shares"), [("demo", True), ("full", True), ("diloco", False), ("none", False)]
+)
 def test_replicas_share_the_weights_that_are_equal_at_every_step(tiny, scheme, shares):
     config = tiny(f"scheme.name={scheme}", "train.steps=2", "mesh.replicas=3")
 
@@ -145,10 +173,15 @@ def test_one_that_received_another_message_ends_the_simulation(tiny, link):
 
 
 def test_a_total_batch_is_shared_and_validated_on_as_many_examples(tiny):
-    config = tiny("mesh.replicas=8", "train.batch_size=4", "train.validation_batches=4", "train.accumulate=2")
+    config = tiny(
+        "mesh.replicas=8", "train.batch_size=4", "train.validation_batches=4", "train.accumulate=2"
+    )
     shared = batch_share(config, 32)
     assert (shared.train.batch_size, shared.train.validation_batches) == (2, 8)
-    with pytest.raises(ValueError, match=r"--total-batch is 24, but must be a multiple of 16 \(replicas x train.acc"):
+    with pytest.raises(
+        ValueError,
+        match=r"--total-batch is 24, but must be a multiple of 16 \(replicas x train.acc",
+    ):
         batch_share(config, 24)
     with pytest.raises(ValueError, match=r"--total-batch is 0, .* at least 16"):
         batch_share(config, 0)
@@ -173,8 +206,15 @@ def recipe(tmp_path):
 
 def test_a_simulation_leaves_a_run_directory(recipe, tmp_path):
     out = tmp_path / "run"
-    summary = simulate(Simulation(recipe, ("train.steps=5",), replicas=4, total_batch=8, out=out, to_stderr=True))
-    assert (summary["replicas"], summary["shards"], summary["steps"], summary["simulated"]) == (4, 1, 5, True)
+    summary = simulate(
+        Simulation(recipe, ("train.steps=5",), replicas=4, total_batch=8, out=out, to_stderr=True)
+    )
+    assert (summary["replicas"], summary["shards"], summary["steps"], summary["simulated"]) == (
+        4,
+        1,
+        5,
+        True,
+    )
     assert json.loads((out / "summary.json").read_text()).items() <= summary.items()
     records = metrics.read_metrics(out / "metrics.jsonl")
     assert [record.val_loss is None for record in records] == [True, False, True, False, False]
@@ -185,9 +225,15 @@ def test_a_simulation_leaves_a_run_directory(recipe, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"overrides": ("mesh.nodes=[1,2]",)}, r"mesh\.nodes is \[1, 2\], but must be left out in a simulation"),
+        (
+            {"overrides": ("mesh.nodes=[1,2]",)},
+            r"mesh\.nodes is \[1, 2\], but must be left out in a simulation",
+        ),
         ({"overrides": ("mesh.shards=2",)}, "mesh.shards is 2, but must be 1 in a simulation"),
-        ({"overrides": ("mesh.link=10mbit,5ms",)}, "mesh.link is '10mbit,5ms', but must be '' in a simulation"),
+        (
+            {"overrides": ("mesh.link=10mbit,5ms",)},
+            "mesh.link is '10mbit,5ms', but must be '' in a simulation",
+        ),
         ({"replicas": 0}, "mesh.replicas is 0, but must be at least 1"),
         ({"replicas": 100_000}, "there are"),
         ({"replicas": 3, "total_batch": 4}, "--total-batch is 4, but must be a multiple of 3"),
@@ -205,11 +251,14 @@ def test_bad_input_is_refused_before_anything_is_written(recipe, tmp_path, optio
 def test_levels_are_refused_and_not_left_out(recipe, tmp_path):
     one = 'scheme = { name = "demo", topk = 4, chunk = 32 }'
     tiers = [
-        f'{{ name = "{name}", axis = "{axis}", replicas = 2 }}' for name, axis in (("full", "rack"), ("demo", "site"))
+        f'{{ name = "{name}", axis = "{axis}", replicas = 2 }}'
+        for name, axis in (("full", "rack"), ("demo", "site"))
     ]
     text = recipe.read_text().replace(one, f"scheme = [{', '.join(tiers)}]")
     recipe.write_text(text.replace("mesh = { replicas = 2, shards = 2 }", ""))
-    with pytest.raises(ValueError, match=r"^scheme is 'full\+demo', but must be one level in a simulation"):
+    with pytest.raises(
+        ValueError, match=r"^scheme is 'full\+demo', but must be one level in a simulation"
+    ):
         simulate(Simulation(recipe, out=tmp_path / "run", to_stderr=True))
 
 
@@ -226,7 +275,9 @@ def test_a_wire_carries_what_a_group_carries():
         mine = torch.tensor([wire.replica + 1.0])
         late = wire.all_reduce(mine.clone())
         told = wire.all_gather(mine.view(torch.uint8))
-        given = wire.all_to_all(torch.tensor([10 * wire.replica + other for other in range(3)], dtype=torch.uint8))
+        given = wire.all_to_all(
+            torch.tensor([10 * wire.replica + other for other in range(3)], dtype=torch.uint8)
+        )
         return given()[:, 0].tolist(), told().view(torch.float32).view(-1).tolist(), late().item()
 
     ends = simulate_replicas(act, 3)
@@ -265,7 +316,9 @@ def test_ctrl_c_comes_out_when_all_replicas_have_ended():
             torch.ones(64).sum()
         ended.append(wire.replica)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # ignored where tests run in the background
     try:
         with pytest.raises(KeyboardInterrupt):
             simulate_replicas(act, 1)
@@ -279,7 +332,9 @@ def test_what_can_never_arrive_is_an_error_not_a_hang():
         if wire.replica:
             wire.all_gather(torch.zeros(1, dtype=torch.uint8))()
 
-    with pytest.raises(RuntimeError, match="virtual replica 1 waits for what the others do not send"):
+    with pytest.raises(
+        RuntimeError, match="virtual replica 1 waits for what the others do not send"
+    ):
         simulate_replicas(unequal, 3)
 
 
@@ -292,8 +347,16 @@ def test_virtual_replicas_that_differ_are_told_so():
 
 
 def test_what_is_not_simulated_is_named(recipe, tmp_path, capsys):
-    asked = ("mesh.elastic=true", "train.log_updates=true", "train.publish=127.0.0.1:0", "train.checkpoint_every=2")
+    asked = (
+        "mesh.elastic=true",
+        "train.log_updates=true",
+        "train.publish=127.0.0.1:0",
+        "train.checkpoint_every=2",
+    )
     for sets in ((), asked):
         simulate(Simulation(recipe, (*sets, "train.steps=1"), out=tmp_path / str(len(sets))))
         first = capsys.readouterr().out.splitlines()[0]
-    assert first == "not simulated: mesh.elastic, train.publish, train.log_updates, train.checkpoint_every"
+    assert (
+        first
+        == "not simulated: mesh.elastic, train.publish, train.log_updates, train.checkpoint_every"
+    )

@@ -46,4 +46,6 @@ def test_settings_that_fit_are_not(tiny):
         ["optimizer.name=SignSGD", "optimizer.lr=0.01", "optimizer.momentum=0.9", "train.clip=1.0"],
         ["scheme.name=none"],
     )
-    assert not any(misfits(tiny(*sets)) for sets in (*fitting, ["scheme.name=full", "scheme.precision=fp32"]))
+    assert not any(
+        misfits(tiny(*sets)) for sets in (*fitting, ["scheme.name=full", "scheme.precision=fp32"])
+    )

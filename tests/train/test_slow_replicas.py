@@ -62,7 +62,9 @@ def test_a_slow_replica_computes_fewer_steps_and_all_end_equal(tiny, clock):
     assert clock == {"replica 0": 16.0, "replica 1": 20.0}  # 32 without
     assert digest(one.model.parameters()) == digest(two.model.parameters())
     assert [record.taking for record in records] == [2, 2, 2, 2] + [1, 2] * 6
-    assert [r.loss for r in records[3:]] == [r.loss for r in others[3:]]  # of the round before, the same everywhere
+    assert [r.loss for r in records[3:]] == [
+        r.loss for r in others[3:]
+    ]  # of the round before, the same everywhere
     assert len({r.loss for r in records[3:7]}) == 1 and records[7].loss != records[6].loss
     assert [r.lr for r in records] == [r.lr for r in others]
     assert {r.agreeing_s for r in records} == {None}  # in one process replicas compute in turns
@@ -92,7 +94,11 @@ class OnMachinesOfTheirOwn:
 @pytest.mark.parametrize("sets", [("scheme.name=demo",), ("scheme.name=full",), ROUNDS])
 def test_a_record_tells_waiting_for_the_slowest_from_computing(tiny, clock, monkeypatch, sets):
     """Losses are agreed on before the last backward, after it, or at the end of a round: after the optimizer's step."""
-    monkeypatch.setattr(fitting, "time", SimpleNamespace(perf_counter=lambda: clock[threading.current_thread().name]))
+    monkeypatch.setattr(
+        fitting,
+        "time",
+        SimpleNamespace(perf_counter=lambda: clock[threading.current_thread().name]),
+    )
 
     def made(config, communicator):
         session = virtual(config, communicator)
@@ -105,7 +111,10 @@ def test_a_record_tells_waiting_for_the_slowest_from_computing(tiny, clock, monk
         assert {r.step_s for r in records} == {0.0}
         assert session.waits.table() == found[0][2].waits.table()
     first, second = ([r.agreeing_s for r in records] for records, *_ in found)
-    assert first[:4] == ([0.0, 0.0, 0.0, 4.0] if sets == ROUNDS else [1.0] * 4) and second[:4] == [0.0] * 4
+    assert (
+        first[:4] == ([0.0, 0.0, 0.0, 4.0] if sets == ROUNDS else [1.0] * 4)
+        and second[:4] == [0.0] * 4
+    )
 
 
 def test_a_signal_ends_all_replicas_at_the_end_of_the_round(tiny, clock):
@@ -120,11 +129,19 @@ def test_a_signal_ends_all_replicas_at_the_end_of_the_round(tiny, clock):
 def test_a_loss_that_is_not_finite_moves_nobody(tiny, clock):
     def begun(step, replica, session, stop):
         if (step, replica) == (5, 1):
-            session.model.register_forward_hook(lambda *given: given[2].loss.data.fill_(float("nan")) and None)
+            session.model.register_forward_hook(
+                lambda *given: given[2].loss.data.fill_(float("nan")) and None
+            )
 
     (_, fast, one, error), (_, slow, two, same) = run(tiny(*ROUNDS), clock, begun=begun)
     assert str(error) == str(same) == "the loss is not finite at step 6 on replica 1 (shard 0)"
-    assert fast == [*range(8)] and slow == [0, 1, 2, 3, 5]  # it takes no more, and all end with the round
+    assert fast == [*range(8)] and slow == [
+        0,
+        1,
+        2,
+        3,
+        5,
+    ]  # it takes no more, and all end with the round
     weights = [*one.model.parameters(), *two.model.parameters()]
     assert all(bool(weight.isfinite().all()) for weight in weights)
     assert digest(one.model.parameters()) == digest(two.model.parameters())
@@ -160,7 +177,9 @@ def slowed(mesh, config):
 
 
 @pytest.mark.long_cases("sets1")
-@pytest.mark.parametrize("sets", [["train.steps=4"], ["train.steps=4", "scheme.name=diloco", "scheme.every=2"]])
+@pytest.mark.parametrize(
+    "sets", [["train.steps=4"], ["train.steps=4", "scheme.name=diloco", "scheme.every=2"]]
+)
 def test_the_slow_replica_is_named_under_every_kind_of_scheme(tiny, sets):
     first, second = worlds.run(slowed, 2, 1, tiny(*sets))
     assert first["waits"] == second["waits"] and first["waits"]["slowest"] == 1

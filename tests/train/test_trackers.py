@@ -25,7 +25,12 @@ class Fake:
     """Keeps what it is given; raises where it is told to."""
 
     def __init__(self, fails_at=None, fails_to_close=False):
-        self.records, self.closed, self._fails_at, self._fails_to_close = [], 0, fails_at, fails_to_close
+        self.records, self.closed, self._fails_at, self._fails_to_close = (
+            [],
+            0,
+            fails_at,
+            fails_to_close,
+        )
 
     def write(self, record):
         self.records.append(record)
@@ -47,16 +52,22 @@ def trained(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(trackers, "check_trackers", lambda names: None)
         recipe = write_recipe(tmp_path / "tiny.toml")
         simulate(Simulation(recipe, ('train.loggers=["wandb"]',), out=tmp_path / "run"))
-        return capsys.readouterr().out.splitlines(), metrics.read_metrics(tmp_path / "run" / "metrics.jsonl")
+        return capsys.readouterr().out.splitlines(), metrics.read_metrics(
+            tmp_path / "run" / "metrics.jsonl"
+        )
 
     return run
 
 
 def test_a_logger_gets_what_the_metrics_file_gets(trained, tmp_path):
     fake, opened = Fake(), []
-    _, written = trained(lambda path, config, done: opened.append((path, config.train.loggers, done)) or fake)
+    _, written = trained(
+        lambda path, config, done: opened.append((path, config.train.loggers, done)) or fake
+    )
     assert opened == [(tmp_path / "run", ("wandb",), 0)]
-    assert [json.loads(record.line()) for record in fake.records] == [json.loads(record.line()) for record in written]
+    assert [json.loads(record.line()) for record in fake.records] == [
+        json.loads(record.line()) for record in written
+    ]
     assert len(written) == 6 and fake.closed == 1
 
 
@@ -76,8 +87,16 @@ def test_your_own_logger_is_named_by_module_and_function(tmp_path, monkeypatch, 
     assert path == tmp_path / "run" and len(fake.records) == 6 and fake.closed == 1
     assert all(record.memory > 1e7 for record in fake.records if record.step % 2 == 0)
     capsys.readouterr()
-    assert run_command(["train", str(recipe), "--logger", "mine:nothing", "--out", str(tmp_path / "other")]) == 2
-    assert "module mine has no function 'nothing'" in capsys.readouterr().err and not (tmp_path / "other").exists()
+    assert (
+        run_command(
+            ["train", str(recipe), "--logger", "mine:nothing", "--out", str(tmp_path / "other")]
+        )
+        == 2
+    )
+    assert (
+        "module mine has no function 'nothing'" in capsys.readouterr().err
+        and not (tmp_path / "other").exists()
+    )
 
 
 @pytest.mark.parametrize("when", ["opening", "writing", "closing", "ending"])
@@ -92,7 +111,11 @@ def test_one_that_fails_is_told_of_once_and_training_goes_on(trained, when):
         return fake
 
     shown, written = trained(opener)
-    reasons = {"opening": "ValueError: not today", "writing": "OSError: no more disk", "closing": "RuntimeError"}
+    reasons = {
+        "opening": "ValueError: not today",
+        "writing": "OSError: no more disk",
+        "closing": "RuntimeError",
+    }
     reason = {**reasons, "ending": "SystemExit: 3"}[when]
     line = f"warning: logger wandb failed and gets no more ({reason}); metrics.jsonl has every step; training goes on"
     assert [text for text in shown if "warning" in text] == [line]
@@ -106,7 +129,10 @@ def test_the_names_are_those_of_a_recipe_and_the_metrics_file_is_a_logger_too(tm
     file: trackers.Logger = MetricsFile(tmp_path / "metrics.jsonl")
     file.write(RECORD)
     file.close()
-    assert json.loads((tmp_path / "metrics.jsonl").read_text())["levels"] == {"rack": 800, "site": 100}
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["levels"] == {
+        "rack": 800,
+        "site": 100,
+    }
     told = trackers.values(RECORD)
     assert told == {
         "loss": 2.5,
@@ -126,14 +152,34 @@ def test_what_cannot_log_is_said_in_one_line_before_anything_starts(tmp_path, mo
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     recipe = str(write_recipe(tmp_path / "tiny.toml"))
     for arguments, line in {
-        ("train", "--logger", "trackio"): "logger trackio needs the package trackio: pip install trackio",
-        ("simulate", "--set", 'train.loggers=["wandb"]'): "logger wandb needs the package wandb: pip install wandb",
-        ("train", "--set", 'train.loggers=["wandbb"]'): "unknown logger 'wandbb', did you mean 'wandb'? Valid: tens",
-        ("train", "--set", "train.loggers=wandb"): "train.loggers is 'wandb', but must be a list of texts",
+        (
+            "train",
+            "--logger",
+            "trackio",
+        ): "logger trackio needs the package trackio: pip install trackio",
+        (
+            "simulate",
+            "--set",
+            'train.loggers=["wandb"]',
+        ): "logger wandb needs the package wandb: pip install wandb",
+        (
+            "train",
+            "--set",
+            'train.loggers=["wandbb"]',
+        ): "unknown logger 'wandbb', did you mean 'wandb'? Valid: tens",
+        (
+            "train",
+            "--set",
+            "train.loggers=wandb",
+        ): "train.loggers is 'wandb', but must be a list of texts",
     }.items():
         assert run_command([arguments[0], recipe, *arguments[1:]]) == 2
         printed = capsys.readouterr()
-        assert printed.err.startswith(f"error: {line}") and len(printed.err.splitlines()) == 1 and printed.out == ""
+        assert (
+            printed.err.startswith(f"error: {line}")
+            and len(printed.err.splitlines()) == 1
+            and printed.out == ""
+        )
     assert list(tmp_path.iterdir()) == [Path(recipe)]
 
 
@@ -157,11 +203,15 @@ logger.close()
 def test_the_real_trackers_keep_the_steps_on_this_machine(tmp_path, name):
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed: pip install {name}")
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "TRACKIO"))}
+    clean = {
+        key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "TRACKIO"))
+    }
     env = {**clean, "TRACKIO_DIR": str(tmp_path / "trackio")}
     command = [sys.executable, "-c", SCRIPT, name, str(tmp_path)]
     root = Path(__file__).parents[2]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=env, cwd=root)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=env, cwd=root
+    )
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert kept(name, tmp_path) == [3.0, 4.0, 5.0]
 
@@ -181,5 +231,7 @@ def kept(name, path):
             rows = database.execute("select metrics from metrics order by step").fetchall()
         return [json.loads(row)["loss"] for (row,) in rows]
     (run,) = path.glob("wandb/offline-run-*/*.wandb")
-    told = re.findall(rb"\x04loss\x82\x01.([0-9.]+)", run.read_bytes(), re.DOTALL)  # a key and its value
+    told = re.findall(
+        rb"\x04loss\x82\x01.([0-9.]+)", run.read_bytes(), re.DOTALL
+    )  # a key and its value
     return sorted({float(loss) for loss in told})  # each is in the history and in the summary

@@ -91,7 +91,10 @@ TABLES = {
     "optimizer": {"name": "own_parts:sgd", "lr": 0.1},
     "train": {"steps": 3, "batch_size": 4, "validation_batches": 2},
     "mesh": {"replicas": 2, "shards": 1},
-    "tuned": {"full": {"optimizer": {"name": "AdamW", "lr": 0.01}}, "own_parts:half": {"train": {"steps": 2}}},
+    "tuned": {
+        "full": {"optimizer": {"name": "AdamW", "lr": 0.01}},
+        "own_parts:half": {"train": {"steps": 2}},
+    },
 }
 
 
@@ -121,16 +124,28 @@ def test_a_run_of_ones_own_parts_and_its_resumption(recipe, tmp_path, capfd):
     assert run_command(["train", recipe, "--out", "run", "--stop-after", "1"]) == 0
     assert run_command(["train", recipe, "--out", "run", "--resume", "--json"]) == 0
     summary = json.loads(capfd.readouterr().out.splitlines()[-1])
-    assert (summary["scheme"], summary["scheme_arguments"]) == ("own_parts:half", {"topk": 4, "chunk": 32})
-    assert (summary["model"], summary["data"], summary["optimizer"]) == ("own_parts:Line", "points", "own_parts:sgd")
-    assert (summary["steps"], summary["num_parameters"]) == (2, 4 * 6 + 6 + 6 * 2 + 2)  # as [tuned] has it
+    assert (summary["scheme"], summary["scheme_arguments"]) == (
+        "own_parts:half",
+        {"topk": 4, "chunk": 32},
+    )
+    assert (summary["model"], summary["data"], summary["optimizer"]) == (
+        "own_parts:Line",
+        "points",
+        "own_parts:sgd",
+    )
+    assert (summary["steps"], summary["num_parameters"]) == (
+        2,
+        4 * 6 + 6 + 6 * 2 + 2,
+    )  # as [tuned] has it
     assert summary["replicas_equal"] and summary["val_accuracy"] <= 1
     assert run_command(["export", "run", "--out", "model", "--trust-code"]) == 0
     said = capfd.readouterr().out
     assert "no model of transformers: load its state dict with safetensors.torch.load_model" in said
     made = sys.modules["own_parts"].Line(2, 6)
     assert load_model(made, "model/model.safetensors") == (set(), [])
-    assert run_command(["train", recipe, "--out", "next", "--init-from", "model", "--steps", "1"]) == 0
+    assert (
+        run_command(["train", recipe, "--out", "next", "--init-from", "model", "--steps", "1"]) == 0
+    )
     assert "weights of model\n" in capfd.readouterr().out
     assert sys.path[-1] == "" or "" in sys.path[1:]  # the current directory hides no package
 
@@ -165,7 +180,9 @@ def test_schemes_of_ones_own_are_compared_simulated_and_planned(recipe, register
     assert json.loads(capfd.readouterr().out.splitlines()[-1])["scheme"] == "own_parts:half"
     assert run_command(["plan", recipe, "--link", "1mbit", "--step-time", "0.1", "--json"]) == 0
     found = {option["scheme"]: option for option in json.loads(capfd.readouterr().out)["options"]}
-    assert found["quarter"]["loss_source"] == found["own_parts:half"]["loss_source"] == "not measured"
+    assert (
+        found["quarter"]["loss_source"] == found["own_parts:half"]["loss_source"] == "not measured"
+    )
     assert found["own_parts:half"]["arguments"]["topk"] == 4 and found["quarter"]["seconds"] > 0.1
 
 
@@ -185,42 +202,83 @@ def test_train_lists_registered_schemes(registered, capsys):
         ),
         ("scheme.name=own_parts:hlf", "own_parts:hlf: module own_parts has no function 'hlf'"),
         ("scheme.name=own_parts:NUMBER", "own_parts:NUMBER is 3, must be a function"),
-        ("scheme.name=own_parts:", "'own_parts:' is no name of a function, must be package.module:function"),
-        ("scheme.tpk=3", "unknown argument of scheme own_parts:half 'tpk', did you mean 'topk'? Valid: chunk, topk"),
+        (
+            "scheme.name=own_parts:",
+            "'own_parts:' is no name of a function, must be package.module:function",
+        ),
+        (
+            "scheme.tpk=3",
+            "unknown argument of scheme own_parts:half 'tpk', did you mean 'topk'? Valid: chunk, topk",
+        ),
         ("scheme.topk=x", "scheme.topk is 'x', but must be a whole number"),
         ("model.name=no_parts:Line", "no_parts:Line: no module named no_parts"),
         ("model.name=own_parts:Lin", "own_parts:Lin: module own_parts has no function 'Lin'"),
         ("model.name=own_parts:NUMBER", "own_parts:NUMBER is 3, must be a function"),
-        ("model.name=own_parts:nothing", "model own_parts:nothing makes a dict, must make a torch.nn.Module"),
-        ("model.name=Lin", "unknown model 'Lin'. Valid: olmo2, olmoe, t5, vit; or package.module:function"),
+        (
+            "model.name=own_parts:nothing",
+            "model own_parts:nothing makes a dict, must make a torch.nn.Module",
+        ),
+        (
+            "model.name=Lin",
+            "unknown model 'Lin'. Valid: olmo2, olmoe, t5, vit; or package.module:function",
+        ),
         (
             "model.name=torch.nn:Identity",
             "model torch.nn:Identity cannot take the batches of the data points: missing a required argument: 'input'",
         ),
         ("model.width=wide", "model.width is 'wide', but must be a whole number"),
         ("data.task=no_parts:points", "no_parts:points: no module named no_parts"),
-        ("data.task=own_parts:pionts", "own_parts:pionts: module own_parts has no function 'pionts'"),
+        (
+            "data.task=own_parts:pionts",
+            "own_parts:pionts: module own_parts has no function 'pionts'",
+        ),
         ("data.task=own_parts:NUMBER", "own_parts:NUMBER is 3, must be a function"),
-        ("data.task=own_parts:nothing", "data own_parts:nothing makes a dict, must make a detonation.data.Data"),
+        (
+            "data.task=own_parts:nothing",
+            "data own_parts:nothing makes a dict, must make a detonation.data.Data",
+        ),
         ("data.held_out=0", "data own_parts:points holds no example out: validation needs one"),
         ("optimizer.name=no_parts:sgd optimizer.lr=1", "no_parts:sgd: no module named no_parts"),
-        ("optimizer.name=own_parts:sdg optimizer.lr=1", "own_parts:sdg: module own_parts has no function 'sdg'"),
-        ("optimizer.name=own_parts:NUMBER optimizer.lr=1", "own_parts:NUMBER is 3, must be a function"),
-        ("optimizer.name=own_parts:nothing optimizer.lr=1", "optimizer own_parts:nothing makes a dict, must make a "),
-        ("optimizer.momentun=0", "unknown argument of optimizer own_parts:sgd 'momentun', did you mean 'momentum'?"),
+        (
+            "optimizer.name=own_parts:sdg optimizer.lr=1",
+            "own_parts:sdg: module own_parts has no function 'sdg'",
+        ),
+        (
+            "optimizer.name=own_parts:NUMBER optimizer.lr=1",
+            "own_parts:NUMBER is 3, must be a function",
+        ),
+        (
+            "optimizer.name=own_parts:nothing optimizer.lr=1",
+            "optimizer own_parts:nothing makes a dict, must make a ",
+        ),
+        (
+            "optimizer.momentun=0",
+            "unknown argument of optimizer own_parts:sgd 'momentun', did you mean 'momentum'?",
+        ),
     ],
 )
 def test_a_name_that_leads_nowhere_is_one_line(recipe, tmp_path, capsys, sets, line):
     before = sorted(path.name for path in tmp_path.iterdir())
     assert run_command(["train", recipe, "--set", *sets.split()]) == 2
     printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.startswith(f"error: {line}") and len(printed.err.splitlines()) == 1
-    assert [name for name in sorted(path.name for path in tmp_path.iterdir()) if name != "__pycache__"] == before
+    assert (
+        printed.out == ""
+        and printed.err.startswith(f"error: {line}")
+        and len(printed.err.splitlines()) == 1
+    )
+    assert [
+        name for name in sorted(path.name for path in tmp_path.iterdir()) if name != "__pycache__"
+    ] == before
 
 
 @pytest.mark.long  # no branch of its own
 def test_a_scheme_in_tuned_must_exist_unless_it_spells_a_module(recipe, tmp_path, capsys):
     for name, code in {"halff": 2, "no_parts:half": 0}.items():
         (tmp_path / "own.toml").write_text(tomli_w.dumps({**TABLES, "tuned": {name: {}}}))
-        assert run_command(["train", recipe, "--out", name.replace(":", "."), "--set", "train.steps=1"]) == code
+        assert (
+            run_command(
+                ["train", recipe, "--out", name.replace(":", "."), "--set", "train.steps=1"]
+            )
+            == code
+        )
     assert "error: unknown scheme in [tuned] 'halff'" in capsys.readouterr().err

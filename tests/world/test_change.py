@@ -38,14 +38,18 @@ def sent(mesh, schemes):
     model = built(Plain)
     for parameter in model.parameters():
         parameter.data.zero_()
-    optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=1.0), model, mesh["replicate"], schemes[0])
+    optimizer = dt.replicate(
+        torch.optim.SGD(model.parameters(), lr=1.0), model, mesh["replicate"], schemes[0]
+    )
     given, digests = [torch.zeros_like(p) for p in model.parameters()], []
     for turn, scheme in enumerate(schemes):
         if turn:
             optimizer.reconfigure(scheme)
         for step in range(3):
             for i, parameter in enumerate(model.parameters()):
-                generator = torch.Generator().manual_seed(100 * (3 * turn + step) + 10 * i + mesh.get_rank())
+                generator = torch.Generator().manual_seed(
+                    100 * (3 * turn + step) + 10 * i + mesh.get_rank()
+                )
                 parameter.grad = torch.randn(parameter.shape, generator=generator)
                 given[i] += parameter.grad
             optimizer.step()
@@ -53,7 +57,10 @@ def sent(mesh, schemes):
     optimizer.synchronize()
     held = unsent(optimizer)
     everything = torch.cat(
-        [(g - h + p.detach()).flatten() for g, h, p in zip(given, held, model.parameters(), strict=True)]
+        [
+            (g - h + p.detach()).flatten()
+            for g, h, p in zip(given, held, model.parameters(), strict=True)
+        ]
     )
     torch.distributed.all_reduce(everything)
     return float(everything.abs().max()), digests
@@ -62,7 +69,9 @@ def sent(mesh, schemes):
 @some("replicas", [2, 4], keep=[2])
 def test_law_1_nothing_is_lost_when_settings_change(replicas):
     first, *others = worlds.run(all_told, replicas, 1)
-    assert {name: off for name, (off, _) in first.items() if off > 1e-3} == {}  # of sums up to 10, in fp32
+    assert {
+        name: off for name, (off, _) in first.items() if off > 1e-3
+    } == {}  # of sums up to 10, in fp32
     assert others == [first] * (replicas - 1)
 
 
@@ -78,7 +87,9 @@ def test_votes_about_another_share_follow_the_rule(rates, cycle):
 
     def act(communicator):
         model = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.zeros(size))})
-        optimizer = dt.replicate(dt.SignSGD(model.parameters(), lr=1.0), model, communicator, schemes[0])
+        optimizer = dt.replicate(
+            dt.SignSGD(model.parameters(), lr=1.0), model, communicator, schemes[0]
+        )
         seen = []
         for step in range(steps):
             if step == 11:
@@ -93,7 +104,9 @@ def test_votes_about_another_share_follow_the_rule(rates, cycle):
         selection = schemes[step >= 11].codec.selection
         rows = torch.zeros(-(-size // selection.chunk), selection.chunk)
         chosen = rows.scatter(1, selection.indices(rows, step, 0), 1.0).flatten()[:size].bool()
-        memories = 0.9 * memories + torch.stack([gradient(step, replica) for replica in range(replicas)])
+        memories = 0.9 * memories + torch.stack(
+            [gradient(step, replica) for replica in range(replicas)]
+        )
         weight -= memories.sign().sum(0).sign() * chosen
         memories[:, chosen] = 0.0
         wanted.append(weight.clone())
@@ -157,8 +170,12 @@ def resumed(mesh, schemes):
 
 def test_a_changed_run_resumes_exactly_and_sends_what_its_settings_say():
     for found in worlds.run(all_resumed, 2, 2):
-        assert {name: exact for name, (*exact, _, _) in found.items() if exact != [True, True]} == {}
-        assert {name: (sent, said) for name, (_, _, sent, said) in found.items() if sent != said} == {}
+        assert {
+            name: exact for name, (*exact, _, _) in found.items() if exact != [True, True]
+        } == {}
+        assert {
+            name: (sent, said) for name, (_, _, sent, said) in found.items() if sent != said
+        } == {}
 
 
 def before_the_first_step(mesh):
@@ -207,7 +224,9 @@ def test_after_a_change_to_owners_a_reason_to_stop_is_known_to_all():
     def act(communicator):
         model = built(Plain)
         base = dt.SignSGD(model.parameters(), lr=1e-3)
-        optimizer = dt.replicate(base, model, BadPath(communicator), dt.demo(4, 16, link="all-gather"))
+        optimizer = dt.replicate(
+            base, model, BadPath(communicator), dt.demo(4, 16, link="all-gather")
+        )
 
         def steps(count):
             for _ in range(count):
@@ -240,7 +259,11 @@ def refused(mesh):
 
 def test_what_would_forget_or_send_more_than_dense_is_refused():
     for errors, same in worlds.run(refused, 2, 1):
-        lines = ["goes on with the scheme demo that it began with", "full synchronisation sends", "has no place"]
+        lines = [
+            "goes on with the scheme demo that it began with",
+            "full synchronisation sends",
+            "has no place",
+        ]
         assert [name for name, _ in errors] == ["ValueError", "LargerThanDense", "ValueError"]
         assert all(line in text for line, (_, text) in zip(lines, errors, strict=True)) and same
 
@@ -258,7 +281,9 @@ def test_what_would_forget_or_send_more_than_dense_is_refused():
 def test_a_precision_that_takes_another_collective_goes_on(first, then):
     def act(communicator):
         model = built(Plain)
-        optimizer = dt.replicate(dt.SignSGD(model.parameters(), lr=1e-3), model, communicator, first)
+        optimizer = dt.replicate(
+            dt.SignSGD(model.parameters(), lr=1e-3), model, communicator, first
+        )
         for scheme in (first, then, first):
             optimizer.reconfigure(scheme)
             for step in range(2):

@@ -45,7 +45,9 @@ def advance(mesh, model, optimizer, steps, overlap=False):
 
 def start(mesh, scheme, base=adamw, **options):
     model = dt.shard(built(Plain), mesh)
-    return model, dt.replicate(base(model.parameters()), model, mesh["replicate"], scheme, **options)
+    return model, dt.replicate(
+        base(model.parameters()), model, mesh["replicate"], scheme, **options
+    )
 
 
 def against_hsdp(mesh, base):
@@ -57,8 +59,12 @@ def against_hsdp(mesh, base):
     stepped, theirs = base(hybrid.parameters()), []
     for step in range(STEPS):
         hybrid(batch(mesh.get_rank(), step, 32)).mean().backward()
-        with pytest.MonkeyPatch.context() as patch:  # torch's root is rounded correctly, but by MKL on AVX-512
-            patch.setattr(_NormPartial, "_post_reduce_transform", lambda _, squares: square_root(squares))
+        with (
+            pytest.MonkeyPatch.context() as patch
+        ):  # torch's root is rounded correctly, but by MKL on AVX-512
+            patch.setattr(
+                _NormPartial, "_post_reduce_transform", lambda _, squares: square_root(squares)
+            )
             theirs.append(float(nn.utils.clip_grad_norm_(hybrid.parameters(), CLIP).full_tensor()))
         stepped.step()
         stepped.zero_grad()
@@ -74,7 +80,12 @@ def test_law_6_full_clips_as_hybrid_sharding_does_bit_for_bit(base):
 def collectives(mesh):
     """Of a step without clipping and with it, and of the local step of a round."""
     found = []
-    for scheme, clip in ((dt.demo(), None), (dt.demo(), CLIP), (dt.diloco(every=9), None), (dt.diloco(every=9), CLIP)):
+    for scheme, clip in (
+        (dt.demo(), None),
+        (dt.demo(), CLIP),
+        (dt.diloco(every=9), None),
+        (dt.diloco(every=9), CLIP),
+    ):
         model, optimizer = start(mesh, scheme, clip=clip, safety=dt.Safety(verify_every=0))
         model(batch(mesh.get_rank(), 0, 32)).mean().backward()
         optimizer.step()
@@ -96,7 +107,9 @@ def overlapping(mesh, names):
         ends = []
         for overlap in (False, True):
             model, optimizer = start(mesh, SCHEMES[name], sgd, clip=CLIP)
-            ends.append((advance(mesh, model, optimizer, range(STEPS), overlap), digest(model.parameters())))
+            ends.append(
+                (advance(mesh, model, optimizer, range(STEPS), overlap), digest(model.parameters()))
+            )
         found[name] = ends[0] == ends[1]
     return found
 
@@ -141,7 +154,9 @@ def on_two_levels(mesh):
     for step, norm in enumerate(norms):
         stepped.zero_grad()
         (sum(plain(batch(rank, step, 32)).mean() for rank in range(4)) / 4).backward()
-        assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(plain.parameters(), CLIP)), rel=1e-5)
+        assert norm == pytest.approx(
+            float(nn.utils.clip_grad_norm_(plain.parameters(), CLIP)), rel=1e-5
+        )
         stepped.step()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-5)
@@ -192,7 +207,9 @@ def test_law_2_every_scheme_clips_the_gradient_of_the_base_optimizer(name):
         return
     assert clipped[0][2] == clipped[1][2]
     if scheme.signal == "gradients":
-        assert all(torch.equal(one, other) for one, other in zip(clipped[0][1], clipped[1][1], strict=True))
+        assert all(
+            torch.equal(one, other) for one, other in zip(clipped[0][1], clipped[1][1], strict=True)
+        )
 
 
 @pytest.mark.parametrize("delay", [0, 2])

@@ -74,15 +74,26 @@ def apart(mesh, shards):
     alike = started(mesh, dt.loco(), dt.Safety("skip"))[1]
     advance(mesh, model, optimizer, range(20))
     logging.getLogger("detonation").removeHandler(handler)
-    return said, dt.fingerprint(model, mesh)[1], optimizer.closeness is not None, alike.closeness is None
+    return (
+        said,
+        dt.fingerprint(model, mesh)[1],
+        optimizer.closeness is not None,
+        alike.closeness is None,
+    )
 
 
 @some("shards", [1, 2], keep=[1])
 def test_replicas_that_round_differently_train_close_and_one_rank_says_so(shards):
     first, *others = worlds.run_alone(apart, 2, shards, shards)
     (text,), equal, close, unbuilt = first
-    assert (equal, close, unbuilt) == (False, True, True) and others == [([], False, True, True)] * (2 * shards - 1)
-    assert f"replica 1 has {STEP_SELFTEST}=" in text and SELFTEST not in text and 'Safety(equal="bits")' in text
+    assert (equal, close, unbuilt) == (False, True, True) and others == [
+        ([], False, True, True)
+    ] * (2 * shards - 1)
+    assert (
+        f"replica 1 has {STEP_SELFTEST}=" in text
+        and SELFTEST not in text
+        and 'Safety(equal="bits")' in text
+    )
 
 
 def refused(mesh, what):
@@ -102,7 +113,9 @@ def refused(mesh, what):
 @pytest.mark.parametrize(("what", "named"), [("steps", STEP_SELFTEST), ("decode", SELFTEST)])
 def test_bits_refuses_them_and_says_what_differs(what, named):
     for kind, text in worlds.run_alone(refused, 2, 1, what):
-        assert kind == "Mismatch" and f"replica 1 has {named}=" in text and NORM_SELFTEST not in text
+        assert (
+            kind == "Mismatch" and f"replica 1 has {named}=" in text and NORM_SELFTEST not in text
+        )
         assert "(threads=1, cpu=" in text and ", replica 0 has" in text
 
 
@@ -115,7 +128,9 @@ def counted(mesh):
         begun = optimizer.stats.bytes_sent
         advance(mesh, model, optimizer, range(3, 4))
         weights, equal = dt.fingerprint(model, mesh)
-        found.append((optimizer.closeness is None, optimizer.stats.bytes_sent - begun, weights, equal))
+        found.append(
+            (optimizer.closeness is None, optimizer.stats.bytes_sent - begun, weights, equal)
+        )
     return found
 
 
@@ -123,11 +138,18 @@ def counted(mesh):
 def test_like_replicas_have_equal_bits_and_send_nothing_for_it():
     (auto, bits, close), other = worlds.run_alone(counted, 2, 1)
     assert auto == bits and auto[0] and auto[3] and not close[0] and [auto, bits, close] == other
-    numbers = 2 * (32 * 64 + 64 * 32 + 64 + 32) + sum(p.numel() for p in built(Plain).parameters()) + 4  # and 4 counts
+    numbers = (
+        2 * (32 * 64 + 64 * 32 + 64 + 32) + sum(p.numel() for p in built(Plain).parameters()) + 4
+    )  # and 4 counts
     assert close[2:] == auto[2:] and close[1] - auto[1] == 4 * -(-numbers // closeness.PERIOD) + 1
-    planned = close_bytes(dt.loco(), "AdamW", sum(p.numel() for p in built(Plain).parameters()), replicas=2)
+    planned = close_bytes(
+        dt.loco(), "AdamW", sum(p.numel() for p in built(Plain).parameters()), replicas=2
+    )
     assert abs(close[1] - auto[1] - planned) < 4 * 2  # a number more at the end, and the mark
-    assert close_bytes(dt.diloco(), "Muon", 1000, replicas=4) == 12 and close_bytes(dt.none(), "AdamW", 1000, 4) == 0
+    assert (
+        close_bytes(dt.diloco(), "Muon", 1000, replicas=4) == 12
+        and close_bytes(dt.none(), "AdamW", 1000, 4) == 0
+    )
 
 
 def flipped(tensor, bit):
@@ -151,7 +173,9 @@ def faulty(mesh, scheme, on_desync, what):
             flipped(optimizer.build()[0]._anchor.flat, 29)
         elif what == "own":  # its own gradient in the place of what all agreed on
             take = optimizer.base_step.optimizer.step
-            optimizer.base_step.optimizer.step = lambda: [p.grad.mul_(-1) for p in model.parameters()] and take()
+            optimizer.base_step.optimizer.step = lambda: (
+                [p.grad.mul_(-1) for p in model.parameters()] and take()
+            )
         else:
             take = optimizer.base_step.optimizer.step
 
@@ -176,7 +200,10 @@ def test_a_fault_is_told_from_rounding(what):
 @pytest.mark.long  # no branch of its own
 @some("replicas", [2, 3], keep=[3])
 def test_a_fault_is_repaired(replicas):
-    assert worlds.run_alone(faulty, replicas, 1, dt.loco(), "repair", "weight") == [(("nothing", ""), 12)] * replicas
+    assert (
+        worlds.run_alone(faulty, replicas, 1, dt.loco(), "repair", "weight")
+        == [(("nothing", ""), 12)] * replicas
+    )
 
 
 def mended(mesh, name, period):
@@ -187,7 +214,14 @@ def mended(mesh, name, period):
         model, optimizer = started(mesh, SCHEMES[each], dt.Safety(equal="close", verify_every=0))
         advance(mesh, model, optimizer, range(4))
         if mesh.get_local_rank("replicate") == 1:
-            nudged([t for r in optimizer.build() for t in r.replicated().values() if t.is_floating_point() and t.ndim])
+            nudged(
+                [
+                    t
+                    for r in optimizer.build()
+                    for t in r.replicated().values()
+                    if t.is_floating_point() and t.ndim
+                ]
+            )
         apart = [equal_on_all(optimizer)]
         advance(mesh, model, optimizer, range(4, 4 + 2 * period))
         found[each] = (*apart, equal_on_all(optimizer))
@@ -196,7 +230,10 @@ def mended(mesh, name, period):
 
 def equal_on_all(optimizer):
     consensus = optimizer._consensus
-    return not any(closeness.differences(r.link, r.replicated(), consensus.runtime.device) for r in optimizer.build())
+    return not any(
+        closeness.differences(r.link, r.replicated(), consensus.runtime.device)
+        for r in optimizer.build()
+    )
 
 
 @pytest.mark.long  # no branch of its own
@@ -226,7 +263,11 @@ def resumed(mesh):
                 scheme,
                 safety=optimizer.settings.safety,
             )
-            outcomes.append(caught(again.load_state_dict, state) if equal == "auto" else caught(go_on, again, state))
+            outcomes.append(
+                caught(again.load_state_dict, state)
+                if equal == "auto"
+                else caught(go_on, again, state)
+            )
     return outcomes
 
 
@@ -252,7 +293,14 @@ def saved(mesh, folder, scheme):
     model, optimizer = started(mesh, scheme, dt.Safety(equal="close"))
     advance(mesh, model, optimizer, range(6))
     if mesh.get_local_rank("replicate") == 1:
-        nudged([t for r in optimizer.build() for t in r.replicated().values() if t.is_floating_point() and t.ndim])
+        nudged(
+            [
+                t
+                for r in optimizer.build()
+                for t in r.replicated().values()
+                if t.is_floating_point() and t.ndim
+            ]
+        )
     return dt.save_checkpoint(folder, model, optimizer)
 
 
@@ -287,7 +335,9 @@ def test_a_checkpoint_of_a_close_run_is_verified_and_loaded_as_one(name, shards,
     for auto, close, (kind, text) in worlds.run_alone(loaded, 2, shards, tmp_path, scheme):
         assert auto == close == (True, True, True)
         assert kind == "Mismatch" and 'Safety(equal="close")' in text
-    (grown, *_), *_ = worlds.run_alone(loaded, 3, 1, tmp_path, scheme)  # at the mean: they may have equal bits again
+    (grown, *_), *_ = worlds.run_alone(
+        loaded, 3, 1, tmp_path, scheme
+    )  # at the mean: they may have equal bits again
     assert grown == (False, False, False)
 
 
@@ -302,7 +352,9 @@ def test_a_replica_that_is_really_different_fails(key, tmp_path):
     tensors[key] += noise * (read.moved[name] / 10 / noise.norm())
     rewritten(path, tensors)
     report = verify(path)
-    assert not report.good and report.differences == [f"{key} on replica 1, shard 0 (compared with replica 0)"]
+    assert not report.good and report.differences == [
+        f"{key} on replica 1, shard 0 (compared with replica 0)"
+    ]
 
 
 def rewritten(path, tensors):
@@ -327,7 +379,9 @@ def by_levels(mesh):
     model = built(Plain)
     base = torch.optim.AdamW(model.parameters(), lr=1e-2)
     levels = [(mesh["shard"], dt.loco()), (mesh["replicate"], dt.diloco(every=2))]
-    optimizer = dt.replicate(base, model, levels=levels, safety=dt.Safety(equal="close", verify_every=0))
+    optimizer = dt.replicate(
+        base, model, levels=levels, safety=dt.Safety(equal="close", verify_every=0)
+    )
     optimizer.set_up()
     if mesh.get_rank() == 3:
         optimizer.build()[1]._anchor.flat.mul_(1 + 1e-5)
@@ -342,7 +396,9 @@ def test_projections_measure_distances():
     for numel in (1, 31, 70_000, 300_000):
         one = torch.randn(numel)
         other = one + 1e-3 * torch.randn(numel)
-        found = closeness.distance(closeness.projections(one).tolist(), closeness.projections(other).tolist())
+        found = closeness.distance(
+            closeness.projections(one).tolist(), closeness.projections(other).tolist()
+        )
         assert 0.4 < found / float((one - other).norm()) < 1.8
     signs = torch.stack([closeness.projections(row) for row in torch.eye(64)])
     assert set(signs.view(-1).tolist()) == {-1.0, 1.0} and abs(float(signs.mean())) < 0.1
@@ -355,7 +411,9 @@ def test_a_lost_source_changes_nothing():
         whole = communicator.all_reduce
         model = built(Plain)
         base = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = dt.replicate(base, model, communicator, dt.demo(), safety=dt.Safety(equal="close"))
+        optimizer = dt.replicate(
+            base, model, communicator, dt.demo(), safety=dt.Safety(equal="close")
+        )
         optimizer.set_up()
         before = [p.detach().clone() for p in model.parameters()]
         communicator.all_reduce = lambda values: whole(values.zero_())

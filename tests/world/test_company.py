@@ -36,20 +36,28 @@ class Two(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mine, self.theirs = (nn.ModuleList([nn.Linear(32, 96), nn.Linear(32, 64)]) for _ in range(2))
+        self.mine, self.theirs = (
+            nn.ModuleList([nn.Linear(32, 96), nn.Linear(32, 64)]) for _ in range(2)
+        )
 
 
 def parts_of(layers, x, chance):
     """Losses of some of the layers."""
-    return [lambda layer=layer: layer(x).square().mean() for layer in layers if chance.random() < 0.7]
+    return [
+        lambda layer=layer: layer(x).square().mean() for layer in layers if chance.random() < 0.7
+    ]
 
 
 def trained(mesh, scheme, company, overlapped, seed=0):
     """What comes of `mine` after some steps. Gradients come in an order of their own on each rank, and some never."""
     model, rank, axis = built(Two), mesh.get_rank(), mesh["replicate"]
-    optimizers = [dt.replicate(torch.optim.AdamW(model.mine.parameters(), lr=1e-2), model, axis, scheme)]
+    optimizers = [
+        dt.replicate(torch.optim.AdamW(model.mine.parameters(), lr=1e-2), model, axis, scheme)
+    ]
     if company:
-        optimizers.append(dt.replicate(torch.optim.SGD(model.theirs.parameters(), lr=0.1), model, axis, dt.full()))
+        optimizers.append(
+            dt.replicate(torch.optim.SGD(model.theirs.parameters(), lr=0.1), model, axis, dt.full())
+        )
     chances = [Random(f"{seed} {rank} {part}") for part in range(3)]
     for step in range(STEPS):
         parts = parts_of(model.mine, batch(rank, step, 32), chances[0])
@@ -69,18 +77,24 @@ def trained(mesh, scheme, company, overlapped, seed=0):
             optimizer.step()
             optimizer.zero_grad()
     optimizers[0].synchronize()
-    return digest(model.mine.parameters()), optimizers[0].stats.bytes_sent, optimizers[0].stats.refused
+    return (
+        digest(model.mine.parameters()),
+        optimizers[0].stats.bytes_sent,
+        optimizers[0].stats.refused,
+    )
 
 
 def alone_and_beside(mesh, names, overlapped):
     """What comes of training without company and without overlap, and of training with company."""
     return {
-        name: [trained(mesh, TALKING[name], *way) for way in ((False, False), (True, overlapped))] for name in names
+        name: [trained(mesh, TALKING[name], *way) for way in ((False, False), (True, overlapped))]
+        for name in names
     }
 
 
 @pytest.mark.parametrize(
-    ("names", "overlapped"), [([*TALKING], True), pytest.param([*KINDS], False, marks=pytest.mark.long)]
+    ("names", "overlapped"),
+    [([*TALKING], True), pytest.param([*KINDS], False, marks=pytest.mark.long)],
 )
 def test_law_14_company_changes_nothing(names, overlapped):
     ranks = worlds.run(alone_and_beside, 2, 1, names, overlapped)
@@ -103,7 +117,9 @@ def pair(axis, scheme, other=None, **options):
 
 
 def moved(layers):
-    return sorted({-value for parameter in layers.parameters() for value in parameter.flatten().tolist()})
+    return sorted(
+        {-value for parameter in layers.parameters() for value in parameter.flatten().tolist()}
+    )
 
 
 def sums(model, first, second, missing):
@@ -143,9 +159,14 @@ class Passing:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_sums_of_messages_that_do_not_belong_together_are_an_error_and_move_nothing(precision):
-    for rank, ((kind, text), mine, theirs) in enumerate(worlds.run(two_that_overlap, 2, 1, precision, True)):
+    for rank, ((kind, text), mine, theirs) in enumerate(
+        worlds.run(two_that_overlap, 2, 1, precision, True)
+    ):
         assert kind == Desync.__name__, text
-        assert f"replica {1 - rank} added a message of another step, level or optimizer to the sum of step 1" in text
+        assert (
+            f"replica {1 - rank} added a message of another step, level or optimizer to the sum of step 1"
+            in text
+        )
         assert mine == [1.0] and theirs == [100.0]
 
 
@@ -189,7 +210,11 @@ def test_the_group_of_an_optimizer_needs_only_the_ranks_of_its_axis():
         (link, _) = optimizer._routes[0, 1]
         group = link._inter_node._group
         backend = group._get_backend(torch.device("cpu"))
-        return dist.get_process_group_ranks(group), backend.options._timeout.total_seconds(), group is axis.get_group()
+        return (
+            dist.get_process_group_ranks(group),
+            backend.options._timeout.total_seconds(),
+            group is axis.get_group(),
+        )
 
     ranks = worlds.run_alone(act, 2, 2)
     assert ranks[0] == ranks[2] == ([0, 2], 77.0, False)

@@ -18,7 +18,13 @@ from detonation.cluster.processes.rendezvous import keep_to_one_interface
 from detonation.core.agreement.selftest import selftest_conditions
 from detonation.train.recipe.resolve import fill_mesh
 
-TORCHRUN = {"RANK": "13", "WORLD_SIZE": "64", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "n1"}
+TORCHRUN = {
+    "RANK": "13",
+    "WORLD_SIZE": "64",
+    "LOCAL_RANK": "5",
+    "LOCAL_WORLD_SIZE": "8",
+    "MASTER_ADDR": "n1",
+}
 SRUN = {
     "SLURM_PROCID": "13", "SLURM_NTASKS": "64", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "5", "SLURM_NODEID": "1",
     "SLURM_STEP_TASKS_PER_NODE": "8(x8)", "SLURM_STEP_NODELIST": "n[1-8]", "SLURM_JOB_ID": "77",
@@ -28,14 +34,24 @@ OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "13", "OMPI_COMM_WORLD_SIZE": "64"}
 OPEN_MPI |= {"OMPI_COMM_WORLD_LOCAL_RANK": "5", "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}
 MPICH = {"PMI_RANK": "13", "PMI_SIZE": "64", "MPI_LOCALRANKID": "5", "MPI_LOCALNRANKS": "8"}
 MVAPICH = {name.replace("OMPI", "MV2"): value for name, value in OPEN_MPI.items()}
-UNDER_SRUN = {**SRUN, "SLURM_PROCID": "1", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}  # mpirun's daemon
+UNDER_SRUN = {
+    **SRUN,
+    "SLURM_PROCID": "1",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "0",
+}  # mpirun's daemon
 PLAIN, NONE = GPUs(0, False), GPUs(0, True)
 DRIVER, NO_CUDA = GPUs(0, True, "/dev/nvidia0"), GPUs(0, False, "/dev/nvidia0")
 
 TAKEN = [
     ("torchrun, all visible", TORCHRUN, GPUs(8, True), "cuda:5"),
     ("torchrun --virtual-local-rank", {**TORCHRUN, "LOCAL_RANK": "0"}, GPUs(1, True), "cuda:0"),
-    ("torchrun, more GPUs than ranks", {**TORCHRUN, "LOCAL_WORLD_SIZE": "6"}, GPUs(8, True), "cuda:5"),
+    (
+        "torchrun, more GPUs than ranks",
+        {**TORCHRUN, "LOCAL_WORLD_SIZE": "6"},
+        GPUs(8, True),
+        "cuda:5",
+    ),
     ("srun, all visible", SRUN, GPUs(8, True), "cuda:5"),
     ("srun --gpus-per-task=1", SRUN, GPUs(1, True), "cuda:0"),
     ("Kubeflow, one GPU per pod", KUBEFLOW, GPUs(1, True), "cuda:0"),
@@ -50,27 +66,66 @@ TAKEN = [
     ("no GPU", TORCHRUN, PLAIN, "cpu"),
     ("no GPU, torch with CUDA", SRUN, NONE, "cpu"),
     ("hidden by the user", {**TORCHRUN, "CUDA_VISIBLE_DEVICES": ""}, DRIVER, "cpu"),
-    ("hidden by the user, -1", {**SRUN, "CUDA_VISIBLE_DEVICES": "-1", "SLURM_GPUS_ON_NODE": "8"}, NO_CUDA, "cpu"),
+    (
+        "hidden by the user, -1",
+        {**SRUN, "CUDA_VISIBLE_DEVICES": "-1", "SLURM_GPUS_ON_NODE": "8"},
+        NO_CUDA,
+        "cpu",
+    ),
 ]
 REFUSED = [
-    ("too few for the local ranks", TORCHRUN, GPUs(4, True), "4 GPU.s. are visible for 8 ranks on this machine"),
+    (
+        "too few for the local ranks",
+        TORCHRUN,
+        GPUs(4, True),
+        "4 GPU.s. are visible for 8 ranks on this machine",
+    ),
     ("local rank unknown", KUBEFLOW, GPUs(8, True), "set LOCAL_RANK and LOCAL_WORLD_SIZE"),
-    ("local rank too high", {**KUBEFLOW, "LOCAL_RANK": "9"}, GPUs(8, True), "LOCAL_RANK is 9, but 8 GPUs"),
-    ("torch without CUDA", TORCHRUN, NO_CUDA, "/dev/nvidia0 shows one, but torch .* is built without CUDA"),
+    (
+        "local rank too high",
+        {**KUBEFLOW, "LOCAL_RANK": "9"},
+        GPUs(8, True),
+        "LOCAL_RANK is 9, but 8 GPUs",
+    ),
+    (
+        "torch without CUDA",
+        TORCHRUN,
+        NO_CUDA,
+        "/dev/nvidia0 shows one, but torch .* is built without CUDA",
+    ),
     ("driver out of order", {}, DRIVER, "/dev/nvidia0 shows one, but torch cannot use it"),
-    ("the variable is set", {"CUDA_VISIBLE_DEVICES": "0,1"}, NONE, "CUDA_VISIBLE_DEVICES=0,1 shows one"),
-    ("SLURM gave GPUs to the job", {**SRUN, "SLURM_GPUS_ON_NODE": "8"}, NONE, "SLURM_GPUS_ON_NODE=8 shows one"),
-    ("SLURM gave none", {**SRUN, "CUDA_VISIBLE_DEVICES": "NoDevFiles"}, DRIVER, "ask for one, such as --gpus-per-task"),
+    (
+        "the variable is set",
+        {"CUDA_VISIBLE_DEVICES": "0,1"},
+        NONE,
+        "CUDA_VISIBLE_DEVICES=0,1 shows one",
+    ),
+    (
+        "SLURM gave GPUs to the job",
+        {**SRUN, "SLURM_GPUS_ON_NODE": "8"},
+        NONE,
+        "SLURM_GPUS_ON_NODE=8 shows one",
+    ),
+    (
+        "SLURM gave none",
+        {**SRUN, "CUDA_VISIBLE_DEVICES": "NoDevFiles"},
+        DRIVER,
+        "ask for one, such as --gpus-per-task",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("env", "gpus", "device"), [row[1:] for row in TAKEN], ids=[row[0] for row in TAKEN])
+@pytest.mark.parametrize(
+    ("env", "gpus", "device"), [row[1:] for row in TAKEN], ids=[row[0] for row in TAKEN]
+)
 def test_each_rank_takes_its_gpu(env, gpus, device):
     assert choose_device(env, gpus, launch_position(env)) == torch.device(device)
     assert choose_device(env, gpus, launch_position(env), "cpu") == torch.device("cpu")
 
 
-@pytest.mark.parametrize(("env", "gpus", "error"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
+@pytest.mark.parametrize(
+    ("env", "gpus", "error"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED]
+)
 def test_a_gpu_that_a_rank_cannot_take_is_an_error_that_says_what_to_set(env, gpus, error):
     with pytest.raises(ValueError, match=error):
         choose_device(env, gpus, launch_position(env))
@@ -78,7 +133,9 @@ def test_a_gpu_that_a_rank_cannot_take_is_an_error_that_says_what_to_set(env, gp
 
 
 def test_cuda_is_refused_where_there_is_none():
-    with pytest.raises(ValueError, match=r"device is 'cuda', but torch .* sees no GPU: /dev/nvidia0 shows one"):
+    with pytest.raises(
+        ValueError, match=r"device is 'cuda', but torch .* sees no GPU: /dev/nvidia0 shows one"
+    ):
         choose_device({}, DRIVER, None, "cuda")
     with pytest.raises(ValueError, match="device is 'tpu'"):
         choose_device({}, PLAIN, None, "tpu")
@@ -87,7 +144,10 @@ def test_cuda_is_refused_where_there_is_none():
 def test_ranks_that_share_a_gpu_or_differ_in_having_one_are_named():
     require_own_devices(["GPU a of n1", "GPU b of n1", "GPU c of n2"])
     require_own_devices(["the CPU of n1", "the CPU of n1"])
-    with pytest.raises(ValueError, match=r"ranks 0 and 2 share GPU a of n1: give each rank one \(srun --gpus-per-task"):
+    with pytest.raises(
+        ValueError,
+        match=r"ranks 0 and 2 share GPU a of n1: give each rank one \(srun --gpus-per-task",
+    ):
         require_own_devices(["GPU a of n1", "GPU b of n1", "GPU a of n1"])
     with pytest.raises(ValueError, match="rank 1 is on the CPU of n2, rank 0 on GPU a of n1"):
         require_own_devices(["GPU a of n1", "the CPU of n2"])
@@ -97,13 +157,20 @@ def test_a_world_of_this_machine_is_never_on_the_cpu_because_a_gpu_is_missing(mo
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("detonation.cluster.init.look_for_gpus", lambda: GPUs(1, True))
     assert gpus_for(1)
-    with pytest.raises(ValueError, match=r'1 GPU.s. are visible for 4 ranks.*set CUDA_VISIBLE_DEVICES to ""'):
+    with pytest.raises(
+        ValueError, match=r'1 GPU.s. are visible for 4 ranks.*set CUDA_VISIBLE_DEVICES to ""'
+    ):
         gpus_for(4)
 
 
 def test_the_places_of_mpi_ranks():
     position = launch_position(OPEN_MPI)
-    assert (position.rank, position.world_size, position.local_rank, position.local_world_size) == (13, 64, 5, 8)
+    assert (position.rank, position.world_size, position.local_rank, position.local_world_size) == (
+        13,
+        64,
+        5,
+        8,
+    )
     uneven = launch_position({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_NODEID": "2"})
     assert uneven.local_world_size == 1
     unknown = launch_position(KUBEFLOW)
@@ -112,7 +179,9 @@ def test_the_places_of_mpi_ranks():
         fill_mesh({}, unknown)
     assert fill_mesh({"shards": 1}, unknown) == {"replicas": 16, "shards": 1}
     for name, value in (("replicas", 0), ("shards", 0), ("replicas", "two")):
-        with pytest.raises(ValueError, match=rf"mesh\.{name} is .*, but must be a number of at least 1"):
+        with pytest.raises(
+            ValueError, match=rf"mesh\.{name} is .*, but must be a number of at least 1"
+        ):
             fill_mesh({name: value}, unknown)
 
 
@@ -122,14 +191,21 @@ LINKS = [name for _, name in socket.if_nameindex()]
 @pytest.mark.parametrize(
     ("env", "interface"),
     [
-        (KUBEFLOW, None),  # the name leads nowhere here, and no rank may listen where others cannot reach it
+        (
+            KUBEFLOW,
+            None,
+        ),  # the name leads nowhere here, and no rank may listen where others cannot reach it
         ({**KUBEFLOW, "MASTER_ADDR": "127.0.0.1"}, "lo"),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "64"}, "lo"),
         ({**KUBEFLOW, "GLOO_SOCKET_IFNAME": LINKS[-1]}, LINKS[-1]),
     ],
 )
-def test_gloo_listens_on_loopback_only_where_all_ranks_are_on_one_machine(monkeypatch, env, interface):
-    monkeypatch.setattr("detonation.cluster.processes.rendezvous.interface_towards", lambda address: "")
+def test_gloo_listens_on_loopback_only_where_all_ranks_are_on_one_machine(
+    monkeypatch, env, interface
+):
+    monkeypatch.setattr(
+        "detonation.cluster.processes.rendezvous.interface_towards", lambda address: ""
+    )
     env = dict(env)
     keep_to_one_interface(env, launch_position(env).one_machine)
     assert env.get("GLOO_SOCKET_IFNAME") == interface
@@ -148,10 +224,17 @@ def environment():
 def test_the_mesh_refuses_what_the_machine_lacks(monkeypatch):
     monkeypatch.setattr("detonation.cluster.init.look_for_gpus", lambda: DRIVER)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    env = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="this rank would train on the CPU although there is a GPU"):
+    with pytest.raises(
+        ValueError, match="this rank would train on the CPU although there is a GPU"
+    ):
         dt.init_mesh(1, 1)
     with pytest.raises(ValueError, match="device is 'cuda', but torch"):
         dt.init_mesh(1, 1, "cuda")
@@ -172,14 +255,18 @@ def test_what_is_looked_for_is_there(monkeypatch):
 
 
 def test_a_group_that_does_not_carry_the_models_tensors_is_named():
-    dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)  # as "nccl", without a GPU
+    dist.init_process_group(
+        "cuda:gloo", store=dist.HashStore(), rank=0, world_size=1
+    )  # as "nccl", without a GPU
     try:
         mesh = DeviceMesh("cpu", [0], mesh_dim_names=("replicate",))
         error = "the model is on cpu, but the process group carries no such tensors .* with 'cpu:gloo,cuda:nccl'"
         with pytest.raises(ValueError, match=error):
             dt.same_weights(torch.nn.Linear(2, 2), mesh)
         model = torch.nn.Linear(2, 2)
-        optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=0.1), model, mesh, dt.demo(topk=1, chunk=2))
+        optimizer = dt.replicate(
+            torch.optim.SGD(model.parameters(), lr=0.1), model, mesh, dt.demo(topk=1, chunk=2)
+        )
         with pytest.raises(ValueError, match=error):
             optimizer.set_up()
     finally:
@@ -212,7 +299,11 @@ def test_without_a_launcher_a_process_is_a_world_of_one_and_says_so(monkeypatch,
 def shapes(mesh, local):
     """The meshes of calls that leave something out, in a world whose nodes have `local` ranks."""
     found = []
-    os.environ |= {"RANK": str(torch.distributed.get_rank()), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": str(local)}
+    os.environ |= {
+        "RANK": str(torch.distributed.get_rank()),
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": str(local),
+    }
     for asked in ({}, {"replicas": 4}, {"shards": 4}, {"replicas": 2, "shards": 2}):
         found.append(tuple(dt.init_mesh(**asked, device="cpu").shape))
     with pytest.raises(ValueError, match="3 replicas x 1 shards are 3 ranks, the world has 4"):
@@ -222,4 +313,6 @@ def shapes(mesh, local):
 
 @pytest.mark.parametrize("local", [2, 4])
 def test_what_is_left_out_of_a_mesh_comes_from_the_launcher(local):
-    assert worlds.run_alone(shapes, 2, 2, local) == [[(4 // local, local), (4, 1), (1, 4), (2, 2)]] * 4
+    assert (
+        worlds.run_alone(shapes, 2, 2, local) == [[(4 // local, local), (4, 1), (1, 4), (2, 2)]] * 4
+    )

@@ -76,7 +76,9 @@ def kept(mesh):
     """All units stay gathered after forward."""
     model = built(Plain)
     for unit in (*model.layers, model):
-        fully_shard(unit, mesh=mesh["shard"], reshard_after_forward=False).set_force_sum_reduction_for_comms(True)
+        fully_shard(
+            unit, mesh=mesh["shard"], reshard_after_forward=False
+        ).set_force_sum_reduction_for_comms(True)
     return model
 
 
@@ -107,13 +109,18 @@ MODELS = {"awkward": awkward, "kept": kept, "bf16": in_bf16, "roots": roots, "wh
 
 def law(mesh, name, kind):
     width = 257 if kind == "awkward" else 32
-    return [trained(mesh, ALL[name], MODELS[kind](mesh), evaluates, width) for evaluates in (False, True)]
+    return [
+        trained(mesh, ALL[name], MODELS[kind](mesh), evaluates, width)
+        for evaluates in (False, True)
+    ]
 
 
 FEWEST = "whole"
 """The kind whose world has the fewest ranks: every second scheme is evaluated in it, the others in one of four."""
 OTHERS = [kind for kind in MODELS if kind != FEWEST]
-ONCE = [(name, FEWEST if number % 2 else OTHERS[number // 2 % 4]) for number, name in enumerate(ALL)]
+ONCE = [
+    (name, FEWEST if number % 2 else OTHERS[number // 2 % 4]) for number, name in enumerate(ALL)
+]
 
 
 @some("name, kind", product(ALL, MODELS), keep=ONCE)

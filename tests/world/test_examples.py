@@ -51,7 +51,11 @@ EVERY = sorted(Path(__file__).parents[2].joinpath("examples").glob("*.py"))
 BESIDE_A_RUN = ("my_model", "follow_serve", "read_weights")
 """tests/train tries the first, test_follow_serve.py the second, tests/laws/test_follow_weights.py the third."""
 OWN = [path for path in EVERY if path.stem not in BESIDE_A_RUN]
-EXAMPLES = [path for path in OWN if not re.search("^(import|from) (ray|detonation.integr)", path.read_text(), re.M)]
+EXAMPLES = [
+    path
+    for path in OWN
+    if not re.search("^(import|from) (ray|detonation.integr)", path.read_text(), re.M)
+]
 """The others need libraries, and run in tests/integrations."""
 LONG = ("ddp_hook", "three_axes")
 """Their parts are in tests/integrations/test_ddp.py and tests/world/test_replicas.py."""
@@ -60,15 +64,24 @@ LONG = ("ddp_hook", "three_axes")
 @pytest.fixture(scope="module")
 def launcher():
     """A process that runs examples: each is a line of JSON to it; it answers whether one of the ranks failed."""
-    with subprocess.Popen([sys.executable, "-c", RANKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", RANKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         yield process
         process.stdin.close()
         assert process.wait(LIMIT_S) == 0
 
 
 @pytest.mark.long_cases("diloco_two_tiers")
-@some("path", EXAMPLES, keep=[path for path in EXAMPLES if path.stem not in LONG], ids=lambda p: p.stem)
-def test_an_example_is_short_its_replicas_end_equal_and_the_network_is_quiet_at_the_end(path, launcher, tmp_path):
+@some(
+    "path",
+    EXAMPLES,
+    keep=[path for path in EXAMPLES if path.stem not in LONG],
+    ids=lambda p: p.stem,
+)
+def test_an_example_is_short_its_replicas_end_equal_and_the_network_is_quiet_at_the_end(
+    path, launcher, tmp_path
+):
     assert len(path.read_text().splitlines()) <= 60
     ranks = int(re.search(r"--nproc-per-node (\d+)", path.read_text())[1])
     wanted = json.dumps([str(path), ranks, free_port(), str(tmp_path / "rank")])

@@ -43,7 +43,12 @@ def beside(tmp_path, monkeypatch):
 
 
 def test_the_recipe_of_the_page_trains(beside, capsys):
-    assert run_command(["train", "mine.toml", "--replicas", "2", "--shards", "1", "--out", "run", "--json"]) == 0
+    assert (
+        run_command(
+            ["train", "mine.toml", "--replicas", "2", "--shards", "1", "--out", "run", "--json"]
+        )
+        == 0
+    )
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary["replicas_equal"] is True and summary["scheme"] == "mine:haar"
     assert summary["scheme_arguments"] == {"topk": 8, "chunk": 64, "decay": 0.99}

@@ -29,7 +29,9 @@ COMPARED = r"Desync: replica 1 differs from the others in [\w.]+ after step 8"
 NOT_FINITE = r"NonFiniteGradient: the change of [\w.]+ is not finite on replica 1 at step 5: lower lr, or clip"
 REFUSED = r"BadPeer: 3 messages of replica 1 were refused, the last at step [79]: the log says why"
 NOBODY = "nothing"
-FORGOTTEN = "(nothing)"  # the victim's memory, after one message of it was refused; owners do not tell it
+FORGOTTEN = (
+    "(nothing)"  # the victim's memory, after one message of it was refused; owners do not tell it
+)
 
 REACTIONS = [
     *[(scheme, state, bit, COMPARED) for scheme in ("full", "demo", "owner") for state in ("weight", "momentum")
@@ -52,7 +54,9 @@ def state_of(model, optimizer, name):
     if name in ("weight", "momentum"):
         return weight if name == "weight" else optimizer.state[weight]["exp_avg"]
     states = [replicator.local_state() for replicator in optimizer.build()]
-    return next(found[name] for state in states for found in (state.flats, state.others) if name in found)
+    return next(
+        found[name] for state in states for found in (state.flats, state.others) if name in found
+    )
 
 
 def flip(tensor, bit):
@@ -94,13 +98,17 @@ def undisturbed():
 
 
 @pytest.mark.parametrize(("name", "state", "bit", "reaction"), REACTIONS)
-def test_a_flipped_bit_is_noticed_or_stays_as_small_as_it_was(name, state, bit, reaction, undisturbed):
+def test_a_flipped_bit_is_noticed_or_stays_as_small_as_it_was(
+    name, state, bit, reaction, undisturbed
+):
     found, weights = trained(SCHEMES[name], state, bit)
     assert re.fullmatch(reaction, found)
     if found == NOBODY:
         assert len({digest(each) for each in weights}) == 1, "the replicas stay equal"
         for mine, whole in zip(weights[0], undisturbed[name], strict=True):
-            torch.testing.assert_close(mine, whole, rtol=0, atol=1e-2 if reaction == FORGOTTEN else 2e-3)
+            torch.testing.assert_close(
+                mine, whole, rtol=0, atol=1e-2 if reaction == FORGOTTEN else 2e-3
+            )
 
 
 UNLIKE = """
@@ -135,7 +143,9 @@ def test_ranks_with_other_processors_and_threads_agree_or_are_refused_at_the_sta
     for rank, (capability, threads) in enumerate([("", 1), ("default", 4)]):
         env = {"ATEN_CPU_CAPABILITY": capability} if capability else {}
         command = [sys.executable, "-c", UNLIKE, str(rank), str(tmp_path), str(threads)]
-        ranks.append(subprocess.Popen(command, env={**os.environ, **env}, stdout=subprocess.PIPE, text=True))
+        ranks.append(
+            subprocess.Popen(command, env={**os.environ, **env}, stdout=subprocess.PIPE, text=True)
+        )
     said = [rank.communicate(timeout=LIMIT_S)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert said[0].startswith("True 3 ") and said[1] == "True 3 DEFAULT\n"

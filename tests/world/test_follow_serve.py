@@ -25,7 +25,9 @@ def language_model():
 def test_text_comes_from_the_step_that_training_is_at():
     assert len(EXAMPLE.read_text().splitlines()) <= 65
     model, served = language_model(), language_model().eval()
-    optimizer = dt.replicate(torch.optim.AdamW(model.parameters()), model, LoopbackCommunicator(2), dt.demo())
+    optimizer = dt.replicate(
+        torch.optim.AdamW(model.parameters()), model, LoopbackCommunicator(2), dt.demo()
+    )
     feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN)
     optimizer.record(feed)
     ids = torch.arange(32).view(1, 32)
@@ -44,7 +46,10 @@ def test_text_comes_from_the_step_that_training_is_at():
         feed.close()
         with runpy.run_path(str(EXAMPLE))["server"](follower, 0) as server:
             threading.Thread(target=server.serve_forever).start()
-            url, found = f"http://127.0.0.1:{server.server_address[1]}/?prompt=The%20union", {"step": -1}
+            url, found = (
+                f"http://127.0.0.1:{server.server_address[1]}/?prompt=The%20union",
+                {"step": -1},
+            )
             while found["step"] < optimizer.step_count:
                 with urllib.request.urlopen(url) as answer:
                     found = json.loads(answer.read())

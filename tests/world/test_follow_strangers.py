@@ -40,7 +40,9 @@ def _without_rest(monkeypatch):
 def training(size=8, **settings):
     torch.manual_seed(0)
     model = nn.Linear(size, size)
-    optimizer = dt.replicate(torch.optim.AdamW(model.parameters()), model, LoopbackCommunicator(2), dt.full())
+    optimizer = dt.replicate(
+        torch.optim.AdamW(model.parameters()), model, LoopbackCommunicator(2), dt.full()
+    )
     feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN, **settings)
     optimizer.record(feed)
     return model, optimizer, feed
@@ -69,16 +71,24 @@ def refused(connection):
     return True
 
 
-@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n" + b" " * 64, bytes(64), b"\xff" * 100_000])
+@pytest.mark.parametrize(
+    "said", [b"GET / HTTP/1.1\r\n\r\n" + b" " * 64, bytes(64), b"\xff" * 100_000]
+)
 def test_a_stranger_is_refused_and_logged_and_training_goes_on(said, caplog):
     model, optimizer, feed = training()
-    with caplog.at_level(logging.WARNING, "detonation"), socket.create_connection(host_and_port(feed.address)) as one:
+    with (
+        caplog.at_level(logging.WARNING, "detonation"),
+        socket.create_connection(host_and_port(feed.address)) as one,
+    ):
         one.sendall(said)
         assert refused(one)
     assert feed.followers == 0
     step(model, optimizer)
     (record,) = caplog.records
-    assert record.message.startswith("refused 127.0.0.1:") and "it does not know the token" in record.message
+    assert (
+        record.message.startswith("refused 127.0.0.1:")
+        and "it does not know the token" in record.message
+    )
     assert TOKEN.decode() not in caplog.text
     feed.close()
 
@@ -209,7 +219,9 @@ def test_a_follower_that_is_too_far_behind_is_dropped_and_comes_again(caplog, mo
         in_training(model, optimizer, lambda: follower.update(wait_s=0.01) > 0)
         in_training(model, optimizer, lambda: feed.followers == 0 or follower.joins > 1)
         assert "is too far behind" in caplog.text
-        in_training(model, optimizer, lambda: follower.update(wait_s=0.01) > 0 and follower.joins > 1)
+        in_training(
+            model, optimizer, lambda: follower.update(wait_s=0.01) > 0 and follower.joins > 1
+        )
         feed.close()
         while not follower.ended:
             follower.update(wait_s=1)
@@ -231,7 +243,9 @@ class StandsStill:
         self.closed.set()
 
 
-@pytest.mark.parametrize("size, fit", [(1 << 10, 64), (1 << 20, 8), (4 << 20, 4)], ids=["many", "some", "few"])
+@pytest.mark.parametrize(
+    "size, fit", [(1 << 10, 64), (1 << 20, 8), (4 << 20, 4)], ids=["many", "some", "few"]
+)
 def test_the_memory_for_a_follower_that_stands_still_has_a_bound(monkeypatch, size, fit):
     monkeypatch.setattr(frames, "LEAST_WAITING", 8 << 20)
     connection = StandsStill()
@@ -339,7 +353,15 @@ def test_who_cannot_be_followed_is_told_so():
     model, optimizer, feed = training()
     with pytest.raises(OSError, match=r"cannot listen at 127\.0\.0\.1:\d+: Address already in use"):
         dt.Feed(model, optimizer, feed.address, token=TOKEN)
-    for other, said in ((nn.Linear(8, 9), "another model"), (nn.Linear(8, 8, bias=False), "training has bias")):
-        with pytest.raises(ValueError, match=said), dt.follow(other, feed.address, token=TOKEN, wait=False) as follower:
-            in_training(model, optimizer, lambda follower=follower: follower.update(wait_s=0.01) > 0)
+    for other, said in (
+        (nn.Linear(8, 9), "another model"),
+        (nn.Linear(8, 8, bias=False), "training has bias"),
+    ):
+        with (
+            pytest.raises(ValueError, match=said),
+            dt.follow(other, feed.address, token=TOKEN, wait=False) as follower,
+        ):
+            in_training(
+                model, optimizer, lambda follower=follower: follower.update(wait_s=0.01) > 0
+            )
     feed.close()

@@ -37,7 +37,11 @@ def train(mesh, model, optimizer, width):
         model(batch(mesh.get_rank(), step, width)).mean().backward()
         for p in model.parameters():
             if p.grad is not None and p.grad is local(p.grad):
-                dist.all_reduce(p.grad, dist.ReduceOp.AVG if p.is_cuda else dist.ReduceOp.SUM, mesh.get_group("shard"))
+                dist.all_reduce(
+                    p.grad,
+                    dist.ReduceOp.AVG if p.is_cuda else dist.ReduceOp.SUM,
+                    mesh.get_group("shard"),
+                )
         optimizer.step()
         optimizer.zero_grad()
     optimizer.synchronize()
@@ -64,7 +68,9 @@ def counting(mesh):
 def run(mesh, scheme, lanes, shard=lambda model, mesh: model, kind=Plain):
     model = shard(built(kind), mesh)
     base = dt.SignSGD(model.parameters(), lr=1e-3)
-    optimizer = dt.replicate(base, model, mesh["replicate"], scheme, intra_node=mesh["shard"] if lanes else None)
+    optimizer = dt.replicate(
+        base, model, mesh["replicate"], scheme, intra_node=mesh["shard"] if lanes else None
+    )
     train(mesh, model, optimizer, 32 if kind is Plain else 257)
     return model, optimizer
 
@@ -88,11 +94,17 @@ def with_and_without(mesh, scheme):
 def test_a_message_crosses_the_link_once_a_node_and_says_the_same():
     ranks = worlds.run(all_schemes, 2, 2)
     for name, scheme in SCHEMES.items():
-        assert len({weights for rank in ranks for weights in rank[name][:2]}) == 1, name  # all ranks, laned or not
+        assert len({weights for rank in ranks for weights in rank[name][:2]}) == 1, (
+            name
+        )  # all ranks, laned or not
         _, _, equal, laned, alone, dense, dense_alone = ranks[0][name]
-        assert equal and alone / 2 <= laned <= alone / 2 + 16 * STEPS and dense == dense_alone / 2, name
+        assert (
+            equal and alone / 2 <= laned <= alone / 2 + 16 * STEPS and dense == dense_alone / 2
+        ), name
         layout = scheme.codec.layout({n: p.shape for n, p in built(Plain).named_parameters()})
-        foreseen = sum(traffic.bytes_sent(scheme, layout, 2, step, local_ranks=2) for step in range(STEPS))
+        foreseen = sum(
+            traffic.bytes_sent(scheme, layout, 2, step, local_ranks=2) for step in range(STEPS)
+        )
         if name != "parameters-late":  # there settling sends what the open rounds hold
             assert laned == foreseen, name
 
@@ -102,7 +114,10 @@ def real_sends(mesh):
     for name in ("all-reduce", "all-gather", "owner"):
         handed.clear()
         _, optimizer = run(mesh, SCHEMES[name], lanes=True)
-        sent[name] = handed[2:], optimizer.stats.bytes_sent  # the first two are the comparison at the first step
+        sent[name] = (
+            handed[2:],
+            optimizer.stats.bytes_sent,
+        )  # the first two are the comparison at the first step
     return sent
 
 
@@ -117,7 +132,9 @@ def test_what_is_counted_is_what_the_network_was_given():
             messages = [handed[::3], handed[1::3]] if name == "owner" else [handed]
             assert name != "owner" or set(handed[2::3]) == {8}
             assert all(len(sizes) == STEPS and len(set(sizes)) == 1 for sizes in messages)
-            assert counted == (sum(messages[0]) // 2 + sum(messages[1]) if name == "owner" else sum(handed))
+            assert counted == (
+                sum(messages[0]) // 2 + sum(messages[1]) if name == "owner" else sum(handed)
+            )
 
 
 def first_layer_sharded(model, mesh):
@@ -130,7 +147,10 @@ def mixtures(mesh):
     chunked = dt.demo(4, 16)  # the shards' chunks are those of the whole
     owner = replace(dt.demo(4, 16, link="owner"), reply=chunked.codec)
     schemes = [dt.full(), chunked, owner, dt.diloco(every=2), dt.demo(4, 16, decay=0.5, delay=1)]
-    return [[whole_weights(*run(mesh, scheme, True, shard)) for shard in SHARDINGS] for scheme in schemes]
+    return [
+        [whole_weights(*run(mesh, scheme, True, shard)) for shard in SHARDINGS]
+        for scheme in schemes
+    ]
 
 
 def whole_weights(model, optimizer):
@@ -195,4 +215,7 @@ def unequal(mesh):
 
 def test_ranks_of_a_node_that_do_not_hold_the_same_are_told_so():
     for text in worlds.run(unequal, 2, 2):
-        assert "replica 1 local rank 1 has layers.1.bias (weights)=" in text and "replica 0 local rank 0 has" in text
+        assert (
+            "replica 1 local rank 1 has layers.1.bias (weights)=" in text
+            and "replica 0 local rank 0 has" in text
+        )

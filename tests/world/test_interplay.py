@@ -46,7 +46,11 @@ class Checkpointed(Plain):
 
     def forward(self, x):  # [batch, 32] -> [batch]
         hidden = checkpoint(self.layers[0], x, use_reentrant=False)
-        return checkpoint(lambda h: self.layers[1](h.tanh()), hidden, use_reentrant=False).square().mean(1)
+        return (
+            checkpoint(lambda h: self.layers[1](h.tanh()), hidden, use_reentrant=False)
+            .square()
+            .mean(1)
+        )
 
 
 def adamw(**options):
@@ -58,9 +62,13 @@ def trained(mesh, model, scheme, base=None, called=None, overlap=True):
 
     called: computes the loss in the place of the model.
     """
-    optimizer = dt.replicate((base or adamw())(model.parameters()), model, mesh["replicate"], scheme)
+    optimizer = dt.replicate(
+        (base or adamw())(model.parameters()), model, mesh["replicate"], scheme
+    )
     for step in range(3):
-        loss = (model if called is None else called)(batch(mesh.get_rank(), step, 32)).float().mean()
+        loss = (
+            (model if called is None else called)(batch(mesh.get_rank(), step, 32)).float().mean()
+        )
         step_on(optimizer, loss, overlap)
         optimizer.zero_grad()
     optimizer.synchronize()
@@ -77,8 +85,12 @@ def compiled_or_checkpointed(mesh, names):
         again = make(dt.shard(built(Checkpointed), mesh))
         model = dt.shard(built(Plain), mesh)
         whole = torch.compile(model, backend=backend)
-        with warnings.catch_warnings(action="ignore"):  # of torch about itself: dynamo looks at every attribute
-            outside = trained(mesh, whole, SCHEMES[name], called=whole)  # replicate gets the compiled module
+        with warnings.catch_warnings(
+            action="ignore"
+        ):  # of torch about itself: dynamo looks at every attribute
+            outside = trained(
+                mesh, whole, SCHEMES[name], called=whole
+            )  # replicate gets the compiled module
             model = dt.shard(built(Plain), mesh)
             for layer in model.layers:
                 layer.compile(backend=backend)
@@ -120,7 +132,9 @@ def offloaded(mesh, names):
         model = built(Plain)
         policy = CPUOffloadPolicy(pin_memory=not ON_CPU)
         for module in (*model.layers, model):
-            fully_shard(module, mesh=mesh["shard"], offload_policy=policy).set_force_sum_reduction_for_comms(True)
+            fully_shard(
+                module, mesh=mesh["shard"], offload_policy=policy
+            ).set_force_sum_reduction_for_comms(True)
         ends = trained(mesh, model, SCHEMES[name], overlap=False)
         assert {local(p).device.type for p in model.parameters()} == {"cpu"}
         same = ends == trained(mesh, dt.shard(built(Plain), mesh), SCHEMES[name], overlap=False)
@@ -137,7 +151,9 @@ BASES = {
     "foreach": adamw(foreach=True),
     "fused": adamw(fused=True),
     "capturable": adamw(capturable=not ON_CPU),  # torch has it on accelerators alone
-    "lr of a tensor": lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(1e-2), foreach=False),
+    "lr of a tensor": lambda parameters: torch.optim.AdamW(
+        parameters, lr=torch.tensor(1e-2), foreach=False
+    ),
 }
 
 
@@ -179,7 +195,9 @@ def scaled(mesh, names, bad):
     for name in names:
         model = dt.shard(built(Plain), mesh)
         safety = dt.Safety(non_finite="skip")
-        optimizer = dt.replicate(adamw()(model.parameters()), model, mesh["replicate"], SCHEMES[name], safety=safety)
+        optimizer = dt.replicate(
+            adamw()(model.parameters()), model, mesh["replicate"], SCHEMES[name], safety=safety
+        )
         scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10)
         for step in range(3):
             loss = model(batch(mesh.get_rank(), step, 32)).mean()
@@ -191,7 +209,11 @@ def scaled(mesh, names, bad):
             optimizer.zero_grad()
         optimizer.synchronize()
         plain = trained(mesh, dt.shard(built(Plain), mesh), SCHEMES[name], overlap=False)
-        ends = digest(model.parameters()), dt.fingerprint(model, mesh)[1], optimizer.stats.bytes_sent
+        ends = (
+            digest(model.parameters()),
+            dt.fingerprint(model, mesh)[1],
+            optimizer.stats.bytes_sent,
+        )
         found[name] = ends[1], ends == plain, optimizer.step_count, scaler.get_scale()
     return found
 
@@ -212,22 +234,34 @@ def test_a_replica_whose_scaled_gradient_overflows_skips_no_exchange():
 @pytest.mark.parametrize("act", [copy.deepcopy, copy.copy, pickle.dumps])
 def test_a_replicated_optimizer_says_that_it_cannot_be_copied(act):
     model = nn.Linear(2, 1)
-    optimizer = dt.replicate(dt.SignSGD(model.parameters()), model, LoopbackCommunicator(), dt.demo())
+    optimizer = dt.replicate(
+        dt.SignSGD(model.parameters()), model, LoopbackCommunicator(), dt.demo()
+    )
     with pytest.raises(TypeError, match=r"cannot be copied or pickled: use state_dict\(\)"):
         act(optimizer)
 
 
 def three_axes(mesh):
     """Tensor parallel inside, FSDP2 around it, replicas outermost; each parameter is a DTensor of two dimensions."""
-    whole = init_device_mesh(DEVICE.type, (2, 1, 2), mesh_dim_names=("replicate", "shard", "tensor"))
+    whole = init_device_mesh(
+        DEVICE.type, (2, 1, 2), mesh_dim_names=("replicate", "shard", "tensor")
+    )
     model = built(Plain)
-    parallelize_module(model, whole["tensor"], {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()})
+    parallelize_module(
+        model, whole["tensor"], {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()}
+    )
     fully_shard(model, mesh=whole["shard"]).set_force_sum_reduction_for_comms(True)
     assert all(isinstance(p, DTensor) for p in model.parameters())
     optimizer = dt.replicate(
-        adamw()(model.parameters()), model, whole["replicate"], dt.demo(4, 16), intra_node=whole["tensor"]
+        adamw()(model.parameters()),
+        model,
+        whole["replicate"],
+        dt.demo(4, 16),
+        intra_node=whole["tensor"],
     )
-    for step in range(3):  # the ranks of a replica see the same batch: tensor parallelism splits the model alone
+    for step in range(
+        3
+    ):  # the ranks of a replica see the same batch: tensor parallelism splits the model alone
         model(batch(whole.get_local_rank("replicate"), step, 32)).mean().backward()
         optimizer.step()
         optimizer.zero_grad()

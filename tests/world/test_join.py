@@ -20,7 +20,11 @@ def before_joining(name):
 
     def replica(communicator):
         model, optimizer = started(communicator, SCHEMES[name])
-        feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN) if communicator.replica == 0 else None
+        feed = (
+            dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN)
+            if communicator.replica == 0
+            else None
+        )
         optimizer.record(feed)
         served = built(Plain)
         follower = dt.follow(served, feed.address, token=TOKEN, wait=False) if feed else None
@@ -61,7 +65,10 @@ def regrouped(before, model, communicator, name):
     """The optimizer of a replica that goes on along another axis, with its memory."""
     optimizer = dt.replicate(before.base, model, communicator, SCHEMES[name], clip=0.5)
     state, fresh = dt.replica_state(before), optimizer.build() and optimizer.local_state()
-    kept = {k: state[k] if k in state and state[k].shape == fresh[k].shape else fresh[k].clone() for k in fresh}
+    kept = {
+        k: state[k] if k in state and state[k].shape == fresh[k].shape else fresh[k].clone()
+        for k in fresh
+    }
     dt.load_replica_state(optimizer, {**kept, "step": state["step"]})
     return optimizer
 

@@ -23,7 +23,16 @@ STEPS = 6
 BUCKETED = {"full", "demo", "demo-owner", "late-owner"}
 SKIP = dt.Safety(non_finite="skip")
 KINDS = (
-    *("full", "full-bf16", "demo", "demo-tiles", "demo-sign", "demo-bitmap-2bit", "demo-owner", "random-late"),
+    *(
+        "full",
+        "full-bf16",
+        "demo",
+        "demo-tiles",
+        "demo-sign",
+        "demo-bitmap-2bit",
+        "demo-owner",
+        "random-late",
+    ),
     *("random-int8-clipped", "diloco", "streaming", "sparta"),
 )
 LATE = dt.demo(chunk=16, precision="sign", error_feedback=False, delay=1, link="owner")
@@ -34,7 +43,9 @@ SCHEMES = {name: TALKING[name] for name in KINDS} | {"late-owner": LATE}
 def small_buckets_many_strikes_and_one_engine():
     """Also in the ranks, which are forks."""
     with pytest.MonkeyPatch.context() as patch, worlds.lasting():
-        patch.setattr(kernel_library, "KERNEL_CHUNKS", ())  # the one that accelerators have, at once and late
+        patch.setattr(
+            kernel_library, "KERNEL_CHUNKS", ()
+        )  # the one that accelerators have, at once and late
         patch.setattr(fault_counts, "STRIKES", 1000)
         patch.setattr(buckets, "SMALLEST", 2**12)
         yield
@@ -42,7 +53,9 @@ def small_buckets_many_strikes_and_one_engine():
 
 def start(mesh, levels, safety):
     model = dt.shard(built(Plain), mesh)
-    base = torch.optim.SGD(model.parameters(), lr=0.1)  # what is not finite reaches the weights of parameter schemes
+    base = torch.optim.SGD(
+        model.parameters(), lr=0.1
+    )  # what is not finite reaches the weights of parameter schemes
     return model, dt.replicate(base, model, levels=levels, safety=safety, kernels=False)
 
 
@@ -51,7 +64,9 @@ def advance(mesh, model, optimizer, steps, bad=(), overlapped=False):
     for step in steps:
         poison = torch.nan if step in bad and mesh.get_rank() == mesh.size() - 1 else 1.0
         weight = model.layers[1].weight
-        hook = weight.register_post_accumulate_grad_hook(lambda p, by=poison: local(p.grad).mul_(by))
+        hook = weight.register_post_accumulate_grad_hook(
+            lambda p, by=poison: local(p.grad).mul_(by)
+        )
         with optimizer.overlap() if overlapped else nullcontext():
             model(batch(mesh.get_rank(), step, 32)).mean().backward()
         hook.remove()
@@ -66,7 +81,9 @@ def damage(guard, at):
 
     def damaged(message, status, *arguments, **options):
         octets = seal(message, status, *arguments, **options)
-        for each in octets if status is not None else ():  # the last run of a message begins with its header
+        for each in (
+            octets if status is not None else ()
+        ):  # the last run of a message begins with its header
             if next(count) in (at, at + 1):
                 each[HEADER_BYTES - 1] += 1
         return octets
@@ -82,12 +99,16 @@ def damage(guard, at):
 def outcome(mesh, levels, late, overlapped):
     runtime.decides_on_device = lambda device: late
     model, optimizer = start(mesh, levels, SKIP)
-    channel = optimizer.build()[0].channel  # without the comparison at the start, which is not what is tested
+    channel = optimizer.build()[
+        0
+    ].channel  # without the comparison at the start, which is not what is tested
     if mesh.get_rank() == 0:
         damage(channel.exchange._guard, 1)
     advance(mesh, model, optimizer, range(STEPS), {1, 2, 4}, overlapped)
     optimizer.synchronize()
-    state = {key: digest([t + 0.0]) for key, t in dt.replica_state(optimizer).items()}  # zeros have no sign
+    state = {
+        key: digest([t + 0.0]) for key, t in dt.replica_state(optimizer).items()
+    }  # zeros have no sign
     counts = optimizer.stats.skipped, optimizer.stats.refused, optimizer.stats.skipped_by_parameter
     return digest(model.parameters()), state, counts, dt.fingerprint(model, mesh)[1]
 
@@ -96,7 +117,10 @@ def compared(mesh, schemes):
     ends = {}
     for name, scheme in schemes.items():
         for overlapped in (False, True) if name in BUCKETED else (False,):
-            once, after = (outcome(mesh, [(mesh["replicate"], scheme)], late, overlapped) for late in (False, True))
+            once, after = (
+                outcome(mesh, [(mesh["replicate"], scheme)], late, overlapped)
+                for late in (False, True)
+            )
             ends[name, overlapped] = once == after, once[3], once[2][0] + once[2][1] > 0
     return ends
 
@@ -108,7 +132,9 @@ def test_late_reports_leave_the_same_bits_and_counts(replicas, shards):
     for name in ranks[0]:
         ends = [rank[name] for rank in ranks]
         assert all(same and equal for same, equal, _ in ends), name
-        assert any(counted for _, _, counted in ends), name  # what only an owner sees only it counts
+        assert any(counted for _, _, counted in ends), (
+            name
+        )  # what only an owner sees only it counts
 
 
 def stopped(mesh, curious):
@@ -131,7 +157,10 @@ def test_a_reason_to_stop_is_known_to_all_ranks_at_the_same_later_step(shards, a
     # at the step where the message of step 2 lands
     remedy = 'lower lr, or clip; a GradScaler needs Safety(non_finite="skip")'
     text = f"the gradient of layers.1.weight is not finite on replica 1 at step 3: {remedy}"
-    assert worlds.run(stopped, 2, shards, curious) == [((NonFiniteGradient.__name__, text), after, True)] * 2 * shards
+    assert (
+        worlds.run(stopped, 2, shards, curious)
+        == [((NonFiniteGradient.__name__, text), after, True)] * 2 * shards
+    )
 
 
 def overwritten(mesh):
@@ -151,4 +180,6 @@ def overwritten(mesh):
 
 def test_gradients_that_changed_after_they_were_sent_are_refused_a_step_later():
     for kind, text in worlds.run(overwritten, 2, 1):
-        assert kind == OverlapError.__name__ and text.startswith("a gradient changed after it was sent")
+        assert kind == OverlapError.__name__ and text.startswith(
+            "a gradient changed after it was sent"
+        )

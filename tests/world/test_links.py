@@ -63,7 +63,9 @@ def test_bytes_through_owners_are_foreseen_and_do_not_grow_with_the_replicas(sch
         for handed, counted, foreseen in simulate_replicas(lambda c: sends(c, scheme), replicas):
             assert handed == counted == foreseen
     layout = scheme.codec.layout({"w": (64_000, 64)})
-    sent = [traffic.message_bytes(scheme, layout, replicas, bare=True) for replicas in (32, 64, 128)]
+    sent = [
+        traffic.message_bytes(scheme, layout, replicas, bare=True) for replicas in (32, 64, 128)
+    ]
     assert max(sent) < 1.1 * min(sent)
 
 
@@ -87,12 +89,18 @@ def test_law_1_nothing_is_lost_between_replicas_and_owners(replicas):
         if talking.feedback is None or talking.aggregation != Mean():
             continue
         scheme = replace(talking, link="owner", feedback=Feedback(1.0))
-        channels, put_in, sent = zip(*simulate_replicas(lambda c, s=scheme: kept_and_sent(c, s), replicas), strict=True)
+        channels, put_in, sent = zip(
+            *simulate_replicas(lambda c, s=scheme: kept_and_sent(c, s), replicas), strict=True
+        )
         layout, exchange = channels[0].layout, channels[0].exchange
         assert all(torch.equal(other, sent[0]) for other in sent), name  # law 2
         owned = exchange.owners.collect([channel.exchange.residual for channel in channels])
-        kept = sum(channel.memory.residual for channel in channels) / replicas + scheme.codec.basis.inverse(owned)
-        for whole, part, came in zip(*map(layout.parts, (sum(put_in) / replicas, kept, sent[0])), strict=True):
+        kept = sum(
+            channel.memory.residual for channel in channels
+        ) / replicas + scheme.codec.basis.inverse(owned)
+        for whole, part, came in zip(
+            *map(layout.parts, (sum(put_in) / replicas, kept, sent[0])), strict=True
+        ):
             torch.testing.assert_close(part + came, whole, atol=3e-5, rtol=1e-4, msg=name)
 
 
@@ -105,7 +113,8 @@ def test_owners_get_their_rows_in_turns_and_give_them_back():
         )
         turns = rows // (replicas * run)
         expected = [
-            [(turn * replicas + r) * run + row for turn in range(turns) for row in range(run)] for r in range(replicas)
+            [(turn * replicas + r) * run + row for turn in range(turns) for row in range(run)]
+            for r in range(replicas)
         ]
         rest = [*range(turns * replicas * run, rows), *[-1] * owners.missing]
         for r, mine in enumerate(expected):
@@ -115,7 +124,9 @@ def test_owners_get_their_rows_in_turns_and_give_them_back():
         assert torch.equal(dealt, padded[torch.tensor(expected)])
         assert numbers.flatten(1).tolist() == [[max(0, row) for row in mine] for mine in expected]
         assert torch.equal(owners.collect(dealt), lines)
-        assert all(map(torch.equal, owners.collect_each([dealt, numbers]), (lines, short.view(-1, 1))))
+        assert all(
+            map(torch.equal, owners.collect_each([dealt, numbers]), (lines, short.view(-1, 1)))
+        )
 
 
 def test_an_all_reduce_is_refused_where_the_network_cannot_add():
@@ -128,8 +139,12 @@ def test_an_all_reduce_is_refused_where_the_network_cannot_add():
 def trained(communicator, scheme):
     """A digest of the weights after some steps on gradients that differ between replicas."""
     torch.manual_seed(0)
-    model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(shape)) for shape in ((65, 64), (70,))])
-    optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator, scheme)
+    model = torch.nn.ParameterList(
+        [torch.nn.Parameter(torch.randn(shape)) for shape in ((65, 64), (70,))]
+    )
+    optimizer = dt.replicate(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, communicator, scheme
+    )
     generator = torch.Generator().manual_seed(communicator.replica)
     for _ in range(2 * scheme.round.every + 2):
         for parameter in model:
@@ -142,11 +157,15 @@ def trained(communicator, scheme):
 
 def ends(scheme, link, replicas):
     """The digest of each replica after training through `link`."""
-    return simulate_replicas(lambda communicator: trained(communicator, replace(scheme, link=link)), replicas)
+    return simulate_replicas(
+        lambda communicator: trained(communicator, replace(scheme, link=link)), replicas
+    )
 
 
 OWN_SELECTION = {
-    name: scheme for name, scheme in TALKING.items() if not scheme.codec.selection.shared and scheme.link == "auto"
+    name: scheme
+    for name, scheme in TALKING.items()
+    if not scheme.codec.selection.shared and scheme.link == "auto"
 }
 EXACT = {
     "nonzero": dt.schemes.random(rate=1 / 4, aggregate="mean_nonzero"),
@@ -175,7 +194,9 @@ def learned(communicator, scheme):
 
     torch.manual_seed(0)
     student = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
-    optimizer = dt.replicate(dt.SignSGD(student.parameters(), lr=4e-3), student, communicator, scheme)
+    optimizer = dt.replicate(
+        dt.SignSGD(student.parameters(), lr=4e-3), student, communicator, scheme
+    )
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, STEPS)
     generator = torch.Generator().manual_seed(10 + communicator.replica)
     for _ in range(STEPS):
@@ -203,10 +224,14 @@ def test_auto_takes_owners_once_an_all_gather_sends_more():
     layout = dt.demo().codec.layout({"w": (10_000, 64)})
     signs = dt.demo(topk=1, precision="sign")
     kinds = {
-        scheme: [traffic.collective_for(scheme, layout, r) for r in (2, 4, 8, 16, 32)] for scheme in (dt.demo(), signs)
+        scheme: [traffic.collective_for(scheme, layout, r) for r in (2, 4, 8, 16, 32)]
+        for scheme in (dt.demo(), signs)
     }
     assert kinds[dt.demo()] == ["all-gather", "all-gather", "owner", "owner", "owner"]
-    assert kinds[signs] == [*["all-gather"] * 4, "owner"]  # with 16 owners would send 7 % less, for a round more
+    assert kinds[signs] == [
+        *["all-gather"] * 4,
+        "owner",
+    ]  # with 16 owners would send 7 % less, for a round more
     for replicas in range(2, 200):  # law 5 holds for what it takes
         traffic.require_below_dense(dt.demo(), layout, replicas)
 
@@ -214,7 +239,10 @@ def test_auto_takes_owners_once_an_all_gather_sends_more():
 def test_headers_do_not_drive_auto_to_owners_who_cost_loss():
     scheme = dt.demo(topk=30, chunk=48)
     layout = scheme.codec.layout({"w": (12, 48)})
-    bare, whole = (traffic.exchange_bytes("all-gather", scheme, layout.rows, 3, bare=bare) for bare in (True, False))
+    bare, whole = (
+        traffic.exchange_bytes("all-gather", scheme, layout.rows, 3, bare=bare)
+        for bare in (True, False)
+    )
     assert bare < traffic.dense_bytes(layout.numel, 3) < whole
     assert traffic.collective_for(scheme, layout, 3) == "all-gather"
 
@@ -224,12 +252,15 @@ class ByWholeMessages:
 
 
 def test_an_aggregation_of_whole_messages_says_how_it_weighs_them():
-    with pytest.raises(TypeError, match="ByWholeMessages is not rowwise: it needs `weights`, see NormWeighing"):
+    with pytest.raises(
+        TypeError, match="ByWholeMessages is not rowwise: it needs `weights`, see NormWeighing"
+    ):
         replace(dt.schemes.random(), aggregation=ByWholeMessages())
 
 
 @pytest.mark.parametrize(
-    "scheme", [dt.schemes.random(rate=1 / 4, aggregate="clipped_mean"), dt.schemes.sparseloco(every=2)]
+    "scheme",
+    [dt.schemes.random(rate=1 / 4, aggregate="clipped_mean"), dt.schemes.sparseloco(every=2)],
 )
 def test_clipping_takes_the_norms_of_whole_messages(scheme):
     """An owner sees some rows of each message, and their norm is not that of the message."""

@@ -56,7 +56,13 @@ def exchange(cluster):
         link.all_to_all(torch.ones(2, size, dtype=torch.uint8))()
     torch.distributed.barrier()
     counted = cluster.counters(link.replica).since(before)
-    return link.replica, link.bytes_sent, counted.sent_data_bytes, counted.sent_bytes, counted.received_bytes
+    return (
+        link.replica,
+        link.bytes_sent,
+        counted.sent_data_bytes,
+        counted.sent_bytes,
+        counted.received_bytes,
+    )
 
 
 def test_kernel_and_link_count_the_same_bytes(two_nodes):
@@ -73,12 +79,19 @@ def test_kernel_and_link_count_the_same_bytes(two_nodes):
 
 def test_a_node_reaches_others_over_its_link_alone_at_the_requested_rate(two_nodes):
     shown = subprocess.run(
-        two_nodes.command(0, ["ip", "-j", "-4", "address"]), capture_output=True, text=True, check=True
+        two_nodes.command(0, ["ip", "-j", "-4", "address"]),
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    addresses = {link["ifname"]: [a["local"] for a in link["addr_info"]] for link in json.loads(shown.stdout)}
+    addresses = {
+        link["ifname"]: [a["local"] for a in link["addr_info"]] for link in json.loads(shown.stdout)
+    }
     assert addresses == {"lo": ["127.0.0.1"], "eth0": [two_nodes.address(0)]}
     for place, device in ((two_nodes.names[1], "eth0"), (two_nodes.switch, "port1")):
-        ruled = subprocess.run(["tc", "-n", place, "-j", "qdisc"], capture_output=True, text=True, check=True)
+        ruled = subprocess.run(
+            ["tc", "-n", place, "-j", "qdisc"], capture_output=True, text=True, check=True
+        )
         (rule,) = [rule for rule in json.loads(ruled.stdout) if rule["dev"] == device]
         assert rule["kind"] == "tbf" and rule["options"]["rate"] == 100_000_000 // 8
 
@@ -102,7 +115,10 @@ def test_however_it_ends_nothing_stays(number):
     receiver, sender = os.pipe()
     if (pid := os.fork()) == 0:
         try:
-            for handled in (signal.SIGTERM, signal.SIGHUP):  # also where the tests run under nohup or in the background
+            for handled in (
+                signal.SIGTERM,
+                signal.SIGHUP,
+            ):  # also where the tests run under nohup or in the background
                 signal.signal(handled, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             with namespace_cluster(2, SPEED) as cluster:
@@ -156,10 +172,17 @@ def alive(pid):
     [
         ("100mbit", 1000, "", "network namespaces need root"),
         ("100mbit", 0, "", "ip and tc not found (Debian's package iproute2 has them)"),
-        ("100mbit,5ms", 0, "ip tc", "its links have a rate and no latency to set, and the link is '100mbit,5ms'"),
+        (
+            "100mbit,5ms",
+            0,
+            "ip tc",
+            "its links have a rate and no latency to set, and the link is '100mbit,5ms'",
+        ),
     ],
 )
-def test_without_namespaces_one_line_names_the_reason(link, uid, tools, reason, tmp_path, monkeypatch):
+def test_without_namespaces_one_line_names_the_reason(
+    link, uid, tools, reason, tmp_path, monkeypatch
+):
     for tool in tools.split():
         (tmp_path / tool).touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -8,7 +8,10 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import detonation as dt
 import worlds
@@ -33,7 +36,9 @@ BASES = {
 def start(mesh, scheme=None, base="AdamW", seed=0):
     model = dt.shard(built(Plain), mesh)
     base_optimizer = BASES[base](model.parameters())
-    return model, dt.replicate(base_optimizer, model, mesh["replicate"], scheme or dt.demo(), seed=seed)
+    return model, dt.replicate(
+        base_optimizer, model, mesh["replicate"], scheme or dt.demo(), seed=seed
+    )
 
 
 def advance(model, optimizer, steps):
@@ -54,9 +59,14 @@ def tools(mesh):
     for _ in range(2):
         model = dt.shard(built(Plain), mesh)
         first, *others = model.parameters()
-        base = torch.optim.AdamW([{"params": others}, {"params": [first], "lr": 1e-2}], lr=1e-3, weight_decay=0.1)
+        base = torch.optim.AdamW(
+            [{"params": others}, {"params": [first], "lr": 1e-2}], lr=1e-3, weight_decay=0.1
+        )
         optimizer = dt.replicate(base, model, mesh["replicate"], dt.demo())
-        assert isinstance(optimizer, torch.optim.Optimizer) and optimizer.param_groups is base.param_groups
+        assert (
+            isinstance(optimizer, torch.optim.Optimizer)
+            and optimizer.param_groups is base.param_groups
+        )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         seen = []
         optimizer.register_step_post_hook(lambda *_, seen=seen: seen.append(1))
@@ -72,7 +82,10 @@ def tools(mesh):
         for _ in range(3):
             assert optimizer.step(closure) > 0
             schedule.step()
-        assert seen == [1, 1, 1] and [g["lr"] for g in optimizer.param_groups] == [1e-3 / 4, 1e-2 / 4]
+        assert seen == [1, 1, 1] and [g["lr"] for g in optimizer.param_groups] == [
+            1e-3 / 4,
+            1e-2 / 4,
+        ]
         assert "AdamW (\n" in repr(optimizer) and "lr: 0.00025" in repr(optimizer)
         ends.append(weights(model))
     assert ends[0] == ends[1]
@@ -94,11 +107,15 @@ def helpers(mesh, base):
     assert (optimizer.step_count, optimizer.stats.bytes_sent) == (0, 0)
     advance(model, optimizer, range(3))
     untouched, plain = start(mesh, base=base)
-    get_optimizer_state_dict(untouched, plain.base)  # what the helper does to a plain optimizer: AdamW counts it
+    get_optimizer_state_dict(
+        untouched, plain.base
+    )  # what the helper does to a plain optimizer: AdamW counts it
     advance(untouched, plain, range(3))
     assert weights(model) == weights(untouched)
     saved = get_optimizer_state_dict(model, optimizer)
-    assert (optimizer.step_count == 3 and "layers.0.weight" in saved["state"]) or not optimizer.state
+    assert (
+        optimizer.step_count == 3 and "layers.0.weight" in saved["state"]
+    ) or not optimizer.state
     return True
 
 
@@ -113,7 +130,9 @@ def warm_up_from_zero(mesh):
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
     advance(model, optimizer, range(1))
     schedule.step()
-    assert optimizer.step_count == 1 and any(k.startswith("0.residual") for k in dt.replica_state(optimizer))
+    assert optimizer.step_count == 1 and any(
+        k.startswith("0.residual") for k in dt.replica_state(optimizer)
+    )
     return True
 
 
@@ -177,9 +196,15 @@ def evaluated(mesh, folder, keeps):
     def fresh():
         model = built(Plain)
         for layer in model.layers:
-            torch.distributed.fsdp.fully_shard(layer, mesh=mesh["shard"], reshard_after_forward=not keeps)
-        torch.distributed.fsdp.fully_shard(model, mesh=mesh["shard"], reshard_after_forward=not keeps)
-        return model, dt.replicate(torch.optim.AdamW(model.parameters()), model, mesh["replicate"], dt.demo(4, 16))
+            torch.distributed.fsdp.fully_shard(
+                layer, mesh=mesh["shard"], reshard_after_forward=not keeps
+            )
+        torch.distributed.fsdp.fully_shard(
+            model, mesh=mesh["shard"], reshard_after_forward=not keeps
+        )
+        return model, dt.replicate(
+            torch.optim.AdamW(model.parameters()), model, mesh["replicate"], dt.demo(4, 16)
+        )
 
     def evaluate(model):
         with torch.no_grad():
@@ -233,15 +258,23 @@ def resumed(mesh, base, names):
         again.load_state_dict(saved["model"])
         other.load_state_dict(saved["optimizer"])
         advance(again, other, range(4, 9))
-        same = [torch.equal(v, dt.replica_state(other)[k]) for k, v in dt.replica_state(optimizer).items()]
+        same = [
+            torch.equal(v, dt.replica_state(other)[k])
+            for k, v in dt.replica_state(optimizer).items()
+        ]
         results[name] = weights(again) == weights(model) and all(same)
     return results
 
 
-@pytest.mark.parametrize(("shards", "names"), [(1, KINDS), (2, ["demo", "demo-owner", "random-late", "diloco"])])
+@pytest.mark.parametrize(
+    ("shards", "names"), [(1, KINDS), (2, ["demo", "demo-owner", "random-late", "diloco"])]
+)
 def test_law_9_private_state_resumes_exactly(shards, names):
     """By state_dict and torch.save; tests/checkpoint takes every scheme, through checkpoints."""
-    assert worlds.run(resumed, 2, shards, "AdamW", list(names)) == [dict.fromkeys(names, True)] * 2 * shards
+    assert (
+        worlds.run(resumed, 2, shards, "AdamW", list(names))
+        == [dict.fromkeys(names, True)] * 2 * shards
+    )
 
 
 def test_resuming_after_synchronizing_leaves_no_trace():
@@ -251,7 +284,9 @@ def test_resuming_after_synchronizing_leaves_no_trace():
         def made():
             model = built(Plain)
             base = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
-            return model, dt.replicate(base, model, communicator, dt.schemes.random(rate=1 / 2, delay=1))
+            return model, dt.replicate(
+                base, model, communicator, dt.schemes.random(rate=1 / 2, delay=1)
+            )
 
         model, optimizer = made()
         for step in range(6):
@@ -345,7 +380,9 @@ def started_differently(mesh, how):
         local(model.layers[1].bias).data.add_(1e-3)
     if how == "shape" and replica == 1:
         model = nn.Sequential(nn.Linear(32, 8))
-        optimizer = dt.replicate(BASES["AdamW"](model.parameters()), model, mesh["replicate"], dt.demo(topk=2))
+        optimizer = dt.replicate(
+            BASES["AdamW"](model.parameters()), model, mesh["replicate"], dt.demo(topk=2)
+        )
     return caught(advance, model, optimizer, range(1))
 
 
@@ -371,7 +408,11 @@ def poisoned(mesh):
     """NaN in one element on one replica: it never reaches the memory, and all stop at that step."""
     model, optimizer = start(mesh)
     advance(model, optimizer, range(2))
-    before = {key: tensor for key, tensor in dt.replica_state(optimizer).items() if "usual_norm" not in key}
+    before = {
+        key: tensor
+        for key, tensor in dt.replica_state(optimizer).items()
+        if "usual_norm" not in key
+    }
     model(batch(0, 9, 32)).mean().backward()
     poisoned = mesh.get_local_rank("replicate") == 1
     if poisoned:
@@ -385,7 +426,9 @@ def poisoned(mesh):
 def test_a_non_finite_gradient_is_caught_before_the_memory():
     for kind, text in worlds.run(poisoned, 2, 1):
         assert kind == NonFiniteGradient.__name__
-        assert text.startswith("the gradient of layers.1.weight is not finite on replica 1 at step 2")
+        assert text.startswith(
+            "the gradient of layers.1.weight is not finite on replica 1 at step 2"
+        )
 
 
 def refusals(mesh):
@@ -405,12 +448,16 @@ def refusals(mesh):
         caught(dt.replicate, torch.optim.LBFGS(model.parameters()), model, axis, dt.full()),
         caught(dt.replicate, late, model, axis, dt.full()),
         caught(dt.replicate, adamw, model),
-        caught(lambda: dt.replicate(adamw, model, levels=[(axis, dt.demo(delay=1)), (axis, dt.demo())])),
+        caught(
+            lambda: dt.replicate(adamw, model, levels=[(axis, dt.demo(delay=1)), (axis, dt.demo())])
+        ),
         caught(lambda: dt.replicate(adamw, model, levels=[(axis, dt.diloco()), (axis, dt.demo())])),
         caught(dt.replicate(stranger, model, axis, dt.full()).step),
         caught(dt.replicate(adamw, model, mesh, dt.full()).step),
         caught(sparse.step),
-        caught(dt.replicate, torch.optim.SGD(words.parameters()), words, axis, dt.full()),  # before FSDP2 meets it
+        caught(
+            dt.replicate, torch.optim.SGD(words.parameters()), words, axis, dt.full()
+        ),  # before FSDP2 meets it
         caught(dt.init_mesh, 3, 1),
         caught(dt.replicate(torch.optim.AdamW(tiny.parameters()), tiny, axis, dt.demo()).step),
         caught(lambda: late.train()),  # as optimizers without a schedule have it
@@ -423,11 +470,19 @@ def shown(mesh):
     for name in ("demo", "full", "random", "diloco", "none"):
         model, optimizer = start(mesh, SCHEMES[name])
         text = repr(optimizer)
-        stranger = dt.replicate(torch.optim.SGD([nn.Parameter(torch.ones(3))]), model, *optimizer.levels[0])
-        assert repr(stranger).startswith("Replicated, with parameters that are not in the model\nSGD (")
+        stranger = dt.replicate(
+            torch.optim.SGD([nn.Parameter(torch.ones(3))]), model, *optimizer.levels[0]
+        )
+        assert repr(stranger).startswith(
+            "Replicated, with parameters that are not in the model\nSGD ("
+        )
         advance(model, optimizer, range(optimizer.levels[0][1].round.every))
         sent = optimizer.stats.bytes_sent / optimizer.step_count
-        told[name] = (re.search(r"over 2 replicas: (.*)", text)[1], sent, optimizer.dense_bytes_by_level[0])
+        told[name] = (
+            re.search(r"over 2 replicas: (.*)", text)[1],
+            sent,
+            optimizer.dense_bytes_by_level[0],
+        )
     return told
 
 
@@ -449,10 +504,19 @@ def test_wrong_use_gets_one_clear_line():
         ("ValueError", "2 parameters of the optimizer are not in the model"),
         ("ValueError", "the axis has 2 dimensions ('replicate', 'shard')"),
         ("ValueError", "the gradient of weight is sparse"),
-        ("ValueError", "the gradient of 0.weight is sparse, which cannot be replicated: use sparse=False"),
+        (
+            "ValueError",
+            "the gradient of 0.weight is sparse, which cannot be replicated: use sparse=False",
+        ),
         ("ValueError", "3 replicas x 1 shards are 3 ranks, the world has 2"),
-        (LargerThanDense.__name__, "would send 38 bytes per step over 2 replicas, full synchronisation sends 8"),
-        ("AttributeError", "optimizer.train does not exist; the optimizer inside is optimizer.base"),
+        (
+            LargerThanDense.__name__,
+            "would send 38 bytes per step over 2 replicas, full synchronisation sends 8",
+        ),
+        (
+            "AttributeError",
+            "optimizer.train does not exist; the optimizer inside is optimizer.base",
+        ),
     ]
     for outcome, (kind, text) in zip(worlds.run(refusals, 2, 1)[0], expected, strict=True):
         assert outcome[0] == kind and text in outcome[1], outcome
@@ -461,7 +525,9 @@ def test_wrong_use_gets_one_clear_line():
 def padding_on_shards(mesh, scheme):
     """The padding row after six steps, and whether all ranks have gone on together."""
     model = dt.shard(built(Padded), mesh)
-    optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=0.1), model, mesh["replicate"], scheme)
+    optimizer = dt.replicate(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, mesh["replicate"], scheme
+    )
     advance(model, optimizer, range(6))
     optimizer.synchronize()
     optimizer.verify()

@@ -22,7 +22,15 @@ from zoo import GRADIENT, Menagerie, Plain, batch, built
 
 STEPS = 2
 SUMMED = {"full", "full-bf16", "random", "random-odd", "random-late", "striding"}  # by the network
-KINDS = {"full", "demo", "demo-bitmap-2bit", "random-odd", "random-majority", "demo-owner", "random-sign-owner"}
+KINDS = {
+    "full",
+    "demo",
+    "demo-bitmap-2bit",
+    "random-odd",
+    "random-majority",
+    "demo-owner",
+    "random-sign-owner",
+}
 LATE = {
     "late-sign": dt.demo(chunk=16, precision="sign", error_feedback=False, delay=1),
     "late-owner": dt.demo(chunk=16, precision="sign", error_feedback=False, delay=1, link="owner"),
@@ -40,7 +48,10 @@ def small_buckets():
 
 def rows_alone(monkeypatch):
     """With torch 2.10 the bits of a row of a product depend on how many rows there are, so on the bucket."""
-    rows, waves = (torch.randn(count, 1000, generator=torch.Generator().manual_seed(0)) for count in (300, 1000))
+    rows, waves = (
+        torch.randn(count, 1000, generator=torch.Generator().manual_seed(0))
+        for count in (300, 1000)
+    )
     if not torch.equal(basis._product(rows[:33], waves), basis._product(rows, waves)[:33]):
         monkeypatch.setattr(basis, "_product", in_order)
 
@@ -111,7 +122,12 @@ def compared(mesh, schemes, base=None):
 
 def foreseen(channel):
     """Bytes of an overlapped step by arithmetic: those of one message."""
-    scheme, layout, replicas, local = channel.scheme, channel.layout, channel.link.replicas, channel.link.local_ranks
+    scheme, layout, replicas, local = (
+        channel.scheme,
+        channel.layout,
+        channel.link.replicas,
+        channel.link.local_ranks,
+    )
     overlapped = overlapped_bytes(scheme, layout, replicas, local)
     rounding = len(channel.pipelines) * replicas  # of what each rank sends of each bucket
     assert 0 <= overlapped - message_bytes(scheme, layout, replicas, local) <= rounding
@@ -121,7 +137,13 @@ def foreseen(channel):
 @some("replicas, shards", [(1, 1), (2, 1), (3, 1), (2, 2)], keep=[(2, 2)])
 def test_bucketed_equals_unbucketed_bitwise(replicas, shards):
     # three or more are summed by the network in an order that depends on where in a message a number is
-    names = set(GRADIENT) if (replicas, shards) == (2, 1) else KINDS - SUMMED if replicas == 3 else KINDS
+    names = (
+        set(GRADIENT)
+        if (replicas, shards) == (2, 1)
+        else KINDS - SUMMED
+        if replicas == 3
+        else KINDS
+    )
     schemes = {name: scheme for name, scheme in GRADIENT.items() if name in names}
     for rank in worlds.run(compared, replicas, shards, schemes):
         for name, (count, same) in rank.items():
@@ -176,12 +198,16 @@ def by_lanes(mesh):
         for overlapped in (False, True):
             model = built(Wide, whole=True)
             base = torch.optim.SGD(model.parameters(), lr=1e-3)
-            optimizer = dt.replicate(base, model, mesh["replicate"], scheme, intra_node=mesh["shard"])
+            optimizer = dt.replicate(
+                base, model, mesh["replicate"], scheme, intra_node=mesh["shard"]
+            )
             optimizer.set_up()
             train(model, optimizer, mesh.get_local_rank("replicate"), overlapped)
             ends.append(outcome(model, optimizer)[:2])
         channel = optimizer.set_up()[0].channel
-        assert len(channel.pipelines) > 1 and optimizer.stats.bytes_sent == STEPS * foreseen(channel)
+        assert len(channel.pipelines) > 1 and optimizer.stats.bytes_sent == STEPS * foreseen(
+            channel
+        )
     return ends[0] == ends[1], ends[2] == ends[3]
 
 
@@ -217,7 +243,9 @@ class Branches(nn.Module):
 def events_of(mesh, order, overlapped):
     """In which order gradients came and buckets left, and the weights then."""
     model = built(Branches)
-    optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=0.1), model, mesh["replicate"], dt.demo())
+    optimizer = dt.replicate(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, mesh["replicate"], dt.demo()
+    )
     optimizer.set_up()
     events, send = [], Channel.send_bucket
     for name in ("first", "second"):
@@ -251,9 +279,14 @@ def test_buckets_leave_during_backward_and_in_one_order_whatever_that_of_the_hoo
     assert [e for e in early if e in ("first", "second")] == ["second", "first"]
     assert [e for e in late if e in ("first", "second")] == ["first", "second"]
     rows = [e for e in early if isinstance(e, int)]
-    assert rows == sorted(rows, reverse=True) == [e for e in late if isinstance(e, int)] and len(rows) == 3
+    assert (
+        rows == sorted(rows, reverse=True) == [e for e in late if isinstance(e, int)]
+        and len(rows) == 3
+    )
     first_to_leave = early.index(rows[0])
-    assert early.index("second") < first_to_leave < early.index("first")  # before backward has made the other half
+    assert (
+        early.index("second") < first_to_leave < early.index("first")
+    )  # before backward has made the other half
     assert late.index("second") < late.index(rows[0]) < late.index("backward")
     assert early[-1] == late[-1] == "backward"
 
@@ -321,7 +354,17 @@ def wrongly(mesh):
         optimizer.step()
 
     x, errors = batch(0, 0, 257), []
-    for wrong in (clipped, unscaled, scaled, twice, skipped, left_out, saved, synchronized, forgotten):
+    for wrong in (
+        clipped,
+        unscaled,
+        scaled,
+        twice,
+        skipped,
+        left_out,
+        saved,
+        synchronized,
+        forgotten,
+    ):
         model, optimizer = start(mesh, dt.demo())
         with pytest.raises(OverlapError) as caught:
             wrong(model, optimizer)
@@ -335,7 +378,10 @@ def test_gradients_on_their_way_cannot_be_changed_doubled_or_forgotten(shards):
     for rank in worlds.run(wrongly, 1, shards):
         clipped, unscaled, scaled, twice, skipped, left_out, saved, synchronized, forgotten = rank
         for changed in (clipped, unscaled, scaled, left_out, forgotten):
-            assert "changed after it was sent within overlap(): clip by replicate(clip=...), and unscale or" in changed
+            assert (
+                "changed after it was sent within overlap(): clip by replicate(clip=...), and unscale or"
+                in changed
+            )
         assert "came twice within overlap(): put one backward into it" in twice
         for half_done in (skipped, saved, synchronized):
             assert "gradients of step 0 left within overlap(), but no step() followed" in half_done
@@ -359,18 +405,26 @@ def by_ddp(mesh):
 def test_ddp_inside_the_node_goes_without_overlap_and_is_refused_with_it():
     for plain, overlapped in worlds.run(by_ddp, 2, 2):
         assert plain == ("nothing", "")
-        assert overlapped[0] == "OverlapError" and "changed after it was sent within overlap()" in overlapped[1]
+        assert (
+            overlapped[0] == "OverlapError"
+            and "changed after it was sent within overlap()" in overlapped[1]
+        )
 
 
 def not_finite(mesh):
     """A gradient that is not finite ends in an error of the step, and no part of it is in the memory."""
     results = []
-    for name in ("wide.1.weight", "wide.0.weight"):  # in the bucket that leaves first, and in a later one
+    for name in (
+        "wide.1.weight",
+        "wide.0.weight",
+    ):  # in the bucket that leaves first, and in a later one
         model, optimizer = start(mesh, dt.schemes.random(rate=1 / 4))
         model.get_parameter(name).register_hook(lambda g: g * torch.nan)
         with optimizer.overlap():
             model(batch(mesh.get_rank(), 0, 257)).mean().backward()
-        with pytest.raises(NonFiniteGradient, match=f"the gradient of {name} is not finite on replica"):
+        with pytest.raises(
+            NonFiniteGradient, match=f"the gradient of {name} is not finite on replica"
+        ):
             optimizer.step()
         residual = optimizer.set_up()[0].channel.memory.residual
         results.append((bool(residual.isfinite().all()), bool(residual.any())))

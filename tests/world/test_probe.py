@@ -16,11 +16,15 @@ pytestmark = pytest.mark.usefixtures("lasting_worlds")
 
 def probed(mesh, speed):
     axis = mesh["replicate"]
-    return measure.probe_axis(ThrottledCommunicator(axis, speed) if speed else axis, torch.device("cpu"), budget_s=2.0)
+    return measure.probe_axis(
+        ThrottledCommunicator(axis, speed) if speed else axis, torch.device("cpu"), budget_s=2.0
+    )
 
 
 def shortly_probed(mesh, speed):
-    return measure.probe_axis(ThrottledCommunicator(mesh["replicate"], speed), torch.device("cpu"), budget_s=0.1)
+    return measure.probe_axis(
+        ThrottledCommunicator(mesh["replicate"], speed), torch.device("cpu"), budget_s=0.1
+    )
 
 
 def test_a_probe_measures_a_throttled_link():
@@ -40,7 +44,9 @@ def test_a_probe_goes_on_until_a_size_shows_the_rate():
     found = worlds.run(shortly_probed, 2, 1, LinkSpeed(2e7, 0.05))[0]
     short, *_, long = found.operations["all-reduce"].samples
     assert long.seconds > 1.5 * short.seconds
-    assert all(operation.rate_bits_per_s < 3e7 for operation in found.operations.values())  # which is known from there
+    assert all(
+        operation.rate_bits_per_s < 3e7 for operation in found.operations.values()
+    )  # which is known from there
     assert found.silence_s >= 0
 
 
@@ -50,14 +56,23 @@ def test_operations_that_ended_at_small_messages_have_the_rate_of_the_one_that_d
     noisy = measure.fit_line([Sample(1000, 0.05, 0.0), Sample(16000, 0.15, 0.0)])
     found = measure.of_one_link({"all-reduce": long, "all-gather": noisy})
     assert found["all-reduce"] == long and found["all-gather"].samples == noisy.samples
-    assert noisy.rate_bits_per_s < 0.2 * 8e6 and found["all-gather"].rate_bits_per_s == pytest.approx(8e6, rel=0.2)
+    assert noisy.rate_bits_per_s < 0.2 * 8e6 and found[
+        "all-gather"
+    ].rate_bits_per_s == pytest.approx(8e6, rel=0.2)
     near = measure.fit_line([*noisy.samples, Sample(128000, 0.4, 0.0)])
     assert measure.of_one_link({"all-reduce": long, "all-gather": near})["all-gather"] == near
 
 
 def test_every_pair_of_three_or_more_is_measured_once():
     found = worlds.run(probed, 4, 1, None)[0]
-    assert [(p.first, p.second) for p in found.pairs] == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+    assert [(p.first, p.second) for p in found.pairs] == [
+        (0, 1),
+        (0, 2),
+        (0, 3),
+        (1, 2),
+        (1, 3),
+        (2, 3),
+    ]
 
 
 def test_the_fit_is_the_line_through_the_samples():
@@ -75,7 +90,12 @@ def test_a_fit_of_noise_stays_a_link():
 
 
 GATHER = Operation(0.001, 1e8, 0.1, [Sample(10, 0.1, 0.0)])
-PROFILE = Profile(2, 1, "gloo", {"replicate": AxisProfile(2, 1, {"all-gather": GATHER}, [LinkSample(0, 1, 0.1, 1e6)])})
+PROFILE = Profile(
+    2,
+    1,
+    "gloo",
+    {"replicate": AxisProfile(2, 1, {"all-gather": GATHER}, [LinkSample(0, 1, 0.1, 1e6)])},
+)
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path):

@@ -25,14 +25,18 @@ def arrivals(conditions, count=200, nbytes=1500, every=0.0):
 
 def test_a_plain_path_is_rate_and_latency():
     assert arrivals(Conditions.of("8mbit,10ms"), 3, 1000) == pytest.approx([0.011, 0.012, 0.013])
-    assert arrivals(Conditions.of("8mbit,10ms"), 3, 1000, every=1.0) == pytest.approx([0.011, 1.011, 2.011])
+    assert arrivals(Conditions.of("8mbit,10ms"), 3, 1000, every=1.0) == pytest.approx(
+        [0.011, 1.011, 2.011]
+    )
 
 
 def test_a_path_follows_its_seed():
     assert arrivals(ROUGH) == arrivals(ROUGH)
     other = Conditions(**{**vars(ROUGH), "seed": 4})
     assert arrivals(ROUGH) != arrivals(other)
-    assert LinkPath(ROUGH, direction=1).arrival(1, 0.0) != LinkPath(ROUGH, direction=0).arrival(1, 0.0)
+    assert LinkPath(ROUGH, direction=1).arrival(1, 0.0) != LinkPath(ROUGH, direction=0).arrival(
+        1, 0.0
+    )
 
 
 def test_nothing_arrives_early_or_out_of_order():
@@ -42,7 +46,10 @@ def test_nothing_arrives_early_or_out_of_order():
 
 
 def test_jitter_stays_below_its_bound():
-    late = [at - n - 0.0115 for n, at in enumerate(arrivals(Conditions.of("8mbit,10ms", jitter_s=0.02), every=1.0))]
+    late = [
+        at - n - 0.0115
+        for n, at in enumerate(arrivals(Conditions.of("8mbit,10ms", jitter_s=0.02), every=1.0))
+    ]
     assert min(late) >= -1e-9
     assert 0.01 < max(late) <= 0.02 + 1e-9
 
@@ -67,7 +74,14 @@ def test_a_loss_holds_up_what_comes_after_it():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"loss": 1.0}, {"competing": -0.1}, {"jitter_s": -1.0}, {"burst_bytes": 0}, {"rate_bits_per_s": 0.0}]
+    "wrong",
+    [
+        {"loss": 1.0},
+        {"competing": -0.1},
+        {"jitter_s": -1.0},
+        {"burst_bytes": 0},
+        {"rate_bits_per_s": 0.0},
+    ],
 )
 def test_conditions_out_of_range_are_refused(wrong):
     with pytest.raises(ValueError, match=r"must be"):
@@ -104,7 +118,9 @@ def sent_and_back(address, data):
     """What came back, and the seconds that it took."""
     began = time.monotonic()
     with socket.create_connection(address) as client:
-        sender = threading.Thread(target=lambda: (client.sendall(data), client.shutdown(socket.SHUT_WR)))
+        sender = threading.Thread(
+            target=lambda: (client.sendall(data), client.shutdown(socket.SHUT_WR))
+        )
         sender.start()
         back = all_of(client)
         sender.join()
@@ -125,7 +141,8 @@ def test_connections_share_the_link(echo):
     with TcpRelay(echo, Conditions.of("8mbit")) as relay:
         began = time.monotonic()
         clients = [
-            threading.Thread(target=lambda: results.append(sent_and_back(relay.address, data)[0])) for _ in range(2)
+            threading.Thread(target=lambda: results.append(sent_and_back(relay.address, data)[0]))
+            for _ in range(2)
         ]
         for each in clients:
             each.start()
@@ -138,7 +155,10 @@ def test_connections_share_the_link(echo):
 def test_a_server_that_is_not_there_ends_the_connection():
     with socket.create_server(("127.0.0.1", 0)) as gone:
         address = gone.getsockname()
-    with TcpRelay(address, Conditions.of("8mbit")) as relay, socket.create_connection(relay.address) as client:
+    with (
+        TcpRelay(address, Conditions.of("8mbit")) as relay,
+        socket.create_connection(relay.address) as client,
+    ):
         assert client.recv(1) == b""
 
 
@@ -164,5 +184,7 @@ def test_ranks_meet_through_a_relay_of_packets():
         pytest.skip(str(error))
     for values, seconds, sent in found:
         assert values == [2.0 * each for each in range(50_000)]
-        assert seconds >= 200_000 / (10 * RATE) + 0.02  # an all-reduce of two: what each holds, and a latency
+        assert (
+            seconds >= 200_000 / (10 * RATE) + 0.02
+        )  # an all-reduce of two: what each holds, and a latency
         assert sent >= 200_000

@@ -24,12 +24,18 @@ USUAL = ("demo", "demo-sign", "random-sign-owner", "random-late", "diloco", "str
 
 def begun(mesh, name):
     model = dt.shard(built(Plain), mesh)
-    optimizer = dt.replicate(bases(model.parameters()), model, mesh["replicate"], REGISTERED[name], clip=0.5)
+    optimizer = dt.replicate(
+        bases(model.parameters()), model, mesh["replicate"], REGISTERED[name], clip=0.5
+    )
     return model, optimizer, mesh["replicate"].get_local_rank()
 
 
 def agreed(optimizer):
-    return [(name, digest([each])) for r in optimizer.build() for name, each in sorted(r.replicated().items())]
+    return [
+        (name, digest([each]))
+        for r in optimizer.build()
+        for name, each in sorted(r.replicated().items())
+    ]
 
 
 def trained(mesh, name, folder):
@@ -49,7 +55,9 @@ def trained(mesh, name, folder):
 def resumed(mesh, name, folder, more=0, spoil=None, to=None):
     """The step from which a world goes on, what it agrees on there and `more` steps later, and what it warned of."""
     said = list[str]()
-    logging.getLogger("detonation").addFilter(lambda record: said.append(record.getMessage()) or True)
+    logging.getLogger("detonation").addFilter(
+        lambda record: said.append(record.getMessage()) or True
+    )
     model, optimizer, replica = begun(mesh, name)
     loaded = dt.load_checkpoint(folder / "checkpoints", model, optimizer)
     before = digest(model.parameters())
@@ -62,8 +70,12 @@ def resumed(mesh, name, folder, more=0, spoil=None, to=None):
     finally:
         vars(repeat).update(kept)
         logging.getLogger("detonation").filters.clear()
-    assert step == optimizer.step_count and (step > loaded.step or digest(model.parameters()) == before)
-    memories = [each.channel.memory.residual.any() for each in optimizer.build() if each.channel.memory]
+    assert step == optimizer.step_count and (
+        step > loaded.step or digest(model.parameters()) == before
+    )
+    memories = [
+        each.channel.memory.residual.any() for each in optimizer.build() if each.channel.memory
+    ]
     assert step == loaded.step or not any(memories)
     found = agreed(optimizer)
     if more:
@@ -79,7 +91,11 @@ def followed(mesh, name, folder):
     return dt.replay(folder / "updates", optimizer), agreed(optimizer)
 
 
-@some("name, now", [(name, now) for now in (2, 3) for name in REGISTERED], keep=[(n, 2 + (n == "demo")) for n in USUAL])
+@some(
+    "name, now",
+    [(name, now) for now in (2, 3) for name in REGISTERED],
+    keep=[(n, 2 + (n == "demo")) for n in USUAL],
+)
 def test_a_world_that_lost_all_replicas_goes_on_from_the_last_step_of_the_log(name, now, tmp_path):
     """Bit for bit, in as many replicas as before or more; and the log goes on, for those who follow it."""
     seen = worlds.run(trained, 2, 1, name, tmp_path)[0]
@@ -113,7 +129,11 @@ def run(tmp_path_factory):
 def copied(run, tmp_path):
     """A run of demo of its own: its folder, the last file of its log, and what replicas agreed on after each step."""
     shutil.copytree(run[0], tmp_path / "run")
-    return tmp_path / "run", tmp_path / "run" / "updates" / f"replica0-shard0-{SAVED}.updates", run[1]
+    return (
+        tmp_path / "run",
+        tmp_path / "run" / "updates" / f"replica0-shard0-{SAVED}.updates",
+        run[1],
+    )
 
 
 def test_a_log_that_is_torn_or_damaged_is_the_whole_steps_before(copied):
@@ -128,7 +148,11 @@ def test_a_log_that_is_torn_or_damaged_is_the_whole_steps_before(copied):
     (step, found, _, said), other = worlds.run(resumed, 2, 1, "demo", folder)
     assert SAVED < step < torn and found == seen[step] == other[1]
     (line,) = said
-    assert f"is replayed up to step {step}: " in line and f"{path} is damaged at byte" in line and not other[3]
+    assert (
+        f"is replayed up to step {step}: " in line
+        and f"{path} is damaged at byte" in line
+        and not other[3]
+    )
 
 
 def test_what_lies_behind_the_last_step_that_is_asked_for_is_of_no_matter(copied):
@@ -147,14 +171,22 @@ def test_a_file_that_is_missing_ends_the_replay(copied):
     folder, path, seen = copied
     worlds.run(resumed, 2, 1, "demo", folder, 2)
     path.rename(path.with_name(f"replica0-shard0-{SAVED - 1}.updates"))
-    shutil.copy(path.with_name(f"replica0-shard0-{STEPS}.updates"), path)  # steps 9 and 10 where step 4 should be
+    shutil.copy(
+        path.with_name(f"replica0-shard0-{STEPS}.updates"), path
+    )  # steps 9 and 10 where step 4 should be
     (step, found, _, said), _ = worlds.run(resumed, 2, 1, "demo", folder)
-    assert step == SAVED and found == seen[SAVED] and "goes on with step 9 after 3: a file is missing" in said[0]
+    assert (
+        step == SAVED
+        and found == seen[SAVED]
+        and "goes on with step 9 after 3: a file is missing" in said[0]
+    )
 
 
 def other_arithmetic(replica):
     """On replica 1, whose processor rounds otherwise."""
-    return {"round_like": lambda about, optimizer: {"decode of a test vector": "0"}} if replica else {}
+    return (
+        {"round_like": lambda about, optimizer: {"decode of a test vector": "0"}} if replica else {}
+    )
 
 
 def other_files(replica):
@@ -163,7 +195,11 @@ def other_files(replica):
 
 
 @pytest.mark.parametrize(
-    "spoil, why", [(other_arithmetic, "training rounds otherwise"), (other_files, "there is no log of replica0-shard0")]
+    "spoil, why",
+    [
+        (other_arithmetic, "training rounds otherwise"),
+        (other_files, "there is no log of replica0-shard0"),
+    ],
 )
 def test_a_log_that_one_replica_cannot_replay_is_left_to_none(spoil, why, copied):
     folder, _, seen = copied
@@ -179,7 +215,9 @@ def test_without_a_log_nothing_is_done(copied):
     def first(mesh, folder):
         model, optimizer, _ = begun(mesh, "demo")
         assert dt.load_checkpoint(folder / "checkpoints", model, optimizer) is None
-        return [dt.replay(folder / name, optimizer) for name in ("nowhere", "updates")], agreed(optimizer)
+        return [dt.replay(folder / name, optimizer) for name in ("nowhere", "updates")], agreed(
+            optimizer
+        )
 
     assert worlds.run_alone(first, 2, 1, folder) == [([0, STEPS], seen[STEPS])] * 2
 
@@ -190,12 +228,16 @@ def test_a_log_is_replayed_from_the_weights_with_which_it_begins_alone(copied):
 
     def first(mesh, folder):
         said = list[str]()
-        logging.getLogger("detonation").addFilter(lambda record: said.append(record.getMessage()) or True)
+        logging.getLogger("detonation").addFilter(
+            lambda record: said.append(record.getMessage()) or True
+        )
         model, optimizer, _ = begun(mesh, "demo")
         with torch.no_grad():
             next(model.parameters()).mul_(2)
         before = digest(model.parameters())
-        assert dt.replay(folder / "updates", optimizer) == 0 and digest(model.parameters()) == before
+        assert (
+            dt.replay(folder / "updates", optimizer) == 0 and digest(model.parameters()) == before
+        )
         return said
 
     said, _ = worlds.run_alone(first, 2, 1, folder)

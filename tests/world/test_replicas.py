@@ -42,10 +42,18 @@ def menagerie(mesh, scheme, sharded):
     optimizer = dt.replicate(sgd(model), model, mesh["replicate"], scheme)
     train(model, optimizer, mesh.get_rank())
     optimizer.synchronize()
-    moved = sum(float((local(p).detach() - old).abs().sum()) for p, old in zip(model.parameters(), start, strict=True))
+    moved = sum(
+        float((local(p).detach() - old).abs().sum())
+        for p, old in zip(model.parameters(), start, strict=True)
+    )
     assert torch.equal(local(model.frozen).detach(), frozen)
     assert all(local(p).isfinite().all() for p in model.parameters())
-    return dt.fingerprint(model, mesh), optimizer.stats.bytes_sent, predicted(model, mesh, scheme), moved
+    return (
+        dt.fingerprint(model, mesh),
+        optimizer.stats.bytes_sent,
+        predicted(model, mesh, scheme),
+        moved,
+    )
 
 
 def predicted(model, mesh, scheme):
@@ -54,18 +62,24 @@ def predicted(model, mesh, scheme):
     layout = scheme.codec.layout(trained)
     sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
     replicas = mesh["replicate"].size()
-    sent = sum(traffic.bytes_sent(scheme, layout, replicas, step, sizes=sizes) for step in range(STEPS))
+    sent = sum(
+        traffic.bytes_sent(scheme, layout, replicas, step, sizes=sizes) for step in range(STEPS)
+    )
     fragments = zip(scheme.divide(layout, sizes), scheme.rounds, strict=True)
     for fragment, round in fragments if scheme.signal == "parameters" else []:
         everything = scheme.codec.selection.period if scheme.resume_from == "sent" else 1
-        if everything > 1 or not round.sends(STEPS - 1):  # synchronizing ends the open round, or averages all
+        if everything > 1 or not round.sends(
+            STEPS - 1
+        ):  # synchronizing ends the open round, or averages all
             sent += everything * traffic.message_bytes(scheme, fragment, replicas)
     return sent
 
 
 EVERYWHERE = [(name, *world) for world in WORLDS for name in (SCHEMES if world[0] > 1 else KINDS)]
 """One replica has nobody to tell anything."""
-ONCE = [(name, *WORLDS[number % 3]) for number, name in enumerate(SCHEMES)] + [(name, 1, 2) for name in KINDS[::3]]
+ONCE = [(name, *WORLDS[number % 3]) for number, name in enumerate(SCHEMES)] + [
+    (name, 1, 2) for name in KINDS[::3]
+]
 
 
 @some("name, replicas, shards", EVERYWHERE, keep=ONCE)
@@ -90,7 +104,9 @@ def every_step(mesh, scheme):
     return equal
 
 
-@pytest.mark.parametrize("scheme", [dt.demo(), dt.schemes.random(), dt.full()], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "scheme", [dt.demo(), dt.schemes.random(), dt.full()], ids=lambda s: s.name
+)
 def test_law_2_replicas_are_bitwise_equal_after_every_step(scheme):
     assert worlds.run(every_step, 2, 2, scheme)[0] == [True] * 6
 
@@ -107,7 +123,9 @@ def sparta_under_diloco(mesh):
     model = built(Plain)
     axis = mesh["replicate"]
     optimizer = dt.replicate(
-        sgd(model), model, levels=[(axis, dt.schemes.sparta(rate=1 / 4)), (axis, dt.diloco(every=2))]
+        sgd(model),
+        model,
+        levels=[(axis, dt.schemes.sparta(rate=1 / 4)), (axis, dt.diloco(every=2))],
     )
     equal = []
     for step in range(4):
@@ -129,7 +147,9 @@ def by_optimizer(mesh, name):
     base = getattr(torch.optim, name)(model.parameters())
     start = [local(p).detach().clone() for p in model.parameters()]
     train(model, dt.replicate(base, model, mesh["replicate"], dt.demo()), mesh.get_rank(), width=32)
-    assert any(not torch.equal(local(p), old) for p, old in zip(model.parameters(), start, strict=True))
+    assert any(
+        not torch.equal(local(p), old) for p, old in zip(model.parameters(), start, strict=True)
+    )
     return dt.fingerprint(model, mesh)[1]
 
 
@@ -155,7 +175,9 @@ class Projections(nn.Module):
 
 def tensor_parallel(mesh):
     model = Projections(mesh["shard"])
-    optimizer = dt.replicate(sgd(model), model, mesh["replicate"], dt.full(), intra_node=mesh["shard"])
+    optimizer = dt.replicate(
+        sgd(model), model, mesh["replicate"], dt.full(), intra_node=mesh["shard"]
+    )
     train(model, optimizer, mesh.get_local_rank("replicate"), width=32)
     whole = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
     plain = Projections(init_single())
@@ -205,7 +227,9 @@ def test_law_8_levels_chain_and_each_counts_its_bytes():
     layout = dt.full().codec.layout({name: p.shape for name, p in Plain().named_parameters()})
     assert two_levels[1] and sent == 4 * 2 * traffic.message_bytes(dt.full(), layout, 2)
     for name, weight in one_level.items():
-        torch.testing.assert_close(torch.tensor(weights[name]), torch.tensor(weight), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(
+            torch.tensor(weights[name]), torch.tensor(weight), atol=1e-6, rtol=1e-5
+        )
 
 
 def one_full_level(mesh):
@@ -228,7 +252,9 @@ def test_law_8_full_in_the_rack_and_something_else_across(outer):
 INNER = {"local-sgd": dt.schemes.local_sgd(every=2), "sparta": dt.schemes.sparta(rate=1 / 4)}
 OUTER = {
     "diloco": dt.diloco(every=4, outer_momentum=0.0),
-    "late": dt.schemes.streaming_diloco(4, fragments=1, delay=2, keep=0.0, outer_momentum=0.0, precision="fp32"),
+    "late": dt.schemes.streaming_diloco(
+        4, fragments=1, delay=2, keep=0.0, outer_momentum=0.0, precision="fp32"
+    ),
 }
 
 
@@ -242,7 +268,9 @@ def agreed_by_levels(mesh, still, inner, outer):
     for synchronizes in (False, True):
         model = built(Plain)
         base = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = dt.replicate(base, model, levels=[(racks[axes[0]], inner), (racks[axes[1]], outer)])
+        optimizer = dt.replicate(
+            base, model, levels=[(racks[axes[0]], inner), (racks[axes[1]], outer)]
+        )
         for step in range(4 + still):
             base.param_groups[0]["lr"] = 0.1 * (step < 4)
             train(model, optimizer, mesh.get_rank() + 100 * step, steps=1, width=32)
@@ -258,12 +286,19 @@ def agreed_by_levels(mesh, still, inner, outer):
 def test_law_8_what_an_outer_round_agreed_on_stays(inner, outer, still):
     for agreed, found in worlds.run(agreed_by_levels, 4, 1, still, INNER[inner], OUTER[outer]):
         for weights in found:
-            torch.testing.assert_close(torch.tensor(weights), torch.tensor(agreed), atol=1e-6, rtol=0)
+            torch.testing.assert_close(
+                torch.tensor(weights), torch.tensor(agreed), atol=1e-6, rtol=0
+            )
 
 
 @pytest.mark.parametrize(
     "inner",
-    [dt.diloco(every=2), dt.diloco(2, outer_momentum=0.0), dt.schemes.local_sgd(2, "int8"), dt.schemes.sparseloco(2)],
+    [
+        dt.diloco(every=2),
+        dt.diloco(2, outer_momentum=0.0),
+        dt.schemes.local_sgd(2, "int8"),
+        dt.schemes.sparseloco(2),
+    ],
 )
 def test_rounds_that_would_undo_the_rounds_around_them_are_refused(inner):
     model = built(Plain)
@@ -278,7 +313,9 @@ def placed(mesh):
     dt.shard(model, mesh)
     before = [local(p).detach().clone() for p in model.parameters()]
     dt.same_weights(model, mesh["replicate"])
-    assert all(torch.equal(local(p), old) for p, old in zip(model.parameters(), before, strict=True))
+    assert all(
+        torch.equal(local(p), old) for p, old in zip(model.parameters(), before, strict=True)
+    )
     torch.manual_seed(0)
     first = dict(Plain().named_parameters())
     for name, p in model.named_parameters():

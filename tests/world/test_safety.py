@@ -47,7 +47,11 @@ def stopped(mesh, value):
     weights, memory = digest(model.parameters()), dt.replica_state(optimizer)
     outcome = caught(advance, mesh, model, optimizer, range(2, 3), poison(value, {2}))
     if mesh.get_rank() == mesh.size() - 1:
-        kept = {key: tensor for key, tensor in dt.replica_state(optimizer).items() if "usual_norm" not in key}
+        kept = {
+            key: tensor
+            for key, tensor in dt.replica_state(optimizer).items()
+            if "usual_norm" not in key
+        }
         assert all(torch.equal(tensor, memory[key]) for key, tensor in kept.items())
     return outcome, digest(model.parameters()) == weights, optimizer.stats.skipped
 
@@ -74,10 +78,18 @@ def skipped(mesh):
         advance(mesh, model, optimizer, range(4, 9))
         optimizer.synchronize()
         clean = all(
-            t.isfinite().all() for t in [*dt.replica_state(optimizer).values(), *map(local, model.parameters())]
+            t.isfinite().all()
+            for t in [*dt.replica_state(optimizer).values(), *map(local, model.parameters())]
         )
-        moved = all((local(p) != old).any() for p, old in zip(model.parameters(), before, strict=True))
-        results[name] = bool(clean), bool(moved), dt.fingerprint(model, mesh)[1], optimizer.stats.skipped > 0
+        moved = all(
+            (local(p) != old).any() for p, old in zip(model.parameters(), before, strict=True)
+        )
+        results[name] = (
+            bool(clean),
+            bool(moved),
+            dt.fingerprint(model, mesh)[1],
+            optimizer.stats.skipped > 0,
+        )
     return results
 
 
@@ -127,7 +139,8 @@ def too_often(mesh):
 
 def test_skipping_ends_after_ten_in_a_row_on_all_ranks():
     text = (
-        f"the gradient of {BLOCK} is not finite on replica 1 at step 13 for the 11th time in a row: lower lr, or clip"
+        f"the gradient of {BLOCK} is not finite on replica 1 at step 13 "
+        "for the 11th time in a row: lower lr, or clip"
     )
     assert worlds.run(too_often, 2, 2) == [((NonFiniteGradient.__name__, text), 13)] * 4
 
@@ -161,7 +174,10 @@ def test_damaged_messages_are_refused_by_all_and_their_sender_named(scheme):
 def test_damage_that_only_owners_see_stops_all():
     outcomes = worlds.run(damaging, 3, 1, dt.demo(link="owner"))
     assert len({outcome for outcome, _, _ in outcomes}) == 1
-    assert outcomes[0][0][0] == BadPeer.__name__ and "messages of replica 2 were refused" in outcomes[0][0][1]
+    assert (
+        outcomes[0][0][0] == BadPeer.__name__
+        and "messages of replica 2 were refused" in outcomes[0][0][1]
+    )
 
 
 def drifting(mesh, scheme, safety, what):
@@ -202,7 +218,10 @@ def test_drift_is_found_and_named_on_all_ranks(what):
 )
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_drift_is_repaired(scheme, what, replicas):
-    assert worlds.run(drifting, replicas, 1, scheme, REPAIR, what) == [(("nothing", ""), 4, True)] * replicas
+    assert (
+        worlds.run(drifting, replicas, 1, scheme, REPAIR, what)
+        == [(("nothing", ""), 4, True)] * replicas
+    )
 
 
 def test_what_a_scheduler_keeps_in_the_groups_is_no_option():
@@ -220,10 +239,15 @@ def quiet(mesh, names):
         advance(mesh, model, optimizer, range(5))
         sent = optimizer.stats.bytes_sent
         optimizer.verify()
-        assert optimizer.stats.bytes_sent == sent and (optimizer.stats.skipped, optimizer.stats.refused) == (0, 0)
+        assert optimizer.stats.bytes_sent == sent and (
+            optimizer.stats.skipped,
+            optimizer.stats.refused,
+        ) == (0, 0)
     return True
 
 
-@pytest.mark.parametrize(("shards", "names"), [(1, TALKING), pytest.param(2, KINDS, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("shards", "names"), [(1, TALKING), pytest.param(2, KINDS, marks=pytest.mark.long)]
+)
 def test_what_must_be_equal_is_for_every_scheme(shards, names):
     assert all(worlds.run(quiet, 2, shards, list(names)))

@@ -7,7 +7,10 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -75,13 +78,17 @@ def spanning(mesh):
         "fsdp over the world": attempted(mesh, summed(built(Plain), world)),
         "wrong axis": attempted(mesh, dt.shard(built(Plain), mesh), "shard"),
         "ddp over the world": attempted(mesh, DistributedDataParallel(built(Plain))),
-        "fsdp1": attempted(mesh, FullyShardedDataParallel(built(Plain), node, device_id=torch.device("cpu"))),
+        "fsdp1": attempted(
+            mesh, FullyShardedDataParallel(built(Plain), node, device_id=torch.device("cpu"))
+        ),
         "right": attempted(mesh, right),
         "tensor parallel": attempted(mesh, parallel),
         "tensor parallel, intra_node": attempted(mesh, parallel, intra_node=mesh["shard"]),
         "ddp": attempted(mesh, DistributedDataParallel(built(Plain), process_group=node)),
         "ddp, intra_node": attempted(
-            mesh, DistributedDataParallel(built(Plain), process_group=node), intra_node=mesh["shard"]
+            mesh,
+            DistributedDataParallel(built(Plain), process_group=node),
+            intra_node=mesh["shard"],
         ),
         "plain": attempted(mesh, built(Plain)),
     }
@@ -109,7 +116,10 @@ def test_parameters_that_span_the_replicas_are_refused_and_others_are_not():
 
 def alone(mesh):
     """On 2 x 1 the wrong axis has one rank, and each rank would train by itself."""
-    plain, sharded = attempted(mesh, built(Plain), "shard"), attempted(mesh, dt.shard(built(Plain), mesh), "shard")
+    plain, sharded = (
+        attempted(mesh, built(Plain), "shard"),
+        attempted(mesh, dt.shard(built(Plain), mesh), "shard"),
+    )
     return plain, sharded, attempted(mesh, dt.shard(built(Plain), mesh))
 
 
@@ -117,9 +127,14 @@ def test_an_axis_of_one_rank_in_a_larger_world_is_warned_of():
     first, second = worlds.run(alone, 2, 1)
     for *error, lines in first[:2]:
         assert error == ["nothing", ""]
-        assert len(lines) == 1 and "the 2 ranks of the world train apart, one rank at a time" in lines[0]
+        assert (
+            len(lines) == 1
+            and "the 2 ranks of the world train apart, one rank at a time" in lines[0]
+        )
     assert [lines for *_, lines in (first[2], *second)] == [[]] * 4
-    assert [lines for *_, lines in worlds.run(alone, 1, 2)[0][2:]] == [[]]  # one replica over all ranks is as it says
+    assert [lines for *_, lines in worlds.run(alone, 1, 2)[0][2:]] == [
+        []
+    ]  # one replica over all ranks is as it says
 
 
 def too_early(mesh):
@@ -167,13 +182,25 @@ def test_an_argument_of_another_kind_gets_the_remedy():
         ("TypeError", "the scheme is the function demo: call it, demo()"),
         ("ValueError", "unknown scheme 'dmo', did you mean 'demo'?"),
         ("TypeError", "the scheme is 3, must be one such as detonation.demo(), or its name"),
-        ("TypeError", 'the axis is a process group: pass mesh["replicate"], or DeviceMesh.from_group(group, "cuda")'),
-        ("TypeError", "the axis is the name 'replicate': pass the axis itself, mesh[\"replicate\"]"),
+        (
+            "TypeError",
+            'the axis is a process group: pass mesh["replicate"], or DeviceMesh.from_group(group, "cuda")',
+        ),
+        (
+            "TypeError",
+            "the axis is the name 'replicate': pass the axis itself, mesh[\"replicate\"]",
+        ),
         ("TypeError", "the axis is a int, must be an axis of a device mesh"),
         ("TypeError", "the optimizer is the class AdamW: make one, AdamW(model.parameters())"),
-        ("TypeError", "an optimizer and then its model, got Plain and SGD: replicate(optimizer, model, ...)"),
+        (
+            "TypeError",
+            "an optimizer and then its model, got Plain and SGD: replicate(optimizer, model, ...)",
+        ),
         ("TypeError", "unknown argument of scheme demo 'top_k', did you mean 'topk'?"),
-        ("ValueError", "levels is empty, must have an axis and a scheme: levels=[(axis, scheme), ...]"),
+        (
+            "ValueError",
+            "levels is empty, must have an axis and a scheme: levels=[(axis, scheme), ...]",
+        ),
     ]
     for outcome, (kind, text) in zip(worlds.run(wrong_arguments, 2, 1)[0], expected, strict=True):
         assert outcome[0] == kind and text in outcome[1], outcome
@@ -189,7 +216,9 @@ def other_options(mesh, when):
     """The lr of replica 1 is another, from the start or after the first step."""
     model = dt.shard(built(Plain), mesh)
     safety = dt.Safety(verify_every=4)
-    optimizer = dt.replicate(sgd(model), model, mesh["replicate"], dt.diloco(every=50), safety=safety)
+    optimizer = dt.replicate(
+        sgd(model), model, mesh["replicate"], dt.diloco(every=50), safety=safety
+    )
     if when:
         advance(mesh, model, optimizer)
     optimizer.param_groups[0]["lr"] *= 1 + mesh.get_local_rank("replicate")
@@ -205,14 +234,19 @@ def test_options_of_the_groups_are_compared_at_the_first_step():
 
 def test_and_at_each_comparison():
     for kind, text, steps, lines in worlds.run(other_options, 2, 2, True):
-        assert (kind, text) == ("Desync", "replica 1 differs from the others in lr of group 0 after step 4")
+        assert (kind, text) == (
+            "Desync",
+            "replica 1 differs from the others in lr of group 0 after step 4",
+        )
         assert steps == 4 and "replica 1 differs from replica 0 in lr of group 0" in lines[0]
 
 
 def own_plateau(mesh, make_scheme, overlap):
     """Each replica's scheduler looks at its own loss: after two steps replica 1 halves its lr."""
     model = dt.shard(built(Plain), mesh)
-    optimizer = dt.replicate(sgd(model), model, mesh["replicate"], make_scheme(), safety=dt.Safety(verify_every=8))
+    optimizer = dt.replicate(
+        sgd(model), model, mesh["replicate"], make_scheme(), safety=dt.Safety(verify_every=8)
+    )
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
 
     def steps():
@@ -245,7 +279,9 @@ def test_options_that_drift_apart_are_found_in_the_next_message(make_scheme, ove
             assert (kind, text, taken) == ("Desync", wanted, steps)
         for lr, (*_, lines) in zip((0.1, 0.05), found[::shards], strict=True):
             here = f"(lr, betas, ...) than the others at step {steps}, here lr={lr} "
-            assert lines[0].startswith("replica 1 has other options of the parameter groups " + here)
+            assert lines[0].startswith(
+                "replica 1 has other options of the parameter groups " + here
+            )
             assert "set them alike on all replicas" in lines[0]
 
 
@@ -269,7 +305,9 @@ def test_drift_is_looked_for_by_default():
             optimizer.step()
             optimizer.zero_grad()
 
-    with pytest.raises(dt.errors.Desync, match="replica 1 differs from the others in weight after step 100"):
+    with pytest.raises(
+        dt.errors.Desync, match="replica 1 differs from the others in weight after step 100"
+    ):
         simulate_replicas(act, 2)
 
 
@@ -284,7 +322,9 @@ def test_the_optimizer_inside_is_not_stepped_alone():
         model(batch(0, 0, 32)).mean().backward()
         one.step()
         one.synchronize()
-    with pytest.raises(RuntimeError, match=r"the AdamW inside was stepped.*call step\(\) of the optimizer that"):
+    with pytest.raises(
+        RuntimeError, match=r"the AdamW inside was stepped.*call step\(\) of the optimizer that"
+    ):
         base.step()
     del optimizer, again, one
     base.step()
@@ -304,7 +344,9 @@ class Normed(nn.Module):
 def buffers(mesh):
     replica = mesh.get_local_rank("replicate")
     model = dt.shard(built(Normed), mesh)
-    optimizer = dt.replicate(sgd(model), model, mesh["replicate"], dt.demo(), safety=dt.Safety(verify_every=3))
+    optimizer = dt.replicate(
+        sgd(model), model, mesh["replicate"], dt.demo(), safety=dt.Safety(verify_every=3)
+    )
     with logged() as lines:
         advance(mesh, model, optimizer)
         model.own += replica
@@ -321,7 +363,9 @@ def buffers(mesh):
 def statistics_of_nan(mesh):
     """The running mean after one replica met a batch that is not finite."""
     model = built(Normed)
-    optimizer = dt.replicate(sgd(model), model, mesh["replicate"], dt.full(), safety=dt.Safety(non_finite="skip"))
+    optimizer = dt.replicate(
+        sgd(model), model, mesh["replicate"], dt.full(), safety=dt.Safety(non_finite="skip")
+    )
     advance(mesh, model, optimizer)
     if mesh.get_rank() == 2:
         model.norm.running_mean.fill_(torch.nan)
@@ -345,13 +389,19 @@ def test_running_statistics_become_their_mean():
         assert before[0] == after[0] and (before[1], after[1], verified) == (False, True, True)
         assert own == [replica] * 3  # a buffer that is not saved is private
     assert sent == 0 and none == []
-    assert len(lines) == 1 and "buffers differ between replicas" in lines[0] and "norm.running_mean" in lines[0]
+    assert (
+        len(lines) == 1
+        and "buffers differ between replicas" in lines[0]
+        and "norm.running_mean" in lines[0]
+    )
 
 
 def foreign(mesh, scheme, how):
     """Another framework keeps the state of the optimizer, and its own keys alone."""
     model = dt.shard(built(Plain), mesh)
-    optimizer = dt.replicate(torch.optim.AdamW(model.parameters()), model, mesh["replicate"], scheme)
+    optimizer = dt.replicate(
+        torch.optim.AdamW(model.parameters()), model, mesh["replicate"], scheme
+    )
     advance(mesh, model, optimizer)
     saved, own = get_optimizer_state_dict(model, optimizer), dt.replica_state(optimizer)
     whole = optimizer.state_dict()
@@ -385,7 +435,11 @@ def test_a_loaded_state_without_that_of_the_replica_is_warned_of(scheme):
     ("base", "scheme", "own"),
     [
         (torch.optim.AdamW, dt.demo(), "AdamW (betas[0] is 0.9)"),
-        (partial(torch.optim.SGD, momentum=0.5), dt.schemes.random(rate=1 / 2), "SGD (momentum is 0.5)"),
+        (
+            partial(torch.optim.SGD, momentum=0.5),
+            dt.schemes.random(rate=1 / 2),
+            "SGD (momentum is 0.5)",
+        ),
         (partial(dt.Muon, momentum=0.5), dt.demo(), "Muon (momentum is 0.5)"),
         (partial(dt.Muon, momentum=0), dt.demo(), None),
         (partial(torch.optim.AdamW, betas=(0.0, 0.95)), dt.demo(), None),
@@ -406,11 +460,15 @@ def cycled(mesh, base, scheme, at, momentum):
     """The lines of four steps with a scheduler that is made before step `at`."""
     model = dt.shard(built(Plain), mesh)
     safety = dt.Safety(verify_every=2)
-    optimizer = dt.replicate(base(model.parameters()), model, mesh["replicate"], scheme, safety=safety)
+    optimizer = dt.replicate(
+        base(model.parameters()), model, mesh["replicate"], scheme, safety=safety
+    )
     with logged() as lines:
         for step in range(4):
             if step == at:
-                schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, 9, cycle_momentum=momentum)
+                schedule = torch.optim.lr_scheduler.OneCycleLR(
+                    optimizer, 0.01, 9, cycle_momentum=momentum
+                )
             advance(mesh, model, optimizer, 1)
             if step >= at:
                 schedule.step()
@@ -432,7 +490,10 @@ without_momentum = partial(torch.optim.AdamW, betas=(0.0, 0.95))
 def test_a_scheduler_that_sets_a_momentum_is_warned_of_once(base, scheme, own, at):
     lines, nothing = worlds.run(cycled, 2, 1, base, scheme, at, True)
     assert nothing == [] and len(lines) == (own is not None)
-    assert all(own in line and "OneCycleLR and CyclicLR do without cycle_momentum=False" in line for line in lines)
+    assert all(
+        own in line and "OneCycleLR and CyclicLR do without cycle_momentum=False" in line
+        for line in lines
+    )
     assert worlds.run(cycled, 2, 1, base, scheme, at, False) == [[], []]
 
 
@@ -478,7 +539,9 @@ def test_fp64_buffers_lose_no_digits():
         model = nn.Linear(4, 1)
         torch.nn.init.ones_(model.weight)
         torch.nn.init.ones_(model.bias)
-        model.register_buffer("seen", torch.tensor([123456789.0 + 2 * communicator.replica], dtype=torch.float64))
+        model.register_buffer(
+            "seen", torch.tensor([123456789.0 + 2 * communicator.replica], dtype=torch.float64)
+        )
         optimizer = dt.replicate(sgd(model), model, communicator, dt.full())
         optimizer.step()
         optimizer.synchronize()
@@ -493,7 +556,9 @@ def test_fp64_parameters_are_looked_through_as_others_are(bad):
         model = nn.Linear(8, 8).double()
         for parameter in model.parameters():
             nn.init.ones_(parameter)
-        optimizer = dt.replicate(sgd(model), model, communicator, dt.loco(), safety=dt.Safety(non_finite="skip"))
+        optimizer = dt.replicate(
+            sgd(model), model, communicator, dt.loco(), safety=dt.Safety(non_finite="skip")
+        )
         model(torch.ones(1, 8).double()).sum().backward()
         if bad and communicator.replica:
             model.weight.grad[0, 0] = torch.nan
@@ -522,7 +587,9 @@ def test_a_state_without_that_of_the_replica_leaves_the_loaded_weights_alone(sch
 
         for _ in range(4):
             step()
-        saved = {key: value for key, value in optimizer.state_dict().items() if key != "replication"}
+        saved = {
+            key: value for key, value in optimizer.state_dict().items() if key != "replication"
+        }
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(5.0)
@@ -597,7 +664,10 @@ def test_arguments_of_another_kind_or_out_of_range_are_refused_in_one_line():
     }
     for text, attempt in refused.items():
         kind, message = caught(attempt)
-        assert kind in ("TypeError", "ValueError") and text in message and "\n" not in message, (text, message)
+        assert kind in ("TypeError", "ValueError") and text in message and "\n" not in message, (
+            text,
+            message,
+        )
 
 
 def other_dtype(mesh):
@@ -607,12 +677,17 @@ def other_dtype(mesh):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(1)
-    rounds = dt.replicate(torch.optim.SGD(model.parameters(), lr=0.1), model, mesh["replicate"], dt.diloco(every=2))
+    rounds = dt.replicate(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, mesh["replicate"], dt.diloco(every=2)
+    )
     return caught(rounds.set_up)
 
 
 def test_replicas_with_other_frozen_weights_or_another_dtype_are_told_apart():
-    for attempt, text in (other_frozen, "frozen.bias (frozen weights)"), (other_dtype, "torch.bfloat16"):
+    for attempt, text in (
+        (other_frozen, "frozen.bias (frozen weights)"),
+        (other_dtype, "torch.bfloat16"),
+    ):
         for kind, message in worlds.run(attempt, 2, 1):
             assert kind == "Mismatch" and text in message
 
@@ -628,7 +703,9 @@ class Thin(nn.Module):
 
 def thin(mesh):
     model = dt.shard(built(Thin), mesh)
-    optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=0.1), model, mesh["replicate"], dt.demo(1, 2))
+    optimizer = dt.replicate(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, mesh["replicate"], dt.demo(1, 2)
+    )
     return caught(advance, mesh, model, optimizer)
 
 
@@ -640,7 +717,12 @@ def two_optimizers(mesh):
     """Each trains a layer in rounds, and begins where the other has moved its own."""
     model = built(Plain)
     made = [
-        dt.replicate(torch.optim.SGD(layer.parameters(), lr=0.1), model, mesh["replicate"], dt.diloco(every=3))
+        dt.replicate(
+            torch.optim.SGD(layer.parameters(), lr=0.1),
+            model,
+            mesh["replicate"],
+            dt.diloco(every=3),
+        )
         for layer in model.layers
     ]
     for step in range(4):
@@ -677,13 +759,25 @@ def from_the_meta_device(mesh):
     torch.manual_seed(mesh.get_local_rank("replicate"))
     for parameter in model.parameters():
         nn.init.normal_(parameter.detach().to_local())
-    apart = caught(advance, mesh, model, dt.replicate(sgd(model), model, mesh["replicate"], dt.loco()))
+    apart = caught(
+        advance, mesh, model, dt.replicate(sgd(model), model, mesh["replicate"], dt.loco())
+    )
     dt.same_weights(model, mesh["replicate"])
-    return early, apart, caught(advance, mesh, model, dt.replicate(sgd(model), model, mesh["replicate"], dt.loco()))
+    return (
+        early,
+        apart,
+        caught(advance, mesh, model, dt.replicate(sgd(model), model, mesh["replicate"], dt.loco())),
+    )
 
 
 def test_weights_that_are_made_after_sharding_must_be_made_equal():
     for early, apart, equal in worlds.run(from_the_meta_device, 2, 2):
-        assert early[0] == "ValueError" and "layers.0.weight is on the meta device, and has no weights yet" in early[1]
-        assert apart[0] == "Mismatch" and "detonation.same_weights(model, axis) makes them equal" in apart[1]
+        assert (
+            early[0] == "ValueError"
+            and "layers.0.weight is on the meta device, and has no weights yet" in early[1]
+        )
+        assert (
+            apart[0] == "Mismatch"
+            and "detonation.same_weights(model, axis) makes them equal" in apart[1]
+        )
         assert equal == ("nothing", "")

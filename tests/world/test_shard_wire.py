@@ -39,7 +39,9 @@ def weight_bytes(wire, sizes, nodes, itemsize=4, exact=False):
     exchange and in a resync.
     """
     width = 0 if exact else WIDTHS[wire.weights]
-    return (nodes - 1) * sum(quantized_bytes(size, width) if width else size * itemsize for size in sizes)
+    return (nodes - 1) * sum(
+        quantized_bytes(size, width) if width else size * itemsize for size in sizes
+    )
 
 
 def gradient_bytes(wire, sizes, nodes):
@@ -81,7 +83,9 @@ def compared(mesh):
 
 @some("shards", [2, 4], keep=[4])
 def test_law_6_fp32_is_fsdp2_bit_for_bit_and_others_are_deterministic(shards):
-    for (plain, same, first, again), (awkward, awkward_same, other) in worlds.run(compared, 1, shards):
+    for (plain, same, first, again), (awkward, awkward_same, other) in worlds.run(
+        compared, 1, shards
+    ):
         assert plain == same and awkward == awkward_same
         assert plain != first == again and awkward != other
 
@@ -167,7 +171,9 @@ def test_bytes_cross_only_where_weights_or_gradients_are_new():
         weights, gradients = weight_bytes(wire, sizes, 2), gradient_bytes(wire, sizes, 2)
         assert found[:4] == [weights, 0, gradients, weights + gradients]
         last = weight_bytes(wire, sizes[:1], 2, exact=True)  # of the frozen layer
-        assert found[4] == last + weight_bytes(wire, sizes[1:], 2) + gradient_bytes(wire, sizes[1:], 2)
+        assert found[4] == last + weight_bytes(wire, sizes[1:], 2) + gradient_bytes(
+            wire, sizes[1:], 2
+        )
         assert found[5] == weight_bytes(wire, sizes[1:], 2) + gradient_bytes(wire, sizes[1:], 2)
 
 
@@ -259,7 +265,9 @@ def tensor_parallel(mesh, wire):
     """Losses, and the numbers of a rank's shard, as the unit reckons them and as FSDP2 sends them."""
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
     model = built(Wide)
-    parallelize_module(model.layers[0], mesh["tensor"], {"rise": ColwiseParallel(), "fall": RowwiseParallel()})
+    parallelize_module(
+        model.layers[0], mesh["tensor"], {"rise": ColwiseParallel(), "fall": RowwiseParallel()}
+    )
     dt.shard(model, mesh, wire=dt.shard_wire(nodes=2, **wire))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
@@ -350,7 +358,14 @@ def take_weights_of_the_first(model):
 
 
 @pytest.mark.parametrize(
-    "disturb", [freeze, step_elsewhere, lose_finiteness, evaluate_in_inference_mode, take_weights_of_the_first]
+    "disturb",
+    [
+        freeze,
+        step_elsewhere,
+        lose_finiteness,
+        evaluate_in_inference_mode,
+        take_weights_of_the_first,
+    ],
 )
 def test_gathered_weights_stay_those_of_the_shards(disturb):
     for found, exact in worlds.run(references_after, 1, 2, disturb):
@@ -392,7 +407,9 @@ def mistakes(mesh):
 def test_mistakes_name_the_remedy():
     for found in worlds.run(mistakes, 1, 2):
         assert [kind for kind, _ in found] == ["ValueError"] * 2
-        assert "2 shards of a replica cannot lie on 3 nodes" in found[0][1] and "nodes=" in found[1][1]
+        assert (
+            "2 shards of a replica cannot lie on 3 nodes" in found[0][1] and "nodes=" in found[1][1]
+        )
     for arguments, word in (
         ({"weights": "3bit"}, "4bit, 8bit, fp32"),
         ({"nodes": 1}, "at least 2"),
@@ -424,7 +441,9 @@ def unsent(model):
             for owner in range(ranks):
                 at, place = divmod(owner, ranks // nodes)
                 others = [node for node in range(nodes) if node != at]
-                rows.append(sum(pieces[n * (ranks // nodes) + place][at - (at > n)] for n in others))
+                rows.append(
+                    sum(pieces[n * (ranks // nodes) + place][at - (at > n)] for n in others)
+                )
             found[name] = torch.cat(rows)[: unit.parameters[name].numel()] / ranks
     return found
 
@@ -438,7 +457,12 @@ def saved(mesh, folder):
     other, again = start(mesh, Plain, {"resync_every": 4})
     advance(other, again, range(1))
     dt.load_checkpoint(folder, other, again)
-    return there, losses, advance(other, again, range(3, 6)), digest(model.parameters()) == digest(other.parameters())
+    return (
+        there,
+        losses,
+        advance(other, again, range(3, 6)),
+        digest(model.parameters()) == digest(other.parameters()),
+    )
 
 
 def loaded(mesh, folder):
@@ -446,7 +470,12 @@ def loaded(mesh, folder):
     done = dt.load_checkpoint(folder, model, optimizer)
     found = unsent(model)
     plain, alone = start(mesh, Plain, None)
-    return done.merged, found, advance(model, optimizer, [3]), dt.load_checkpoint(folder, plain, alone).merged
+    return (
+        done.merged,
+        found,
+        advance(model, optimizer, [3]),
+        dt.load_checkpoint(folder, plain, alone).merged,
+    )
 
 
 def test_law_9_a_run_resumes_exactly_and_in_another_world_nothing_unsent_is_lost(tmp_path):
@@ -469,7 +498,9 @@ def partly_frozen(mesh, folder):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in ("layers.0.weight", "layers.1.bias"))
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return model, dt.replicate(torch.optim.AdamW(trained, lr=1e-2), model, mesh["replicate"], dt.none())
+        return model, dt.replicate(
+            torch.optim.AdamW(trained, lr=1e-2), model, mesh["replicate"], dt.none()
+        )
 
     model, optimizer = made()
     advance(model, optimizer, range(3))
@@ -495,7 +526,9 @@ def frozen_for_a_while(mesh, folder):
 
 def test_what_a_frozen_layer_has_not_sent_is_kept(tmp_path):
     for before, after in worlds.run(frozen_for_a_while, 1, 2, str(tmp_path)):
-        assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+        assert before.keys() == after.keys() and all(
+            torch.equal(before[name], after[name]) for name in before
+        )
 
 
 def test_a_checkpoint_without_frozen_weights_resumes_exactly(tmp_path):

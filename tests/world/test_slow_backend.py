@@ -56,7 +56,9 @@ class Copies:
 
 def trained(mesh, scheme):
     model = dt.shard(built(Plain), mesh)
-    optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=0.1), model, mesh["replicate"], scheme)
+    optimizer = dt.replicate(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, mesh["replicate"], scheme
+    )
     for step in range(4):
         with optimizer.overlap():
             model(batch(mesh.get_rank(), step, 32)).mean().backward()
@@ -132,15 +134,21 @@ def sent_while_the_device_works(mesh):
         for event in reversed(events):
             event.end()
         arrived = [wait().tolist() for wait in waits]
-        assert all(event.waited_by and threading.get_ident() not in event.waited_by for event in events)
-        shared = ProcessGroupCommunicator(mesh["replicate"])  # whose group others use, in the order of their calls
+        assert all(
+            event.waited_by and threading.get_ident() not in event.waited_by for event in events
+        )
+        shared = ProcessGroupCommunicator(
+            mesh["replicate"]
+        )  # whose group others use, in the order of their calls
         monkeypatch.setattr(communicator, "recorded", lambda _: None)
         assert shared.all_gather(mine)().tolist() == arrived[1] and len(started) == 4
     return arrived, started
 
 
 def test_a_message_on_its_way_to_the_host_keeps_nobody_waiting_and_none_overtakes():
-    for replica, (arrived, started) in enumerate(worlds.run_alone(sent_while_the_device_works, 2, 1)):
+    for replica, (arrived, started) in enumerate(
+        worlds.run_alone(sent_while_the_device_works, 2, 1)
+    ):
         assert arrived == [[3.0] * 4, [[1] * 4, [2] * 4], [[1] * 2, [2] * 2]], replica
         assert started == ["all_reduce", "gather", "all_to_all_single", "gather"]
 
@@ -148,7 +156,9 @@ def test_a_message_on_its_way_to_the_host_keeps_nobody_waiting_and_none_overtake
 def test_an_event_is_recorded_behind_the_copy_and_nothing_waits(monkeypatch):
     calls = []
     module = SimpleNamespace(
-        Event=lambda: SimpleNamespace(record=lambda stream: calls.append(stream)),  # it lacks `synchronize`
+        Event=lambda: SimpleNamespace(
+            record=lambda stream: calls.append(stream)
+        ),  # it lacks `synchronize`
         current_stream=lambda device: f"the current one of {device}",
     )
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
@@ -160,7 +170,9 @@ def test_only_gloo_can_be_chosen(capsys):
     with pytest.raises(ValueError, match="slow_backend is 'mpi', must be 'gloo', or None"):
         dt.init_mesh(1, 1, "cpu", slow_backend="mpi")
     assert not dist.is_initialized()
-    command = pytest.importorskip("detonation.cli.command", exc_type=ImportError)  # `make gpu` has no command line
+    command = pytest.importorskip(
+        "detonation.cli.command", exc_type=ImportError
+    )  # `make gpu` has no command line
     assert command.run_command(["train", "quick-lm", "--set", "mesh.slow_backend=nccl"]) == 2
     assert """mesh.slow_backend is 'nccl', but must be "gloo" or \"\"""" in capsys.readouterr().err
 
@@ -181,7 +193,9 @@ class Options:
         ("cpu:gloo", None),
     ],
 )
-def test_nccl_gets_a_communicator_of_its_own_with_priority_where_it_carries_the_device(monkeypatch, config, name):
+def test_nccl_gets_a_communicator_of_its_own_with_priority_where_it_carries_the_device(
+    monkeypatch, config, name
+):
     standin = SimpleNamespace(
         get_backend_config=lambda: config,
         get_backend=lambda: dist.Backend("gloo"),
@@ -195,4 +209,8 @@ def test_nccl_gets_a_communicator_of_its_own_with_priority_where_it_carries_the_
         assert found is None
         return
     backend, options = found["replicate"]
-    assert backend == name and options.is_high_priority_stream and options._timeout.total_seconds() == 1800
+    assert (
+        backend == name
+        and options.is_high_priority_stream
+        and options._timeout.total_seconds() == 1800
+    )

@@ -11,7 +11,12 @@ from limits import LIMIT_S
 
 pytestmark = pytest.mark.usefixtures("patient")
 
-TRACE = [Event(0, 0, 2, 600), Event(600, 2, 3, 900), Event(900, 3, 2, 1800, noticed=True), Event(1800, 2, 1, 2100)]
+TRACE = [
+    Event(0, 0, 2, 600),
+    Event(600, 2, 3, 900),
+    Event(900, 3, 2, 1800, noticed=True),
+    Event(1800, 2, 1, 2100),
+]
 TRACE += [Event(2100, 1, 0, 2700), Event(2700, 0, 2, 3300), Event(3300, 2, 0, 3900, noticed=True)]
 TRACE += [Event(3900, 0, 1, 4200)]
 
@@ -19,13 +24,33 @@ TRACE += [Event(3900, 0, 1, 4200)]
 @pytest.mark.long  # no branch of its own
 def test_machines_of_a_trace_come_and_go_and_what_stays_is_equal_and_complete(tmp_path):
     with Conductor(tmp_path, pace_s=0.0, limit_s=LIMIT_S) as conductor:
-        found = [conductor.handle(event, random.Random(number)) for number, event in enumerate(TRACE)]
+        found = [
+            conductor.handle(event, random.Random(number)) for number, event in enumerate(TRACE)
+        ]
         assert len(conductor._alive) == 1 and ordinary(conductor._alive) > 0
-    kinds = ["start", "join", "notice", "kill", "kill, all gone", "start", "notice, all gone", "start"]
+    kinds = [
+        "start",
+        "join",
+        "notice",
+        "kill",
+        "kill, all gone",
+        "start",
+        "notice, all gone",
+        "start",
+    ]
     assert [each.kind for each in found] == kinds
     for each in found:
         assert not each.broken and not each.unequal and not each.forgotten, each
-    assert [each.checked for each in found] == [0, 1, 1, 0, 0, 0, 0, 0]  # of a killed machine nobody has the memory
+    assert [each.checked for each in found] == [
+        0,
+        1,
+        1,
+        0,
+        0,
+        0,
+        0,
+        0,
+    ]  # of a killed machine nobody has the memory
     assert all(each.lost_steps <= 1 for each in found)  # between the ends of two machines
     assert [each.replayed > 0 for each in found] == [False] * 5 + [True, False, False]
     assert [each.saved_at for each in found] == [150, 750, 1350, 1950, 1950, 3150, 3300, 3300]
@@ -33,9 +58,20 @@ def test_machines_of_a_trace_come_and_go_and_what_stays_is_equal_and_complete(tm
 
 
 def row(kind, at, before, after, until, **measured):
-    zeros = {"stalled_s": 0.0, "longest_s": 0.0, "until_s": 0.0, "came_s": [], "broken": "", "lost_steps": 0}
+    zeros = {
+        "stalled_s": 0.0,
+        "longest_s": 0.0,
+        "until_s": 0.0,
+        "came_s": [],
+        "broken": "",
+        "lost_steps": 0,
+    }
     zeros |= {"ordinary_s": 0.0, "replay_s": 0.0, "replay_step_s": 0.02}
-    return zeros | {"kind": kind, "at": at, "before": before, "after": after, "until": until} | measured
+    return (
+        zeros
+        | {"kind": kind, "at": at, "before": before, "after": after, "until": until}
+        | measured
+    )
 
 
 ROWS = [
@@ -51,10 +87,14 @@ THERE = 2 * 900 + 3 * 600 + 2 * 600 + 300
 def test_goodput_is_what_a_hand_computes():
     """Checkpoints are at 150, 750, 1350, 1950, 2550: the last machines lose 150 s, and the import takes 1 s."""
     idle = 2 * 5 + (2 * 1 + 7) + 2 * 2
-    assert spot.elastic_goodput(ROWS, 1.0, 600.0, logs=False) == pytest.approx((THERE, THERE - idle - 2 * 150 - 4))
+    assert spot.elastic_goodput(ROWS, 1.0, 600.0, logs=False) == pytest.approx(
+        (THERE, THERE - idle - 2 * 150 - 4)
+    )
     # with the log two machines lose the step of 0.1 s that was under way and one more, and the next takes 1500 again
     with_log = idle + 2 * 0.1 * 2 + 5 + 150 / 0.1 * 0.02
-    assert spot.elastic_goodput(ROWS, 1.0, 600.0, logs=True) == pytest.approx((THERE, THERE - with_log))
+    assert spot.elastic_goodput(ROWS, 1.0, 600.0, logs=True) == pytest.approx(
+        (THERE, THERE - with_log)
+    )
     restarts = 10 * (2 + 3 + 2 + 1)
     lost = {"join": 2 * 150, "kill": 3 * 150, "all": 2 * 150}
     assert spot.restart_goodput(ROWS, 10.0, 600.0, saves=False) == pytest.approx(
@@ -67,12 +107,18 @@ def test_goodput_is_what_a_hand_computes():
 
 def test_what_is_broken_does_not_count():
     rows = [ROWS[0], row("kill", 900, 2, 1, 1500, broken="a replica stands still")]
-    assert spot.elastic_goodput(rows, 1.0, 600.0, logs=True) == pytest.approx((2400, 2400 - 10 - 600))
+    assert spot.elastic_goodput(rows, 1.0, 600.0, logs=True) == pytest.approx(
+        (2400, 2400 - 10 - 600)
+    )
 
 
-def test_a_second_call_goes_on_after_the_events_that_the_first_has_handled(tmp_path, monkeypatch, capsys):
+def test_a_second_call_goes_on_after_the_events_that_the_first_has_handled(
+    tmp_path, monkeypatch, capsys
+):
     trace = tmp_path / "trace.csv"
-    trace.write_text("# counts\nzone,seconds,available\na,0,0\na,300,4\na,600,12\na,900,5\na,1200,0\na,1500,16\n")
+    trace.write_text(
+        "# counts\nzone,seconds,available\na,0,0\na,300,4\na,600,12\na,900,5\na,1200,0\na,1500,16\n"
+    )
     monkeypatch.setattr(spot, "import_seconds", lambda: 1.5)
     for count in (2, 4):
         words = f"--trace {trace} --machines 3 --events {count} --pace-s 0 --limit-s {LIMIT_S} --out {tmp_path / 'out'}"
@@ -80,4 +126,7 @@ def test_a_second_call_goes_on_after_the_events_that_the_first_has_handled(tmp_p
     found = [json.loads(line) for line in (tmp_path / "out" / "a.jsonl").read_text().splitlines()]
     assert [each["index"] for each in found] == [0, 1, 2, 3]
     assert [each["after"] for each in found] == [1, 3, 1, 0]
-    assert "4 events, 3 machines" in (said := capsys.readouterr().out) and said.count("Violations: 0.") == 2
+    assert (
+        "4 events, 3 machines" in (said := capsys.readouterr().out)
+        and said.count("Violations: 0.") == 2
+    )

@@ -21,7 +21,9 @@ OF_A_THREAD = {
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "default device": lambda: torch.device("meta"),  # as `torch.set_default_device`
 }
-SOURCES = [p for name in ("core", "kernels") for p in (Path(dt.__file__).parent / name).rglob("*.py")]
+SOURCES = [
+    p for name in ("core", "kernels") for p in (Path(dt.__file__).parent / name).rglob("*.py")
+]
 CREATION = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm",
             "tensor", "zeros"}  # fmt: skip
 
@@ -35,7 +37,9 @@ def run(scheme, kernels, surroundings):
             generator = torch.Generator().manual_seed(communicator.replica)
             model = nn.Linear(128, 64, bias=False, dtype=torch.float32)
             with torch.no_grad():
-                model.weight.copy_(torch.linspace(-1, 1, 128 * 64, dtype=torch.float32).view(64, 128))
+                model.weight.copy_(
+                    torch.linspace(-1, 1, 128 * 64, dtype=torch.float32).view(64, 128)
+                )
             base = torch.optim.SGD(model.parameters(), lr=0.1)
             with OF_A_THREAD[name]():
                 optimizer = dt.replicate(base, model, communicator, scheme, kernels=kernels)
@@ -45,7 +49,9 @@ def run(scheme, kernels, surroundings):
                     optimizer.step()
             with OF_A_THREAD[name]():
                 optimizer.synchronize()
-            found.append((model.weight.detach(), optimizer.stats.bytes_sent, optimizer.stats.refused))
+            found.append(
+                (model.weight.detach(), optimizer.stats.bytes_sent, optimizer.stats.refused)
+            )
         return found
 
     return simulate_replicas(act, 2)[0]
@@ -54,7 +60,9 @@ def run(scheme, kernels, surroundings):
 @some(
     "name, kernels",
     product(SCHEMES, [True, False]),
-    keep=[(name, bool(at % 2)) for at, name in enumerate([*KINDS, "chunk-48", "demo", "random-sign"])],
+    keep=[
+        (name, bool(at % 2)) for at, name in enumerate([*KINDS, "chunk-48", "demo", "random-sign"])
+    ],
 )
 def test_autocast_and_the_defaults_of_torch_do_not_reach_into_a_step(name, kernels):
     expected, *others = run(SCHEMES[name], kernels, OF_A_THREAD)
@@ -64,7 +72,9 @@ def test_autocast_and_the_defaults_of_torch_do_not_reach_into_a_step(name, kerne
             others += run(SCHEMES[name], kernels, ["none"])
         finally:
             torch.set_default_dtype(torch.float32)
-    torch.set_float32_matmul_precision("medium")  # products in bf16 on a CPU that has them, in TF32 on a GPU
+    torch.set_float32_matmul_precision(
+        "medium"
+    )  # products in bf16 on a CPU that has them, in TF32 on a GPU
     try:
         others += run(SCHEMES[name], kernels, ["none"])
         assert torch.get_float32_matmul_precision() == "medium"
@@ -98,10 +108,15 @@ def test_a_step_that_reads_how_products_round_in_the_legacy_way_may(kind, legacy
         assert PRODUCTS[kind == "cpu"].fp32_precision == "ieee"
         if legacy:
             read = torch.backends.cuda.matmul.allow_tf32, torch.get_float32_matmul_precision()
-            assert read == (False, "highest") or (kind, new[1]) == ("cpu", "ieee")  # whose products are exact already
+            assert read == (False, "highest") or (kind, new[1]) == (
+                "cpu",
+                "ieee",
+            )  # whose products are exact already
     assert tuple(each.fp32_precision for each in PRODUCTS) == new
     if legacy:
-        assert torch.get_float32_matmul_precision() == legacy and torch.backends.cuda.matmul.allow_tf32
+        assert (
+            torch.get_float32_matmul_precision() == legacy and torch.backends.cuda.matmul.allow_tf32
+        )
 
 
 def creations(source):

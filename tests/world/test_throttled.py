@@ -75,7 +75,8 @@ def test_a_link_that_nobody_has_any_more_has_no_file_open():
 
 
 @pytest.mark.parametrize(
-    "text", ["100", "", "100mbit,5", "-1mbit", "0mbit", "100mbit;5ms", "fast", "1.2.3mbit", "1mbit,-2s"]
+    "text",
+    ["100", "", "100mbit,5", "-1mbit", "0mbit", "100mbit;5ms", "fast", "1.2.3mbit", "1mbit,-2s"],
 )
 def test_a_link_without_units_is_refused_in_one_line(text):
     with pytest.raises(ValueError, match=r"must be a rate above 0 .*100mbit,5ms") as error:
@@ -85,7 +86,12 @@ def test_a_link_without_units_is_refused_in_one_line(text):
 
 @pytest.mark.parametrize(
     ("text", "rate", "latency"),
-    [("100mbit,5ms", 1e8, 5e-3), ("1Gbit", 1e9, 0.0), ("56 kbit, 0.2s", 56e3, 0.2), ("2.5gbit,40us", 2.5e9, 40e-6)],
+    [
+        ("100mbit,5ms", 1e8, 5e-3),
+        ("1Gbit", 1e9, 0.0),
+        ("56 kbit, 0.2s", 56e3, 0.2),
+        ("2.5gbit,40us", 2.5e9, 40e-6),
+    ],
 )
 def test_links_are_spelled_as_rate_and_latency(text, rate, latency):
     assert LinkSpeed.parse(text) == LinkSpeed(rate, latency)

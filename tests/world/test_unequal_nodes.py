@@ -27,10 +27,14 @@ from limits import LIMIT_S
 
 pytestmark = pytest.mark.usefixtures("lasting_worlds")
 
-SCHEMES = [name for name, scheme in zoo.TALKING.items() if name != "random-late"]  # whose delay is refused
+SCHEMES = [
+    name for name, scheme in zoo.TALKING.items() if name != "random-late"
+]  # whose delay is refused
 FEW = [name for name in zoo.KINDS if name in SCHEMES]
 BASES = {
-    "adamw": partial(torch.optim.AdamW, lr=1e-2, betas=(0.0, 0.95)),  # without the second momentum of a demo
+    "adamw": partial(
+        torch.optim.AdamW, lr=1e-2, betas=(0.0, 0.95)
+    ),  # without the second momentum of a demo
     "signsgd": partial(dt.SignSGD, lr=1e-2),
     "muon": partial(dt.Muon, lr=1e-2, momentum=0.0),
 }
@@ -55,13 +59,17 @@ def mesh_of(sizes: Sizes) -> Any:
 class Run:
     """A model and its optimizer on nodes of some sizes; the ranks of a node see the same batches."""
 
-    def __init__(self, sizes: Sizes, scheme: Any, base: str = "adamw", model: str = "Plain", **options: Any) -> None:
+    def __init__(
+        self, sizes: Sizes, scheme: Any, base: str = "adamw", model: str = "Plain", **options: Any
+    ) -> None:
         self.mesh = mesh_of(sizes)
         self.model = dt.shard(zoo.built(getattr(zoo, model)), self.mesh)
         scheme = zoo.SCHEMES[scheme] if isinstance(scheme, str) else scheme
         made = BASES[base](self.model.parameters())
         self.optimizer = dt.replicate(made, self.model, self.mesh["replicate"], scheme, **options)
-        self.node = next(node for node in range(len(sizes)) if dist.get_rank() < sum(sizes[: node + 1]))
+        self.node = next(
+            node for node in range(len(sizes)) if dist.get_rank() < sum(sizes[: node + 1])
+        )
         self.width, self.step = 257 if model == "Menagerie" else 32, 0
 
     def train(self, steps: int, overlap: bool = False) -> "Run":
@@ -86,12 +94,19 @@ def _full(parameter: Any) -> Tensor:
     return whole.detach().clone()
 
 
-def _trained(sizes: Sizes, scheme: str, base: str, model: str = "Plain", clip: float | None = None) -> Any:
+def _trained(
+    sizes: Sizes, scheme: str, base: str, model: str = "Plain", clip: float | None = None
+) -> Any:
     run = Run(sizes, scheme, base, model, clip=clip, safety=dt.Safety(verify_every=1)).train(4)
     norm = run.optimizer.stats.grad_norm
     run.optimizer.synchronize()
     same = dt.fingerprint(run.model, run.mesh)
-    return run.weights(), run.optimizer.stats.bytes_sent, same, None if norm is None else float(norm)
+    return (
+        run.weights(),
+        run.optimizer.stats.bytes_sent,
+        same,
+        None if norm is None else float(norm),
+    )
 
 
 @lru_cache
@@ -103,7 +118,9 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.long_cases("demo-tiles-64-sign-signsgd", "streaming-adamw", "decoupled-adamw-adamw", "sparta-signsgd")
+@pytest.mark.long_cases(
+    "demo-tiles-64-sign-signsgd", "streaming-adamw", "decoupled-adamw-adamw", "sparta-signsgd"
+)
 @some(
     "scheme, base",
     [(name, base) for name in SCHEMES for base in ("adamw", "signsgd")],
@@ -132,10 +149,15 @@ def test_nodes_of_1_and_2_ranks_train_as_two_nodes_of_2(scheme: str, base: str) 
 @some(
     "scheme, base, sizes",
     product(zoo.KINDS, ["adamw", "signsgd"], [(2, 4), (2, 3), (3, 1), (1, 2, 3)]),
-    keep=[(name, ("adamw", "signsgd")[at % 2], ((2, 3), (3, 1))[at // 2 % 2]) for at, name in enumerate(zoo.KINDS)]
+    keep=[
+        (name, ("adamw", "signsgd")[at % 2], ((2, 3), (3, 1))[at // 2 % 2])
+        for at, name in enumerate(zoo.KINDS)
+    ]
     + [("demo", "signsgd", (1, 2, 3))],
 )
-def test_replicas_of_any_sizes_agree_whatever_the_shapes(scheme: str, base: str, sizes: Sizes) -> None:
+def test_replicas_of_any_sizes_agree_whatever_the_shapes(
+    scheme: str, base: str, sizes: Sizes
+) -> None:
     if scheme == "random-late":
         scheme = "random"
     ranks = trained(sizes, scheme, base, "Menagerie")
@@ -223,7 +245,9 @@ def _desync(sizes: Sizes, repairs: bool) -> Any:
     run = Run(sizes, "demo", safety=safety).train(2)
     if dist.get_rank() == 0:
         with torch.no_grad():
-            run.model.get_parameter("layers.1.weight").to_local()[-1, 0] += 1  # in the second piece of this rank
+            run.model.get_parameter("layers.1.weight").to_local()[-1, 0] += (
+                1  # in the second piece of this rank
+            )
     return worlds.caught(run.train, 1), run.weights()
 
 
@@ -367,14 +391,20 @@ def _apart(sizes: Sizes, folder: str) -> Any:
     again = Run(sizes, "demo")
     loaded = load_checkpoint(own, again.model, again.optimizer)
     again.step = loaded.step
-    return equal(again.train(2).weights(), after), sorted(path.name for path in loaded.path.iterdir())
+    return equal(again.train(2).weights(), after), sorted(
+        path.name for path in loaded.path.iterdir()
+    )
 
 
 @pytest.mark.long  # no branch of its own
 def test_nodes_without_a_shared_file_system_need_their_own_files_alone(tmp_path: Path) -> None:
     ranks = run(_apart, (1, 2), str(tmp_path))
     assert all(same for same, _ in ranks)
-    assert ranks[0][1] == ["manifest.json", "replica0-shard0.safetensors", "replica0-shard1.safetensors"]
+    assert ranks[0][1] == [
+        "manifest.json",
+        "replica0-shard0.safetensors",
+        "replica0-shard1.safetensors",
+    ]
     shutil.rmtree(tmp_path)
 
 
@@ -399,7 +429,9 @@ def _mismatch(sizes: Sizes) -> Any:
     run = Run(sizes, "full")
     if run.node:
         with torch.no_grad():
-            run.model.get_parameter("layers.0.bias").to_local().add_(dist.get_rank() == 2)  # in one piece of two
+            run.model.get_parameter("layers.0.bias").to_local().add_(
+                dist.get_rank() == 2
+            )  # in one piece of two
     return worlds.caught(run.train, 1)
 
 
@@ -426,7 +458,9 @@ def _never_trained(sizes: Sizes, differs: bool) -> Any:
 def test_weights_that_nobody_trains_are_compared_in_pieces() -> None:
     assert run(_never_trained, (1, 2), False) == [("nothing", "")] * 3
     found = run(_never_trained, (1, 2), True)
-    assert all(kind == "Mismatch" and "layers.1.weight (frozen weights)" in text for kind, text in found)
+    assert all(
+        kind == "Mismatch" and "layers.1.weight (frozen weights)" in text for kind, text in found
+    )
 
 
 def _refused(sizes: Sizes, case: str) -> Any:
@@ -452,7 +486,10 @@ def _refused(sizes: Sizes, case: str) -> Any:
     if case == "fused":
         base, scheme = torch.optim.AdamW(model.parameters(), fused=True), "full"
     if case == "bf16":
-        base, scheme = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))], lr=0.1), "full"
+        base, scheme = (
+            torch.optim.SGD([torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))], lr=0.1),
+            "full",
+        )
 
     def step() -> None:
         optimizer = dt.replicate(base, model, axis, scheme, **options)
@@ -533,13 +570,19 @@ def test_torchrun_starts_other_numbers_of_ranks_on_other_nodes(tmp_path: Path) -
     lines = [[line for line in text.splitlines() if line.startswith("world")] for text in told]
     assert [len(each) for each in lines] == [1, 2], told
     assert {line.split()[1] for each in lines for line in each} == {"2"}
-    assert len({line.split("(")[1] for each in lines for line in each}) == 1 and "True" in lines[0][0]
+    assert (
+        len({line.split("(")[1] for each in lines for line in each}) == 1 and "True" in lines[0][0]
+    )
 
 
 def _launched(_: Any, local: Sequence[int]) -> Any:
     rank = dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"RANK": rank, "WORLD_SIZE": len(local), "LOCAL_WORLD_SIZE": local[rank]}.items():
+        for name, value in {
+            "RANK": rank,
+            "WORLD_SIZE": len(local),
+            "LOCAL_WORLD_SIZE": local[rank],
+        }.items():
             patch.setenv(name, str(value))
         _, text = worlds.caught(partial(dt.init_mesh, device="cpu"))
         if text:
@@ -552,4 +595,7 @@ def test_the_launcher_says_how_many_ranks_each_node_has() -> None:
     names = ("replicate", "shard")
     assert worlds.run(_launched, 3, 1, (1, 2, 2)) == [(2, 1, names), (2, 2, names), (2, 2, names)]
     assert worlds.run(_launched, 4, 1, (2, 2, 2, 2)) == [(2, 2, names)] * 4
-    assert all("ranks of a node must be neighbours" in text for text in worlds.run(_launched, 3, 1, (2, 1, 2)))
+    assert all(
+        "ranks of a node must be neighbours" in text
+        for text in worlds.run(_launched, 3, 1, (2, 1, 2))
+    )

@@ -42,7 +42,10 @@ def advance(model, optimizer, rank, steps, overlap=False):
 
 
 APART = {
-    **{name: SCHEMES[name] for name in ("full", "demo", "demo-owner", "random-late", "diloco", "streaming", "sparta")},
+    **{
+        name: SCHEMES[name]
+        for name in ("full", "demo", "demo-owner", "random-late", "diloco", "streaming", "sparta")
+    },
     "streaming-owner": dt.schemes.streaming_diloco(every=4, fragments=3, delay=2, link="owner"),
     "demo-owner-late": dt.demo(topk=4, chunk=16, delay=2, link="owner"),
     "muloco-owner": dt.muloco(every=3, link="owner"),
@@ -66,11 +69,15 @@ def changing_apart(axis, scheme, who, when, frozen, overlap=False):
     [2, 3, 4],
     [(), ("layers.0", "layers.1.bias")],
 )
-def test_ranks_that_disagree_all_hear_who_changed_what(name, overlap, who, when, frozen, monkeypatch):
+def test_ranks_that_disagree_all_hear_who_changed_what(
+    name, overlap, who, when, frozen, monkeypatch
+):
     monkeypatch.setattr(buckets, "SMALLEST", 4096)
     monkeypatch.setattr(buckets, "BUCKETS", 32)
     replicas = 1 + max(who)
-    errors = simulate_replicas(lambda axis: changing_apart(axis, APART[name], who, when, frozen, overlap), replicas)
+    errors = simulate_replicas(
+        lambda axis: changing_apart(axis, APART[name], who, when, frozen, overlap), replicas
+    )
     (kind, text), *others = errors
     assert others == [(kind, text)] * (replicas - 1), errors
     changed = "layers.1.bias" if frozen else "layers.0.weight"
@@ -92,7 +99,10 @@ def changing_otherwise(axis):
 def test_replicas_that_change_differently_are_told_the_difference():
     for kind, text in simulate_replicas(changing_otherwise, 2):
         assert kind == Mismatch.__name__
-        assert "replica 1 has layers.0.bias (trained)=nothing, replica 0 has layers.0.bias (trained)=(64,)" in text
+        assert (
+            "replica 1 has layers.0.bias (trained)=nothing, replica 0 has layers.0.bias (trained)=(64,)"
+            in text
+        )
         assert "Before step 2 freeze" in text
 
 
@@ -118,7 +128,9 @@ def adding(axis, scheme):
     with torch.no_grad():
         for parameter in model.layers[2].parameters():
             parameter.fill_(0.1)
-    model.forward = lambda x: model.layers[2](model.layers[1](model.layers[0](x).tanh())).square().mean(1)
+    model.forward = lambda x: (
+        model.layers[2](model.layers[1](model.layers[0](x).tanh())).square().mean(1)
+    )
     optimizer.add_param_group({"params": model.layers[2].parameters(), "lr": 1e-2})
     advance(model, optimizer, axis.replica, range(3, 8))
     sent = optimizer.stats.bytes_sent
@@ -139,11 +151,15 @@ def unlike_hybrid(mesh):
     model, optimizer = start(mesh["replicate"], dt.full(), mesh, frozen=())
     plain = built(Plain)
     adamw = torch.optim.AdamW(plain.parameters(), lr=1e-3)
-    for step, frozen in enumerate([["layers.0"], [], ["layers.1", "layers.0.bias"], ["layers.0"], []]):
+    for step, frozen in enumerate(
+        [["layers.0"], [], ["layers.1", "layers.0.bias"], ["layers.0"], []]
+    ):
         freeze(model, *frozen)
         freeze(plain, *frozen)
         advance(model, optimizer, mesh.get_rank(), [step])
-        sum(plain(batch(rank, step, 32)).mean() / mesh.size() for rank in range(mesh.size())).backward()
+        sum(
+            plain(batch(rank, step, 32)).mean() / mesh.size() for rank in range(mesh.size())
+        ).backward()
         adamw.step()
         adamw.zero_grad()
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
@@ -158,10 +174,15 @@ def unfreezing(mesh, how):
     """Shards, overlap, several levels and whole parameters: everyone trains it, and the replicas agree."""
     overlap = how == "overlap"
     if how == "levels":
-        levels = [(mesh["shard"], dt.demo(topk=4, chunk=16)), (mesh["replicate"], dt.diloco(every=3))]
+        levels = [
+            (mesh["shard"], dt.demo(topk=4, chunk=16)),
+            (mesh["replicate"], dt.diloco(every=3)),
+        ]
         model, optimizer = start(None, None, levels=levels)
     elif how == "intra_node":
-        model, optimizer = start(mesh["replicate"], dt.demo(topk=4, chunk=16), intra_node=mesh["shard"])
+        model, optimizer = start(
+            mesh["replicate"], dt.demo(topk=4, chunk=16), intra_node=mesh["shard"]
+        )
     else:
         scheme = dt.diloco(every=3) if how == "diloco" else dt.demo(topk=4, chunk=16)
         model, optimizer = start(mesh["replicate"], scheme, mesh)
@@ -205,7 +226,10 @@ def disagreeing(mesh, scheme):
 def test_shards_of_replicas_that_disagree_all_stop(name):
     errors = set(worlds.run_alone(disagreeing, 2, 2, SCHEMES[name]))
     ((kind, text),) = errors
-    assert kind == Desync.__name__ and "replica 1 began or ceased to train layers.0.bias, the others" in text
+    assert (
+        kind == Desync.__name__
+        and "replica 1 began or ceased to train layers.0.bias, the others" in text
+    )
 
 
 def one_shard_disagrees(mesh):
@@ -221,7 +245,10 @@ def one_shard_disagrees(mesh):
 @pytest.mark.long  # no branch of its own
 def test_shards_that_disagree_all_stop():
     for kind, text in worlds.run_alone(one_shard_disagrees, 2, 2):
-        assert kind == Desync.__name__ and "began or ceased to train layers.0.bias, the others did not" in text
+        assert (
+            kind == Desync.__name__
+            and "began or ceased to train layers.0.bias, the others did not" in text
+        )
 
 
 @torch.no_grad()
@@ -254,7 +281,9 @@ def turned_after_an_evaluation(mesh, name, frozen, by_group, reshards):
             dt.fingerprint(model, mesh)
         before = [local(p).detach().clone() for p in shards]
         advance(model, optimizer, mesh.get_rank(), [step])
-        moved.append([not torch.equal(local(p), was) for p, was in zip(shards, before, strict=True)])
+        moved.append(
+            [not torch.equal(local(p), was) for p, was in zip(shards, before, strict=True)]
+        )
     return moved, digest(shards)
 
 
@@ -335,7 +364,9 @@ def adversaries(mesh, evaluates, toggles):
             assert all(p.grad is None for p in shards[other])
             optimizers[mine].zero_grad()
             require(other, True)
-            moved.append([not torch.equal(local(s[0]), b[0]) for s, b in zip(shards, before, strict=True)])
+            moved.append(
+                [not torch.equal(local(s[0]), b[0]) for s, b in zip(shards, before, strict=True)]
+            )
     return moved
 
 
@@ -350,7 +381,9 @@ def made_late(mesh, evaluates):
     model = sequential(mesh)
     if evaluates:
         evaluate(model, False)
-    optimizer = dt.replicate(torch.optim.AdamW(model[0].parameters(), lr=1e-3), model, mesh["replicate"], dt.loco())
+    optimizer = dt.replicate(
+        torch.optim.AdamW(model[0].parameters(), lr=1e-3), model, mesh["replicate"], dt.loco()
+    )
     advance(model, optimizer, mesh.get_rank(), range(2))
     if evaluates:
         evaluate(model, False)

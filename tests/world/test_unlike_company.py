@@ -87,11 +87,17 @@ def test_a_checkpoint_goes_from_like_processors_to_unlike_ones_and_back(tmp_path
     assert [line[:4] for line in lines if line[0] == "loco"] == [
         ["loco", "0", "False", "0"], ["loco", "1", "True", "1"], ["loco", "2", "True", "0"],
     ]  # fmt: skip
-    assert [line[1:4] for line in lines if line[0] != "loco"] == [[str(number), "False", "0"] for number in range(3)]
+    assert [line[1:4] for line in lines if line[0] != "loco"] == [
+        [str(number), "False", "0"] for number in range(3)
+    ]
     told = [line[4] for line in lines if line[0] == "loco"]
-    assert told[0].startswith("replicas equal in 16 tensors") and told[1].startswith("replicas close in 16 tensors")
+    assert told[0].startswith("replicas equal in 16 tensors") and told[1].startswith(
+        "replicas close in 16 tensors"
+    )
     assert told[2].startswith("replicas close in 16 tensors")
-    assert [line.split()[3] for line in (second + third).splitlines() if line.startswith("loco")] == ["0"] * 3
+    assert [
+        line.split()[3] for line in (second + third).splitlines() if line.startswith("loco")
+    ] == ["0"] * 3
 
 
 FOLLOWED = (
@@ -174,9 +180,13 @@ def test_what_follows_a_close_run_has_the_bits_of_replica_0_or_is_told_that_it_h
     Replica 0 takes over nothing, so its messages alone make its weights; those of replica 1 they do not make.
     """
     outputs = [out for out, _ in run_unlike(FOLLOWED, [0, 1, 0, 1], tmp_path)]
-    first, second, like, unlike = (dict(line.partition(" ")[::2] for line in out.splitlines()) for out in outputs)
+    first, second, like, unlike = (
+        dict(line.partition(" ")[::2] for line in out.splitlines()) for out in outputs
+    )
     weights = first["weights"]
-    assert second["weights"] != weights and second["feed"].startswith("replica 1 of close replicas takes over parts")
+    assert second["weights"] != weights and second["feed"].startswith(
+        "replica 1 of close replicas takes over parts"
+    )
     assert like["follow"] == like["replay"].split()[0] == weights and like["said"] == ""
     assert like["late"] == f"{weights} 12"
     assert unlike["follow"].startswith("this process would round otherwise than training")
@@ -193,7 +203,9 @@ def test_what_follows_a_close_run_has_the_bits_of_replica_0_or_is_told_that_it_h
 @pytest.mark.long  # the bits themselves are in test_unlike_processors.py
 def test_what_follows_a_run_of_singly_rounded_steps_has_its_bits_on_any_processor(tmp_path):
     outputs = [out for out, _ in run_unlike(FOLLOWED, [0, 1, 0, 1], tmp_path, "singly")]
-    first, second, like, unlike = (dict(line.partition(" ")[::2] for line in out.splitlines()) for out in outputs)
+    first, second, like, unlike = (
+        dict(line.partition(" ")[::2] for line in out.splitlines()) for out in outputs
+    )
     weights = first["weights"]
     assert second["weights"] == weights and second["feed"] == "not refused"
     for each in (like, unlike):
@@ -282,16 +294,25 @@ def test_newcomers_of_other_kinds_join_a_run_with_equal_bits_and_a_close_one(kin
     said = run_unlike(NEWCOMERS, kinds, tmp_path, "auto", "123"[: len(kinds) - 2])
     lines = [dict(line.partition(" ")[::2] for line in out.splitlines()) for out, _ in said]
     assert [each["closeness"][:6] for each in lines] == [f"True {len(kinds)}"] * len(kinds), lines
-    assert [each["closeness"].count("replicas round differently") for each in lines] == [1] + [0] * (len(kinds) - 1)
+    assert [each["closeness"].count("replicas round differently") for each in lines] == [1] + [
+        0
+    ] * (len(kinds) - 1)
     assert [each["reconfigured"] for each in lines] == ["True 1"] + ["True 0"] * (len(kinds) - 1)
     far, steps = lines[0]["apart"].split()
-    assert 0 < float(far) < 1e-5 and len({each["apart"].split()[1] for each in lines}) == 1, (far, steps)
+    assert 0 < float(far) < 1e-5 and len({each["apart"].split()[1] for each in lines}) == 1, (
+        far,
+        steps,
+    )
 
 
 @pytest.mark.long
-def test_where_bits_must_be_equal_a_newcomer_of_another_kind_is_refused_and_the_others_train_on(tmp_path):
+def test_where_bits_must_be_equal_a_newcomer_of_another_kind_is_refused_and_the_others_train_on(
+    tmp_path,
+):
     said = run_unlike(NEWCOMERS, [0, 0, 1], tmp_path, "bits", "1")
-    first, second, newcomer = (dict(line.partition(" ")[::2] for line in out.splitlines()) for out, _ in said)
+    first, second, newcomer = (
+        dict(line.partition(" ")[::2] for line in out.splitlines()) for out, _ in said
+    )
     assert newcomer["refused"].startswith("this process would round otherwise than training")
     assert first == second and first["closeness"] == "False 2" and first["apart"].startswith("0.0 ")
 
@@ -342,7 +363,9 @@ sys.exit(run_command(["train", recipe, "--out", out, "--init-from", begin, *worl
 @pytest.mark.long
 def test_a_run_says_how_far_its_replicas_are_apart_and_its_checkpoints_are_good(tmp_path):
     recipe = write_recipe(tmp_path / "tiny.toml")
-    begin = Command(tmp_path / "begin", "train", recipe, "--out", tmp_path / "begin" / "run", "--steps", 1)
+    begin = Command(
+        tmp_path / "begin", "train", recipe, "--out", tmp_path / "begin" / "run", "--steps", 1
+    )
     assert begin.wait() == 0, begin.errors
     out = tmp_path / "run"
     fused = "optimizer.fused=true"
@@ -357,6 +380,8 @@ def test_a_run_says_how_far_its_replicas_are_apart_and_its_checkpoints_are_good(
     assert verified.wait() == 0, verified.errors
     assert "whole, replicas close in " in verified.stdout and " of a norm apart" in verified.stdout
     like = tmp_path / "like"
-    (said, warned), _ = run_unlike(COMMAND, [0, 1], free_port(), recipe, tmp_path / "begin" / "run", like)
+    (said, warned), _ = run_unlike(
+        COMMAND, [0, 1], free_port(), recipe, tmp_path / "begin" / "run", like
+    )
     assert json.loads((like / "summary.json").read_text())["replicas_equal"]
     assert (said + warned).count("is rounded by itself now") == 1

@@ -11,7 +11,11 @@ from unlike import run_unlike
 from zoo import KINDS as SOME
 from zoo import TALKING
 
-NAMES = [*TALKING] if "STEPS" in os.environ else [*SOME, "demo-tiles", "random-int8-clipped", "random-majority"]
+NAMES = (
+    [*TALKING]
+    if "STEPS" in os.environ
+    else [*SOME, "demo-tiles", "random-int8-clipped", "random-majority"]
+)
 RANK = """
 import os, sys, torch, torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -98,10 +102,19 @@ def test_schemes_train_to_the_last_bit_on_processors_of_three_kinds(tmp_path):
     """All optimizers, whose steps are rounded singly where they must be. AdamW in one fused operation is alike among
     those with AVX2; among all it is close, or refused where bits must be equal. With equal gradients and SignSGD the
     weights are those of a world of one kind, under schemes that send what they select as it is."""
-    said = run_unlike(RANK, [0, 1, 2], tmp_path, *NAMES)  # all but the first run without compiled kernels
+    said = run_unlike(
+        RANK, [0, 1, 2], tmp_path, *NAMES
+    )  # all but the first run without compiled kernels
     first, second, third = (dict(line.split() for line in out.splitlines()) for out, _ in said)
     kinds = [each.pop("kind") for each in (first, second, third)]
-    assert kinds[1] == "DEFAULT" and kinds[2] in ("AVX2", "DEFAULT")  # where the processor has no more
-    assert first == third and {*first} - {*second} == {"AdamW", "SGD", "SignSGD"} and {*NAMES} < {*second}
+    assert kinds[1] == "DEFAULT" and kinds[2] in (
+        "AVX2",
+        "DEFAULT",
+    )  # where the processor has no more
+    assert (
+        first == third
+        and {*first} - {*second} == {"AdamW", "SGD", "SignSGD"}
+        and {*NAMES} < {*second}
+    )
     assert second.items() <= first.items() and {"demo+AdamW", "loco+Muon", "loco+SGD"} < {*second}
     assert first["refused"] == "True"

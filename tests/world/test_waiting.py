@@ -19,7 +19,11 @@ from covering import covered
 from detonation.cluster import init
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.processes import waiting
-from detonation.cluster.processes.failure import failure_from_exception, failure_from_exit_code, root_cause
+from detonation.cluster.processes.failure import (
+    failure_from_exception,
+    failure_from_exit_code,
+    root_cause,
+)
 from detonation.cluster.processes.waiting import Standing, partners_of, waits_in_vain, who_waits
 from detonation.core.runtime import PROGRESS
 from limits import LIMIT_S
@@ -31,14 +35,30 @@ BEFORE, FIRST = Standing(20), Standing(0)
 @pytest.mark.parametrize(
     ("rank", "standings", "text"),
     [
-        (0, [INSIDE, BEFORE], "rank 0 has waited for 30 s in step 21, .*: rank 1 is between steps 20 and 21$"),
+        (
+            0,
+            [INSIDE, BEFORE],
+            "rank 0 has waited for 30 s in step 21, .*: rank 1 is between steps 20 and 21$",
+        ),
         (0, [INSIDE, FIRST], "rank 1 has not begun its first step$"),
-        (1, [BEFORE, INSIDE, INSIDE, Standing(20, "inside")], "rank 0 is between .* 21, rank 3 is still in step 20$"),
+        (
+            1,
+            [BEFORE, INSIDE, INSIDE, Standing(20, "inside")],
+            "rank 0 is between .* 21, rank 3 is still in step 20$",
+        ),
         (0, [INSIDE, Standing(20, "left")], "rank 1 has left after step 20"),
-        (0, [INSIDE, Standing(20, "saving")], "rank 1 is in save_checkpoint after step 20, which all ranks must call$"),
+        (
+            0,
+            [INSIDE, Standing(20, "saving")],
+            "rank 1 is in save_checkpoint after step 20, which all ranks must call$",
+        ),
         (0, [Standing(20, "saving"), Standing(20, "saving")], None),
         (0, [OUTSIDE, LEFT], "waited for 30 s after step 21, .*: rank 1 has left after step 21"),
-        (0, [INSIDE, INSIDE], "in step 21, as all ranks have: the network between them is slow or cut off"),
+        (
+            0,
+            [INSIDE, INSIDE],
+            "in step 21, as all ranks have: the network between them is slow or cut off",
+        ),
         (0, [INSIDE, *[BEFORE] * 12], "rank 8 is between steps 20 and 21 and 4 more$"),
         (1, [INSIDE, INSIDE, BEFORE], None),  # a lower rank says it
         (0, [BEFORE, INSIDE], None),  # the others wait for this one
@@ -59,7 +79,11 @@ def test_the_line_names_those_who_have_not_come(rank, standings, text):
         ([INSIDE, Standing(20, "left")], {1}, True),
         ([INSIDE, Standing(20, "left"), BEFORE], {1}, True),
         ([INSIDE, Standing(20, "left"), BEFORE], {1, 2}, False),  # rank 2 may come, and leave
-        ([INSIDE, Standing(20, "left"), BEFORE], {2}, False),  # another world within the world has ended
+        (
+            [INSIDE, Standing(20, "left"), BEFORE],
+            {2},
+            False,
+        ),  # another world within the world has ended
         ([INSIDE, Standing(20, "left"), INSIDE], {1, 2}, True),
         ([INSIDE, LEFT], {1}, False),  # it has taken this step
         ([OUTSIDE, Standing(20, "left")], {1}, False),  # it may save or evaluate
@@ -92,7 +116,9 @@ def test_partners_are_found_while_another_thread_makes_a_group(monkeypatch):
             return super().__contains__(rank)
 
     table = {"first": Ranks({0: 0, 1: 1}), "second": {0: 0, 2: 1}}
-    monkeypatch.setattr(distributed_c10d, "_world", SimpleNamespace(pg_group_ranks=table, default_pg=None))
+    monkeypatch.setattr(
+        distributed_c10d, "_world", SimpleNamespace(pg_group_ranks=table, default_pg=None)
+    )
     assert partners_of(0) == {1, 2} and len(table) == 3
 
 
@@ -139,7 +165,9 @@ def test_an_error_of_nccl_says_who_has_not_come_and_follows_from_that_ranks_end(
     model(torch.ones(1, 8)).sum().backward()
     optimizer.set_up()
     communicator.error = error
-    with pytest.raises(type(error), match=r"^rank 0 has waited .* rank 1 is between steps 0 and 1: ") as caught:
+    with pytest.raises(
+        type(error), match=r"^rank 0 has waited .* rank 1 is between steps 0 and 1: "
+    ) as caught:
         optimizer.step()
     assert failure_from_exception(0, caught.value).network
     elsewhere = failure_from_exception(1, ValueError("a bad gradient"))
@@ -155,7 +183,9 @@ def alone_in_a_step(mesh, scheme, way):
     logging.getLogger(waiting.__name__).addHandler(handler)
     store = distributed_c10d._get_default_store()
     model = nn.Linear(8, 8)
-    optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=0.1), model, mesh["replicate"], scheme)
+    optimizer = dt.replicate(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, mesh["replicate"], scheme
+    )
     dt.same_weights(model, mesh["replicate"])
     rank, raised = dist.get_rank(), ""
     for step in range(3):
@@ -163,7 +193,9 @@ def alone_in_a_step(mesh, scheme, way):
             init._watch.stop()
             init._watch, init.WAIT_LINE_S = None, 0.4
             dt.init_mesh(2, 1, "cpu", timeout_s=1.0)
-            PROGRESS.explain = lambda error: said.wait(LIMIT_S) and init._watch.explain(error)  # its thread may be late
+            PROGRESS.explain = lambda error: (
+                said.wait(LIMIT_S) and init._watch.explain(error)
+            )  # its thread may be late
         if step == 2 and rank:
             break
         if step == 2 and way == "overlap":
@@ -184,11 +216,17 @@ def alone_in_a_step(mesh, scheme, way):
 
 @pytest.mark.parametrize("way", ["plain", "overlap"])
 def test_a_rank_that_steps_alone_says_for_whom_it_waits_and_so_does_the_error(way):
-    (lines, raised), (quiet, none) = worlds.run_alone(alone_in_a_step, 2, 1, dt.demo(topk=2, chunk=8), way)
-    assert lines and all(
-        "in step 3, to which others have not come: rank 1 is between steps 2 and 3" in line for line in lines
+    (lines, raised), (quiet, none) = worlds.run_alone(
+        alone_in_a_step, 2, 1, dt.demo(topk=2, chunk=8), way
     )
-    assert raised.startswith("rank 0 has waited for ") and "rank 1 is between steps 2 and 3: " in raised
+    assert lines and all(
+        "in step 3, to which others have not come: rank 1 is between steps 2 and 3" in line
+        for line in lines
+    )
+    assert (
+        raised.startswith("rank 0 has waited for ")
+        and "rank 1 is between steps 2 and 3: " in raised
+    )
     assert (quiet, none) == ([], "")
 
 
@@ -232,7 +270,9 @@ def test_a_rank_that_waits_for_one_that_has_left_ends_with_a_line():
     assert (code, same, nothing, level) == ("1", "1", [], "ERROR")
     why = "in step 2, to which others have not come: rank 1 has left after step 1"
     assert why in line and why in last
-    assert last.endswith(": it ends, because nobody will come; give all ranks the same number of batches")
+    assert last.endswith(
+        ": it ends, because nobody will come; give all ranks the same number of batches"
+    )
 
 
 def test_a_limit_below_zero_is_refused():
@@ -275,4 +315,6 @@ def test_a_hook_that_raises_on_one_rank_does_not_leave_it_a_step_behind_the_othe
     assert raising[:3] == ["", "", '"a user\'s hook"'] and len(raising) == 4
     why = 'step 2 of this replica sent its messages and then ended by KeyError("a user\'s hook")'
     assert raising[3] == f"{why}; the other replicas may have taken it: load a checkpoint on all"
-    assert others[:3] == ["", "", ""] and len(others) == 4 and others[3], "no step without the other"
+    assert others[:3] == ["", "", ""] and len(others) == 4 and others[3], (
+        "no step without the other"
+    )

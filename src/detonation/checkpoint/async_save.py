@@ -20,7 +20,9 @@ from detonation.core.runtime import PROGRESS
 
 _log = logging.getLogger("detonation.checkpoint")
 _HOST = torch.device("cpu")
-_set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # public from torch 2.14 on
+_set_timeout = (
+    getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+)  # public from torch 2.14 on
 SAVE_TIMEOUT_S = 300.0
 """How long a save waits for a rank that is alive; the time that a slow disk takes for a file comes on top."""
 LOWEST_BYTES_PER_S = 10e6
@@ -58,7 +60,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         >>> folder.cleanup(); dt.leave()
     """
 
-    def __init__(self, directory: Path | str, model: nn.Module, optimizer: Replicated, keep: int = 3) -> None:
+    def __init__(
+        self, directory: Path | str, model: nn.Module, optimizer: Replicated, keep: int = 3
+    ) -> None:
         _require_positive(keep)
         self.directory, self._keep = Path(directory), keep
         self._model, self._optimizer = model, optimizer
@@ -85,8 +89,12 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         if elastic is not None:  # replicas may be others than at the last save
             self._saver = ShardSaver(self.directory, self._keep, elastic.texts())
         # daemon: after a failure elsewhere, nobody may wait for a thread that waits for a rank that is gone
-        self._saver = self._saver or ShardSaver(self.directory, self._keep, Texts(_HOST, self._group))
-        self._thread = threading.Thread(target=self._write, args=(self._saver, job), name="checkpoint", daemon=True)
+        self._saver = self._saver or ShardSaver(
+            self.directory, self._keep, Texts(_HOST, self._group)
+        )
+        self._thread = threading.Thread(
+            target=self._write, args=(self._saver, job), name="checkpoint", daemon=True
+        )
         self._thread.start()
 
     def wait(self) -> Path | None:
@@ -134,7 +142,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             return
         except NotSaved as error:  # agreed on by all ranks
             text = str(error)
-        except Exception as error:  # of this rank: gloo gives up for good once a rank is late or gone
+        except (
+            Exception
+        ) as error:  # of this rank: gloo gives up for good once a rank is late or gone
             self._broken = True
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             still = "the checkpoints before it are as they were"

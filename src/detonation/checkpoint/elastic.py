@@ -33,7 +33,9 @@ class Elastic:
     Where all share a tensor, the replicas `among` are read, all by default. Of close replicas the first counts.
     """
 
-    def __init__(self, saved: CheckpointReader, own: Coordinates, among: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, saved: CheckpointReader, own: Coordinates, among: Sequence[int] | None = None
+    ) -> None:
         self._saved, self._own = saved, own
         self._among = range(saved.manifest.replicas) if among is None else among
         self._before = saved.manifest.replicas
@@ -60,12 +62,19 @@ class Elastic:
 
         Raises `ValueError` where shards have different ones, and there are more or fewer of them now.
         """
-        replicas = [r for r in ([self._like] if alike else self._among) if key in self._saved.file(r, 0)]
+        replicas = [
+            r for r in ([self._like] if alike else self._among) if key in self._saved.file(r, 0)
+        ]
         if self._saved.manifest.shards == self._own.shards:
-            return _merge([self._saved.file(replica, self._own.shard).tensor(key) for replica in replicas], key)
+            return _merge(
+                [self._saved.file(replica, self._own.shard).tensor(key) for replica in replicas],
+                key,
+            )
         found = [[file.tensor(key) for file in self._saved.shards(replica)] for replica in replicas]
         if any(not torch.equal(first, other) for first, *others in found for other in others):
-            raise ValueError(f"{key} is of one shard alone: resume with {self._saved.manifest.shards} shards")
+            raise ValueError(
+                f"{key} is of one shard alone: resume with {self._saved.manifest.shards} shards"
+            )
         return _merge([first for first, *_ in found], key)
 
     def memory(self, key: str, box: Box) -> Tensor:
@@ -73,17 +82,29 @@ class Elastic:
         sources = memory_sources(self._own.replica, self._before, self._own.replicas)
         if not sources:
             return torch.zeros(box.shape)
-        total = sum((self._saved.part(replica, key, box).double() for replica in sources), torch.zeros(()).double())
+        total = sum(
+            (self._saved.part(replica, key, box).double() for replica in sources),
+            torch.zeros(()).double(),
+        )
         return (total * (self._own.replicas / self._before)).float()
 
-    def server_residual(self, key: str, channel: Channel, boxes: dict[str, Box]) -> list[Tensor] | None:
+    def server_residual(
+        self, key: str, channel: Channel, boxes: dict[str, Box]
+    ) -> list[Tensor] | None:
         """The server residuals for each parameter of `channel`; None where the saved world had no owners."""
         if all(key not in file.keys for file in self._saved.shards(0)):
             return None
-        shards = [self._server_residual_of_shard(key, channel, s) for s in range(self._saved.manifest.shards)]
-        return [assemble([parts[name] for parts in shards], box, key) for name, box in boxes.items()]
+        shards = [
+            self._server_residual_of_shard(key, channel, s)
+            for s in range(self._saved.manifest.shards)
+        ]
+        return [
+            assemble([parts[name] for parts in shards], box, key) for name, box in boxes.items()
+        ]
 
-    def _server_residual_of_shard(self, key: str, channel: Channel, shard: int) -> dict[str, TensorPart]:
+    def _server_residual_of_shard(
+        self, key: str, channel: Channel, shard: int
+    ) -> dict[str, TensorPart]:
         """The server residuals of the replicas of one shard, by parameter."""
         files = [self._saved.file(replica, shard) for replica in range(self._before)]
         boxes = {slot.name: files[0].boxes[f"model.{slot.name}"] for slot in channel.layout.slots}
@@ -96,7 +117,8 @@ class Elastic:
             coefficients = layout.zeros(torch.device("cpu"))
         parts = layout.parts(channel.engine.codec.basis.inverse(coefficients))
         pieces = [
-            TensorPart(box, part.dtype, part.__getitem__) for box, part in zip(boxes.values(), parts, strict=True)
+            TensorPart(box, part.dtype, part.__getitem__)
+            for box, part in zip(boxes.values(), parts, strict=True)
         ]
         return dict(zip(boxes, pieces, strict=True))
 
@@ -126,7 +148,9 @@ def owned_rows(pieces: list[Tensor], channel: Channel) -> Tensor:
     # a tensor of each parameter's local shape -> [owned, chunk] coefficients
     codec = channel.engine.codec
     flat = codec.basis.forward(channel.layout.flatten(pieces, torch.device("cpu")))
-    owners = RowOwners(len(flat), channel.link.replicas, rows_of_a_turn(channel.scheme, channel.link.replicas))
+    owners = RowOwners(
+        len(flat), channel.link.replicas, rows_of_a_turn(channel.scheme, channel.link.replicas)
+    )
     return owners.deal(flat)[channel.link.replica]
 
 
@@ -141,22 +165,30 @@ def merge_shard_state(saved: CheckpointReader, model: nn.Module, own: Coordinate
     state = {}
     for unit in (unit for unit in shard_units(model) if unit.reduce is not None):
         for name, parameter in unit.parameters.items():
-            one_axis = isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1  # not tensor-parallel, too
+            one_axis = (
+                isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1
+            )  # not tensor-parallel, too
             if name in names and parameter.requires_grad and one_axis:
                 state[f"residual.{name}"] = _residual(saved, unit, name, parameter, own)
     load_shard_state(model, state)
     lost = len(names) - len(state)
-    return f"; dropped: gradients of {lost} parameters that a shard wire had not sent" if lost else ""
+    return (
+        f"; dropped: gradients of {lost} parameters that a shard wire had not sent" if lost else ""
+    )
 
 
-def _residual(saved: CheckpointReader, unit: ShardUnit, name: str, parameter: Tensor, own: Coordinates) -> Tensor:
+def _residual(
+    saved: CheckpointReader, unit: ShardUnit, name: str, parameter: Tensor, own: Coordinates
+) -> Tensor:
     """This rank's residual for one parameter: all that was not sent of the shard in the next node, zero for others."""
     nodes, node, size = unit.link.replicas, unit.link.replica, unit.sizes()[name]
     local_ranks = own.shards // nodes
     owner = (node + 1) % nodes * local_ranks + own.shard % local_ranks
     box = Box.of_shard(parameter, owner, own.shards)
     before = saved.manifest.replicas
-    total = sum((_unsent(saved, name, box, replica) for replica in range(before)), torch.zeros(box.shape))
+    total = sum(
+        (_unsent(saved, name, box, replica) for replica in range(before)), torch.zeros(box.shape)
+    )
     mean = total.mul_(own.shards / saved.manifest.shards / before).reshape(-1)
     residual = torch.zeros(nodes - 1, size)
     others = [other for other in range(nodes) if other != node]

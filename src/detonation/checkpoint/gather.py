@@ -48,10 +48,14 @@ class Texts:
         longest = max(int(c) for c in counts)
         if not longest:
             return [""] * len(counts)
-        buffer = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8).to(self.device)
+        buffer = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8).to(
+            self.device
+        )
         rows = [torch.empty_like(buffer) for _ in counts]
         dist.all_gather(rows, buffer, group=self.group)
-        return [os.fsdecode(bytes(row.tolist())[: int(c)]) for row, c in zip(rows, counts, strict=True)]
+        return [
+            os.fsdecode(bytes(row.tolist())[: int(c)]) for row, c in zip(rows, counts, strict=True)
+        ]
 
     def broadcast(self, text: str) -> str:
         """The `text` of rank 0, on all ranks. Collective."""
@@ -109,7 +113,10 @@ class Volumes:
         >>> Volumes((0, 0, 2, 3, 2)).ranks_text()
         'ranks 0-1; ranks 2, 4; ranks 3'
         """
-        members = {leader: [r for r, mine in enumerate(self.leaders) if mine == leader] for leader in self.leaders}
+        members = {
+            leader: [r for r, mine in enumerate(self.leaders) if mine == leader]
+            for leader in self.leaders
+        }
         return "; ".join(f"ranks {ranges(members[leader])}" for leader in sorted(members))
 
 
@@ -132,8 +139,14 @@ def survey(directory: Path, texts: TextExchange) -> Volumes:
             problem = _written(_probe(directory, token, rank)) if rank in writers else ""
             if first := next((text for text in gather(problem) if text), ""):
                 raise OSError(0, first)
-            seen = leaders[rank] if leaders[rank] >= 0 else _lowest_seen(directory, token, [0, *writers])
-            leaders = [int(text) for text in gather(str(rank if seen < 0 and rank in writers else seen))]
+            seen = (
+                leaders[rank]
+                if leaders[rank] >= 0
+                else _lowest_seen(directory, token, [0, *writers])
+            )
+            leaders = [
+                int(text) for text in gather(str(rank if seen < 0 and rank in writers else seen))
+            ]
             writers = [other for other, leader in enumerate(leaders) if leader < 0]
     finally:
         with contextlib.suppress(OSError):
@@ -165,7 +178,9 @@ class CheckpointsElsewhere:
     removed, on each other disk once, and only where it holds our `part`. named: What checkpoints are called.
     """
 
-    def __init__(self, directory: Path, model: nn.Module, named: re.Pattern[str], part: str) -> None:
+    def __init__(
+        self, directory: Path, model: nn.Module, named: re.Pattern[str], part: str
+    ) -> None:
         self._directory, self._named, self._part = directory, named, part
         self._texts, self._volumes = Texts(device_of(model)), warn_unless_shared(directory, model)
         self._before = self._names()
@@ -183,7 +198,9 @@ class CheckpointsElsewhere:
                     shutil.rmtree(self._directory / name, ignore_errors=True)
 
     def _names(self) -> set[str]:
-        found = (each for each in self._directory.iterdir() if each.is_dir() and not each.is_symlink())
+        found = (
+            each for each in self._directory.iterdir() if each.is_dir() and not each.is_symlink()
+        )
         return {each.name for each in found if self._named.fullmatch(each.name)}
 
 
@@ -218,5 +235,8 @@ def ranges(numbers: Sequence[int]) -> str:
     >>> ranges([0, 1, 2, 3, 8])
     '0-3, 8'
     """
-    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    runs = [
+        [number for _, number in run]
+        for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    ]
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -76,7 +76,11 @@ def inspect(
     beside = [rank for rank, other in enumerate(views) if other.file == view.file]
     view = _files(path, manifest, own, held, beside, texts.rank)
     views = _gathered(view, texts)
-    return path, manifest, _absence(views, manifest, own) or next((v.fault for v in views if v.fault), "")
+    return (
+        path,
+        manifest,
+        _absence(views, manifest, own) or next((v.fault for v in views if v.fault), ""),
+    )
 
 
 def _gathered(view: View, texts: TextExchange) -> list[View]:
@@ -106,7 +110,12 @@ def _disagreement(views: Sequence[View]) -> str:
 
 
 def _files(
-    path: Path, manifest: Manifest, own: Coordinates, held: Collection[int], beside: Sequence[int], rank: int
+    path: Path,
+    manifest: Manifest,
+    own: Coordinates,
+    held: Collection[int],
+    beside: Sequence[int],
+    rank: int,
 ) -> View:
     """Checks the files that this rank reads. Where it reads all, it shares the work with the ranks `beside` it."""
     present = {file.name for file in path.glob("*.safetensors")}
@@ -118,7 +127,9 @@ def _files(
     else:
         checked = list(manifest.files)[beside.index(rank) :: len(beside)]
         lacks = [replica for replica in replicas if replica not in has]
-    faults = [fault for name in checked if (fault := shard_fault(path / name, manifest.files[name]))]
+    faults = [
+        fault for name in checked if (fault := shard_fault(path / name, manifest.files[name]))
+    ]
     return View(platform.node(), "", "", faults[0] if faults else "", lacks, has)
 
 
@@ -140,7 +151,9 @@ def _absence(views: Sequence[View], manifest: Manifest, own: Coordinates) -> str
     if (manifest.replicas, manifest.shards) == (own.replicas, own.shards):
         remedy = "start the nodes in the order that saved it, or copy its files"
     else:
-        remedy = f"to go on as {own.replicas} x {own.shards} copy the files of all replicas to each node"
+        remedy = (
+            f"to go on as {own.replicas} x {own.shards} copy the files of all replicas to each node"
+        )
     return f"{'; '.join(texts[:4])}: {remedy}"
 
 
@@ -180,7 +193,9 @@ class Loaded:
     merged: str
 
 
-def load_checkpoint(directory: Path | str, model: nn.Module, optimizer: Replicated) -> Loaded | None:
+def load_checkpoint(
+    directory: Path | str, model: nn.Module, optimizer: Replicated
+) -> Loaded | None:
     """Loads the newest whole checkpoint of `directory` into `model` and `optimizer`. All ranks call it.
 
     Call it after `replicate` and before the first step. In a world of the shape that saved, training goes on bit for
@@ -213,7 +228,9 @@ def load_checkpoint(directory: Path | str, model: nn.Module, optimizer: Replicat
     return None if found is None else load_found(found, model, optimizer)
 
 
-def find(directory: Path, model: nn.Module, optimizer: Replicated, most: int | None = None) -> Found | None:
+def find(
+    directory: Path, model: nn.Module, optimizer: Replicated, most: int | None = None
+) -> Found | None:
     """The newest checkpoint of `directory` that all ranks find whole; None where there is none at all. Collective.
 
     Args:
@@ -222,13 +239,21 @@ def find(directory: Path, model: nn.Module, optimizer: Replicated, most: int | N
     Raises `NoCheckpoint` where there are checkpoints and none is whole.
     """
     texts, rejected = texts_between(model, optimizer), list[str]()
-    names = [name for name in candidates(directory, texts) if most is None or retention.step_of(Path(name)) <= most]
+    names = [
+        name
+        for name in candidates(directory, texts)
+        if most is None or retention.step_of(Path(name)) <= most
+    ]
     own, held = held_shards(model, optimizer)
     for position, name in enumerate(names):
         path, manifest, reason = inspect(directory, name, own, held, texts)
         if manifest is not None and not reason:
             return Found(path, manifest, rejected)
-        alternative = f"using {names[position + 1]}" if position + 1 < len(names) else "there is none before it"
+        alternative = (
+            f"using {names[position + 1]}"
+            if position + 1 < len(names)
+            else "there is none before it"
+        )
         rejected.append(f"{name} rejected: {reason}; {alternative}")
         _log.warning("%s", rejected[-1])
     if rejected:
@@ -255,7 +280,11 @@ def _refused_together(found: Found, texts: TextExchange) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        text = str(error) if isinstance(error, ValueError) else f"{found.path} cannot be loaded: {error!r}"
+        text = (
+            str(error)
+            if isinstance(error, ValueError)
+            else f"{found.path} cannot be loaded: {error!r}"
+        )
         problem = text.split("\n")[0][:_LONGEST]
     for text in texts.gather(problem):
         if text:
@@ -265,5 +294,11 @@ def _refused_together(found: Found, texts: TextExchange) -> Iterator[None]:
 def _other_versions(manifest: Manifest) -> str:
     """A warning where other versions wrote the checkpoint; else ""."""
     current = versions()
-    other = [f"{name} {str(was)[:20]!r}" for name, was in manifest.versions.items() if current.get(name) != was]
-    return f"; written with {', '.join(other[:3])}: last bits may differ from now on" if other else ""
+    other = [
+        f"{name} {str(was)[:20]!r}"
+        for name, was in manifest.versions.items()
+        if current.get(name) != was
+    ]
+    return (
+        f"; written with {', '.join(other[:3])}: last bits may differ from now on" if other else ""
+    )

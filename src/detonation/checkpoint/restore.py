@@ -39,7 +39,9 @@ _BY_REPLICA = ("taken", "local_steps")
 
 
 @torch.no_grad()
-def restore(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) -> tuple[str, Callable[[], str]]:
+def restore(
+    saved: CheckpointReader, model: nn.Module, optimizer: Replicated
+) -> tuple[str, Callable[[], str]]:
     """Puts the state of `saved` into both; the caller then compares the replicas.
 
     Returns:
@@ -58,32 +60,56 @@ def restore(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) ->
     if not same or any(held.values()):  # pieces are put together
         source = Elastic(saved, own, [own.replica] if same else None)
     parameters, frozen = local_parameters(model), frozen_weights(model)
-    if not any(f"model.{name}" in _own_file(saved, own).keys for name in frozen):  # saved without them
+    if not any(
+        f"model.{name}" in _own_file(saved, own).keys for name in frozen
+    ):  # saved without them
         found = {name: tensor for name, tensor in found.items() if name not in frozen}
     for name, tensor in found.items():
         key = f"model.{name}"
         if isinstance(source, ShardReader):
             read = source.tensor(key)
-            if name in parameters and (was := source.boxes.get(key)) and was != (here := Box.of(tensor)):
+            if (
+                name in parameters
+                and (was := source.boxes.get(key))
+                and was != (here := Box.of(tensor))
+            ):
                 if was.whole != here.whole:
-                    raise ValueError(f"{name} is {was.whole} in {saved.path}, here {here.whole}: resume the same model")
-                raise ValueError(f"{key} was cut otherwise over the shards: resume with the same mesh and placements")
+                    raise ValueError(
+                        f"{name} is {was.whole} in {saved.path}, here {here.whole}: resume the same model"
+                    )
+                raise ValueError(
+                    f"{key} was cut otherwise over the shards: resume with the same mesh and placements"
+                )
         else:
-            box = Box.of(tensor) if name in parameters else None  # buffers are whole, and each replica has its own
+            box = (
+                Box.of(tensor) if name in parameters else None
+            )  # buffers are whole, and each replica has its own
             read = source.agreed(key, box, manifest.alike and box is not None)
         local(tensor).copy_(_fitting(key, local(tensor), read))
     replicas = [own.replica] if same else range(1 if manifest.alike else manifest.replicas)
-    described = ReplicaFiles([saved.file(r, 0) for r in replicas]) if isinstance(source, Elastic) else source
+    described = (
+        ReplicaFiles([saved.file(r, 0) for r in replicas])
+        if isinstance(source, Elastic)
+        else source
+    )
     for name, parameter in parameters.items():
         load_base_state(described, source, optimizer, name, parameter, manifest.alike)
     for group, options in zip(optimizer.param_groups, _own_file(saved, own).groups, strict=True):
-        group |= {key: _option(key, group.get(key), value) for key, value in options["options"].items()}
+        group |= {
+            key: _option(key, group.get(key), value) for key, value in options["options"].items()
+        }
         for key, value in options["tensors"].items():
             like = group.get(key, group["lr"])  # a scheduler that is made later adds initial_lr
-            group[key] = like.new_tensor(value) if isinstance(like, Tensor) else _option(key, like, value)
+            group[key] = (
+                like.new_tensor(value) if isinstance(like, Tensor) else _option(key, like, value)
+            )
     if stays_close := bool(same and moved and optimizer.settings.safety.equal != "bits"):
         optimizer.closeness = Closeness(moved)
-    keys = [key.removeprefix("replica.") for key in _own_file(saved, own).keys if key.startswith("replica.")]
+    keys = [
+        key.removeprefix("replica.")
+        for key in _own_file(saved, own).keys
+        if key.startswith("replica.")
+    ]
     optimizer.build(parameters_of(keys))
     optimizer.refuse_overlap()
     of_shards = replicators_of_shards(optimizer, held)
@@ -107,21 +133,28 @@ def _load_wire(model: nn.Module, state: dict[str, Tensor]) -> str:
     return "; dropped: what a shard wire had not sent, because the model has none now"
 
 
-def _check(saved: CheckpointReader, model: nn.Module, optimizer: Replicated, own: Coordinates) -> None:
+def _check(
+    saved: CheckpointReader, model: nn.Module, optimizer: Replicated, own: Coordinates
+) -> None:
     manifest = saved.manifest
     for key, now in run_identity(optimizer).items():
         was = getattr(manifest, key)
         if was != now:
-            raise ValueError(f"{saved.path} was written with {key} {was}, this run has {now}: resume with the same")
+            raise ValueError(
+                f"{saved.path} was written with {key} {was}, this run has {now}: resume with the same"
+            )
     own_groups = [group["parameters"] for group in groups(model, optimizer)]
     saved_groups = [
-        group.get("parameters") if isinstance(group, dict) else None for group in _own_file(saved, own).groups
+        group.get("parameters") if isinstance(group, dict) else None
+        for group in _own_file(saved, own).groups
     ]
     if own_groups != saved_groups:
         raise ValueError(
             f"{saved.path} was written with {_other_groups(saved_groups, own_groups)}: resume the same model"
         )
-    if manifest.replicas != own.replicas and all(scheme.signal == "nothing" for _, scheme in optimizer.levels):
+    if manifest.replicas != own.replicas and all(
+        scheme.signal == "nothing" for _, scheme in optimizer.levels
+    ):
         counts = f"{manifest.replicas} replicas, not {own.replicas}"
         why = "without an exchange they have nothing in common to go on from"
         raise ValueError(f"{saved.path} is of {counts}: {why}; resume with {manifest.replicas}")
@@ -133,9 +166,15 @@ def _other_groups(saved: Sequence[Any], own: Sequence[Sequence[str]]) -> str:
     now = [name for group in own for name in group]
     missing, added = ([name for name in a if name not in {*b}] for a, b in ((was, now), (now, was)))
     if missing or added:
-        words = [(f"{_few(missing)}, which this one lacks", missing), (f"without {_few(added)}", added)]
+        words = [
+            (f"{_few(missing)}, which this one lacks", missing),
+            (f"without {_few(added)}", added),
+        ]
         return "other parameters: " + ", and ".join(text for text, names in words if names)
-    sizes = [[len(group) if isinstance(group, list) else 0 for group in saved], [len(group) for group in own]]
+    sizes = [
+        [len(group) if isinstance(group, list) else 0 for group in saved],
+        [len(group) for group in own],
+    ]
     odd = [name for name, other in zip(was, now, strict=False) if name != other]
     order = f", in another order from {odd[0]} on" if odd else ""
     return f"other parameter groups: of {sizes[0]} parameters, here of {sizes[1]}{order}"
@@ -152,19 +191,25 @@ def _same_shape(manifest: Manifest, own: Coordinates) -> bool:
 
 def _own_file(saved: CheckpointReader, own: Coordinates) -> ShardReader:
     """The file of this rank, which may be the only one on its node; in a world of another shape the first of all."""
-    return saved.file(own.replica, own.shard) if _same_shape(saved.manifest, own) else saved.file(0, 0)
+    return (
+        saved.file(own.replica, own.shard) if _same_shape(saved.manifest, own) else saved.file(0, 0)
+    )
 
 
 def _option(key: str, current: Any, saved: Any) -> Any:
     """A saved option of a parameter group. Raises `CorruptCheckpoint` where it is of another kind than `current`."""
     if isinstance(current, tuple | list) and isinstance(saved, list) and len(current) == len(saved):
-        return type(current)(_option(key, inner, other) for inner, other in zip(current, saved, strict=True))
+        return type(current)(
+            _option(key, inner, other) for inner, other in zip(current, saved, strict=True)
+        )
     if current is None and isinstance(saved, int | float):
         return saved  # set since the optimizer was made, as a scheduler does
     number = _is_number(current) and _is_number(saved)
     switch = isinstance(current, bool | None) and isinstance(saved, bool | None)
     if not (number or switch or (isinstance(current, str) and isinstance(saved, str))):
-        raise CorruptCheckpoint(f"the option {key} was saved as {str(saved)[:60]!r}, is {current!r} here")
+        raise CorruptCheckpoint(
+            f"the option {key} was saved as {str(saved)[:60]!r}, is {current!r} here"
+        )
     return saved
 
 
@@ -178,7 +223,9 @@ def _load_generators(source: ShardReader, model: nn.Module) -> str:
     for key in found.keys() & source.keys:
         found[key].set_state(source.tensor(key))
     anew = [key.removeprefix("generator.") for key in found if key not in source]
-    return f"; the random generator of {', '.join(anew)} was not saved and starts anew" if anew else ""
+    return (
+        f"; the random generator of {', '.join(anew)} was not saved and starts anew" if anew else ""
+    )
 
 
 def load_base_state(
@@ -191,7 +238,9 @@ def load_base_state(
 ) -> None:
     """Replaces the base optimizer's state of one parameter; `file` has its keys, and its values that are no tensors."""
     prefix = f"optimizer.{name}."
-    state: dict[str, Any] = {k.removeprefix(prefix): v for k, v in file.values.items() if _is_entry(k, prefix)}
+    state: dict[str, Any] = {
+        k.removeprefix(prefix): v for k, v in file.values.items() if _is_entry(k, prefix)
+    }
     if not all(isinstance(value, int | float | None) for value in state.values()):
         raise CorruptCheckpoint(f"the state of {name} holds {str(state)[:60]}, must be numbers")
     for key in [key for key in file.keys if _is_entry(key, prefix)]:
@@ -199,17 +248,27 @@ def load_base_state(
             tensor, box = source.tensor(key), source.boxes.get(key)
             whole = box.whole if box else ()
             if whole == tuple(parameter.shape) and tensor.shape != local(parameter).shape:
-                raise CorruptCheckpoint(f"{key} has shape {tuple(tensor.shape)}, not {tuple(local(parameter).shape)}")
+                raise CorruptCheckpoint(
+                    f"{key} has shape {tuple(tensor.shape)}, not {tuple(local(parameter).shape)}"
+                )
         else:
             sharded = key in file.boxes
             if sharded and file.boxes[key].whole != tuple(parameter.shape):
-                raise ValueError(f"{key} is sharded unlike its parameter: resume with as many shards")
-            tensor = source.agreed(key, Box.of(parameter), alike, some=True) if sharded else source.own(key, alike)
+                raise ValueError(
+                    f"{key} is sharded unlike its parameter: resume with as many shards"
+                )
+            tensor = (
+                source.agreed(key, Box.of(parameter), alike, some=True)
+                if sharded
+                else source.own(key, alike)
+            )
             whole = tuple(parameter.shape)
         tensor = tensor if key in file.on_host else tensor.to(local(parameter).device)
         # state of a plain parameter is plain, of a DTensor mostly a DTensor: a model may be sharded since it was saved
         wrapped = key in file.wrapped or (key in file.boxes and f"model.{name}" not in file.wrapped)
-        state[key.removeprefix(prefix)] = _as_dtensor(parameter, tensor, whole) if wrapped else tensor
+        state[key.removeprefix(prefix)] = (
+            _as_dtensor(parameter, tensor, whole) if wrapped else tensor
+        )
     if state:
         optimizer.base.state[parameter] = state
     else:
@@ -227,7 +286,9 @@ def _as_dtensor(parameter: Tensor, tensor: Tensor, whole: tuple[int, ...]) -> Te
         return tensor
     stride = torch.empty(whole, device="meta").stride()
     mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=torch.Size(whole), stride=stride)
+    return DTensor.from_local(
+        tensor, mesh, placements, run_check=False, shape=torch.Size(whole), stride=stride
+    )
 
 
 def _load_local_state(source: ShardReader, replicators: Sequence[Replicator]) -> None:
@@ -235,10 +296,16 @@ def _load_local_state(source: ShardReader, replicators: Sequence[Replicator]) ->
     current = {f"replica.{key}": tensor for key, tensor in local_state_of(replicators).items()}
     saved = {key for key in source.keys if key.startswith("replica.")}
     require_same_keys("the checkpoint", current, saved)
-    loaded = {key: _fitting(key, tensor, source.tensor(key)) for key, tensor in current.items() if key in saved}
+    loaded = {
+        key: _fitting(key, tensor, source.tensor(key))
+        for key, tensor in current.items()
+        if key in saved
+    }
     for level, replicator in enumerate(replicators):
         prefix = f"replica.{level}."
-        replicator.local_state().load({k.removeprefix(prefix): t for k, t in loaded.items() if k.startswith(prefix)})
+        replicator.local_state().load(
+            {k.removeprefix(prefix): t for k, t in loaded.items() if k.startswith(prefix)}
+        )
 
 
 def _merge_local_state(source: Elastic, replicators: Sequence[Replicator]) -> str:
@@ -258,7 +325,9 @@ def _merge_local_state(source: Elastic, replicators: Sequence[Replicator]) -> st
             elif key in _BY_REPLICA:  # of other replicas: all begin a round of equal steps
                 merged[key] = tensor
             else:
-                merged[key] = _fitting(full_key, tensor, source.agreed(full_key, own_boxes.get(name)))
+                merged[key] = _fitting(
+                    full_key, tensor, source.agreed(full_key, own_boxes.get(name))
+                )
         residual = source.server_residual(f"replica.{level}.{_SERVER_RESIDUAL}", channel, own_boxes)
         if residual is not None and _SERVER_RESIDUAL in merged:
             merged[_SERVER_RESIDUAL] = owned_rows(residual, channel)
@@ -276,7 +345,9 @@ def _fitting(key: str, target: Tensor, source: Tensor) -> Tensor:
     """`source`, unchanged. Raises `ValueError` where its shape or dtype differs from that of `target`."""
     if target.shape != source.shape or target.dtype != source.dtype:
         was, now = f"{source.dtype} {tuple(source.shape)}", f"{target.dtype} {tuple(target.shape)}"
-        raise ValueError(f"{key} was saved as {was}, is {now} here: it is of another model or scheme")
+        raise ValueError(
+            f"{key} was saved as {was}, is {now} here: it is of another model or scheme"
+        )
     return source
 
 

@@ -17,7 +17,13 @@ from detonation.checkpoint.files import retention, shard_file
 from detonation.checkpoint.files.manifest import MOST_BYTES, Manifest, file_name, versions
 from detonation.checkpoint.files.shard_file import ShardSummary
 from detonation.checkpoint.gather import Volumes, survey
-from detonation.checkpoint.snapshot import Snapshot, held_shards, run_identity, split_snapshot, take_snapshot
+from detonation.checkpoint.snapshot import (
+    Snapshot,
+    held_shards,
+    run_identity,
+    split_snapshot,
+    take_snapshot,
+)
 from detonation.core.base_error import DetonationError
 from detonation.core.link.coordinates import Coordinates, alike
 from detonation.core.link.elastic_communicator import PeerLost, TextExchange
@@ -43,9 +49,19 @@ class SaveJob:
 
     def manifest(self, reports: Sequence[Mapping[str, Any]], volumes: Volumes) -> Manifest:
         replicas, shards = self.coordinates.replicas, self.coordinates.shards
-        names = [file_name(replica, shard) for replica in range(replicas) for shard in range(shards)]
-        files = {name: ShardSummary(*summary) for report in reports for name, summary in report["files"].items()}
-        numbers = {name: volumes.number(rank) for rank, report in enumerate(reports) for name in report["files"]}
+        names = [
+            file_name(replica, shard) for replica in range(replicas) for shard in range(shards)
+        ]
+        files = {
+            name: ShardSummary(*summary)
+            for report in reports
+            for name, summary in report["files"].items()
+        }
+        numbers = {
+            name: volumes.number(rank)
+            for rank, report in enumerate(reports)
+            for name in report["files"]
+        }
         return Manifest(
             step=self.step,
             replicas=replicas,
@@ -72,7 +88,9 @@ def make_save_job(
         own,
         dist.get_world_size() if any(held.values()) else own.replicas * own.shards,
         split_snapshot(snapshot, optimizer, held),
-        sum(tensor.nbytes + 200 for tensor in snapshot.tensors.values()),  # about what the file will need
+        sum(
+            tensor.nbytes + 200 for tensor in snapshot.tensors.values()
+        ),  # about what the file will need
         alike(optimizer.levels),
         run_identity(optimizer),
         copied_extra,
@@ -87,7 +105,9 @@ def _copied(extra: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"extra must hold JSON values: {error}") from error
     if len(text) > MOST_BYTES:
         more = f"more than the {MOST_BYTES:,} that a manifest may have"
-        raise ValueError(f"extra has {len(text):,} bytes as JSON, {more}: write large values to a file of your own")
+        raise ValueError(
+            f"extra has {len(text):,} bytes as JSON, {more}: write large values to a file of your own"
+        )
     copied: dict[str, Any] = json.loads(text)["extra"]
     return copied
 
@@ -129,13 +149,20 @@ class ShardSaver:
         self._agree(job, volumes, leads, lambda: retention.begin(directory, step))
         reports = self._agree(job, volumes, True, lambda: self._write_shard(job))
         made: list[str] = []
-        self._agree(job, volumes, self._texts.rank == 0, lambda: made.append(job.manifest(reports, volumes).dumps()))
+        self._agree(
+            job,
+            volumes,
+            self._texts.rank == 0,
+            lambda: made.append(job.manifest(reports, volumes).dumps()),
+        )
         manifest = "".join(made) if volumes.shared else self._texts.broadcast("".join(made))
         self._agree(job, volumes, leads, lambda: retention.put_manifest(directory, step, manifest))
         reports = self._agree(job, volumes, leads, lambda: _commit(directory, step))
         if leads:
             common = _common([report["steps"] for report in reports if "steps" in report])
-            retention.retire(directory, step, [saved for saved in common if saved <= step][: self._keep])
+            retention.retire(
+                directory, step, [saved for saved in common if saved <= step][: self._keep]
+            )
         return directory / retention.checkpoint_name(step)
 
     def _survey(self, job: SaveJob) -> Volumes:
@@ -146,22 +173,40 @@ class ShardSaver:
             raise self._failure(job, report, job.bytes) from error
         if not volumes.shared and self._texts.rank == 0:
             ranks = volumes.ranks_text()
-            _log.warning("no shared file system: each node saves its ranks in its own %s (%s)", self._directory, ranks)
+            _log.warning(
+                "no shared file system: each node saves its ranks in its own %s (%s)",
+                self._directory,
+                ranks,
+            )
         return volumes
 
     def _write_shard(self, job: SaveJob) -> dict[str, Any]:
         own, world_size = job.coordinates, self._texts.world_size
         folder = retention.partial_path(self._directory, job.step)
-        paths = {folder / file_name(own.replica, shard): each for shard, each in job.snapshots.items()}
+        paths = {
+            folder / file_name(own.replica, shard): each for shard, each in job.snapshots.items()
+        }
         if world_size != job.ranks or any(path.exists() for path in paths):
             world = f"{own.replicas} replicas x {own.shards} shards"
-            more = ": pass intra_node where the ranks of a node hold the model whole" if own.shards == 1 else ""
-            raise ValueError(f"{world_size} ranks are not {world}, each once; this one is {own.name}{more}")
-        done = {p.name: shard_file.write_shard(p, each.tensors, each.rest) for p, each in paths.items()}
+            more = (
+                ": pass intra_node where the ranks of a node hold the model whole"
+                if own.shards == 1
+                else ""
+            )
+            raise ValueError(
+                f"{world_size} ranks are not {world}, each once; this one is {own.name}{more}"
+            )
+        done = {
+            p.name: shard_file.write_shard(p, each.tensors, each.rest) for p, each in paths.items()
+        }
         return {"files": {name: [summary.bytes, summary.sha256] for name, summary in done.items()}}
 
     def _agree(
-        self, job: SaveJob, volumes: Volumes, acts: bool, act: Callable[[], Mapping[str, Any] | None]
+        self,
+        job: SaveJob,
+        volumes: Volumes,
+        acts: bool,
+        act: Callable[[], Mapping[str, Any] | None],
     ) -> list[dict[str, Any]]:
         """Calls `act` on the ranks that act. Returns the reports of all ranks; raises `NotSaved` where one failed."""
         report: dict[str, Any] = {"need": job.bytes}
@@ -170,7 +215,9 @@ class ShardSaver:
         except (OSError, ValueError, TypeError, RecursionError) as error:
             where = "" if volumes.shared else f" on {platform.node()}"
             text = f"{getattr(error, 'strerror', None) or error}{where}"
-            report |= {"failure": text} | ({"free": _free(self._directory)} if isinstance(error, OSError) else {})
+            report |= {"failure": text} | (
+                {"free": _free(self._directory)} if isinstance(error, OSError) else {}
+            )
         reports = [json.loads(text) for text in self._texts.gather(json.dumps(report))]
         failed = next((rank for rank, report in enumerate(reports) if "failure" in report), None)
         if failed is None:
@@ -179,15 +226,25 @@ class ShardSaver:
             with contextlib.suppress(OSError):
                 retention.abandon(self._directory, job.step)
         self._volumes = None  # a file system may have come or gone
-        beside = [rank for rank, leader in enumerate(volumes.leaders) if leader == volumes.leaders[failed]]
+        beside = [
+            rank for rank, leader in enumerate(volumes.leaders) if leader == volumes.leaders[failed]
+        ]
         raise self._failure(job, reports[failed], sum(reports[rank]["need"] for rank in beside))
 
     def _failure(self, job: SaveJob, report: Mapping[str, Any], need: int) -> NotSaved:
         """The error, the same on all ranks. Collective, so that none raises before all have cleaned up."""
-        saved = [json.loads(text) for text in self._texts.gather(json.dumps(_steps(self._directory)))]
+        saved = [
+            json.loads(text) for text in self._texts.gather(json.dumps(_steps(self._directory)))
+        ]
         before = [step for step in _common(saved) if step < job.step]
-        still = f"{retention.checkpoint_name(before[0])} is still whole" if before else "there is none before it"
-        sizes = f" (need {_amount(need)}, {_amount(report['free'])} free)" if "free" in report else ""
+        still = (
+            f"{retention.checkpoint_name(before[0])} is still whole"
+            if before
+            else "there is none before it"
+        )
+        sizes = (
+            f" (need {_amount(need)}, {_amount(report['free'])} free)" if "free" in report else ""
+        )
         name = retention.checkpoint_name(job.step)
         return NotSaved(f"checkpoint {name} failed: {report['failure']}{sizes}; {still}")
 
@@ -214,5 +271,9 @@ def _free(directory: Path) -> int:
 
 def _amount(count: int) -> str:
     """A number of bytes in words: 2.1 GB."""
-    unit, name = next((u, n) for u, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes")) if count >= u or u == 1)
+    unit, name = next(
+        (u, n)
+        for u, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
+        if count >= u or u == 1
+    )
     return f"{count / unit:.1f} {name}"

@@ -39,7 +39,9 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 def frozen_weights(model: nn.Module) -> set[str]:
     """The names of the parameters that require no gradient, which a checkpoint may leave out."""
-    return {name for name, parameter in local_parameters(model).items() if not parameter.requires_grad}
+    return {
+        name for name, parameter in local_parameters(model).items() if not parameter.requires_grad
+    }
 
 
 def groups(model: nn.Module, optimizer: Replicated) -> list[dict[str, Any]]:
@@ -51,7 +53,11 @@ def groups(model: nn.Module, optimizer: Replicated) -> list[dict[str, Any]]:
     return [
         {
             "parameters": [names.get(id(parameter), "") for parameter in group["params"]],
-            "options": {k: plain(k, v) for k, v in group.items() if k != "params" and not isinstance(v, Tensor)},
+            "options": {
+                k: plain(k, v)
+                for k, v in group.items()
+                if k != "params" and not isinstance(v, Tensor)
+            },
             "tensors": {k: plain(k, v.tolist()) for k, v in group.items() if isinstance(v, Tensor)},
         }
         for group in optimizer.param_groups
@@ -72,7 +78,9 @@ def plain(key: str, value: Any) -> Any:
         return value
     if isinstance(value, list | tuple):
         return [plain(key, inner) for inner in value]
-    raise ValueError(f"{key} is {value!r} of type {type(value).__name__}: a checkpoint holds tensors and plain values")
+    raise ValueError(
+        f"{key} is {value!r} of type {type(value).__name__}: a checkpoint holds tensors and plain values"
+    )
 
 
 _log = logging.getLogger("detonation.checkpoint")
@@ -112,10 +120,14 @@ def take_snapshot(model: nn.Module, optimizer: Replicated, frozen: bool = True) 
     """
     optimizer.set_up()
     if odd := [key for key in optimizer.base.state if not isinstance(key, Tensor)]:
-        raise ValueError(f"the optimizer keeps a state {odd[0]!r} of no parameter: a checkpoint cannot hold it")
+        raise ValueError(
+            f"the optimizer keeps a state {odd[0]!r} of no parameter: a checkpoint cannot hold it"
+        )
     _warn_of_extra_state(model)
     left_out = set() if frozen else frozen_weights(model)
-    found = {f"model.{name}": tensor for name, tensor in weights(model).items() if name not in left_out}
+    found = {
+        f"model.{name}": tensor for name, tensor in weights(model).items() if name not in left_out
+    }
     values: dict[str, Any] = {}
     for name, parameter in local_parameters(model).items():
         for key, value in optimizer.base.state.get(parameter, {}).items():
@@ -125,22 +137,30 @@ def take_snapshot(model: nn.Module, optimizer: Replicated, frozen: bool = True) 
             elif isinstance(value, int | float | None):
                 values[full_key] = value
             else:
-                raise ValueError(f"{full_key} is {str(value)[:60]}: a checkpoint holds tensors and numbers of them")
+                raise ValueError(
+                    f"{full_key} is {str(value)[:60]}: a checkpoint holds tensors and numbers of them"
+                )
     found |= {f"replica.{key}": tensor for key, tensor in optimizer.local_state().items()}
-    wire = {k: t for k, t in shard_state(model).items() if k.removeprefix("reference.") not in left_out}
+    wire = {
+        k: t for k, t in shard_state(model).items() if k.removeprefix("reference.") not in left_out
+    }
     found |= {f"shard.0.{key}": tensor for key, tensor in wire.items()}
     if isinstance(optimizer.closeness, Closeness):
         values |= {MOVED + name: moved for name, moved in optimizer.closeness.movements().items()}
     # contiguous copies on the host, which share memory with nothing
     tensors = {
-        key: local(tensor.detach()).to("cpu", memory_format=torch.contiguous_format, copy=True).contiguous()
+        key: local(tensor.detach())
+        .to("cpu", memory_format=torch.contiguous_format, copy=True)
+        .contiguous()
         for key, tensor in found.items()
     }
     tensors |= {key: generator.get_state().clone() for key, generator in generators(model).items()}
     wrapped = [key for key, tensor in found.items() if isinstance(tensor, DTensor)]
     home = next(local(parameter).device.type for parameter in model.parameters())
     on_host = [key for key, tensor in found.items() if tensor.device.type == "cpu" != home]
-    return Snapshot(tensors, _boxes(model, found), wrapped, on_host, values, groups(model, optimizer))
+    return Snapshot(
+        tensors, _boxes(model, found), wrapped, on_host, values, groups(model, optimizer)
+    )
 
 
 Held = Mapping[int, Mapping[str, Tensor]]
@@ -163,9 +183,18 @@ def held_shards(model: nn.Module, optimizer: Replicated) -> tuple[Coordinates, H
 
 def replicators_of_shards(optimizer: Replicated, held: Held) -> dict[int, list[Replicator]]:
     found: dict[int, list[Replicator]] = {shard: [] for shard in held}
-    shard_of = {piece.ranks: n for n, mine in held.items() for piece in mine.values() if isinstance(piece, Piece)}
-    all_pieces = [(each.link, p) for each in optimizer.build() for p in each.parameters.values()]  # some have none
-    of_links = {link: shard_of[piece.ranks] for link, piece in all_pieces if isinstance(piece, Piece)}
+    shard_of = {
+        piece.ranks: n
+        for n, mine in held.items()
+        for piece in mine.values()
+        if isinstance(piece, Piece)
+    }
+    all_pieces = [
+        (each.link, p) for each in optimizer.build() for p in each.parameters.values()
+    ]  # some have none
+    of_links = {
+        link: shard_of[piece.ranks] for link, piece in all_pieces if isinstance(piece, Piece)
+    }
     for replicator in optimizer.build():
         found[of_links.get(replicator.link, next(iter(held)))].append(replicator)
     return found
@@ -185,14 +214,19 @@ def split_snapshot(snapshot: Snapshot, optimizer: Replicated, held: Held) -> dic
             piece, box = pieces.get(_parameter_of(key)), snapshot.boxes.get(key)
             if isinstance(piece, Piece) and box is not None:
                 if box.whole != tuple(piece.whole.shape):
-                    raise ValueError(f"{key} is not cut like its parameter, and nodes have different numbers of ranks")
+                    raise ValueError(
+                        f"{key} is not cut like its parameter, and nodes have different numbers of ranks"
+                    )
                 tensor, boxes[key] = tensor[piece.rows].contiguous(), Box.of(piece)
             tensors[key] = tensor
         for level, replicator in enumerate(replicators):
             before = f"replica.{number[id(replicator)]}."
             for key in [key for key in snapshot.tensors if key.startswith(before)]:
                 now = f"replica.{level}.{key.removeprefix(before)}"
-                tensors[now], piece = snapshot.tensors[key], replicator.parameters.get(_parameter_of(key))
+                tensors[now], piece = (
+                    snapshot.tensors[key],
+                    replicator.parameters.get(_parameter_of(key)),
+                )
                 if piece is not None and piece.shape == tensors[now].shape:
                     boxes[now] = Box.of(piece)
         found[shard] = replace(snapshot, tensors=tensors, boxes=boxes)
@@ -207,20 +241,34 @@ def _warn_of_extra_state(model: nn.Module) -> None:
     if model in _warned:
         return
     _warned.add(model)
-    extra = [name for name, m in model.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state]
+    extra = [
+        name
+        for name, m in model.named_modules()
+        if type(m).get_extra_state is not nn.Module.get_extra_state
+    ]
     if extra:
-        _log.warning("a checkpoint does not hold the extra state (get_extra_state) of %s", ", ".join(extra[:4]))
+        _log.warning(
+            "a checkpoint does not hold the extra state (get_extra_state) of %s",
+            ", ".join(extra[:4]),
+        )
 
 
 def _boxes(model: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Box]:
     """The box of each tensor that is sharded by itself, or like the parameter that its key names."""
     parameters = local_parameters(model)
-    boxes, by_layout = {}, dict[object, Box]()  # torch takes long to compute a box, and most tensors share a layout
+    boxes, by_layout = (
+        {},
+        dict[object, Box](),
+    )  # torch takes long to compute a box, and most tensors share a layout
     for key, tensor in found.items():
         like = tensor if isinstance(tensor, DTensor) else parameters.get(_parameter_of(key))
         if like is None or (like is not tensor and local(like).shape != tensor.shape):
             continue
-        layout = (like.shape, like.device_mesh, like.placements) if isinstance(like, DTensor) else like.shape
+        layout = (
+            (like.shape, like.device_mesh, like.placements)
+            if isinstance(like, DTensor)
+            else like.shape
+        )
         if layout not in by_layout:
             by_layout[layout] = Box.of(like)
         boxes[key] = by_layout[layout]

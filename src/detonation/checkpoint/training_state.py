@@ -40,18 +40,28 @@ class TrainingState(Stateful):
         optimizer = self._optimizer
         optimizer.set_up()
         model, base = get_state_dict(self._model, optimizer)
-        copies = {name: value.clone() if isinstance(value, Tensor) else value for name, value in model.items()}
+        copies = {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in model.items()
+        }
         training = {"model": copies, "optimizer": base}
         coordinates = optimizer.coordinates
-        shared = training if alike(optimizer.levels) else {f"replica{coordinates.replica}": training}
+        shared = (
+            training if alike(optimizer.levels) else {f"replica{coordinates.replica}": training}
+        )
         return {**shared, "replication": {coordinates.name: replica_state(optimizer)}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the result of `state_dict` of the same world. Collective."""
         optimizer = self._optimizer
         coordinates = optimizer.coordinates
-        training = state_dict if alike(optimizer.levels) else state_dict[f"replica{coordinates.replica}"]
+        training = (
+            state_dict if alike(optimizer.levels) else state_dict[f"replica{coordinates.replica}"]
+        )
         set_state_dict(
-            self._model, optimizer, model_state_dict=training["model"], optim_state_dict=training["optimizer"]
+            self._model,
+            optimizer,
+            model_state_dict=training["model"],
+            optim_state_dict=training["optimizer"],
         )
         load_replica_state(optimizer, state_dict["replication"][coordinates.name])

@@ -55,7 +55,11 @@ class VerifyReport:
             whole = f"whole on this node ({self.elsewhere[0]}{more} are on other nodes)"
         if self.differences:
             return f"{self.path}: {whole}, but replicas differ: {'; '.join(self.differences)}"
-        how, apart = ("equal", "") if self.apart is None else ("close", f", at most {self.apart:.1e} of a norm apart")
+        how, apart = (
+            ("equal", "")
+            if self.apart is None
+            else ("close", f", at most {self.apart:.1e} of a norm apart")
+        )
         return f"{self.path}: {whole}, {self.uncompared or f'replicas {how} in {self.compared} tensors a shard{apart}'}"
 
 
@@ -66,12 +70,18 @@ def checkpoints(directory: Path) -> list[Path]:
         ValueError: there are none.
     """
     if not directory.is_dir():
-        raise ValueError(f"there is no directory {directory}: give that of a run, its --out, or of a checkpoint")
+        raise ValueError(
+            f"there is no directory {directory}: give that of a run, its --out, or of a checkpoint"
+        )
     if (directory / manifest.MANIFEST_NAME).exists():
         return [directory]
-    found = retention.saved_checkpoints(directory) or retention.saved_checkpoints(directory / "checkpoints")
+    found = retention.saved_checkpoints(directory) or retention.saved_checkpoints(
+        directory / "checkpoints"
+    )
     if not found:
-        raise ValueError(f"{directory} holds no checkpoint: give the --out of a run that has saved one")
+        raise ValueError(
+            f"{directory} holds no checkpoint: give the --out of a run that has saved one"
+        )
     return found
 
 
@@ -85,20 +95,27 @@ def verify(checkpoint: Path) -> VerifyReport:
             faults.append(f"its name is not that of step {described.step}")
         elsewhere = described.elsewhere(lambda name: (checkpoint / name).exists())
         here = {name: file for name, file in described.files.items() if name not in elsewhere}
-        faults += [fault for name, file in here.items() if (fault := shard_fault(checkpoint / name, file))]
+        faults += [
+            fault for name, file in here.items() if (fault := shard_fault(checkpoint / name, file))
+        ]
         if faults:
             return VerifyReport(checkpoint, faults, [], elsewhere=elsewhere)
         differences, compared, apart = _compare(CheckpointReader(checkpoint, described), here)
     except CorruptCheckpoint as error:
         return VerifyReport(checkpoint, [str(error)], [])
     uncompared = "" if compared else _why_uncompared(described, here)
-    return VerifyReport(checkpoint, [], differences, compared, uncompared, elsewhere, apart if compared else None)
+    return VerifyReport(
+        checkpoint, [], differences, compared, uncompared, elsewhere, apart if compared else None
+    )
 
 
 def whole_replicas(checkpoint: Path, described: Manifest) -> list[int]:
     """The replicas of which no file is on another node."""
     elsewhere = described.elsewhere(lambda name: (checkpoint / name).exists())
-    names = [[file_name(replica, shard) for shard in range(described.shards)] for replica in range(described.replicas)]
+    names = [
+        [file_name(replica, shard) for shard in range(described.shards)]
+        for replica in range(described.replicas)
+    ]
     return [replica for replica, files in enumerate(names) if not set(files) & set(elsewhere)]
 
 
@@ -118,10 +135,14 @@ def newest_model(directory: Path) -> tuple[CheckpointReader, list[int], Elastic]
     """
     path, described = newest(directory)
     if described.replicas > 1 and any(level["scheme"] == "none" for level in described.levels[-1:]):
-        raise ValueError(f"{path} is of {described.replicas} replicas that trained alone: there is no one model in it")
+        raise ValueError(
+            f"{path} is of {described.replicas} replicas that trained alone: there is no one model in it"
+        )
     here = whole_replicas(path, described)
     if not here:
-        raise ValueError(f"{path} has no replica with all its shards: copy the other nodes' files into it first")
+        raise ValueError(
+            f"{path} has no replica with all its shards: copy the other nodes' files into it first"
+        )
     reader = CheckpointReader(path, described)
     return reader, here, Elastic(reader, Coordinates(0, 1, 0, 1), here)
 
@@ -141,7 +162,11 @@ def _compare(saved: CheckpointReader, here: Collection[str]) -> tuple[list[str],
     """
     differences, compared, apart = [], 0, None
     for shard in range(saved.manifest.shards):
-        present = [replica for replica in range(saved.manifest.replicas) if file_name(replica, shard) in here]
+        present = [
+            replica
+            for replica in range(saved.manifest.replicas)
+            if file_name(replica, shard) in here
+        ]
         if len(present) < min(2, saved.manifest.replicas):
             continue
         lowest, *others = present
@@ -170,9 +195,15 @@ def _distance(key: str, first: ShardReader, other: ShardReader) -> tuple[float, 
     one, two, name = first.tensor(key), other.tensor(key), _name_in_training(key)
     if one.shape != two.shape or one.dtype != two.dtype or not one.is_floating_point():
         return math.inf, False
-    eps, one, two = torch.finfo(one.dtype).eps, one.double(), two.double()  # float8 cannot be subtracted
+    eps, one, two = (
+        torch.finfo(one.dtype).eps,
+        one.double(),
+        two.double(),
+    )  # float8 cannot be subtracted
     *norms, far = (float(torch.linalg.vector_norm(each)) for each in (one, two, one - two))
-    moved = max(file.moved.get(name, min(norms)) for file in (first, other))  # the unknown may have come from zero
+    moved = max(
+        file.moved.get(name, min(norms)) for file in (first, other)
+    )  # the unknown may have come from zero
     return far / (min(norms) or far), far <= tolerance(min(norms), moved, eps) < math.inf
 
 
@@ -192,12 +223,19 @@ def _name_in_training(key: str) -> str:
 def _must_agree(file: ShardReader, described: Manifest) -> list[str]:
     """The keys of a shard whose tensors must be equal on all replicas after any step."""
     if described.alike:
-        return [k for k in file.keys if k.startswith("optimizer.") or (k.startswith("model.") and k in file.boxes)]
+        return [
+            k
+            for k in file.keys
+            if k.startswith("optimizer.") or (k.startswith("model.") and k in file.boxes)
+        ]
     agreed = [match for key in file.keys if (match := _AGREED.fullmatch(key))]
     anchors = Counter(match["parameter"] for match in agreed if match["kind"] == "anchor")
     # Of several levels, a level that exchanges gradients keeps its tier equal. A level that exchanges nothing, or
     # parameters, lets each member of the tier have anchors of its own.
-    apart = any(level["scheme"] == "none" for level in described.levels) or max(anchors.values(), default=0) > 1
+    apart = (
+        any(level["scheme"] == "none" for level in described.levels)
+        or max(anchors.values(), default=0) > 1
+    )
     return [] if len(described.levels) > 1 and apart else [match[0] for match in agreed]
 
 
@@ -231,21 +269,31 @@ def load_weights(directory: Path, model: nn.Module) -> str:
     for name, tensor in weights(model).items():
         part = read(name, Box.of(tensor) if isinstance(tensor, nn.Parameter) else None)
         if part.shape != local(tensor).shape:
-            raise ValueError(f"{directory} has {name} as {tuple(part.shape)}, not {tuple(tensor.shape)}: another model")
+            raise ValueError(
+                f"{directory} has {name} as {tuple(part.shape)}, not {tuple(tensor.shape)}: another model"
+            )
         local(tensor).copy_(part)
     return words
 
 
 def _saved(directory: Path) -> tuple[_Read, str]:
     saved, _, source = newest_model(directory)
-    return lambda name, box: source.agreed(f"model.{name}", box, saved.manifest.alike), f"weights of {saved.path}"
+    return lambda name, box: source.agreed(
+        f"model.{name}", box, saved.manifest.alike
+    ), f"weights of {saved.path}"
 
 
 def _exported(directory: Path) -> tuple[_Read, str]:
     try:
         names = [EXPORTED]
         if not (directory / EXPORTED).is_file():
-            names = sorted({*json.loads((directory / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()})
+            names = sorted(
+                {
+                    *json.loads((directory / _INDEX).read_text(encoding="utf-8"))[
+                        "weight_map"
+                    ].values()
+                }
+            )
         # a snapshot in the cache of Hugging Face consists of links
         files = [TensorFile((directory / Path(name).name).resolve()) for name in names]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
@@ -259,8 +307,12 @@ def _exported(directory: Path) -> tuple[_Read, str]:
         if box is None or not box.shape:
             return found[name].read(name)
         if entry.shape != box.whole:
-            raise ValueError(f"{directory} has {name} as {entry.shape}, not {box.whole}: it is of another model")
-        rows, *rest = (slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))
+            raise ValueError(
+                f"{directory} has {name} as {entry.shape}, not {box.whole}: it is of another model"
+            )
+        rows, *rest = (
+            slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True)
+        )
         return found[name].read(name, rows)[:, *rest]
 
     return read, f"weights of {directory}"

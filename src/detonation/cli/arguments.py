@@ -308,4 +308,9 @@ def verbs(brief: bool = False) -> Any:
     The names are given, as tyro would import typeguard to find them: a third of the time of `--help`.
     """
     texts = {kind: str(kind.__doc__).partition("\n")[0] if brief else None for kind in _KINDS}
-    return Union[*(Annotated[kind, subcommand(kind.__name__.lower(), description=texts[kind])] for kind in _KINDS)]
+    return Union[
+        *(
+            Annotated[kind, subcommand(kind.__name__.lower(), description=texts[kind])]
+            for kind in _KINDS
+        )
+    ]

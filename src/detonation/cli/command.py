@@ -40,7 +40,9 @@ def run_command(arguments: list[str] | None = None) -> int:
         try:
             return _command(sys.argv[1:] if arguments is None else arguments)
         finally:
-            print(end="", flush=True)  # also after --help, which ends in SystemExit; without a stdout it does nothing
+            print(
+                end="", flush=True
+            )  # also after --help, which ends in SystemExit; without a stdout it does nothing
     except OSError as error:
         if not _is_of_stdout(error):
             raise
@@ -57,7 +59,9 @@ def _command(arguments: list[str]) -> int:
     # Both are read when torch is imported, and only then.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "WARNING" if verb.debug else "ERROR")
-    if "" not in sys.path:  # "package.module:function" may be in this directory; last, so that it hides no package
+    if (
+        "" not in sys.path
+    ):  # "package.module:function" may be in this directory; last, so that it hides no package
         sys.path.append("")
     code = _run(verb)
     if isinstance(verb, Train | Probe) and _under_launcher():
@@ -72,7 +76,12 @@ def _print_versions(arguments: list[str]) -> int:
     as_json, compares = "--json" in arguments, "--compare" in arguments
     if not as_json and not compares:
         print(f"detonation {__version__}", flush=True)
-    from detonation.train.output.directory import bits_of_steps, compare_machines, environment, environment_lines
+    from detonation.train.output.directory import (
+        bits_of_steps,
+        compare_machines,
+        environment,
+        environment_lines,
+    )
 
     found = environment() | ({"steps": bits_of_steps()} if as_json or compares else {})
     lines = [] if as_json else environment_lines(found)
@@ -81,7 +90,9 @@ def _print_versions(arguments: list[str]) -> int:
         try:
             lines = compare_machines(found, json.loads(Path(name).read_text()))
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
-            return fail(f"--compare is {name!r}, must be a file of detonation --version --json", 2, as_json)
+            return fail(
+                f"--compare is {name!r}, must be a file of detonation --version --json", 2, as_json
+            )
     print(json.dumps(found) if as_json else "\n".join(map(printable, lines)))
     return 0
 
@@ -93,8 +104,14 @@ def _run(verb: Any) -> int:
             print(json.dumps(result))
         print(end="", flush=True)
     except KeyboardInterrupt:
-        saved = isinstance(verb, Train) and verb.out and any((verb.out / "checkpoints").glob("step-*"))
-        return fail("interrupted" + f"; continue with --out {verb.out} --resume" * bool(saved), 130, verb.json)
+        saved = (
+            isinstance(verb, Train) and verb.out and any((verb.out / "checkpoints").glob("step-*"))
+        )
+        return fail(
+            "interrupted" + f"; continue with --out {verb.out} --resume" * bool(saved),
+            130,
+            verb.json,
+        )
     except Exception as error:
         if isinstance(error, OSError) and _is_of_stdout(error):
             return _without_stdout(error)

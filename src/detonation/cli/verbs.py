@@ -42,7 +42,11 @@ def explain(verb: of.Common, error: Exception) -> int:
     out, name = getattr(verb, "out", None), getattr(error, "filename", None)
     unwritable = isinstance(name, str) and out and _is_part(Path(name).absolute(), out.absolute())
     full = out and os.strerror(errno.ENOSPC) in str(error)
-    remedy = ": free some space, or choose another --out" if full else ": choose another --out" * bool(unwritable)
+    remedy = (
+        ": free some space, or choose another --out"
+        if full
+        else ": choose another --out" * bool(unwritable)
+    )
     return fail(describe(error) + remedy, 2 if bad_input else 1, verb.json)
 
 
@@ -89,18 +93,30 @@ def requested(kind: type[_R], verb: of.Common) -> _R:
     known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     flags = {field.name: getattr(verb, field.name) for field in dataclasses.fields(verb)}
     # --set counts over a shortcut, and any other flag over --set
-    settings = assignments({flag: key for flag, key in SETTING_FLAGS.items() if flag not in known}, flags)
+    settings = assignments(
+        {flag: key for flag, key in SETTING_FLAGS.items() if flag not in known}, flags
+    )
     renamed = {
         "overrides": (*assignments(SHORTCUTS, flags), *chain(*flags.pop("set", ())), *settings),
         "to_stderr": flags.pop("json"),
     }
-    return kind(**{name: value for name, value in {**flags, **renamed}.items() if name in known and value is not None})
+    return kind(
+        **{
+            name: value
+            for name, value in {**flags, **renamed}.items()
+            if name in known and value is not None
+        }
+    )
 
 
 def assignments(keys: Mapping[str, str], flags: Mapping[str, Any]) -> tuple[str, ...]:
     """The assignments to the recipe's `keys` that given flags stand for."""
     values = {key: flags.get(flag) for flag, key in keys.items()}
-    given = {key: value for key, value in values.items() if value is not None and value is not False and value != ()}
+    given = {
+        key: value
+        for key, value in values.items()
+        if value is not None and value is not False and value != ()
+    }
     # A text is quoted: `--data 2024` is the directory of that name, and no number.
     return tuple(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items())
 
@@ -127,13 +143,20 @@ def _print_recipe(verb: of.Train) -> dict[str, Any]:
     from detonation.train.recipe.resolve import headline, names_of_parts, shipped_recipes
 
     if verb != of.Train(recipe=verb.recipe, print=verb.print, json=verb.json, debug=verb.debug):
-        raise ValueError("train needs a recipe, and --print no other flag: detonation train alone lists the recipes")
+        raise ValueError(
+            "train needs a recipe, and --print no other flag: detonation train alone lists the recipes"
+        )
     texts = {name: file.read_text(encoding="utf-8") for name, file in shipped_recipes().items()}
     if verb.recipe is None:
         names, about = names_of_parts(), {name: headline(text) for name, text in texts.items()}
         rows = about | {f"{kind}:": ", ".join(found) for kind, found in names.items()}
         for row in rows.items():
-            say(verb, fill("{:15} {}".format(*row), 100, subsequent_indent=" " * 16, break_on_hyphens=False))
+            say(
+                verb,
+                fill(
+                    "{:15} {}".format(*row), 100, subsequent_indent=" " * 16, break_on_hyphens=False
+                ),
+            )
         return {"recipes": about, **names}
     name = str(verb.recipe)
     if name not in texts:
@@ -152,8 +175,16 @@ def _compare(verb: of.Compare) -> dict[str, Any]:
     summaries = compare_runs(requested(Request, verb), schemes, [*chain(*verb.vary)])
     page = Path(summaries[0]["directory"]).parent / "report.html"
     finished = [Path(summary["directory"]) for summary in summaries if "error" not in summary]
-    show_all(summaries, [try_write(finished, page)] if finished else [], sys.stderr if verb.json else sys.stdout)
-    return {"good": len(finished) == len(summaries), "runs": summaries, "report": str(page) if finished else None}
+    show_all(
+        summaries,
+        [try_write(finished, page)] if finished else [],
+        sys.stderr if verb.json else sys.stdout,
+    )
+    return {
+        "good": len(finished) == len(summaries),
+        "runs": summaries,
+        "report": str(page) if finished else None,
+    }
 
 
 def _simulate(verb: of.Simulate) -> dict[str, Any]:
@@ -164,7 +195,9 @@ def _simulate(verb: of.Simulate) -> dict[str, Any]:
     from detonation.train.verbs.simulate import Simulation, simulate
 
     summary = simulate(requested(Simulation, verb))
-    show(summary, [try_write([Path(summary["directory"])])], sys.stderr if verb.json else sys.stdout)
+    show(
+        summary, [try_write([Path(summary["directory"])])], sys.stderr if verb.json else sys.stdout
+    )
     return summary
 
 
@@ -209,7 +242,9 @@ def _lazy_torch() -> Iterator[None]:
 
 
 def _plan(verb: of.Plan) -> dict[str, Any]:
-    with _lazy_torch():  # without a recipe a plan is arithmetic, and the import of torch takes over a second
+    with (
+        _lazy_torch()
+    ):  # without a recipe a plan is arithmetic, and the import of torch takes over a second
         from detonation.report.terminal import show_plan
         from detonation.train.verbs.plan import Question, plan
 
@@ -240,7 +275,10 @@ def _verify(verb: of.Verify) -> dict[str, Any]:
     for path, first, last, fault in logs:
         say(verb, fault or f"{path}: steps {first} to {last}, whole")
     good = all(one.good for one in checked) and not any(fault for *_, fault in logs)
-    files = [{"path": str(path), "first": first, "last": last, "fault": fault} for path, first, last, fault in logs]
+    files = [
+        {"path": str(path), "first": first, "last": last, "fault": fault}
+        for path, first, last, fault in logs
+    ]
     return {"good": good, "checkpoints": found, "updates": files}
 
 
@@ -248,10 +286,20 @@ def _export(verb: of.Export) -> dict[str, Any]:
     from detonation.train.verbs.export import export
 
     exported = export(verb.directory, verb.out, verb.trust_code)
-    mean = f", the mean of the {exported['replicas']} replicas that are here" if "replicas" in exported else ""
-    say(verb, f"{exported['checkpoint']}: {exported['num_parameters']:,} parameters written to {verb.out}{mean}")
+    mean = (
+        f", the mean of the {exported['replicas']} replicas that are here"
+        if "replicas" in exported
+        else ""
+    )
+    say(
+        verb,
+        f"{exported['checkpoint']}: {exported['num_parameters']:,} parameters written to {verb.out}{mean}",
+    )
     if not exported["for_transformers"]:
-        say(verb, "it is no model of transformers: load its state dict with safetensors.torch.load_model")
+        say(
+            verb,
+            "it is no model of transformers: load its state dict with safetensors.torch.load_model",
+        )
     return exported
 
 

@@ -13,8 +13,16 @@ from detonation.cluster.position import LaunchPosition
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 """The variables that limit the GPUs of a process; each may hide all of them."""
-_SLURM = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_TASK", "SLURM_GPUS_PER_NODE")
-_CPU = 'To train on the CPU, set CUDA_VISIBLE_DEVICES to "" (in the library: init_mesh(device="cpu"))'
+_SLURM = (
+    "SLURM_STEP_GPUS",
+    "SLURM_JOB_GPUS",
+    "SLURM_GPUS_ON_NODE",
+    "SLURM_GPUS_PER_TASK",
+    "SLURM_GPUS_PER_NODE",
+)
+_CPU = (
+    'To train on the CPU, set CUDA_VISIBLE_DEVICES to "" (in the library: init_mesh(device="cpu"))'
+)
 
 
 @dataclass(frozen=True)
@@ -31,15 +39,22 @@ class GPUs:
 
 def look_for_gpus() -> GPUs:
     """The GPUs that torch and the driver show now. Initialises no GPU."""
-    files = sorted(path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
+    files = sorted(
+        path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)
+    )
     if torch.version.hip:
         files += [path for path in [Path("/dev/kfd")] if path.exists()]
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return GPUs(usable, bool(torch.version.cuda or torch.version.hip), str(files[0]) if files else "")
+    return GPUs(
+        usable, bool(torch.version.cuda or torch.version.hip), str(files[0]) if files else ""
+    )
 
 
 def choose_device(
-    env: Mapping[str, str], gpus: GPUs, position: LaunchPosition | None = None, asked: str | None = None
+    env: Mapping[str, str],
+    gpus: GPUs,
+    position: LaunchPosition | None = None,
+    asked: str | None = None,
 ) -> torch.device:
     """The device that a rank takes. A rank takes the CPU only where no GPU is in sight, or where the user says so.
 
@@ -62,7 +77,9 @@ def choose_device(
         why = f"torch {torch.__version__} sees no GPU{reason and ': ' + reason}"
         raise ValueError(f"device is 'cuda', but {why}; 'cpu' needs none")
     if reason and not any(env.get(name) in ("", "-1") for name in VISIBLE):
-        raise ValueError(f"this rank would train on the CPU although there is a GPU: {reason}. {_CPU}")
+        raise ValueError(
+            f"this rank would train on the CPU although there is a GPU: {reason}. {_CPU}"
+        )
     return torch.device("cpu")
 
 
@@ -79,7 +96,9 @@ def device_name(device: torch.device, host: str) -> str:
     """A name of `device` that no other device of a cluster has."""
     if device.type == "cpu":
         return f"the CPU of {host}"
-    return f"GPU {getattr(torch.cuda.get_device_properties(device), 'uuid', device.index)} of {host}"
+    return (
+        f"GPU {getattr(torch.cuda.get_device_properties(device), 'uuid', device.index)} of {host}"
+    )
 
 
 def require_own_devices(names: Sequence[str]) -> None:
@@ -110,7 +129,9 @@ def _index(usable: int, position: LaunchPosition | None) -> int:
             "is: set LOCAL_RANK and LOCAL_WORLD_SIZE (or call torch.cuda.set_device), or make one GPU visible to each"
         )
     if position.local_rank >= usable:
-        raise ValueError(f"LOCAL_RANK is {position.local_rank}, but {usable} GPUs are visible: start one rank per GPU")
+        raise ValueError(
+            f"LOCAL_RANK is {position.local_rank}, but {usable} GPUs are visible: start one rank per GPU"
+        )
     return position.local_rank
 
 

@@ -17,7 +17,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from detonation.cluster.devices import choose_device, look_for_gpus, require_gpu_each
 from detonation.cluster.position import LaunchPosition as LaunchPosition
 from detonation.cluster.position import launch_position as launch_position
-from detonation.cluster.processes.heartbeat import EndProcess, FileBoard, Heartbeat, StoreBoard, silence_limit_s
+from detonation.cluster.processes.heartbeat import (
+    EndProcess,
+    FileBoard,
+    Heartbeat,
+    StoreBoard,
+    silence_limit_s,
+)
 from detonation.cluster.processes.rendezvous import (
     compare_devices,
     describe_store_host,
@@ -34,7 +40,9 @@ COLLECTIVE_TIMEOUT_S = 300.0
 GROUP_TIMEOUT_S = 1800.0
 """How long a collective waits in a group that `init_mesh` initialises: torch's own limit for gloo."""
 
-_set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # public from torch 2.14 on
+_set_timeout = (
+    getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+)  # public from torch 2.14 on
 _heartbeat: Heartbeat | None = None
 _lost = False
 _watch: Watch | None = None
@@ -51,7 +59,9 @@ def init_replica(position: LaunchPosition, store: Store, shards: int) -> None:
     _init_group(PrefixStore(f"replica{replica}", store), shard, shards, device)
 
 
-def init_rank(position: LaunchPosition, end: EndProcess, folder: Path | None = None) -> Heartbeat | None:
+def init_rank(
+    position: LaunchPosition, end: EndProcess, folder: Path | None = None
+) -> Heartbeat | None:
     """Joins the default process group (NCCL on GPUs, else gloo) and starts the heartbeat, which a world of one has not.
 
     Args:
@@ -66,10 +76,16 @@ def init_rank(position: LaunchPosition, end: EndProcess, folder: Path | None = N
     else:
         host = describe_store_host(os.environ)
         hosted_here = position.rank == 0 and host.startswith("rank 0")
-        board = StoreBoard(store, position.rank, host, hosted_here, os.environ.get("DETONATION_TOKEN", ""))
+        board = StoreBoard(
+            store, position.rank, host, hosted_here, os.environ.get("DETONATION_TOKEN", "")
+        )
     _init_group(store, position.rank, position.world_size, device)
     global _heartbeat
-    _heartbeat = Heartbeat(board, position.rank, position.world_size, end) if position.world_size > 1 else None
+    _heartbeat = (
+        Heartbeat(board, position.rank, position.world_size, end)
+        if position.world_size > 1
+        else None
+    )
     if _heartbeat is not None:
         watching = _heartbeat
         watch_waiting(lambda text: end(text, watching.report(text)))
@@ -84,7 +100,9 @@ def end_alone(reason: str) -> NoReturn:
 def _init_group(store: Store, rank: int, world_size: int, device: torch.device) -> None:
     if device.type == "cpu":
         threads = os.environ.setdefault("OMP_NUM_THREADS", "1")
-        torch.set_num_threads(int(threads.split(",")[0]))  # OpenMP takes one number for each level of nesting
+        torch.set_num_threads(
+            int(threads.split(",")[0])
+        )  # OpenMP takes one number for each level of nesting
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "nccl",
         store=store,
@@ -109,7 +127,9 @@ def join_world(asked: str | None = None) -> torch.device:
             return torch.device("cuda", torch.cuda.current_device())
         return _chosen_device(position, asked)
     if position is None:
-        _log.warning("no launcher and no process group: this process is a world of one; torchrun starts more")
+        _log.warning(
+            "no launcher and no process group: this process is a world of one; torchrun starts more"
+        )
         store: Store = HashStore()
         device, position = _chosen_device(None, asked), LaunchPosition(0, 1, 0, 1)
     else:
@@ -135,7 +155,9 @@ def watch_waiting(end: Callable[[str], NoReturn] = end_alone) -> None:
         _watch = Watch(store, dist.get_rank(), dist.get_world_size(), WAIT_LINE_S, end)
 
 
-def meet(position: LaunchPosition, folder: Path | None = None, asked: str | None = None) -> tuple[Store, torch.device]:
+def meet(
+    position: LaunchPosition, folder: Path | None = None, asked: str | None = None
+) -> tuple[Store, torch.device]:
     """Takes this rank's device (see `take_device`), keeps to one interface, and opens the store where ranks meet.
 
     `folder` is as in `init_rank`, `asked` the device's type, or None to choose. Raises `ValueError` where a GPU is in
@@ -160,7 +182,9 @@ def take_device(position: LaunchPosition, asked: str | None = None) -> torch.dev
     """
     device = _chosen_device(position, asked)
     os.environ |= {"RANK": str(position.rank), "WORLD_SIZE": str(position.world_size)}
-    os.environ["LOCAL_RANK"] = str((position.local_rank or 0) if device.index is None else device.index)
+    os.environ["LOCAL_RANK"] = str(
+        (position.local_rank or 0) if device.index is None else device.index
+    )
     if position.local_world_size is not None:
         os.environ["LOCAL_WORLD_SIZE"] = str(position.local_world_size)
     return device
@@ -173,7 +197,9 @@ def _chosen_device(position: LaunchPosition | None, asked: str | None) -> torch.
     return device
 
 
-def set_timeouts(message_bytes: float, shards: int, silence_s: float, rate_bits_per_s: float) -> None:
+def set_timeouts(
+    message_bytes: float, shards: int, silence_s: float, rate_bits_per_s: float
+) -> None:
     """Sets how long this rank waits for others. Called once the size of the largest message between nodes is known.
 
     A rank counts as lost after `silence_limit_s(silence_s, ...)`, and has coordinates by its `shards`. Collectives wait

@@ -31,7 +31,14 @@ from detonation.cluster.processes.failure import (
 )
 from detonation.cluster.processes.heartbeat import Heartbeat
 from detonation.cluster.processes.rendezvous import keep_to_one_interface
-from detonation.cluster.processes.signals import STOP_SIGNALS, Stop, die_with_agent, die_with_parent, end_now, stoppable
+from detonation.cluster.processes.signals import (
+    STOP_SIGNALS,
+    Stop,
+    die_with_agent,
+    die_with_parent,
+    end_now,
+    stoppable,
+)
 from detonation.cluster.survive.elastic_axis import MeetingPoint, Survival, join_replicas
 from detonation.whole_files import read_json
 
@@ -95,14 +102,20 @@ def run_local(
         with _signals_pass_on(pids) as stop:
             fork = hasattr(os, "fork") and not gpus_for(world_size)
             if enter is not None and not fork:
-                raise ValueError("ranks with a GPU each start afresh and enter nothing: hide the GPUs")
+                raise ValueError(
+                    "ranks with a GPU each start afresh and enter nothing: hide the GPUs"
+                )
             start = partial(_fork, enter) if fork else _spawn
             for rank in range(world_size):
                 with _signals_held_back(stop, pids):
-                    pids[rank] = start(_Rank(rank, world_size, folder, function, arguments, os.getpid(), where))
+                    pids[rank] = start(
+                        _Rank(rank, world_size, folder, function, arguments, os.getpid(), where)
+                    )
             if meeting is not None:
                 meeting.serve()
-            failure = _wait(pids, folder, None if timeout_s is None else time.monotonic() + timeout_s, meeting)
+            failure = _wait(
+                pids, folder, None if timeout_s is None else time.monotonic() + timeout_s, meeting
+            )
             if failure is not None and stop and failure.kind == signal.Signals(stop.number).name:
                 raise SystemExit(128 + stop.number)
             if failure is not None:
@@ -151,7 +164,9 @@ def _child(mine: _Rank, enter: Callable[[int], None] | None = None) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     heartbeat = None
     try:
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
+        )
         if enter is not None:
             enter(rank)
         position = LaunchPosition(rank, world_size, rank, world_size)
@@ -210,7 +225,9 @@ def _wait(
                 if meeting is not None and not meeting.has_left(rank):
                     end_deadline = time.monotonic() + _LEAVING_S
                 continue
-            failure = Failure(**read_json(path)) if path.exists() else failure_from_exit_code(rank, code)
+            failure = (
+                Failure(**read_json(path)) if path.exists() else failure_from_exit_code(rank, code)
+            )
             beside = meeting.survives(failure) if meeting is not None else ()
             for other in pids.keys() & set(beside):
                 os.kill(pids[other], signal.SIGKILL)
@@ -228,8 +245,14 @@ def _wait(
             return Failure(min(pids), time.time(), "TimeoutError", text, complete=True)
         time.sleep(_POLL_S)
     if pids and time.monotonic() >= end_deadline:
-        _log.warning("ranks %s had not ended %g s after the others, and are ended", sorted(pids), _LEAVING_S)
-    return root_cause([*failures, *survived] if all(failure.network for failure in failures) and failures else failures)
+        _log.warning(
+            "ranks %s had not ended %g s after the others, and are ended", sorted(pids), _LEAVING_S
+        )
+    return root_cause(
+        [*failures, *survived]
+        if all(failure.network for failure in failures) and failures
+        else failures
+    )
 
 
 def _kill(pids: dict[int, int]) -> None:
@@ -314,7 +337,9 @@ def run_under_launcher(
         check()
     except ValueError as error:  # the ranks of a machine read the same: those that are not its first leave it to that
         told = os.environ.get("LOCAL_RANK", "0") != "0"
-        raise WorldError(failure_from_exception(position.rank, error), position.world_size, told) from error
+        raise WorldError(
+            failure_from_exception(position.rank, error), position.world_size, told
+        ) from error
     die_with_agent(os.environ)
     keep_to_one_interface(os.environ, position.one_machine, interface)
     heartbeat = init_rank(position, end)
@@ -323,7 +348,9 @@ def run_under_launcher(
             result = function()
             leave()
         except Exception as error:
-            world_error = _reported(heartbeat, failure_from_exception(position.rank, error), position.world_size)
+            world_error = _reported(
+                heartbeat, failure_from_exception(position.rank, error), position.world_size
+            )
             if heartbeat is not None:
                 heartbeat.close()
             raise world_error from error

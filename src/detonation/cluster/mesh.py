@@ -54,7 +54,11 @@ def slow_axis_backend(axis: str, device: str, chosen: str | None) -> dict[int | 
     # torch takes the time from options where it is given some; until then it has that of the default group's kind
     options._timeout = distributed_c10d._get_default_timeout(dist.get_backend())
     # the axis carries tensors of the same devices as the default group; a lone name lets NCCL split that group
-    name = "nccl" if set(backends.values()) == {"nccl"} else ",".join(f"{d}:{b}" for d, b in backends.items())
+    name = (
+        "nccl"
+        if set(backends.values()) == {"nccl"}
+        else ",".join(f"{d}:{b}" for d, b in backends.items())
+    )
     return {axis: (name, options)}
 
 
@@ -67,16 +71,24 @@ def shard_links(mesh: DeviceMesh, wire: ShardWire) -> tuple[Link, dist.ProcessGr
         ValueError: The shards do not lie on at least two nodes of equally many ranks.
     """
     if isinstance(mesh, UnevenMesh):
-        raise ValueError("a shard wire needs replicas of equally many ranks: start as many for each, or leave it out")
+        raise ValueError(
+            "a shard wire needs replicas of equally many ranks: start as many for each, or leave it out"
+        )
     shards = mesh["shard"].size()
-    nodes = wire.nodes if wire.nodes is not None else max(1, shards // _ranks_of_a_node("shard_wire(nodes=...)"))
+    nodes = (
+        wire.nodes
+        if wire.nodes is not None
+        else max(1, shards // _ranks_of_a_node("shard_wire(nodes=...)"))
+    )
     if nodes < 2 or shards % nodes:
         raise ValueError(
             f"the {shards} shards of a replica cannot lie on {nodes} nodes with equally many each: a shard wire needs "
             "at least 2 nodes; give shard_wire(nodes=...), or leave it out if a replica fits into one node"
         )
     if mesh.size() != dist.get_world_size():
-        raise ValueError(f"the mesh has {mesh.size()} of the {dist.get_world_size()} ranks: pass the mesh of all ranks")
+        raise ValueError(
+            f"the mesh has {mesh.size()} of the {dist.get_world_size()} ranks: pass the mesh of all ranks"
+        )
     split = split_shards(mesh, nodes)
     between: Axis = split["shard_node"]
     if wire.link:
@@ -90,7 +102,10 @@ def split_shards(mesh: DeviceMesh, nodes: int) -> DeviceMesh:
     """The ranks of `mesh` with the axes "shard_node" and "shard_local" in the place of "shard". Collective."""
     names, sizes = [*(mesh.mesh_dim_names or ())], [*mesh.mesh.shape]
     at = names.index("shard")
-    sizes[at : at + 1], names[at : at + 1] = [nodes, sizes[at] // nodes], ["shard_node", "shard_local"]
+    sizes[at : at + 1], names[at : at + 1] = (
+        [nodes, sizes[at] // nodes],
+        ["shard_node", "shard_local"],
+    )
     return DeviceMesh(mesh.device_type, mesh.mesh.view(sizes), mesh_dim_names=tuple(names))
 
 
@@ -135,7 +150,9 @@ def init_mesh(
         >>> dt.leave()
     """
     if slow_backend not in (None, *SLOW_BACKENDS):
-        raise ValueError(f"slow_backend is {slow_backend!r}, must be {' or '.join(map(repr, SLOW_BACKENDS))}, or None")
+        raise ValueError(
+            f"slow_backend is {slow_backend!r}, must be {' or '.join(map(repr, SLOW_BACKENDS))}, or None"
+        )
     if timeout_s is not None and timeout_s <= 0:
         raise ValueError(f"timeout_s is {timeout_s}, must be above 0")
     if timeout_s is None and not dist.is_initialized():
@@ -151,10 +168,14 @@ def init_mesh(
     slow = slow_axis_backend("replicate", taken.type, slow_backend)
     if len({*sizes}) == 1:
         axes = (len(sizes), sizes[0])
-        mesh = init_device_mesh(taken.type, axes, mesh_dim_names=("replicate", "shard"), backend_override=slow)
+        mesh = init_device_mesh(
+            taken.type, axes, mesh_dim_names=("replicate", "shard"), backend_override=slow
+        )
     else:
         mesh = cast(DeviceMesh, UnevenMesh(sizes, taken.type, slow["replicate"] if slow else None))
-    if timeout_s is not None:  # after the mesh has made its groups, which do not take the default group's
+    if (
+        timeout_s is not None
+    ):  # after the mesh has made its groups, which do not take the default group's
         set_group_timeouts(timeout_s)
     watch_waiting()
     return mesh
@@ -167,7 +188,10 @@ def _sizes(replicas: int | None, shards: int | Sequence[int] | None, world: int)
         replicas = world // max(1, shards) if replicas is None else replicas
         sizes, asked = [shards] * replicas, f"{replicas} replicas x {shards} shards"
     else:
-        sizes, asked = [*shards], f"{len(shards) if replicas is None else replicas} replicas of {[*shards]} shards"
+        sizes, asked = (
+            [*shards],
+            f"{len(shards) if replicas is None else replicas} replicas of {[*shards]} shards",
+        )
     if sum(sizes) != world or min(sizes, default=0) < 1 or replicas not in (None, len(sizes)):
         raise ValueError(f"{asked} are {sum(sizes)} ranks, the world has {world}: omit one")
     return sizes
@@ -217,18 +241,26 @@ def shard(
     """
     names = mesh.mesh_dim_names or ()
     if not {"replicate", "shard"} <= {*names}:
-        raise ValueError(f'the mesh has the axes {names}: pass the whole mesh, ("replicate", "shard"), as of init_mesh')
+        raise ValueError(
+            f'the mesh has the axes {names}: pass the whole mesh, ("replicate", "shard"), as of init_mesh'
+        )
     links = shard_links(mesh, wire) if wire else None
     same_weights(model, mesh["shard"])
     policy = mixed_precision or MixedPrecisionPolicy()
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     units: list[FSDPModule] = []
     for unit in [*layers_of(model), model]:
-        uses_in_unit = Counter(id(parameter) for _, parameter in unit.named_parameters(remove_duplicate=False))
-        own_parameters = bool(uses_in_unit) and all(uses[p] == count for p, count in uses_in_unit.items())
+        uses_in_unit = Counter(
+            id(parameter) for _, parameter in unit.named_parameters(remove_duplicate=False)
+        )
+        own_parameters = bool(uses_in_unit) and all(
+            uses[p] == count for p, count in uses_in_unit.items()
+        )
         if unit is model or own_parameters:
             sharded = fully_shard(unit, mesh=mesh["shard"], mp_policy=policy)
-            if mesh.device_type == "cpu":  # gloo averages by summing first; some versions summed only
+            if (
+                mesh.device_type == "cpu"
+            ):  # gloo averages by summing first; some versions summed only
                 sharded.set_force_sum_reduction_for_comms(True)
             units.append(sharded)
     if wire and links:
@@ -299,7 +331,10 @@ def fingerprint(model: nn.Module, mesh: DeviceMesh) -> tuple[str, bool]:
     digests = [bytes(b.tolist()) for b in gathered]
     if axis is not None:
         owners = [*enumerate(parts)]
-        of_pieces = [[digests[ranks[r]][64 * n : 64 * n + 64] for n, ranks in owners] for r in range(axis.size())]
+        of_pieces = [
+            [digests[ranks[r]][64 * n : 64 * n + 64] for n, ranks in owners]
+            for r in range(axis.size())
+        ]
         return compared_digests(of_pieces)
     names = mesh.mesh_dim_names or ()
     rows = mesh.mesh.movedim(names.index("replicate") if "replicate" in names else 0, 0).flatten(1)
@@ -320,4 +355,6 @@ def weights_digest(model: nn.Module, parameters: Mapping[str, Tensor] | None = N
 def compared_digests(replicas: Sequence[Sequence[bytes]]) -> tuple[str, bool]:
     """The fingerprint of the first replica, and whether all are equal, by the `weights_digest` of each shard."""
     of_parameters = b"".join(both[:32] for both in replicas[0])
-    return hashlib.sha256(of_parameters).hexdigest(), all(replica == replicas[0] for replica in replicas)
+    return hashlib.sha256(of_parameters).hexdigest(), all(
+        replica == replicas[0] for replica in replicas
+    )

@@ -12,8 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _MPI = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    (
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH and Intel MPI
 )
 
@@ -37,7 +47,9 @@ class LaunchPosition:
     def __post_init__(self) -> None:
         if self.rank >= self.world_size:
             last = self.world_size - 1
-            raise ValueError(f"the launcher says rank {self.rank}, but must say one from 0 to {last}: correct RANK")
+            raise ValueError(
+                f"the launcher says rank {self.rank}, but must say one from 0 to {last}: correct RANK"
+            )
 
     @property
     def one_machine(self) -> bool:
@@ -90,7 +102,9 @@ def first_host(hosts: str) -> str:
     return "".join(part or "" for part in match.groups()) if match else ""
 
 
-def _named(env: Mapping[str, str], names: tuple[str, str, str, str], meeting_here: bool = False) -> LaunchPosition:
+def _named(
+    env: Mapping[str, str], names: tuple[str, str, str, str], meeting_here: bool = False
+) -> LaunchPosition:
     """The position in four variables; the last two may be absent, and `meeting_here` then decides."""
     rank, world = (_number(env, name) for name in names[:2])
     local_rank, local_world = (_number(env, name) if name in env else None for name in names[2:])
@@ -131,7 +145,9 @@ def _tasks_here(env: Mapping[str, str], world: int) -> int | None:
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = env.get(name, "" if default is None else str(default))
     if not text.isdigit():
-        raise ValueError(f"the launcher's environment has {name}={text!r}, but it must be a whole number")
+        raise ValueError(
+            f"the launcher's environment has {name}={text!r}, but it must be a whole number"
+        )
     return int(text)
 
 
@@ -159,12 +175,19 @@ def addresses_of(interface: str) -> list[str]:
     found: list[str] = []
     if not interface or sys.platform != "linux":
         return found
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket,
+    ):
         answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
         found.append(socket.inet_ntoa(answer[20:24]))
     with contextlib.suppress(OSError):
         lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
-        found += [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line[0])) for line in lines if line[-1] == interface]
+        found += [
+            socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line[0]))
+            for line in lines
+            if line[-1] == interface
+        ]
     return found
 
 

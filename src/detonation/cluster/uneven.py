@@ -50,9 +50,13 @@ class UnevenAxis:
     def cut(self, parameters: Mapping[str, Tensor]) -> dict[Owners, Pieces]:
         """For the owners of each part in order, its pieces of all parameters, some empty; none where it owns none."""
         runs = {name: self._runs(parameter.shape[0]) for name, parameter in parameters.items()}
-        parts: dict[Owners, Pieces] = {ranks: {} for ranks in sorted({ranks for run in runs.values() for ranks in run})}
+        parts: dict[Owners, Pieces] = {
+            ranks: {} for ranks in sorted({ranks for run in runs.values() for ranks in run})
+        }
         for ranks in (ranks for ranks in parts if self._rank in ranks):
-            parts[ranks] = {name: self._piece(p, ranks, runs[name]) for name, p in parameters.items()}
+            parts[ranks] = {
+                name: self._piece(p, ranks, runs[name]) for name, p in parameters.items()
+            }
         return parts
 
     def divide(self, parameters: Mapping[str, Tensor]) -> list[tuple[int, DeviceMesh, Pieces]]:
@@ -61,20 +65,30 @@ class UnevenAxis:
         Raises on all ranks `ValueError` where one does not cut a parameter by its first dimension over its node, or has
         nothing of any, and `Mismatch` where shapes differ.
         """
-        if problem := next(filter(None, send_to_all(self._world, self._problem(parameters), self._device)), ""):
+        if problem := next(
+            filter(None, send_to_all(self._world, self._problem(parameters), self._device)), ""
+        ):
             raise ValueError(problem)
         shapes = {f"{name} (shape)": str(tuple(p.shape)) for name, p in parameters.items()}
         require_same(self._world, None, shapes, self._device, {})
         parts = self.cut(parameters)
-        if idle := {rank for node in self._nodes for rank in node} - {rank for ranks in parts for rank in ranks}:
-            raise ValueError(f"rank {min(idle)} has no row of any trained parameter: start fewer ranks on its node")
+        if idle := {rank for node in self._nodes for rank in node} - {
+            rank for ranks in parts for rank in ranks
+        }:
+            raise ValueError(
+                f"rank {min(idle)} has no row of any trained parameter: start fewer ranks on its node"
+            )
         timeout = self._shard.get_group()._get_backend(self._device).options._timeout
         for ranks in (ranks for ranks in parts if ranks not in self._groups):
             group = dist.new_group(list(ranks), timeout, self._backend, self._options)
             here = self._rank in ranks
             self._groups[ranks] = DeviceMesh.from_group(group, self._device.type) if here else None
         numbers = {ranks: number for number, ranks in enumerate(self._groups)}
-        return [(numbers[r], on, part) for r, part in parts.items() if (on := self._groups[r]) is not None]
+        return [
+            (numbers[r], on, part)
+            for r, part in parts.items()
+            if (on := self._groups[r]) is not None
+        ]
 
     def broadcast(self, parameters: Mapping[str, Tensor], buffers: Sequence[Tensor]) -> None:
         """Gives all replicas the weights and buffers of the first, in place; whole ones of its first rank."""
@@ -89,11 +103,17 @@ class UnevenAxis:
         """The pieces of all owners, for `Clip`, in an order that all share; empty where another rank has them."""
         empty = local(next(iter(parameters.values())))[:0].detach()
         parts = self.cut(parameters).items()
-        every = {f"{ranks} {name}": part.get(name, empty) for ranks, part in parts for name in parameters}
+        every = {
+            f"{ranks} {name}": part.get(name, empty) for ranks, part in parts for name in parameters
+        }
         return [([communicator_of(self._shard)], every)]
 
     def refuse(
-        self, levels: Sequence[tuple[Axis, Scheme]], base: Optimizer, intra_node: DeviceMesh | None, balance: bool
+        self,
+        levels: Sequence[tuple[Axis, Scheme]],
+        base: Optimizer,
+        intra_node: DeviceMesh | None,
+        balance: bool,
     ) -> None:
         """Raises `ValueError` for what replicas of different numbers of ranks cannot do yet."""
         gradients = [scheme for _, scheme in levels if isinstance(scheme, GradientScheme)]
@@ -102,18 +122,24 @@ class UnevenAxis:
         kinds = {(device, dtype) for device, dtype in kinds if gradients and device.type != "meta"}
         odd = [str(dtype) for device, dtype in kinds if rounds_by_place(base, dtype, device)]
         for what, remedy in {
-            f"{type(base).__name__} of {', '.join(odd)}": odd and "its bits depend on the cut; take SignSGD, or AdamW",
+            f"{type(base).__name__} of {', '.join(odd)}": odd
+            and "its bits depend on the cut; take SignSGD, or AdamW",
             "intra_node": intra_node is not None and "shard the model inside each node",
             "balance=True": balance and "let slow nodes process less per step",
-            "levels on several axes": any(axis is not self for axis, _ in levels) and "take one axis",
+            "levels on several axes": any(axis is not self for axis, _ in levels)
+            and "take one axis",
             f"{', '.join(late)} with a delay": late and "take delay=0",
         }.items():
             if remedy:
-                raise ValueError(f"{self._sizes} cannot have {what}: {remedy}, or start equally many on each")
+                raise ValueError(
+                    f"{self._sizes} cannot have {what}: {remedy}, or start equally many on each"
+                )
 
     def all_gather(self, mine: Tensor) -> Any:
         """Raises `ValueError`: no group has all ranks of the axis."""
-        raise ValueError(f"the axis joins {self._sizes}, some rows at a time: it is for `replicate` alone")
+        raise ValueError(
+            f"the axis joins {self._sizes}, some rows at a time: it is for `replicate` alone"
+        )
 
     all_reduce = all_to_all = all_gather
 
@@ -126,11 +152,16 @@ class UnevenAxis:
         each = [max(1, -(-rows // len(ranks))) for ranks in self._nodes]
         cuts = {min(rows, cut) for size in each for cut in range(0, rows + size, size)}
         return {
-            tuple(ranks[first // size] for ranks, size in zip(self._nodes, each, strict=True)): (first, end)
+            tuple(ranks[first // size] for ranks, size in zip(self._nodes, each, strict=True)): (
+                first,
+                end,
+            )
             for first, end in pairwise(sorted(cuts))
         }
 
-    def _piece(self, parameter: Tensor, ranks: Owners, run: Mapping[Owners, tuple[int, int]]) -> Piece:
+    def _piece(
+        self, parameter: Tensor, ranks: Owners, run: Mapping[Owners, tuple[int, int]]
+    ) -> Piece:
         rows, node = parameter.shape[0], self._nodes[self.replica]
         first, end = run.get(ranks, (rows, rows))
         begin = first if first == end else node.index(self._rank) * -(-rows // len(node))
@@ -162,7 +193,9 @@ class UnevenMesh:
         ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
         nodes = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         groups = [dist.new_group(list(ranks)) for ranks in nodes]
-        group = next(group for group, ranks in zip(groups, nodes, strict=True) if dist.get_rank() in ranks)
+        group = next(
+            group for group, ranks in zip(groups, nodes, strict=True) if dist.get_rank() in ranks
+        )
         self.device_type, self.size, self.get_rank = device_type, lambda: ends[-1], dist.get_rank
         shard = DeviceMesh.from_group(group, device_type, mesh_dim_names=("shard",))
         self._axes = {"shard": shard, "replicate": UnevenAxis(nodes, shard, backend)}

@@ -50,7 +50,11 @@ class Memory:
     """
 
     def __init__(
-        self, layout: Layout, feedback: Feedback, device: torch.device, residual: Tensor | None = None
+        self,
+        layout: Layout,
+        feedback: Feedback,
+        device: torch.device,
+        residual: Tensor | None = None,
     ) -> None:
         self.feedback = feedback
         self.residual = layout.zeros(device) if residual is None else residual  # [rows, chunk]
@@ -59,7 +63,9 @@ class Memory:
 
     def of_rows(self, layout: Layout, first: int) -> Memory:
         """The rows from `first` on as a memory with this `layout`, sharing them."""
-        return Memory(layout, self.feedback, self._device, self.residual[first : first + layout.rows])
+        return Memory(
+            layout, self.feedback, self._device, self.residual[first : first + layout.rows]
+        )
 
     def absorb(self, signals: Sequence[Tensor | None], bad: Tensor | None = None) -> Tensor:
         """Decays the residual and adds a signal.
@@ -74,17 +80,27 @@ class Memory:
         if self._views and all(s.dtype == torch.float32 for s in present):
             self._absorb_in_place(signals, present, bad)
             return self.residual
-        self.residual.mul_(self.feedback.decay if bad is None else self._decay.masked_fill(bad, 1.0))
+        self.residual.mul_(
+            self.feedback.decay if bad is None else self._decay.masked_fill(bad, 1.0)
+        )
         # by way of a copy, where signals must be converted, or may not count; tiles are one, parameter by parameter
         rows = -(-self._layout.rows // STRIPS)
-        for part in Bucket.strips(self._layout, rows) if self._layout.tiled else [Bucket.whole(self._layout)]:
+        for part in (
+            Bucket.strips(self._layout, rows)
+            if self._layout.tiled
+            else [Bucket.whole(self._layout)]
+        ):
             flat = part.layout.flatten(part.cut(signals), self.residual.device)
-            added = flat if bad is None else flat.masked_fill_(bad, -0.0)  # which changes no bit of any zero
+            added = (
+                flat if bad is None else flat.masked_fill_(bad, -0.0)
+            )  # which changes no bit of any zero
             self.residual[part.rows].add_(added)
             del flat, added  # before the next one is made
         return self.residual
 
-    def _absorb_in_place(self, signals: Sequence[Tensor | None], present: list[Tensor], bad: Tensor | None) -> None:
+    def _absorb_in_place(
+        self, signals: Sequence[Tensor | None], present: list[Tensor], bad: Tensor | None
+    ) -> None:
         """Adds signals in fp32 to the views of the residual, or to those of its successor where they may not count."""
         if bad is None:
             to, views = self.residual.mul_(self.feedback.decay), self._views
@@ -137,7 +153,9 @@ class Memory:
 def require_same_keys(what: str, current: Iterable[str], saved: Iterable[str]) -> None:
     """Raises `ValueError` where a saved state, `what`, has other keys than the current one."""
     if odd := sorted({*current} ^ {*saved}):
-        raise ValueError(f"{what} is of another model or scheme: {odd[0]} and {len(odd) - 1} more differ")
+        raise ValueError(
+            f"{what} is of another model or scheme: {odd[0]} and {len(odd) - 1} more differ"
+        )
 
 
 @dataclass(frozen=True)
@@ -169,6 +187,8 @@ class LocalState:
         """Restores what `named` returned earlier."""
         with torch.no_grad():  # no decorator, which needs torch at import
             for kind, flat in self.flats.items():
-                self.layout.write(flat, [saved[f"{kind}.{slot.name}"] for slot in self.layout.slots])
+                self.layout.write(
+                    flat, [saved[f"{kind}.{slot.name}"] for slot in self.layout.slots]
+                )
             for name, tensor in self.others.items():
                 tensor.copy_(saved[name])

@@ -40,7 +40,9 @@ class Round:
         if self.delay < 0:
             raise ValueError(f"delay is {self.delay}, must be at least 0")
         if not 0 <= self.offset < self.every:
-            raise ValueError(f"offset is {self.offset}, must be from 0 to below every ({self.every})")
+            raise ValueError(
+                f"offset is {self.offset}, must be from 0 to below every ({self.every})"
+            )
 
     def sends(self, step: int) -> bool:
         """True if a message leaves after `step`, counted from 0."""
@@ -85,5 +87,8 @@ class LocalSteps:
         """
         if not all(durations):
             return
-        most = [self.every * min(durations) * (100 + SLACK_PERCENT) // (100 * each) for each in durations]
+        most = [
+            self.every * min(durations) * (100 + SLACK_PERCENT) // (100 * each)
+            for each in durations
+        ]
         self.counts.copy_(torch.tensor(most, dtype=torch.int64, device="cpu").clamp_(1, self.every))

@@ -24,7 +24,9 @@ _products = cache(lambda: {"cuda": torch.backends.cuda.matmul, "cpu": torch.back
 
 def fp32_products() -> str:
     """How matrix products in fp32 round now, on GPUs and on CPUs, as text: ieee, tf32 or bf16."""
-    return ", ".join("ieee" if p.fp32_precision in _FP32 else p.fp32_precision for p in _products().values())
+    return ", ".join(
+        "ieee" if p.fp32_precision in _FP32 else p.fp32_precision for p in _products().values()
+    )
 
 
 @contextmanager
@@ -33,7 +35,9 @@ def _exactly(products: Any, autocast: AbstractContextManager[None]) -> Iterator[
     legacy = "highest"
     with suppress(RuntimeError):  # of a caller who has the new settings alone
         legacy = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")  # where the two differ, torch raises whenever it is read
+        torch.set_float32_matmul_precision(
+            "highest"
+        )  # where the two differ, torch raises whenever it is read
     products.fp32_precision = "ieee"
     try:
         with autocast:
@@ -134,7 +138,9 @@ class Readback:
     def __init__(self, numbers: Tensor) -> None:
         self._numbers = numbers
         if numbers.device.type != "cpu":
-            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
+            self._numbers = torch.empty(
+                numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True
+            )
             self._numbers.copy_(numbers, non_blocking=True)
         self._event = recorded(numbers.device)
 

@@ -12,7 +12,17 @@ from detonation.data import images, text, translation
 from detonation.data.dataset import Data, Streamed, batch, batches, predictions
 from detonation.data.packages import SOURCES, MissingData
 
-__all__ = ["SOURCES", "TASKS", "Data", "MissingData", "Streamed", "batch", "batches", "load_dataset", "predictions"]
+__all__ = [
+    "SOURCES",
+    "TASKS",
+    "Data",
+    "MissingData",
+    "Streamed",
+    "batch",
+    "batches",
+    "load_dataset",
+    "predictions",
+]
 
 TASKS: Mapping[str, Callable[..., Data]] = {
     "images": images.images,

@@ -101,7 +101,9 @@ def batches(examples: Examples, size: int, limit: int | None = None) -> Iterator
     the loss of each by its `predictions`. Of the examples `limit` are taken, spread evenly, or all.
     """
     if size < 1 or (limit is not None and limit < 1):
-        raise ValueError(f"size and limit of validation batches must be at least 1, not {size} and {limit}")
+        raise ValueError(
+            f"size and limit of validation batches must be at least 1, not {size} and {limit}"
+        )
     count = len(examples) if limit is None else min(limit, len(examples))
     chosen = torch.arange(count) * len(examples) // count
     for start in range(0, count, size):
@@ -123,7 +125,9 @@ def predictions(kind: DataKind, batch: dict[str, Tensor]) -> int:
 
 def _check(count: int, step: int, part: int, parts: int, size: int) -> None:
     if size < 1 or parts < 1 or step < 0:
-        raise ValueError(f"a batch needs size >= 1, parts >= 1, step >= 0; not size {size}, parts {parts}, step {step}")
+        raise ValueError(
+            f"a batch needs size >= 1, parts >= 1, step >= 0; not size {size}, parts {parts}, step {step}"
+        )
     if not 0 <= part < parts:
         raise ValueError(f"part {part} is not among the {parts} parts, which count from 0")
     if size * parts > count:
@@ -145,7 +149,9 @@ def _positions(count: int, seed: int, start: int, size: int) -> Tensor:
 @lru_cache(maxsize=4)
 def _permutation(count: int, seed: int, epoch: int) -> Tensor:
     # Four entries: training and validation sets, at the seam between two epochs. Callers must not write to it.
-    return torch.randperm(count, generator=torch.Generator().manual_seed(_mix("epoch", seed, epoch)))
+    return torch.randperm(
+        count, generator=torch.Generator().manual_seed(_mix("epoch", seed, epoch))
+    )
 
 
 def _mix(*parts: int | str) -> int:

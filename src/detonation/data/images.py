@@ -63,14 +63,27 @@ def images(
         columns = (split, validation_split, column, label_column)
         name, decoded = readers.label(source), from_hub(source, *columns, form)
     else:
-        readers.refuse(source, split=split, validation_split=validation_split, column=column, label_column=label_column)
+        readers.refuse(
+            source,
+            split=split,
+            validation_split=validation_split,
+            column=column,
+            label_column=label_column,
+        )
         name, decoded = _read(source, form)
     height, width, depth = decoded.train.images.shape[1:]
     mean, std = statistics(decoded.train)
     train = Images(decoded.train, mean, std, flip)
     validation = Images(decoded.validation, mean, std, flip=False)
     square = {"image_size": height} if height == width else {}
-    return Data(name, source, "images", train, validation, {**square, "channels": depth, "classes": decoded.classes})
+    return Data(
+        name,
+        source,
+        "images",
+        train,
+        validation,
+        {**square, "channels": depth, "classes": decoded.classes},
+    )
 
 
 @final
@@ -130,7 +143,9 @@ def statistics(split: "Split") -> tuple[Tensor, Tensor]:
 def _read(source: str, form: "Form") -> tuple[str, "Decoded"]:
     if source in NAMED:
         found = NAMED[source](locate(source))
-        return source, replace(found, train=found.train.fitted(form), validation=found.validation.fitted(form))
+        return source, replace(
+            found, train=found.train.fitted(form), validation=found.validation.fitted(form)
+        )
     path = check_source(source, NAMED)
     return path.name, from_folder(path, form)
 
@@ -161,7 +176,9 @@ class Pictures:
     `open_picture` returns the picture of a number, as pillow has it, and `name` its name for errors.
     """
 
-    def __init__(self, open_picture: Callable[[int], Any], count: int, form: Form, name: Callable[[int], str]) -> None:
+    def __init__(
+        self, open_picture: Callable[[int], Any], count: int, form: Form, name: Callable[[int], str]
+    ) -> None:
         self._open, self._form, self._name = open_picture, form, name
         self.shape = (count, *form.whole())
 
@@ -186,7 +203,9 @@ class Pictures:
             raise ValueError(f"{self._name(number)} has pixels of more than 8 bits: save it with 8")
         picture = picture.convert("L" if channels == 1 else "RGB")
         if self._form.size and picture.size != (width, height):
-            picture = ops.fit(picture, (width, height), needs("PIL.Image", "data").Resampling.BICUBIC)
+            picture = ops.fit(
+                picture, (width, height), needs("PIL.Image", "data").Resampling.BICUBIC
+            )
         _require_size(self._name(number), picture, (height, width))
         return np.asarray(picture).reshape(height, width, channels)
 
@@ -223,7 +242,9 @@ class Decoded:
     def __post_init__(self) -> None:
         train, validation = self.train.images.shape[1:], self.validation.images.shape[1:]
         if train != validation:
-            raise ValueError(f"train images are {train}, validation images {validation} (height, width, channels)")
+            raise ValueError(
+                f"train images are {train}, validation images {validation} (height, width, channels)"
+            )
 
 
 def fashion_mnist(directory: Path) -> Decoded:
@@ -232,7 +253,9 @@ def fashion_mnist(directory: Path) -> Decoded:
 
     def idx(name: str, header: int) -> Any:
         """The bytes after the header as one flat array."""
-        return np.frombuffer(gzip.decompress((directory / name).read_bytes()), dtype="uint8", offset=header)
+        return np.frombuffer(
+            gzip.decompress((directory / name).read_bytes()), dtype="uint8", offset=header
+        )
 
     train, validation = (
         Split(
@@ -256,7 +279,9 @@ def from_folder(path: Path, form: Form) -> Decoded:
             parts[seen[file.parent] % 10 == 9].append(file)
             seen[file.parent] += 1
         if not all(parts):
-            raise ValueError(f"{path} needs CLASS/*.png, ten images at least, or train/CLASS and validation/CLASS")
+            raise ValueError(
+                f"{path} needs CLASS/*.png, ten images at least, or train/CLASS and validation/CLASS"
+            )
     elif (path / "validation").is_dir():
         parts = (_files(path / "train"), _files(path / "validation"))
     else:
@@ -264,11 +289,15 @@ def from_folder(path: Path, form: Form) -> Decoded:
     classes = sorted({file.parent.name for file in parts[0]})
     other = sorted({file.parent.name for file in parts[1]} - {*classes})
     if other:
-        raise ValueError(f"{path / 'validation'} has classes that train has not: {', '.join(other)}")
+        raise ValueError(
+            f"{path / 'validation'} has classes that train has not: {', '.join(other)}"
+        )
     form = _agreed([*parts[0], *parts[1]], form)
 
     def split(files: Sequence[Path]) -> Split:
-        images = Pictures(lambda i: _readable(files[i], form), len(files), form, lambda i: str(files[i]))
+        images = Pictures(
+            lambda i: _readable(files[i], form), len(files), form, lambda i: str(files[i])
+        )
         return Split(images, _labels(classes.index(file.parent.name) for file in files))
 
     return Decoded(split(parts[0]), split(parts[1]), len(classes))
@@ -277,7 +306,9 @@ def from_folder(path: Path, form: Form) -> Decoded:
 def _files(path: Path) -> list[Path]:
     files = sorted(file for file in path.glob("*/*") if file.suffix.lower() in SUFFIXES)
     if not files:
-        raise ValueError(f"{path} holds no images in folders of classes ({', '.join(sorted(SUFFIXES))})")
+        raise ValueError(
+            f"{path} holds no images in folders of classes ({', '.join(sorted(SUFFIXES))})"
+        )
     return files
 
 
@@ -293,16 +324,25 @@ def from_hub(
 
     def loaded(part: str) -> Split:
         found = readers.hub_rows(source, part)
-        labels = _labels(int(label) for label in readers.column_of(found, label_column, ["label", "labels"]))
+        labels = _labels(
+            int(label) for label in readers.column_of(found, label_column, ["label", "labels"])
+        )
         pictures = readers.column_of(found, column, ["image", "img"])
         if not len(labels):
             raise ValueError(f"{source} {part} holds no images")
         first = pictures[0]
-        own = replace(form, channels=form.channels or _channels(first), shape=(first.height, first.width))
-        return Split(Pictures(pictures.__getitem__, len(labels), own, lambda i: f"image {i} of {part}"), labels)
+        own = replace(
+            form, channels=form.channels or _channels(first), shape=(first.height, first.width)
+        )
+        return Split(
+            Pictures(pictures.__getitem__, len(labels), own, lambda i: f"image {i} of {part}"),
+            labels,
+        )
 
     train, validation = loaded(split or "train"), loaded(validation_split or "test")
-    return Decoded(train, validation, classes=int(max(train.labels.max(), validation.labels.max())) + 1)
+    return Decoded(
+        train, validation, classes=int(max(train.labels.max(), validation.labels.max())) + 1
+    )
 
 
 def _labels(numbers: Any) -> Any:
@@ -325,7 +365,9 @@ def _readable(file: Path, form: Form, whole: bool = True) -> Any:
             if not whole:
                 return picture
             if form.size:
-                picture.draft(None, (2 * form.size, 2 * form.size))  # JPEG decodes to less than all, where less will do
+                picture.draft(
+                    None, (2 * form.size, 2 * form.size)
+                )  # JPEG decodes to less than all, where less will do
             picture.load()
             return picture.copy()
     except (OSError, SyntaxError) as error:  # the latter for the body of a PNG

@@ -22,7 +22,12 @@ LabelledText = tuple[str, str]
 
 
 def labelled(
-    source: str, context: int, tokenizer: str, split: str | None, column: str | None, label: str | None
+    source: str,
+    context: int,
+    tokenizer: str,
+    split: str | None,
+    column: str | None,
+    label: str | None,
 ) -> Data:
     """The data of a text classifier; the arguments are those of `text.text`, which says what they mean.
 
@@ -37,8 +42,13 @@ def labelled(
     names, known = sorted({name for _, name in train}), {text for text, _ in train}
     held_out = [(text, name) for text, name in held_out if name in names and text not in known]
     if len(names) < 2 or not held_out:
-        raise ValueError(f"{source} has {len(train)} texts of {len(names)} labels: at least 10 of 2 are needed")
-    made, name = load_tokenizer(tokenizer), readers.label(source) if readers.is_hub(source) else source
+        raise ValueError(
+            f"{source} has {len(train)} texts of {len(names)} labels: at least 10 of 2 are needed"
+        )
+    made, name = (
+        load_tokenizer(tokenizer),
+        readers.label(source) if readers.is_hub(source) else source,
+    )
     first, second = (LabelledTexts(part, names, made, context) for part in (train, held_out))
     return Data(name, source, "labels", first, second, {"vocab": len(made), "classes": len(names)})
 
@@ -47,9 +57,15 @@ def labelled(
 class LabelledTexts:
     """Texts as ids, with the number of their label among `names`."""
 
-    def __init__(self, pairs: Sequence[LabelledText], names: Sequence[str], tokenizer: Any, context: int) -> None:
+    def __init__(
+        self, pairs: Sequence[LabelledText], names: Sequence[str], tokenizer: Any, context: int
+    ) -> None:
         self.names, self._pad = list(names), tokenizer.pad_token_id or 0
-        made = tokenizer([text for text, _ in pairs], truncation=True, max_length=context) if pairs else {}
+        made = (
+            tokenizer([text for text, _ in pairs], truncation=True, max_length=context)
+            if pairs
+            else {}
+        )
         self._ids = [torch.tensor(ids, dtype=torch.int32) for ids in made.get("input_ids", ())]
         number = {name: i for i, name in enumerate(names)}
         self._labels = torch.tensor([number[name] for _, name in pairs], dtype=torch.int64)
@@ -82,7 +98,9 @@ def _read(
                 f"{path} has no column {label}: texts with labels are in {', '.join(sorted(readers.ROWS))}"
             )
         with readers.in_file(path):
-            texts, names = (list(readers.values_of(path, name)) for name in (column or "text", label))
+            texts, names = (
+                list(readers.values_of(path, name)) for name in (column or "text", label)
+            )
     pairs = [(str(text), str(name)) for text, name in zip(texts, names, strict=True) if text]
     return [pair for number, pair in enumerate(pairs) if number % 10 != 9], pairs[9::10]
 
@@ -91,7 +109,9 @@ def _speakers(folder: Path) -> tuple[list[LabelledText], list[LabelledText]]:
     """The passages of every fifth address of a speaker are held out, those of the others are not."""
     parts: tuple[list[LabelledText], list[LabelledText]] = [], []
     names = (folder / "speakers.txt").read_text("utf-8").splitlines()
-    addresses = list(zip((folder / "text.txt").read_text("utf-8").split("\n\n"), names, strict=True))
+    addresses = list(
+        zip((folder / "text.txt").read_text("utf-8").split("\n\n"), names, strict=True)
+    )
     for name in dict.fromkeys(names):
         texts = [text for text, speaker in addresses if speaker == name]
         for number, text in enumerate(texts if len(texts) >= LEAST_ADDRESSES else ()):

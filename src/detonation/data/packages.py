@@ -41,7 +41,9 @@ class Source:
         return f"{kind}{'s' if len(self.packages) > 1 else ''} {' and '.join(self.packages)}"
 
 
-_TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("sources.toml").read_text(encoding="utf-8"))
+_TABLES: dict[str, Any] = tomllib.loads(
+    Path(__file__).with_name("sources.toml").read_text(encoding="utf-8")
+)
 SOURCES = {name: Source(**table) for name, table in _TABLES.items()}
 
 _SYSTEM = {"fashion-mnist": Path("/usr/share/datasets/fashion-mnist")}
@@ -64,7 +66,9 @@ def locate(name: str) -> Path:
     for directory in (cache_dir() / name, _SYSTEM.get(name)):
         if directory is not None and is_complete(name, directory):
             return directory
-    raise MissingData(f"{name} is not on this machine: run `detonation fetch {name}` ({SOURCES[name].origin()})")
+    raise MissingData(
+        f"{name} is not on this machine: run `detonation fetch {name}` ({SOURCES[name].origin()})"
+    )
 
 
 def check_source(source: str, named: Iterable[str]) -> Path:
@@ -85,9 +89,16 @@ def unpack_packages(name: str, into: Path) -> None:
     what = f"{name} ({source.origin()})"
     if source.manager == "apt":
         _require_tools(what, "apt-get", "apt-cache", "dpkg-deb")
-        known = not subprocess.run(["apt-cache", "show", *source.packages], capture_output=True, check=False).returncode
+        known = not subprocess.run(
+            ["apt-cache", "show", *source.packages], capture_output=True, check=False
+        ).returncode
         options = [] if known else _own_lists(what, into)
-        _run(what, ["apt-get", *options, "download", "-q", *source.packages], into, "is it of this release?")
+        _run(
+            what,
+            ["apt-get", *options, "download", "-q", *source.packages],
+            into,
+            "is it of this release?",
+        )
         for archive in sorted(into.glob("*.deb")):
             _run(what, ["dpkg-deb", "-x", str(archive), str(into)], into, "try again")
     else:
@@ -129,9 +140,13 @@ def _run(what: str, command: Sequence[str], cwd: Path, hint: str) -> None:
     """Runs `command`; raises `ValueError` with its error line and the `hint` where it fails or takes too long."""
     tool = Path(command[0]).name
     try:
-        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired as error:
-        raise ValueError(f"{what}: {tool} took longer than {TIMEOUT_S} s: try again later") from error
+        raise ValueError(
+            f"{what}: {tool} took longer than {TIMEOUT_S} s: try again later"
+        ) from error
     if done.returncode:
         lines = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
         why = next((line for line in lines if "rror" in line or line.startswith("E:")), lines[-1])
@@ -162,12 +177,16 @@ def fetch(name: str) -> Path:
             PREPARE[name](raw, ready)
             missing = [file for file in SOURCES[name].files if not (ready / file).is_file()]
             if missing:
-                raise ValueError(f"{SOURCES[name].origin()} did not hold {', '.join(missing)}: is it another version?")
+                raise ValueError(
+                    f"{SOURCES[name].origin()} did not hold {', '.join(missing)}: is it another version?"
+                )
             _move(name, ready, target)
     except OSError as error:
         reason = error.strerror or error
         remedy = "free some space there, or set XDG_CACHE_HOME to another directory"
-        raise ValueError(f"{name} cannot be written to {target.parent} ({reason}): {remedy}") from error
+        raise ValueError(
+            f"{name} cannot be written to {target.parent} ({reason}): {remedy}"
+        ) from error
     return target
 
 
@@ -185,7 +204,10 @@ def _move(name: str, ready: Path, target: Path) -> None:
 def _sotu(raw: Path, ready: Path) -> None:
     """Writes all addresses, each a file YEAR_NAME_PARTY.txt of one line, with a blank line between them; and names."""
     files = sorted((raw / "package" / "data").glob("*.txt"))
-    texts, names = [file.read_text("utf-8").strip() for file in files], [file.stem.split("_")[1:-1] for file in files]
+    texts, names = (
+        [file.read_text("utf-8").strip() for file in files],
+        [file.stem.split("_")[1:-1] for file in files],
+    )
     (ready / "text.txt").write_bytes("\n\n".join(texts).encode() + b"\n")
     (ready / "speakers.txt").write_text("".join(f"{' '.join(name)}\n" for name in names))
 
@@ -208,23 +230,38 @@ def _bible(raw: Path, ready: Path) -> None:
     clean = needs("pysword.cleaner", "data").OSISCleaner().clean
     bibles = {conf.get("lang"): key for key, conf in modules.parse_modules().items()}
     if not {"en", "es"} <= bibles.keys():
-        raise ValueError(f"the SWORD modules are in {', '.join(map(str, bibles)) or 'none'}, must be in en and es")
-    english, spanish = (modules.get_bible_from_module(bibles[language]) for language in ("en", "es"))
-    shared = {book.name: book for books in english.get_structure().get_books().values() for book in books}
+        raise ValueError(
+            f"the SWORD modules are in {', '.join(map(str, bibles)) or 'none'}, must be in en and es"
+        )
+    english, spanish = (
+        modules.get_bible_from_module(bibles[language]) for language in ("en", "es")
+    )
+    shared = {
+        book.name: book for books in english.get_structure().get_books().values() for book in books
+    }
 
     def verse(bible: Any, book: str, chapter: int, number: int) -> str:
         """One verse on one line, without tabs and markup; "" where the module leaves it out."""
         marked = bible.get(books=[book], chapters=[chapter], verses=[number], clean=False)
         return " ".join(clean(_NOTE_BETWEEN_WORDS.sub("</note> ", marked)).split())
 
-    for bible in (english, spanish):  # without a cache each verse decompresses its whole book: minutes for seconds
+    for bible in (
+        english,
+        spanish,
+    ):  # without a cache each verse decompresses its whole book: minutes for seconds
         bible._decompressed_text = lru_cache(maxsize=4)(bible._decompressed_text)
     with (ready / "pairs.tsv").open("w", encoding="utf-8") as lines:
-        for book in (book for books in spanish.get_structure().get_books().values() for book in books):
+        for book in (
+            book for books in spanish.get_structure().get_books().values() for book in books
+        ):
             lengths = shared[book.name].chapter_lengths if book.name in shared else []
-            for chapter, counts in enumerate(zip(book.chapter_lengths, lengths, strict=False), start=1):
+            for chapter, counts in enumerate(
+                zip(book.chapter_lengths, lengths, strict=False), start=1
+            ):
                 for number in range(1, min(counts) + 1):
-                    pair = [verse(bible, book.name, chapter, number) for bible in (english, spanish)]
+                    pair = [
+                        verse(bible, book.name, chapter, number) for bible in (english, spanish)
+                    ]
                     if all(pair):
                         lines.write("\t".join(pair) + "\n")
 

@@ -29,7 +29,9 @@ def _json_lines(path: Path) -> Iterator[Row]:
                 except ValueError as error:
                     raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
                 if not isinstance(row, dict):
-                    raise ValueError(f"{path}, line {number} is {line.strip()[:40]!r}, must be an object")
+                    raise ValueError(
+                        f"{path}, line {number} is {line.strip()[:40]!r}, must be an object"
+                    )
                 yield row
 
 
@@ -50,10 +52,16 @@ def _parquet(path: Path) -> Iterator[Row]:
                 yield from batch.to_pylist()
         except (damaged, OSError) as error:  # of either kind, by the place of the damage
             reason = first_line(error).rstrip(".")
-            raise ValueError(f"{path} is no whole Parquet file: {reason}; copy or download it again") from error
+            raise ValueError(
+                f"{path} is no whole Parquet file: {reason}; copy or download it again"
+            ) from error
 
 
-ROWS: Mapping[str, Callable[[Path], Iterator[Row]]] = {".jsonl": _json_lines, ".csv": _csv, ".parquet": _parquet}
+ROWS: Mapping[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": _json_lines,
+    ".csv": _csv,
+    ".parquet": _parquet,
+}
 """Suffixes of files of rows, with their readers."""
 
 
@@ -64,7 +72,9 @@ def files_of(path: Path) -> list[Path]:
         ValueError: There is none, or one has a suffix that cannot be read.
     """
     inside = (file for file in path.rglob("*") if file.is_file())
-    found = sorted(f for f in inside if not any(p.startswith(".") for p in f.relative_to(path).parts))
+    found = sorted(
+        f for f in inside if not any(p.startswith(".") for p in f.relative_to(path).parts)
+    )
     files = found if path.is_dir() else [path]
     other = [file for file in files if file.suffix.lower() not in {*PLAIN, *ROWS}]
     readable = ", ".join(sorted({*PLAIN, *ROWS} - {""}))
@@ -87,7 +97,9 @@ def in_file(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} is not UTF-8 ({byte}): {remedy}") from error
     except UnicodeEncodeError as error:  # JSON can spell half a character
         half = f"U+{ord(error.object[error.start]):04X}"
-        raise ValueError(f"{path} has text that is not Unicode ({half}): remove or replace it") from error
+        raise ValueError(
+            f"{path} has text that is not Unicode ({half}): remove or replace it"
+        ) from error
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
 
@@ -105,7 +117,9 @@ def documents(path: Path, column: str | None) -> list[bytes]:
     for file in files:
         with in_file(file):
             if file.suffix.lower() in ROWS:
-                found.extend(str(value).encode() for value in values_of(file, column or "text") if value)
+                found.extend(
+                    str(value).encode() for value in values_of(file, column or "text") if value
+                )
             else:
                 found.append(file.read_bytes().removeprefix("\ufeff".encode()))
     return found
@@ -115,7 +129,9 @@ def values_of(path: Path, name: str) -> Iterator[Any]:
     """The values of column `name` in a file of rows; `ValueError` with the columns that there are where it has none."""
     for nth, row in enumerate(ROWS[path.suffix.lower()](path), start=1):
         if name not in row:
-            raise ValueError(f"{path}, row {nth} has no column {name}; there are {', '.join(map(str, row))}: name one")
+            raise ValueError(
+                f"{path}, row {nth} has no column {name}; there are {', '.join(map(str, row))}: name one"
+            )
         yield row[name]
 
 
@@ -168,7 +184,11 @@ def stream(source: str, split: str) -> Any:
 
     Raises `ValueError` as `hub_rows` does.
     """
-    datasets, (name, config), path = needs("datasets", "hub"), _parts(source), Path(source).expanduser()
+    datasets, (name, config), path = (
+        needs("datasets", "hub"),
+        _parts(source),
+        Path(source).expanduser(),
+    )
     with one_line(source):
         if is_saved(Path(name).expanduser()):
             return hub_rows(source, split).to_iterable_dataset()
@@ -178,7 +198,9 @@ def stream(source: str, split: str) -> Any:
         builder, *others = {_BUILDERS.get(file.suffix.lower()) for file in files}
         if others or builder is None:
             raise ValueError(f"a stream reads files of one suffix, of {', '.join(_BUILDERS)}")
-        return datasets.load_dataset(builder, data_files=list(map(str, files)), split="train", streaming=True)
+        return datasets.load_dataset(
+            builder, data_files=list(map(str, files)), split="train", streaming=True
+        )
 
 
 @contextlib.contextmanager
@@ -191,7 +213,9 @@ def one_line(source: str) -> Iterator[None]:
     try:
         yield
     except ConnectionError as error:
-        raise ValueError(f"{source}: the hub cannot be reached from here ({first_line(error)})") from error
+        raise ValueError(
+            f"{source}: the hub cannot be reached from here ({first_line(error)})"
+        ) from error
     except (ValueError, OSError, KeyError) as error:
         raise ValueError(f"{source}: {first_line(error)}") from error
 

@@ -55,21 +55,42 @@ def text(
         ValueError: The text is shorter than ten blocks, `context` is below 2, or the source cannot be read.
     """
     if context < 2:
-        raise ValueError(f"context must be at least 2 ids, not {context}: one to read and one to predict")
+        raise ValueError(
+            f"context must be at least 2 ids, not {context}: one to read and one to predict"
+        )
     if label is not None or source == labels.SPEAKERS:
         if streaming:
-            raise ValueError("data.streaming is true, must be false for texts with labels, which are read whole")
+            raise ValueError(
+                "data.streaming is true, must be false for texts with labels, which are read whole"
+            )
         return labels.labelled(source, context, tokenizer, split, column, label)
     sizes = {"vocab": vocabulary(tokenizer)}
     if streaming:
-        return Data(_label(source), source, "text", *_streamed(source, context, tokenizer, split, column), sizes)
+        return Data(
+            _label(source),
+            source,
+            "text",
+            *_streamed(source, context, tokenizer, split, column),
+            sizes,
+        )
     ids, unit = all_ids(_read(source, split, column), tokenizer), "tokens" if tokenizer else "bytes"
     if len(ids) < (least := 10 * context):
-        raise ValueError(f"{source} has {len(ids)} {unit}; context {context} needs at least {least}: take less")
+        raise ValueError(
+            f"{source} has {len(ids)} {unit}; context {context} needs at least {least}: take less"
+        )
     train, held_out = hold_out(ids)
     if len(held_out) < context:
-        raise ValueError(f"{source} has {len(held_out)} {unit} to hold out: a context of at most that, not {context}")
-    return Data(_label(source), source, "text", TextBlocks(train, context), TextBlocks(held_out, context), sizes)
+        raise ValueError(
+            f"{source} has {len(held_out)} {unit} to hold out: a context of at most that, not {context}"
+        )
+    return Data(
+        _label(source),
+        source,
+        "text",
+        TextBlocks(train, context),
+        TextBlocks(held_out, context),
+        sizes,
+    )
 
 
 @final
@@ -116,7 +137,9 @@ def _read(source: str, split: str | None, column: str | None) -> list[bytes]:
     readers.refuse(source, split=split)
     if source in _NAMED:
         readers.refuse(source, column=column)
-        return [(TEXT_SAMPLE if source == "sotu-sample" else locate(source) / "text.txt").read_bytes()]
+        return [
+            (TEXT_SAMPLE if source == "sotu-sample" else locate(source) / "text.txt").read_bytes()
+        ]
     return readers.documents(check_source(source, [*_NAMED, labels.SPEAKERS]), column)
 
 
@@ -128,7 +151,11 @@ def _streamed(
     if not readers.is_hub(source):
         readers.refuse(source, split=split)
         check_source(source, [*_NAMED, labels.SPEAKERS])
-    found, encode, name = readers.stream(source, split or "train"), document_encoder(tokenizer), column or "text"
+    found, encode, name = (
+        readers.stream(source, split or "train"),
+        document_encoder(tokenizer),
+        column or "text",
+    )
     with readers.one_line(source):
         first = list(islice(found, HELD_OUT))
     if not first:
@@ -138,7 +165,9 @@ def _streamed(
     held_out = [str(row[name]).encode() for row in first if row[name]]
     ids = torch.tensor([token for document in held_out for token in encode(document)])
     if len(ids) < context:
-        raise ValueError(f"the first {len(first)} rows of {source} have {len(ids)} ids: a context of at most that")
+        raise ValueError(
+            f"the first {len(first)} rows of {source} have {len(ids)} ids: a context of at most that"
+        )
     return TextStream(source, found, name, encode, context, held_out), TextBlocks(ids, context)
 
 
@@ -165,7 +194,13 @@ class TextStream:
         context: int,
         held_out: Collection[bytes],
     ) -> None:
-        self._source, self._stream, self._column, self._encode, self._context = source, stream, column, encode, context
+        self._source, self._stream, self._column, self._encode, self._context = (
+            source,
+            stream,
+            column,
+            encode,
+            context,
+        )
         self._held_out = frozenset(map(_digest, held_out))
         self._cursors: dict[tuple[int, int], list[_Cursor]] = {}
 
@@ -195,11 +230,15 @@ class TextStream:
         try:
             cursor.go_to(position)
         except (KeyError, TypeError, IndexError, AttributeError) as error:
-            raise ValueError(f"{str(position)[:60]} is no position in these data: {error!r}") from error
+            raise ValueError(
+                f"{str(position)[:60]} is no position in these data: {error!r}"
+            ) from error
         self._cursors[part, parts] = [cursor]
 
     def _of(self, part: int, parts: int) -> "list[_Cursor]":
-        return self._cursors.get((part, parts)) or self._cursors.setdefault((part, parts), [self._fresh(part, parts)])
+        return self._cursors.get((part, parts)) or self._cursors.setdefault(
+            (part, parts), [self._fresh(part, parts)]
+        )
 
     def _fresh(self, part: int, parts: int) -> "_Cursor":
         divide = needs("datasets.distributed", "hub").split_dataset_by_node
@@ -216,7 +255,9 @@ class _Cursor:
     Its place is the state of the rows before the document that it reads, and how many of its ids it has given.
     """
 
-    def __init__(self, rows: Callable[[], Any], ids: Callable[[Any], Sequence[int]], context: int) -> None:
+    def __init__(
+        self, rows: Callable[[], Any], ids: Callable[[Any], Sequence[int]], context: int
+    ) -> None:
         self._make, self._ids, self._context = rows, ids, context
         self.at = self._epoch = 0
         self._open(None)
@@ -236,7 +277,9 @@ class _Cursor:
         return {"at": self.at, "epoch": self._epoch, "before": self._before, "given": self._given}
 
     def go_to(self, position: dict[str, Any]) -> None:
-        self.at, self._epoch, given, before = (position[key] for key in ("at", "epoch", "given", "before"))
+        self.at, self._epoch, given, before = (
+            position[key] for key in ("at", "epoch", "given", "before")
+        )
         whole = all(type(number) is int and number >= 0 for number in (self.at, self._epoch, given))
         if not whole or not isinstance(before, dict | None):
             raise TypeError("it is of other values")
@@ -262,7 +305,9 @@ class _Cursor:
         before, row = self._after, next(self._next, None)
         if row is None:
             if not self._fruitful:
-                raise ValueError("the stream has no documents besides those held out: leave data.streaming out")
+                raise ValueError(
+                    "the stream has no documents besides those held out: leave data.streaming out"
+                )
             self._epoch += 1
             self._open(None)
             return

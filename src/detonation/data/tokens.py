@@ -30,9 +30,13 @@ def load_tokenizer(name: str) -> Any:
     transformers = needs("transformers", "models")
     transformers.utils.logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of each try
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would not be there in a fork
+    os.environ.setdefault(
+        "TOKENIZERS_PARALLELISM", "false"
+    )  # its threads would not be there in a fork
     try:
-        return transformers.AutoTokenizer.from_pretrained(name.removeprefix("hf:"), trust_remote_code=False)
+        return transformers.AutoTokenizer.from_pretrained(
+            name.removeprefix("hf:"), trust_remote_code=False
+        )
     except Exception as error:  # of many kinds, also of the libraries that read the files
         problem = f"data.tokenizer {name} is no directory, and nothing the hub gives us"
         raise ValueError(f"{problem}: {first_line(error)}") from error
@@ -48,7 +52,11 @@ def tokenizer_of(task: str, arguments: Mapping[str, Any]) -> Any:
     transformers = needs("transformers", "models")
     if task == "translation":
         return transformers.ByT5Tokenizer()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=_of_bytes()) if task == "text" else None
+    return (
+        transformers.PreTrainedTokenizerFast(tokenizer_object=_of_bytes())
+        if task == "text"
+        else None
+    )
 
 
 def _of_bytes() -> Any:
@@ -57,7 +65,9 @@ def _of_bytes() -> Any:
     # The alphabet of byte-level tokenizers, in the order of GPT-2: printable bytes stand for themselves.
     own = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in own]
-    letters = {chr(byte): byte for byte in own} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    letters = {chr(byte): byte for byte in own} | {
+        chr(256 + n): byte for n, byte in enumerate(others)
+    }
     made = parts.Tokenizer(parts.models.BPE(letters, []))
     made.pre_tokenizer = parts.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = parts.decoders.ByteLevel()
@@ -82,7 +92,11 @@ def document_encoder(tokenizer: str) -> Callable[[bytes], Sequence[int]]:
     def encode(document: bytes) -> Sequence[int]:
         ids = array("i")  # four bytes per id, where a list needs some thirty
         for piece in _pieces(document.decode("utf-8", errors="replace")):
-            ids.extend(made(piece, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"])
+            ids.extend(
+                made(piece, add_special_tokens=False, return_attention_mask=False, verbose=False)[
+                    "input_ids"
+                ]
+            )
         ids.extend(end)
         return ids
 
@@ -96,18 +110,28 @@ def all_ids(documents: Sequence[bytes], tokenizer: str) -> Tensor:
     """
     if not tokenizer:
         joined = bytearray(b"\n\n".join(documents))
-        return torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.zeros(0, dtype=torch.uint8)
+        return (
+            torch.frombuffer(joined, dtype=torch.uint8)
+            if joined
+            else torch.zeros(0, dtype=torch.uint8)
+        )
     path = cache_dir() / "tokens" / f"{_digest(documents, tokenizer)}.int32"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the ranks of a machine all come here: one encodes, the others wait
+            fcntl.flock(
+                lock, fcntl.LOCK_EX
+            )  # the ranks of a machine all come here: one encodes, the others wait
             if not path.exists():
                 write_whole(path, _encoded(documents, tokenizer))
     except OSError:  # a cache that cannot be written, or is full
         return torch.frombuffer(_encoded(documents, tokenizer), dtype=torch.int32)
     count = path.stat().st_size // 4
-    return torch.from_file(str(path), shared=False, size=count, dtype=torch.int32) if count else torch.zeros(0).int()
+    return (
+        torch.from_file(str(path), shared=False, size=count, dtype=torch.int32)
+        if count
+        else torch.zeros(0).int()
+    )
 
 
 def _encoded(documents: Sequence[bytes], tokenizer: str) -> bytearray:
@@ -119,7 +143,9 @@ def _encoded(documents: Sequence[bytes], tokenizer: str) -> bytearray:
 
 def _digest(documents: Sequence[bytes], tokenizer: str) -> str:
     made = load_tokenizer(tokenizer)
-    rules = made.backend_tokenizer.to_str() if made.is_fast else repr(sorted(made.get_vocab().items()))
+    rules = (
+        made.backend_tokenizer.to_str() if made.is_fast else repr(sorted(made.get_vocab().items()))
+    )
     total = hashlib.sha256(f"{type(made).__name__} {made.eos_token_id} {rules}".encode())
     for document in documents:
         total.update(len(document).to_bytes(8, "little") + document)

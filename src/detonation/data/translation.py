@@ -64,12 +64,20 @@ def translation(
 class TranslationPairs:
     """Sentence pairs that fit; a batch is two rectangles of ids."""
 
-    def __init__(self, pairs: Sequence[SentencePair], lengths: tuple[int, int], tokenizer: str = "") -> None:
+    def __init__(
+        self, pairs: Sequence[SentencePair], lengths: tuple[int, int], tokenizer: str = ""
+    ) -> None:
         self._made, self._lengths = load_tokenizer(tokenizer) if tokenizer else None, lengths
         octets = ([[*(byte + OFFSET for byte in side), END] for side in pair] for pair in pairs)
         ids = _tokens(pairs, self._made) if pairs and tokenizer else octets
-        fit = [both for both in ids if all(len(side) <= most for side, most in zip(both, lengths, strict=True))]
-        self._sides = [[torch.tensor(both[side], dtype=torch.int32) for both in fit] for side in (0, 1)]
+        fit = [
+            both
+            for both in ids
+            if all(len(side) <= most for side, most in zip(both, lengths, strict=True))
+        ]
+        self._sides = [
+            [torch.tensor(both[side], dtype=torch.int32) for both in fit] for side in (0, 1)
+        ]
 
     def __len__(self) -> int:
         return len(self._sides[0])
@@ -100,7 +108,9 @@ class TranslationPairs:
 
 def _tokens(pairs: Sequence[SentencePair], made: Any) -> Iterator[tuple[list[int], list[int]]]:
     """The ids of each pair, with all that the tokenizer adds to an input and to a target."""
-    inputs, targets = ([sentence.decode() for sentence in side] for side in zip(*pairs, strict=True))
+    inputs, targets = (
+        [sentence.decode() for sentence in side] for side in zip(*pairs, strict=True)
+    )
     return zip(made(inputs)["input_ids"], made(text_target=targets)["input_ids"], strict=True)
 
 
@@ -113,7 +123,9 @@ def _hold_out(pairs: Sequence[SentencePair]) -> tuple[list[SentencePair], list[S
 
 def _read(source: str, split: str | None, column: str | None) -> tuple[str, list[SentencePair]]:
     if readers.is_hub(source):
-        found = readers.column_of(readers.hub_rows(source, split or "train"), column, ["translation"])
+        found = readers.column_of(
+            readers.hub_rows(source, split or "train"), column, ["translation"]
+        )
         return readers.label(source), _stripped(source, _in_order(source, found))
     readers.refuse(source, split=split)
     file = locate(source) / "pairs.tsv" if source in _NAMED else check_source(source, _NAMED)
@@ -123,12 +135,16 @@ def _read(source: str, split: str | None, column: str | None) -> tuple[str, list
         raise ValueError(f"{source} is a directory: pairs are in one file, {readable}")
     with readers.in_file(file):
         if suffix in readers.ROWS:
-            return name, _stripped(source, _in_order(source, readers.values_of(file, column or "translation")))
+            return name, _stripped(
+                source, _in_order(source, readers.values_of(file, column or "translation"))
+            )
         readers.refuse(source, column=column)
         if suffix not in (".tsv", ""):
             raise ValueError(f"{source} cannot be read as pairs: a source is {readable}")
         with file.open(encoding="utf-8-sig") as lines:
-            return name, _stripped(source, (line.rstrip("\r\n").split("\t") for line in lines if line.strip()))
+            return name, _stripped(
+                source, (line.rstrip("\r\n").split("\t") for line in lines if line.strip())
+            )
 
 
 def _in_order(source: str, found: Iterable[Any]) -> Iterator[Sequence[str]]:
@@ -140,7 +156,9 @@ def _in_order(source: str, found: Iterable[Any]) -> Iterator[Sequence[str]]:
             continue
         first = first or list(row)
         if set(row) != set(first):
-            raise ValueError(f"{source}: pair {number} is in {', '.join(row)}, the first in {', '.join(first)}")
+            raise ValueError(
+                f"{source}: pair {number} is in {', '.join(row)}, the first in {', '.join(first)}"
+            )
         yield [row[name] for name in first]
 
 

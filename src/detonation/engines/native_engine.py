@@ -27,7 +27,9 @@ from detonation.core.runtime import Runtime
 class NativeEngine(ReferenceEngine):
     """DCT x top-k with memory on a CPU: one pass over the memory to encode, one over the update to decode."""
 
-    def __init__(self, library: Library, codec: Codec, layout: Layout, memory: Memory, runtime: Runtime) -> None:
+    def __init__(
+        self, library: Library, codec: Codec, layout: Layout, memory: Memory, runtime: Runtime
+    ) -> None:
         super().__init__(codec, layout, memory, runtime)
         self.name = library.name
         self._library, self._memory = library, memory
@@ -37,17 +39,30 @@ class NativeEngine(ReferenceEngine):
         self._index_bytes = self._coding.nbytes(layout.rows)
         self.releases_at_once = self._exact
         self._released_share = memory.feedback.alpha if self._exact else 0.0
-        self._waves, self._most = dct_waves(codec.selection.chunk, self.device), most_summed(codec.selection.chunk)
+        self._waves, self._most = (
+            dct_waves(codec.selection.chunk, self.device),
+            most_summed(codec.selection.chunk),
+        )
 
     def encode(
-        self, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None, out: Tensor | None = None
+        self,
+        signals: Sequence[Tensor | None],
+        step: int,
+        bad: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Selected:
         return self._encoded(signals, None)
 
     def encode_into(
-        self, run: MessageRows, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None
+        self,
+        run: MessageRows,
+        signals: Sequence[Tensor | None],
+        step: int,
+        bad: Tensor | None = None,
     ) -> Selected:
-        if run.owners is None and (self.codec.precision == FP32 or isinstance(self.codec.precision, Sign)):
+        if run.owners is None and (
+            self.codec.precision == FP32 or isinstance(self.codec.precision, Sign)
+        ):
             return self._encoded(signals, run)
         selected = self._encoded(signals, None)
         self.codec.write(selected, run)
@@ -56,15 +71,23 @@ class NativeEngine(ReferenceEngine):
     def _encoded(self, signals: Sequence[Tensor | None], run: MessageRows | None) -> Selected:
         """Absorbs a signal, and selects what leaves: into `run`, or into memory of its own."""
         if run is None:
-            values = torch.empty(self.layout.rows, self.codec.selection.k, dtype=torch.float32, device="cpu")
-            statistics, indices = [], torch.empty(self._index_bytes, dtype=torch.uint8, device="cpu")
+            values = torch.empty(
+                self.layout.rows, self.codec.selection.k, dtype=torch.float32, device="cpu"
+            )
+            statistics, indices = (
+                [],
+                torch.empty(self._index_bytes, dtype=torch.uint8, device="cpu"),
+            )
         else:
             values, *statistics, indices = (part[0] for part in run.parts)
             if not statistics:
                 values = values.view(torch.float32).view(run.rows, self.codec.selection.k)
         self._library.encode(
             self._memory.residual,
-            [None if s is None or not s.numel() else s.to(torch.float32).contiguous() for s in signals],
+            [
+                None if s is None or not s.numel() else s.to(torch.float32).contiguous()
+                for s in signals
+            ],
             self._numel,
             self._memory.feedback.decay,
             self._released_share,
@@ -76,7 +99,11 @@ class NativeEngine(ReferenceEngine):
             run is not None and run.negative_zeros,
             indices,
         )
-        values = torch.empty(self.layout.rows, 0, dtype=torch.float32, device="cpu") if statistics else values
+        values = (
+            torch.empty(self.layout.rows, 0, dtype=torch.float32, device="cpu")
+            if statistics
+            else values
+        )
         return Selected(values, PackedIndices(self._coding, indices, self.layout.rows))
 
     def release(self, selected: Selected, own: Tensor | None) -> None:
@@ -84,7 +111,14 @@ class NativeEngine(ReferenceEngine):
             alpha, indices = self._memory.feedback.alpha, self._coding.encode(selected.indices)
             few = own.shape[1] <= self._most
             self._library.release(
-                self._memory.residual, self._numel, alpha, own.contiguous(), indices, self._width, few, self._waves
+                self._memory.residual,
+                self._numel,
+                alpha,
+                own.contiguous(),
+                indices,
+                self._width,
+                few,
+                self._waves,
             )
 
     def decode(self, received: Received) -> Tensor:
@@ -97,7 +131,9 @@ class NativeEngine(ReferenceEngine):
             super().write(received, targets)
             return
         # by way of a copy where one must be converted, so that no parameter's bits depend on what others are like
-        odd = [i for i, t in enumerate(targets) if t.dtype != torch.float32 or not t.is_contiguous()]
+        odd = [
+            i for i, t in enumerate(targets) if t.dtype != torch.float32 or not t.is_contiguous()
+        ]
         decoded = list(targets)
         for i in odd:
             decoded[i] = torch.empty(targets[i].shape, dtype=torch.float32, device="cpu")
@@ -108,22 +144,45 @@ class NativeEngine(ReferenceEngine):
         plain = all(w.dtype == torch.float32 and w.is_contiguous() for w in weights)
         return plain and isinstance(received.aggregation, Mean | MeanNonzero)
 
-    def apply_signs(self, received: Received, weights: Sequence[Tensor], rates: Sequence[SignRate] | None) -> None:
+    def apply_signs(
+        self, received: Received, weights: Sequence[Tensor], rates: Sequence[SignRate] | None
+    ) -> None:
         """Moves `weights` by the signs of the update; without rates they become the update."""
         rows, k, nonzero = received.rows, 0, isinstance(received.aggregation, MeanNonzero)
         if isinstance(received, Arrived) and isinstance(received.codec.precision, Sign):
-            sent, k, values = received.indices(0, rows), received.codec.selection.k, [*received.parts[0]]
+            sent, k, values = (
+                received.indices(0, rows),
+                received.codec.selection.k,
+                [*received.parts[0]],
+            )
             magnitudes = [each[:, 0].contiguous() for each in received.levels]
         else:
             whole, magnitudes = received.read(0, rows), None
-            sent, k, values = whole.indices, whole.values.shape[2], [each.contiguous() for each in whole.values]
+            sent, k, values = (
+                whole.indices,
+                whole.values.shape[2],
+                [each.contiguous() for each in whole.values],
+            )
         few = sent is not None and len(values) * k <= self._most and not nonzero
         if sent is None:  # owners answer with whole rows
-            sent = torch.arange(self._coding.chunk, dtype=torch.int64, device="cpu").expand(len(values), rows, k)
+            sent = torch.arange(self._coding.chunk, dtype=torch.int64, device="cpu").expand(
+                len(values), rows, k
+            )
         encoded = sent.encoded if isinstance(sent, PackedIndices) else self._coding.encode(sent)
         indices = [each.contiguous() for each in encoded]  # of one message they lie together
         shape = rows, self._coding.chunk, k
-        self._library.decode(weights, shape, values, magnitudes, indices, self._width, few, nonzero, self._waves, rates)
+        self._library.decode(
+            weights,
+            shape,
+            values,
+            magnitudes,
+            indices,
+            self._width,
+            few,
+            nonzero,
+            self._waves,
+            rates,
+        )
         # the library writes unseen; a graph that holds old values must not be used
         torch.autograd.graph.increment_version(weights)
 
@@ -133,7 +192,12 @@ def native_engine(
 ) -> NativeEngine | None:
     """The engine for DCT x top-k with memory on a CPU, where g++ can build it; None for all else."""
     fits = memory is not None and isinstance(codec.basis, DCT) and type(codec.selection) is TopK
-    if not fits or runtime.decides_on_device or not runtime.kernels or codec.selection.chunk not in KERNEL_CHUNKS:
+    if (
+        not fits
+        or runtime.decides_on_device
+        or not runtime.kernels
+        or codec.selection.chunk not in KERNEL_CHUNKS
+    ):
         return None
     library = load_library()
     return NativeEngine(library, codec, layout, memory, runtime) if library and memory else None

@@ -50,13 +50,22 @@ class Admission:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Replicated, host: str = "127.0.0.1", *, token: bytes | None = None
+        self,
+        model: nn.Module,
+        optimizer: Replicated,
+        host: str = "127.0.0.1",
+        *,
+        token: bytes | None = None,
     ) -> None:
         (axis, _), *others = optimizer.levels
         if others:
-            raise ValueError("nobody comes in under several levels: start all replicas with the run")
+            raise ValueError(
+                "nobody comes in under several levels: start all replicas with the run"
+            )
         if not isinstance(axis, AxisUser):
-            raise ValueError("only an elastic axis lets replicas in: make it with detonation.elastic")
+            raise ValueError(
+                "only an elastic axis lets replicas in: make it with detonation.elastic"
+            )
         self._model, self._optimizer, self._axis = model, optimizer, axis.axis
         self._host, self._token = host, None if token is None else checked_token(token)
         self._feed: Feed | None = None
@@ -68,7 +77,9 @@ class Admission:
         if self._feed is not None:
             self._feed.flush()  # the last step before the newcomer's must not wait for another
             if self._feed.followers and math.isinf(self._feed.first_copy):
-                self._feed.first_copy = self._axis.host.copy_step(self._guest, self._optimizer.step_count)
+                self._feed.first_copy = self._axis.host.copy_step(
+                    self._guest, self._optimizer.step_count
+                )
         if self._feed is not None and guest != self._guest:
             self._optimizer.record(self._before)
             self._feed.close(ended=False, wait_s=0.0)
@@ -82,11 +93,17 @@ class Admission:
 
     def _open(self, guest: int) -> None:
         if self._axis.shared:
-            raise ValueError("several optimizers use the axis, and a newcomer takes the state of one")
+            raise ValueError(
+                "several optimizers use the axis, and a newcomer takes the state of one"
+            )
         self._feed = Feed(self._model, self._optimizer, f"{self._host}:0", token=self._token)
-        self._feed.first_copy = math.inf  # the shards of a newcomer step together, from copies of the same step
+        self._feed.first_copy = (
+            math.inf
+        )  # the shards of a newcomer step together, from copies of the same step
         self._before = self._optimizer.tape
-        self._optimizer.record(self._feed if self._before is None else Tapes([self._before, self._feed]))
+        self._optimizer.record(
+            self._feed if self._before is None else Tapes([self._before, self._feed])
+        )
         self._axis.host.offer(guest, self._feed.address)
 
 
@@ -134,13 +151,20 @@ def admitted(
     token = checked_token(token)
     with contextlib.ExitStack() as undo:
         undo.callback(guest.membership.stop)
-        with Follower(model, guest.addresses(timeout_s), token, optimizer, 64, joins=True) as follower:
+        with Follower(
+            model, guest.addresses(timeout_s), token, optimizer, 64, joins=True
+        ) as follower:
             follow = partial(_follow, guest, follower, timeout_s)
             follow("no weights came", lambda: follower.step >= 0)
             guest.ready()
-            follow("the others did not agree on a step", lambda: guest.step() is not None or follower.ended)
+            follow(
+                "the others did not agree on a step",
+                lambda: guest.step() is not None or follower.ended,
+            )
             if (step := guest.step()) is None:
-                raise ReplicaLost(f"training ended after {follower.step} steps, before replica {guest.number} came in")
+                raise ReplicaLost(
+                    f"training ended after {follower.step} steps, before replica {guest.number} came in"
+                )
             follow(f"the weights of step {step} did not come", lambda: follower.step == step, step)
             # with a delay the others receive what is on its way before this replica comes in
             follow(f"the others did not synchronize after step {step}", lambda: follower.complete)
@@ -152,7 +176,12 @@ def admitted(
 
 
 def _follow(
-    guest: Guest, follower: Follower, timeout_s: float, late: str, has_come: Callable[[], bool], to: int | None = None
+    guest: Guest,
+    follower: Follower,
+    timeout_s: float,
+    late: str,
+    has_come: Callable[[], bool],
+    to: int | None = None,
 ) -> None:
     """Follows the replica that offers the state, or another one if that is lost, until `has_come`.
 

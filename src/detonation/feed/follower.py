@@ -37,13 +37,27 @@ class Follower(AbstractContextManager["Follower"]):
     """
 
     def __init__(
-        self, model: nn.Module, address: str, token: bytes, make: MakeOptimizer | None, behind: int, joins: bool = False
+        self,
+        model: nn.Module,
+        address: str,
+        token: bytes,
+        make: MakeOptimizer | None,
+        behind: int,
+        joins: bool = False,
     ) -> None:
-        self.model, self._token, self._make, self._most_behind, self._joins = model, token, make, behind, joins
+        self.model, self._token, self._make, self._most_behind, self._joins = (
+            model,
+            token,
+            make,
+            behind,
+            joins,
+        )
         self._addresses = [host_and_port(each) for each in address.split(",")]
         self._changed = threading.Condition()
         meshes = [p.device_mesh for p in local_parameters(model).values() if isinstance(p, DTensor)]
-        self._own_shard = max(meshes, key=lambda mesh: mesh.size()).get_local_rank() if meshes else None
+        self._own_shard = (
+            max(meshes, key=lambda mesh: mesh.size()).get_local_rank() if meshes else None
+        )
         self._shards = [ShardFollower(model, bool(meshes), make, joins)]
         self._streams = [self._stream(self._own_shard or 0)]
         weakref.finalize(self, close_all, self._streams)  # whose place is for others
@@ -90,7 +104,9 @@ class Follower(AbstractContextManager["Follower"]):
     @property
     def fingerprint(self) -> str:
         """The sha256 (hex) of the weights, as `detonation.fingerprint` makes it of the replicas of the training."""
-        digests = (bytes.fromhex(digest(local_parameters(shard.module).values())) for shard in self._shards)
+        digests = (
+            bytes.fromhex(digest(local_parameters(shard.module).values())) for shard in self._shards
+        )
         return hashlib.sha256(b"".join(digests)).hexdigest()
 
     def update(self, to: int | None = None, wait_s: float | None = None) -> int:
@@ -110,7 +126,9 @@ class Follower(AbstractContextManager["Follower"]):
         while True:
             moved = self._advance(to)
             if to is not None and self.step > to:
-                raise LostFeed(f"training was at step {self.step} already when its state came, beyond {to}")
+                raise LostFeed(
+                    f"training was at step {self.step} already when its state came, beyond {to}"
+                )
             if self.step == to or (moved and to is None):
                 return self.step
             if not self._wait(deadline, to):
@@ -158,7 +176,9 @@ class Follower(AbstractContextManager["Follower"]):
         elif shard < len(self._addresses):
             host, port = self._addresses[shard]
         else:
-            raise ValueError(f"there are {len(self._addresses)} addresses, and training has {shard + 1} shards or more")
+            raise ValueError(
+                f"there are {len(self._addresses)} addresses, and training has {shard + 1} shards or more"
+            )
         return Stream(host, port, self._token, most_bytes, self._most_behind, self._changed)
 
     def _wait(self, deadline: float | None, to: int | None) -> bool:
@@ -168,7 +188,9 @@ class Follower(AbstractContextManager["Follower"]):
                 if stream.refusal is not None:
                     raise LostFeed(str(stream.refusal)) from stream.refusal
                 if stream.gone and any(other.ended for other in self._streams):
-                    raise LostFeed(f"training has ended, and the feed of one of its shards is gone: {stream.trouble}")
+                    raise LostFeed(
+                        f"training has ended, and the feed of one of its shards is gone: {stream.trouble}"
+                    )
             if self.ended and to is not None:
                 raise LostFeed(f"training has ended after {self.step} steps, before {to}")
             over = all(stream.ended for stream in self._streams) and self._came() == self._seen
@@ -189,9 +211,20 @@ class Follower(AbstractContextManager["Follower"]):
         self._open_streams()
         with self._changed:
             self._seen = self._came()
-            plans = [reachable_moments(shard.moment, stream.inbox, to) for shard, stream in self._pairs()]
-            goal = next((m for m in reversed(plans[0]) if m is not None and all(m in plan for plan in plans)), None)
-            counts = [] if goal is None else [len(plan) - 1 - plan[::-1].index(goal) for plan in plans]
+            plans = [
+                reachable_moments(shard.moment, stream.inbox, to) for shard, stream in self._pairs()
+            ]
+            goal = next(
+                (
+                    m
+                    for m in reversed(plans[0])
+                    if m is not None and all(m in plan for plan in plans)
+                ),
+                None,
+            )
+            counts = (
+                [] if goal is None else [len(plan) - 1 - plan[::-1].index(goal) for plan in plans]
+            )
             if not any(counts):
                 self._meet_again()
                 return False
@@ -207,7 +240,9 @@ class Follower(AbstractContextManager["Follower"]):
 
     def _meet_again(self) -> None:
         """Drops as many steps as may wait, where no other stream has them: one has come again, and is beyond them."""
-        joined = [any(isinstance(event, Joined) for event in stream.inbox) for stream in self._streams]
+        joined = [
+            any(isinstance(event, Joined) for event in stream.inbox) for stream in self._streams
+        ]
         for number, stream in enumerate(self._streams):
             others = joined[:number] + joined[number + 1 :]
             if len(stream.inbox) >= self._most_behind and any(others):
@@ -216,7 +251,9 @@ class Follower(AbstractContextManager["Follower"]):
     def _open_streams(self) -> None:
         """Opens the streams of the other shards, once the first one has told how many there are; closes odd ones."""
         with self._changed:
-            joined = next((event for event in self._streams[0].inbox if isinstance(event, Joined)), None)
+            joined = next(
+                (event for event in self._streams[0].inbox if isinstance(event, Joined)), None
+            )
         if joined is None or self._own_shard is not None:
             return
         shards = int(joined.about["shards"])
@@ -305,7 +342,9 @@ def follow(
         while wait and follower.step < 0:
             rest = deadline - time.monotonic()
             if rest <= 0 or (follower.update(wait_s=min(rest, 1.0)) < 0 and follower.ended):
-                raise LostFeed(f"no weights came from {address} within {timeout_s:g} s: {follower.trouble}")
+                raise LostFeed(
+                    f"no weights came from {address} within {timeout_s:g} s: {follower.trouble}"
+                )
     except BaseException:
         follower.close()
         raise

@@ -71,7 +71,9 @@ class FrameSocket:
             raise BadFrame(f"a frame of {size:,} bytes, but at most {most:,} may arrive")
         tag = self._exactly(_TAG)
         content = self._exactly(size)
-        if not hmac.compare_digest(bytes(tag), self._tag(self._in, self._received, header, content)):
+        if not hmac.compare_digest(
+            bytes(tag), self._tag(self._in, self._received, header, content)
+        ):
             raise BadFrame("a frame is damaged")
         self._received += 1
         self.bytes_moved += len(header) + _TAG + size
@@ -84,7 +86,9 @@ class FrameSocket:
         self._connection.close()
 
     def _tag(self, sender: bytes, number: int, header: Octets, content: Octets) -> bytes:
-        state = hashlib.blake2b(number.to_bytes(8, "little"), key=self._key, digest_size=_TAG, person=sender)
+        state = hashlib.blake2b(
+            number.to_bytes(8, "little"), key=self._key, digest_size=_TAG, person=sender
+        )
         state.update(header)
         state.update(content)
         return state.digest()
@@ -141,7 +145,9 @@ class Listener:
     wants. Raises `OSError` where nobody can listen there.
     """
 
-    def __init__(self, address: str, token: bytes, admit: Callable[[FrameSocket, str, dict[str, Any]], None]) -> None:
+    def __init__(
+        self, address: str, token: bytes, admit: Callable[[FrameSocket, str, dict[str, Any]], None]
+    ) -> None:
         host, port = host_and_port(address)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -174,7 +180,9 @@ class Listener:
             if not self._places.acquire(blocking=False):
                 self._refuse(connection, peer, "too many connections have not shown a token yet")
                 continue
-            threading.Thread(target=self._greet, args=(connection, peer), name="feed-greeting", daemon=True).start()
+            threading.Thread(
+                target=self._greet, args=(connection, peer), name="feed-greeting", daemon=True
+            ).start()
 
     def _greet(self, connection: socket.socket, peer: str) -> None:
         try:
@@ -222,7 +230,11 @@ class Subscription:
         self.peer, self._connection, self._most_behind = peer, connection, most_behind
         self.alive = True
         self._begun = self._caught_up = False
-        self._skip, self._bytes, self._most_bytes = 0, 0, LEAST_WAITING  # before `begin` nothing waits
+        self._skip, self._bytes, self._most_bytes = (
+            0,
+            0,
+            LEAST_WAITING,
+        )  # before `begin` nothing waits
         self._queue: deque[tuple[int, Octets]] = deque()  # kind and content
         self._changed = threading.Condition()
         self.thread = threading.Thread(target=self._send, name="feed-sender", daemon=True)

@@ -16,8 +16,22 @@ from detonation.core.agreement.buffers import persistent_buffers
 from detonation.core.flat.tensors import local
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.runtime import Readback
-from detonation.feed.frames import ABOUT, BYE, FrameSocket, Listener, Subscription, encoded, host_and_port
-from detonation.feed.shared_state import BUFFERS, NORM, describe_training, require_followable, shared_content
+from detonation.feed.frames import (
+    ABOUT,
+    BYE,
+    FrameSocket,
+    Listener,
+    Subscription,
+    encoded,
+    host_and_port,
+)
+from detonation.feed.shared_state import (
+    BUFFERS,
+    NORM,
+    describe_training,
+    require_followable,
+    shared_content,
+)
 from detonation.feed.token import checked_token
 from detonation.feed.weights.folders import Folder
 from detonation.feed.weights.weight_feed import WeightFeed
@@ -108,7 +122,9 @@ class Feed(StepRecorder):
         shard = optimizer.coordinates.shard
         self._first_shard = shard == 0
         bracketed = f"[{host}]" if ":" in host else host
-        self._listener = Listener(f"{bracketed}:{port + shard if port else 0}", checked_token(token), self._admit)
+        self._listener = Listener(
+            f"{bracketed}:{port + shard if port else 0}", checked_token(token), self._admit
+        )
         self.address = f"{bracketed}:{self._listener.port - (shard if port else 0)}"
         """That followers need."""
 
@@ -168,7 +184,9 @@ class Feed(StepRecorder):
         """Ends a step, or a call of `synchronize`."""
         messages, goes_on = self.take_messages(what, optimizer)
         self._synchronized = 0 if what == "step" else self._synchronized + 1
-        if not goes_on:  # a name of its own: the same steps of another shard may still be those taken before
+        if (
+            not goes_on
+        ):  # a name of its own: the same steps of another shard may still be those taken before
             self._returns += 1
             self._about["run"] = f"{self._run}, returned {self._returns} times"
             self._drop_all("training went back to an earlier state")
@@ -183,7 +201,9 @@ class Feed(StepRecorder):
         if self._coming and due:
             try:
                 self._let_in(optimizer)
-            except Exception as error:  # whatever it is, as a lack of memory for the copy: training goes on
+            except (
+                Exception
+            ) as error:  # whatever it is, as a lack of memory for the copy: training goes on
                 _log.exception("no copy of the state for followers")
                 self._next_copy = time.monotonic() + FAILED_S
                 self._drop_all(f"there is no copy of the state: {error}")
@@ -201,13 +221,20 @@ class Feed(StepRecorder):
             everyone = [*self._coming, *self._subscribed]
             self._coming, self._subscribed = [], []
         for each in everyone:
-            each.finish({"ended": ended, "reason": "training has ended" if ended else "training has stopped"})
+            each.finish(
+                {
+                    "ended": ended,
+                    "reason": "training has ended" if ended else "training has stopped",
+                }
+            )
         deadline = time.monotonic() + wait_s
         for each in everyone:
             each.thread.join(max(0.0, deadline - time.monotonic()))
 
     def hand_on(self, records: Sequence[LogRecord]) -> None:
-        content = b"".join(part for record in filter(self._is_new, records) for part in record.parts())
+        content = b"".join(
+            part for record in filter(self._is_new, records) for part in record.parts()
+        )
         for each in self._subscribed:
             each.offer(content)
 
@@ -220,7 +247,10 @@ class Feed(StepRecorder):
                 if here < self._most_followers and not self._closed:
                     self._coming.append(Subscription(connection, peer, self._most_behind))
                     return
-            kind, answer = BYE, {"ended": False, "reason": f"it has {here} followers, and takes no more"}
+            kind, answer = (
+                BYE,
+                {"ended": False, "reason": f"it has {here} followers, and takes no more"},
+            )
         with contextlib.suppress(OSError):
             connection.send(kind, encoded(answer))
         connection.close()
@@ -233,7 +263,9 @@ class Feed(StepRecorder):
         if not coming:
             return
         try:
-            require_followable(optimizer)  # by now the collectives are known, and whether replicas are close
+            require_followable(
+                optimizer
+            )  # by now the collectives are known, and whether replicas are close
         except ValueError as error:
             for each in coming:
                 each.finish({"ended": False, "reason": str(error)})
@@ -268,8 +300,12 @@ class Feed(StepRecorder):
         norm = optimizer.stats.grad_norm if optimizer.settings.clip else None
         if norm is not None:
             found.append((NORM, step, Readback(norm.detach().reshape(1).clone())))
-        for index, buffer in enumerate(persistent_buffers(self._model).values() if self._first_shard else ()):
-            found.append((BUFFERS + index, step, Readback(local(buffer.detach()).clone().reshape(-1))))
+        for index, buffer in enumerate(
+            persistent_buffers(self._model).values() if self._first_shard else ()
+        ):
+            found.append(
+                (BUFFERS + index, step, Readback(local(buffer.detach()).clone().reshape(-1)))
+            )
         return found
 
     def _is_new(self, record: LogRecord) -> bool:

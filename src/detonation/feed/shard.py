@@ -55,7 +55,9 @@ class ShardFollower:
         joins: It is for some steps, until this process is a replica that may be close to the others.
     """
 
-    def __init__(self, model: nn.Module, sharded: bool, make: MakeOptimizer | None, joins: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, sharded: bool, make: MakeOptimizer | None, joins: bool = False
+    ) -> None:
         self._model, self._sharded, self._make, self._joins = model, sharded, make, joins
         self.moment: Moment | None = None
         self.about: dict[str, Any] = {}
@@ -92,7 +94,9 @@ class ShardFollower:
         saved = self.saved = ShardReader(joined.path)
         shared_state.load_weights_of(saved, self._model)
         trained = set(about["trained"])
-        self.module = self._model if self._sharded else shared_state.shard_views(saved, self._model, trained)
+        self.module = (
+            self._model if self._sharded else shared_state.shard_views(saved, self._model, trained)
+        )
         parameters = local_parameters(self.module)
         base = base_optimizer(self._make, about, saved.groups, parameters)
         chosen = scheme_of_training(about)
@@ -134,10 +138,18 @@ class ShardFollower:
             )
 
     def _repeat(self, records: Sequence[LogRecord], optimizer: Replicated) -> None:
-        extras = {r.place: r.content for r in records if r.kind == MESSAGE and r.place >= shared_state.BUFFERS}
+        extras = {
+            r.place: r.content
+            for r in records
+            if r.kind == MESSAGE and r.place >= shared_state.BUFFERS
+        }
         norm = extras.pop(shared_state.NORM, None)
-        self._norm = None if norm is None else torch.frombuffer(bytearray(norm), dtype=torch.float32)[0]
-        self._player.records.extend(r for r in records if r.kind != MESSAGE or r.place < shared_state.BUFFERS)
+        self._norm = (
+            None if norm is None else torch.frombuffer(bytearray(norm), dtype=torch.float32)[0]
+        )
+        self._player.records.extend(
+            r for r in records if r.kind != MESSAGE or r.place < shared_state.BUFFERS
+        )
         while (end := self._player.next_end()) is not None:
             repeat_step(end, optimizer)
         for place, content in extras.items():
@@ -149,7 +161,9 @@ class ShardFollower:
         """Clips by the norm over all shards, as training has measured it."""
         if self._norm is None:
             return
-        gradients = [p.grad for group in base.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [
+            p.grad for group in base.param_groups for p in group["params"] if p.grad is not None
+        ]
         if gradients:
             norm = self._norm.to(gradients[0].device)
             torch._foreach_mul_(gradients, (self.about["clip"] / (norm + 1e-6)).clamp(max=1.0))
@@ -161,15 +175,25 @@ def moment_after(event: Joined | Stepped, before: Moment | None) -> Moment:
         return event.about["run"], event.about["step"], event.about["synchronized"]
     assert before is not None  # a stream begins with a copy
     end = event.records[-1]
-    return (before[0], end.step, before[2] + 1) if end.kind == SYNCHRONIZE else (before[0], end.step, 0)
+    return (
+        (before[0], end.step, before[2] + 1)
+        if end.kind == SYNCHRONIZE
+        else (before[0], end.step, 0)
+    )
 
 
 def base_optimizer(
-    make: MakeOptimizer | None, about: dict[str, Any], saved: Sequence[Any], parameters: Mapping[str, Tensor]
+    make: MakeOptimizer | None,
+    about: dict[str, Any],
+    saved: Sequence[Any],
+    parameters: Mapping[str, Tensor],
 ) -> torch.optim.Optimizer:
     """The base optimizer of a training, over `parameters` in the groups of its state."""
     groups = [
-        {"params": [parameters[name] for name in group["parameters"]], **shared_state.options_of_group(group)}
+        {
+            "params": [parameters[name] for name in group["parameters"]],
+            **shared_state.options_of_group(group),
+        }
         for group in saved
     ]
     return (make or _by_name(about["optimizer"]))(groups)
@@ -179,7 +203,9 @@ def scheme_of_training(about: dict[str, Any]) -> Scheme:
     """The scheme of a training. Raises `ValueError` for one that is not registered here."""
     name = about["scheme"]
     if ":" in name:
-        raise ValueError(f"training names its scheme as {name}: import and register it under a name, on both sides")
+        raise ValueError(
+            f"training names its scheme as {name}: import and register it under a name, on both sides"
+        )
     return scheme(name, about["arguments"])
 
 
@@ -190,11 +216,15 @@ def _by_name(name: Sequence[str]) -> MakeOptimizer:
     if module.startswith("torch.optim."):
         found = getattr(torch.optim, kind, None)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise ValueError(f"training uses the optimizer {module}.{kind}: give follow(..., optimizer=) to make it")
+        raise ValueError(
+            f"training uses the optimizer {module}.{kind}: give follow(..., optimizer=) to make it"
+        )
     return found
 
 
-def reachable_moments(moment: Moment | None, inbox: Iterable[Joined | Stepped], to: int | None) -> list[Moment | None]:
+def reachable_moments(
+    moment: Moment | None, inbox: Iterable[Joined | Stepped], to: int | None
+) -> list[Moment | None]:
     """The moments of a shard now, and after each of the events that wait, up to step `to`."""
     found = [moment]
     for event in inbox:
@@ -207,7 +237,11 @@ def reachable_moments(moment: Moment | None, inbox: Iterable[Joined | Stepped], 
 
 @torch.no_grad()
 def joined_optimizer(
-    model: nn.Module, shards: Sequence[ShardFollower], make: MakeOptimizer | None, axis: Axis, safety: Safety
+    model: nn.Module,
+    shards: Sequence[ShardFollower],
+    make: MakeOptimizer | None,
+    axis: Axis,
+    safety: Safety,
 ) -> Replicated:
     """An optimizer over the parameters of `model` along `axis`, at the step of the shards, with an empty memory.
 
@@ -217,7 +251,9 @@ def joined_optimizer(
     about, saved, before = first.about, first.saved, first.optimizer
     assert saved is not None and before is not None
     if len(shards) > 1 and axis.size() > 1:
-        raise ValueError(f"training has {len(shards)} shards, this model is whole: make it with detonation.shard first")
+        raise ValueError(
+            f"training has {len(shards)} shards, this model is whole: make it with detonation.shard first"
+        )
     parameters = local_parameters(model)
     for name, parameter in parameters.items():
         parameter.requires_grad_(name in about["trained"])
@@ -226,9 +262,16 @@ def joined_optimizer(
         mine |= {key: value for key, value in group.items() if key != "params"}
     for name, parameter in parameters.items():
         views = [local_parameters(shard.module)[name] for shard in shards]
-        states = [s.optimizer.base.state.get(view, {}) for s, view in zip(shards, views, strict=True) if s.optimizer]
+        states = [
+            s.optimizer.base.state.get(view, {})
+            for s, view in zip(shards, views, strict=True)
+            if s.optimizer
+        ]
         base.state[parameter].update(
-            {key: _whole([state[key] for state in states], _boxes(shards, name), parameter) for key in states[0]}
+            {
+                key: _whole([state[key] for state in states], _boxes(shards, name), parameter)
+                for key in states[0]
+            }
         )
         if not states[0]:
             del base.state[parameter]
@@ -244,7 +287,9 @@ def joined_optimizer(
     return optimizer
 
 
-def _hand_over(shards: Sequence[ShardFollower], optimizer: Replicated, parameters: dict[str, Tensor]) -> None:
+def _hand_over(
+    shards: Sequence[ShardFollower], optimizer: Replicated, parameters: dict[str, Tensor]
+) -> None:
     """Gives the replicators the state that all replicas share."""
     found = [shard.optimizer.local_state() for shard in shards if shard.optimizer is not None]
     for level, replicator in enumerate(optimizer.build()):

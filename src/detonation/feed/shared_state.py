@@ -31,7 +31,9 @@ def require_followable(optimizer: Replicated) -> None:
     if len(optimizer.levels) > 1:
         raise ValueError("a feed takes one level of replication, not several")
     if optimizer.settings.intra_node is not None:
-        raise ValueError("a feed takes no intra_node: its ranks share the messages of some parameters")
+        raise ValueError(
+            "a feed takes no intra_node: its ranks share the messages of some parameters"
+        )
     if optimizer.closeness is not None and (own := optimizer.coordinates.replica):
         why = f"replica {own} of close replicas takes over parts of the weights of replica 0, which no message has"
         raise ValueError(f"{why}: serve the feed from replica 0, or use detonation.Feed.of_weights")
@@ -39,10 +41,15 @@ def require_followable(optimizer: Replicated) -> None:
     if scheme.signal == "nothing":
         raise ValueError(f"under {scheme.name} replicas agree on nothing that could be followed")
     built = optimizer.build() if optimizer.is_built else []
-    ways = [collective_for(scheme, each.layout, each.link.replicas, each.link.local_ranks) for each in built]
+    ways = [
+        collective_for(scheme, each.layout, each.link.replicas, each.link.local_ranks)
+        for each in built
+    ]
     if scheme.round.delay and "owner" in (scheme.link, *ways):
         # a copy waits for messages in flight, which would start the second collective on this replica alone
-        raise ValueError(f"{scheme.name} with a delay and owners cannot be followed: use link='all-gather'")
+        raise ValueError(
+            f"{scheme.name} with a delay and owners cannot be followed: use link='all-gather'"
+        )
 
 
 def describe_training(optimizer: Replicated) -> dict[str, Any]:
@@ -76,8 +83,14 @@ def memory_norm(optimizer: Replicated) -> float:
 
 def shared_content(snapshot: Snapshot) -> list[memoryview]:
     """The state that all replicas share, as the file of a checkpoint has it."""
-    tensors = {key: tensor for key, tensor in snapshot.tensors.items() if not key.startswith("generator.")}
-    own = {key for key in tensors if key.startswith("replica.") and not is_shared(key.removeprefix("replica."))}
+    tensors = {
+        key: tensor for key, tensor in snapshot.tensors.items() if not key.startswith("generator.")
+    }
+    own = {
+        key
+        for key in tensors
+        if key.startswith("replica.") and not is_shared(key.removeprefix("replica."))
+    }
     tensors = {key: tensor for key, tensor in tensors.items() if key not in own}
     return list(shard_content(tensors, snapshot.rest))
 
@@ -94,10 +107,16 @@ def load_weights_of(saved: ShardReader, model: nn.Module) -> None:
             part = part_of(part, box)
         if part.shape != tensor.shape or part.dtype != tensor.dtype:
             here, there = f"{whole} {part.dtype}", f"{box.whole} {tensor.dtype}"
-            raise ValueError(f"{key.removeprefix('model.')} is {there} in training, is {here} here: another model")
+            raise ValueError(
+                f"{key.removeprefix('model.')} is {there} in training, is {here} here: another model"
+            )
         part.copy_(tensor)
-    if extra := sorted(key for key in saved.keys if key.startswith("model.") and key not in targets):
-        raise ValueError(f"training has {extra[0].removeprefix('model.')}, which is not here: another model")
+    if extra := sorted(
+        key for key in saved.keys if key.startswith("model.") and key not in targets
+    ):
+        raise ValueError(
+            f"training has {extra[0].removeprefix('model.')}, which is not here: another model"
+        )
 
 
 def part_of(whole: Tensor, box: Box) -> Tensor:
@@ -109,13 +128,17 @@ def part_of(whole: Tensor, box: Box) -> Tensor:
         if start + size > whole.shape[dim]:
             start = 0  # an empty shard begins beyond the end
             if size:
-                raise CorruptCheckpoint(f"a box ends beyond its tensor of shape {tuple(whole.shape)}")
+                raise CorruptCheckpoint(
+                    f"a box ends beyond its tensor of shape {tuple(whole.shape)}"
+                )
         whole = whole.narrow(dim, start, size)
     return whole
 
 
 @torch.no_grad()
-def load_shared_state(saved: ShardReader, optimizer: Replicated, parameters: Mapping[str, Tensor], step: int) -> None:
+def load_shared_state(
+    saved: ShardReader, optimizer: Replicated, parameters: Mapping[str, Tensor], step: int
+) -> None:
     """Puts the state of the base optimizer, and of the replicators, into an optimizer that took no step.
 
     Its memory stays empty. Raises `ValueError` where it is of another model or scheme.
@@ -131,14 +154,18 @@ def load_shared_state(saved: ShardReader, optimizer: Replicated, parameters: Map
         key for key in current.keys() - found.keys() if is_shared(key)
     )
     if odd:
-        raise ValueError(f"the state is of another model or scheme: {odd[0]} and {len(odd) - 1} more differ")
+        raise ValueError(
+            f"the state is of another model or scheme: {odd[0]} and {len(odd) - 1} more differ"
+        )
     for level, replicator in enumerate(optimizer.build()):
         mine = {}
         for key, tensor in replicator.local_state().named().items():
             full = f"{level}.{key}"
             mine[key] = saved.tensor(found[full]) if full in found else torch.zeros_like(tensor)
             if mine[key].shape != tensor.shape:
-                raise ValueError(f"{full} is {tuple(mine[key].shape)} in training, is {tuple(tensor.shape)} here")
+                raise ValueError(
+                    f"{full} is {tuple(mine[key].shape)} in training, is {tuple(tensor.shape)} here"
+                )
         replicator.local_state().load(mine)
     optimizer.resume_at(step)
 
@@ -150,7 +177,10 @@ def is_shared(key: str) -> bool:
 
 def options_of_group(saved: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a parameter group, as a state has them."""
-    plain = {key: tuple(value) if isinstance(value, list) else value for key, value in saved["options"].items()}
+    plain = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in saved["options"].items()
+    }
     return plain | {key: torch.tensor(value) for key, value in saved["tensors"].items()}
 
 
@@ -167,7 +197,9 @@ def shard_views(saved: ShardReader, model: nn.Module, trained: Collection[str]) 
         box = saved.boxes.get(f"model.{name}", Box.of(parameter))
         view = nn.Parameter(part_of(parameter.detach(), box), requires_grad=name in trained)
         view.whole_numel = parameter.numel()  # type: ignore[attr-defined]
-        if (row := padding_row(parameter)) is not None and box.offset[0] <= row < box.offset[0] + box.shape[0]:
+        if (row := padding_row(parameter)) is not None and box.offset[0] <= row < box.offset[
+            0
+        ] + box.shape[0]:
             view.padding_row = row - box.offset[0]  # type: ignore[attr-defined]
         views[name] = view
     return _tree(views)
@@ -179,7 +211,9 @@ def require_elementwise(base: torch.optim.Optimizer, views: Mapping[str, Tensor]
     for view in views.values():
         for state in base.state.get(view, {}).values():
             if isinstance(state, Tensor) and state.ndim and state.shape != view.shape:
-                raise ValueError(f"{name} keeps state of whole matrices: its shards cannot be followed in one process")
+                raise ValueError(
+                    f"{name} keeps state of whole matrices: its shards cannot be followed in one process"
+                )
     if name == "Muon":
         raise ValueError("Muon moves whole matrices: its shards cannot be followed in one process")
 

@@ -79,7 +79,13 @@ class Stream:
     """
 
     def __init__(
-        self, host: str, port: int, token: bytes, most_bytes: int, most_waiting: int, changed: threading.Condition
+        self,
+        host: str,
+        port: int,
+        token: bytes,
+        most_bytes: int,
+        most_waiting: int,
+        changed: threading.Condition,
     ) -> None:
         self.host, self.port = host, port
         self.inbox: deque[Joined | Stepped] = deque()
@@ -88,7 +94,12 @@ class Stream:
         self.trouble = ""
         self.bytes_received = self.joins = self.came = 0
         self.failures = 0  # attempts since the last copy of the state that ended without one
-        self._token, self._most_bytes, self._most_waiting, self._changed = token, most_bytes, most_waiting, changed
+        self._token, self._most_bytes, self._most_waiting, self._changed = (
+            token,
+            most_bytes,
+            most_waiting,
+            changed,
+        )
         self._frames: FrameSocket | None = None
         self._dropped = False  # what still comes by this connection, after `come_again`
         self._closed = threading.Event()
@@ -125,7 +136,13 @@ class Stream:
             joins, self._dropped = self.joins, False
             try:
                 self._follow()
-            except (Refused, BadFrame, DamagedLog, OSError, UnicodeError) as error:  # the last is of an odd host
+            except (
+                Refused,
+                BadFrame,
+                DamagedLog,
+                OSError,
+                UnicodeError,
+            ) as error:  # the last is of an odd host
                 self.trouble = f"{self.host}:{self.port}: {error or type(error).__name__}"
                 if isinstance(error, Refused | UnicodeError):
                     self.refusal = Refused(self.trouble)
@@ -140,7 +157,9 @@ class Stream:
 
     def _follow(self) -> None:
         with socket.create_connection((self.host, self.port), HANDSHAKE_S) as connection:
-            frames = self._frames = introduced(connection, self._token)  # first: a feed that knows of it is not `gone`
+            frames = self._frames = introduced(
+                connection, self._token
+            )  # first: a feed that knows of it is not `gone`
             frames.send(WANT, encoded({"want": "state"}))
             about: dict[str, Any] = {}
             while not self._closed.is_set():
@@ -165,8 +184,12 @@ class Stream:
         """Receives a copy of the state into a file."""
         size = about.get("state_bytes")
         if type(size) is not int or not 0 < size <= self._most_bytes:
-            raise Refused(f"its state has {str(size)[:30]} bytes, a model as this one at most {self._most_bytes:,}")
-        joined = Joined(about, Path(tempfile.mkdtemp(prefix="detonation-follow-")) / "state.safetensors")
+            raise Refused(
+                f"its state has {str(size)[:30]} bytes, a model as this one at most {self._most_bytes:,}"
+            )
+        joined = Joined(
+            about, Path(tempfile.mkdtemp(prefix="detonation-follow-")) / "state.safetensors"
+        )
         with joined.path.open("wb") as file:
             while size:
                 before = frames.bytes_moved
@@ -180,7 +203,9 @@ class Stream:
 
     def _put(self, event: Joined | Stepped) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: len(self.inbox) < self._most_waiting or self._closed.is_set())
+            self._changed.wait_for(
+                lambda: len(self.inbox) < self._most_waiting or self._closed.is_set()
+            )
             if self._dropped:  # an inbox begins with a copy, not with a step of before
                 raise ConnectionResetError("too far from the other shards")
             self.inbox.append(event)

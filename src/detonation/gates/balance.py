@@ -22,7 +22,9 @@ class Balance:
     At the end of a round the replicas exchange 8 bytes each, which all wait for; an accelerator's host waits, too.
     """
 
-    def __init__(self, local_steps: LocalSteps, link: Link, shards: Sequence[Link], device: torch.device) -> None:
+    def __init__(
+        self, local_steps: LocalSteps, link: Link, shards: Sequence[Link], device: torch.device
+    ) -> None:
         self.local_steps = local_steps
         self._link, self._shards, self._device = link, shards, device
         self._since: Any = None  # the mark at which the last step ended
@@ -41,8 +43,12 @@ class Balance:
         """Ends `step`; agrees at the end of a round. Collective there."""
         if (step + 1) % self.local_steps.every == 0:
             lasted = typical([elapsed_ns(*lap) for lap in self._laps])
-            everyone = self._link.collect(torch.tensor([lasted], dtype=torch.int64, device=self._device)).view(-1)
-            for link in self._shards:  # last: a replica may be lost after some of its shards have said theirs
+            everyone = self._link.collect(
+                torch.tensor([lasted], dtype=torch.int64, device=self._device)
+            ).view(-1)
+            for link in (
+                self._shards
+            ):  # last: a replica may be lost after some of its shards have said theirs
                 everyone = link.collect(everyone).amax(0)
             self.local_steps.agree(everyone.tolist())
             self._laps.clear()

@@ -40,10 +40,14 @@ class Closeness:
     def __init__(self, moved: Mapping[str, float] | None = None) -> None:
         self._step, self._taken, self._apart, self._moved = 0, 0, 0.0, moved or {}
         self._replicators: Sequence[Replicator] = ()
-        self._seen: dict[tuple[Link, str], list[tuple[int, list[float]]]] = {}  # projections of earlier steps
+        self._seen: dict[
+            tuple[Link, str], list[tuple[int, list[float]]]
+        ] = {}  # projections of earlier steps
 
     @torch.no_grad()
-    def attach(self, consensus: StopConsensus, replicators: Sequence[Replicator], step: int) -> None:
+    def attach(
+        self, consensus: StopConsensus, replicators: Sequence[Replicator], step: int
+    ) -> None:
         """Takes its place in the steps of `replicators` from `step` on."""
         self._step, self._replicators = step, replicators
         consensus.after_base, consensus.compare = self._after_base, self._compare
@@ -52,7 +56,9 @@ class Closeness:
                 self._seen[link, name] = [(step, projections(tensor).tolist())]
 
     def _fractions(self) -> list[tuple[Link, str, Tensor]]:
-        found = [(each.link, *item) for each in self._replicators for item in each.replicated().items()]
+        found = [
+            (each.link, *item) for each in self._replicators for item in each.replicated().items()
+        ]
         return [item for item in found if item[2].is_floating_point()]
 
     def _after_base(self, step: int) -> None:
@@ -60,16 +66,28 @@ class Closeness:
         for each in self._replicators:
             if each.round.sends(step):
                 # an anchor is agreed on along its own axis; those inside it hold it, too
-                inner = [e.link for e in self._replicators if e.stepped and e.link.local_ranks == each.link.local_ranks]
+                inner = [
+                    e.link
+                    for e in self._replicators
+                    if e.stepped and e.link.local_ranks == each.link.local_ranks
+                ]
                 for link in dict.fromkeys([each.link, *(inner if not each.stepped else ())]):
-                    self._align(each, link, (step + 1 + each.round.delay - each.round.offset) // each.round.every)
+                    self._align(
+                        each,
+                        link,
+                        (step + 1 + each.round.delay - each.round.offset) // each.round.every,
+                    )
 
     def _align(self, replicator: Replicator, link: Link, turn: int) -> None:
         """Takes over a part of the state of replica 0 along `link`. Collective."""
-        tensors = {name: each for name, each in replicator.replicated().items() if each.is_floating_point()}
+        tensors = {
+            name: each for name, each in replicator.replicated().items() if each.is_floating_point()
+        }
         if replicator.stepped and not all(each.stepped for each in self._replicators):
             # weights follow an anchor: to move them alone is a movement, which the outer momentum would multiply
-            tensors = {name: each for name, each in tensors.items() if name not in replicator.parameters}
+            tensors = {
+                name: each for name, each in tensors.items() if name not in replicator.parameters
+            }
         ends = list(accumulate((each.numel() for each in tensors.values()), initial=0))
         turns = max(1, PERIOD // replicator.round.every)
         size = -(-ends[-1] // turns)
@@ -101,7 +119,11 @@ class Closeness:
         moved()
 
     def _compare(
-        self, link: Link, tensors: Mapping[str, Tensor], device: torch.device, options: Mapping[str, str] | None = None
+        self,
+        link: Link,
+        tensors: Mapping[str, Tensor],
+        device: torch.device,
+        options: Mapping[str, str] | None = None,
     ) -> list[Difference]:
         """As `differences`, but for tensors of fractions, which are compared by their distance. Collective."""
         floats = {name: each for name, each in tensors.items() if each.is_floating_point()}
@@ -143,7 +165,10 @@ class Closeness:
     def measure(self) -> float:
         """The largest part of a tensor's norm between replicas; infinity where they are not close. Collective."""
         self._apart = 0.0
-        each = [self._compare(r.link, r.replicated(), r.channel.runtime.device) for r in self._replicators]
+        each = [
+            self._compare(r.link, r.replicated(), r.channel.runtime.device)
+            for r in self._replicators
+        ]
         return math.inf if any(each) else self._apart
 
 
@@ -152,7 +177,10 @@ def projections(tensor: Tensor) -> Tensor:
 
     Shapes: any -> `[8]` fp64 on the CPU.
     """
-    flat, places = tensor.detach().reshape(-1), torch.arange(_SIGNS, dtype=torch.int64, device=tensor.device)
+    flat, places = (
+        tensor.detach().reshape(-1),
+        torch.arange(_SIGNS, dtype=torch.int64, device=tensor.device),
+    )
     total = torch.zeros(_SIGNS, dtype=torch.float64, device=tensor.device)
     for low in range(0, len(flat), _STRIP):
         part = flat[low : low + _STRIP].double()
@@ -197,7 +225,9 @@ def tolerance(norm: float, movement: float, eps: float) -> float:
     return (PERIOD * _FP32 + eps) * norm + MOST_MOVED * movement
 
 
-def _difference(name: str, rows: Sequence[Sequence[float]], eps: float, local_ranks: int) -> Difference | None:
+def _difference(
+    name: str, rows: Sequence[Sequence[float]], eps: float, local_ranks: int
+) -> Difference | None:
     """The replicas whose rows, projections and movement of a tensor, are not close to those of the most."""
     sums = [list(row[:_SIGNS]) for row in rows]
     norms = [distance(each, [0.0] * _SIGNS) for each in sums]
@@ -208,7 +238,9 @@ def _difference(name: str, rows: Sequence[Sequence[float]], eps: float, local_ra
 
     if all(close(0, each) for each in range(1, len(rows))):
         return None
-    near = [[other for other in range(len(rows)) if close(each, other)] for each in range(len(rows))]
+    near = [
+        [other for other in range(len(rows)) if close(each, other)] for each in range(len(rows))
+    ]
     usual = max(range(len(rows)), key=lambda each: len(near[each]))
     usual = usual if 2 * len(near[usual]) > len(rows) else 0
     odd = dict.fromkeys(each // local_ranks for each in range(len(rows)) if each not in near[usual])

@@ -30,10 +30,18 @@ class SingleRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         name, kwargs = func._schema.name.removeprefix("aten::"), kwargs or {}
-        rule = None if "out" in kwargs else _RULES.get(name.removeprefix("_foreach_").removesuffix("_"))
+        rule = (
+            None
+            if "out" in kwargs
+            else _RULES.get(name.removeprefix("_foreach_").removesuffix("_"))
+        )
         found = rule(name, *args, **kwargs) if rule else NotImplemented
         if found is NotImplemented:
             return func(*args, **kwargs)
@@ -73,9 +81,15 @@ def _lerp(name: str, own: Any, end: Any, weight: Any) -> Any:
 
 def _divide(name: str, own: Any, by: Any, **rest: Any) -> Any:
     """By numbers through their reciprocals, as some devices do."""
-    if rest or isinstance(by, Tensor) or (isinstance(by, Sequence) and any(isinstance(each, Tensor) for each in by)):
+    if (
+        rest
+        or isinstance(by, Tensor)
+        or (isinstance(by, Sequence) and any(isinstance(each, Tensor) for each in by))
+    ):
         return NotImplemented
-    inverse = [1 / each if each else math.inf for each in (by if isinstance(by, Sequence) else [by])]
+    inverse = [
+        1 / each if each else math.inf for each in (by if isinstance(by, Sequence) else [by])
+    ]
     return _apply(_like(name, "mul"), own, inverse if isinstance(by, Sequence) else inverse[0])
 
 
@@ -101,7 +115,9 @@ def _product(name: str, one: Tensor, other: Tensor) -> Any:
     return (rows @ columns).mul_(scale * by).to(one.dtype)
 
 
-def _add_matrices(name: str, own: Tensor, one: Tensor, other: Tensor, beta: float = 1, alpha: float = 1) -> Any:
+def _add_matrices(
+    name: str, own: Tensor, one: Tensor, other: Tensor, beta: float = 1, alpha: float = 1
+) -> Any:
     product = _product(name, one, other)
     return NotImplemented if product is NotImplemented else own.mul(beta).add_(product.mul_(alpha))
 

@@ -70,17 +70,28 @@ def comm_hook(
     """
     if not isinstance(model, DistributedDataParallel):
         kind = type(model).__name__
-        raise TypeError(f"comm_hook takes a DistributedDataParallel model, got {kind}: use replicate for others")
+        raise TypeError(
+            f"comm_hook takes a DistributedDataParallel model, got {kind}: use replicate for others"
+        )
     if model.mixed_precision is not None:
-        raise ValueError("mixed_precision of DistributedDataParallel reduces other tensors: use torch.autocast")
+        raise ValueError(
+            "mixed_precision of DistributedDataParallel reduces other tensors: use torch.autocast"
+        )
     if model._comm_hooks:
         raise ValueError("the model has a communication hook, and can have one")
     ranks = dist.get_process_group_ranks(model.process_group)
     if mesh is None:
-        axis, node = DeviceMesh.from_group(model.process_group, next(model.parameters()).device.type), None
+        axis, node = (
+            DeviceMesh.from_group(model.process_group, next(model.parameters()).device.type),
+            None,
+        )
     else:
-        if {"replicate", "shard"} - {*(mesh.mesh_dim_names or ())} or sorted(mesh.mesh.flatten().tolist()) != ranks:
-            raise ValueError(f'the mesh is {mesh}, must be ("replicate", "shard") over the ranks {ranks} of the model')
+        if {"replicate", "shard"} - {*(mesh.mesh_dim_names or ())} or sorted(
+            mesh.mesh.flatten().tolist()
+        ) != ranks:
+            raise ValueError(
+                f'the mesh is {mesh}, must be ("replicate", "shard") over the ranks {ranks} of the model'
+            )
         axis, node = mesh["replicate"], mesh["shard"]
     levels = checked_levels([(axis, scheme)])
     chosen = levels[0][1]
@@ -89,8 +100,12 @@ def comm_hook(
             f"{chosen.name} exchanges no gradients that the same step waits for, and a hook can do nothing else: "
             "take delay=0 if it has a delay, or replicate(optimizer, model, ...) without DistributedDataParallel"
         )
-    base = _NoStep(p for name, p in model.module.named_parameters() if name not in model.parameters_to_ignore)
-    replicated = Replicated(base, model.module, levels, Settings(node, seed, kernels, safety or Safety(), None))
+    base = _NoStep(
+        p for name, p in model.module.named_parameters() if name not in model.parameters_to_ignore
+    )
+    replicated = Replicated(
+        base, model.module, levels, Settings(node, seed, kernels, safety or Safety(), None)
+    )
     hook = CommHook(replicated, node, model.gradient_as_bucket_view)
     model.register_comm_hook(None, hook.reduce)
     return hook
@@ -106,7 +121,9 @@ class CommHook:
     def __init__(self, replicated: Replicated, node: DeviceMesh | None, as_views: bool) -> None:
         self._replicated, self._node, self._as_views = replicated, node, as_views
         self._arrived: list[_Bucket] = []
-        self._count = sum(p.requires_grad for group in replicated.param_groups for p in group["params"])
+        self._count = sum(
+            p.requires_grad for group in replicated.param_groups for p in group["params"]
+        )
 
     @property
     def step_count(self) -> int:
@@ -136,7 +153,9 @@ class CommHook:
 
         Raises `ValueError` for the state of another rank, model or scheme.
         """
-        self._replicated.load_state_dict({**self._replicated.base.state_dict(), "replication": state_dict})
+        self._replicated.load_state_dict(
+            {**self._replicated.base.state_dict(), "replication": state_dict}
+        )
 
     def reduce(self, state: None, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         """Takes one bucket of gradients; with the last one, exchanges all. Called by DistributedDataParallel.
@@ -154,7 +173,11 @@ class CommHook:
     @torch.no_grad()
     def _exchange(self, arrived: list["_Bucket"]) -> None:
         """Replaces the gradients in all buckets by the update that the replicas agree on."""
-        found = [(parameter, view, parameter.grad) for bucket in arrived for parameter, view in bucket.wait()]
+        found = [
+            (parameter, view, parameter.grad)
+            for bucket in arrived
+            for parameter, view in bucket.wait()
+        ]
         try:
             for parameter, view, _ in found:
                 parameter.grad = view
@@ -165,7 +188,9 @@ class CommHook:
                     own.copy_(view)
         finally:
             for parameter, view, own in found:
-                parameter.grad = own if own is not None else view if self._as_views else view.clone()
+                parameter.grad = (
+                    own if own is not None else view if self._as_views else view.clone()
+                )
         for bucket in arrived:
             bucket.future.set_result(bucket.buffer)
 
@@ -177,7 +202,10 @@ class _Bucket:
         self.buffer = bucket.buffer()
         if self.buffer.is_sparse:
             raise ValueError("a gradient is sparse, which cannot be replicated: use sparse=False")
-        self.pieces, device = list(zip(bucket.parameters(), bucket.gradients(), strict=True)), self.buffer.device
+        self.pieces, device = (
+            list(zip(bucket.parameters(), bucket.gradients(), strict=True)),
+            self.buffer.device,
+        )
         self.future: Future[Tensor] = Future() if device.type == "cpu" else Future(devices=[device])
         self._work = None
         if node is not None and node.size() > 1:
@@ -189,8 +217,12 @@ class _Bucket:
         if self._work is not None:
             self._work.wait()
         # buckets keep the memory format of a parameter that is dense, such as channels last
-        dense = {p for p, _ in self.pieces if torch.empty_like(p, device="meta").stride() == p.stride()}
-        return [(p, g.as_strided(p.size(), p.stride()) if p in dense else g) for p, g in self.pieces]
+        dense = {
+            p for p, _ in self.pieces if torch.empty_like(p, device="meta").stride() == p.stride()
+        }
+        return [
+            (p, g.as_strided(p.size(), p.stride()) if p in dense else g) for p, g in self.pieces
+        ]
 
 
 class _NoStep(Optimizer):

@@ -130,7 +130,9 @@ def replicated(optimizer: Optimizer) -> Replicated:
     """
     inside = getattr(optimizer, "optimizer", None)
     if not isinstance(inside, _ReplicatedStep):
-        raise TypeError(f"the {type(optimizer).__name__} is not replicated: pass the optimizer that prepare returned")
+        raise TypeError(
+            f"the {type(optimizer).__name__} is not replicated: pass the optimizer that prepare returned"
+        )
     return inside.replicated
 
 
@@ -161,7 +163,11 @@ class Replicate(TrainerCallback):
 
     def __init__(self, scheme: Scheme | str, **settings: Any) -> None:
         self.optimizer: Replicated | None = None
-        self._scheme, self._settings, self._folder = scheme, settings, Path()  # the last has the checkpoints
+        self._scheme, self._settings, self._folder = (
+            scheme,
+            settings,
+            Path(),
+        )  # the last has the checkpoints
         self._sent_before = 0  # bytes, in the runs that this one resumes
         self._elsewhere: CheckpointsElsewhere | None = None
 
@@ -172,15 +178,21 @@ class Replicate(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Replicates the optimizer, which is sharded and loaded by now, and loads the state of the replicas."""
         trainer, checkpoint = _training()
-        check_setup(trainer.accelerator.state, trainer.model)  # the callback may have come after `on_init_end`
+        check_setup(
+            trainer.accelerator.state, trainer.model
+        )  # the callback may have come after `on_init_end`
         if isinstance(trainer.optimizer.optimizer, _ReplicatedStep):  # train() was called before
             self.optimizer = trainer.optimizer.optimizer.replicated
         else:
             self._sent_before, own = 0, {"clip": args.max_grad_norm or None, **self._settings}
-            self.optimizer = _replicate_inside(trainer.optimizer, trainer.accelerator, trainer.model, self._scheme, own)
+            self.optimizer = _replicate_inside(
+                trainer.optimizer, trainer.accelerator, trainer.model, self._scheme, own
+            )
         self._elsewhere, self._folder = None, Path(trainer._get_output_dir(trainer._trial))
         if args.save_strategy != "no" and not args.save_only_model:
-            self._elsewhere = CheckpointsElsewhere(self._folder, trainer.model, _NAME, _PART_OF_REPLICAS)
+            self._elsewhere = CheckpointsElsewhere(
+                self._folder, trainer.model, _NAME, _PART_OF_REPLICAS
+            )
         if checkpoint is not None:
             extra = _load_part(Path(checkpoint, _PART_OF_REPLICAS), trainer.model, self.optimizer)
             self._sent_before = int(extra["bytes_sent"]) - self.optimizer.stats.bytes_sent
@@ -211,7 +223,9 @@ class Replicate(TrainerCallback):
             state.log_history[-1].update(found)
 
     def _remove_elsewhere(self, args: Any) -> None:
-        if self._elsewhere and args.save_total_limit:  # otherwise it was not the Trainer that removed checkpoints
+        if (
+            self._elsewhere and args.save_total_limit
+        ):  # otherwise it was not the Trainer that removed checkpoints
             self._elsewhere.follow()
 
     @property
@@ -229,7 +243,9 @@ class _LastRound(TrainerCallback):
         self._optimizer: Replicated | None = optimizer
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        if self._optimizer and (control.should_training_stop or state.global_step >= state.max_steps):
+        if self._optimizer and (
+            control.should_training_stop or state.global_step >= state.max_steps
+        ):
             self._optimizer.synchronize()
 
     on_epoch_end = on_evaluate = on_step_end
@@ -241,23 +257,41 @@ class _LastRound(TrainerCallback):
 def check_setup(state: AcceleratorState, model: nn.Module) -> None:
     """Raises `ValueError`, with the remedy, unless Accelerate shards `model` inside the replicas by FSDP2."""
     if isinstance(model, DistributedDataParallel | FullyShardedDataParallel):
-        raise ValueError(f"the model is wrapped in {type(model).__name__}: pass it bare, and let FSDP2 shard it")
-    kind, config, plugin = state.distributed_type, state.parallelism_config, getattr(state, "fsdp_plugin", None)
+        raise ValueError(
+            f"the model is wrapped in {type(model).__name__}: pass it bare, and let FSDP2 shard it"
+        )
+    kind, config, plugin = (
+        state.distributed_type,
+        state.parallelism_config,
+        getattr(state, "fsdp_plugin", None),
+    )
     if kind == DistributedType.NO:
         raise ValueError("this is one rank alone: start several with torchrun or accelerate launch")
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        raise ValueError(f"{kind.value} shards and steps by itself, which cannot be replicated: use FSDP2 and {_USE}")
+        raise ValueError(
+            f"{kind.value} shards and steps by itself, which cannot be replicated: use FSDP2 and {_USE}"
+        )
     if plugin is not None and plugin.fsdp_version != 2:
-        raise ValueError(f"FSDP1 hides its shards: use FSDP2 (version 2 in the FSDP settings) and {_USE}")
+        raise ValueError(
+            f"FSDP1 hides its shards: use FSDP2 (version 2 in the FSDP settings) and {_USE}"
+        )
     if config is None:
-        raise ValueError(f"parallelism_config is missing, so that nobody knows the replicas: pass {_USE}")
+        raise ValueError(
+            f"parallelism_config is missing, so that nobody knows the replicas: pass {_USE}"
+        )
     if plugin is None or kind != DistributedType.FSDP:
         remedy = f"pass an fsdp_plugin with fsdp_version=2 (Trainer: fsdp=True) and {_USE}"
-        raise ValueError(f"without FSDP2, DistributedDataParallel sends whole gradients between replicas: {remedy}")
+        raise ValueError(
+            f"without FSDP2, DistributedDataParallel sends whole gradients between replicas: {remedy}"
+        )
     if not isinstance(config, Replicas):
-        raise ValueError(f"{type(config).__name__} shards across replicas (hybrid sharding): pass {_USE} instead")
+        raise ValueError(
+            f"{type(config).__name__} shards across replicas (hybrid sharding): pass {_USE} instead"
+        )
     if state.mixed_precision == "fp16":
-        raise ValueError("fp16 scales the loss on each replica apart, and replicas would skip other steps: use bf16")
+        raise ValueError(
+            "fp16 scales the loss on each replica apart, and replicas would skip other steps: use bf16"
+        )
 
 
 def _training() -> tuple[Any, str | None]:
@@ -268,7 +302,9 @@ def _training() -> tuple[Any, str | None]:
         trainer = frame.f_locals.get("self")
         if "resume_from_checkpoint" in frame.f_locals and hasattr(trainer, "callback_handler"):
             return trainer, frame.f_locals["resume_from_checkpoint"]
-    raise RuntimeError("Replicate is a callback of the Trainer: Trainer(..., callbacks=[Replicate(...)])")
+    raise RuntimeError(
+        "Replicate is a callback of the Trainer: Trainer(..., callbacks=[Replicate(...)])"
+    )
 
 
 class _ReplicatedStep(OptimizerWrapper):
@@ -293,7 +329,11 @@ class _ReplicatedStep(OptimizerWrapper):
 
 
 def _replicate_inside(
-    wrapper: Any, accelerator: Accelerator, model: nn.Module, scheme: Scheme | str, settings: dict[str, Any]
+    wrapper: Any,
+    accelerator: Accelerator,
+    model: nn.Module,
+    scheme: Scheme | str,
+    settings: dict[str, Any],
 ) -> Replicated:
     """Replicates the optimizer inside Accelerate's `wrapper`, over the sharded `model`."""
     watch_waiting()
@@ -306,11 +346,15 @@ def _replicate_inside(
         """Clipping comes after the exchange, in `step`; before it, each replica would scale by a norm of its own."""
         parameters = [parameters] if isinstance(parameters, Tensor) else [*parameters]
         mine = {id(parameter) for group in inside.param_groups for parameter in group["params"]}
-        if not any(id(parameter) in mine for parameter in parameters):  # another model of this accelerator
+        if not any(
+            id(parameter) in mine for parameter in parameters
+        ):  # another model of this accelerator
             return measure(parameters, max_norm, norm_type)
         if math.isfinite(max_norm) and (max_norm, norm_type) != (clip, 2):
             remedy = f"pass clip={max_norm} to prepare, for the 2-norm of the gradients that replicas agreed on"
-            raise ValueError(f"clip_grad_norm_({max_norm}) would clip each replica before the exchange: {remedy}")
+            raise ValueError(
+                f"clip_grad_norm_({max_norm}) would clip each replica before the exchange: {remedy}"
+            )
         return measure(parameters, math.inf, norm_type)
 
     accelerator.clip_grad_norm_ = clip_grad_norm_
@@ -325,7 +369,9 @@ def _keep_with_states(accelerator: Accelerator, wrapper: Any, model: nn.Module) 
 
     def parts(path: str) -> Iterator[Path]:
         """The part of `wrapper`; none after `free_memory`, which forgets what was prepared."""
-        kept = [each for each in accelerator._optimizers if isinstance(each.optimizer, _ReplicatedStep)]
+        kept = [
+            each for each in accelerator._optimizers if isinstance(each.optimizer, _ReplicatedStep)
+        ]
         for number, each in enumerate(kept):
             if each is wrapper:
                 yield Path(path, f"{_PART_OF_REPLICAS}_{number}" if number else _PART_OF_REPLICAS)
@@ -342,11 +388,15 @@ def _keep_with_states(accelerator: Accelerator, wrapper: Any, model: nn.Module) 
     accelerator.register_load_state_pre_hook(load)
 
 
-def _save_part(part: Path, model: nn.Module, optimizer: Replicated, extra: Mapping[str, Any] | None = None) -> None:
+def _save_part(
+    part: Path, model: nn.Module, optimizer: Replicated, extra: Mapping[str, Any] | None = None
+) -> None:
     """Saves in `part` what the library's own files beside it do not hold exactly. Collective."""
     state = AcceleratorState()
     if state.is_local_main_process:  # on each node, as they may share no file system
-        shutil.rmtree(part, ignore_errors=True)  # of an earlier run: a later step of it would be loaded in our place
+        shutil.rmtree(
+            part, ignore_errors=True
+        )  # of an earlier run: a later step of it would be loaded in our place
     state.wait_for_everyone()
     save_checkpoint(part, model, optimizer, extra, keep=1, frozen=False)
 

@@ -35,7 +35,9 @@ try:
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.model_helpers import is_overridden
 except ImportError as error:
-    raise ImportError(f"{error}: ReplicaStrategy needs pip install 'detonation-torch[lightning]'") from error
+    raise ImportError(
+        f"{error}: ReplicaStrategy needs pip install 'detonation-torch[lightning]'"
+    ) from error
 
 PART = "detonation"
 """The part of a checkpoint with the exact state of every rank; the rest is Lightning's own."""
@@ -102,9 +104,13 @@ class ReplicaStrategy(ModelParallelStrategy):
         timeout: timedelta = timedelta(seconds=GROUP_TIMEOUT_S),
     ) -> None:
         if axis is not None and replicas != "auto":
-            raise ValueError(f"replicas is {replicas}, must be left out with an axis, which has their number")
+            raise ValueError(
+                f"replicas is {replicas}, must be left out with an axis, which has their number"
+            )
         replicas = replicas if axis is None else 1
-        super().__init__(replicas, shards, process_group_backend=process_group_backend, timeout=timeout)
+        super().__init__(
+            replicas, shards, process_group_backend=process_group_backend, timeout=timeout
+        )
         self._axis = axis
         self._scheme, self._own_clip, self._clip = scheme, clip, 0.0
         self._volumes: dict[Path, Volumes] = {}  # of the directories that checkpoints were saved to
@@ -123,14 +129,25 @@ class ReplicaStrategy(ModelParallelStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Every rank gets its own batches, the shards of a replica too."""
-        replicas, replica = (1, 0) if self._axis is None else (self._axis.size(), Link(self._axis).replica)
-        return {"num_replicas": replicas * self.world_size, "rank": replica * self.world_size + self.global_rank}
+        replicas, replica = (
+            (1, 0) if self._axis is None else (self._axis.size(), Link(self._axis).replica)
+        )
+        return {
+            "num_replicas": replicas * self.world_size,
+            "rank": replica * self.world_size + self.global_rank,
+        }
 
     def setup_environment(self) -> None:
         """Joins the world, and makes the mesh ("replicate", "shard")."""
         self._setup_distributed()
-        replicas = self.num_nodes if self._data_parallel_size == "auto" else self._data_parallel_size
-        shards = self.num_processes if self._tensor_parallel_size == "auto" else self._tensor_parallel_size
+        replicas = (
+            self.num_nodes if self._data_parallel_size == "auto" else self._data_parallel_size
+        )
+        shards = (
+            self.num_processes
+            if self._tensor_parallel_size == "auto"
+            else self._tensor_parallel_size
+        )
         self._device_mesh = init_mesh(replicas, shards, self.root_device.type)
         module = self.lightning_module
         assert module is not None
@@ -141,9 +158,13 @@ class ReplicaStrategy(ModelParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Refuses what would part the replicas, and sets up the model and its optimizers."""
         if getattr(self.precision_plugin, "scaler", None) is not None:
-            raise ValueError('precision="16-mixed" scales the loss of each replica by itself: use "bf16-mixed"')
+            raise ValueError(
+                'precision="16-mixed" scales the loss of each replica by itself: use "bf16-mixed"'
+            )
         if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
-            raise ValueError("StochasticWeightAveraging cannot write shards, its average would be lost: leave it out")
+            raise ValueError(
+                "StochasticWeightAveraging cannot write shards, its average would be lost: leave it out"
+            )
         self._clip = self._own_clip or trainer.gradient_clip_val or 0.0
         if self._clip and trainer.gradient_clip_algorithm == "value":
             _refuse_value(None, self._clip)
@@ -154,7 +175,9 @@ class ReplicaStrategy(ModelParallelStrategy):
         super().setup_optimizers(trainer)
         assert self.model is not None
         if self.replicated:
-            raise ValueError("the optimizer is replicated already: give the plain one, the strategy replicates it")
+            raise ValueError(
+                "the optimizer is replicated already: give the plain one, the strategy replicates it"
+            )
         axis, clip = self._axis or self.device_mesh["replicate"], self._clip or None
         self.optimizers = [
             replicate(optimizer, self.model, axis, self._scheme, clip=clip, **self._options)
@@ -168,12 +191,19 @@ class ReplicaStrategy(ModelParallelStrategy):
         self.precision_plugin.clip_grad_by_norm = self._leave_clipping  # type: ignore[method-assign]
         self.precision_plugin.clip_grad_by_value = _refuse_value  # type: ignore[method-assign]
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Takes the step, and logs what it sent."""
         output = super().optimizer_step(optimizer, closure, *args, **kwargs)
         assert self.lightning_module is not None
-        wide = {"bytes_sent": self.bytes_sent, "waited_s": sum(each.stats.waited_s for each in self.replicated)}
-        self.lightning_module.log_dict({name: torch.tensor(float(value)) for name, value in wide.items()})
+        wide = {
+            "bytes_sent": self.bytes_sent,
+            "waited_s": sum(each.stats.waited_s for each in self.replicated),
+        }
+        self.lightning_module.log_dict(
+            {name: torch.tensor(float(value)) for name, value in wide.items()}
+        )
         return output
 
     def on_train_start(self) -> None:
@@ -193,22 +223,36 @@ class ReplicaStrategy(ModelParallelStrategy):
         if self.device_mesh["replicate"].get_local_rank():
             return {}
         state = super().lightning_module_state_dict()
-        return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+        return {
+            key: value.clone() if isinstance(value, Tensor) else value
+            for key, value in state.items()
+        }
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Nothing: `save_checkpoint` saves it, exactly and for each replica."""
         return {}
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
         """Saves Lightning's own checkpoint, and with the state of training that of every rank. Collective."""
-        path, trains = Path(self.broadcast(filepath)), bool(checkpoint.pop("optimizer_states", None))
+        path, trains = (
+            Path(self.broadcast(filepath)),
+            bool(checkpoint.pop("optimizer_states", None)),
+        )
         super().save_checkpoint(checkpoint, path, storage_options)
         assert self.model is not None
         if self.local_rank == 0:  # of another run, which may have come further
             shutil.rmtree(path / PART, ignore_errors=True)
         self.barrier()
         for number, optimizer in enumerate(self.replicated if trains else ()):
-            save_checkpoint(path / PART / str(number), self.model, optimizer, {"bytes_sent": self.bytes_sent}, keep=1)
+            save_checkpoint(
+                path / PART / str(number),
+                self.model,
+                optimizer,
+                {"bytes_sent": self.bytes_sent},
+                keep=1,
+            )
         if path.parent not in self._volumes:
             self._volumes[path.parent] = survey(path.parent, Texts(device_of(self.model)))
 
@@ -216,10 +260,14 @@ class ReplicaStrategy(ModelParallelStrategy):
         """Removes a checkpoint from each disk that it was saved to: nodes may share no file system."""
         path = Path(filepath)
         volumes = self._volumes.get(path.parent)
-        if self.is_global_zero or (volumes and volumes.leads(self.global_rank) and (path / PART).is_dir()):
+        if self.is_global_zero or (
+            volumes and volumes.leads(self.global_rank) and (path / PART).is_dir()
+        ):
             self.checkpoint_io.remove_checkpoint(filepath)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """Loads the state of training, or for evaluation the weights alone. Collective.
 
         Raises:
@@ -236,8 +284,12 @@ class ReplicaStrategy(ModelParallelStrategy):
             rest = super().load_checkpoint(path, weights_only)
         finally:
             self._optimizers = kept
-        for optimizer in self.replicated if fits else ():  # whose base was loaded from elsewhere; the next step warns
-            optimizer.load_state_dict({k: v for k, v in optimizer.state_dict().items() if k != "replication"})
+        for optimizer in (
+            self.replicated if fits else ()
+        ):  # whose base was loaded from elsewhere; the next step warns
+            optimizer.load_state_dict(
+                {k: v for k, v in optimizer.state_dict().items() if k != "replication"}
+            )
         return rest
 
     def _load_exactly(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
@@ -246,11 +298,19 @@ class ReplicaStrategy(ModelParallelStrategy):
         for number, optimizer in enumerate(self.replicated):
             loaded = load_checkpoint(path / PART / str(number), self.model, optimizer)
             if loaded is None:
-                raise ValueError(f"{path} was written with {number} optimizers, there are {len(self.replicated)}")
-            self.sent_before += int(loaded.extra.get("bytes_sent", 0)) - self.bytes_sent  # as if it had not stopped
+                raise ValueError(
+                    f"{path} was written with {number} optimizers, there are {len(self.replicated)}"
+                )
+            self.sent_before += (
+                int(loaded.extra.get("bytes_sent", 0)) - self.bytes_sent
+            )  # as if it had not stopped
         rest, problem = dict[str, Any](), ""
         try:
-            rest = torch.load(path / _METADATA_FILENAME, weights_only=weights_only) if self.is_global_zero else {}
+            rest = (
+                torch.load(path / _METADATA_FILENAME, weights_only=weights_only)
+                if self.is_global_zero
+                else {}
+            )
         except Exception as error:  # the file may hold anything, and the others wait
             problem = f"{type(error).__name__}: {error}"
         rest, problem = self.broadcast((rest, problem))  # nodes may share no file system
@@ -275,4 +335,6 @@ class ReplicaStrategy(ModelParallelStrategy):
 
 
 def _refuse_value(optimizer: Optimizer | None, clip_val: float) -> None:
-    raise ValueError('gradients are clipped after the exchange, by norm: gradient_clip_algorithm="norm"')
+    raise ValueError(
+        'gradients are clipped after the exchange, by norm: gradient_clip_algorithm="norm"'
+    )

@@ -43,7 +43,9 @@ except ImportError as error:
     raise ImportError(f"{error}: pip install 'detonation-torch[titan]'") from error
 
 
-def with_replicas(config: Trainer.Config, scheme: Scheme | str = "loco", **settings: Any) -> Trainer.Config:
+def with_replicas(
+    config: Trainer.Config, scheme: Scheme | str = "loco", **settings: Any
+) -> Trainer.Config:
     """Makes the trainer of `config` train with replicas that communicate by `scheme`.
 
     torchtitan shards inside each replica and reads its batches as ever. `training.max_norm` clips the gradients that
@@ -81,7 +83,9 @@ def with_replicas(config: Trainer.Config, scheme: Scheme | str = "loco", **setti
         setattr(config, name, derive(found, ours))
     sharding = _Sharding(config.model_spec, scheme, settings)
     config.model_spec = replace(
-        config.model_spec, parallelize_fn=sharding.parallelize, post_optimizer_build_fn=sharding.replicate
+        config.model_spec,
+        parallelize_fn=sharding.parallelize,
+        post_optimizer_build_fn=sharding.replicate,
     )
     config.parallelism.spmd_backend = "partial_dtensor"
     return config
@@ -95,13 +99,23 @@ class _Sharding:
         self._clip: float | None = None
 
     def parallelize(
-        self, model: nn.Module, *, parallel_dims: ParallelDims, training: Any, parallelism: Any, **others: Any
+        self,
+        model: nn.Module,
+        *,
+        parallel_dims: ParallelDims,
+        training: Any,
+        parallelism: Any,
+        **others: Any,
     ) -> nn.Module:
         check_dimensions(parallel_dims)
         self._steps = training.steps
-        if self._clip is None:  # a second trainer of the same configuration finds what the first one left
+        if (
+            self._clip is None
+        ):  # a second trainer of the same configuration finds what the first one left
             self._clip = training.max_norm
-        training.max_norm = math.inf  # torchtitan's own clipping comes before the exchange, and only measures now
+        training.max_norm = (
+            math.inf
+        )  # torchtitan's own clipping comes before the exchange, and only measures now
         inside = copy.copy(parallel_dims)
         inside.__class__ = _InsideReplica
         model = self._spec.parallelize_fn(
@@ -111,12 +125,18 @@ class _Sharding:
             if isinstance(module, FSDPModule):
                 # losses are divided by the tokens of all replicas, so a sum inside one of them is 1/R of its mean
                 module.set_gradient_divide_factor(1 / parallel_dims.dp_replicate)
-                if parallel_dims.world_mesh.device_type == "cpu":  # gloo cannot multiply while it sums
+                if (
+                    parallel_dims.world_mesh.device_type == "cpu"
+                ):  # gloo cannot multiply while it sums
                     # a shard that is alone would be multiplied twice
-                    module.set_force_sum_reduction_for_comms(parallel_dims.get_mesh("fsdp").size() > 1)
+                    module.set_force_sum_reduction_for_comms(
+                        parallel_dims.get_mesh("fsdp").size() > 1
+                    )
         return model
 
-    def replicate(self, optimizers: "ReplicaOptimizers", parts: Sequence[nn.Module], dims: ParallelDims) -> None:
+    def replicate(
+        self, optimizers: "ReplicaOptimizers", parts: Sequence[nn.Module], dims: ParallelDims
+    ) -> None:
         """Replicates the optimizer of the model."""
         options = {"clip": self._clip, **self._settings}
         optimizers.replicate(dims.get_mesh("dp_replicate"), self._scheme, self._steps, options)
@@ -155,14 +175,20 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc]
         self._scheme = config.scheme
         super().__init__(config, model_parts=model_parts)
 
-    def replicate(self, axis: DeviceMesh, scheme: Scheme | str, steps: int, options: dict[str, Any]) -> None:
+    def replicate(
+        self, axis: DeviceMesh, scheme: Scheme | str, steps: int, options: dict[str, Any]
+    ) -> None:
         """Replicates the optimizer along `axis`; `scheme` is that of the code, and `steps` the length of training."""
         if len(self.optimizers) > 1:
             kinds = ", ".join(type(each).__name__ for each in self.optimizers)
-            raise ValueError(f"there are {len(self.optimizers)} optimizers ({kinds}), and replicas take one for all")
+            raise ValueError(
+                f"there are {len(self.optimizers)} optimizers ({kinds}), and replicas take one for all"
+            )
         chosen = parsed_scheme(self._scheme) if self._scheme else scheme
         watch_waiting()
-        self.replicated = replicate(self.optimizers[0], self.model_parts[0], axis, chosen, **options)
+        self.replicated = replicate(
+            self.optimizers[0], self.model_parts[0], axis, chosen, **options
+        )
         self._steps = steps
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -195,8 +221,12 @@ class ReplicaMetrics(MetricsProcessor):  # type: ignore[misc]
         stats, sent = self.optimizers.replicated.stats, self.optimizers.bytes_sent
         norm = grad_norm if stats.grad_norm is None else stats.grad_norm.item()
         exchange = {"bytes_sent": sent, "waited_s": stats.waited_s}
-        super().log(step, global_avg_loss, global_max_loss, norm, {**(extra_metrics or {}), **exchange})
-        logger.info(f"step: {step:2}  sent to replicas: {sent:,} bytes  waited: {stats.waited_s:.1f} s")
+        super().log(
+            step, global_avg_loss, global_max_loss, norm, {**(extra_metrics or {}), **exchange}
+        )
+        logger.info(
+            f"step: {step:2}  sent to replicas: {sent:,} bytes  waited: {stats.waited_s:.1f} s"
+        )
 
 
 class ReplicaCheckpoints(CheckpointManager):  # type: ignore[misc]
@@ -211,22 +241,30 @@ class ReplicaCheckpoints(CheckpointManager):  # type: ignore[misc]
 
     def __init__(self, config: Config, *, base_folder: str = "", **others: Any) -> None:
         if config.enable and "://" in (folder := str(filesystem.join(base_folder, config.folder))):
-            raise ValueError(f"checkpoint.folder is {folder}: replicas save to directories, not to remote storage")
+            raise ValueError(
+                f"checkpoint.folder is {folder}: replicas save to directories, not to remote storage"
+            )
         super().__init__(config, base_folder=base_folder, **others)
         if config.enable:
             warn_unless_shared(Path(self.folder), others["model_parts"][0])
 
-    def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, *others: Any, **options: Any) -> Any:
+    def dcp_save(
+        self, state_dict: dict[str, Any], checkpoint_id: str, *others: Any, **options: Any
+    ) -> Any:
         """Saves the state of the replicas, then torchtitan's, whose metadata makes the checkpoint valid. Collective."""
         if OPTIMIZER in state_dict:
             optimizers: ReplicaOptimizers = state_dict[OPTIMIZER]
             (model,), extra = optimizers.model_parts, {"bytes_sent": optimizers.bytes_sent}
-            save_checkpoint(Path(checkpoint_id, "detonation"), model, optimizers.replicated, extra, keep=1)
+            save_checkpoint(
+                Path(checkpoint_id, "detonation"), model, optimizers.replicated, extra, keep=1
+            )
             if optimizers.replicated.coordinates.replica:
                 state_dict = {DATALOADER: state_dict[DATALOADER]}
         return super().dcp_save(state_dict, checkpoint_id, *others, **options)
 
-    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, *others: Any, **options: Any) -> None:
+    def dcp_load(
+        self, state_dict: dict[str, Any], checkpoint_id: str, *others: Any, **options: Any
+    ) -> None:
         """Loads torchtitan's part, and over it the state of the replicas. Collective.
 
         Raises `ValueError` where the checkpoint has no such state, or that of another model, optimizer or scheme.
@@ -238,8 +276,12 @@ class ReplicaCheckpoints(CheckpointManager):  # type: ignore[misc]
             loaded = load_checkpoint(own, model, optimizers.replicated)
             if loaded is None:
                 remedy = "initial_load_path takes its model alone"
-                raise ValueError(f"{checkpoint_id} has no directory detonation, the state of the replicas: {remedy}")
-            optimizers.sent_before = int(loaded.extra["bytes_sent"]) - optimizers.replicated.stats.bytes_sent
+                raise ValueError(
+                    f"{checkpoint_id} has no directory detonation, the state of the replicas: {remedy}"
+                )
+            optimizers.sent_before = (
+                int(loaded.extra["bytes_sent"]) - optimizers.replicated.stats.bytes_sent
+            )
 
 
 def check_dimensions(dims: ParallelDims) -> None:
@@ -251,7 +293,9 @@ def check_dimensions(dims: ParallelDims) -> None:
         )
     for name in ("pipeline", "tensor", "context", "expert"):
         if (degree := getattr(dims, f"{name[0]}p")) > 1:  # pp, tp, cp, ep
-            raise ValueError(f"parallelism.{name}_parallel_degree is {degree}, must be 1: FSDP alone shards replicas")
+            raise ValueError(
+                f"parallelism.{name}_parallel_degree is {degree}, must be 1: FSDP alone shards replicas"
+            )
     if dims.spmd_backend != "partial_dtensor":
         raise ValueError(
             f"parallelism.spmd_backend is {dims.spmd_backend}, which makes parameters of all replicas one tensor: "
@@ -272,7 +316,9 @@ def parsed_scheme(text: str) -> Scheme:
     except json.JSONDecodeError as error:
         raise ValueError(f"optimizer.scheme is {text!r}: {error}") from error
     if not isinstance(found, dict):
-        raise ValueError(f'optimizer.scheme is {text!r}, must be a name, or NAME={{"argument": value}}')
+        raise ValueError(
+            f'optimizer.scheme is {text!r}, must be a name, or NAME={{"argument": value}}'
+        )
     return scheme_named(name, found)
 
 
@@ -282,6 +328,8 @@ if not TYPE_CHECKING:  # a type checker shall see a name that is not there
         """For `--config MODULE.FUNCTION`: the function of torchtitan's or of one's own module, with replicas."""
         module, dot, function = name.rpartition(".")
         if not dot:
-            raise AttributeError(f"module {__name__} has no attribute {name!r}; --config takes MODULE.FUNCTION")
+            raise AttributeError(
+                f"module {__name__} has no attribute {name!r}; --config takes MODULE.FUNCTION"
+            )
         config, _ = ConfigManager()._load_config(["--module", module, "--config", function])
         return lambda: with_replicas(config)

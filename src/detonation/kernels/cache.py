@@ -52,7 +52,10 @@ def _directories(reasons: list[str]) -> Iterator[Path]:
             yield private_directory(find())
         except (OSError, RuntimeError) as error:  # a RuntimeError where there is no home
             reasons.append(str(error))
-    with contextlib.suppress(OSError), tempfile.TemporaryDirectory(prefix="detonation-kernels-") as folder:
+    with (
+        contextlib.suppress(OSError),
+        tempfile.TemporaryDirectory(prefix="detonation-kernels-") as folder,
+    ):
         yield Path(folder)  # what is loaded stays loaded when the file is gone
 
 
@@ -72,7 +75,9 @@ def private_directory(path: Path) -> Path:
             if not parent.exists():
                 parent.mkdir(0o700)
         found = parent.lstat()
-        if found.st_uid not in ({os.getuid()} if parent == path else {os.getuid(), *_system_users()}):
+        if found.st_uid not in (
+            {os.getuid()} if parent == path else {os.getuid(), *_system_users()}
+        ):
             raise PermissionError(f"{parent} belongs to user {found.st_uid}")
         if parent != path and found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
             raise PermissionError(f"other users may write to {parent} (chmod go-w {parent})")

@@ -26,7 +26,15 @@ KERNEL_CHUNKS = (16, 32, 64, 128, 256)
 """Chunk lengths for which the DCT kernels are compiled."""
 _SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))
 _HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-std=c++17", "-shared", "-fPIC")
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-std=c++17",
+    "-shared",
+    "-fPIC",
+)
 _log = logging.getLogger(__name__)
 
 
@@ -92,7 +100,9 @@ class Library:
         Shapes: residual `[rows, chunk]`, basis `[chunk, chunk]`, values `[rows, k]` fp32; all else `[nbytes]` uint8.
         """
         rows, chunk = residual.shape
-        pointers = (ctypes.c_void_p * len(gradients))(*[None if g is None else g.data_ptr() for g in gradients])
+        pointers = (ctypes.c_void_p * len(gradients))(
+            *[None if g is None else g.data_ptr() for g in gradients]
+        )
         status = self._library.detonation_encode(
             residual.data_ptr(), rows, chunk, pointers, numel, decay, release, k, width, basis.data_ptr(),
             values.data_ptr(), None if statistics is None else statistics.data_ptr(), negative_zeros,
@@ -145,12 +155,16 @@ class Library:
 
         Shapes: basis `[chunk, chunk]`, values `[rows, k]`, magnitudes `[blocks]` fp32; signs, indices `[nbytes]` uint8.
         """
-        assert all(tensor.is_contiguous() for tensor in (*targets, *values, *(magnitudes or ()), *indices))
+        assert all(
+            tensor.is_contiguous() for tensor in (*targets, *values, *(magnitudes or ()), *indices)
+        )
         (rows, chunk, k), count = shape, len(targets)
         shrink = None if rates is None else (ctypes.c_float * count)(*[rate[0] for rate in rates])
         lr = None if rates is None else (ctypes.c_float * count)(*[rate[1] for rate in rates])
         into, sent, sizes, places = (
-            (ctypes.c_void_p * len(each))(*[t.data_ptr() for t in each]) if each is not None else None
+            (ctypes.c_void_p * len(each))(*[t.data_ptr() for t in each])
+            if each is not None
+            else None
             for each in (targets, values, magnitudes, indices)
         )
         numel = (ctypes.c_int64 * count)(*[t.numel() for t in targets])
@@ -163,8 +177,13 @@ class Library:
     def topk(self, coefficients: Tensor, k: int) -> Tensor:
         """The indices of the `k` largest magnitudes of each row, rising; see `topk_indices`."""
         # [rows, chunk] fp32, chunk one of KERNEL_CHUNKS -> [rows, k] uint8
-        (rows, chunk), found = coefficients.shape, torch.empty(len(coefficients), k, dtype=torch.uint8, device="cpu")
-        status = self._library.detonation_topk(coefficients.data_ptr(), rows, chunk, k, found.data_ptr())
+        (rows, chunk), found = (
+            coefficients.shape,
+            torch.empty(len(coefficients), k, dtype=torch.uint8, device="cpu"),
+        )
+        status = self._library.detonation_topk(
+            coefficients.data_ptr(), rows, chunk, k, found.data_ptr()
+        )
         assert status == 0
         return found
 
@@ -187,20 +206,26 @@ class Library:
 
     def sign_step(self, weights: Tensor, directions: Tensor, shrink: float, lr: float) -> None:
         """`weights = shrink * weights - lr * sign(directions)`, in fp32."""
-        self._library.detonation_sign_step(weights.data_ptr(), directions.data_ptr(), weights.numel(), shrink, lr)
+        self._library.detonation_sign_step(
+            weights.data_ptr(), directions.data_ptr(), weights.numel(), shrink, lr
+        )
 
     def pack(self, numbers: Tensor, width: int, nbytes: int) -> Tensor:
         """Packs numbers of `width` bits, each line by itself."""  # [..., n] integer -> [..., nbytes] uint8
         (*lines, count), few = numbers.shape, width <= 8
         plain = numbers.to(torch.uint8 if few else torch.int64).contiguous()
         packed = torch.empty(*lines, nbytes, dtype=torch.uint8, device="cpu")
-        self._library.detonation_pack(plain.data_ptr(), prod(lines), count, few, width, packed.data_ptr(), nbytes)
+        self._library.detonation_pack(
+            plain.data_ptr(), prod(lines), count, few, width, packed.data_ptr(), nbytes
+        )
         return packed
 
     def unpack(self, packed: Tensor, count: int, width: int) -> Tensor:
         """The inverse of `pack`."""  # [..., nbytes] uint8 -> [..., count] uint8 or, above 8 bits, int64
         lines, few = packed.unsqueeze(0).flatten(0, -2), width <= 8
-        numbers = torch.empty(*packed.shape[:-1], count, dtype=torch.uint8 if few else torch.int64, device="cpu")
+        numbers = torch.empty(
+            *packed.shape[:-1], count, dtype=torch.uint8 if few else torch.int64, device="cpu"
+        )
         at = lines.data_ptr(), len(lines), lines.stride(0)
         self._library.detonation_unpack(*at, lines.shape[1], count, few, width, numbers.data_ptr())
         return numbers
@@ -211,13 +236,17 @@ class Library:
         (*lines, rows, k), few = indices.shape, chunk <= 256
         plain = indices.to(torch.uint8 if few else torch.int64).contiguous()
         bitmap = torch.empty(*lines, (rows * chunk + 7) // 8, dtype=torch.uint8, device="cpu")
-        self._library.detonation_mark(plain.data_ptr(), prod(lines), rows, k, chunk, few, bitmap.data_ptr())
+        self._library.detonation_mark(
+            plain.data_ptr(), prod(lines), rows, k, chunk, few, bitmap.data_ptr()
+        )
         return bitmap
 
     def marked(self, bitmap: Tensor, rows: int, k: int, chunk: int) -> Tensor:
         """The indices that are set in a bitmap, in order."""  # as `mark`; chunks up to 256 -> uint8, else int64
         lines, few = bitmap.unsqueeze(0).flatten(0, -2), chunk <= 256
-        indices = torch.empty(*bitmap.shape[:-1], rows, k, dtype=torch.uint8 if few else torch.int64, device="cpu")
+        indices = torch.empty(
+            *bitmap.shape[:-1], rows, k, dtype=torch.uint8 if few else torch.int64, device="cpu"
+        )
         at = lines.data_ptr(), len(lines), lines.stride(0)
         self._library.detonation_marked(*at, rows, k, chunk, few, indices.data_ptr())
         return indices
@@ -268,19 +297,34 @@ def _load(path: Path) -> Library:
 def _compile(compiler: str, path: Path) -> None:
     command = [compiler, *_FLAGS, "-o", str(path), *map(str, _SOURCES)]
     try:
-        subprocess.run(command, check=True, capture_output=True, timeout=300)  # 13 s alone; a machine may be busy
+        subprocess.run(
+            command, check=True, capture_output=True, timeout=300
+        )  # 13 s alone; a machine may be busy
     except subprocess.CalledProcessError as error:
-        said = error.stderr.decode(errors="replace").strip().splitlines() or [f"code {error.returncode}"]
-        full = [line for line in said if "No space left" in line or "quota exceeded" in line]  # not so elsewhere
-        text = (full or [line for line in said if "error" in line] or said)[0]  # what comes after follows from it
-        raise (OSError if full else subprocess.SubprocessError)(f"{compiler} failed: {text}") from error
+        said = error.stderr.decode(errors="replace").strip().splitlines() or [
+            f"code {error.returncode}"
+        ]
+        full = [
+            line for line in said if "No space left" in line or "quota exceeded" in line
+        ]  # not so elsewhere
+        text = (full or [line for line in said if "error" in line] or said)[
+            0
+        ]  # what comes after follows from it
+        raise (OSError if full else subprocess.SubprocessError)(
+            f"{compiler} failed: {text}"
+        ) from error
 
 
 def _identity(compiler: str) -> str:
     """The identity of the machine code: a home directory may be shared by machines that differ."""
-    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=30).stdout
+    version = subprocess.run(
+        [compiler, "--version"], check=True, capture_output=True, timeout=30
+    ).stdout
     cpu = Path("/proc/cpuinfo")
-    features = next((line for line in cpu.read_text().splitlines() if line.startswith(("flags", "Features"))), "")
+    features = next(
+        (line for line in cpu.read_text().splitlines() if line.startswith(("flags", "Features"))),
+        "",
+    )
     parts = [
         *(source.read_bytes() for source in (*_SOURCES, *_HEADERS)),
         " ".join(_FLAGS).encode(),

@@ -21,7 +21,9 @@ from detonation.core.runtime import Readback
 
 LOG_VERSION = 1
 _MAGIC = b"DTLG"
-_HEADER = struct.Struct("<4sB3xIQQI")  # magic, kind, place, step, bytes, checksum of all before and of the bytes
+_HEADER = struct.Struct(
+    "<4sB3xIQQI"
+)  # magic, kind, place, step, bytes, checksum of all before and of the bytes
 _CHECKED = struct.Struct("<4sB3xIQQ")
 START, MESSAGE, STEP, SYNCHRONIZE = range(4)
 """The kinds of records: how the file was begun; messages; and what ends the messages of a step, or of `synchronize`."""
@@ -80,14 +82,20 @@ def whole_records(path: Path) -> Iterator[LogRecord]:
         while (record := _next(file, size)) is not None:
             yield record
         at, rest = file.tell(), memoryview(file.read())
-        if any(_found(rest[match.start() :]) for match in re.finditer(_MAGIC, rest) if match.start()):
-            raise DamagedLog(f"{path} is damaged at byte {at:,}: whole records follow; restore it, or replay to before")
+        if any(
+            _found(rest[match.start() :]) for match in re.finditer(_MAGIC, rest) if match.start()
+        ):
+            raise DamagedLog(
+                f"{path} is damaged at byte {at:,}: whole records follow; restore it, or replay to before"
+            )
 
 
 def _next(file: BinaryIO, size: int) -> LogRecord | None:
     """The record where `file` stands; None, and back to where it stood, where there is no whole one."""
     at, head = file.tell(), file.read(_HEADER.size)
-    fits = len(head) == _HEADER.size and _HEADER.unpack(head)[4] <= size - at - len(head)  # before it is read
+    fits = len(head) == _HEADER.size and _HEADER.unpack(head)[4] <= size - at - len(
+        head
+    )  # before it is read
     record = _found(memoryview(head + file.read(_HEADER.unpack(head)[4]))) if fits else None
     file.seek(at if record is None else file.tell())
     return record
@@ -115,7 +123,9 @@ class StepRecorder(Tape, ABC):
 
     def __init__(self) -> None:
         self.records = True  # false where there is nobody to record for
-        self._messages: list[tuple[int, Copy]] = []  # each with the steps that were taken when it came
+        self._messages: list[
+            tuple[int, Copy]
+        ] = []  # each with the steps that were taken when it came
         self._waiting: list[tuple[Copies, LogRecord]] = []
         self._late = 0  # steps whose messages are on their way to the host
         self._options: list[dict[str, Any]] = []  # of each group, as they were recorded last
@@ -165,7 +175,10 @@ class StepRecorder(Tape, ABC):
         """Hands on all steps but the last `late`."""
         while len(self._waiting) > late:
             messages, end = self._waiting.pop(0)
-            records = [LogRecord(MESSAGE, place, step, octets(copy.wait())) for place, step, copy in messages]
+            records = [
+                LogRecord(MESSAGE, place, step, octets(copy.wait()))
+                for place, step, copy in messages
+            ]
             self.hand_on([*records, end])
 
     def forget(self) -> None:
@@ -174,7 +187,10 @@ class StepRecorder(Tape, ABC):
 
     def _changed(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The options of each parameter group that were not recorded yet."""
-        plain = [{key: _plain(value) for key, value in group.items() if key != "params"} for group in groups]
+        plain = [
+            {key: _plain(value) for key, value in group.items() if key != "params"}
+            for group in groups
+        ]
         now = [{key: value for key, value in group.items() if _is_plain(value)} for group in plain]
         before, self._options = [*self._options, *[{}] * (len(now) - len(self._options))], now
         return [

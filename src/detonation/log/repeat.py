@@ -19,7 +19,15 @@ from detonation.core.flat.tensors import digest, locals_of
 from detonation.core.integrity.message import Tape
 from detonation.core.optimizer.reconfigure import like_option
 from detonation.core.optimizer.replicated import Replicated
-from detonation.log.records import LOG_VERSION, MESSAGE, START, STEP, DamagedLog, LogRecord, whole_records
+from detonation.log.records import (
+    LOG_VERSION,
+    MESSAGE,
+    START,
+    STEP,
+    DamagedLog,
+    LogRecord,
+    whole_records,
+)
 from detonation.log.writer import identity, round_like, segments
 
 _log = logging.getLogger("detonation")
@@ -59,7 +67,9 @@ class Player(Tape, ABC):
         """The next messages of a place."""  # -> [bytes] uint8
         while not self._messages[place, step]:
             if not self._load():
-                raise DamagedLog(f"the record of step {step} has no message of place {place}: it is of another run")
+                raise DamagedLog(
+                    f"the record of step {step} has no message of place {place}: it is of another run"
+                )
         content = self._messages[place, step].popleft().content
         if not self._messages[place, step]:
             del self._messages[place, step]
@@ -88,20 +98,30 @@ class Playback(Player):
     Raises `ValueError` where there is no log of this shard from there on or it is of another run, later `DamagedLog`.
     """
 
-    def __init__(self, directory: Path, optimizer: Replicated, first: int, to: int | None = None) -> None:
+    def __init__(
+        self, directory: Path, optimizer: Replicated, first: int, to: int | None = None
+    ) -> None:
         super().__init__()
         self._rank, self._exact = replace(optimizer.coordinates, replica=0).name, False
         self.first, self._to = first, math.inf if to is None else to
         files = [(begun, path) for _, begun, path in segments(directory, self._rank)]
         usable = [begun for begun, _ in files if begun <= first]
         if not usable:
-            known = f"the log of {self._rank} in {directory} begins after {files[0][0]} steps" if files else ""
+            known = (
+                f"the log of {self._rank} in {directory} begins after {files[0][0]} steps"
+                if files
+                else ""
+            )
             none = f"there is no log of {self._rank} in {directory}"
-            raise ValueError(f"{known or none}, and replay would begin after {first}: it needs a checkpoint between")
+            raise ValueError(
+                f"{known or none}, and replay would begin after {first}: it needs a checkpoint between"
+            )
         self._identity, self._optimizer = identity(optimizer), optimizer
         ((self._axis, scheme),) = optimizer.levels
         self._delay = scheme.round.delay
-        last = max(self._to + self._delay, first + 1)  # whose messages are on their way after `to` steps
+        last = max(
+            self._to + self._delay, first + 1
+        )  # whose messages are on their way after `to` steps
         self.files = [(begun, path) for begun, path in files if usable[-1] <= begun < last]
         self._records = self._read()
 
@@ -125,7 +145,9 @@ class Playback(Player):
         try:
             while (end := self.next_end()) is not None:
                 if end.kind == STEP and end.step != step + 1:
-                    raise DamagedLog(f"it goes on with step {end.step} after {step}: a file is missing")
+                    raise DamagedLog(
+                        f"it goes on with step {end.step} after {step}: a file is missing"
+                    )
                 step, last = end.step, end.step if self._messages else last
                 self._messages.clear()
         except ValueError as error:
@@ -148,16 +170,24 @@ class Playback(Player):
                     continue
                 if record.step > following + self._delay:
                     break
-                if record.step > following:  # training went back, and wrote the rest anew but for what was on its way
+                if (
+                    record.step > following
+                ):  # training went back, and wrote the rest anew but for what was on its way
                     waiting = [each for each in waiting if each.step < following]
-                known = record.step <= self.first if record.kind == STEP or begun < self.first else False
+                known = (
+                    record.step <= self.first
+                    if record.kind == STEP or begun < self.first
+                    else False
+                )
                 yield from waiting if not known else ()
                 waiting.clear()
 
     def _check(self, path: Path, start: LogRecord) -> None:
         about = start.table()
         if about.get("version") != LOG_VERSION:
-            raise ValueError(f"{path} is in version {about.get('version')} of the format, here it is {LOG_VERSION}")
+            raise ValueError(
+                f"{path} is in version {about.get('version')} of the format, here it is {LOG_VERSION}"
+            )
         mine = round_like(about, self._optimizer)
         theirs, why = about.get("selftest") or mine, ""
         if odd := next((key for key in mine if theirs.get(key) != mine[key]), ""):
@@ -169,14 +199,20 @@ class Playback(Player):
         if why:
             _log.warning(_NEAR, path, why)
         replicas = about.get("replicas")
-        if type(replicas) is int and hasattr(self._axis, "next_size"):  # some were lost, or came, before the next step
+        if type(replicas) is int and hasattr(
+            self._axis, "next_size"
+        ):  # some were lost, or came, before the next step
             self._axis.next_size = self._identity["replicas"] = replicas
         for key, now in self._identity.items():
             if about.get(key) != now:
-                raise ValueError(f"{path} was written with {key} {about.get(key)}, this run has {now}")
+                raise ValueError(
+                    f"{path} was written with {key} {about.get(key)}, this run has {now}"
+                )
         weights = about.get("start", "") if self.first == 0 else ""
         if weights and weights != digest(self._optimizer.model.parameters()):
-            raise ValueError(f"{path} begins with other weights than this run: another seed, model or init_from")
+            raise ValueError(
+                f"{path} begins with other weights than this run: another seed, model or init_from"
+            )
 
 
 def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) -> int:
@@ -222,7 +258,9 @@ def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) 
         >>> folder.cleanup()
     """
     if to is not None and to < optimizer.step_count:
-        raise ValueError(f"to is {to}, but {optimizer.step_count} steps were taken: load an earlier checkpoint")
+        raise ValueError(
+            f"to is {to}, but {optimizer.step_count} steps were taken: load an earlier checkpoint"
+        )
     if not all(isinstance(axis, LoopbackCommunicator) for axis, _ in optimizer.levels):
         return replay_together(Path(directory), optimizer, to)[0]
     try:
@@ -230,7 +268,9 @@ def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) 
     finally:
         optimizer.record(None)
     if to is not None and optimizer.step_count < to:
-        raise DamagedLog(f"the log in {directory} ends after {optimizer.step_count} steps, not {to}")
+        raise DamagedLog(
+            f"the log in {directory} ends after {optimizer.step_count} steps, not {to}"
+        )
     return optimizer.step_count
 
 
@@ -246,7 +286,9 @@ def replay_together(directory: Path, optimizer: Replicated, to: int | None) -> t
         found = Playback(directory, alone, first, to).reach()
     except (OSError, ValueError) as error:
         found = first, str(error)
-    goal, why = min(map(json.loads, texts.gather(json.dumps(found))), key=lambda told: (told[0], not told[1]))
+    goal, why = min(
+        map(json.loads, texts.gather(json.dumps(found))), key=lambda told: (told[0], not told[1])
+    )
     if why and texts.rank == 0 and (first or segments(directory, "")):
         _log.warning("the log in %s is replayed up to step %d: %s", directory, goal, why)
     if alone and goal > first:
@@ -274,7 +316,12 @@ def _hand_over(old: Replicated, new: Replicated) -> None:
     """Gives `new` the state that all replicas share; its own memory stays."""
     for before, after in zip(old.build(), new.build(), strict=True):
         shared, state = before.local_state().named(), after.local_state()
-        state.load({key: own if key.startswith(_PRIVATE) else shared[key] for key, own in state.named().items()})
+        state.load(
+            {
+                key: own if key.startswith(_PRIVATE) else shared[key]
+                for key, own in state.named().items()
+            }
+        )
 
 
 @torch.no_grad()
@@ -304,6 +351,8 @@ def repeat_step(end: LogRecord, optimizer: Replicated) -> None:
         optimizer.synchronize()
         return
     if end.step != optimizer.step_count + 1:
-        raise DamagedLog(f"the log goes on with step {end.step} after {optimizer.step_count} steps: a file is missing")
+        raise DamagedLog(
+            f"the log goes on with step {end.step} after {optimizer.step_count} steps: a file is missing"
+        )
     optimizer.zero_grad()
     optimizer.step()

@@ -86,7 +86,9 @@ class UpdateLog(StepRecorder):
         if not self.records:
             return
         with self._forgiving():
-            another = not goes_on or optimizer.build() is not self._levels  # settings or parameters, or the first step
+            another = (
+                not goes_on or optimizer.build() is not self._levels
+            )  # settings or parameters, or the first step
             if not first:
                 self._keep(messages, what, optimizer, another)
                 return
@@ -97,7 +99,9 @@ class UpdateLog(StepRecorder):
             if self._file < 0:
                 if self._kept:
                     self._write_kept(optimizer)
-                self._begin(optimizer, optimizer.step_count - (what == "step"), _settings(optimizer))
+                self._begin(
+                    optimizer, optimizer.step_count - (what == "step"), _settings(optimizer)
+                )
                 self._levels = optimizer.build()
             self.add(messages, what, optimizer)
             if self._fsync_every and optimizer.step_count % self._fsync_every == 0:
@@ -118,7 +122,9 @@ class UpdateLog(StepRecorder):
         self.flush()
         kept, self._kept = list(self._kept), deque(maxlen=_KEPT)
         end = kept[0][-1]
-        self._begin(optimizer, end.step - (end.kind == STEP), {**self._identity, "taken_over": True})
+        self._begin(
+            optimizer, end.step - (end.kind == STEP), {**self._identity, "taken_over": True}
+        )
         for records in kept:
             self.hand_on(records)
         self.close()
@@ -127,11 +133,15 @@ class UpdateLog(StepRecorder):
         """Begins another file, as after a checkpoint; removes those whose steps are all among the first `oldest`."""
         self.close()
         try:
-            for (rank, _, path), (other, end, _) in pairwise(segments(self.directory, "") if self.records else ()):
+            for (rank, _, path), (other, end, _) in pairwise(
+                segments(self.directory, "") if self.records else ()
+            ):
                 if rank == other and end <= oldest:
                     path.unlink(missing_ok=True)
         except OSError as error:
-            _log.warning("an old file of the update log in %s stays: %s", self.directory, error.strerror)
+            _log.warning(
+                "an old file of the update log in %s stays: %s", self.directory, error.strerror
+            )
 
     def close(self) -> None:
         """Writes what is left, and closes the file; another step opens another."""
@@ -155,17 +165,25 @@ class UpdateLog(StepRecorder):
         except OSError as error:
             self.records = False
             self.forget()
-            _log.warning("the update log in %s ends: %s; training goes on without it", self.directory, error.strerror)
+            _log.warning(
+                "the update log in %s ends: %s; training goes on without it",
+                self.directory,
+                error.strerror,
+            )
             if self._file >= 0:
                 with suppress(OSError):
                     os.ftruncate(self._file, self._length)
 
     def _begin(self, optimizer: Replicated, first: int, settings: dict[str, Any]) -> None:
         rank = optimizer.coordinates
-        about = {"version": LOG_VERSION, "first": first, "rank": rank.name, **settings} | ({} if first else self._start)
+        about = {"version": LOG_VERSION, "first": first, "rank": rank.name, **settings} | (
+            {} if first else self._start
+        )
         self.directory.mkdir(parents=True, exist_ok=True)
         for _, begun, later in segments(self.directory, rank.name):
-            if begun > first:  # training went back to before them: a replay would take their steps for its own
+            if (
+                begun > first
+            ):  # training went back to before them: a replay would take their steps for its own
                 later.unlink(missing_ok=True)
         path = self.directory / f"{rank.name}-{first}{SUFFIX}"
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
@@ -211,7 +229,9 @@ def identity(optimizer: Replicated) -> dict[str, Any]:
     ((axis, scheme),) = optimizer.levels
     rank = optimizer.coordinates
     arguments = {name: str(value) for name, value in scheme.arguments.items()}
-    layouts = [(slot.name, tuple(slot.shape)) for each in optimizer.build() for slot in each.layout.slots]
+    layouts = [
+        (slot.name, tuple(slot.shape)) for each in optimizer.build() for slot in each.layout.slots
+    ]
     return {
         "replicas": axis.size(),
         "shards": rank.shards,
@@ -227,7 +247,11 @@ def identity(optimizer: Replicated) -> dict[str, Any]:
 def arithmetic(optimizer: Replicated) -> dict[str, str]:
     """How this process rounds: the self-test with the scheme and the base optimizer in use."""
     ((_, scheme),) = optimizer.levels
-    return {k: v for r in optimizer.build()[:1] for k, v in selftest(scheme, r.channel.runtime, r.stepped).items()}
+    return {
+        k: v
+        for r in optimizer.build()[:1]
+        for k, v in selftest(scheme, r.channel.runtime, r.stepped).items()
+    }
 
 
 def rounding(optimizer: Replicated) -> dict[str, Any]:

@@ -15,7 +15,12 @@ from detonation.models.pretrained import HUB_PREFIX, image_size_of, transformers
 
 __all__ = ["MODELS", "TASK_OF", "build_model", "image_arguments", "model_function"]
 
-MODELS: Mapping[str, Callable[..., nn.Module]] = {"olmo2": olmo2, "olmoe": olmoe, "t5": t5, "vit": vit}
+MODELS: Mapping[str, Callable[..., nn.Module]] = {
+    "olmo2": olmo2,
+    "olmoe": olmoe,
+    "t5": t5,
+    "vit": vit,
+}
 TASK_OF = {"olmo2": "text", "olmoe": "text", "t5": "translation", "vit": "images"}
 """The kind of data that each model takes."""
 
@@ -32,7 +37,9 @@ def model_function(name: str) -> Callable[..., nn.Module]:
     except ValueError as error:
         if ":" in name:
             raise
-        raise ValueError(f"{error}, or hf:{name if '/' in name else 'NAME'} for a model of transformers") from error
+        raise ValueError(
+            f"{error}, or hf:{name if '/' in name else 'NAME'} for a model of transformers"
+        ) from error
 
 
 def image_arguments(name: str, arguments: Mapping[str, Any]) -> dict[str, int]:

@@ -21,7 +21,9 @@ def checked(dropout: float, **sizes: int) -> int:
     heads, hidden_size = sizes["heads"], sizes["hidden_size"]
     width, left = divmod(hidden_size, heads)
     if left:
-        raise ValueError(f"heads {heads} does not divide hidden_size {hidden_size}: each head takes an equal share")
+        raise ValueError(
+            f"heads {heads} does not divide hidden_size {hidden_size}: each head takes an equal share"
+        )
     return width
 
 
@@ -59,14 +61,26 @@ def olmo2(
     """
     shared = _causal(vocab, hidden_size, layers, heads, feed_forward, dropout)
     transformers = needs("transformers", "models")
-    model: nn.Module = transformers.Olmo2ForCausalLM(transformers.Olmo2Config(tie_word_embeddings=False, **shared))
+    model: nn.Module = transformers.Olmo2ForCausalLM(
+        transformers.Olmo2Config(tie_word_embeddings=False, **shared)
+    )
     return model
 
 
-def _causal(vocab: int, hidden_size: int, layers: int, heads: int, feed_forward: int, dropout: float) -> dict[str, Any]:
-    sizes = {"hidden_size": hidden_size, "heads": heads, "vocab": vocab, "layers": layers, "feed_forward": feed_forward}
+def _causal(
+    vocab: int, hidden_size: int, layers: int, heads: int, feed_forward: int, dropout: float
+) -> dict[str, Any]:
+    sizes = {
+        "hidden_size": hidden_size,
+        "heads": heads,
+        "vocab": vocab,
+        "layers": layers,
+        "feed_forward": feed_forward,
+    }
     if (width := checked(dropout, **sizes)) % 2:
-        raise ValueError(f"heads {heads} of hidden_size {hidden_size} are {width} wide: rotary positions need even")
+        raise ValueError(
+            f"heads {heads} of hidden_size {hidden_size} are {width} wide: rotary positions need even"
+        )
     return {
         "vocab_size": vocab, "hidden_size": hidden_size, "intermediate_size": feed_forward,
         "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads,
@@ -161,7 +175,12 @@ def t5(
     Reference: T5, Raffel et al., 2020, arXiv 1910.10683; ByT5, Xue et al., 2022, arXiv 2105.13626.
     """
     head_dim = checked(
-        dropout, hidden_size=hidden_size, heads=heads, vocab=vocab, layers=layers, feed_forward=feed_forward
+        dropout,
+        hidden_size=hidden_size,
+        heads=heads,
+        vocab=vocab,
+        layers=layers,
+        feed_forward=feed_forward,
     )
     transformers = needs("transformers", "models")
     config = transformers.T5Config(
@@ -216,8 +235,20 @@ def vit(
 
     Reference: Dosovitskiy et al., 2021, arXiv 2010.11929.
     """
-    sizes = {"image_size": image_size, "patch_size": patch_size, "channels": channels, "classes": classes}
-    checked(dropout, hidden_size=hidden_size, heads=heads, layers=layers, feed_forward=feed_forward, **sizes)
+    sizes = {
+        "image_size": image_size,
+        "patch_size": patch_size,
+        "channels": channels,
+        "classes": classes,
+    }
+    checked(
+        dropout,
+        hidden_size=hidden_size,
+        heads=heads,
+        layers=layers,
+        feed_forward=feed_forward,
+        **sizes,
+    )
     if image_size % patch_size:
         raise ValueError(
             f"patch_size {patch_size} does not divide image_size {image_size}: the image is cut into whole patches"

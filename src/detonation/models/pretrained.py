@@ -62,7 +62,9 @@ def transformers_model(name: str) -> Callable[..., nn.Module]:
         if dtype not in ("float32", "bfloat16"):
             raise unknown("model.dtype", dtype, ("float32", "bfloat16"))
         sizes = {"image_size": image_size, "num_channels": channels, "num_labels": classes}
-        config = _configured(name, settings, {key: size for key, size in sizes.items() if size is not None})
+        config = _configured(
+            name, settings, {key: size for key, size in sizes.items() if size is not None}
+        )
         _require_vocab(name, config, vocab, pretrained)
         model = _built(name, config, task, pretrained, dtype, classes)
         made: Any = model
@@ -78,15 +80,25 @@ def image_size_of(name: str, settings: dict[str, Any]) -> dict[str, int]:
     """The `size` and `channels` of the images that the model `hf:NAME` takes, as far as its configuration says."""
     config = _configured(name, {}, {})
     size = settings.get("image_size", getattr(config, "image_size", None))
-    channels = settings.get("channels", getattr(config, "num_channels", None) if settings.get("pretrained") else None)
-    return {key: value for key, value in {"size": size, "channels": channels}.items() if isinstance(value, int)}
+    channels = settings.get(
+        "channels", getattr(config, "num_channels", None) if settings.get("pretrained") else None
+    )
+    return {
+        key: value
+        for key, value in {"size": size, "channels": channels}.items()
+        if isinstance(value, int)
+    }
 
 
-def _built(name: str, config: Any, task: str, pretrained: bool, dtype: str, classes: int | None) -> nn.Module:
+def _built(
+    name: str, config: Any, task: str, pretrained: bool, dtype: str, classes: int | None
+) -> nn.Module:
     loader, noun = _LOADERS[task]
     auto = getattr(needs("transformers", "models"), loader)
     if type(config) not in auto._model_mapping:
-        raise ValueError(f"{HUB_PREFIX}{name} is a {config.model_type}, which is no {noun}: the data are {task}")
+        raise ValueError(
+            f"{HUB_PREFIX}{name} is a {config.model_type}, which is no {noun}: the data are {task}"
+        )
     options = {"dtype": getattr(torch, dtype), "trust_remote_code": False}
     try:
         if not pretrained or torch.empty(0).is_meta:  # the sizes alone are wanted
@@ -97,7 +109,11 @@ def _built(name: str, config: Any, task: str, pretrained: bool, dtype: str, clas
     except (OSError, ValueError, RuntimeError, AssertionError) as error:
         raise ValueError(f"{HUB_PREFIX}{name} cannot be built: {first_line(error)}") from error
     new = {*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}
-    head = {key for key, tensor in model.named_parameters() if task in CLASSIFIES and tensor.shape[0] == classes}
+    head = {
+        key
+        for key, tensor in model.named_parameters()
+        if task in CLASSIFIES and tensor.shape[0] == classes
+    }
     if new - head:
         keys = sorted(new - head)
         raise ValueError(
@@ -113,10 +129,16 @@ def _require_vocab(name: str, config: Any, vocab: int | None, pretrained: bool) 
     if vocab is None or own is None:
         return
     if vocab > own:
-        remedy = "set data.tokenizer to that of the model" if pretrained else f"set model.vocab_size to {vocab}"
+        remedy = (
+            "set data.tokenizer to that of the model"
+            if pretrained
+            else f"set model.vocab_size to {vocab}"
+        )
         raise ValueError(f"{HUB_PREFIX}{name} knows {own} tokens, the data have {vocab}: {remedy}")
     if pretrained and vocab in _BYTES and own != vocab:
-        raise ValueError(f"{HUB_PREFIX}{name} has learned {own} tokens, the data are bytes: set data.tokenizer")
+        raise ValueError(
+            f"{HUB_PREFIX}{name} has learned {own} tokens, the data are bytes: set data.tokenizer"
+        )
 
 
 def _configured(name: str, settings: dict[str, Any], sizes: dict[str, int]) -> Any:
@@ -124,16 +146,25 @@ def _configured(name: str, settings: dict[str, Any], sizes: dict[str, int]) -> A
     config = copy.deepcopy(_config(name))
     for key in settings:
         if not hasattr(config, key) or key.startswith("_"):
-            raise unknown(f"key of {HUB_PREFIX}{name}", key, (k for k in config.to_dict() if not k.startswith("_")))
+            raise unknown(
+                f"key of {HUB_PREFIX}{name}",
+                key,
+                (k for k in config.to_dict() if not k.startswith("_")),
+            )
     try:
         config = type(config).from_dict(
-            config.to_dict(), **settings, **{key: size for key, size in sizes.items() if hasattr(config, key)}
+            config.to_dict(),
+            **settings,
+            **{key: size for key, size in sizes.items() if hasattr(config, key)},
         )
     except Exception as error:  # the configurations check types with errors of their own
         *_, last = str(error).strip().splitlines()
         raise ValueError(f"{HUB_PREFIX}{name} does not take {settings}: {last.strip()}") from error
     text = config.get_text_config()
-    if isinstance(getattr(text, "pad_token_id", None), int) and text.pad_token_id >= text.vocab_size:
+    if (
+        isinstance(getattr(text, "pad_token_id", None), int)
+        and text.pad_token_id >= text.vocab_size
+    ):
         text.pad_token_id = None  # of a larger vocabulary
     if hasattr(text, "use_cache"):
         text.use_cache = False  # it keeps keys and values, for generation
@@ -155,4 +186,6 @@ def _config(name: str) -> Any:
         raise ValueError(f"{HUB_PREFIX}{name} {problem}: {first_line(error)}") from error
     except Exception as error:  # of a type, as above
         *_, last = str(error).strip().splitlines()
-        raise ValueError(f"{HUB_PREFIX}{name} has a config.json that does not fit: {last.strip()}") from error
+        raise ValueError(
+            f"{HUB_PREFIX}{name} has a config.json that does not fit: {last.strip()}"
+        ) from error

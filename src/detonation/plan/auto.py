@@ -77,20 +77,32 @@ def auto(
         research/frontier.md and research/log.md.
     """
     if not 0 < step_seconds < float("inf"):
-        raise ValueError(f"step_seconds is {step_seconds}, must be the seconds of a step without the network, above 0")
+        raise ValueError(
+            f"step_seconds is {step_seconds}, must be the seconds of a step without the network, above 0"
+        )
     check_budget(budget)
     if steps < 1:
-        raise ValueError(f"steps is {steps}, must be the number of steps of the training, at least 1")
+        raise ValueError(
+            f"steps is {steps}, must be the number of steps of the training, at least 1"
+        )
     if recipe not in recipes():
         raise unknown("recipe with measured losses", recipe, recipes())
     check_arguments(optimizer, model)
     device = next(local(parameter).device for parameter in model.parameters())
-    everyone = Everyone(device, axis, [link.axis for link in links_of_shards(local_parameters(model).values())])
+    everyone = Everyone(
+        device, axis, [link.axis for link in links_of_shards(local_parameters(model).values())]
+    )
     shards = node_shapes(model, axis, everyone)
     network = Network.of_axis(probe_axis(axis, device, PROBE_S, everyone), len(shards))
     work = Work(shards, step_seconds, overlap=False, on_accelerator=device.type != "cpu")
     trained = trained_by(type(optimizer).__name__, optimizer.defaults)
-    goal = Goal(axis.size(), sum(work.sizes.values()), steps, recipe, trained if trained in optimizers() else "AdamW")
+    goal = Goal(
+        axis.size(),
+        sum(work.sizes.values()),
+        steps,
+        recipe,
+        trained if trained in optimizers() else "AdamW",
+    )
     ranked = options(pairs(goal), work, network, goal, budget)
     _log.info("auto: %s", why(ranked, network, goal, budget))
     return broadcast_choice(ranked[0].cost.scheme, everyone)
@@ -105,14 +117,23 @@ def broadcast_choice(choice: Scheme, everyone: Everyone) -> Scheme:
     name, arguments = everyone.send_to_all([choice.name, dict(choice.arguments)])[0]
     chosen = scheme(name, arguments)
     text = json.dumps([chosen.name, dict(chosen.arguments)], sort_keys=True)
-    everyone.require_same({"scheme": hashlib.sha256(text.encode()).hexdigest()[:16]}, {"scheme": chosen.name})
+    everyone.require_same(
+        {"scheme": hashlib.sha256(text.encode()).hexdigest()[:16]}, {"scheme": chosen.name}
+    )
     return chosen
 
 
 def node_shapes(model: nn.Module, axis: Axis, everyone: Everyone) -> Sequence[Shapes]:
     """Gathers the local shapes of the trained parameters on each rank of the first replica's node. Collective."""
-    shapes = {name: list(local(p).shape) for name, p in local_parameters(model).items() if p.requires_grad}
+    shapes = {
+        name: list(local(p).shape) for name, p in local_parameters(model).items() if p.requires_grad
+    }
     replica = axis.get_local_rank() if isinstance(axis, DeviceMesh) else axis.replica
     gathered = everyone.send_to_all([replica, shapes])
-    first = [theirs for number, theirs in gathered if number == gathered[0][0]]  # 0, or another where that is lost
-    return [{name: tuple(shape) for name, shape in one.items()} for one in first[: everyone.size // axis.size()]]
+    first = [
+        theirs for number, theirs in gathered if number == gathered[0][0]
+    ]  # 0, or another where that is lost
+    return [
+        {name: tuple(shape) for name, shape in one.items()}
+        for one in first[: everyone.size // axis.size()]
+    ]

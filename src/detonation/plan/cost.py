@@ -46,14 +46,22 @@ class Network:
         if not measured.silence_s:
             return plain
         expected = plain.restart_s((measured.size - 1) * SILENT_BYTES, SILENT_S)
-        return replace(plain, restart=min(1.0, measured.silence_s / expected) if expected > _NOISE_S else 1.0)
+        return replace(
+            plain, restart=min(1.0, measured.silence_s / expected) if expected > _NOISE_S else 1.0
+        )
 
     @classmethod
     def of_link_speed(cls, speed: LinkSpeed, replicas: int, shards: int) -> "Network":
         """A network whose nodes all have links of one speed; the ranks of a node share its link."""
         rate = speed.rate_bits_per_s / shards
-        chains = {kind: hops(kind, replicas) for kind in ("all-reduce", "all-gather")} | {"all-to-all": 1}
-        return cls(replicas, shards, {name: Operation(n * speed.latency_s, rate, 0.0) for name, n in chains.items()})
+        chains = {kind: hops(kind, replicas) for kind in ("all-reduce", "all-gather")} | {
+            "all-to-all": 1
+        }
+        return cls(
+            replicas,
+            shards,
+            {name: Operation(n * speed.latency_s, rate, 0.0) for name, n in chains.items()},
+        )
 
     @property
     def rate_bits_per_s(self) -> float:
@@ -64,7 +72,9 @@ class Network:
     def faster(self, times: float, later: float = 1.0) -> "Network":
         """The same network with all rates multiplied by `times`, and latencies by `later`."""
         operations = {
-            name: replace(line, rate_bits_per_s=times * line.rate_bits_per_s, latency_s=later * line.latency_s)
+            name: replace(
+                line, rate_bits_per_s=times * line.rate_bits_per_s, latency_s=later * line.latency_s
+            )
             for name, line in self.operations.items()
         }
         return replace(self, operations=operations)
@@ -75,7 +85,9 @@ class Network:
             return 0.0
         again = self.restart * self.restart_s(nbytes, silent_s) if self.restart else 0.0
         if kind == "owner":
-            halves = (self.operations[stage].seconds(nbytes / 2) for stage in ("all-to-all", "all-gather"))
+            halves = (
+                self.operations[stage].seconds(nbytes / 2) for stage in ("all-to-all", "all-gather")
+            )
             return again + sum(halves)
         return again + self.operations[kind].seconds(nbytes)
 
@@ -86,11 +98,20 @@ class Network:
         round trip afterwards, until it holds the message or what is on the way at full rate.
         """
         one = self.operations["all-to-all"]
-        round_trip, rate = one.latency_s, one.rate_bits_per_s / 8  # gloo asks the receiver before it sends
+        round_trip, rate = (
+            one.latency_s,
+            one.rate_bits_per_s / 8,
+        )  # gloo asks the receiver before it sends
         full = min(nbytes, rate * round_trip)
-        periods = (silent_s + round_trip / 2) / (round_trip + _TIMER_S) - 1  # the first one costs nothing
+        periods = (silent_s + round_trip / 2) / (
+            round_trip + _TIMER_S
+        ) - 1  # the first one costs nothing
         doublings = min(periods, log2(max(full, 1.0) / _WINDOW))
-        return max(0.0, doublings * round_trip - full * (1 - 0.5**doublings) / rate) if doublings > 0 else 0.0
+        return (
+            max(0.0, doublings * round_trip - full * (1 - 0.5**doublings) / rate)
+            if doublings > 0
+            else 0.0
+        )
 
 
 @dataclass(frozen=True)
@@ -167,11 +188,23 @@ def cost(scheme: Scheme, work: Work, network: Network) -> Cost:
     largest = max(layouts, key=lambda layout: layout.rows)
     traffic.require_below_dense(scheme, largest, network.replicas)
     sends = scheme.aligned() if work.on_accelerator else scheme
-    sent = sum(_round_bytes(sends, layout, work, network.replicas) for layout in layouts) / scheme.round.every
+    sent = (
+        sum(_round_bytes(sends, layout, work, network.replicas) for layout in layouts)
+        / scheme.round.every
+    )
     step_s = _optimizer_s(scheme, work)
     agreeing = report_s(scheme, work, network) if work.reports else 0.0
-    exposed = agreeing + _exposed_s(sends, largest, work, step_s + agreeing, network) / scheme.round.every
-    return Cost(scheme, work.compute_s, step_s, exposed, sent, _memory_bytes(scheme, largest, network.replicas))
+    exposed = (
+        agreeing + _exposed_s(sends, largest, work, step_s + agreeing, network) / scheme.round.every
+    )
+    return Cost(
+        scheme,
+        work.compute_s,
+        step_s,
+        exposed,
+        sent,
+        _memory_bytes(scheme, largest, network.replicas),
+    )
 
 
 _STATE_BYTES = {"SignSGD": 0, "SGD": 4, "SGD without momentum": 0, "Muon": 4}
@@ -182,14 +215,20 @@ def close_bytes(scheme: Scheme, optimizer: str, parameters: int, replicas: int) 
     """Bytes that a node sends more per step where replicas are kept close: of a thousandth of their agreed state."""
     if scheme.signal == "nothing":
         return 0.0
-    state = 4 * (scheme.outer.momentum > 0) if isinstance(scheme, ParameterScheme) else _STATE_BYTES.get(optimizer, 8)
+    state = (
+        4 * (scheme.outer.momentum > 0)
+        if isinstance(scheme, ParameterScheme)
+        else _STATE_BYTES.get(optimizer, 8)
+    )
     return (4 + state) * parameters / 1000 * 2 * (replicas - 1) / replicas
 
 
 def _round_bytes(scheme: Scheme, layout: Layout, work: Work, replicas: int) -> int:
     if work.overlap and scheme.worth_overlapping:
         return traffic.overlapped_bytes(scheme, layout, replicas)
-    return sum(traffic.message_bytes(scheme, part, replicas) for part in scheme.divide(layout, work.sizes))
+    return sum(
+        traffic.message_bytes(scheme, part, replicas) for part in scheme.divide(layout, work.sizes)
+    )
 
 
 def _optimizer_s(scheme: Scheme, work: Work) -> float:
@@ -207,31 +246,49 @@ def report_s(scheme: Scheme, work: Work, network: Network) -> float:
     return max(0.0, network.seconds("all-gather", 0) - hidden)
 
 
-def _exposed_s(scheme: Scheme, layout: Layout, work: Work, step_s: float, network: Network) -> float:
+def _exposed_s(
+    scheme: Scheme, layout: Layout, work: Work, step_s: float, network: Network
+) -> float:
     """Seconds per round in which a rank waits for messages; `step_s` is the part of a step beside its compute."""
     waits = 0.0
     silent = scheme.round.every / scheme.fragments * (work.compute_s + step_s)
     for fragment in scheme.divide(layout, work.sizes):
         kind = traffic.collective_for(scheme, fragment, network.replicas)
         nbytes = traffic.message_bytes(scheme, fragment, network.replicas)
-        if kind == "owner" and work.reports:  # afterwards all hear whether an owner refused a message
+        if (
+            kind == "owner" and work.reports
+        ):  # afterwards all hear whether an owner refused a message
             waits += network.seconds("all-gather", 0)
         if scheme.round.delay:
             latency = network.seconds(kind, 0)
-            waits += _delayed_wait_s(scheme, network.seconds(kind, nbytes, silent), latency, work.compute_s + step_s)
+            waits += _delayed_wait_s(
+                scheme, network.seconds(kind, nbytes, silent), latency, work.compute_s + step_s
+            )
         elif work.overlap and scheme.worth_overlapping:
             latency = network.seconds(kind, 0)
             # Buckets leave in the order of backward: the last layers' first.
-            rows = [bucket.layout.rows for bucket in reversed(traffic.buckets_of(scheme, fragment, network.replicas))]
-            if kind == "owner":  # whose answers leave at once after the last message, and nothing hides them
-                sizes = [traffic.stage_bytes(scheme.codec, count, network.replicas) for count in rows]
-                sending, answering = network.operations["all-to-all"], network.operations["all-gather"]
+            rows = [
+                bucket.layout.rows
+                for bucket in reversed(traffic.buckets_of(scheme, fragment, network.replicas))
+            ]
+            if (
+                kind == "owner"
+            ):  # whose answers leave at once after the last message, and nothing hides them
+                sizes = [
+                    traffic.stage_bytes(scheme.codec, count, network.replicas) for count in rows
+                ]
+                sending, answering = (
+                    network.operations["all-to-all"],
+                    network.operations["all-gather"],
+                )
                 latency = sending.latency_s
                 answer = scheme.reply_codec(network.replicas)
                 waits += answering.seconds(traffic.stage_bytes(answer, sum(rows), network.replicas))
                 seconds = [sending.seconds(size) - latency for size in sizes]
             else:
-                sizes = [traffic.exchange_bytes(kind, scheme, count, network.replicas) for count in rows]
+                sizes = [
+                    traffic.exchange_bytes(kind, scheme, count, network.replicas) for count in rows
+                ]
                 seconds = [network.seconds(kind, size) - latency for size in sizes]
             parts = [(count / sum(rows), one) for count, one in zip(rows, seconds, strict=True)]
             waits += latency + _overlapped_wait_s(parts, work.compute_s / work.accumulate)
@@ -286,8 +343,12 @@ def _memory_bytes(scheme: Scheme, layout: Layout, replicas: int) -> int:
         rows = -(-rows // scheme.fragments)
     in_flight = 1 + scheme.round.delay if isinstance(scheme, GradientScheme) else 1
     if collective == "owner":
-        return state + in_flight * (scheme.codec.nbytes(rows) + scheme.reply_codec(replicas).nbytes(rows))
-    return state + in_flight * scheme.codec.nbytes(rows) * (replicas if collective == "all-gather" else 2)
+        return state + in_flight * (
+            scheme.codec.nbytes(rows) + scheme.reply_codec(replicas).nbytes(rows)
+        )
+    return state + in_flight * scheme.codec.nbytes(rows) * (
+        replicas if collective == "all-gather" else 2
+    )
 
 
 def spelled(chosen: Scheme) -> str:
@@ -297,7 +358,9 @@ def spelled(chosen: Scheme) -> str:
         >>> spelled(scheme("demo", {"topk": 1, "chunk": 64}))
         'demo(topk=1)'
     """
-    texts = {name: f"{x:.4g}" if isinstance(x, float) else str(x) for name, x in changed(chosen).items()}
+    texts = {
+        name: f"{x:.4g}" if isinstance(x, float) else str(x) for name, x in changed(chosen).items()
+    }
     return f"{chosen.name}({', '.join(f'{name}={text}' for name, text in texts.items())})"
 
 

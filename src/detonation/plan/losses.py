@@ -157,7 +157,11 @@ class Estimate:
     @property
     def evidence(self) -> str:
         """Where it was measured, and how far that is from the run."""
-        far = f"; this run has {', '.join(self.far)}, for which the interval is wider" if self.far else ""
+        far = (
+            f"; this run has {', '.join(self.far)}, for which the interval is wider"
+            if self.far
+            else ""
+        )
         return f"{self.loss.conditions}, {_counted(self.seeds, 'seed')}{far}"
 
 
@@ -168,10 +172,20 @@ def estimate(scheme: Scheme, optimizer: str, goal: Goal) -> Estimate | None:
     seeds, then by size, which changes least. Losses of another recipe than the run's do not count.
     """
     found = [loss for loss in loss_table() if loss.optimizer == optimizer and loss.fits(scheme)]
-    near = sorted((loss for loss in found if loss.recipe == goal.recipe), key=lambda loss: _distance(loss, goal))
+    near = sorted(
+        (loss for loss in found if loss.recipe == goal.recipe),
+        key=lambda loss: _distance(loss, goal),
+    )
     full = [loss for loss in loss_table() if loss.is_full and loss.optimizer == goal.baseline]
     for loss in near:
-        base = next((each for each in full if each.task == loss.task and set(each.losses) & set(loss.losses)), None)
+        base = next(
+            (
+                each
+                for each in full
+                if each.task == loss.task and set(each.losses) & set(loss.losses)
+            ),
+            None,
+        )
         if base is not None:
             return _expected(loss, base, goal)
     return None
@@ -194,7 +208,9 @@ def trained_by(name: str, settings: Mapping[str, Any]) -> str:
     >>> trained_by("AdamW", {"lr": 1e-3, "betas": (0.0, 0.95)})
     'AdamW without momentum'
     """
-    without = [*settings.get("betas", ())][:1] == [0] or (name == "Muon" and settings.get("momentum") == 0)
+    without = [*settings.get("betas", ())][:1] == [0] or (
+        name == "Muon" and settings.get("momentum") == 0
+    )
     return f"{name} without momentum" if without else name
 
 
@@ -209,17 +225,25 @@ def recipes() -> list[str]:
 @cache
 def loss_table() -> tuple[Loss, ...]:
     text = resources.files("detonation.plan").joinpath("losses.json").read_text(encoding="utf-8")
-    rows = [{**row, "losses": {int(seed): loss for seed, loss in row["losses"].items()}} for row in json.loads(text)]
+    rows = [
+        {**row, "losses": {int(seed): loss for seed, loss in row["losses"].items()}}
+        for row in json.loads(text)
+    ]
     return tuple(Loss(**row) for row in rows)
 
 
-def relative(losses: Mapping[int, float], base: Mapping[int, float]) -> tuple[float, tuple[float, float] | None, int]:
+def relative(
+    losses: Mapping[int, float], base: Mapping[int, float]
+) -> tuple[float, tuple[float, float] | None, int]:
     """The mean difference of `losses` to `base` on equal seeds, over the mean of `base`; its 95 % interval; the pairs.
 
     Seed 0 chose learning rates, so it counts only where no other seed is common. Two pairs have no interval.
     """
     seeds = sorted(set(losses) & set(base) - {0}) or sorted(set(losses) & set(base))
-    differences, mean = [losses[s] - base[s] for s in seeds], statistics.fmean(base[s] for s in seeds)
+    differences, mean = (
+        [losses[s] - base[s] for s in seeds],
+        statistics.fmean(base[s] for s in seeds),
+    )
     if len(seeds) < 3:
         return statistics.fmean(differences) / mean, None, len(seeds)
     middle, half = spread(differences)
@@ -247,7 +271,11 @@ def _expected(loss: Loss, base: Loss, goal: Goal) -> Estimate:
     if loss is base:
         return Estimate(loss, 0.0, (0.0, 0.0), seeds, exponent)
     low, high = interval or (cost - SPREAD, cost + SPREAD)
-    size, length, doublings = goal.parameters / loss.parameters, goal.steps / loss.steps, loss.doublings(goal.replicas)
+    size, length, doublings = (
+        goal.parameters / loss.parameters,
+        goal.steps / loss.steps,
+        loss.doublings(goal.replicas),
+    )
     longer, shorter = max(0.0, math.log10(length)), max(0.0, -math.log10(length))
     wider = PER_DECADE * abs(math.log10(size)) + PER_DOUBLING * abs(doublings) + PER_LONGER * longer
     if loss.arguments.get("every", 1) != 1:
@@ -256,7 +284,9 @@ def _expected(loss: Loss, base: Loss, goal: Goal) -> Estimate:
     far = [_counted(goal.replicas, "replica")] if doublings else []
     for times, noun in ((size, "size"), (length, "length")):
         if not 0.5 < times < 2:
-            far.append(f"{times:,.2g} times the {noun}" if times < 10 else f"{times:,.0f} times the {noun}")
+            far.append(
+                f"{times:,.2g} times the {noun}" if times < 10 else f"{times:,.0f} times the {noun}"
+            )
     ends = (_shorter(low, lead) - wider, _shorter(high, lead) + wider)
     return Estimate(loss, _shorter(cost, lead), ends, seeds, exponent, tuple(far))
 

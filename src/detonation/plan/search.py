@@ -44,7 +44,11 @@ class Option:
 
     def seconds(self, goal: Goal) -> float | None:
         """Seconds until the run has surely reached the loss of its baseline; None if unknown."""
-        return None if self.estimate is None else goal.steps * self.cost.total_s * self.estimate.steps_factor
+        return (
+            None
+            if self.estimate is None
+            else goal.steps * self.cost.total_s * self.estimate.steps_factor
+        )
 
     @property
     def is_full(self) -> bool:
@@ -77,7 +81,11 @@ def pairs(goal: Goal) -> list[Candidate]:
     """
     found: list[Candidate] = []
     for one in candidate_settings():
-        known = [goal.optimizer] if goal.optimizer else [o for o in optimizers() if estimate(one, o, goal)]
+        known = (
+            [goal.optimizer]
+            if goal.optimizer
+            else [o for o in optimizers() if estimate(one, o, goal)]
+        )
         found += [(one, optimizer) for optimizer in known or [goal.baseline]]
     return found
 
@@ -93,14 +101,23 @@ def options(
     that sends less comes first.
     """
     among = [(one, optimizer) for one, optimizer in among if one.round.every < max(2, goal.steps)]
-    prices = {name: _price(one, work, network) for name, one in {spelled(one): one for one, _ in among}.items()}
+    prices = {
+        name: _price(one, work, network)
+        for name, one in {spelled(one): one for one, _ in among}.items()
+    }
     priced = [(prices[spelled(one)], one, optimizer) for one, optimizer in among]
-    ranked = [Option(price, optimizer, estimate(one, optimizer, goal)) for price, one, optimizer in priced if price]
+    ranked = [
+        Option(price, optimizer, estimate(one, optimizer, goal))
+        for price, one, optimizer in priced
+        if price
+    ]
     soonest = min(filter(None, (option.seconds(goal) for option in ranked)), default=math.inf)
     return sorted(ranked, key=lambda option: _order(option, goal, budget, (1 + budget) * soonest))
 
 
-def one_machine(ranked: Sequence[Option], network: Network, goal: Goal) -> tuple[str, Estimate, float] | None:
+def one_machine(
+    ranked: Sequence[Option], network: Network, goal: Goal
+) -> tuple[str, Estimate, float] | None:
     """The fastest way to the loss on one machine that takes all the examples of a step: the optimizer, and seconds.
 
     Its steps take as many times longer as there are replicas, without a network. It may take each optimizer of the
@@ -120,7 +137,9 @@ def one_machine(ranked: Sequence[Option], network: Network, goal: Goal) -> tuple
 def check_budget(budget: float) -> float:
     """Returns `budget`; raises `ValueError` unless it is a number between 0 and 1, both excluded."""
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget < 1:
-        raise ValueError(f"budget is {budget!r}, must be a part of a step that may be waited for, between 0 and 1: 0.1")
+        raise ValueError(
+            f"budget is {budget!r}, must be a part of a step that may be waited for, between 0 and 1: 0.1"
+        )
     return float(budget)
 
 
@@ -130,12 +149,16 @@ def largest_within(among: Iterable[Scheme], work: Work, network: Network, budget
     Where nothing fits, those count whose step is at most `budget` longer than the shortest: where the wait is latency,
     fewer bytes gain nothing.
     """
-    prices = [price for price in (_price(each, work, network) for each in among) if price is not None]
+    prices = [
+        price for price in (_price(each, work, network) for each in among) if price is not None
+    ]
     within = [price for price in prices if price.waiting <= budget]
     if within:
         return max(within, key=lambda price: (price.bytes_sent, spelled(price.scheme))).scheme
     longest = (1 + budget) * min(price.total_s for price in prices)
-    return max((price for price in prices if price.total_s <= longest), key=lambda price: price.bytes_sent).scheme
+    return max(
+        (price for price in prices if price.total_s <= longest), key=lambda price: price.bytes_sent
+    ).scheme
 
 
 def _price(candidate: Scheme, work: Work, network: Network) -> Cost | None:
@@ -145,7 +168,9 @@ def _price(candidate: Scheme, work: Work, network: Network) -> Cost | None:
         return None
 
 
-def _order(option: Option, goal: Goal, budget: float, late_s: float) -> tuple[int, float, float, str]:
+def _order(
+    option: Option, goal: Goal, budget: float, late_s: float
+) -> tuple[int, float, float, str]:
     seconds = option.seconds(goal)
     if option.is_full and option.cost.waiting <= budget and (seconds is None or seconds <= late_s):
         group = 0
@@ -176,8 +201,12 @@ def advise(
         reason, machines = f"{machines}. With them {reason}", ""
     found, evidence = best.estimate, list[str]()
     if found is not None and found.interval != (0.0, 0.0):
-        evidence = [f"evidence: {found.verdict} to the baseline, on {found.evidence} ({found.loss.source})"]
-    half, twice = (options(among, work, network.faster(times), goal, budget)[0] for times in (0.5, 2.0))
+        evidence = [
+            f"evidence: {found.verdict} to the baseline, on {found.evidence} ({found.loss.source})"
+        ]
+    half, twice = (
+        options(among, work, network.faster(times), goal, budget)[0] for times in (0.5, 2.0)
+    )
     return {
         "options": [row(option, goal) for option in ranked],
         "first": row(best, goal),
@@ -191,7 +220,9 @@ def advise(
         "if_twice_the_rate": row(twice, goal),
         "replicas": network.replicas,
         "shards": network.shards,
-        "rate_bits_per_s": rate if network.replicas > 1 and math.isfinite(rate := network.rate_bits_per_s) else None,
+        "rate_bits_per_s": rate
+        if network.replicas > 1 and math.isfinite(rate := network.rate_bits_per_s)
+        else None,
         "budget": budget,
         "parameters": goal.parameters,
     }
@@ -213,7 +244,9 @@ def row(option: Option, goal: Goal) -> dict[str, Any]:
         "efficiency": 1 - cost.waiting,
         "bytes_per_step": cost.bytes_sent,
         "bytes_per_day": cost.bytes_per_day,
-        "close_bytes_per_step": close_bytes(cost.scheme, option.optimizer, goal.parameters, goal.replicas),
+        "close_bytes_per_step": close_bytes(
+            cost.scheme, option.optimizer, goal.parameters, goal.replicas
+        ),
         "memory_bytes": cost.memory_bytes,
         "time_to_loss_s": seconds,
         "time_to_loss": "unknown" if seconds is None else duration(seconds),
@@ -227,7 +260,11 @@ def row(option: Option, goal: Goal) -> dict[str, Any]:
 def why(ranked: Sequence[Option], network: Network, goal: Goal, budget: float = BUDGET) -> str:
     """Says in a sentence or two what comes first, and how soon it is there."""
     best = ranked[0]
-    link = f"at {LinkSpeed(network.rate_bits_per_s)} per node" if network.replicas > 1 else "with one node"
+    link = (
+        f"at {LinkSpeed(network.rate_bits_per_s)} per node"
+        if network.replicas > 1
+        else "with one node"
+    )
     waits = f"it waits {best.cost.waiting:.0%} of a step of {duration(best.cost.total_s)} {link}"
     if best.is_full and best.cost.waiting <= budget:
         waits += f", within the budget of {budget:.0%}"
@@ -242,18 +279,27 @@ def why(ranked: Sequence[Option], network: Network, goal: Goal, budget: float = 
     return f"{text}, full() with {goal.baseline} in {there}, of which it would wait {full.cost.waiting:.0%}; {waits}"
 
 
-def _second_machine(ranked: Sequence[Option], network: Network, goal: Goal) -> tuple[bool | None, str]:
+def _second_machine(
+    ranked: Sequence[Option], network: Network, goal: Goal
+) -> tuple[bool | None, str]:
     """Says whether the other machines pay: against one with the same examples per step, and in the same seconds."""
     alone, seconds = one_machine(ranked, network, goal), ranked[0].seconds(goal)
     if alone is None or seconds is None:
         return None, ""
     optimizer, found, alone_s = alone
     known = f"one machine with {optimizer} and the same examples per step has the baseline's loss"
-    ahead = (seconds / alone_s) ** -found.exponent - 1  # of one machine's loss when the others are there
+    ahead = (
+        seconds / alone_s
+    ) ** -found.exponent - 1  # of one machine's loss when the others are there
     if alone_s <= seconds:
         both = f"within {duration(alone_s)}, {network.replicas} machines within {duration(seconds)}"
-        return False, f"No second machine pays: {known} {both}; by then that of one is {-ahead:.1%} lower"
-    lead = f"{alone_s / seconds:.2g} times as long; in the same seconds its loss is {ahead:.1%} higher"
+        return (
+            False,
+            f"No second machine pays: {known} {both}; by then that of one is {-ahead:.1%} lower",
+        )
+    lead = (
+        f"{alone_s / seconds:.2g} times as long; in the same seconds its loss is {ahead:.1%} higher"
+    )
     return True, f"{network.replicas} machines pay: {known} within {duration(alone_s)}, {lead}"
 
 
@@ -262,11 +308,21 @@ def _help(ranked: Sequence[Option]) -> list[str]:
     best = ranked[0]
     if best.cost.waiting <= LONG_WAIT:
         return []
-    times = math.ceil(best.cost.exposed_s / (best.cost.compute_s + best.cost.step_s))  # accumulate is a whole number
-    lines = [f"more work per step: with {times:,} times the examples (train.accumulate) half of a step is waiting"]
-    known = [option for option in ranked[1:] if option.estimate and option.cost.waiting < 0.8 * best.cost.waiting]
+    times = math.ceil(
+        best.cost.exposed_s / (best.cost.compute_s + best.cost.step_s)
+    )  # accumulate is a whole number
+    lines = [
+        f"more work per step: with {times:,} times the examples (train.accumulate) half of a step is waiting"
+    ]
+    known = [
+        option
+        for option in ranked[1:]
+        if option.estimate and option.cost.waiting < 0.8 * best.cost.waiting
+    ]
     if known:
         less = min(known, key=lambda option: option.cost.waiting)
         assert less.estimate
-        lines.append(f"fewer bytes: {less} waits {less.cost.waiting:.0%}, and its loss is {less.estimate.verdict}")
+        lines.append(
+            f"fewer bytes: {less} waits {less.cost.waiting:.0%}, and its loss is {less.estimate.verdict}"
+        )
     return lines

@@ -19,10 +19,23 @@ PAPER, _INK = "#ffffff", "#1a1c20"
 _DASHES = ("-", "--", "-.", ":")
 _MARKERS = "os^DvP"
 _STYLE: dict[Any, Any] = {
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK),
-    **{"axes.axisbelow": True, "axes.grid": True, "axes.linewidth": 0.6, "figure.subplot.left": 0.14},
+    **dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK
+    ),
+    **{
+        "axes.axisbelow": True,
+        "axes.grid": True,
+        "axes.linewidth": 0.6,
+        "figure.subplot.left": 0.14,
+    },
     **{"axes.spines.top": False, "axes.spines.right": False, "font.size": 10},
-    **{"grid.color": _INK, "grid.alpha": 0.15, "grid.linewidth": 0.6, "legend.frameon": False, "legend.fontsize": 9},
+    **{
+        "grid.color": _INK,
+        "grid.alpha": 0.15,
+        "grid.linewidth": 0.6,
+        "legend.frameon": False,
+        "legend.fontsize": 9,
+    },
     "text.parse_math": False,  # a name may hold dollar signs
 }
 _WIDTH, _HEIGHT = 4.0, 2.9
@@ -92,18 +105,27 @@ class Chart:
             # Fixed margins in inches: an automatic layout costs more than the drawing.
             bottom = legend + (0.5 if axes.get_xlabel() else 0.32)
             figure.subplots_adjust(right=0.955, bottom=bottom / height, top=1 - 0.4 / height)
-            figure.suptitle(self.title, x=0.03, y=1 - 0.09 / height, ha="left", fontsize=11.5, fontweight="bold")
+            figure.suptitle(
+                self.title, x=0.03, y=1 - 0.09 / height, ha="left", fontsize=11.5, fontweight="bold"
+            )
             if self.keys:
                 handles = [key.artist() for key in self.keys]
                 figure.legend(handles=handles, loc="lower left", ncols=columns, borderaxespad=0.2)
-            figure.savefig(file, format="png", dpi=240, facecolor=PAPER, metadata={"Software": None})
+            figure.savefig(
+                file, format="png", dpi=240, facecolor=PAPER, metadata={"Software": None}
+            )
         return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def keys(runs: Sequence[Run]) -> list[Key]:
     many = len(COLOURS)
     return [
-        Key(shortened(run.name), COLOURS[i % many], _DASHES[i // many % len(_DASHES)], _MARKERS[i % len(_MARKERS)])
+        Key(
+            shortened(run.name),
+            COLOURS[i % many],
+            _DASHES[i // many % len(_DASHES)],
+            _MARKERS[i % len(_MARKERS)],
+        )
         for i, run in enumerate(runs)
     ]
 
@@ -123,8 +145,18 @@ def charts(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
     loss = [_curves("loss-steps", "Loss against steps", _LOSS, steps, "steps")]
     if senders:
         title = "Loss against bytes sent"
-        loss += [_curves("loss-bytes", title, _LOSS + unsent, sent, "sent by one replica", _bytes_text)]
-    loss += [_curves("loss-seconds", "Loss against time", f"{_LOSS} Time is that of steps alone.", seconds, time)]
+        loss += [
+            _curves("loss-bytes", title, _LOSS + unsent, sent, "sent by one replica", _bytes_text)
+        ]
+    loss += [
+        _curves(
+            "loss-seconds",
+            "Loss against time",
+            f"{_LOSS} Time is that of steps alone.",
+            seconds,
+            time,
+        )
+    ]
     ended = [(run, key) for run, key in senders if isfinite(run.summary.get("val_loss") or nan)]
     loss += [frontier(ended)] if len(ended) > 2 else []
     timed = [run for run in runs if run.timed]
@@ -134,15 +166,23 @@ def charts(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
 def frontier(runs: Sequence[tuple[Run, Key]]) -> Chart:
     """The validation loss of finished runs against their bytes per step, with their time."""
     points = [(run.summary["bytes_sent_per_step"], run.summary["val_loss"]) for run, _ in runs]
-    best = [(sent, loss) for sent, loss in points if not any(s <= sent and x < loss for s, x in points)]
+    best = [
+        (sent, loss) for sent, loss in points if not any(s <= sent and x < loss for s, x in points)
+    ]
 
     def draw(axes: Any) -> None:
         axes.plot(*zip(*sorted(best), strict=True), color=_INK, alpha=0.4, linewidth=1.0)
         for (run, key), point in zip(runs, points, strict=True):
             axes.plot(*point, key.marker, color=key.colour, markersize=7, markeredgewidth=0)
-            beside: dict[str, Any] = {"textcoords": "offset points", "xytext": (6, 5), "fontsize": 8}
+            beside: dict[str, Any] = {
+                "textcoords": "offset points",
+                "xytext": (6, 5),
+                "fontsize": 8,
+            }
             axes.annotate(duration(run.seconds_so_far()[-1]), point, **beside)
-        axes.set(xlabel="sent by one replica in a step", ylabel="validation loss (nats)", xscale="log")
+        axes.set(
+            xlabel="sent by one replica in a step", ylabel="validation loss (nats)", xscale="log"
+        )
         axes.margins(0.14)
         axes.xaxis.set_major_formatter(_bytes_text)
 
@@ -158,14 +198,21 @@ def breakdown(runs: Sequence[Run]) -> Chart:
         ("waiting for the slowest replica", agreeing_s),
         ("waiting for the network", lambda r: r["waited_s"]),
     ]
-    means = [[sum(map(value, run.records)) / len(run.records) for _, value in parts] for run in runs]
+    means = [
+        [sum(map(value, run.records)) / len(run.records) for _, value in parts] for run in runs
+    ]
 
     def draw(axes: Any) -> None:
         for y, (run, row) in enumerate(zip(runs, means, strict=True)):
             for i, (seconds, colour) in enumerate(zip(row, PART_COLOURS, strict=True)):
                 axes.barh(y, seconds, left=sum(row[:i]), color=colour, height=0.42)
             total = sum(row)
-            _label(axes, y, run.name, duration(total) + (f", {sum(row[2:]) / total:.0%} waiting" if total else ""))
+            _label(
+                axes,
+                y,
+                run.name,
+                duration(total) + (f", {sum(row[2:]) / total:.0%} waiting" if total else ""),
+            )
         _rows(axes, len(runs))
         axes.set_xlim(0, 1.06 * max(map(sum, means)))
         axes.locator_params(axis="x", nbins=5)
@@ -180,14 +227,18 @@ def breakdown(runs: Sequence[Run]) -> Chart:
     return Chart("step-time", "Time of a step by part", note, legend, draw, 0.57 + 0.44 * len(runs))
 
 
-def _curves(name: str, title: str, note: str, curves: Sequence[_Curve], label: str, form: Any = "{x:,g}") -> Chart:
+def _curves(
+    name: str, title: str, note: str, curves: Sequence[_Curve], label: str, form: Any = "{x:,g}"
+) -> Chart:
     """The training and validation losses of runs, each against its own series of numbers."""
     ends = [across[-1] for _, _, across in curves]
 
     def draw(axes: Any) -> None:
         log = max(ends) > _FAR * min(ends)
         for run, key, across in curves:
-            axes.plot(*buckets(across, run.series("loss"), log), key.dash, color=key.colour, linewidth=1.3)
+            axes.plot(
+                *buckets(across, run.series("loss"), log), key.dash, color=key.colour, linewidth=1.3
+            )
             found = run.validations()
             x, y = [across[i] for i, _ in found], [loss for _, loss in found]
             axes.plot(x, y, key.marker, color=key.colour, markersize=5, markeredgewidth=0)
@@ -203,7 +254,9 @@ def _curves(name: str, title: str, note: str, curves: Sequence[_Curve], label: s
     return Chart(name, title, note, [key for _, key, _ in curves], draw)
 
 
-def buckets(across: Sequence[float], loss: Sequence[float], log: bool) -> tuple[list[float], list[float]]:
+def buckets(
+    across: Sequence[float], loss: Sequence[float], log: bool
+) -> tuple[list[float], list[float]]:
     """Thins a long curve to 60 to 120 points, means of equally many neighbours; with `log`, drops points at x = 0."""
     pairs = [(x, y) for x, y in zip(across, loss, strict=True) if x > 0 or not log]
     width = max(1, len(pairs) // _BUCKETS)
@@ -213,8 +266,12 @@ def buckets(across: Sequence[float], loss: Sequence[float], log: bool) -> tuple[
 
 def _loss_limits(axes: Any, runs: Sequence[Run]) -> None:
     """Fits the loss axis to all values after the transient; logarithmic for a wide range."""
-    settled = [loss for run in runs for loss in run.series("loss")[int(_TRANSIENT * len(run.records)) :]]
-    values = [loss for loss in settled if isfinite(loss)] + [loss for run in runs for _, loss in run.validations()]
+    settled = [
+        loss for run in runs for loss in run.series("loss")[int(_TRANSIENT * len(run.records)) :]
+    ]
+    values = [loss for loss in settled if isfinite(loss)] + [
+        loss for run in runs for _, loss in run.validations()
+    ]
     low, high = min(values, default=0.0), max(values, default=0.0)
     if low > 0 and high > _FAR * low:
         axes.set(yscale="log", ylim=(low / 1.1, high * 1.1))
@@ -232,7 +289,11 @@ def _rows(axes: Any, count: int) -> None:
 
 
 def _label(axes: Any, y: float, name: str, text: str) -> None:
-    place: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "fontsize": 9.5, "va": "center"}
+    place: dict[str, Any] = {
+        "transform": axes.get_yaxis_transform(),
+        "fontsize": 9.5,
+        "va": "center",
+    }
     axes.text(0.0, y - 0.36, shortened(name, 26), **place)
     axes.text(1.0, y - 0.36, text, ha="right", **place)
 

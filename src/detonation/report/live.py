@@ -29,7 +29,12 @@ def html(directory: Path) -> str:
     run = read_begun(directory)
     levels = run.settings["scheme"]
     scheme = "+".join(level["name"] for level in (levels if isinstance(levels, list) else [levels]))
-    page = {"title": run.name, "subtitle": f"{scheme} {subtitle([run])} · in training", "runs": [run], "live": True}
+    page = {
+        "title": run.name,
+        "subtitle": f"{scheme} {subtitle([run])} · in training",
+        "runs": [run],
+        "live": True,
+    }
     if not (directory / FILES[0]).stat().st_size:
         return rendered(**page, tiles=[("0", "steps: the first one sets up")])
     run = replace(run, records=records(directory / FILES[0]))
@@ -45,7 +50,10 @@ def progress(run: Run) -> list[tuple[str, str]]:
     waited = sum(record.get("waited_s", 0.0) + agreeing_s(record) for record in run.records)
     return [
         (f"{done:,} of {steps:,}", "steps"),
-        (loss_text(fmean(record["loss"] for record in latest)), "training loss, mean of the last steps"),
+        (
+            loss_text(fmean(record["loss"] for record in latest)),
+            "training loss, mean of the last steps",
+        ),
         *((loss_text(loss), "validation loss") for _, loss in run.validations()[-1:]),
         (size_text(sent / len(run.records)), "sent per step by a replica, on average"),
         (size_text(sent), "sent by a replica so far"),
@@ -85,7 +93,9 @@ def serve(directory: Path, listener: socket.socket) -> ThreadingHTTPServer:
     return server
 
 
-if __name__ == "__main__":  # until the standard input ends, which the process that started this one holds open
+if (
+    __name__ == "__main__"
+):  # until the standard input ends, which the process that started this one holds open
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(10)
     server = serve(Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))

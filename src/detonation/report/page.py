@@ -13,7 +13,14 @@ from detonation.whole_files import write_whole
 _EXTRA = "report.html was not written: it needs matplotlib, pip install 'detonation-torch[plots]'"
 _MOST_REPLICAS = 16
 _TILES = (
-    *("validation loss", "validation accuracy", "BLEU", "sent per replica", "reduction", "throughput"),
+    *(
+        "validation loss",
+        "validation accuracy",
+        "BLEU",
+        "sent per replica",
+        "reduction",
+        "throughput",
+    ),
     *("waiting", "replicas equal"),
 )
 """The numbers of one run that stand at the top of its page."""
@@ -35,10 +42,16 @@ def write_page(directories: Sequence[Path], out: Path | None = None) -> Path:
     """
     if not directories:
         raise ValueError("report needs at least one run directory: detonation report DIR...")
-    target = out or (directories[0] / "report.html" if len(directories) == 1 else Path("report.html"))
+    target = out or (
+        directories[0] / "report.html" if len(directories) == 1 else Path("report.html")
+    )
     runs = read_all(directories)
     if target.is_dir() or not target.parent.is_dir():
-        problem = "is a directory" if target.is_dir() else f"would be in {target.parent}, which is no directory"
+        problem = (
+            "is a directory"
+            if target.is_dir()
+            else f"would be in {target.parent}, which is no directory"
+        )
         raise ValueError(f"the page {target} {problem}: choose another --out")
     try:
         text = _page_html(runs)
@@ -46,7 +59,9 @@ def write_page(directories: Sequence[Path], out: Path | None = None) -> Path:
         raise ValueError(_EXTRA) from error
     except (TypeError, AttributeError, KeyError, ArithmeticError) as error:
         names = ", ".join(str(run.directory) for run in runs)
-        raise ValueError(f"a file of {names} is damaged ({error!r}): restore it, or leave the run out") from error
+        raise ValueError(
+            f"a file of {names} is damaged ({error!r}): restore it, or leave the run out"
+        ) from error
     write_whole(target, text.encode())
     return target
 
@@ -70,11 +85,15 @@ def _page_html(runs: Sequence[Run]) -> str:
         runs=runs,
         tiles=[(text, label) for label, text in numbers if label in _TILES] if single else [],
         numbers=Grid([], numbers) if single else None,
-        results=None if single else Grid(["", *RESULTS], [[name, *row] for name, row in zip(names, rows, strict=True)]),
+        results=None
+        if single
+        else Grid(["", *RESULTS], [[name, *row] for name, row in zip(names, rows, strict=True)]),
         loss=loss,
         costs=costs,
         waits=waits_grid(first.summary.get("waits")) if single else None,
-        differing=what_differs(names, [run.settings | {"environment": run.environment} for run in runs]),
+        differing=what_differs(
+            names, [run.settings | {"environment": run.environment} for run in runs]
+        ),
     )
 
 
@@ -95,9 +114,13 @@ def subtitle(runs: Sequence[Run]) -> str:
     link = links.pop() if len(links) == 1 else ""
     same = {key for key in first if all(summary.get(key) == first[key] for summary in summaries)}
     parts = [
-        f"{first['model']}, {first['num_parameters']:,} parameters" if {"model", "num_parameters"} <= same else "",
+        f"{first['model']}, {first['num_parameters']:,} parameters"
+        if {"model", "num_parameters"} <= same
+        else "",
         f"on {first['data']}" if "data" in same else "",
-        f"{first['replicas']} replicas x {first['shards']} shards" if {"replicas", "shards"} <= same else "",
+        f"{first['replicas']} replicas x {first['shards']} shards"
+        if {"replicas", "shards"} <= same
+        else "",
         f"{first['steps']:,} steps" if "steps" in same else "",
         f"over an emulated link of {link}" if link else "",
         "virtual replicas in one process" if first.get("simulated") and "simulated" in same else "",
@@ -110,9 +133,21 @@ def waits_grid(found: Mapping[str, Any] | None) -> Grid | None:
     if not found or len(found["seconds"]) > _MOST_REPLICAS:
         return None
     # Spaces that do not break keep a row in one line on a phone, where the table scrolls.
-    head = ["waited", *(f"for replica\xa0{replica}" for replica in range(len(found["seconds"]))), "for the network"]
-    rows = [(*row, network) for row, network in zip(found["seconds"], found["network_s"], strict=True)]
-    return Grid(head, [[f"replica\xa0{i}", *(f"{seconds:.1f} s" for seconds in row)] for i, row in enumerate(rows)])
+    head = [
+        "waited",
+        *(f"for replica\xa0{replica}" for replica in range(len(found["seconds"]))),
+        "for the network",
+    ]
+    rows = [
+        (*row, network) for row, network in zip(found["seconds"], found["network_s"], strict=True)
+    ]
+    return Grid(
+        head,
+        [
+            [f"replica\xa0{i}", *(f"{seconds:.1f} s" for seconds in row)]
+            for i, row in enumerate(rows)
+        ],
+    )
 
 
 def what_differs(names: Sequence[str], tables: Sequence[Mapping[str, Any]]) -> Grid:
@@ -133,11 +168,21 @@ def flattened(table: Mapping[str, Any], before: str = "") -> dict[str, str]:
     for key, value in table.items():
         if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
             value = {str(i): item for i, item in enumerate(value)}
-        entries |= flattened(value, f"{before}{key}.") if isinstance(value, Mapping) else {before + key: _text(value)}
+        entries |= (
+            flattened(value, f"{before}{key}.")
+            if isinstance(value, Mapping)
+            else {before + key: _text(value)}
+        )
     return entries
 
 
 def _text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return "none" if value in (None, []) else ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return (
+        "none"
+        if value in (None, [])
+        else ", ".join(map(str, value))
+        if isinstance(value, list)
+        else str(value)
+    )

@@ -19,7 +19,17 @@ FILES = ("metrics.jsonl", "summary.json", "config.toml", "environment.json")
 _STEP = ("bytes_sent", "loss", "seconds", "step")
 _LOSSES = {"loss", "val_loss"}
 _SUMMARY = {
-    *("scheme", "optimizer", "replicas", "shards", "model", "data", "num_parameters", "steps", "train_loss"),
+    *(
+        "scheme",
+        "optimizer",
+        "replicas",
+        "shards",
+        "model",
+        "data",
+        "num_parameters",
+        "steps",
+        "train_loss",
+    ),
     *("val_loss", "seconds", "median_step_seconds", "examples_per_second", "bytes_sent_per_step"),
     *("bytes_full_sync_per_step", "reduction", "replicas_equal", "fingerprint"),
 }
@@ -75,13 +85,30 @@ def read_all(directories: Sequence[Path]) -> list[Run]:
 
 def read_begun(directory: Path) -> Run:
     """Reads the configuration of the run in `directory`, which trains still."""
-    config, path = (directory / "config.toml").read_text(encoding="utf-8", errors="replace"), directory.resolve()
+    config, path = (
+        (directory / "config.toml").read_text(encoding="utf-8", errors="replace"),
+        directory.resolve(),
+    )
     settings = _printable(tomllib.loads(config))
-    known = {"steps": settings["train"]["steps"], "data": settings["data"].get("source", settings["data"]["task"])}
+    known = {
+        "steps": settings["train"]["steps"],
+        "data": settings["data"].get("source", settings["data"]["task"]),
+    }
     levels, mesh = settings["scheme"], settings["mesh"]
-    replicas = math.prod(level["replicas"] for level in levels) if isinstance(levels, list) else mesh["replicas"]
+    replicas = (
+        math.prod(level["replicas"] for level in levels)
+        if isinstance(levels, list)
+        else mesh["replicas"]
+    )
     summary = known | {"replicas": replicas, "shards": mesh["shards"]}
-    return Run(printable(path.name), path, summary, "\n".join(map(printable, config.splitlines())), settings, [])
+    return Run(
+        printable(path.name),
+        path,
+        summary,
+        "\n".join(map(printable, config.splitlines())),
+        settings,
+        [],
+    )
 
 
 def read_run(directory: Path) -> Run:
@@ -90,11 +117,15 @@ def read_run(directory: Path) -> Run:
     metrics, summary, config, environment = (directory / name for name in FILES)
     table, text = _table(summary), config.read_text(encoding="utf-8", errors="replace")
     if missing := sorted(_SUMMARY - table.keys()):
-        raise ValueError(f"{summary} is damaged, it lacks {', '.join(missing[:3])}: restore it, or leave this run out")
+        raise ValueError(
+            f"{summary} is damaged, it lacks {', '.join(missing[:3])}: restore it, or leave this run out"
+        )
     try:
         settings = _printable(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{config} is damaged, {error}: restore it, or leave this run out") from error
+        raise ValueError(
+            f"{config} is damaged, {error}: restore it, or leave this run out"
+        ) from error
     return Run(
         printable(directory.resolve().name),
         directory.resolve(),
@@ -109,15 +140,24 @@ def read_run(directory: Path) -> Run:
 def records(path: Path) -> list[dict[str, Any]]:
     """Parses a metrics file; a loss that is no number is NaN. Raises `ValueError` with the number of a damaged line."""
     parsed = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+    for number, line in enumerate(
+        path.read_text(encoding="utf-8", errors="replace").splitlines(), 1
+    ):
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
             record = None
         record = record if isinstance(record, dict) else {}
-        losses = {key: record[key] if _is_finite(record[key]) else math.nan for key in _LOSSES & record.keys()}
-        if "loss" not in record or not all(_is_finite(record.get(key)) for key in {*_STEP} - _LOSSES):
-            problem = f"is damaged in line {number}, which is no JSON object with {', '.join(_STEP)}"
+        losses = {
+            key: record[key] if _is_finite(record[key]) else math.nan
+            for key in _LOSSES & record.keys()
+        }
+        if "loss" not in record or not all(
+            _is_finite(record.get(key)) for key in {*_STEP} - _LOSSES
+        ):
+            problem = (
+                f"is damaged in line {number}, which is no JSON object with {', '.join(_STEP)}"
+            )
             raise ValueError(f"{path} {problem}: remove the line")
         parsed.append(_printable(record | losses))
     if not parsed:
@@ -139,7 +179,9 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
     for path in paths:
         others = {other for other in paths if other != path}
         depth = 1
-        while depth < len(path.parts) and any(other.parts[-depth:] == path.parts[-depth:] for other in others):
+        while depth < len(path.parts) and any(
+            other.parts[-depth:] == path.parts[-depth:] for other in others
+        ):
             depth += 1
         names.append("/".join(path.parts[-depth:]))
     return names
@@ -169,7 +211,9 @@ def _table(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         table = None
     if not isinstance(table, dict):
-        raise ValueError(f"{path} is damaged, it is no JSON object: restore it, or leave this run out")
+        raise ValueError(
+            f"{path} is damaged, it is no JSON object: restore it, or leave this run out"
+        )
     return table
 
 

@@ -13,12 +13,35 @@ from typing import IO, Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from detonation.report.words import duration, equality, factor, less_text, loss_text, printable, rate, size_text
+from detonation.report.words import (
+    duration,
+    equality,
+    factor,
+    less_text,
+    loss_text,
+    printable,
+    rate,
+    size_text,
+)
 
-HEADS = ("scheme and optimizer", "to the loss", "step", "waiting", "sent/step", "loss to the baseline")
+HEADS = (
+    "scheme and optimizer",
+    "to the loss",
+    "step",
+    "waiting",
+    "sent/step",
+    "loss to the baseline",
+)
 """Of a plan; the last is AdamW with full synchronisation, or the optimizer that must stay."""
 MORE_HEADS = (*HEADS, "sent per day", "state per rank", "measured on")
-RESULTS = ("scheme, optimizer", "validation loss", "sent per step", "less", "step time", "replicas equal")
+RESULTS = (
+    "scheme, optimizer",
+    "validation loss",
+    "sent per step",
+    "less",
+    "step time",
+    "replicas equal",
+)
 """Titles of the table of several runs, after that of their names."""
 _SHOWN = 5
 """Rows of a plan; --all, --json and the page have all of them."""
@@ -53,7 +76,9 @@ class PlainConsole(Console):
         for text in texts:
             self.print(printable(text))
 
-    def table(self, heads: Sequence[Column | str], rows: Iterable[Sequence[str]], width: int | None = None) -> None:
+    def table(
+        self, heads: Sequence[Column | str], rows: Iterable[Sequence[str]], width: int | None = None
+    ) -> None:
         """Prints a table; names in its cells may come from elsewhere."""
         if width is not None and self.is_terminal:
             width = min(width, self.width)
@@ -75,7 +100,9 @@ def show(summary: dict[str, Any], notes: Iterable[str], stream: IO[str]) -> None
     console, where = PlainConsole(stream), summary["directory"]
     if "stopped_after" in summary:
         stopped = f"stopped by {summary['stopped_by']} after step {summary['stopped_after']}"
-        goes_on = "the others train on" if "left" in summary else f"continue with --out {where} --resume"
+        goes_on = (
+            "the others train on" if "left" in summary else f"continue with --out {where} --resume"
+        )
         console.lines([f"{stopped}; {goes_on}"])
         return
     console.table([], run_rows(summary))
@@ -84,10 +111,17 @@ def show(summary: dict[str, Any], notes: Iterable[str], stream: IO[str]) -> None
 
 def show_all(summaries: Sequence[dict[str, Any]], notes: Iterable[str], stream: IO[str]) -> None:
     """Prints several runs in one table, one row per run, the errors of those that failed, and `notes`."""
-    console, names = PlainConsole(stream), [Path(summary["directory"]).name for summary in summaries]
+    console, names = (
+        PlainConsole(stream),
+        [Path(summary["directory"]).name for summary in summaries],
+    )
     rows = ((name, *row) for name, row in zip(names, results(summaries), strict=True))
     console.table([Column("run", overflow="fold"), *RESULTS], rows)
-    failed = [f"{name}: {run['error']}" for name, run in zip(names, summaries, strict=True) if "error" in run]
+    failed = [
+        f"{name}: {run['error']}"
+        for name, run in zip(names, summaries, strict=True)
+        if "error" in run
+    ]
     console.lines([*failed, *notes])
 
 
@@ -102,7 +136,9 @@ def results(summaries: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
             rows.append((trained, "diverged" if summary["diverged"] else "failed", *["-"] * 4))
             continue
         loss, step_s = summary["val_loss"], summary["median_step_seconds"]
-        text = loss_text(loss) + (f", {summary['val_accuracy']:.1%} right" if "val_accuracy" in summary else "")
+        text = loss_text(loss) + (
+            f", {summary['val_accuracy']:.1%} right" if "val_accuracy" in summary else ""
+        )
         text += " (lowest)" if loss is not None and loss == lowest else ""
         equal = equality(summary)
         sent, less = size_text(summary["bytes_sent_per_step"]), factor(summary["reduction"])
@@ -116,7 +152,10 @@ def run_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     def if_there(key: str, form: str) -> str:
         return form.format(summary[key]) if summary.get(key) else ""
 
-    speed = if_there("tokens_per_second", "{:,.0f} tokens/s, ") + f"{summary['examples_per_second']:,.1f} examples/s"
+    speed = (
+        if_there("tokens_per_second", "{:,.0f} tokens/s, ")
+        + f"{summary['examples_per_second']:,.1f} examples/s"
+    )
     time = f"{summary['seconds']:.1f} s, median step {1000 * summary['median_step_seconds']:.0f} ms"
     virtual = ", virtual, in one process" if summary.get("simulated") else ""
     wire = summary.get("shard_wire", "")
@@ -127,23 +166,40 @@ def run_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("scheme", f"{_scheme(summary)} with {summary['optimizer']}"),
         ("adapted to", summary.get("adapted_to", "")),
         ("world", f"{summary['replicas']} replicas x {summary['shards']} shards{virtual}"),
-        ("model", f"{summary['model']}, {summary['num_parameters']:,} parameters, on {summary['data']}"),
+        (
+            "model",
+            f"{summary['model']}, {summary['num_parameters']:,} parameters, on {summary['data']}",
+        ),
         ("steps", f"{summary['steps']:,}"),
         ("training loss", loss_text(summary["train_loss"])),
         ("validation loss", loss_text(summary["val_loss"])),
-        ("validation accuracy", f"{summary['val_accuracy']:.1%}" if "val_accuracy" in summary else ""),
+        (
+            "validation accuracy",
+            f"{summary['val_accuracy']:.1%}" if "val_accuracy" in summary else "",
+        ),
         ("BLEU", f"{summary['val_bleu']:.2f}" if "val_bleu" in summary else ""),
         ("time in steps", time),
         ("throughput", speed),
         ("waiting", _waits(summary)),
         ("local steps", f"{shown} per round of replicas 0 to {len(counts) - 1}" if counts else ""),
-        ("peak memory", f"{size_text(summary['peak_memory'])} on a rank" if "peak_memory" in summary else ""),
+        (
+            "peak memory",
+            f"{size_text(summary['peak_memory'])} on a rank" if "peak_memory" in summary else "",
+        ),
         ("sent per replica", f"{size_text(summary['bytes_sent_per_step'])} per step"),
         *((f"sent over {level['axis']}", _level(level)) for level in summary.get("levels", [])),
         ("full synchronisation", f"{size_text(summary['bytes_full_sync_per_step'])} per step"),
         ("reduction", factor(summary["reduction"])),
-        ("sent between its nodes", f"{size_text(summary['shard_bytes_per_step'])} per step: {wire}" if wire else ""),
-        ("skipped", f"{sum(skipped.values()):,} contributions that were not finite, of {names}" if skipped else ""),
+        (
+            "sent between its nodes",
+            f"{size_text(summary['shard_bytes_per_step'])} per step: {wire}" if wire else "",
+        ),
+        (
+            "skipped",
+            f"{sum(skipped.values()):,} contributions that were not finite, of {names}"
+            if skipped
+            else "",
+        ),
         ("refused", if_there("refused", "{:,} messages")),
         ("replicas equal", equality(summary, "yes, bitwise")),
         ("fingerprint", summary["fingerprint"][:16]),
@@ -162,12 +218,16 @@ def _waits(summary: dict[str, Any]) -> str:
     >>> _waits({"waits": {**found, "lasted_s": 0.0}})
     ''
     """
-    if not (waits := summary.get("waits")) or not waits.get("lasted_s", 1.0):  # no step since the last start
+    if not (waits := summary.get("waits")) or not waits.get(
+        "lasted_s", 1.0
+    ):  # no step since the last start
         return ""
     slowest = waits["slowest"]
     mean = sum(row[slowest] for row in waits["seconds"]) / max(1, len(waits["seconds"]) - 1)
     network = sum(waits["network_s"]) / len(waits["network_s"])
-    lasted_s = waits.get("lasted_s", summary["seconds"])  # waits of earlier starts are not in the summary
+    lasted_s = waits.get(
+        "lasted_s", summary["seconds"]
+    )  # waits of earlier starts are not in the summary
     share = mean / lasted_s
     named = f"for replica {slowest}, the slowest: {mean:.1f} s ({share:.0%} of the time of the others); "
     since = f"in {lasted_s:.1f} s of steps since the last start"
@@ -199,7 +259,9 @@ def show_plan(plan: Mapping[str, Any], stream: IO[str], everything: bool = False
         console.table([first, *MORE_HEADS[1:]], plan_rows(plan), _WIDE)
     else:
         console.table([first, *HEADS[1:]], [row[: len(HEADS)] for row in _five(plan)], _WIDTH)
-    console.lines([flags, *(line for note in notes for line in wrap(note, _WIDTH, subsequent_indent="  "))])
+    console.lines(
+        [flags, *(line for note in notes for line in wrap(note, _WIDTH, subsequent_indent="  "))]
+    )
 
 
 def _five(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -237,12 +299,22 @@ def plan_words(plan: Mapping[str, Any]) -> list[str]:
     """The text beside the table, in lines: the reason, how to take the first, and what else is known of it."""
     speed, first = plan["rate_bits_per_s"], plan["first"]
     tables = {"scheme": plan["settings"], "optimizer": plan.get("optimizer", {})}
-    sets = [f"{name}.{key}={_toml(value)}" for name, table in tables.items() for key, value in table.items()]
+    sets = [
+        f"{name}.{key}={_toml(value)}"
+        for name, table in tables.items()
+        for key, value in table.items()
+    ]
     lines = [plan["reason"], f"to take it: --set {shlex.join(sets)}", *plan["notes"]]
-    for key, part in (("if_half_the_rate", 0.5), ("if_twice_the_rate", 2.0)) if speed is not None else ():
+    for key, part in (
+        (("if_half_the_rate", 0.5), ("if_twice_the_rate", 2.0)) if speed is not None else ()
+    ):
         other = plan[key]
-        choice = "the same first choice" if _named(other) == _named(first) else f"first {_named(other)}"
-        lines.append(f"at {rate(part * speed)} per node: {choice}, {duration(other['seconds'])} per step")
+        choice = (
+            "the same first choice" if _named(other) == _named(first) else f"first {_named(other)}"
+        )
+        lines.append(
+            f"at {rate(part * speed)} per node: {choice}, {duration(other['seconds'])} per step"
+        )
     return lines
 
 
@@ -258,24 +330,36 @@ def show_profile(profile: Mapping[str, Any], stream: IO[str]) -> None:
     """Prints each operation of each axis, what silence costs, the slowest pair of nodes, and the compute of a step."""
     console, rows, notes, slowest = PlainConsole(stream), [], list[str](), []
     for name, axis in profile["axes"].items():
-        if jitter := [line["samples"][0]["spread"] for line in axis["operations"].values() if line["samples"]]:
+        if jitter := [
+            line["samples"][0]["spread"] for line in axis["operations"].values() if line["samples"]
+        ]:
             notes.append(f"along {name} the shortest messages have a jitter of {max(jitter):.0%}")
         if axis["silence_s"]:
-            notes.append(f"after a second of silence a message along {name} takes {duration(axis['silence_s'])} more")
+            notes.append(
+                f"after a second of silence a message along {name} takes {duration(axis['silence_s'])} more"
+            )
         for operation, line in axis["operations"].items():
             rates = [rate(line["rate_bits_per_s"] * ranks) for ranks in (1, axis["per_node"])]
             spread = f"{line['spread']:.0%}"
-            rows.append((f"{name} ({axis['size']})", operation, duration(line["latency_s"]), *rates, spread))
+            rows.append(
+                (f"{name} ({axis['size']})", operation, duration(line["latency_s"]), *rates, spread)
+            )
         ordered = sorted(axis["pairs"], key=lambda pair: pair["rate_bits_per_s"])
         for pair in ordered[:1]:
             times = ordered[-1]["rate_bits_per_s"] / pair["rate_bits_per_s"]
             link = f"{pair['first']} and {pair['second']} at {rate(pair['rate_bits_per_s'])}"
-            latency = f"latency {duration(pair['latency_s'])}; the fastest is {times:.1f} times as fast"
+            latency = (
+                f"latency {duration(pair['latency_s'])}; the fastest is {times:.1f} times as fast"
+            )
             slowest.append(f"slowest pair of {name}: {link}, {latency}")
     console.table(("axis", "operation", "latency", "per rank", "per node", "misfit"), rows)
     console.lines([*notes, *slowest])
     if compute := profile["compute"]:
-        forward = f"forward and backward of {compute['recipe']} ({compute['parameters']:,} parameters)"
+        forward = (
+            f"forward and backward of {compute['recipe']} ({compute['parameters']:,} parameters)"
+        )
         console.lines([f"{forward}: {duration(compute['forward_backward_s'])}"])
-        steps = [(scheme, duration(step["exchange_s"])) for scheme, step in compute["steps"].items()]
+        steps = [
+            (scheme, duration(step["exchange_s"])) for scheme, step in compute["steps"].items()
+        ]
         console.table(("scheme", "the optimizer's step"), steps)

@@ -46,7 +46,11 @@ def equality(summary: Mapping[str, Any], yes: str = "yes", no: str = "no") -> st
     >>> equality({"replicas_equal": True}), equality({"replicas_equal": False, "replicas_apart": 2.5e-7})
     ('yes', 'close, 2.5e-07 of a norm apart')
     """
-    close = f"close, {summary['replicas_apart']:.1e} of a norm apart" if "replicas_apart" in summary else no
+    close = (
+        f"close, {summary['replicas_apart']:.1e} of a norm apart"
+        if "replicas_apart" in summary
+        else no
+    )
     return yes if summary["replicas_equal"] else close
 
 
@@ -80,10 +84,17 @@ def duration(seconds: float) -> str:
     >>> duration(0.00042), duration(0.158), duration(95), duration(7200), duration(1e6)
     ('0.42 ms', '158 ms', '95 s', '2 h', '11.6 days')
     """
-    for limit, unit, size in ((0.9995, "ms", 1e-3), (600, "s", 1), (5400, "min", 60), (172800, "h", 3600)):
+    for limit, unit, size in (
+        (0.9995, "ms", 1e-3),
+        (600, "s", 1),
+        (5400, "min", 60),
+        (172800, "h", 3600),
+    ):
         if seconds < limit:
             return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 86400:,.3g} days" if seconds < 86400 * 999 else f"{seconds / 86400:,.0f} days"
+    return (
+        f"{seconds / 86400:,.3g} days" if seconds < 86400 * 999 else f"{seconds / 86400:,.0f} days"
+    )
 
 
 def printable(text: str) -> str:

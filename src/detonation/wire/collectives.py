@@ -49,8 +49,12 @@ class BlockIntegers:
         largest = torch.maximum(blocks.amax(-1), blocks.amin(-1).neg_())  # [..., blocks]
         scales = (largest / self.largest).to(torch.bfloat16)
         # a scale that is 0 or not finite makes numbers that are not finite of some; the mask keeps them in their block
-        per_step = scales.float().clamp_(min=torch.finfo(torch.float32).tiny).reciprocal_().unsqueeze(-1)
-        codes = (blocks * per_step).round_().clamp_(-self.largest, self.largest).add_(self.largest + 1)
+        per_step = (
+            scales.float().clamp_(min=torch.finfo(torch.float32).tiny).reciprocal_().unsqueeze(-1)
+        )
+        codes = (
+            (blocks * per_step).round_().clamp_(-self.largest, self.largest).add_(self.largest + 1)
+        )
         whole = codes.to(torch.uint8).bitwise_and_((1 << self.width) - 1)
         packed = pack(whole.flatten(-2), self.width)
         return _aligned(torch.cat([packed, scales.view(torch.uint8)], -1))
@@ -59,11 +63,19 @@ class BlockIntegers:
         """Reads messages of `count` numbers each."""  # [..., bytes] uint8 -> [..., count] fp32
         blocks = -(-count // self.block)
         split = packed_bytes(blocks * self.block, self.width)
-        codes = unpack(encoded[..., :split], blocks * self.block, self.width, torch.float32).sub_(self.largest + 1)
+        codes = unpack(encoded[..., :split], blocks * self.block, self.width, torch.float32).sub_(
+            self.largest + 1
+        )
         scales = (
-            encoded[..., split : split + 2 * blocks].contiguous().view(torch.bfloat16).float().unsqueeze(-1)
+            encoded[..., split : split + 2 * blocks]
+            .contiguous()
+            .view(torch.bfloat16)
+            .float()
+            .unsqueeze(-1)
         )  # [..., blocks, 1]
-        return codes.view(*codes.shape[:-1], blocks, self.block).mul_(scales).flatten(-2)[..., :count]
+        return (
+            codes.view(*codes.shape[:-1], blocks, self.block).mul_(scales).flatten(-2)[..., :count]
+        )
 
 
 def _aligned(octets: Tensor) -> Tensor:
@@ -87,7 +99,11 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
     """
 
     def __init__(
-        self, link: Link, local: dist.ProcessGroup | None, codec: BlockIntegers, sizes: Callable[[], Mapping[str, int]]
+        self,
+        link: Link,
+        local: dist.ProcessGroup | None,
+        codec: BlockIntegers,
+        sizes: Callable[[], Mapping[str, int]],
     ) -> None:
         self._link, self._local, self._codec, self._sizes = link, local, codec, sizes
         self._others = link.replicas - 1
@@ -104,7 +120,9 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
     ) -> None:
         # [n], [S * n]
         if op != dist.ReduceOp.SUM:
-            raise ValueError(f"the reduce-scatter between nodes sums, was asked for {op}: leave the divisor to FSDP2")
+            raise ValueError(
+                f"the reduce-scatter between nodes sums, was asked for {op}: leave the divisor to FSDP2"
+            )
         sums = self._summed_in_node(input_tensor.view(self._link.replicas, -1))  # [nodes, n]
         count, here = sums.shape[1], self._link.replica
         residual = self._residual_for(count, sums.device)
@@ -119,30 +137,46 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         (rows,), _ = self._link.wait([arriving])
         total = torch.zeros(count, dtype=torch.float32, device=sums.device)
         for node in range(self._link.replicas):  # in the order of nodes: the sum depends on it
-            total.add_(sums[node].float() if node == here else self._codec.decode(rows[node], count))
+            total.add_(
+                sums[node].float() if node == here else self._codec.decode(rows[node], count)
+            )
         output_tensor.copy_(total)
 
     def by_parameter(self) -> dict[str, Tensor]:
         """The residual of each parameter; empty before the first use."""  # -> [nodes - 1, size] fp32 each
         if self.residual is None:
             return {}
-        return dict(zip(self._laid_out, torch.split(self.residual, [*self._laid_out.values()], 1), strict=True))
+        return dict(
+            zip(
+                self._laid_out,
+                torch.split(self.residual, [*self._laid_out.values()], 1),
+                strict=True,
+            )
+        )
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
         """Takes the place of the residual; parameters that are missing, or of another shape, begin without one.
 
         Shapes: as `by_parameter`; of a parameter that is frozen now, too, which may be trained again.
         """
-        fitting = {name: piece for name, piece in saved.items() if len(piece) == self._others}  # sizes: at use
+        fitting = {
+            name: piece for name, piece in saved.items() if len(piece) == self._others
+        }  # sizes: at use
         self._laid_out = {name: piece.shape[1] for name, piece in fitting.items()}
         self.residual = torch.cat([*fitting.values()], 1).float() if fitting else None
 
     def _residual_for(self, count: int, device: torch.device) -> Tensor:
         """The residual, laid out for the parameters that are trained now."""  # -> [nodes - 1, count] fp32
         sizes = dict(self._sizes())
-        if sum(sizes.values()) != count:  # before torch 2.13 a parameter without a gradient is left out
+        if (
+            sum(sizes.values()) != count
+        ):  # before torch 2.13 a parameter without a gradient is left out
             sizes = {"": count}
-        if self.residual is None or [*sizes.items()] != [*self._laid_out.items()] or self.residual.device != device:
+        if (
+            self.residual is None
+            or [*sizes.items()] != [*self._laid_out.items()]
+            or self.residual.device != device
+        ):
             before = self.by_parameter()
             empty = torch.zeros(self._others, 0, dtype=torch.float32, device=device)
             pieces = [
@@ -193,7 +227,11 @@ def watch_optimizers() -> None:
 
 
 def _announce(optimizer: Optimizer, *_: object) -> None:
-    if any(isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"]):
+    if any(
+        isinstance(parameter, DTensor)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ):
         WEIGHT_MOVES()
 
 
@@ -237,11 +275,19 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         watch_optimizers()
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
     ) -> None:
         # [S * n], [n]: the input is a part of the output, which is therefore written last
         reference, trained = self.reference, self._is_trained()
-        if reference is None or reference.shape[1] != len(input_tensor) or reference.dtype != input_tensor.dtype:
+        if (
+            reference is None
+            or reference.shape[1] != len(input_tensor)
+            or reference.dtype != input_tensor.dtype
+        ):
             reference = self.reference = self._exact(input_tensor)
         elif self._seen != WEIGHT_MOVES.count and (trained or self._was_trained):
             self._exchange(reference, input_tensor, exactly=not trained)
@@ -250,7 +296,11 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
                 "weights were changed, and by no optimizer, so that this rank alone knows of it: call "
                 "detonation.resync_weights(model) on all ranks after changing them"
             )
-        self._seen, self._seen_version, self._was_trained = WEIGHT_MOVES.count, self._version(), trained
+        self._seen, self._seen_version, self._was_trained = (
+            WEIGHT_MOVES.count,
+            self._version(),
+            trained,
+        )
         if self._local is None:
             output_tensor.copy_(reference.view(-1))
             return
@@ -266,7 +316,9 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
     def counts(self) -> Tensor:
         """The exchanges since the last exact one, and whether a step was taken since the last gather."""
         # -> [2] int64
-        return torch.tensor([self._exchanges, self._seen != WEIGHT_MOVES.count], dtype=torch.int64, device="cpu")
+        return torch.tensor(
+            [self._exchanges, self._seen != WEIGHT_MOVES.count], dtype=torch.int64, device="cpu"
+        )
 
     def restore(self, own: Tensor, counts: Tensor) -> None:
         """Continues from a saved reference, of which `own` is this rank's part. Collective."""
@@ -281,12 +333,16 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         self._exchanges += 1
         if self._codec and not own.is_floating_point() and not self._warned:
             self._warned = True
-            _log.warning("a unit with parameters of several dtypes is sent as it is: give it a mixed_precision policy")
+            _log.warning(
+                "a unit with parameters of several dtypes is sent as it is: give it a mixed_precision policy"
+            )
         exactly |= self._exchanges == self._resync_every or not own.is_floating_point()
         if self._codec is None or exactly:
             reference.copy_(self._exact(own))
             return
-        reference.nan_to_num_(0.0, 0.0, 0.0)  # weights that were not finite for a while must not stay so
+        reference.nan_to_num_(
+            0.0, 0.0, 0.0
+        )  # weights that were not finite for a while must not stay so
         difference = own.float() - reference[self._link.replica].float()
         (arrived,), _ = self._link.wait([self._link.all_gather(self._codec.encode(difference))])
         for row, message in zip(reference, arrived, strict=True):
@@ -297,8 +353,14 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
     def _exact(self, own: Tensor) -> Tensor:
         """The shards of all nodes as they are."""  # [n] -> [nodes, n]
         self._exchanges = 0
-        (arrived,), _ = self._link.wait([self._link.all_gather(_aligned(own.contiguous().view(torch.uint8)))])
+        (arrived,), _ = self._link.wait(
+            [self._link.all_gather(_aligned(own.contiguous().view(torch.uint8)))]
+        )
         with torch.inference_mode(False):  # steps after an evaluation change it in place
-            exact = arrived[:, : own.nbytes].clone(memory_format=torch.contiguous_format).view(own.dtype)
+            exact = (
+                arrived[:, : own.nbytes]
+                .clone(memory_format=torch.contiguous_format)
+                .view(own.dtype)
+            )
         self._link.recycle(arrived)
         return exact

@@ -15,7 +15,12 @@ from detonation.core.flat.tensors import largest_local_shape, local
 from detonation.core.flat.weight_hooks import ON_COMPARISON, ON_MOVE
 from detonation.core.link.link import Link
 from detonation.core.optimizer.gathered import local_parameters, reshard
-from detonation.wire.collectives import WEIGHT_MOVES, BlockIntegers, DifferenceGather, ErrorFeedbackReduce
+from detonation.wire.collectives import (
+    WEIGHT_MOVES,
+    BlockIntegers,
+    DifferenceGather,
+    ErrorFeedbackReduce,
+)
 from detonation.wire.wire import WIDTHS, ShardWire
 
 _UNIT = "_detonation_shard_unit"
@@ -39,7 +44,9 @@ class ShardUnit:
     ) -> None:
         self.wire, self.link, self.parameters = wire, link, parameters
         codec = BlockIntegers(WIDTHS[wire.weights]) if WIDTHS[wire.weights] else None
-        self.gather = DifferenceGather(link, in_node, codec, wire.resync_every, self._is_trained, self._version)
+        self.gather = DifferenceGather(
+            link, in_node, codec, wire.resync_every, self._is_trained, self._version
+        )
         module.set_custom_all_gather(self.gather)
         self.reduce: ErrorFeedbackReduce | None = None
         if WIDTHS[wire.gradients]:
@@ -47,7 +54,9 @@ class ShardUnit:
             self.reduce = ErrorFeedbackReduce(link, in_node, codec, self._trained_sizes)
             module.set_custom_reduce_scatter(self.reduce)
             module.set_force_sum_reduction_for_comms(True)
-            if hasattr(module, "set_reduce_scatter_unused_params"):  # since torch 2.13: equal sizes at every step
+            if hasattr(
+                module, "set_reduce_scatter_unused_params"
+            ):  # since torch 2.13: equal sizes at every step
                 module.set_reduce_scatter_unused_params(True, recurse=False)
         setattr(module, _UNIT, self)
 
@@ -64,9 +73,13 @@ class ShardUnit:
             found[f"counts.{next(iter(sizes))}"] = self.gather.counts()
             pieces = torch.split(reference[self.link.replica], [*sizes.values()])
             for (name, parameter), piece in zip(self.parameters.items(), pieces, strict=True):
-                found[f"reference.{name}"] = piece[: local(parameter).numel()].view(local(parameter).shape)
+                found[f"reference.{name}"] = piece[: local(parameter).numel()].view(
+                    local(parameter).shape
+                )
         if self.reduce is not None:
-            found |= {f"residual.{name}": piece for name, piece in self.reduce.by_parameter().items()}
+            found |= {
+                f"residual.{name}": piece for name, piece in self.reduce.by_parameter().items()
+            }
         return found
 
     @torch.no_grad()
@@ -76,7 +89,9 @@ class ShardUnit:
         counts, own = saved.get(f"counts.{next(iter(self.parameters))}"), []
         for name, parameter in self.parameters.items():
             # frozen weights may be left out of a checkpoint: nothing moves them, so nodes hold them exactly
-            piece = saved.get(f"reference.{name}", None if parameter.requires_grad else local(parameter.detach()))
+            piece = saved.get(
+                f"reference.{name}", None if parameter.requires_grad else local(parameter.detach())
+            )
             if piece is not None and piece.shape == local(parameter).shape:
                 flat = piece.to(local(parameter).device).reshape(-1)
                 own.append(torch.nn.functional.pad(flat, (0, padded_numel(parameter) - len(flat))))
@@ -84,21 +99,30 @@ class ShardUnit:
         if counts is not None and len(own) == len(self.parameters) and len(types) == 1:
             self.gather.restore(torch.cat([piece.to(next(iter(types))) for piece in own]), counts)
         if self.reduce is not None:
-            residual = {k.removeprefix("residual."): piece for k, piece in saved.items() if k.startswith("residual.")}
+            residual = {
+                k.removeprefix("residual."): piece
+                for k, piece in saved.items()
+                if k.startswith("residual.")
+            }
             self.reduce.load(residual)
 
     def _is_trained(self) -> bool:
         return any(parameter.requires_grad for parameter in self.parameters.values())
 
     def _version(self) -> int:
-        return sum(getattr(parameter, "_local_tensor", parameter)._version for parameter in self.parameters.values())
+        return sum(
+            getattr(parameter, "_local_tensor", parameter)._version
+            for parameter in self.parameters.values()
+        )
 
     def sizes(self) -> dict[str, int]:
         """The numbers of one rank's shard of each parameter, as FSDP2 pads it."""
         return {name: padded_numel(parameter) for name, parameter in self.parameters.items()}
 
     def _trained_sizes(self) -> dict[str, int]:
-        return {name: size for name, size in self.sizes().items() if self.parameters[name].requires_grad}
+        return {
+            name: size for name, size in self.sizes().items() if self.parameters[name].requires_grad
+        }
 
 
 def padded_numel(parameter: Tensor) -> int:
@@ -107,14 +131,28 @@ def padded_numel(parameter: Tensor) -> int:
 
 
 def join_units(
-    model: nn.Module, modules: Sequence[FSDPModule], wire: ShardWire, link: Link, in_node: dist.ProcessGroup | None
+    model: nn.Module,
+    modules: Sequence[FSDPModule],
+    wire: ShardWire,
+    link: Link,
+    in_node: dist.ProcessGroup | None,
 ) -> None:
     """Gives each FSDP unit of `model`, those inside of others first, its collectives between nodes; see `ShardUnit`."""
     names = {id(parameter): name for name, parameter in local_parameters(model).items()}
     for module in modules:
-        own = [parameter for parameter in cast(nn.Module, module).parameters() if id(parameter) in names]
+        own = [
+            parameter
+            for parameter in cast(nn.Module, module).parameters()
+            if id(parameter) in names
+        ]
         if own:  # FSDP2 makes no messages for the others
-            ShardUnit(module, {names.pop(id(parameter)): parameter for parameter in own}, wire, link, in_node)
+            ShardUnit(
+                module,
+                {names.pop(id(parameter)): parameter for parameter in own},
+                wire,
+                link,
+                in_node,
+            )
     model.register_load_state_dict_post_hook(lambda loaded, _: resync_weights(loaded))  # type: ignore[no-untyped-call]
 
 
@@ -156,7 +194,13 @@ def shard_state(model: nn.Module) -> dict[str, Tensor]:
 def load_shard_state(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
     """Continues from the result of `shard_state`, or exactly from the weights where it does not fit. Collective."""
     for unit in shard_units(model):
-        unit.load({key: tensor for key, tensor in saved.items() if key.partition(".")[2] in unit.parameters})
+        unit.load(
+            {
+                key: tensor
+                for key, tensor in saved.items()
+                if key.partition(".")[2] in unit.parameters
+            }
+        )
 
 
 @torch.no_grad()
@@ -177,7 +221,10 @@ def mend_references(model: nn.Module) -> None:
     for unit, differs in zip(units, (table != table[0]).any(0).tolist(), strict=True):
         if differs:
             unit.gather.forget()
-            _log.warning("nodes held different references of %s: the next one is exact", next(iter(unit.parameters)))
+            _log.warning(
+                "nodes held different references of %s: the next one is exact",
+                next(iter(unit.parameters)),
+            )
 
 
 ON_MOVE.append(WEIGHT_MOVES)

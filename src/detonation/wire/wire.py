@@ -22,17 +22,27 @@ class ShardWire:
 
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(ShardWire).items():
-            if not isinstance(value := getattr(self, name), kind) or (isinstance(value, bool) and kind is not bool):
-                raise TypeError(f"{name} of the shard wire is {value!r}, must be {getattr(kind, '__name__', kind)}")
+            if not isinstance(value := getattr(self, name), kind) or (
+                isinstance(value, bool) and kind is not bool
+            ):
+                raise TypeError(
+                    f"{name} of the shard wire is {value!r}, must be {getattr(kind, '__name__', kind)}"
+                )
         for name, value in (("weights", self.weights), ("gradients", self.gradients)):
             if value not in WIDTHS:
                 raise unknown(f"precision of {name}", value, WIDTHS)
         if self.nodes is not None and self.nodes < 2:
-            raise ValueError(f"nodes is {self.nodes}, must be at least 2: on one node leave the shard wire out")
+            raise ValueError(
+                f"nodes is {self.nodes}, must be at least 2: on one node leave the shard wire out"
+            )
         if self.resync_every < 0:
-            raise ValueError(f"resync_every is {self.resync_every}, must be at least 0 (0 = at the start only)")
+            raise ValueError(
+                f"resync_every is {self.resync_every}, must be at least 0 (0 = at the start only)"
+            )
         if self.resync_every and self.weights == "fp32":
-            raise ValueError("resync_every is set, but weights='fp32' are exact at every exchange: leave it out")
+            raise ValueError(
+                "resync_every is set, but weights='fp32' are exact at every exchange: leave it out"
+            )
         if self.link:
             LinkSpeed.parse(self.link)
 

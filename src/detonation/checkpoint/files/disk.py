@@ -36,7 +36,11 @@ def write_file(path: Path, content: Iterable[memoryview]) -> tuple[int, str]:
     _about_to("create", path)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
-        for block in (part[at : at + WRITE_BLOCK] for part in content for at in range(0, len(part), WRITE_BLOCK)):
+        for block in (
+            part[at : at + WRITE_BLOCK]
+            for part in content
+            for at in range(0, len(part), WRITE_BLOCK)
+        ):
             _about_to("write", path)
             rest = block
             while rest:

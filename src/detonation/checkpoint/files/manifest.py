@@ -44,13 +44,17 @@ class Manifest:
 
     def dumps(self) -> str:
         """The manifest as JSON, its own checksum last. Raises `ValueError` where nothing would read it again."""
-        files = {name: {"bytes": file.bytes, "sha256": file.sha256} for name, file in self.files.items()}
+        files = {
+            name: {"bytes": file.bytes, "sha256": file.sha256} for name, file in self.files.items()
+        }
         table = {"format": MANIFEST_FORMAT, **vars(self), "files": files}
         if not self.volumes:
             del table["volumes"]
         text = _signed(table)
         if len(text) > MOST_BYTES:  # JSON is ASCII here
-            raise ValueError(f"{MANIFEST_NAME} would have {len(text):,} bytes, must have at most {MOST_BYTES:,}")
+            raise ValueError(
+                f"{MANIFEST_NAME} would have {len(text):,} bytes, must have at most {MOST_BYTES:,}"
+            )
         return text
 
     def elsewhere(self, present: Callable[[str], bool]) -> list[str]:
@@ -65,7 +69,11 @@ class Manifest:
 
 def versions() -> dict[str, str]:
     """The versions on which arithmetic depends, down to the last bit."""
-    return {"detonation": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {
+        "detonation": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def file_name(replica: int, shard: int) -> str:
@@ -98,7 +106,9 @@ def parse_manifest(content: bytes) -> Manifest:
     if not isinstance(table, dict):
         raise CorruptCheckpoint(f"{MANIFEST_NAME} is no table")
     if table.get("format") != MANIFEST_FORMAT:
-        raise CorruptCheckpoint(f"its format is {str(table.get('format'))[:20]}, this version reads {MANIFEST_FORMAT}")
+        raise CorruptCheckpoint(
+            f"its format is {str(table.get('format'))[:20]}, this version reads {MANIFEST_FORMAT}"
+        )
     table.pop("sha256", None)
     try:
         intact = _signed(table) == text
@@ -133,19 +143,32 @@ def _checked(table: dict[str, Any]) -> Manifest:
             )
     for key, least in (("step", 0), ("replicas", 1), ("shards", 1)):
         if not least <= table[key] < 2**53:
-            raise CorruptCheckpoint(f"{key} in {MANIFEST_NAME} is {table[key]}, must be from {least} to below 2**53")
+            raise CorruptCheckpoint(
+                f"{key} in {MANIFEST_NAME} is {table[key]}, must be from {least} to below 2**53"
+            )
     replicas, shards, files = table["replicas"], table["shards"], table["files"]
     if len(files) != replicas * shards:
-        raise CorruptCheckpoint(f"{MANIFEST_NAME} lists {len(files)} files for {replicas} replicas x {shards} shards")
+        raise CorruptCheckpoint(
+            f"{MANIFEST_NAME} lists {len(files)} files for {replicas} replicas x {shards} shards"
+        )
     names = [file_name(replica, shard) for replica in range(replicas) for shard in range(shards)]
     if list(files) != names:
         wrong = next(name for name, right in zip(files, names, strict=True) if name != right)
-        raise CorruptCheckpoint(f"{MANIFEST_NAME} lists the file {wrong[:60]!r}, which no checkpoint has")
-    if not all(isinstance(level, dict) and isinstance(level.get("scheme"), str) for level in table["levels"]):
+        raise CorruptCheckpoint(
+            f"{MANIFEST_NAME} lists the file {wrong[:60]!r}, which no checkpoint has"
+        )
+    if not all(
+        isinstance(level, dict) and isinstance(level.get("scheme"), str)
+        for level in table["levels"]
+    ):
         raise CorruptCheckpoint(f"levels in {MANIFEST_NAME} are not schemes")
-    numbers = isinstance(volumes, list) and all(type(v) is int and 0 <= v < len(files) for v in volumes)
+    numbers = isinstance(volumes, list) and all(
+        type(v) is int and 0 <= v < len(files) for v in volumes
+    )
     if not numbers or len(volumes) not in (0, len(files)):
-        raise CorruptCheckpoint(f"volumes in {MANIFEST_NAME} are {str(volumes)[:40]}, must be a number for each file")
+        raise CorruptCheckpoint(
+            f"volumes in {MANIFEST_NAME} are {str(volumes)[:40]}, must be a number for each file"
+        )
     del table["format"]
     summaries = {name: _summary(name, file) for name, file in files.items()}
     return Manifest(**{**table, "files": summaries, "volumes": volumes})
@@ -153,7 +176,9 @@ def _checked(table: dict[str, Any]) -> Manifest:
 
 def _summary(name: str, value: Any) -> ShardSummary:
     if not (isinstance(value, dict) and value.keys() == {"bytes", "sha256"}):
-        raise CorruptCheckpoint(f"{name} in {MANIFEST_NAME} needs bytes and sha256, and nothing else")
+        raise CorruptCheckpoint(
+            f"{name} in {MANIFEST_NAME} needs bytes and sha256, and nothing else"
+        )
     count, checksum = value["bytes"], value["sha256"]
     if type(count) is not int or not 0 <= count < 2**53:
         raise CorruptCheckpoint(f"{name} in {MANIFEST_NAME} has {str(count)[:40]!r} bytes")

@@ -28,7 +28,11 @@ class Box:
     def of(cls, tensor: Tensor) -> "Box":
         """The box of the local part of `tensor`; a plain tensor is whole."""
         if isinstance(tensor, Piece):
-            return cls(tuple(tensor.whole.shape), (tensor.offset, *[0] * (tensor.ndim - 1)), tuple(tensor.shape))
+            return cls(
+                tuple(tensor.whole.shape),
+                (tensor.offset, *[0] * (tensor.ndim - 1)),
+                tuple(tensor.shape),
+            )
         if not isinstance(tensor, DTensor):
             return cls(tuple(tensor.shape), (0,) * tensor.ndim, tuple(tensor.shape))
         (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
@@ -45,18 +49,30 @@ class Box:
     @classmethod
     def from_json(cls, value: Any) -> "Box":
         """The box that a shard file spells as [whole, offset, shape]. Raises `CorruptCheckpoint`."""
-        if isinstance(value, list) and len(value) == 3 and all(isinstance(part, list) for part in value):
+        if (
+            isinstance(value, list)
+            and len(value) == 3
+            and all(isinstance(part, list) for part in value)
+        ):
             whole, offset, shape = value
             numbers = [*whole, *offset, *shape]
-            if len(whole) == len(offset) == len(shape) and all(type(n) is int and n >= 0 for n in numbers):
+            if len(whole) == len(offset) == len(shape) and all(
+                type(n) is int and n >= 0 for n in numbers
+            ):
                 return cls(tuple(whole), tuple(offset), tuple(shape))
-        raise CorruptCheckpoint(f"a box is {str(value)[:60]!r}, must be three lists of as many sizes")
+        raise CorruptCheckpoint(
+            f"a box is {str(value)[:60]!r}, must be three lists of as many sizes"
+        )
 
     def overlap(self, other: "Box") -> tuple[slice, ...] | None:
         """The part that both boxes share, in the coordinates of the whole; None where they share nothing."""
         starts = [max(a, b) for a, b in zip(self.offset, other.offset, strict=True)]
         ends = [min(a, b) for a, b in zip(self._ends, other._ends, strict=True)]
-        return tuple(map(slice, starts, ends)) if all(a < b for a, b in zip(starts, ends, strict=True)) else None
+        return (
+            tuple(map(slice, starts, ends))
+            if all(a < b for a, b in zip(starts, ends, strict=True))
+            else None
+        )
 
     @property
     def _ends(self) -> list[int]:
@@ -69,7 +85,13 @@ class Box:
 
 MOVED = "moved."
 """The beginning of the keys of values that say how far tensors moved."""
-_REST: dict[str, type] = {"boxes": dict, "wrapped": list, "on_host": list, "values": dict, "groups": list}
+_REST: dict[str, type] = {
+    "boxes": dict,
+    "wrapped": list,
+    "on_host": list,
+    "values": dict,
+    "groups": list,
+}
 
 
 class CheckpointReader:
@@ -89,7 +111,9 @@ class CheckpointReader:
 
     def part(self, replica: int, key: str, box: Box) -> Tensor:
         """The part `box` of the tensor `key` of one replica, assembled from its shards."""
-        return assemble([file.piece(key) for file in self.shards(replica) if key in file.boxes], box, key)
+        return assemble(
+            [file.piece(key) for file in self.shards(replica) if key in file.boxes], box, key
+        )
 
 
 @dataclass(frozen=True)
@@ -107,12 +131,18 @@ class ShardReader:
     def __init__(self, path: Path) -> None:
         try:
             self._file = TensorFile(path)
-            self._saved_as = {bare_name(key): key for key in self._file.entries}  # by a version that kept wrappers
+            self._saved_as = {
+                bare_name(key): key for key in self._file.entries
+            }  # by a version that kept wrappers
             self.keys = sorted(self._saved_as)
             rest = json.loads(bare_name(self._file.metadata.get("json", "")))
         except (OSError, ValueError, RecursionError) as error:
-            raise CorruptCheckpoint(f"{path.name} is no file of a checkpoint ({str(error)[:80]})") from error
-        if not isinstance(rest, dict) or any(type(rest.get(key)) is not kind for key, kind in _REST.items()):
+            raise CorruptCheckpoint(
+                f"{path.name} is no file of a checkpoint ({str(error)[:80]})"
+            ) from error
+        if not isinstance(rest, dict) or any(
+            type(rest.get(key)) is not kind for key, kind in _REST.items()
+        ):
             raise CorruptCheckpoint(f"{path.name} needs {', '.join(_REST)} besides its tensors")
         self.boxes = {key: Box.from_json(value) for key, value in rest["boxes"].items()}
         self.wrapped, self.on_host = set(map(str, rest["wrapped"])), set(map(str, rest["on_host"]))
@@ -126,15 +156,23 @@ class ShardReader:
     @property
     def moved(self) -> dict[str, float]:
         """`Closeness.movements` of replicas that were close; empty where their bits were equal."""
-        moved = {key.removeprefix(MOVED): value for key, value in self.values.items() if key.startswith(MOVED)}
-        if any(not isinstance(value, float) or not 0 <= value < math.inf for value in moved.values()):
+        moved = {
+            key.removeprefix(MOVED): value
+            for key, value in self.values.items()
+            if key.startswith(MOVED)
+        }
+        if any(
+            not isinstance(value, float) or not 0 <= value < math.inf for value in moved.values()
+        ):
             raise CorruptCheckpoint(f"{self._path.name} has a movement that is no distance")
         return moved
 
     def tensor(self, key: str) -> Tensor:
         """The tensor `key`, as it was saved. Raises `ValueError` where the file has none."""
         if key not in self:
-            raise ValueError(f"{self._path} has no {key}: it was written by another model, optimizer or scheme")
+            raise ValueError(
+                f"{self._path} has no {key}: it was written by another model, optimizer or scheme"
+            )
         return self._file.read(self._saved_as[key])
 
     def piece(self, key: str) -> TensorPart:
@@ -146,8 +184,12 @@ class ShardReader:
         name = self._saved_as[key]
         entry = self._file.entries[name]
         if entry.shape != box.shape:
-            raise CorruptCheckpoint(f"{key} in {self._path.name} does not have the shape of its box")
-        return TensorPart(box, entry.dtype, lambda part: self._file.read(name, part[0])[:, *part[1:]])
+            raise CorruptCheckpoint(
+                f"{key} in {self._path.name} does not have the shape of its box"
+            )
+        return TensorPart(
+            box, entry.dtype, lambda part: self._file.read(name, part[0])[:, *part[1:]]
+        )
 
 
 class ReplicaFiles:
@@ -170,12 +212,16 @@ def assemble(pieces: Sequence[TensorPart], box: Box, key: str) -> Tensor:
     Raises `ValueError` where the pieces leave a gap, or were saved with another shape.
     """
     if not pieces:
-        raise ValueError(f"{key} is not in the checkpoint: it was written by another model, optimizer or scheme")
+        raise ValueError(
+            f"{key} is not in the checkpoint: it was written by another model, optimizer or scheme"
+        )
     whole = torch.empty(box.shape, dtype=pieces[0].dtype)
     missing = torch.ones(box.shape, dtype=torch.bool)
     for piece in pieces:
         if piece.box.whole != box.whole:
-            raise ValueError(f"{key} was saved with shape {piece.box.whole}, is {box.whole} here: another model")
+            raise ValueError(
+                f"{key} was saved with shape {piece.box.whole}, is {box.whole} here: another model"
+            )
         part = piece.box.overlap(box)
         if part is not None:
             whole[box.within(part)] = piece.read(piece.box.within(part))

@@ -27,14 +27,20 @@ def saved_checkpoints(directory: Path) -> list[Path]:
 
     A partial directory with a manifest counts: a crash came between the manifest and the final name.
     """
-    found = [path for path in directory.glob("*step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    whole = [path for path in found if not path.name.startswith(".") or (path / MANIFEST_NAME).is_file()]
+    found = [
+        path for path in directory.glob("*step-*") if _NAME.fullmatch(path.name) and path.is_dir()
+    ]
+    whole = [
+        path for path in found if not path.name.startswith(".") or (path / MANIFEST_NAME).is_file()
+    ]
     return newest_first(whole)
 
 
 def newest_first(checkpoints: Iterable[Path]) -> list[Path]:
     """In the order in which loading tries them: of one step, the partial directory first, which is newer."""
-    return sorted(checkpoints, key=lambda path: (step_of(path), path.name.startswith(".")), reverse=True)
+    return sorted(
+        checkpoints, key=lambda path: (step_of(path), path.name.startswith(".")), reverse=True
+    )
 
 
 def committed(directory: Path, name: str) -> Path:

@@ -108,7 +108,9 @@ def tensors_in(text: bytes, size: int) -> tuple[dict[str, str], dict[str, Entry]
     if not isinstance(header, dict):
         raise CorruptCheckpoint("its header is no table")
     metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
         raise CorruptCheckpoint("its metadata are not texts")
     return metadata, _entries(header, 8 + len(text), size)
 
@@ -120,13 +122,21 @@ def _entries(header: dict[str, Any], begin: int, size: int) -> dict[str, Entry]:
     for key, value in header.items():
         if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
             raise CorruptCheckpoint(f"{key[:60]!r} is no tensor")
-        dtype, shape, offsets = _BY_NAME.get(str(value["dtype"])), value["shape"], value["data_offsets"]
+        dtype, shape, offsets = (
+            _BY_NAME.get(str(value["dtype"])),
+            value["shape"],
+            value["data_offsets"],
+        )
         if dtype is None or not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
             raise CorruptCheckpoint(f"{key[:60]!r} has no type, shape or place of a tensor")
         start, end = offsets
-        elements = math.prod(max(count, 1) for count in shape)  # torch refuses too large ones, also beside a zero
+        elements = math.prod(
+            max(count, 1) for count in shape
+        )  # torch refuses too large ones, also beside a zero
         if elements > _MOST_ELEMENTS or end - start != math.prod(shape) * dtype.itemsize:
-            raise CorruptCheckpoint(f"{key[:60]!r} has {end - start} bytes, which its shape and type do not make")
+            raise CorruptCheckpoint(
+                f"{key[:60]!r} has {end - start} bytes, which its shape and type do not make"
+            )
         found[key] = Entry(dtype, tuple(shape), begin + start)
         ends.append((start, end))
     ends.sort()
@@ -137,7 +147,9 @@ def _entries(header: dict[str, Any], begin: int, size: int) -> dict[str, Entry]:
 
 
 def _naturals(value: Any) -> bool:
-    few = isinstance(value, Sequence) and len(value) <= 64  # the dimensions that torch has: a product takes no time
+    few = (
+        isinstance(value, Sequence) and len(value) <= 64
+    )  # the dimensions that torch has: a product takes no time
     return few and all(type(number) is int and 0 <= number <= _MOST_ELEMENTS for number in value)
 
 
@@ -194,7 +206,11 @@ def shard_content(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> Ite
     end = 0
     for name, tensor in ordered:
         start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)

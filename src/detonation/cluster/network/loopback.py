@@ -25,7 +25,9 @@ class LoopbackCommunicator(RenumberedCommunicator):
         return lambda: values.mul_(self._replicas)
 
     def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:
-        return lambda: torch.stack([mine, *(resent(mine, other) for other in range(1, self._replicas))])
+        return lambda: torch.stack(
+            [mine, *(resent(mine, other) for other in range(1, self._replicas))]
+        )
 
     def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
         return self.all_gather(mine.view(self._replicas, -1)[0])

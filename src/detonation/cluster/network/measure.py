@@ -12,7 +12,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from detonation.cluster.network.profile import SILENT_BYTES, SILENT_S, AxisProfile, LinkSample, Operation, Sample
+from detonation.cluster.network.profile import (
+    SILENT_BYTES,
+    SILENT_S,
+    AxisProfile,
+    LinkSample,
+    Operation,
+    Sample,
+)
 from detonation.core.link.communicator import Axis
 from detonation.core.link.elastic_communicator import ElasticCommunicator
 from detonation.core.link.link import Link, mismatch_on_all
@@ -39,7 +46,9 @@ class Everyone:
         shards: The axes inside this replica of an elastic axis; ranks count by replica and then by shard.
     """
 
-    def __init__(self, device: torch.device, axis: Axis | None = None, shards: Sequence[Axis] = ()) -> None:
+    def __init__(
+        self, device: torch.device, axis: Axis | None = None, shards: Sequence[Axis] = ()
+    ) -> None:
         self.device, self._axis, self._shards = device, axis, [Link(shard) for shard in shards]
         self._elastic = isinstance(axis, ElasticCommunicator)
 
@@ -52,7 +61,11 @@ class Everyone:
 
     @property
     def size(self) -> int:
-        return math.prod(link.replicas for link in self._links) if self._elastic else dist.get_world_size()
+        return (
+            math.prod(link.replicas for link in self._links)
+            if self._elastic
+            else dist.get_world_size()
+        )
 
     def barrier(self) -> None:
         """Waits for all, who then go on at about the same time: each pair of replicas sends directly."""
@@ -64,7 +77,9 @@ class Everyone:
         else:
             dist.barrier()
 
-    def over(self, times: Sequence[float], reduced: Callable[[Sequence[float]], float] = max) -> list[float]:
+    def over(
+        self, times: Sequence[float], reduced: Callable[[Sequence[float]], float] = max
+    ) -> list[float]:
         """The largest of each of `times` over all ranks, or their mean."""
         return [reduced(each) for each in zip(*self.send_to_all(times), strict=True)]
 
@@ -103,7 +118,9 @@ def probe_axis(
             "all-to-all": lambda n: link.all_to_all(zeros(axis.size(), n // axis.size())),
         }
         for name, start in starts.items():
-            operations[name] = fit_line(_samples(link, start, everyone, budget_s / (len(starts) + 1), bool(operations)))
+            operations[name] = fit_line(
+                _samples(link, start, everyone, budget_s / (len(starts) + 1), bool(operations))
+            )
         operations = of_one_link(operations)
         if max(operation.latency_s for operation in operations.values()) > _NEAR_S:
             silence = _silence(starts["all-gather"], everyone)
@@ -117,9 +134,13 @@ def fit_line(samples: Sequence[Sample]) -> Operation:
     x = torch.tensor([s.bytes_sent for s in samples], dtype=torch.float64)
     y = torch.tensor([s.seconds for s in samples], dtype=torch.float64)
     latency, slope, scale = 0.0, 0.0, y
-    for _ in range(4):  # relative to the line: relative to `y`, the luckiest of noisy times would count most
+    for _ in range(
+        4
+    ):  # relative to the line: relative to `y`, the luckiest of noisy times would count most
         weighted = torch.stack([1 / scale, x / scale], dim=1)
-        latency, slope = torch.linalg.lstsq(weighted, (y / scale).view(-1, 1)).solution.view(-1).tolist()
+        latency, slope = (
+            torch.linalg.lstsq(weighted, (y / scale).view(-1, 1)).solution.view(-1).tolist()
+        )
         if latency < 0 or slope <= 0:
             latency, slope = max(0.0, float(y.min())) * (slope <= 0), float((y / x).min())
         scale = latency + slope * x
@@ -133,12 +154,16 @@ def of_one_link(operations: Mapping[str, Operation]) -> dict[str, Operation]:
     largest, found = furthest.samples[-1].bytes_sent, dict(operations)
     for name, line in operations.items():
         if 4 * line.samples[-1].bytes_sent <= largest:
-            beyond = Sample(largest, line.latency_s + furthest.seconds(largest) - furthest.latency_s, 0.0)
+            beyond = Sample(
+                largest, line.latency_s + furthest.seconds(largest) - furthest.latency_s, 0.0
+            )
             found[name] = replace(fit_line([*line.samples, beyond]), samples=line.samples)
     return found
 
 
-def _samples(link: Link, start: Start, everyone: Everyone, budget_s: float, shown: bool) -> list[Sample]:
+def _samples(
+    link: Link, start: Start, everyone: Everyone, budget_s: float, shown: bool
+) -> list[Sample]:
     """Times rising sizes until the budget is used up and the rate is `shown`; all ranks agree on the last size."""
     samples: list[Sample] = []
     size, largest = _SIZES
@@ -148,7 +173,9 @@ def _samples(link: Link, start: Start, everyone: Everyone, budget_s: float, show
         if len(samples) > 1:
             left_s = budget_s - everyone.over([time.perf_counter() - began])[0]
             repeats = int(left_s / fit_line(samples).seconds(further * samples[-1].bytes_sent))
-            if shown and repeats < _FEWEST:  # not before: better late than a rate that no size has shown
+            if (
+                shown and repeats < _FEWEST
+            ):  # not before: better late than a rate that no size has shown
                 break
             repeats = min(max(repeats, _FEWEST), _REPEATS)
         start(size)()  # opens the window of TCP
@@ -164,7 +191,9 @@ def _samples(link: Link, start: Start, everyone: Everyone, budget_s: float, show
     return samples
 
 
-def _timed(start: Start, size: int, everyone: Everyone, repeats: int, silent_s: float = 0.0) -> list[float]:
+def _timed(
+    start: Start, size: int, everyone: Everyone, repeats: int, silent_s: float = 0.0
+) -> list[float]:
     """The seconds of an exchange several times over, each after a silence, averaged over ranks. Collective.
 
     One that begins late waits the less for it: on average over ranks this is the time that an exchange adds to a step.
@@ -195,14 +224,20 @@ def _pairs(axis: DeviceMesh, everyone: Everyone) -> list[LinkSample]:
 
     In rounds like those of a tournament, in which each replica sends to one other: as many rounds as replicas.
     """
-    replica, size, ranks = axis.get_local_rank(), axis.size(), dist.get_process_group_ranks(axis.get_group())
+    replica, size, ranks = (
+        axis.get_local_rank(),
+        axis.size(),
+        dist.get_process_group_ranks(axis.get_group()),
+    )
     samples: list[LinkSample] = []
     for pairs in _rounds(size):
         other = next((b if a == replica else a for a, b in pairs if replica in (a, b)), None)
         peer = None if other is None else ranks[other]
         times = [0.0] * (2 * size)  # short and long, of the lower replica of each pair
         for i, nbytes in enumerate(_PAIR_SIZES):
-            seconds = statistics.median(_both_ways(peer, nbytes, axis, everyone) for _ in range(_PAIR_REPEATS))
+            seconds = statistics.median(
+                _both_ways(peer, nbytes, axis, everyone) for _ in range(_PAIR_REPEATS)
+            )
             if other is not None:
                 times[i * size + min(replica, other)] = seconds
         agreed = everyone.over(times)
@@ -226,7 +261,9 @@ def _rounds(size: int) -> list[list[tuple[int, int]]]:
     for _ in range(len(circle) - 1):
         half = len(circle) // 2
         pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
-        rounds.append(sorted((min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None))
+        rounds.append(
+            sorted((min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None)
+        )
         circle = [circle[0], circle[-1], *circle[1:-1]]
     return rounds
 
@@ -234,14 +271,19 @@ def _rounds(size: int) -> list[list[tuple[int, int]]]:
 def _both_ways(peer: int | None, nbytes: int, axis: DeviceMesh, everyone: Everyone) -> float:
     """Seconds to send `nbytes` to `peer` and receive as many from it at the same time; a rank without a peer waits."""
     # gloo sends from host memory alone
-    device = torch.device("cpu" if dist.get_backend(axis.get_group()) == "gloo" else axis.device_type)
+    device = torch.device(
+        "cpu" if dist.get_backend(axis.get_group()) == "gloo" else axis.device_type
+    )
     outgoing = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     incoming = torch.empty(nbytes, dtype=torch.uint8, device=device)
     everyone.barrier()
     began = time.perf_counter()
     if peer is not None:
         group = axis.get_group()
-        operations = [dist.P2POp(dist.isend, outgoing, peer, group), dist.P2POp(dist.irecv, incoming, peer, group)]
+        operations = [
+            dist.P2POp(dist.isend, outgoing, peer, group),
+            dist.P2POp(dist.irecv, incoming, peer, group),
+        ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
         if device.type == "cuda":

@@ -109,7 +109,9 @@ class Profile:
         try:
             table = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ValueError(f"{path} is no profile ({error}): make one with detonation probe --out {path}") from error
+            raise ValueError(
+                f"{path} is no profile ({error}): make one with detonation probe --out {path}"
+            ) from error
         version = table.pop("format", None) if isinstance(table, dict) else None
         if version != PROFILE_FORMAT:
             raise ValueError(
@@ -118,13 +120,19 @@ class Profile:
         try:
             return cls.of(table)
         except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path} is damaged ({error}): measure again with detonation probe") from error
+            raise ValueError(
+                f"{path} is damaged ({error}): measure again with detonation probe"
+            ) from error
 
     @classmethod
     def of(cls, table: Mapping[str, Any]) -> "Profile":
         """The inverse of `asdict`."""
         axes = {name: axis_profile(axis) for name, axis in table["axes"].items()}
-        steps = {name: Step(**step) for name, step in table["compute"]["steps"].items()} if table["compute"] else {}
+        steps = (
+            {name: Step(**step) for name, step in table["compute"]["steps"].items()}
+            if table["compute"]
+            else {}
+        )
         compute = table["compute"] and Compute(**{**table["compute"], "steps": steps})
         return cls(**{**table, "axes": axes, "compute": compute})
 
@@ -132,7 +140,15 @@ class Profile:
 def axis_profile(table: Mapping[str, Any]) -> AxisProfile:
     """The inverse of `asdict`."""
     operations = {
-        name: Operation(**{**operation, "samples": [Sample(**sample) for sample in operation["samples"]]})
+        name: Operation(
+            **{**operation, "samples": [Sample(**sample) for sample in operation["samples"]]}
+        )
         for name, operation in table["operations"].items()
     }
-    return AxisProfile(**{**table, "operations": operations, "pairs": [LinkSample(**pair) for pair in table["pairs"]]})
+    return AxisProfile(
+        **{
+            **table,
+            "operations": operations,
+            "pairs": [LinkSample(**pair) for pair in table["pairs"]],
+        }
+    )

@@ -44,7 +44,9 @@ def simulate_replicas(act: Callable[["SimulatedCommunicator"], _T], replicas: in
             ended[replica] = True
             ends.put(None)
 
-    def wait_for_all() -> None:  # Thread.join takes a thread for ended when Ctrl-C comes while it waits for it
+    def wait_for_all() -> (
+        None
+    ):  # Thread.join takes a thread for ended when Ctrl-C comes while it waits for it
         while not all(ended):
             ends.get()
 
@@ -104,14 +106,18 @@ class SimulatedCommunicator:
         """Calls `act` once with what all replicas bring, when all have come and before any goes on. It may not wait."""
         self._collective(mine, lambda brought: torch.tensor(act(brought) is None))()
 
-    def _collective(self, mine: Any, combine: Callable[[list[Any]], Tensor]) -> Callable[[], Tensor]:
+    def _collective(
+        self, mine: Any, combine: Callable[[list[Any]], Tensor]
+    ) -> Callable[[], Tensor]:
         collective = self._scheduler.collective(self._started, combine)
         self._started += 1
         collective.inputs[self.replica] = mine
 
         def received() -> Tensor:
             found = self._scheduler.wait(self.replica, collective)
-            return found if found.device.type == "cpu" else found.clone()  # kernels write into messages that arrived
+            return (
+                found if found.device.type == "cpu" else found.clone()
+            )  # kernels write into messages that arrived
 
         return received
 
@@ -130,7 +136,9 @@ class _Collective:
 
     def result(self) -> Tensor:
         if self._result is None:
-            self._result = self._combine([self.inputs[replica] for replica in range(self._replicas)])
+            self._result = self._combine(
+                [self.inputs[replica] for replica in range(self._replicas)]
+            )
             self.inputs.clear()
         return self._result
 
@@ -171,7 +179,9 @@ class _Scheduler:
         if number not in self._open:
             self._open[number] = _Collective(self.replicas, combine)
         collective = self._open[number]
-        if len(collective.inputs) == self.replicas - 1:  # the last replica has come: whoever waits holds a reference
+        if (
+            len(collective.inputs) == self.replicas - 1
+        ):  # the last replica has come: whoever waits holds a reference
             del self._open[number]
         return collective
 
@@ -180,7 +190,9 @@ class _Scheduler:
         while not collective.complete:
             self._idle += 1
             if self._idle > self.replicas:
-                raise RuntimeError(f"virtual replica {replica} waits for what the others do not send")
+                raise RuntimeError(
+                    f"virtual replica {replica} waits for what the others do not send"
+                )
             self._next(replica)
             self._turns[replica].acquire()
             self._check()

@@ -120,7 +120,10 @@ class ThrottledCommunicator(NodeLink):
 
 def _shared_memory(nbytes: int, device: torch.device) -> tuple[int, Tensor]:
     """A nameless file that all ranks have open, and its memory as float64 zeros. Collective."""
-    path, rank = torch.zeros(4096, dtype=torch.uint8, device=device), dist.get_rank() if dist.is_initialized() else -1
+    path, rank = (
+        torch.zeros(4096, dtype=torch.uint8, device=device),
+        dist.get_rank() if dist.is_initialized() else -1,
+    )
     if rank <= 0:
         descriptor, name = tempfile.mkstemp(prefix="detonation-link-")
         os.truncate(descriptor, nbytes)

@@ -14,7 +14,15 @@ import torch.distributed as dist
 from detonation.core.base_error import DetonationError
 from detonation.whole_files import write_whole
 
-_NETWORK_WORDS = ("connection closed by peer", "connection reset", "broken pipe", "timed out", "gloo", "nccl", "socket")
+_NETWORK_WORDS = (
+    "connection closed by peer",
+    "connection reset",
+    "broken pipe",
+    "timed out",
+    "gloo",
+    "nccl",
+    "socket",
+)
 ROOT_CAUSE_WAIT_S = 2.0
 """How long to wait for the root cause when a rank only lost its connection."""
 
@@ -75,10 +83,14 @@ def failure_from_exit_code(rank: int, code: int) -> Failure:
     """The failure of a rank that ended with `code` and left no message; below 0 it is a signal."""
     if code > 0:
         return Failure(rank, time.time(), "SystemExit", f"ended with code {code} and no message")
-    name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")  # real-time: no name
+    name = next(
+        (each.name for each in signal.Signals if each == -code), f"signal {-code}"
+    )  # real-time: no name
     hint = " (out of memory?)" if -code == signal.SIGKILL else ""
     # gloo aborts the process when a peer is gone at the wrong moment, so SIGABRT may follow from another rank's end.
-    return Failure(rank, time.time(), name, f"ended by {name}{hint}", network=-code == signal.SIGABRT)
+    return Failure(
+        rank, time.time(), name, f"ended by {name}{hint}", network=-code == signal.SIGABRT
+    )
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure | None:
@@ -102,7 +114,9 @@ def is_network_error(error: BaseException) -> bool:
     """True where the end of another rank may be the only cause of `error`."""
     if isinstance(error, dist.DistError | ConnectionError | SecondaryFailure):
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _NETWORK_WORDS)
+    return isinstance(error, RuntimeError) and any(
+        word in str(error).lower() for word in _NETWORK_WORDS
+    )
 
 
 def write_result(path: Path, value: Any) -> None:

@@ -45,7 +45,10 @@ class FileBoard:
         os.pwrite(self._counts, count.to_bytes(_BYTES, "little"), rank * _BYTES)
 
     def read_counts(self, ranks: Sequence[int]) -> list[int]:
-        return [int.from_bytes(os.pread(self._counts, _BYTES, rank * _BYTES), "little") for rank in ranks]
+        return [
+            int.from_bytes(os.pread(self._counts, _BYTES, rank * _BYTES), "little")
+            for rank in ranks
+        ]
 
     def post_notice(self, notice: str) -> str:
         """Posts `notice` unless there is one already; returns the notice on the board."""
@@ -70,7 +73,9 @@ class StoreBoard:
     ignored, and does not end the run. `host` says in words which process hosts the store.
     """
 
-    def __init__(self, store: Store, rank: int, host: str, hosted_here: bool, token: str = "") -> None:
+    def __init__(
+        self, store: Store, rank: int, host: str, hosted_here: bool, token: str = ""
+    ) -> None:
         self._hosted_here = hosted_here
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self.where = f"the store, which {host} keeps"
@@ -92,7 +97,9 @@ class StoreBoard:
 
     def post_notice(self, notice: str) -> str:
         found: bytes = self._store.compare_set(_key("notice"), _NOTHING, self._signed(notice))
-        if not self._authentic(found.decode(errors="replace")):  # in the place of one of somebody else
+        if not self._authentic(
+            found.decode(errors="replace")
+        ):  # in the place of one of somebody else
             self._store.set(_key("notice"), self._signed(notice))
         return self.read_notice()
 
@@ -103,12 +110,18 @@ class StoreBoard:
         if self._authentic(found):
             return found.partition(" ")[2]
         if not self._ignored:
-            _log.warning("a notice in %s is not of this run and does not end it: %.200r", self.where, found)
+            _log.warning(
+                "a notice in %s is not of this run and does not end it: %.200r", self.where, found
+            )
         self._ignored = True
         return ""
 
     def _signed(self, notice: str) -> str:
-        signature = hmac.new(self._secret, notice.encode(), "sha256").hexdigest() if self._secret else "unsigned"
+        signature = (
+            hmac.new(self._secret, notice.encode(), "sha256").hexdigest()
+            if self._secret
+            else "unsigned"
+        )
         return f"{signature} {notice}"
 
     def _authentic(self, found: str) -> bool:
@@ -147,7 +160,9 @@ class Heartbeat:
     `end` is called in another thread when a rank is lost: the main thread may wait inside the network library.
     """
 
-    def __init__(self, board: FileBoard | StoreBoard, rank: int, world_size: int, end: EndProcess) -> None:
+    def __init__(
+        self, board: FileBoard | StoreBoard, rank: int, world_size: int, end: EndProcess
+    ) -> None:
         self._board, self._rank, self._world_size, self._end = board, rank, world_size, end
         self._limit_s, self._shards = STARTUP_LIMIT_S, 1
         self._notice, self._neighbour_count = "", 0
@@ -209,7 +224,11 @@ class Heartbeat:
                 self._notice = self._board.read_notice()
                 self._neighbour_count = self._board.read_counts(neighbour)[0]
             except (RuntimeError, OSError) as error:
-                if not self._stopped.is_set() and not self._leaving and self._reporting.acquire(blocking=False):
+                if (
+                    not self._stopped.is_set()
+                    and not self._leaving
+                    and self._reporting.acquire(blocking=False)
+                ):
                     self._end(self._board_lost(str(error).splitlines()[0]), False)
                 return
             self._answered = time.monotonic()
@@ -230,7 +249,11 @@ class Heartbeat:
                 self._end(self._board_lost(f"no answer for {unanswered:.1f} s"), False)
             if self._notice and self._reporting.acquire(blocking=False):
                 self._end(self._notice.partition(" ")[2], True)
-            if silence > self._limit_s and unanswered < _MISSED * BEAT_S and self._reporting.acquire(blocking=False):
+            if (
+                silence > self._limit_s
+                and unanswered < _MISSED * BEAT_S
+                and self._reporting.acquire(blocking=False)
+            ):
                 self._end(*self._explained(self._lost_message([neighbour], silence), silence))
 
     def _explained(self, text: str, silence: float) -> tuple[str, bool]:
@@ -259,7 +282,10 @@ class Heartbeat:
         return f"rank {self._rank} has lost {self._board.where}: {why}"
 
     def _lost_message(self, ranks: Sequence[int], seconds: float) -> str:
-        names = [f"{rank} (replica {rank // self._shards}, shard {rank % self._shards})" for rank in ranks]
+        names = [
+            f"{rank} (replica {rank // self._shards}, shard {rank % self._shards})"
+            for rank in ranks
+        ]
         who = f"rank {names[0]} has" if len(names) == 1 else f"ranks {', '.join(names)} have"
         return f"{who} not been heard of for {seconds:.1f} s: ended, stopped or cut off; go on with --resume"
 

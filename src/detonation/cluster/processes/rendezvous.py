@@ -15,7 +15,13 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from detonation.cluster.devices import device_name, require_own_devices
-from detonation.cluster.position import LOOPBACK, LaunchPosition, addresses_of, interface_towards, is_loopback
+from detonation.cluster.position import (
+    LOOPBACK,
+    LaunchPosition,
+    addresses_of,
+    interface_towards,
+    is_loopback,
+)
 from detonation.cluster.processes.failure import RunError
 from detonation.cluster.processes.waiting import Awaited
 
@@ -39,10 +45,14 @@ def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> St
         return FileStore(str(folder / "rendezvous"), world_size)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
-        raise ValueError(f"{' and '.join(missing)} not set: name the host of rank 0 and a free port there on all ranks")
+        raise ValueError(
+            f"{' and '.join(missing)} not set: name the host of rank 0 and a free port there on all ranks"
+        )
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     if not port.isdigit() or int(port) > 65_535:
-        raise ValueError(f"MASTER_PORT is {port!r}, but must be a port that is free at rank 0: at most 65535")
+        raise ValueError(
+            f"MASTER_PORT is {port!r}, but must be a port that is free at rank 0: at most 65535"
+        )
     timeout = timedelta(seconds=_RENDEZVOUS_TIMEOUT_S)
     try:
         if rank or _agent_hosts_store(os.environ):
@@ -50,13 +60,17 @@ def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> St
             if not _agent_hosts_store(os.environ):
                 return store
             # of this attempt: after a restart the store still holds the addresses of ranks that are gone
-            name = name_of_first(store, rank, world_size, secrets.token_hex(8), _RENDEZVOUS_TIMEOUT_S)
+            name = name_of_first(
+                store, rank, world_size, secrets.token_hex(8), _RENDEZVOUS_TIMEOUT_S
+            )
             return PrefixStore(name, store)
         host, listener = _listen(address, int(port), position.one_machine)
         taken, fd = listener.getsockname()[1], listener.detach()
         return TCPStore(host, taken, world_size, True, timeout, master_listen_fd=fd, use_libuv=True)
     except socket.gaierror as error:
-        raise ValueError(f"MASTER_ADDR is {address!r}, but no host has that name: name that of rank 0") from error
+        raise ValueError(
+            f"MASTER_ADDR is {address!r}, but no host has that name: name that of rank 0"
+        ) from error
     except (DistError, TimeoutError) as error:
         met = f"rank {rank} of {world_size} has not met the others at {address}:{port} in {_RENDEZVOUS_TIMEOUT_S:.0f} s"
         raise RunError(
@@ -86,7 +100,9 @@ def name_of_first(store: Store, rank: int, world_size: int, name: str, timeout_s
     while True:
         if rank == 0:
             for other in others:
-                store.set(_key("answer", other), f"{store.get(_key('greeting', other)).decode()} {name}")
+                store.set(
+                    _key("answer", other), f"{store.get(_key('greeting', other)).decode()} {name}"
+                )
             away = [other for other in others if store.get(_key("name", other)).decode() != name]
             if not away:
                 return name
@@ -110,7 +126,9 @@ def describe_store_host(env: Mapping[str, str]) -> str:
     return f"the launcher at {where}" if _agent_hosts_store(env) else f"rank 0 at {where}"
 
 
-def keep_to_one_interface(env: MutableMapping[str, str], one_machine: bool, interface: str = "") -> None:
+def keep_to_one_interface(
+    env: MutableMapping[str, str], one_machine: bool, interface: str = ""
+) -> None:
     """Sets the interface of torch's network libraries in `env`; `interface` takes precedence over what is there.
 
     Between machines gloo would listen where the name of this machine leads, which may be loopback, so it gets the
@@ -118,7 +136,9 @@ def keep_to_one_interface(env: MutableMapping[str, str], one_machine: bool, inte
     may use several interfaces. Raises `ValueError` where this machine does not have the interface.
     """
     known = [name for _, name in socket.if_nameindex()]
-    named, wanted = ("--interface", interface) if interface else (GLOO_INTERFACE, env.get(GLOO_INTERFACE, ""))
+    named, wanted = (
+        ("--interface", interface) if interface else (GLOO_INTERFACE, env.get(GLOO_INTERFACE, ""))
+    )
     if not {*wanted.split(",")} <= {*known, ""}:
         raise ValueError(f"{named} is {wanted!r}, but this machine has {', '.join(known)}")
     for name in INTERFACES:

@@ -33,7 +33,9 @@ class Stop:
         """Records the first request. Ends the process at once on a second request or on Ctrl-C."""
         now = time.monotonic()
         again = number in STOP_SIGNALS and self and now - self._since > SAME_REQUEST_S
-        if number == signal.SIGINT or again:  # any other with a handler comes here, too, such as SIGCHLD
+        if (
+            number == signal.SIGINT or again
+        ):  # any other with a handler comes here, too, such as SIGCHLD
             self.last_act()
             os._exit(128 + number)
         if not self and number in STOP_SIGNALS:
@@ -73,7 +75,9 @@ def stoppable() -> Iterator[Stop]:
             signal.set_wakeup_fd(descriptor)
             os.close(sender)
 
-    os.register_at_fork(after_in_child=undo)  # the end of a worker of somebody's pool asks nobody else to stop
+    os.register_at_fork(
+        after_in_child=undo
+    )  # the end of a worker of somebody's pool asks nobody else to stop
     watcher.start()
     try:
         yield stop

@@ -78,7 +78,11 @@ def waits_in_vain(rank: int, standings: Sequence[Standing], partners: Collection
 def partners_of(rank: int) -> set[int]:
     """The ranks of all groups that `rank` is in, without the group of the whole world where there are others."""
     world = distributed_c10d._world
-    mine = [(group, {*ranks} - {rank}) for group, ranks in [*world.pg_group_ranks.items()] if rank in ranks]
+    mine = [
+        (group, {*ranks} - {rank})
+        for group, ranks in [*world.pg_group_ranks.items()]
+        if rank in ranks
+    ]
     parts = [ranks for group, ranks in mine if group is not world.default_pg and ranks]
     return set().union(*(parts or [ranks for _, ranks in mine]))
 
@@ -88,7 +92,9 @@ def _waiting(rank: int, standings: Sequence[Standing], seconds: float) -> str:
     mine = standings[rank]
     if not mine.steps or mine.where == _LEFT:
         return ""
-    behind = [r for r, other in enumerate(standings) if other.steps < mine.steps or other.where == _LEFT]
+    behind = [
+        r for r, other in enumerate(standings) if other.steps < mine.steps or other.where == _LEFT
+    ]
     here = f"rank {rank} has waited for {seconds:.0f} s {'in' if mine.where == _INSIDE else 'after'} step {mine.steps}"
     if behind:
         more = f" and {len(behind) - _MOST_NAMED} more" if len(behind) > _MOST_NAMED else ""
@@ -108,7 +114,12 @@ class Awaited:
     """Waits for ranks that have not come to where `who` is: says who they are, and after `limit_s` gives up."""
 
     def __init__(self, who: str, limit_s: float) -> None:
-        self._who, self._limit_s, self._began, self._due = who, limit_s, time.monotonic(), MEET_LINE_S
+        self._who, self._limit_s, self._began, self._due = (
+            who,
+            limit_s,
+            time.monotonic(),
+            MEET_LINE_S,
+        )
 
     def wait(self, away: Collection[int]) -> None:
         """Waits a moment longer for the ranks `away`. Raises `TimeoutError` after the limit."""
@@ -118,7 +129,13 @@ class Awaited:
             raise TimeoutError(f"{self._who} has not met {names} within {self._limit_s:g} s")
         if seconds > self._due:
             self._due *= 2
-            _log.warning("%s has waited for %.0f s, at most %g, for %s", self._who, seconds, self._limit_s, names)
+            _log.warning(
+                "%s has waited for %.0f s, at most %g, for %s",
+                self._who,
+                seconds,
+                self._limit_s,
+                names,
+            )
         time.sleep(_POLL_S)
 
 
@@ -129,7 +146,14 @@ class Watch:
     thread: the main thread waits inside the network library.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, line_s: float, end: Callable[[str], NoReturn]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        line_s: float,
+        end: Callable[[str], NoReturn],
+    ) -> None:
         self.source, self._end = store, end
         self._store: Store = store.clone()  # type: ignore[attr-defined]  # a connection of its own
         self._rank, self._line_s = rank, line_s
@@ -141,7 +165,9 @@ class Watch:
         PROGRESS.explain = self.explain
         self._thread = threading.Thread(target=self._run, name="waiting", daemon=True)
         self._thread.start()
-        atexit.register(self.stop)  # a thread inside the store must not meet the end of the interpreter
+        atexit.register(
+            self.stop
+        )  # a thread inside the store must not meet the end of the interpreter
 
     def leave(self) -> None:
         """Publishes that this rank takes no more steps."""
@@ -172,15 +198,25 @@ class Watch:
                     continue
                 if not self._store.check(self._keys):  # a rank has not published its standing yet
                     continue
-                standings = [Standing.parse(text.decode()) for text in self._store.multi_get(self._keys)]
+                standings = [
+                    Standing.parse(text.decode()) for text in self._store.multi_get(self._keys)
+                ]
                 self._text = who_waits(self._rank, standings, now - since)
                 stands_still = now - since >= 2 * self._line_s
-                in_vain = stands_still and waits_in_vain(self._rank, standings, partners_of(self._rank))
-            except (RuntimeError, OSError, ValueError):  # the store is gone, or not in order: that is for others to say
+                in_vain = stands_still and waits_in_vain(
+                    self._rank, standings, partners_of(self._rank)
+                )
+            except (
+                RuntimeError,
+                OSError,
+                ValueError,
+            ):  # the store is gone, or not in order: that is for others to say
                 continue
             if in_vain:
                 text = _waiting(self._rank, standings, now - since)
-                self._end(f"{text}: it ends, because nobody will come; give all ranks the same number of batches")
+                self._end(
+                    f"{text}: it ends, because nobody will come; give all ranks the same number of batches"
+                )
             elif self._text and now - since >= due:
                 due *= 2
                 _log.warning("%s", self._text)

@@ -88,7 +88,10 @@ class Agreement:
 
     def first_step(self, user: int) -> int:
         """The first step of an optimizer on the axis that no rank has begun."""
-        return max((report.users[user] for report in self.reports.values() if user < len(report.users)), default=0)
+        return max(
+            (report.users[user] for report in self.reports.values() if user < len(report.users)),
+            default=0,
+        )
 
     @property
     def awaited(self) -> int:
@@ -132,7 +135,9 @@ def next_axis_store(base: Store, rank: int, world_size: int) -> Store:
         return axis_store(base, 0)
     mine = str(base.add(f"{_AXES}/made", 1) - 1) if rank == 0 else ""
     if rank == 0:
-        axis_store(base, int(mine)).set(axis_key("beat", 0), beat_of(0, 1.0))  # the others look who has come
+        axis_store(base, int(mine)).set(
+            axis_key("beat", 0), beat_of(0, 1.0)
+        )  # the others look who has come
     timeout_s = base.timeout.total_seconds()  # type: ignore[attr-defined]
     number = name_of_first(PrefixStore(f"{_AXES}/meet", base), rank, world_size, mine, timeout_s)
     if rank == 0:
@@ -151,7 +156,9 @@ def note_gone(store: Store, rank: int) -> None:
 
 
 def axis_key(
-    kind: Literal["beat", "port", "left", "asked", "ask", "feed", "coming", "copy", "ready", "admit", "at"],
+    kind: Literal[
+        "beat", "port", "left", "asked", "ask", "feed", "coming", "copy", "ready", "admit", "at"
+    ],
     *numbers: int,
 ) -> str:
     """A key of the store, by the numbers of a rank, of a guest, or of a guest and one of its shards or another rank.

@@ -76,7 +76,9 @@ class MeetingPoint:
     def __init__(self, survival: Survival, replicas: int) -> None:
         self._survival, self._replicas = survival, replicas
         host, port = host_and_port(survival.address) if survival.address else ("127.0.0.1", 0)
-        self._listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._listener = socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        )
         self.host, self.port = host, int(self._listener.getsockname()[1])
         self._store: Store | None = None
         self.lost: set[int] = set()
@@ -85,7 +87,12 @@ class MeetingPoint:
         """Answers from now on."""
         fd = self._listener.detach()
         self._store = TCPStore(
-            self.host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=fd, use_libuv=True
+            self.host,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=fd,
+            use_libuv=True,
         )
         if self._replicas:
             serve_one_axis(self._store)
@@ -93,7 +100,10 @@ class MeetingPoint:
     def survives(self, failure: Failure) -> Collection[int]:
         """The ranks of the replica that `failure` takes along, where the others go on; none where they cannot."""
         replica = failure.rank // self._survival.shards
-        if self._store is None or len(self._members() - {*self.lost, replica}) < self._survival.min_replicas:
+        if (
+            self._store is None
+            or len(self._members() - {*self.lost, replica}) < self._survival.min_replicas
+        ):
             return ()
         self.lost.add(replica)
         first = replica * self._survival.shards
@@ -107,15 +117,24 @@ class MeetingPoint:
         assert self._store is not None
         store = axis_store(self._store, 0)
         epoch = int(store.get(EPOCH)) if store.check([EPOCH]) else 0
-        return {*parse_agreement(epoch, store.get(f"{epoch}/record")).members} if epoch else {*range(self._replicas)}
+        return (
+            {*parse_agreement(epoch, store.get(f"{epoch}/record")).members}
+            if epoch
+            else {*range(self._replicas)}
+        )
 
     def has_left(self, rank: int) -> bool:
         """True where `rank` was asked to leave before the others, and has."""
-        return self._store is not None and axis_store(self._store, 0).check([axis_key("asked", rank)])
+        return self._store is not None and axis_store(self._store, 0).check(
+            [axis_key("asked", rank)]
+        )
 
     def left_out(self) -> list[int]:
         """The ranks of replicas without which the others go on."""
-        members, shards = self._members() if self._store else {*range(self._replicas)}, self._survival.shards
+        members, shards = (
+            self._members() if self._store else {*range(self._replicas)},
+            self._survival.shards,
+        )
         ranks = range(self._replicas * shards)
         return [rank for rank in ranks if rank // shards not in members and not self.has_left(rank)]
 
@@ -196,19 +215,27 @@ def elastic(
         (1, [])
         >>> axis.close()
     """
-    shard, shards = (0, 1) if mesh is None else (mesh["shard"].get_local_rank(), mesh["shard"].size())
+    shard, shards = (
+        (0, 1) if mesh is None else (mesh["shard"].get_local_rank(), mesh["shard"].size())
+    )
     if mesh is not None and replica is not None:
         shard, shards = mesh.mesh.flatten().tolist().index(dist.get_rank()), mesh.size()
     if mesh is not None and replica is None and replicas is None:
         replica, replicas = mesh["replicate"].get_local_rank(), mesh["replicate"].size()
     if replica is None or replicas is None or not 0 <= replica < replicas:
-        raise ValueError(f"replica is {replica} of {replicas}, must be from 0 to below replicas; or pass a whole mesh")
+        raise ValueError(
+            f"replica is {replica} of {replicas}, must be from 0 to below replicas; or pass a whole mesh"
+        )
     if not 1 <= min_replicas <= replicas:
-        raise ValueError(f"min_replicas is {min_replicas}, must be from 1 to the number of replicas, {replicas}")
+        raise ValueError(
+            f"min_replicas is {min_replicas}, must be from 1 to the number of replicas, {replicas}"
+        )
     if not silence_s > 1:
         raise ValueError(f"silence_s is {silence_s}, must be above 1")
     if store is None and mesh is None:
-        raise ValueError("replicas without a common process group need a store, such as torch.distributed.TCPStore")
+        raise ValueError(
+            "replicas without a common process group need a store, such as torch.distributed.TCPStore"
+        )
     speed = LinkSpeed.parse(link) if link else None
     base = store or distributed_c10d._get_default_store()
     membership = Membership(
@@ -224,7 +251,9 @@ def elastic(
     return SurvivingCommunicator(membership, timeout_s, link=_node_link(speed, membership, mesh))
 
 
-def _node_link(speed: LinkSpeed | None, membership: Membership, mesh: DeviceMesh | None) -> NodeLink | None:
+def _node_link(
+    speed: LinkSpeed | None, membership: Membership, mesh: DeviceMesh | None
+) -> NodeLink | None:
     """The emulated link of this replica. Collective; raises `ValueError` where the first one is on another machine."""
     if speed is None:
         return None
@@ -275,7 +304,9 @@ class Guest:
         link: str = "",
     ) -> None:
         speed = LinkSpeed.parse(link) if link else None
-        self._shard, self._shards = (0, 1) if mesh is None else (mesh["shard"].get_local_rank(), mesh["shard"].size())
+        self._shard, self._shards = (
+            (0, 1) if mesh is None else (mesh["shard"].get_local_rank(), mesh["shard"].size())
+        )
         self._timeout_s = timeout_s
         own = latest_axis_store(store)
         replicas, shards = map(int, own.get(SIZE).split())
@@ -288,11 +319,21 @@ class Guest:
             dist.broadcast(number, dist.get_global_rank(group, 0), group)
         self.number = int(number)
         self.membership = Membership(
-            own, self.number, replicas, self._shard, shards, silence_s, min_replicas, end_alone, is_guest=True
+            own,
+            self.number,
+            replicas,
+            self._shard,
+            shards,
+            silence_s,
+            min_replicas,
+            end_alone,
+            is_guest=True,
         )
         self._link = _node_link(speed, self.membership, mesh)
         self._store = self.membership.store
-        self._store.set(axis_key("ask", self.number), "1")  # at once: the others look for one number after another
+        self._store.set(
+            axis_key("ask", self.number), "1"
+        )  # at once: the others look for one number after another
 
     def addresses(self, timeout_s: float) -> str:
         """The addresses of the feeds of all shards, separated by commas, once the others have them."""
@@ -300,7 +341,9 @@ class Guest:
         keys = [axis_key("feed", self.number, shard) for shard in range(self._shards)]
         while not self._store.check(keys):
             if time.monotonic() > deadline:
-                raise ReplicaLost(f"no replica has let replica {self.number} in within {timeout_s:g} s")
+                raise ReplicaLost(
+                    f"no replica has let replica {self.number} in within {timeout_s:g} s"
+                )
             time.sleep(_POLL_S)
         return ",".join(self._store.get(key).decode() for key in keys)
 
@@ -315,21 +358,34 @@ class Guest:
 
     def come_in(self, step: int, timeout_s: float = 60.0) -> SurvivingCommunicator:
         """The axis between the replicas, this one among them, or `ReplicaLost`. Collective, before `step`."""
-        report, deadline = RankReport(_ALL, [], {}, step, self.number, [step]), time.monotonic() + timeout_s
+        report, deadline = (
+            RankReport(_ALL, [], {}, step, self.number, [step]),
+            time.monotonic() + timeout_s,
+        )
         self._store.set(axis_key("at", self.number, self.membership.rank), "1")
         agreement = None
         while agreement is None:
             if time.monotonic() > deadline:
-                raise ReplicaLost(f"the others did not let replica {self.number} in within {timeout_s:g} s")
+                raise ReplicaLost(
+                    f"the others did not let replica {self.number} in within {timeout_s:g} s"
+                )
             agreement = self.let_in(report)
         self.membership.join(agreement)
-        beside = [report for rank, report in agreement.reports.items() if rank % self._shards == self._shard]
+        beside = [
+            report
+            for rank, report in agreement.reports.items()
+            if rank % self._shards == self._shard
+        ]
         floor = max(report.floor for report in beside if report.floor < _ALL)
         agreed = [agreement]
         for _ in range(MOST_TRIES):
             try:
-                return SurvivingCommunicator(self.membership, self._timeout_s, floor, step, agreed, self._link)
-            except RuntimeError:  # one of the others was lost meanwhile; they may have begun the step with it
+                return SurvivingCommunicator(
+                    self.membership, self._timeout_s, floor, step, agreed, self._link
+                )
+            except (
+                RuntimeError
+            ):  # one of the others was lost meanwhile; they may have begun the step with it
                 agreement = self.membership.agree(RankReport(floor, [], {}, step, users=[step]))
                 agreed = [*agreed, agreement] if agreement.next_step > step else [agreement]
         raise ReplicaLost(f"replica {self.number} could not form a process group with the others")
@@ -337,14 +393,19 @@ class Guest:
     def let_in(self, report: RankReport | None = None) -> Agreement | None:
         """The agreement that lets this guest in, if there is one; `report` asks for it. `ReplicaLost` where without."""
         latest = int(self._store.get(EPOCH))
-        for epoch in (latest, latest + 1):  # the others may have noted the one, or have agreed on the next
+        for epoch in (
+            latest,
+            latest + 1,
+        ):  # the others may have noted the one, or have agreed on the next
             if not self._store.check([f"{epoch}/record"]):
                 continue
             agreement = parse_agreement(epoch, self._store.get(f"{epoch}/record"))
             if self.number in agreement.members:
                 return agreement
             if agreement.awaited == self.number:
-                raise ReplicaLost(f"the others did not wait for replica {self.number} before step {self.step()}")
+                raise ReplicaLost(
+                    f"the others did not wait for replica {self.number} before step {self.step()}"
+                )
         if report:  # never for an agreement after that which lets it in: it would be taken for that of a member
             self._store.set(f"{latest + 1}/report/{self.membership.rank}", json.dumps(vars(report)))
             time.sleep(_POLL_S)

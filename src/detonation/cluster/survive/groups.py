@@ -96,7 +96,9 @@ class Group:
         held = [(self._group, [work for work in self._works if not work.is_completed()])]
         self._group, self._works = None, []
         if held[0][1]:
-            threading.Thread(target=_outlast, args=(held,), name="abandoned group", daemon=True).start()
+            threading.Thread(
+                target=_outlast, args=(held,), name="abandoned group", daemon=True
+            ).start()
 
     def _kept(self, work: dist.Work) -> dist.Work:
         if len(self._works) > 16:

@@ -73,9 +73,18 @@ class Membership:
         confirm_s: float | None = None,
         is_guest: bool = False,
     ) -> None:
-        self.members, self.epoch, self.called = [replica] if is_guest else list(range(replicas)), 0, False
+        self.members, self.epoch, self.called = (
+            [replica] if is_guest else list(range(replicas)),
+            0,
+            False,
+        )
         self.is_guest, self.guest, self.guest_asks = is_guest, replicas, False
-        self.replica, self.shard, self.shards, self.rank = replica, shard, shards, replica * shards + shard
+        self.replica, self.shard, self.shards, self.rank = (
+            replica,
+            shard,
+            shards,
+            replica * shards + shard,
+        )
         self.changed, self.noticed_at, self.under_way = threading.Condition(), 0.0, False
         self.leaves = False
         self._silence_s, self.least, self._end = silence_s, min_replicas, end
@@ -86,19 +95,28 @@ class Membership:
         self._error, self._left_out_at = "", 0.0
         now = time.monotonic()
         self._awake, self._seen = now, dict.fromkeys(self._ranks(), (b"", now))
-        self._port, self._ports = Port(store), dict[int, str]()  # of others: those that were seen to answer
+        self._port, self._ports = (
+            Port(store),
+            dict[int, str](),
+        )  # of others: those that were seen to answer
         self._beats.set(axis_key("port", self.rank), self._port.name)
-        self._pace = 1.0  # seconds between two beats, until they are measured: a store may be far away
+        self._pace = (
+            1.0  # seconds between two beats, until they are measured: a store may be far away
+        )
         self._beats.set(axis_key("beat", self.rank), beat_of(0, self._pace))
         if not is_guest:
             self.store.set(SIZE, f"{replicas} {shards}")
             self.store.set(EPOCH, "0")
         awaited = Awaited(f"rank {self.rank}", store.timeout.total_seconds())  # type: ignore[attr-defined]
-        while away := [rank for rank in self._seen if not self._beats.check([axis_key("beat", rank)])]:
+        while away := [
+            rank for rank in self._seen if not self._beats.check([axis_key("beat", rank)])
+        ]:
             awaited.wait(away)
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
         self._thread.start()
-        atexit.register(self.stop)  # a thread inside the store must not meet the end of the interpreter
+        atexit.register(
+            self.stop
+        )  # a thread inside the store must not meet the end of the interpreter
 
     def first_text(self, name: str, text: str) -> str:
         """The text of the rank that came first with one under `name`; the same on all ranks."""
@@ -133,11 +151,17 @@ class Membership:
             self.require_store()
             reported = {rank for rank in wanted if self.store.check([self._key(f"report/{rank}")])}
             away = [rank for rank in wanted if rank not in reported]
-            lost = {rank // self.shards for rank in away if self._is_silent(rank) or self._has_left(rank)}
+            lost = {
+                rank // self.shards
+                for rank in away
+                if self._is_silent(rank) or self._has_left(rank)
+            }
             if time.monotonic() - began > ARRIVE_S:
                 lost |= {rank // self.shards for rank in away} & {report.guest}
             if all(rank in reported or rank // self.shards in lost for rank in wanted):
-                self._propose([member for member in self.members if member not in lost], {report.guest} - lost)
+                self._propose(
+                    [member for member in self.members if member not in lost], {report.guest} - lost
+                )
             else:
                 time.sleep(_POLL_S)
         agreement = parse_agreement(self.epoch + 1, self.store.get(self._key("record")))
@@ -153,7 +177,9 @@ class Membership:
         self.store.set(EPOCH, str(self.epoch))
         if len(self.members) < self.least:
             left = f"{len(self.members)} of the replicas are left, min_replicas is {self.least}"
-            raise ReplicaLost(f"lost replica {', '.join(map(str, missing))} before step {agreement.next_step}: {left}")
+            raise ReplicaLost(
+                f"lost replica {', '.join(map(str, missing))} before step {agreement.next_step}: {left}"
+            )
         return agreement
 
     def breaks_up(self) -> bool:
@@ -164,17 +190,25 @@ class Membership:
         """Waits until all members leave or are lost, at most `limit_s`, and stops: the others do not wait for it."""
         deadline = time.monotonic() + limit_s
         try:
-            with suppress(DistNetworkError):  # the process of the store saw that all had left, or gave up, and ended
+            with suppress(
+                DistNetworkError
+            ):  # the process of the store saw that all had left, or gave up, and ended
                 self.store.set(axis_key("left", self.rank), "1")
                 for rank in self._ranks():
-                    while not (self._has_left(rank) or self._is_silent(rank)) and time.monotonic() < deadline:
+                    while (
+                        not (self._has_left(rank) or self._is_silent(rank))
+                        and time.monotonic() < deadline
+                    ):
                         time.sleep(_POLL_S)
         finally:
             self.stop()
 
     def await_shards(self, limit_s: float) -> None:
         """Waits, at most `limit_s`, until all ranks of this replica are about to leave: each hands over by itself."""
-        deadline, ranks = time.monotonic() + limit_s, [self.replica * self.shards + n for n in range(self.shards)]
+        deadline, ranks = (
+            time.monotonic() + limit_s,
+            [self.replica * self.shards + n for n in range(self.shards)],
+        )
         while not self.store.check([axis_key("asked", rank) for rank in ranks]):
             self.require_store()
             if any(self._is_silent(rank) for rank in ranks) or time.monotonic() > deadline:
@@ -191,7 +225,11 @@ class Membership:
     def join(self, agreement: Agreement) -> None:
         """Takes the place of a member that `agreement` has given to this guest."""
         with self.changed:
-            self.members, self.epoch, self.guest = agreement.members, agreement.epoch, self.replica + 1
+            self.members, self.epoch, self.guest = (
+                agreement.members,
+                agreement.epoch,
+                self.replica + 1,
+            )
             self._seen = dict.fromkeys(self._ranks(), (b"", time.monotonic()))
             self.is_guest = False
 
@@ -206,14 +244,18 @@ class Membership:
 
     def _lost(self, rank: int, limit_s: float) -> bool:
         (beat, since), now = self._seen[rank], time.monotonic()
-        judges = now - self._awake < max(self._confirm_s / 2, 2 * self._pace)  # who stood still knows old beats alone
+        judges = now - self._awake < max(
+            self._confirm_s / 2, 2 * self._pace
+        )  # who stood still knows old beats alone
         limit_s = max(limit_s, 4 * self._pace, 4 * pace_of(beat))
         return rank != self.rank and (beat == GONE or (judges and now - since > limit_s))
 
     def _is_silent(self, rank: int) -> bool:
         """True where `rank` is lost: it had `confirm_s` from the notice on to report, or it was what was noticed."""
         had_time = time.monotonic() - self.noticed_at > self._confirm_s
-        return self._lost(rank, self._confirm_s if had_time else self._silence_s) or self._has_ended(rank)
+        return self._lost(
+            rank, self._confirm_s if had_time else self._silence_s
+        ) or self._has_ended(rank)
 
     def _has_ended(self, rank: int) -> bool:
         """True where `rank` missed a beat, and its host, which answered before, refuses its port."""
@@ -228,10 +270,20 @@ class Membership:
 
     def _propose(self, members: Sequence[int], awaited: Collection[int]) -> None:
         reports = self._reports(members)
-        guests = [guest for guest in awaited if all(report["guest"] == guest >= 0 for report in reports.values())]
+        guests = [
+            guest
+            for guest in awaited
+            if all(report["guest"] == guest >= 0 for report in reports.values())
+        ]
         reports |= self._reports(guests)
         ready = not guests and self.guest_asks and self._is_ready(self.store)
-        record = json.dumps({"members": [*members, *guests], "reports": reports, "guest": self.guest if ready else -1})
+        record = json.dumps(
+            {
+                "members": [*members, *guests],
+                "reports": reports,
+                "guest": self.guest if ready else -1,
+            }
+        )
         self.store.compare_set(self._key("record"), "", record)
 
     def _reports(self, members: Sequence[int]) -> dict[int, dict[str, Any]]:
@@ -239,7 +291,9 @@ class Membership:
         return {rank: json.loads(self.store.get(self._key(f"report/{rank}"))) for rank in ranks}
 
     def _is_ready(self, store: Store) -> bool:
-        return bool(store.check([axis_key("ready", self.guest, shard) for shard in range(self.shards)]))
+        return bool(
+            store.check([axis_key("ready", self.guest, shard) for shard in range(self.shards)])
+        )
 
     def _look_for_guest(self) -> None:
         """Notes that a replica asks to come in, and lets all agree on a step for it once it is ready."""
@@ -248,14 +302,20 @@ class Membership:
         if not self.guest_asks and self._beats.check([axis_key("ask", guest)]):
             with self.changed:
                 self._seen |= {rank: (b"", time.monotonic()) for rank in ranks}
-                self.guest_asks = guest == self.guest  # all may have agreed meanwhile, and look for the next one
+                self.guest_asks = (
+                    guest == self.guest
+                )  # all may have agreed meanwhile, and look for the next one
         if not self.guest_asks or self._beats.check([axis_key("admit", guest)]):
             return
         if any(self._lost(rank, self._silence_s) for rank in ranks):
             with self.changed:
                 if guest == self.guest:
                     self.guest, self.guest_asks = guest + 1, False
-        elif self.rank == self.members[0] * self.shards and not self.called and self._is_ready(self._beats):
+        elif (
+            self.rank == self.members[0] * self.shards
+            and not self.called
+            and self._is_ready(self._beats)
+        ):
             self._beats.set(self._key("call"), "1")
 
     def _run(self) -> None:
@@ -264,7 +324,9 @@ class Membership:
             count += 1
             try:
                 self._beat(count)
-            except Exception as error:  # whatever it is: the others drop this rank, which must hear of it
+            except (
+                Exception
+            ) as error:  # whatever it is: the others drop this rank, which must hear of it
                 why = f"{type(error).__name__}: {error}".partition("\n")[0]
                 self._error = f"rank {self.rank} has lost the store (ended or out of reach): {why}"
                 self._notice()
@@ -273,14 +335,24 @@ class Membership:
     def _beat(self, count: int) -> None:
         """Beats, reads all beats, and notices a loss. `agree` and `join` change the members in another thread."""
         with self.changed:
-            epoch, members, watched = self.epoch, self._ranks(), self._ranks(self.guest if self.guest_asks else -1)
+            epoch, members, watched = (
+                self.epoch,
+                self._ranks(),
+                self._ranks(self.guest if self.guest_asks else -1),
+            )
         self._beats.set(axis_key("beat", self.rank), beat_of(count, self._pace))
         self._port.answer()
         if self.is_guest:
             return
         self._knock(rank for rank in watched if rank not in self._ports)
         self._look_for_guest()
-        beats = dict(zip(watched, self._beats.multi_get([axis_key("beat", rank) for rank in watched]), strict=True))
+        beats = dict(
+            zip(
+                watched,
+                self._beats.multi_get([axis_key("beat", rank) for rank in watched]),
+                strict=True,
+            )
+        )
         called = self._beats.check([f"{epoch + 1}/call"])
         if self.leaves and not called:
             self._beats.set(f"{epoch + 1}/call", "1")
@@ -290,14 +362,22 @@ class Membership:
         self._pace = took if count == 1 else min(took, 1.2 * pace)
         limit_s = self._silence_s if self.under_way else max(self._silence_s, STARTUP_S)
         with self.changed:
-            if took > max(self._confirm_s / 2, 3 * pace):  # this process stood still: it cannot tell who else did
+            if took > max(
+                self._confirm_s / 2, 3 * pace
+            ):  # this process stood still: it cannot tell who else did
                 self._seen = {rank: (seen, now) for rank, (seen, _) in self._seen.items()}
-            self._seen |= {rank: (beat, now) for rank, beat in beats.items() if beat != self._seen[rank][0]}
+            self._seen |= {
+                rank: (beat, now) for rank, beat in beats.items() if beat != self._seen[rank][0]
+            }
             self._awake = now
             lost = not self.called and any(self._lost(rank, limit_s) for rank in members)
             late = [] if self.called else [rank for rank in members if self._is_late(rank)]
-        if lost := lost or bool(late and self._has_ended(late[count % len(late)])):  # one at a time: it may be far away
-            self._beats.set(f"{epoch + 1}/call", "1")  # all may have agreed meanwhile, and have left it out
+        if lost := lost or bool(
+            late and self._has_ended(late[count % len(late)])
+        ):  # one at a time: it may be far away
+            self._beats.set(
+                f"{epoch + 1}/call", "1"
+            )  # all may have agreed meanwhile, and have left it out
         with self.changed:
             if (called or lost) and not self.called and epoch == self.epoch:
                 self._notice()
@@ -311,7 +391,10 @@ class Membership:
 
     def _watch_record(self) -> None:
         """Ends this process where it was left out and its main thread waits for something else."""
-        epoch, key = self.epoch + 1, self._key("record")  # all may agree meanwhile, and the next record is not there
+        epoch, key = (
+            self.epoch + 1,
+            self._key("record"),
+        )  # all may agree meanwhile, and the next record is not there
         if not self.called or not self._beats.check([key]):
             return
         agreement = parse_agreement(epoch, self._beats.get(key))

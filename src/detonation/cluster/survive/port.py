@@ -19,13 +19,17 @@ class Port:
     def __init__(self, store: Store) -> None:
         self.name = ""
         self._listener: socket.socket | None = None
-        os.register_at_fork(after_in_child=self.close)  # workers of a data loader outlive a killed process
+        os.register_at_fork(
+            after_in_child=self.close
+        )  # workers of a data loader outlive a killed process
         while isinstance(store, PrefixStore):
             store = store.underlying_store
         with contextlib.suppress(OSError):
             host, port = getattr(store, "host", ""), getattr(store, "port", 0)
             family, *_, towards = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, socket.SOCK_DGRAM) as way:  # sends nothing, but has the address of this host
+            with socket.socket(
+                family, socket.SOCK_DGRAM
+            ) as way:  # sends nothing, but has the address of this host
                 way.connect(towards)
                 here = way.getsockname()[0]
             self._listener = socket.create_server((here, 0), family=family)

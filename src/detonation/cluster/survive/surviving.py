@@ -14,7 +14,13 @@ from torch.distributed.distributed_c10d import PrefixStore
 from detonation.cluster.init import note_loss
 from detonation.cluster.network.throttled import NodeLink
 from detonation.cluster.survive.agreement import Agreement, RankReport, ReplicaLost, axis_key
-from detonation.cluster.survive.groups import Flight, Group, NumberedCollective, NumberedKind, SurvivedLoss
+from detonation.cluster.survive.groups import (
+    Flight,
+    Group,
+    NumberedCollective,
+    NumberedKind,
+    SurvivedLoss,
+)
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.users import AxisEnd, AxisUser, Host
 from detonation.core.link.communicator import Axis
@@ -44,21 +50,30 @@ class SurvivingCommunicator(AxisEnd):
         link: NodeLink | None = None,
     ) -> None:
         self._membership, self.timeout_s, self._link = membership, timeout_s, link
-        self.layout, self.host = list(let_in[0].members if let_in else membership.members), Host(membership)
+        self.layout, self.host = (
+            list(let_in[0].members if let_in else membership.members),
+            Host(membership),
+        )
         self.replica = self.layout.index(membership.replica)
         self.losses: list[SurvivedLoss] = []
         self._kept: dict[int, NumberedCollective] = {}
         self._started, self._floor, self._joined = floor, floor, begun
-        self.guest: tuple[int, int] | None = None  # the step before which a replica comes in, and its number
+        self.guest: tuple[int, int] | None = (
+            None  # the step before which a replica comes in, and its number
+        )
         self.axis, self.awaits, self.adopted = self, -1, begun
-        self.departing: dict[int, int] = {}  # replicas that leave, and the steps before which they do
+        self.departing: dict[
+            int, int
+        ] = {}  # replicas that leave, and the steps before which they do
         for agreement in let_in:  # by the others, who know who leaves and who comes next
             for report in agreement.reports.values():
                 self.departing |= dict(report.departing)
                 if report.coming and report.coming[1] not in self.layout:
                     self.guest = report.coming[0], report.coming[1]
             self._note(agreement)
-        self.pending = [after for before, after in pairwise(let_in) if after.members != before.members]
+        self.pending = [
+            after for before, after in pairwise(let_in) if after.members != before.members
+        ]
         self.users: list[AxisUser] = []
         self._changed = membership.changed  # guards all state here, and is notified of each change
         self._recovering = self._broken = self._closed = False
@@ -68,7 +83,9 @@ class SurvivingCommunicator(AxisEnd):
             if let_in:
                 raise
             self._broken = True  # so all agree on who is there
-            self._group = Group(PrefixStore(f"alone/{membership.rank}", membership.store), 0, 1, timeout_s)
+            self._group = Group(
+                PrefixStore(f"alone/{membership.rank}", membership.store), 0, 1, timeout_s
+            )
         self.error: Exception | None = None
         # Not the main thread, which may wait inside the network library for another shard of its replica.
         threading.Thread(target=self._watch, name="recovery", daemon=True).start()
@@ -76,7 +93,9 @@ class SurvivingCommunicator(AxisEnd):
     def refuse(self, levels: Sequence[tuple[Axis, Scheme]], *_: object) -> None:
         """Raises `ValueError` where a level around this one would join what is left of it by ranks that may be lost."""
         if levels[-1][0] is not self:
-            raise ValueError("only the outermost level may lose replicas: give the elastic axis to the last level")
+            raise ValueError(
+                "only the outermost level may lose replicas: give the elastic axis to the last level"
+            )
 
     def for_one(self) -> AxisUser:
         with self._changed:
@@ -121,7 +140,9 @@ class SurvivingCommunicator(AxisEnd):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._recovering, limit_s)  # else it makes a group after the last one
+            self._changed.wait_for(
+                lambda: not self._recovering, limit_s
+            )  # else it makes a group after the last one
         self._membership.leave(limit_s)
         self._group.abandon()
 
@@ -132,7 +153,9 @@ class SurvivingCommunicator(AxisEnd):
             return self._start(kind, values, user)
         leaves = torch.tensor([link.leave(name, values, size)], dtype=torch.float64)
         arriving = self._start(kind, values, user)
-        told = self._start("all_gather", leaves.view(torch.uint8), user)  # as any, it goes on without a lost replica
+        told = self._start(
+            "all_gather", leaves.view(torch.uint8), user
+        )  # as any, it goes on without a lost replica
 
         def arrived() -> Tensor:
             result, absent = arriving(), user.absent
@@ -147,7 +170,9 @@ class SurvivingCommunicator(AxisEnd):
         with self._changed:
             self.settle()
             self._started += 1
-            each = NumberedCollective(self._started, kind, sent, user.layout, self._floor, user.layout, sent)
+            each = NumberedCollective(
+                self._started, kind, sent, user.layout, self._floor, user.layout, sent
+            )
             self._kept[each.number] = each
             self._launch(each)
         return partial(self._wait, each, values.device, user)
@@ -199,7 +224,9 @@ class SurvivingCommunicator(AxisEnd):
         """Takes the result of a collective that has ended; False where it failed."""
         if each.flight is None or not each.flight.good:
             return False
-        missing = [number for number, member in enumerate(each.layout) if member not in each.members]
+        missing = [
+            number for number, member in enumerate(each.layout) if member not in each.members
+        ]
         result = each.target
         if missing and each.kind != "all_reduce":
             result = result.new_zeros(len(each.layout), result.shape[1])
@@ -218,14 +245,20 @@ class SurvivingCommunicator(AxisEnd):
         """Recovers from one loss after the other, until the end."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._membership.called or self._broken or self._closed)
+                self._changed.wait_for(
+                    lambda: self._membership.called or self._broken or self._closed
+                )
                 if self._closed:
                     return
                 self._recovering, self._broken = True, False
             try:
                 self._recover()
             except Exception as error:  # the main thread, which waits, raises it
-                self.error = error if isinstance(error, ReplicaLost) else ReplicaLost(f"cannot recover: {error!r}")
+                self.error = (
+                    error
+                    if isinstance(error, ReplicaLost)
+                    else ReplicaLost(f"cannot recover: {error!r}")
+                )
             with self._changed:
                 self._recovering = False
                 self._changed.notify_all()
@@ -242,17 +275,23 @@ class SurvivingCommunicator(AxisEnd):
             agreement = membership.agree(self._report())
             if agreement.awaited >= 0:
                 self.guest, self.awaits = None, -1
-            self._note(agreement)  # each, also where no group can be formed after it, here or elsewhere
+            self._note(
+                agreement
+            )  # each, also where no group can be formed after it, here or elsewhere
             self._group.abandon()
             try:
                 self._group = self._formed()
-            except RuntimeError as error:  # one more is lost; the others hear of it with the next agreement
+            except (
+                RuntimeError
+            ) as error:  # one more is lost; the others hear of it with the next agreement
                 why = f": {error}".partition("\n")[0]
                 continue
             if self._catch_up(agreement):
                 break
         else:
-            raise ReplicaLost(f"the replicas {membership.members} could not form a process group{why}")
+            raise ReplicaLost(
+                f"the replicas {membership.members} could not form a process group{why}"
+            )
         if before != membership.members:
             for pending in (self.pending, *(user.pending for user in self.users)):
                 pending.append(agreement)
@@ -283,7 +322,12 @@ class SurvivingCommunicator(AxisEnd):
 
     def _report(self) -> RankReport:
         for each in self._kept.values():
-            if each.result is None and each.kind != "all_to_all" and each.flight is not None and each.flight.ended:
+            if (
+                each.result is None
+                and each.kind != "all_to_all"
+                and each.flight is not None
+                and each.flight.ended
+            ):
                 floor, each.floor = each.floor, 0  # what is kept must not change in a loop over it
                 self._take(each)
                 each.floor = floor
@@ -293,14 +337,18 @@ class SurvivingCommunicator(AxisEnd):
         users = [user.begun for user in self.users]
         entered, leaves = max([0, *(user.entered for user in self.users)]), self._membership.leaves
         known = [*self.departing.items()], self.guest
-        return RankReport(self._floor, beyond, absent, self._begun, self.awaits, users, leaves, entered, *known)
+        return RankReport(
+            self._floor, beyond, absent, self._begun, self.awaits, users, leaves, entered, *known
+        )
 
     def _formed(self) -> Group:
         membership = self._membership
         rank = membership.members.index(membership.replica)
         store = PrefixStore(f"{membership.epoch}/shard{membership.shard}", membership.store.clone())  # type: ignore
         make = partial(Group, store, rank, len(membership.members), self.timeout_s)
-        return Group.formed(make, membership.breaks_up if membership.epoch else membership.some_left)
+        return Group.formed(
+            make, membership.breaks_up if membership.epoch else membership.some_left
+        )
 
     def _catch_up(self, agreement: Agreement) -> bool:
         """Copies what only some have finished, and starts the rest again; False where one more replica is lost."""

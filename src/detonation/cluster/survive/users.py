@@ -26,7 +26,11 @@ class StoreTexts:
     def __init__(self, membership: Membership, members: Sequence[int], channel: str) -> None:
         self._membership, self._channel, self._count = membership, channel, 0
         self._store: Store = membership.store.clone()  # type: ignore[attr-defined]  # one connection for each thread
-        self._ranks = [member * membership.shards + shard for member in members for shard in range(membership.shards)]
+        self._ranks = [
+            member * membership.shards + shard
+            for member in members
+            for shard in range(membership.shards)
+        ]
         self.rank, self.world_size = self._ranks.index(membership.rank), len(self._ranks)
 
     def gather(self, text: str) -> list[str]:
@@ -35,7 +39,10 @@ class StoreTexts:
         keys = [self._key(self._count, rank) for rank in self._ranks]
         self._first(keys[self.rank], _TEXT + text.encode(errors="surrogateescape"))
         while not self._store.check(keys):
-            lost = [rank // self._membership.shards not in self._membership.members for rank in self._ranks]
+            lost = [
+                rank // self._membership.shards not in self._membership.members
+                for rank in self._ranks
+            ]
             for key in (key for key, gone in zip(keys, lost, strict=True) if gone):
                 self._first(key, _LOST)
             self._membership.call_if_left()
@@ -89,7 +96,9 @@ class Host:
         store.set(
             axis_key("coming", guest, first + shard), "1"
         )  # by rank: another replica gives it if this one is lost
-        if shard == 0 and store.check([axis_key("coming", guest, first + each) for each in range(shards)]):
+        if shard == 0 and store.check(
+            [axis_key("coming", guest, first + each) for each in range(shards)]
+        ):
             store.compare_set(copy, "", str(step + (2 if shards > 1 else 0)))
         return int(store.get(copy)) if store.check([copy]) else math.inf
 
@@ -148,8 +157,17 @@ class AxisUser(AxisEnd):
 
     def __init__(self, axis: "SurvivingCommunicator", number: int, begun: int) -> None:
         self.axis, self.number, self.layout, self.replica = axis, number, axis.layout, axis.replica
-        self.pending, self.begun, self.entered, self._first = list(axis.pending), begun, begun, float("inf")
-        self.adopted, self.name, self._membership = axis.adopted, f"user{number}/", axis.host.membership
+        self.pending, self.begun, self.entered, self._first = (
+            list(axis.pending),
+            begun,
+            begun,
+            float("inf"),
+        )
+        self.adopted, self.name, self._membership = (
+            axis.adopted,
+            f"user{number}/",
+            axis.host.membership,
+        )
 
     def enter_step(self, step: int) -> bool:
         with self._membership.changed:
@@ -161,17 +179,25 @@ class AxisUser(AxisEnd):
         return False
 
     def leaving(self, step: int) -> list[int]:
-        return [self.layout.index(m) for m, first in self.axis.departing.items() if first <= step and m in self.layout]
+        return [
+            self.layout.index(m)
+            for m, first in self.axis.departing.items()
+            if first <= step and m in self.layout
+        ]
 
     def adopt(self, step: int) -> list[int]:
         self._await_departure(step)
         self._await_guest(step)
-        with self._membership.changed:  # at once: after another loss all ask who has begun this step, and with whom
+        with (
+            self._membership.changed
+        ):  # at once: after another loss all ask who has begun this step, and with whom
             self.axis.settle()
             due = self._due(step)
             members = due[-1].members if due else self.layout
             kept = [number for number, member in enumerate(self.layout) if member in members]
-            if not due or due[-1] in self.axis.pending:  # the first user that adopts: for what is no user, too
+            if (
+                not due or due[-1] in self.axis.pending
+            ):  # the first user that adopts: for what is no user, too
                 self.axis.take(due, members, step)
             self.take(due, members, step)
             self._begin(step)
@@ -184,7 +210,9 @@ class AxisUser(AxisEnd):
             self._membership.store.set(axis_key("asked", self._membership.rank), "1")
             self._membership.await_shards(self.axis.timeout_s)
             self.axis.close(0)
-            raise ReplicaLeft(f"replica {self._membership.replica} has left before step {step}, as it was asked to")
+            raise ReplicaLeft(
+                f"replica {self._membership.replica} has left before step {step}, as it was asked to"
+            )
         while any(member in self._membership.members for member in leaving):
             self._membership.call_if_left()
             time.sleep(_POLL_S)

@@ -66,7 +66,9 @@ class BufferSync:
 
 def _made_equal(link: Link, buffers: Mapping[str, Tensor], device: torch.device) -> list[str]:
     """The names of the buffers that differed over `link`, and no longer do."""
-    keys = {f"{name} {tuple(buffer.shape)} {buffer.dtype}": name for name, buffer in buffers.items()}
+    keys = {
+        f"{name} {tuple(buffer.shape)} {buffer.dtype}": name for name, buffer in buffers.items()
+    }
     found = []
     for difference in differences(link, {key: buffers[name] for key, name in keys.items()}, device):
         if difference.name not in keys:
@@ -76,8 +78,12 @@ def _made_equal(link: Link, buffers: Mapping[str, Tensor], device: torch.device)
         buffer = buffers[name]
         if buffer.is_floating_point():
             values = buffer.to(device, torch.promote_types(buffer.dtype, torch.float32)).flatten()
-            counts = values.isfinite().all()  # one batch that is not finite must not end in the statistics of all
-            mine = torch.cat([values.where(counts, values.new_zeros(())), counts.to(values.dtype).view(1)])
+            counts = (
+                values.isfinite().all()
+            )  # one batch that is not finite must not end in the statistics of all
+            mine = torch.cat(
+                [values.where(counts, values.new_zeros(())), counts.to(values.dtype).view(1)]
+            )
             total = link.all_reduce(mine)()
             buffer.copy_((total[:-1] / total[-1]).view(buffer.shape))
         else:

@@ -50,7 +50,9 @@ class Clip:
         by_axes: dict[tuple[Axis, ...], dict[str, Tensor]] = {}
         for name, parameter in parameters.items():
             by_axes.setdefault(_sharded_over(parameter), {})[name] = parameter
-        self._parts = [([communicator_of(axis) for axis in axes], part) for axes, part in by_axes.items()]
+        self._parts = [
+            ([communicator_of(axis) for axis in axes], part) for axes, part in by_axes.items()
+        ]
 
     def __call__(self) -> None:
         """Scales the gradients in place. Collective over the shards of a replica."""
@@ -62,7 +64,9 @@ class Clip:
             local = local_gradients(part)
             found = norms_of(local, next(iter(part.values())).device)
             for communicator in shards:  # the norms over all shards, the same bits on each
-                everyone = communicator.all_gather(found.square().view(torch.uint8))()  # [shards, 4 * n]
+                everyone = communicator.all_gather(
+                    found.square().view(torch.uint8)
+                )()  # [shards, 4 * n]
                 squares = everyone.reshape(-1).view(torch.float32).view(-1, len(found)).T.double()
                 found = square_root(added(squares).float())
             norms.append(found)
@@ -78,7 +82,11 @@ def norms_of(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
     Shapes: n tensors of any shape -> `[n]` fp32.
     """
     wide = torch.float64  # torch computes the norm of no such tensor in fp32
-    found = [tensor.float() if tensor.dtype == wide else tensor for tensor in tensors if tensor is not None]
+    found = [
+        tensor.float() if tensor.dtype == wide else tensor
+        for tensor in tensors
+        if tensor is not None
+    ]
     norms = iter(torch._foreach_norm(found, 2.0, dtype=torch.float32) if found else ())
     zero = torch.zeros((), dtype=torch.float32, device=device)
     return torch.stack([zero if tensor is None else next(norms) for tensor in tensors])
@@ -89,7 +97,15 @@ def _sharded_over(parameter: Tensor) -> tuple[Axis, ...]:
     if not isinstance(parameter, DTensor):
         return ()
     mesh, names = parameter.device_mesh, parameter.device_mesh.mesh_dim_names
-    dims = [dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    dims = [
+        dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()
+    ]
     if mesh.ndim > 1 and names is None:
-        raise ValueError("a mesh of several dimensions needs names for clipping: mesh_dim_names of init_device_mesh")
-    return tuple(mesh if names is None or mesh.ndim == 1 else mesh[names[dim]] for dim in dims if mesh.size(dim) > 1)
+        raise ValueError(
+            "a mesh of several dimensions needs names for clipping: mesh_dim_names of init_device_mesh"
+        )
+    return tuple(
+        mesh if names is None or mesh.ndim == 1 else mesh[names[dim]]
+        for dim in dims
+        if mesh.size(dim) > 1
+    )

@@ -11,7 +11,13 @@ from torch.optim import Optimizer
 
 from detonation.choices import imported
 from detonation.core import runtime
-from detonation.core.agreement.desync import CHANGE, announce_change, differences, numbers_of, repaired
+from detonation.core.agreement.desync import (
+    CHANGE,
+    announce_change,
+    differences,
+    numbers_of,
+    repaired,
+)
 from detonation.core.agreement.safety import Safety
 from detonation.core.base_error import DetonationError
 from detonation.core.flat.tensors import Piece
@@ -43,7 +49,9 @@ class BalanceGate(Protocol):
 class ClosenessGate(Protocol):
     """Keeps replicas that round differently close to each other."""
 
-    def attach(self, consensus: Any, replicators: Sequence[Replicator], step: int) -> None: ...  # from `step` on
+    def attach(
+        self, consensus: Any, replicators: Sequence[Replicator], step: int
+    ) -> None: ...  # from `step` on
 
 
 _log = logging.getLogger("detonation")
@@ -63,39 +71,64 @@ class StopConsensus:
     one step later where the reason must first reach such ranks.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], runtime: Runtime, safety: Safety, base: Optimizer) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Tensor], runtime: Runtime, safety: Safety, base: Optimizer
+    ) -> None:
         self.safety, self.counts, self._base = safety, list[FaultCounts](), base
         self._numbers = numbers_of(base if safety.verify_every else None)
-        self.look: Callable[[], object] = lambda: None  # at the options that are about to be compared
+        self.look: Callable[[], object] = lambda: (
+            None
+        )  # at the options that are about to be compared
         self.compare = differences  # how `verify` finds tensors that must be equal and are not
-        self.after_base: Callable[[int], object] | None = None  # runs once the base optimizer has taken a step
+        self.after_base: Callable[[int], object] | None = (
+            None  # runs once the base optimizer has taken a step
+        )
         self.runtime, self.decides_on_device = runtime, runtime.decides_on_device
         self.half_step = ""  # why the last step ended before it was whole
         self._shards = links_of_shards(parameters.values())
         self._others, self._asks = self._shards, False
         self.balance: BalanceGate | None = None
-        self._asked: tuple[Readback, int] | None = None  # the gravest reason of all ranks, and its step
+        self._asked: tuple[Readback, int] | None = (
+            None  # the gravest reason of all ranks, and its step
+        )
 
-    def add_level(self, names: Sequence[str], link: Link, gradients: bool, level: int = 0) -> FaultCounts:
+    def add_level(
+        self, names: Sequence[str], link: Link, gradients: bool, level: int = 0
+    ) -> FaultCounts:
         """Adds a link of a level, and returns its fault counts. names: of all parameters of the model."""
         signal = "the gradient" if gradients else "the change"
         repairs = self.safety.on_desync == "repair"
-        self.counts.append(FaultCounts(names, link.replica, self.safety.non_finite, repairs, signal))
+        self.counts.append(
+            FaultCounts(names, link.replica, self.safety.non_finite, repairs, signal)
+        )
         self.counts[-1].number = 2 * level + (link.local_ranks > 1)
         return self.counts[-1]
 
     def balance_over(self, link: Link) -> None:
         """Lets slow replicas along `link` sit steps out, as the runtime's local steps say."""
         if self.runtime.local_steps is not None:
-            self.balance = imported(BALANCE)(self.runtime.local_steps, link, self._shards, self.runtime.device)
+            self.balance = imported(BALANCE)(
+                self.runtime.local_steps, link, self._shards, self.runtime.device
+            )
 
-    def connect(self, levels: Sequence[tuple[Axis, Scheme]], replicators: Sequence[Replicator]) -> None:
+    def connect(
+        self, levels: Sequence[tuple[Axis, Scheme]], replicators: Sequence[Replicator]
+    ) -> None:
         """Adds links to the replicas of each level, if the replicas of one level do not see every message."""
         several = sum(scheme.signal != "nothing" for _, scheme in levels) > 1
         secluded = any(replicator.channel.exchange.secluded for replicator in replicators)
-        links = {id(each.link.axis): each.link for each in replicators}.values() if several or secluded else ()
-        self._others = *links, *self._shards  # last, since a lost replica may have told some shards alone
-        in_pieces = any(isinstance(p, Piece) for each in replicators for p in each.parameters.values())
+        links = (
+            {id(each.link.axis): each.link for each in replicators}.values()
+            if several or secluded
+            else ()
+        )
+        self._others = (
+            *links,
+            *self._shards,
+        )  # last, since a lost replica may have told some shards alone
+        in_pieces = any(
+            isinstance(p, Piece) for each in replicators for p in each.parameters.values()
+        )
         self._asks = bool(self._others) or in_pieces
 
     def enter_step(self, step: int) -> None:
@@ -105,7 +138,9 @@ class StopConsensus:
         after a step that ended half-way.
         """
         if self.half_step:
-            raise HalfStep(f"{self.half_step}; the other replicas may have taken it: load a checkpoint on all")
+            raise HalfStep(
+                f"{self.half_step}; the other replicas may have taken it: load a checkpoint on all"
+            )
         options = "; ".join(map(self._numbers, self._base.param_groups)).encode()
         for counts in self.counts:
             counts.options = options
@@ -148,7 +183,9 @@ class StopConsensus:
         """Raises as `end` does, after `step` steps and with no message in flight; waits for a device. Collective."""
         self._decide(step, math.inf)
 
-    def announce(self, replicators: Sequence[Replicator], step: int, name: str, in_buckets: bool) -> None:
+    def announce(
+        self, replicators: Sequence[Replicator], step: int, name: str, in_buckets: bool
+    ) -> None:
         """Raises on all ranks unless all begin or cease to train `name` before `step`. Collective.
 
         An ordinary step carries no question about the trained parameters. A rank that changes them sends an empty
@@ -163,7 +200,9 @@ class StopConsensus:
         sent, at = list[tuple[Replicator, list[Transfer]]](), step
         while not sent:
             for replicator in acting:
-                transfers = replicator.announce(step, at, name, in_buckets and replicator is replicators[0])
+                transfers = replicator.announce(
+                    step, at, name, in_buckets and replicator is replicators[0]
+                )
                 if transfers:
                     sent.append((replicator, transfers))
             self._meet(at, name)
@@ -186,7 +225,10 @@ class StopConsensus:
         for link in self._others:
             mine = torch.full((1,), fatal, dtype=torch.int64, device=self.runtime.device)
             everyone = link.collect(mine, apart=True).view(-1).tolist()
-            fatal = FaultCounts.announced_apart([each >> 4 for each in everyone]) << 4 | max(everyone) & 15
+            fatal = (
+                FaultCounts.announced_apart([each >> 4 for each in everyone]) << 4
+                | max(everyone) & 15
+            )
         if not FaultCounts.is_announcement(fatal >> 4):
             self._raise(fatal, step)
 
@@ -196,7 +238,9 @@ class StopConsensus:
         for replicator in replicators:
             counts = replicator.counts
             counts.changing = replicator.link.replicas
-            for sender in announce_change(replicator.link, counts.names.index(name), self.runtime.device):
+            for sender in announce_change(
+                replicator.link, counts.names.index(name), self.runtime.device
+            ):
                 counts.announced(sender, name)
             counts.due.add(step - 1)
         self._decide(step, step - 1)
@@ -210,7 +254,9 @@ class StopConsensus:
         if any(counts.changed_apart for counts in self.counts):
             self._decide(step, math.inf)
 
-    def verify(self, replicators: Sequence[Replicator], step: int, options: Mapping[str, str]) -> None:
+    def verify(
+        self, replicators: Sequence[Replicator], step: int, options: Mapping[str, str]
+    ) -> None:
         """Compares the tensors that must be equal on all replicas after `step` steps; repairs them, or raises `Desync`.
         Collective.
 
@@ -228,10 +274,14 @@ class StopConsensus:
             for difference in self.compare(link, tensors, device, texts):
                 if difference.name == CHANGE:
                     for sender in difference.odd:
-                        replicator.counts.announced(sender, replicator.counts.names[difference.source])
+                        replicator.counts.announced(
+                            sender, replicator.counts.names[difference.source]
+                        )
                     continue
                 if self.safety.on_desync == "repair" and difference.name in tensors:
-                    mended[difference.name] = repaired(link, difference, tensors[difference.name], device)
+                    mended[difference.name] = repaired(
+                        link, difference, tensors[difference.name], device
+                    )
                     outcome = "repaired"
                 else:
                     replicator.counts.desync(difference.odd[0], difference.name)
@@ -291,4 +341,6 @@ class StopConsensus:
 
     def _raise(self, fatal: int, step: int) -> None:
         if fatal >> 4:
-            raise next(each for each in self.counts if each.number == fatal & 15).error(fatal >> 4, step)
+            raise next(each for each in self.counts if each.number == fatal & 15).error(
+                fatal >> 4, step
+            )

@@ -39,7 +39,10 @@ class Difference:
 
 
 def differences(
-    link: Link, tensors: Mapping[str, Tensor], device: torch.device, options: Mapping[str, str] | None = None
+    link: Link,
+    tensors: Mapping[str, Tensor],
+    device: torch.device,
+    options: Mapping[str, str] | None = None,
 ) -> list[Difference]:
     """The `tensors` that are not bitwise equal on all replicas; the same list on all of them. Collective.
 
@@ -56,12 +59,18 @@ def differences(
     if len(set(everyone)) > 1:  # messages of different sizes would end the receiver
         return [Difference("what they hold", tuple(range(1, link.replicas)), 0)]
     sums = [checksum(tensor).to(device) for tensor in tensors.values()]
-    sums += torch.tensor([hash63(text) for text in options.values()], dtype=torch.int64, device=device).unbind()
+    sums += torch.tensor(
+        [hash63(text) for text in options.values()], dtype=torch.int64, device=device
+    ).unbind()
     if not sums:
         return []
     table = link.collect(torch.stack(sums)).tolist()  # [replicas][tensors and options]
     columns = zip([*tensors, *options], zip(*table, strict=True), strict=True)
-    return [difference for difference in (_difference(name, column) for name, column in columns) if difference]
+    return [
+        difference
+        for difference in (_difference(name, column) for name, column in columns)
+        if difference
+    ]
 
 
 def options_of(optimizer: Optimizer) -> dict[str, str]:
@@ -77,8 +86,14 @@ def options_of(optimizer: Optimizer) -> dict[str, str]:
     found, private = {}, _private(optimizer)
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
-            plain = value.tolist() if isinstance(value, Tensor) and value.device.type != "meta" else value
-            if key not in private and (plain is None or isinstance(plain, bool | int | float | str | tuple)):
+            plain = (
+                value.tolist()
+                if isinstance(value, Tensor) and value.device.type != "meta"
+                else value
+            )
+            if key not in private and (
+                plain is None or isinstance(plain, bool | int | float | str | tuple)
+            ):
                 found[f"{key} of group {number}"] = str(plain)  # the same for a number of numpy
     return found
 
@@ -96,24 +111,36 @@ def numbers_of(optimizer: Optimizer | None) -> Callable[[Mapping[str, Any]], str
     """
     groups, private = (optimizer.param_groups, _private(optimizer)) if optimizer else ([], set())
     found = [key for key in (optimizer.defaults if optimizer else ()) if key not in private]
-    return " ".join(f"{key}={{{key}}}" for key in found if all(_is_number(g.get(key)) for g in groups)).format_map
+    return " ".join(
+        f"{key}={{{key}}}" for key in found if all(_is_number(g.get(key)) for g in groups)
+    ).format_map
 
 
 def _private(optimizer: Optimizer) -> set[str]:
     """The defaults that no argument of the constructor sets: state, such as the estimate of Prodigy."""
     arguments = signature(type(optimizer).__init__).parameters
     takes_others = any(each.kind == each.VAR_KEYWORD for each in arguments.values())
-    return set() if takes_others or "params" not in arguments else optimizer.defaults.keys() - arguments.keys()
+    return (
+        set()
+        if takes_others or "params" not in arguments
+        else optimizer.defaults.keys() - arguments.keys()
+    )
 
 
 def _is_number(value: object) -> bool:
-    return all(isinstance(each, int | float) for each in (value if isinstance(value, tuple) else [value]))
+    return all(
+        isinstance(each, int | float) for each in (value if isinstance(value, tuple) else [value])
+    )
 
 
 def announce_change(link: Link, number: int, device: torch.device) -> list[int]:
     """The replicas that announce a change, this one of parameter `number`; the others are in `differences`.
     Collective."""
-    everyone = link.collect(torch.tensor([-1 - number], dtype=torch.int64, device=device)).view(-1).tolist()
+    everyone = (
+        link.collect(torch.tensor([-1 - number], dtype=torch.int64, device=device))
+        .view(-1)
+        .tolist()
+    )
     return list(_announced(link, everyone))
 
 
@@ -131,7 +158,9 @@ def repaired(link: Link, difference: Difference, tensor: Tensor, device: torch.d
     mark = torch.ones(1, dtype=torch.uint8, device=device)
     mine = torch.cat([tensor.contiguous().view(-1).view(torch.uint8).to(device), mark])
     total = link.all_reduce(mine if link.replica == difference.source else mine.zero_())()
-    return total[:-1].view(tensor.dtype).view(tensor.shape).to(tensor.device) if total[-1] else tensor
+    return (
+        total[:-1].view(tensor.dtype).view(tensor.shape).to(tensor.device) if total[-1] else tensor
+    )
 
 
 def _difference(name: str, sums: Sequence[int]) -> Difference | None:

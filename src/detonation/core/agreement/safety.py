@@ -44,16 +44,24 @@ class Safety:
 
     def __post_init__(self) -> None:
         if self.non_finite not in POLICIES:
-            raise ValueError(f"non_finite is {self.non_finite!r}, must be one of {', '.join(POLICIES)}")
+            raise ValueError(
+                f"non_finite is {self.non_finite!r}, must be one of {', '.join(POLICIES)}"
+            )
         if self.on_desync not in ON_DESYNC:
-            raise ValueError(f"on_desync is {self.on_desync!r}, must be one of {', '.join(ON_DESYNC)}")
+            raise ValueError(
+                f"on_desync is {self.on_desync!r}, must be one of {', '.join(ON_DESYNC)}"
+            )
         if self.equal not in EQUAL:
             raise ValueError(f"equal is {self.equal!r}, must be one of {', '.join(EQUAL)}")
         if type(self.verify_every) is not int:
-            raise TypeError(f"verify_every is {self.verify_every!r}, must be a whole number of steps")
+            raise TypeError(
+                f"verify_every is {self.verify_every!r}, must be a whole number of steps"
+            )
         least = 1 if self.on_desync == "repair" else 0
         if self.verify_every < least:
-            raise ValueError(f"verify_every is {self.verify_every}, must be at least {least} with this on_desync")
+            raise ValueError(
+                f"verify_every is {self.verify_every}, must be at least {least} with this on_desync"
+            )
 
 
 Safety.__init__ = checks_keywords("argument of Safety")(Safety.__init__)  # type: ignore[method-assign]

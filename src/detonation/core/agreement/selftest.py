@@ -50,17 +50,25 @@ def selftest(scheme: Scheme, runtime: Runtime, base: BaseStep | None) -> dict[st
         received = scheme.codec.received(messages, layout.rows, shared, scheme.aggregation)
         engine_for(scheme.codec, layout, memory, runtime).write(received, [update])
         found = {SELFTEST: digest([update])[:16]}
-        if base and not (isinstance(base.optimizer, SignSGD) and base.optimizer.moves_by_signs_alone):
+        if base and not (
+            isinstance(base.optimizer, SignSGD) and base.optimizer.moves_by_signs_alone
+        ):
             gradient = _ramp(update.numel(), runtime.device).view(_SHAPE).flip(0)
             with base.rounding:
                 # `before` is not zeros: to add to zero rounds alike with and without fused multiply-add
                 before = _ramp(update.numel(), runtime.device).view(_SHAPE)
-                some = slice(64 if isinstance(base.optimizer, Muon) else None)  # whose products take long
-                found[STEP_SELFTEST] = digest(_steps([before[some]], [gradient[some]], base.optimizer))[:16]
+                some = slice(
+                    64 if isinstance(base.optimizer, Muon) else None
+                )  # whose products take long
+                found[STEP_SELFTEST] = digest(
+                    _steps([before[some]], [gradient[some]], base.optimizer)
+                )[:16]
         return found
 
 
-def _message(scheme: Scheme, layout: Layout, number: int, shared: Tensor | None, device: torch.device) -> Tensor:
+def _message(
+    scheme: Scheme, layout: Layout, number: int, shared: Tensor | None, device: torch.device
+) -> Tensor:
     """A message with the same bytes on all processors, which may select and encode a signal differently."""
     codec, rows, indices = scheme.codec, layout.rows, shared
     chunk, k = codec.selection.chunk, codec.selection.k
@@ -69,7 +77,9 @@ def _message(scheme: Scheme, layout: Layout, number: int, shared: Tensor | None,
         values = (values * 1024).remainder(11).floor() - 5
     if not codec.selection.shared:
         apart = chunk // k
-        begins = (torch.arange(rows, dtype=torch.int64, device=device) + 7 * number) % (chunk - (k - 1) * apart)
+        begins = (torch.arange(rows, dtype=torch.int64, device=device) + 7 * number) % (
+            chunk - (k - 1) * apart
+        )
         indices = begins.unsqueeze(1) + apart * torch.arange(k, dtype=torch.int64, device=device)
     return codec.encode(Selected((1 + 2 * number) * values.view(rows, k), indices))
 
@@ -82,10 +92,14 @@ def rounds_by_place(base: Optimizer, dtype: torch.dtype, device: torch.device) -
     before = _ramp(257 * 5, device).view(257, 5).to(dtype)
     update, elementwise = before.flip(0), None if isinstance(base, Muon) else base
     (whole,) = _steps([before], [update], elementwise)
-    return not torch.equal(whole, torch.stack(_steps(before.unbind(), update.unbind(), elementwise)))
+    return not torch.equal(
+        whole, torch.stack(_steps(before.unbind(), update.unbind(), elementwise))
+    )
 
 
-def _steps(before: Sequence[Tensor], updates: Sequence[Tensor], base: Optimizer | None) -> list[Tensor]:
+def _steps(
+    before: Sequence[Tensor], updates: Sequence[Tensor], base: Optimizer | None
+) -> list[Tensor]:
     """Each tensor after two steps of an optimizer like `base`, or after the operations of which others are made."""
     kind: Any = type(base)
     if base is not None and kind in _PROBED:
@@ -102,7 +116,11 @@ def _steps(before: Sequence[Tensor], updates: Sequence[Tensor], base: Optimizer 
 def _operations(before: Tensor, update: Tensor) -> Tensor:
     mean = before.lerp(update, 0.1)
     square = before.square().addcmul_(update, update, value=0.001)
-    return before.mul(0.99).add_(update, alpha=-0.3).addcdiv_(mean, square.sqrt().add_(1e-8), value=-1e-3)
+    return (
+        before.mul(0.99)
+        .add_(update, alpha=-0.3)
+        .addcdiv_(mean, square.sqrt().add_(1e-8), value=-1e-3)
+    )
 
 
 def norm_selftest(device: torch.device) -> str:
@@ -115,13 +133,18 @@ def selftest_conditions(device: torch.device) -> str:
     processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     settings = [f"threads={torch.get_num_threads()}", f"cpu={processor}"]
     if device.type == "cuda":
-        settings += [f"gpu={torch.cuda.get_device_name(device)}", f"cuda={torch.version.cuda or torch.version.hip}"]
+        settings += [
+            f"gpu={torch.cuda.get_device_name(device)}",
+            f"cuda={torch.version.cuda or torch.version.hip}",
+        ]
     return ", ".join(settings)
 
 
 def _ramp(numel: int, device: torch.device) -> Tensor:
     """Numbers of many magnitudes and both signs, the same everywhere: no generator, no function that may round."""
-    mixed = (torch.arange(numel, dtype=torch.int64, device=device) * 2654435761) % 1048573  # a prime
+    mixed = (
+        torch.arange(numel, dtype=torch.int64, device=device) * 2654435761
+    ) % 1048573  # a prime
     powers = torch.tensor([2.0**at for at in range(11)], dtype=torch.float32, device=device)
     magnitudes = powers.repeat(-(-numel // 11))[:numel]
     return (mixed - 524286).to(torch.float32) / 65536 / magnitudes

@@ -54,7 +54,9 @@ class Mean(_Rowwise):
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
         total = scatter_sum(values, indices, chunk)
-        return total.div_(len(values)) if len(values) > 1 else total  # of one message it may be that message
+        return (
+            total.div_(len(values)) if len(values) > 1 else total
+        )  # of one message it may be that message
 
 
 @dataclass(frozen=True)
@@ -84,10 +86,14 @@ class RescaledMean(_Rowwise):
     """
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
-        lengths = scatter_sum(square_root(added(values.square())).unsqueeze(-1), None, 1).squeeze(-1) / len(values)
+        lengths = scatter_sum(square_root(added(values.square())).unsqueeze(-1), None, 1).squeeze(
+            -1
+        ) / len(values)
         mean = Mean()(values, indices, chunk)
         longer = lengths / square_root(added(mean.square()))
-        return mean * longer.nan_to_num(1.0, posinf=1.0).clamp_(max=len(values) ** 0.5).unsqueeze(-1)
+        return mean * longer.nan_to_num(1.0, posinf=1.0).clamp_(max=len(values) ** 0.5).unsqueeze(
+            -1
+        )
 
 
 class NormWeighing(Aggregation, Protocol):
@@ -110,12 +116,16 @@ class ClippedMean:
     rowwise: ClassVar[bool] = False
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
-        return WeightedMean(self.weights(message_norms([values], values.shape[1])))(values, indices, chunk)
+        return WeightedMean(self.weights(message_norms([values], values.shape[1])))(
+            values, indices, chunk
+        )
 
     def weights(self, norms: Tensor) -> Tensor:  # [replicas] fp32 -> the same
         empty = norms <= 0  # torch.nanmedian waits for a device to count them, in some versions
         rising = norms.masked_fill(empty, torch.inf).sort().values
-        middle = rising.gather(0, empty.logical_not().sum(0, keepdim=True).sub_(1).clamp_(min=0) // 2)
+        middle = rising.gather(
+            0, empty.logical_not().sum(0, keepdim=True).sub_(1).clamp_(min=0) // 2
+        )
         return (middle / norms).nan_to_num(1.0, posinf=1.0).clamp_(max=1.0)
 
 
@@ -164,7 +174,9 @@ class Divided:
     replicas: int
     rowwise: ClassVar[bool] = True
 
-    def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:  # [1, rows, k] -> [rows, k]
+    def __call__(
+        self, values: Tensor, indices: Tensor | None, chunk: int
+    ) -> Tensor:  # [1, rows, k] -> [rows, k]
         return values[0] / self.replicas
 
 
@@ -189,7 +201,9 @@ class Coefficients:
     @property
     def shared(self) -> bool:
         """True if all replicas sent the same coefficients."""
-        return self.indices is None or (isinstance(self.indices, torch.Tensor) and self.indices.dim() == 2)
+        return self.indices is None or (
+            isinstance(self.indices, torch.Tensor) and self.indices.dim() == 2
+        )
 
     def is_sparse(self, chunk: int) -> bool:
         """True if the inverse of a basis is a sum over coefficients: of few, of which each replica chose its own."""

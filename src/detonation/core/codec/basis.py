@@ -107,7 +107,9 @@ def dct_matrix(size: int, device: torch.device) -> Tensor:
     steps = torch.outer(2 * at + 1, at) % (4 * size)  # of a half turn, which has `2 * size`
     scale = math.isqrt(2 * _ONE * _ONE // size)
     waves = [_cosine(number, 2 * size) * scale / (_ONE * _ONE) for number in range(2 * size + 1)]
-    matrix = torch.tensor(waves, dtype=torch.float64, device="cpu")[torch.minimum(steps, 4 * size - steps)]
+    matrix = torch.tensor(waves, dtype=torch.float64, device="cpu")[
+        torch.minimum(steps, 4 * size - steps)
+    ]
     matrix[:, 0] = math.sqrt(1 / size)  # correctly rounded by every processor
     return matrix.to(torch.float32).to(device)
 

@@ -37,7 +37,9 @@ class BlockCodebook:
         stated = statistics.to(torch.bfloat16).view(*messages, of_each * self.statistics)
         return torch.cat([pack(line, self.width), stated.view(torch.uint8)], -1)
 
-    def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor:  # [..., nbytes] uint8 -> [..., rows, k] fp32
+    def decode(
+        self, encoded: Tensor, rows: int, k: int
+    ) -> Tensor:  # [..., nbytes] uint8 -> [..., rows, k] fp32
         packed, statistics = torch.split(encoded, list(self.lengths(rows, k)), -1)
         return decoded(packed, self.all_levels(statistics), 0, (rows, k), self.width, self.block)
 
@@ -58,20 +60,28 @@ class BlockCodebook:
     def nbytes(self, rows: int, k: int) -> int:
         return sum(self.lengths(rows, k))
 
-    def check(self, encoded: Tensor, rows: int, k: int) -> tuple[Tensor, Tensor]:  # [..., nbytes] uint8
+    def check(
+        self, encoded: Tensor, rows: int, k: int
+    ) -> tuple[Tensor, Tensor]:  # [..., nbytes] uint8
         statistics = self._statistics(encoded[..., self.lengths(rows, k)[0] :])
         norms: Tensor = torch.linalg.vector_norm(statistics.abs().amax(-1), dim=-1)
         allowed = self.allowed(statistics.flatten(0, -2)).view_as(statistics)
         return allowed.flatten(-2).all(-1), norms.mul_(min(self.block, rows * k) ** 0.5)
 
-    def _statistics(self, octets: Tensor) -> Tensor:  # [..., nbytes] uint8 -> [..., blocks, statistics] fp32
+    def _statistics(
+        self, octets: Tensor
+    ) -> Tensor:  # [..., nbytes] uint8 -> [..., blocks, statistics] fp32
         line = octets.reshape(-1)
-        if line.device.type == "cpu" or line.storage_offset() % 2:  # torch reads numbers at their own addresses only
+        if (
+            line.device.type == "cpu" or line.storage_offset() % 2
+        ):  # torch reads numbers at their own addresses only
             line = line.clone()
         blocks = octets.shape[-1] // (2 * self.statistics)
         return line.view(torch.bfloat16).float().view(*octets.shape[:-1], blocks, self.statistics)
 
-    def quantise(self, blocks: Tensor, counts: Tensor, negative_zeros: bool) -> tuple[Tensor, Tensor]:
+    def quantise(
+        self, blocks: Tensor, counts: Tensor, negative_zeros: bool
+    ) -> tuple[Tensor, Tensor]:
         """The code of each value, and the statistics of each block.
 
         Args:
@@ -105,7 +115,9 @@ class Sign(BlockCodebook):
     width = 1
     statistics = 1
 
-    def quantise(self, blocks: Tensor, counts: Tensor, negative_zeros: bool) -> tuple[Tensor, Tensor]:
+    def quantise(
+        self, blocks: Tensor, counts: Tensor, negative_zeros: bool
+    ) -> tuple[Tensor, Tensor]:
         magnitude = blocks.abs().sum(1, keepdim=True) / counts
         return is_negative(blocks, magnitude, negative_zeros).to(torch.uint8), magnitude
 
@@ -124,16 +136,27 @@ class TwoBit(BlockCodebook):
     width = 2
     statistics = 4
 
-    def quantise(self, blocks: Tensor, counts: Tensor, negative_zeros: bool) -> tuple[Tensor, Tensor]:
+    def quantise(
+        self, blocks: Tensor, counts: Tensor, negative_zeros: bool
+    ) -> tuple[Tensor, Tensor]:
         size = blocks.abs()
         deviation = torch.linalg.vector_norm(blocks, dim=1, keepdim=True) / counts.sqrt()
         large, negative = size > deviation, is_negative(blocks, deviation, negative_zeros)
-        tails = blocks * large  # summed line by line: scatter_add would add in any order on an accelerator
-        over, under = (part.sum(1, keepdim=True) for part in (tails.clamp(min=0), tails.clamp(max=0)))
-        far, above = large.sum(1, keepdim=True, dtype=size.dtype), (tails > 0).sum(1, keepdim=True, dtype=size.dtype)
+        tails = (
+            blocks * large
+        )  # summed line by line: scatter_add would add in any order on an accelerator
+        over, under = (
+            part.sum(1, keepdim=True) for part in (tails.clamp(min=0), tails.clamp(max=0))
+        )
+        far, above = (
+            large.sum(1, keepdim=True, dtype=size.dtype),
+            (tails > 0).sum(1, keepdim=True, dtype=size.dtype),
+        )
         small = size.masked_fill_(large, 0.0).sum(1, keepdim=True) / (counts - far).clamp_(min=1)
         over, under = over / above.clamp(min=1), under / (far - above).clamp_(min=1)
-        return large.to(torch.uint8).add_(negative, alpha=2), torch.cat([small, over, -small, under], 1)
+        return large.to(torch.uint8).add_(negative, alpha=2), torch.cat(
+            [small, over, -small, under], 1
+        )
 
     def allowed(self, statistics: Tensor) -> Tensor:
         return torch.cat([statistics[:, :2], -statistics[:, 2:]], 1) >= 0
@@ -150,11 +173,15 @@ class E3M0(BlockCodebook):
     statistics = 1
     block = 256
 
-    def quantise(self, blocks: Tensor, counts: Tensor, negative_zeros: bool) -> tuple[Tensor, Tensor]:
+    def quantise(
+        self, blocks: Tensor, counts: Tensor, negative_zeros: bool
+    ) -> tuple[Tensor, Tensor]:
         size = blocks.abs()
         largest = size.amax(1, keepdim=True).to(torch.bfloat16).float()
         tiny = size <= largest / 128
-        octaves = torch.div(largest, size, out=size).log2_().round_().clamp_(0, 6).masked_fill_(tiny, 7)
+        octaves = (
+            torch.div(largest, size, out=size).log2_().round_().clamp_(0, 6).masked_fill_(tiny, 7)
+        )
         return octaves.to(torch.uint8).add_(blocks < 0, alpha=8), largest
 
     def levels(self, statistics: Tensor) -> Tensor:
@@ -174,7 +201,9 @@ class Int8(BlockCodebook):
     statistics = 256
     block = 65536
 
-    def quantise(self, blocks: Tensor, counts: Tensor, negative_zeros: bool) -> tuple[Tensor, Tensor]:
+    def quantise(
+        self, blocks: Tensor, counts: Tensor, negative_zeros: bool
+    ) -> tuple[Tensor, Tensor]:
         deviation = torch.linalg.vector_norm(blocks, dim=1, keepdim=True) / counts.sqrt()
         bins = deviation.clamp_(min=1e-30) * (12 / 256)
         scaled = blocks / bins
@@ -216,11 +245,15 @@ def blocked(lines: Tensor, block: int) -> tuple[Tensor, Tensor]:
     missing = -lines.shape[-1] % block
     filled = torch.nn.functional.pad(lines, (0, missing)) if missing else lines
     blocks = filled.reshape(-1, block)  # of one line after the other
-    return blocks, _counts(len(blocks), filled.shape[-1] // block, block - missing, block, lines.device)
+    return blocks, _counts(
+        len(blocks), filled.shape[-1] // block, block - missing, block, lines.device
+    )
 
 
 @lru_cache(maxsize=64)
-def _counts(blocks: int, blocks_of_a_line: int, last: int, block: int, device: torch.device) -> Tensor:
+def _counts(
+    blocks: int, blocks_of_a_line: int, last: int, block: int, device: torch.device
+) -> Tensor:
     """The number of values in each block: `last` in the last one of each line."""  # [blocks, 1]
     counts = torch.full((blocks, 1), float(block), dtype=torch.float32, device=device)
     if blocks:
@@ -234,7 +267,9 @@ def ones(count: int, device: torch.device) -> Tensor:
     return torch.ones(count, 1, dtype=torch.float32, device=device)
 
 
-def decoded(packed: Tensor, levels: Tensor, first: int, shape: tuple[int, int], width: int, block: int) -> Tensor:
+def decoded(
+    packed: Tensor, levels: Tensor, first: int, shape: tuple[int, int], width: int, block: int
+) -> Tensor:
     """The values of rows of a message, or of several, from the packed codes of `width` bits.
 
     Args:
@@ -256,7 +291,9 @@ def decoded(packed: Tensor, levels: Tensor, first: int, shape: tuple[int, int], 
         values = levels[..., some, :].gather(-1, codes.to(torch.int64))
     else:
         firsts = _firsts(levels.numel() // levels.shape[-1], levels.shape[-1], levels.device)
-        places = firsts.view(*levels.shape[:-1], 1)[..., some, :] + codes  # which take half the memory of int64
+        places = (
+            firsts.view(*levels.shape[:-1], 1)[..., some, :] + codes
+        )  # which take half the memory of int64
         values = levels.view(-1).index_select(0, places.view(-1)).view(codes.shape)
     return values.view(*messages, blocks * block)[..., :count].view(*messages, *shape)
 

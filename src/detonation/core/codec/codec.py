@@ -93,7 +93,9 @@ class Codec:
             return Selected(coefficients, None)
         return self.pick(coefficients, self.shared_indices(len(flat), step, seed, flat.device), out)
 
-    def shared_indices(self, rows: int, step: int, seed: int, device: torch.device) -> Tensor | None:
+    def shared_indices(
+        self, rows: int, step: int, seed: int, device: torch.device
+    ) -> Tensor | None:
         """The indices that a shared selection sends at `step`; None where the data decide, or whole rows are sent.
 
         Shapes: -> `[rows, k]` int64.
@@ -102,7 +104,9 @@ class Codec:
             return None
         return indices_by_rule(self.selection, rows, step, seed, device)
 
-    def pick(self, coefficients: Tensor, shared: Tensor | Unpackable | None, out: Tensor | None = None) -> Selected:
+    def pick(
+        self, coefficients: Tensor, shared: Tensor | Unpackable | None, out: Tensor | None = None
+    ) -> Selected:
         """The coefficients at the indices that all replicas share or, without them, at the indices of the selection.
 
         Args:
@@ -112,7 +116,11 @@ class Codec:
         """
         if self.dense:
             return Selected(coefficients, None)
-        indices = self.selection.indices(coefficients, 0, 0) if shared is None else narrow(shared).to(torch.int64)
+        indices = (
+            self.selection.indices(coefficients, 0, 0)
+            if shared is None
+            else narrow(shared).to(torch.int64)
+        )
         return Selected(torch.gather(coefficients, 1, indices, out=out), indices)
 
     def empty(self, rows: int, step: int, seed: int, device: torch.device) -> Selected:
@@ -121,11 +129,17 @@ class Codec:
         Shapes: -> values `[rows, k]`.
         """
         if self.dense:
-            return Selected(torch.zeros(rows, self.selection.chunk, dtype=torch.float32, device=device), None)
+            return Selected(
+                torch.zeros(rows, self.selection.chunk, dtype=torch.float32, device=device), None
+            )
         indices = self.shared_indices(rows, step, seed, device)
         if indices is None:
-            indices = torch.arange(self.selection.k, dtype=torch.int64, device=device).expand(rows, -1)
-        return Selected(torch.zeros(rows, self.selection.k, dtype=torch.float32, device=device), indices)
+            indices = torch.arange(self.selection.k, dtype=torch.int64, device=device).expand(
+                rows, -1
+            )
+        return Selected(
+            torch.zeros(rows, self.selection.k, dtype=torch.float32, device=device), indices
+        )
 
     def encode(self, selected: Selected, negative_zeros: bool = False) -> Tensor:
         """A message of its own memory: later changes of the residual do not change it.
@@ -157,7 +171,9 @@ class Codec:
         count, encoded = run.owners.replicas if run.owners else 1, list["Tensor | None"]()
         if not isinstance(self.precision, Float):  # before the memory of the run is taken
             octets = self.precision.encode(values, run.negative_zeros).view(count, -1)
-            encoded += torch.split(octets, list(self.precision.lengths(run.rows, self.selection.k)), 1)
+            encoded += torch.split(
+                octets, list(self.precision.lengths(run.rows, self.selection.k)), 1
+            )
             targets = [*run.parts]
         elif run.owners:  # each message begins at any address
             encoded.append(values.to(self.precision.dtype).view(torch.uint8).view(count, -1))
@@ -169,7 +185,11 @@ class Codec:
         if indices is not None and not self.selection.shared:
             encoded.append(self.index_coding.encode(indices).view(count, -1))
             targets += run.parts[len(targets) :]
-        if values.device.type != "cpu" and (run.room or run.whole) and (padding := run.padding) is not None:
+        if (
+            values.device.type != "cpu"
+            and (run.room or run.whole)
+            and (padding := run.padding) is not None
+        ):
             targets.append(padding)
             encoded.append(zero_byte(padding.device).expand_as(padding))
         copy(targets, encoded)
@@ -179,7 +199,11 @@ class Codec:
         if self.selection.shared or selected.indices is None:
             return owners.deal(selected.values), None
         sent = narrow(selected.indices)
-        padding = torch.arange(self.selection.k, dtype=sent.dtype, device=sent.device) if owners.missing else None
+        padding = (
+            torch.arange(self.selection.k, dtype=sent.dtype, device=sent.device)
+            if owners.missing
+            else None
+        )
         values, indices = owners.deal_each([(selected.values, None), (sent, padding)])
         return values, indices
 
@@ -191,7 +215,9 @@ class Codec:
         if run.whole or isinstance(self.precision, Float):
             values = self.values(run.parts, run.rows)
         else:
-            encoded = run.octets[:, run.room : run.room + sum(self.precision.lengths(run.rows, self.selection.k))]
+            encoded = run.octets[
+                :, run.room : run.room + sum(self.precision.lengths(run.rows, self.selection.k))
+            ]
             values = self.precision.decode(encoded, run.rows, self.selection.k)
         return run.owners.collect(values) if run.owners else values[0]
 
@@ -202,7 +228,11 @@ class Codec:
         """
         k = self.selection.k
         if isinstance(self.precision, Float):
-            return numbers(parts[0], self.precision.dtype).view(len(parts[0]), rows, k).to(torch.float32)
+            return (
+                numbers(parts[0], self.precision.dtype)
+                .view(len(parts[0]), rows, k)
+                .to(torch.float32)
+            )
         encoded = parts if self.selection.shared else parts[:-1]
         return self.precision.decode(torch.cat(tuple(encoded), 1), rows, k)
 
@@ -222,10 +252,17 @@ class Codec:
 
         Shapes: `[messages, length]` uint8 each -> the same.
         """
-        return [part[:, a:b] for part, a, b in zip(parts, self.lengths[first], self.lengths[end], strict=False)]
+        return [
+            part[:, a:b]
+            for part, a, b in zip(parts, self.lengths[first], self.lengths[end], strict=False)
+        ]
 
     def received(
-        self, messages: Sequence[Tensor], rows: int, shared: Tensor | Unpackable | None, aggregation: Aggregation
+        self,
+        messages: Sequence[Tensor],
+        rows: int,
+        shared: Tensor | Unpackable | None,
+        aggregation: Aggregation,
     ) -> Received:
         """`messages`, one per replica, as if they had arrived.
 
@@ -235,7 +272,9 @@ class Codec:
         Shapes: messages `[nbytes]` uint8, shared `[rows, k]` integer.
         """
         nbytes, device = self.nbytes(rows), messages[0].device
-        body = torch.empty(len(messages), -(-nbytes // 8) * 8, dtype=torch.uint8, device=device)[:, :nbytes]
+        body = torch.empty(len(messages), -(-nbytes // 8) * 8, dtype=torch.uint8, device=device)[
+            :, :nbytes
+        ]
         copy(body.unbind(), messages)
         known = None if shared is None else narrow(shared)
         arrived = Arrived(self, body, rows, known, aggregation, self.unit)

@@ -39,12 +39,18 @@ def marked_indices(bitmap: Tensor, rows: int, k: int, chunk: int, dtype: torch.d
         return kernel.marked(bitmap, rows, k, chunk).to(dtype)
     narrow = torch.uint8 if chunk < 256 else torch.int32
     marked = unpack(bitmap, rows * chunk, 1, torch.uint8).view(*messages, rows, chunk)
-    wanted = torch.arange(1, k + 1, dtype=narrow, device=bitmap.device).expand(*messages, rows, k).contiguous()
+    wanted = (
+        torch.arange(1, k + 1, dtype=narrow, device=bitmap.device)
+        .expand(*messages, rows, k)
+        .contiguous()
+    )
     # the place of the first bit at which so many are set; after the last one where there are not so many
     counted = marked.cumsum_(-1) if narrow == marked.dtype else marked.cumsum(-1, dtype=narrow)
     del marked
     found = torch.empty(wanted.shape, dtype=dtype, device=bitmap.device)
-    return torch.remainder(torch.searchsorted(counted.contiguous(), wanted, out_int32=True), chunk, out=found)
+    return torch.remainder(
+        torch.searchsorted(counted.contiguous(), wanted, out_int32=True), chunk, out=found
+    )
 
 
 def bitmap_faults(bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
@@ -52,7 +58,9 @@ def bitmap_faults(bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
 
     Shapes: `[messages, ceil(rows * chunk / 8)]` uint8 -> `[messages]` int64.
     """
-    kernel = kernel_library.load_library() if bitmaps.device.type == "cpu" else None  # exact, so even a small one is
+    kernel = (
+        kernel_library.load_library() if bitmaps.device.type == "cpu" else None
+    )  # exact, so even a small one is
     if kernel:  # worth the call
         return kernel.check_indices(bitmaps, rows, k, chunk, 0)
     if chunk % 8:
@@ -71,7 +79,9 @@ def index_faults(indices: Tensor, chunk: int, width: int) -> Tensor:
     """
     falls = (indices[..., 1:] <= indices[..., :-1]).flatten(1).any(1)
     found = falls * 2
-    return found if chunk == 2**width else torch.where((indices >= chunk).flatten(1).any(1), 1, found)
+    return (
+        found if chunk == 2**width else torch.where((indices >= chunk).flatten(1).any(1), 1, found)
+    )
 
 
 @dataclass(frozen=True)
@@ -101,7 +111,11 @@ class IndexCoding:
 
     def nbytes(self, rows: int) -> int:
         """Bytes of the indices of `rows` rows."""
-        return packed_bytes(rows, self.chunk) if self.bitmap else packed_bytes(rows * self.k, self.width)
+        return (
+            packed_bytes(rows, self.chunk)
+            if self.bitmap
+            else packed_bytes(rows * self.k, self.width)
+        )
 
     def encode(self, indices: Tensor | Unpackable) -> Tensor:
         """Encodes the indices of each message.
@@ -138,9 +152,15 @@ class IndexCoding:
         """
         if self.bitmap:
             return bitmap_faults(packed.encoded, packed.rows, self.k, self.chunk)
-        library = kernel_library.load_library() if self.width and packed.encoded.device.type == "cpu" else None
+        library = (
+            kernel_library.load_library()
+            if self.width and packed.encoded.device.type == "cpu"
+            else None
+        )
         if library:
-            return library.check_indices(packed.encoded, packed.rows, self.k, self.chunk, self.width)
+            return library.check_indices(
+                packed.encoded, packed.rows, self.k, self.chunk, self.width
+            )
         return index_faults(packed.unpacked, self.chunk, self.width)
 
 
@@ -171,7 +191,9 @@ class PackedIndices:
             return self
         if not self.coding.bitmap:
             return self.unpacked[..., first:end, :]
-        return PackedIndices(self.coding, self.encoded[..., first * self.coding.chunk // 8 :], end - first)
+        return PackedIndices(
+            self.coding, self.encoded[..., first * self.coding.chunk // 8 :], end - first
+        )
 
     def blank(self, skipped: Tensor) -> None:
         """Makes the decoded indices of some messages zeros, as their bytes are now: indices, too.

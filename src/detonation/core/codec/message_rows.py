@@ -133,14 +133,22 @@ class MessageRows:
             return None
         if self.whole is None:
             end = self.room + self.codec.lengths[self.rows][0]
-            return self.octets[0, self.room : end].view(precision.dtype).view(self.rows, self.codec.selection.k)
+            return (
+                self.octets[0, self.room : end]
+                .view(precision.dtype)
+                .view(self.rows, self.codec.selection.k)
+            )
         return numbers(self.parts[0], precision.dtype).view(self.rows, self.codec.selection.k)
 
     def of_rows(self, first: int, rows: int) -> MessageRows:
         """The `rows` rows of the flat from row `first` on, of the run of a whole message."""
         owners = self.owners and self.owners.of_bucket(rows)
         begin, count = (first // owners.replicas, owners.owned) if owners else (first, rows)
-        return self if count == self.rows else replace(self, rows=count, first=begin, owners=owners, whole=self)
+        return (
+            self
+            if count == self.rows
+            else replace(self, rows=count, first=begin, owners=owners, whole=self)
+        )
 
     def copy(self) -> MessageRows:
         """The same rows in memory of their own."""
@@ -176,7 +184,9 @@ def zero_byte(device: torch.device) -> Tensor:
     return torch.zeros(1, 1, dtype=torch.uint8, device=device)
 
 
-def indices_by_rule(selection: Selection, rows: int, step: int, seed: int, device: torch.device) -> Tensor:
+def indices_by_rule(
+    selection: Selection, rows: int, step: int, seed: int, device: torch.device
+) -> Tensor:
     """The indices of a selection that all replicas share: they depend on no coefficient.
 
     Shapes: -> `[rows, k]` int64.

@@ -88,7 +88,9 @@ class Received:
             if count <= rows or read <= rows:
                 yield some
             else:
-                yield from (some.part(first, min(first + rows, count)) for first in range(0, count, rows))
+                yield from (
+                    some.part(first, min(first + rows, count)) for first in range(0, count, rows)
+                )
             del some  # before the next one is read
 
     def _read_in(self, rows: int) -> Iterator[Coefficients]:
@@ -116,7 +118,11 @@ class DecodedMessages(Received):
     """
 
     def __init__(self, values: Tensor, indices: Tensor | None) -> None:
-        self._coefficients, self.rows, self.aggregation = Coefficients(values, indices), values.shape[1], Mean()
+        self._coefficients, self.rows, self.aggregation = (
+            Coefficients(values, indices),
+            values.shape[1],
+            Mean(),
+        )
 
     def read(self, first: int, end: int) -> Coefficients:
         return self._coefficients.part(first, end)
@@ -129,7 +135,9 @@ class Arrived(Received):
     codec: Codec
     body: Tensor  # [replicas, nbytes] uint8
     rows: int
-    shared: Tensor | SharedIndices | None  # [rows, k], or [replicas, rows, k] where each replica has rows of its own
+    shared: (
+        Tensor | SharedIndices | None
+    )  # [rows, k], or [replicas, rows, k] where each replica has rows of its own
     aggregation: Aggregation
     unit: int = 1
     release: Callable[[], None] | None = None
@@ -178,7 +186,9 @@ class Arrived(Received):
         """
         precision, shape = self.codec.precision, (end - first, self.codec.selection.k)
         if isinstance(precision, BlockCodebook):
-            some = self.parts if end - first == self.rows else self.codec.cut(self.parts, first, end)
+            some = (
+                self.parts if end - first == self.rows else self.codec.cut(self.parts, first, end)
+            )
             begin = first * shape[1] // precision.block
             return decoded(some[0], self.levels, begin, shape, precision.width, precision.block)
         if isinstance(precision, Float):
@@ -205,7 +215,9 @@ class Arrived(Received):
         precision = self.codec.precision
         if isinstance(precision, Float):
             values = self.body[:, : self.codec.lengths[self.rows][0]]
-            return numbers(values, precision.dtype).view(len(self.body), self.rows, self.codec.selection.k)
+            return numbers(values, precision.dtype).view(
+                len(self.body), self.rows, self.codec.selection.k
+            )
         return self.body[:, : precision.nbytes(self.rows, self.codec.selection.k)]
 
     @cached_property
@@ -226,8 +238,17 @@ class Collected(Received):
     """The replies of all owners of rows, as one message."""
 
     def __init__(self, replies: Arrived, owners: RowOwners) -> None:
-        self._replies, self.owners, self.rows, self.release = replies, owners, owners.rows, replies.release
-        self.unit, self.width, self.aggregation = owners.run * owners.replicas, replies.codec.selection.k, Mean()
+        self._replies, self.owners, self.rows, self.release = (
+            replies,
+            owners,
+            owners.rows,
+            replies.release,
+        )
+        self.unit, self.width, self.aggregation = (
+            owners.run * owners.replicas,
+            replies.codec.selection.k,
+            Mean(),
+        )
 
     @property
     def source(self) -> Arrived:
@@ -238,7 +259,9 @@ class Collected(Received):
         owners = self.owners if end - first == self.rows else self.owners.of_bucket(end - first)
         of_each = first // owners.replicas, first // owners.replicas + owners.owned
         indices = self._replies.indices(*of_each)
-        unpacked = [] if indices is None else [narrow(indices)]  # before the values, beside which bitmaps would lie
+        unpacked = (
+            [] if indices is None else [narrow(indices)]
+        )  # before the values, beside which bitmaps would lie
         sent = [self._replies.values(*of_each), *unpacked]
         values, *collected = (lines.unsqueeze(0) for lines in owners.collect_each(sent))
         return Coefficients(values, collected[0] if collected else None)
@@ -271,4 +294,6 @@ class Sums(Received):
         values = (torch.cat(parts) if len(parts) > 1 else parts[0]).to(torch.float32)
         if self.report is not None:
             values = values.masked_fill(self.report[0] == 0, 0.0)
-        return Coefficients(values.unsqueeze(0), None if self.shared is None else narrow(self.shared)[first:end])
+        return Coefficients(
+            values.unsqueeze(0), None if self.shared is None else narrow(self.shared)[first:end]
+        )

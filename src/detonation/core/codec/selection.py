@@ -37,7 +37,9 @@ class Selection(Protocol):
     def period(self) -> int:
         """Steps after which every coordinate was sent at least once; 0 where there is no such number."""
 
-    def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor: ...  # [rows, chunk] -> [rows, k] int64
+    def indices(
+        self, coefficients: Tensor, step: int, seed: int
+    ) -> Tensor: ...  # [rows, chunk] -> [rows, k] int64
 
     def for_rows(self, first: int, rows: int) -> Selection:
         """The selection for a bucket that begins at row `first` of a flat of `rows` rows."""
@@ -52,8 +54,12 @@ class Everything:
     shared: bool = True
     period: int = 1
 
-    def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:  # [rows, chunk] -> [rows, k] int64
-        return torch.arange(self.k, dtype=torch.int64, device=coefficients.device).expand(len(coefficients), -1)
+    def indices(
+        self, coefficients: Tensor, step: int, seed: int
+    ) -> Tensor:  # [rows, chunk] -> [rows, k] int64
+        return torch.arange(self.k, dtype=torch.int64, device=coefficients.device).expand(
+            len(coefficients), -1
+        )
 
     def for_rows(self, first: int, rows: int) -> Everything:
         return self
@@ -82,9 +88,13 @@ class TopK:
     def k(self) -> int:
         return self.topk
 
-    def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:  # [rows, chunk] -> [rows, k] int64
+    def indices(
+        self, coefficients: Tensor, step: int, seed: int
+    ) -> Tensor:  # [rows, chunk] -> [rows, k] int64
         if self.chunk in TOPK_CHUNKS and coefficients.device.type == "cpu" and len(coefficients):
-            if self.chunk in kernel_library.KERNEL_CHUNKS and (library := kernel_library.load_library()):
+            if self.chunk in kernel_library.KERNEL_CHUNKS and (
+                library := kernel_library.load_library()
+            ):
                 return library.topk(coefficients.contiguous(), self.topk).to(torch.int64)
             return topk_indices(coefficients, self.topk, max(1, CACHE_BLOCK // self.chunk))
         return coefficients.abs().topk(self.topk, dim=1, sorted=False).indices.sort(1).values
@@ -125,7 +135,9 @@ class Rotation:
 
     @cached_property
     def k(self) -> int:
-        return 1 if self.shares == 1 else max(1, 64 // self.shares)  # at rate 1 rows of one: no padding is sent
+        return (
+            1 if self.shares == 1 else max(1, 64 // self.shares)
+        )  # at rate 1 rows of one: no padding is sent
 
     @cached_property
     def chunk(self) -> int:
@@ -135,7 +147,9 @@ class Rotation:
         """The cycle of `step`, the share of it that is sent, and the number that changes the rows' permutations."""
         return *divmod(step, self.shares), 0
 
-    def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:  # [rows, chunk] -> [rows, k] int64
+    def indices(
+        self, coefficients: Tensor, step: int, seed: int
+    ) -> Tensor:  # [rows, chunk] -> [rows, k] int64
         raise NotImplementedError
 
     def for_rows(self, first: int, rows: int) -> Rotation:
@@ -171,7 +185,9 @@ class Random(Rotation):
     def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
         number, share, deal = self.place(step, seed)
         device = coefficients.device
-        table = _permutations(self.chunk, seed, number, device)[:, share * self.k : (share + 1) * self.k]
+        table = _permutations(self.chunk, seed, number, device)[
+            :, share * self.k : (share + 1) * self.k
+        ]
         choices = _choices(self.rows or len(coefficients), seed, number, device)
         mine = choices[self.first : self.first + len(coefficients)]
         return table[(mine if self.cycle else mine ^ deal).long()]
@@ -186,7 +202,9 @@ class Striding(Rotation):
 
     def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
         device = coefficients.device
-        comb = torch.arange(self.place(step, seed)[1], self.chunk, self.shares, dtype=torch.int64, device=device)
+        comb = torch.arange(
+            self.place(step, seed)[1], self.chunk, self.shares, dtype=torch.int64, device=device
+        )
         return comb.expand(len(coefficients), -1)
 
 
@@ -209,7 +227,9 @@ def random_start(*key: int) -> int:
 def _permutations(size: int, seed: int, cycle: int, device: torch.device) -> Tensor:
     """Random permutations: the order of random words, whose low bits are the index, so that no two are equal."""
     bits = (size - 1).bit_length()
-    words = _random_words(_TABLES * size, device, seed, cycle, 0).view(_TABLES, size) >> bits << bits
+    words = (
+        _random_words(_TABLES * size, device, seed, cycle, 0).view(_TABLES, size) >> bits << bits
+    )
     return words.add_(torch.arange(size, dtype=torch.int64, device=device)).argsort(1)  # [64, size]
 
 
@@ -233,7 +253,9 @@ def _random_words(count: int, device: torch.device, *key: int) -> Tensor:
         torch.arange(first + 1, first + 1 + len(block), dtype=torch.int64, device=device, out=block)
         block.mul_(signed(_GOLDEN)).add_(start)
         for shift, factor in _ROUNDS:
-            block.bitwise_xor_((block >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(signed(factor))
+            block.bitwise_xor_((block >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(
+                signed(factor)
+            )
     return words
 
 

@@ -35,14 +35,18 @@ def pack(numbers: Tensor, width: int) -> Tensor:
     """
     count = numbers.shape[-1]
     if numbers.device.type == "cpu":
-        kernel = kernel_library.load_library()  # exact, so it does not matter which replicas have it
+        kernel = (
+            kernel_library.load_library()
+        )  # exact, so it does not matter which replicas have it
         if kernel:
             return kernel.pack(numbers, width, packed_bytes(count, width))
     if width > 16:  # of chunks above 65,536: bit by bit
         return pack((numbers.unsqueeze(-1) >> _bits(width, numbers) & 1).flatten(-2), 1)
     filled = torch.nn.functional.pad(numbers, (0, -count % 8)) if count % 8 else numbers
     octets = _pack(filled.reshape(-1), width)
-    return octets.view(*numbers.shape[:-1], filled.shape[-1] // 8 * width)[..., : packed_bytes(count, width)]
+    return octets.view(*numbers.shape[:-1], filled.shape[-1] // 8 * width)[
+        ..., : packed_bytes(count, width)
+    ]
 
 
 def unpack(packed: Tensor, count: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -72,7 +76,9 @@ def _bits(width: int, like: Tensor) -> Tensor:
     return torch.arange(width, dtype=like.dtype, device=like.device)
 
 
-def _pack(numbers: Tensor, width: int) -> Tensor:  # [n] integer -> [n * width / 8] uint8, n a multiple of 8
+def _pack(
+    numbers: Tensor, width: int
+) -> Tensor:  # [n] integer -> [n * width / 8] uint8, n a multiple of 8
     if numbers.device.type != "cpu" and width < 8:
         return _pack_at_once(numbers, width)
     lane = 8 if width <= 8 else 16
@@ -82,7 +88,13 @@ def _pack(numbers: Tensor, width: int) -> Tensor:  # [n] integer -> [n * width /
         words = words.bitwise_right_shift(shift).bitwise_and_(high).bitwise_or_(stays)
     if lane == 8:
         unit = math.gcd(width, 8)
-        return words.view(_unit(unit)).view(-1, 8 // unit)[:, : width // unit].contiguous().view(-1).view(torch.uint8)
+        return (
+            words.view(_unit(unit))
+            .view(-1, 8 // unit)[:, : width // unit]
+            .contiguous()
+            .view(-1)
+            .view(torch.uint8)
+        )
     first, second = torch.split(words.view(-1, 2), 1, 1)
     begins, ends = (first | second << 4 * width), second << 64 - 4 * width
     octets = torch.cat([begins.view(torch.uint8), ends.view(torch.uint8)[:, 16 - width :]], 1)
@@ -93,7 +105,9 @@ def _pack_at_once(numbers: Tensor, width: int) -> Tensor:
     """`_pack` in a few operations, which take a CPU longer."""
     if 8 % width == 0:
         octets = numbers.to(torch.uint8).view(-1, 8 // width)
-        return octets.mul(_places(width, 8 // width, octets.dtype, octets.device)).sum(1, dtype=torch.uint8)
+        return octets.mul(_places(width, 8 // width, octets.dtype, octets.device)).sum(
+            1, dtype=torch.uint8
+        )
     # eight numbers fill `width` of the eight bytes of a word
     words = numbers.view(-1, 8).mul(_places(width, 8, torch.int64, numbers.device)).sum(1)
     return words.view(torch.uint8).view(-1, 8)[:, :width].contiguous().view(-1)
@@ -103,18 +117,29 @@ def _is_looked_up(octets: Tensor, width: int) -> bool:
     return width == 1 or (width in (2, 4) and octets.device.type != "cpu")
 
 
-def _unpack(octets: Tensor, width: int) -> Tensor:  # [n * width / 8] uint8 -> [n] integer, n a multiple of 8
+def _unpack(
+    octets: Tensor, width: int
+) -> Tensor:  # [n * width / 8] uint8 -> [n] integer, n a multiple of 8
     if _is_looked_up(octets, width):  # in any shape: the conversion makes a copy anyway
-        return _octets(octets.device, width).index_select(0, octets.to(torch.int32).view(-1)).view(torch.uint8)
+        return (
+            _octets(octets.device, width)
+            .index_select(0, octets.to(torch.int32).view(-1))
+            .view(torch.uint8)
+        )
     if width == 8:
         return octets
     if width < 8:
         lane, unit = 8, math.gcd(width, 8)
         units = (octets.clone() if octets.storage_offset() % unit else octets).view(_unit(unit))
-        words = torch.nn.functional.pad(units.view(-1, width // unit), (0, (8 - width) // unit)).view(torch.int64)
+        words = torch.nn.functional.pad(
+            units.view(-1, width // unit), (0, (8 - width) // unit)
+        ).view(torch.int64)
         del octets, units  # which may be a copy of all
     else:
-        lane, octets = 16, octets.view(-1, width)  # four numbers are in the first eight bytes, four in the last
+        lane, octets = (
+            16,
+            octets.view(-1, width),
+        )  # four numbers are in the first eight bytes, four in the last
         words = torch.cat([octets[:, :8], octets[:, width - 8 :]], 1).view(torch.int64)
         words[:, 1] >>= 64 - 4 * width
         words &= signed(2 ** (4 * width) - 1)
@@ -160,7 +185,8 @@ def signed(word: int) -> int:
 def _octets(device: torch.device, width: int) -> Tensor:
     """For every byte, its numbers of `width` bits as the bytes of one word."""  # [256] integer
     numbers, shifts = (
-        torch.arange(0, stop, step, dtype=torch.int64, device=device) for stop, step in ((256, 1), (8, width))
+        torch.arange(0, stop, step, dtype=torch.int64, device=device)
+        for stop, step in ((256, 1), (8, width))
     )
     parts = numbers.unsqueeze(1) >> shifts & (1 << width) - 1
     return parts.to(torch.uint8).view(_unit(8 // width)).view(-1)

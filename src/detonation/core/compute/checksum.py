@@ -44,7 +44,9 @@ def checksums(messages: Tensor, skipped: int = -1, out: Tensor | None = None) ->
     if out is None:
         out = torch.empty(len(messages), dtype=torch.int64, device=messages.device)
     if messages.device.type == "cpu":
-        kernel = kernel_library.load_library()  # exact, so it does not matter which replicas have it
+        kernel = (
+            kernel_library.load_library()
+        )  # exact, so it does not matter which replicas have it
         if kernel:
             return out.copy_(kernel.checksums(messages, skipped))
     if not messages.shape[1]:
@@ -52,7 +54,9 @@ def checksums(messages: Tensor, skipped: int = -1, out: Tensor | None = None) ->
     words = _words(messages)
     count, left = divmod(words.shape[1], _WORDS)
     lines = words[:, : count * _WORDS].view(len(words), count, _WORDS)
-    sums = torch.empty(len(words), _WORDS + count + (left > 0), dtype=torch.int32, device=words.device)
+    sums = torch.empty(
+        len(words), _WORDS + count + (left > 0), dtype=torch.int32, device=words.device
+    )
     torch.sum(lines, 1, dtype=torch.int32, out=sums[:, :_WORDS])
     torch.sum(lines, 2, dtype=torch.int32, out=sums[:, _WORDS : _WORDS + count])
     if left:
@@ -72,7 +76,9 @@ def _words(messages: Tensor) -> Tensor:
     Shapes: `[messages, nbytes]` uint8 -> `[messages, words]` int32.
     """
     if messages.shape[1] % 4 or messages.storage_offset() % 4 or messages.stride(0) % 4:
-        messages = torch.nn.functional.pad(messages, (0, -messages.shape[1] % LINE_BYTES)).contiguous()
+        messages = torch.nn.functional.pad(
+            messages, (0, -messages.shape[1] % LINE_BYTES)
+        ).contiguous()
     return messages.view(torch.int32)
 
 

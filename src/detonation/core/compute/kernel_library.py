@@ -19,4 +19,8 @@ def library_for(*tensors: Tensor) -> Library | None:
     """The kernels, if all `tensors` are contiguous, on the CPU and together large enough for a call; else None."""
     if sum(tensor.numel() for tensor in tensors) < WORTH_A_CALL:
         return None
-    return load_library() if all(t.device.type == "cpu" and t.is_contiguous() for t in tensors) else None
+    return (
+        load_library()
+        if all(t.device.type == "cpu" and t.is_contiguous() for t in tensors)
+        else None
+    )

@@ -20,32 +20,48 @@ def first_nonfinite(signals: Sequence[Tensor | None], runtime: Runtime) -> int |
 
     Shapes: any -> an int, or `[]` int64 where the device decides and the host does not wait.
     """
-    present = [(number, signal) for number, signal in enumerate(signals) if signal is not None and signal.numel()]
+    present = [
+        (number, signal)
+        for number, signal in enumerate(signals)
+        if signal is not None and signal.numel()
+    ]
     if not present:
         return 0
     tensors = [signal for _, signal in present]
     if not runtime.decides_on_device:
         library = kernel_library.load_library()
-        if library and all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors):
+        if library and all(
+            t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous()
+            for t in tensors
+        ):
             at = library.beyond(tensors, SIGNAL_LIMIT)
             return 0 if at < 0 else 1 + present[at][0]
         norms = torch.stack([norm.float() for norm in torch._foreach_norm(tensors)])
-        if (norms <= SIGNAL_LIMIT).all():  # no number is larger than the root of the sum of all squares
+        if (
+            norms <= SIGNAL_LIMIT
+        ).all():  # no number is larger than the root of the sum of all squares
             return 0
     numbers, within = signals_within(signals, tensors[0].device)
     found = first_outside([numbers], [within])
     return found if runtime.decides_on_device else int(found)
 
 
-def signals_within(signals: Sequence[Tensor | None], device: torch.device) -> tuple[list[int], Tensor]:
+def signals_within(
+    signals: Sequence[Tensor | None], device: torch.device
+) -> tuple[list[int], Tensor]:
     """The numbers of the signals that hold something, and of each whether all of it is within the limit.
 
     Shapes: any -> `[signals that hold something]` bool.
     """
-    present = [(i, signal) for i, signal in enumerate(signals) if signal is not None and signal.numel()]
+    present = [
+        (i, signal) for i, signal in enumerate(signals) if signal is not None and signal.numel()
+    ]
     if not present:
         return [], torch.ones(0, dtype=torch.bool, device=device)
-    largest = [norm.float() for norm in torch._foreach_norm([signal for _, signal in present], ord=torch.inf)]
+    largest = [
+        norm.float()
+        for norm in torch._foreach_norm([signal for _, signal in present], ord=torch.inf)
+    ]
     return [i for i, _ in present], torch.stack(largest) <= SIGNAL_LIMIT
 
 

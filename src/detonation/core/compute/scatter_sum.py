@@ -124,7 +124,9 @@ def weighted_sum(vectors: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
     """
     where = indices if indices.dtype in (torch.int32, torch.int64) else indices.to(torch.int32)
     begins = _begins(*where.shape, where.dtype, where.device)
-    return torch.embedding_bag(vectors, where.reshape(-1), begins, per_sample_weights=weights.reshape(-1))[0]
+    return torch.embedding_bag(
+        vectors, where.reshape(-1), begins, per_sample_weights=weights.reshape(-1)
+    )[0]
 
 
 def product_in_order(weights: Tensor, vectors: Tensor) -> Tensor:
@@ -132,8 +134,13 @@ def product_in_order(weights: Tensor, vectors: Tensor) -> Tensor:
 
     Shapes: weights `[rows, n]`, vectors `[n, m]` fp32 -> `[rows, m]`.
     """
-    if weights.device.type == "cpu" and vectors.shape[0] == vectors.shape[1] in kernel_library.KERNEL_CHUNKS:
-        library = kernel_library.load_library()  # exact, so it does not matter which replicas have it
+    if (
+        weights.device.type == "cpu"
+        and vectors.shape[0] == vectors.shape[1] in kernel_library.KERNEL_CHUNKS
+    ):
+        library = (
+            kernel_library.load_library()
+        )  # exact, so it does not matter which replicas have it
         if library:
             return library.product(weights.contiguous(), vectors.contiguous())
     every = torch.arange(weights.shape[1], dtype=torch.int32, device=weights.device)

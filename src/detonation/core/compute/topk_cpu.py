@@ -24,8 +24,12 @@ def topk_indices(coefficients: Tensor, count: int, some: int) -> Tensor:
     rows, chunk = coefficients.shape
     falling = torch.arange(chunk - 1, -1, -1, dtype=torch.int32, device="cpu")
     found = torch.empty(rows, count, dtype=torch.int64, device="cpu")
-    for part, indices in zip(torch.split(coefficients, some), torch.split(found, some), strict=True):
-        bits = (part if count > _FEW else part.t()).contiguous().view(torch.int32) & (0x7FFFFFFF & -chunk)
+    for part, indices in zip(
+        torch.split(coefficients, some), torch.split(found, some), strict=True
+    ):
+        bits = (part if count > _FEW else part.t()).contiguous().view(torch.int32) & (
+            0x7FFFFFFF & -chunk
+        )
         if count > _FEW:
             places = bits.bitwise_or_(falling).topk(count, dim=1, sorted=False).indices
         else:

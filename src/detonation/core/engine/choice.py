@@ -8,7 +8,10 @@ from detonation.core.flat.layout import Layout
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
 
-ENGINES = ["detonation.engines.triton:triton_engine", "detonation.engines.native_engine:native_engine"]
+ENGINES = [
+    "detonation.engines.triton:triton_engine",
+    "detonation.engines.native_engine:native_engine",
+]
 """Functions that make an engine, or None, of the arguments of `engine_for`, by module; the fastest first."""
 
 

@@ -15,7 +15,13 @@ from detonation.core.codec.message_rows import MessageRows
 from detonation.core.codec.precision import FP32, Float
 from detonation.core.codec.received import DecodedMessages, Received
 from detonation.core.compute.kernel_library import SignRate
-from detonation.core.engine.rows_at_once import Room, decoded_at_once, is_heavy, released_at_once, selected_at_once
+from detonation.core.engine.rows_at_once import (
+    Room,
+    decoded_at_once,
+    is_heavy,
+    released_at_once,
+    selected_at_once,
+)
 from detonation.core.engine.rule import Rule
 from detonation.core.flat.layout import CACHE_BLOCK, Layout, copy
 from detonation.core.flat.owners import RowOwners
@@ -46,13 +52,20 @@ class ReferenceEngine(Rule):
     """Of the messages that this engine encodes."""
 
     def __init__(
-        self, codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime, room: Room | None = None
+        self,
+        codec: Codec,
+        layout: Layout,
+        memory: Memory | None,
+        runtime: Runtime,
+        room: Room | None = None,
     ) -> None:
         super().__init__(codec, layout, memory, runtime.seed, runtime.device)
         self._on_cpu, self._room = runtime.device.type == "cpu", room or Room(max(1, layout.rows))
         cached = max(8, CACHE_BLOCK // codec.selection.chunk // 8 * 8)
         sizes = codec, layout.rows, self._room
-        at_once = (cached,) * 3 if self._on_cpu else (released_at_once(*sizes), *selected_at_once(*sizes))
+        at_once = (
+            (cached,) * 3 if self._on_cpu else (released_at_once(*sizes), *selected_at_once(*sizes))
+        )
         self._some, self._absorbed_rows, self._selected_rows = at_once  # rows of one operation
         self._block = cache(partial(Bucket.of, layout))  # messages cannot be cut everywhere
         self.is_heavy = not self._on_cpu and is_heavy(codec)
@@ -65,12 +78,18 @@ class ReferenceEngine(Rule):
         self.needs_own_values = not self._exact
         """True if `release` needs the sent values as every receiver decodes them."""
         # within the cache that holds the block
-        self._by_block = self._on_cpu and self._exact and not (layout.tiled or codec.selection.shared)
+        self._by_block = (
+            self._on_cpu and self._exact and not (layout.tiled or codec.selection.shared)
+        )
         self.releases_at_once = memory is None or self._by_block
         """True if `encode` already removes the sent values from memory, so that `release` has nothing to do."""
 
     def encode(
-        self, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None, out: Tensor | None = None
+        self,
+        signals: Sequence[Tensor | None],
+        step: int,
+        bad: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Selected:
         """Adds a signal to the memory and selects the coefficients to send.
 
@@ -82,7 +101,11 @@ class ReferenceEngine(Rule):
         Shapes: one local shape per parameter -> values `[rows, k]`.
         """
         codec, rows = self.codec, self.layout.rows
-        some = rows if codec.dense or (self._on_cpu and codec.selection.shared) else self._selected_rows
+        some = (
+            rows
+            if codec.dense or (self._on_cpu and codec.selection.shared)
+            else self._selected_rows
+        )
         if rows <= some:
             selected = self.select(signals, step, bad, out)
             if bad is not None or selected.indices is not None:
@@ -91,7 +114,11 @@ class ReferenceEngine(Rule):
                 self.subtract([self.of_one(selected.values, selected).whole()])
             return selected
         shared = codec.shared_indices(rows, step, self._seed, self.device)
-        values = torch.empty(rows, codec.selection.k, dtype=torch.float32, device=self.device) if out is None else out
+        values = (
+            torch.empty(rows, codec.selection.k, dtype=torch.float32, device=self.device)
+            if out is None
+            else out
+        )
         indices = torch.empty(values.shape, dtype=codec.index_coding.dtype, device=self.device)
         for first, flat, memory in self._absorbed_parts(signals, bad):
             for start in range(0, len(flat), some):
@@ -102,7 +129,9 @@ class ReferenceEngine(Rule):
                 assert picked.indices is not None
                 indices[place] = narrow(picked.indices)
                 if self._by_block and memory:
-                    memory.release([self.update(self.of_one(picked.values, picked).whole(), Mean())])
+                    memory.release(
+                        [self.update(self.of_one(picked.values, picked).whole(), Mean())]
+                    )
                 del block, picked  # before the next one is made
             del flat
         if bad is not None:
@@ -113,9 +142,14 @@ class ReferenceEngine(Rule):
         self, signals: Sequence[Tensor | None], bad: Tensor | None
     ) -> Iterator[tuple[int, Tensor, Memory | None]]:
         """The memory with a signal, or the signal alone, in parts of rows, each with its first row and its memory."""
-        rows, at_once = self.layout.rows, self._absorbed_rows if self.memory else self._selected_rows
+        rows, at_once = (
+            self.layout.rows,
+            self._absorbed_rows if self.memory else self._selected_rows,
+        )
         blocks = [Bucket.whole(self.layout)] if rows <= at_once or self.layout.tiled else None
-        for block in blocks or (self._block(first, min(first + at_once, rows)) for first in range(0, rows, at_once)):
+        for block in blocks or (
+            self._block(first, min(first + at_once, rows)) for first in range(0, rows, at_once)
+        ):
             pieces = block.cut(signals)
             if self.memory is None:
                 yield block.first, block.layout.flatten(pieces, self.device), None
@@ -124,10 +158,18 @@ class ReferenceEngine(Rule):
                 yield block.first, memory.absorb(pieces, bad), memory
 
     def encode_into(
-        self, run: MessageRows, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None
+        self,
+        run: MessageRows,
+        signals: Sequence[Tensor | None],
+        step: int,
+        bad: Tensor | None = None,
     ) -> Selected:
         """`encode`, and writes the coefficients into `run`."""
-        if self._as_it_is and not run.owners and not any(s is not None and s.dtype == torch.float64 for s in signals):
+        if (
+            self._as_it_is
+            and not run.owners
+            and not any(s is not None and s.dtype == torch.float64 for s in signals)
+        ):
             values = run.numbers
             assert values is not None
             self.layout.fill(values, signals)
@@ -138,7 +180,9 @@ class ReferenceEngine(Rule):
         self.codec.write(selected, run)
         return selected
 
-    def scan(self, signals: Sequence[Tensor | None], numbers: Sequence[int], found: Tensor | None = None) -> Tensor:
+    def scan(
+        self, signals: Sequence[Tensor | None], numbers: Sequence[int], found: Tensor | None = None
+    ) -> Tensor:
         """For an engine that reads a status: the status of signals with these rising `numbers`; see `Scanner.scan`.
 
         Shapes: one local shape per parameter -> `[n]` int64.
@@ -153,7 +197,12 @@ class ReferenceEngine(Rule):
         return self.of_one(self.codec.written(run), selected)
 
     def replier(
-        self, answer: Codec, aggregation: Aggregation, residual: Tensor, owners: RowOwners, owner: int
+        self,
+        answer: Codec,
+        aggregation: Aggregation,
+        residual: Tensor,
+        owners: RowOwners,
+        owner: int,
     ) -> Replier | None:
         """The engine of an owner, whose memory of coefficients is `residual`; None where ordinary torch answers.
 
@@ -192,16 +241,25 @@ class ReferenceEngine(Rule):
         Shapes: `[rows, k]` fp32.
         """
         indices = selected.indices
-        return DecodedMessages(values.unsqueeze(0), None if indices is None else narrow(indices).unsqueeze(0))
+        return DecodedMessages(
+            values.unsqueeze(0), None if indices is None else narrow(indices).unsqueeze(0)
+        )
 
     def decode(self, received: Received) -> Tensor:
         """The update in the coordinates of the parameters; its padding is undefined.
 
         Shapes: -> `[rows, chunk]` fp32.
         """
-        if received.rows <= (self._some if self._on_cpu else self._decoded_at_once(received, into_flat=True)):
+        if received.rows <= (
+            self._some if self._on_cpu else self._decoded_at_once(received, into_flat=True)
+        ):
             return self.update(received.read(0, received.rows), received.aggregation)
-        flat, first = torch.empty(self.layout.rows, self.layout.chunk, device=self.device, dtype=torch.float32), 0
+        flat, first = (
+            torch.empty(
+                self.layout.rows, self.layout.chunk, device=self.device, dtype=torch.float32
+            ),
+            0,
+        )
         for part in self._decoded_parts(received):
             flat[first : first + len(part)] = part
             first += len(part)
@@ -212,7 +270,12 @@ class ReferenceEngine(Rule):
         """Decodes the update into `targets`."""
         at_once = self._some if self._on_cpu else self._decoded_at_once(received)
         if received.rows <= at_once and not self.layout.tiled:
-            copy(targets, self.layout.views(self.update(received.read(0, received.rows), received.aggregation)))
+            copy(
+                targets,
+                self.layout.views(
+                    self.update(received.read(0, received.rows), received.aggregation)
+                ),
+            )
         elif self.layout.tiled:
             few = None if all(target.is_contiguous() for target in targets) else self.layout.rows
             for strip, part in self._decoded_tiles(received, few):
@@ -227,7 +290,9 @@ class ReferenceEngine(Rule):
         """True if `apply_signs` supports these messages and weights."""
         return all(w.dtype == torch.float32 and w.is_contiguous() for w in weights)
 
-    def apply_signs(self, received: Received, weights: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
+    def apply_signs(
+        self, received: Received, weights: Sequence[Tensor], rates: Sequence[SignRate]
+    ) -> None:
         """Moves `weights` by the signs of the update, which is never stored."""
         if self.layout.tiled:
             for strip, part in self._decoded_tiles(received):
@@ -238,16 +303,28 @@ class ReferenceEngine(Rule):
         first = 0
         for part in self._decoded_parts(received):
             block, first = self._block(first, first + len(part)), first + len(part)
-            may_be_message = isinstance(self.codec.basis, Identity) and isinstance(received.aggregation, Mean)
-            may_be_message &= self.codec.selection.k == self.layout.chunk >= received.width  # of one replica
-            moved, signs = block.cut(weights), block.layout.views(part.sign() if may_be_message else part.sign_())
+            may_be_message = isinstance(self.codec.basis, Identity) and isinstance(
+                received.aggregation, Mean
+            )
+            may_be_message &= (
+                self.codec.selection.k == self.layout.chunk >= received.width
+            )  # of one replica
+            moved, signs = (
+                block.cut(weights),
+                block.layout.views(part.sign() if may_be_message else part.sign_()),
+            )
             _move(moved, signs, [rates[piece.index] for piece in block.pieces])
             del block, part, signs  # before the next one is made
 
-    def _decoded_tiles(self, received: Received, at_once: int | None = None) -> Iterator[tuple[Bucket, Tensor]]:
+    def _decoded_tiles(
+        self, received: Received, at_once: int | None = None
+    ) -> Iterator[tuple[Bucket, Tensor]]:
         """The update in lines of tiles, parameter by parameter: a line ends anywhere in a block of rows."""
         for strip in Bucket.strips(self.layout, at_once or self._decoded_at_once(received)):
-            yield strip, self.update(received.part(strip.rows.start, strip.rows.stop), received.aggregation)
+            yield (
+                strip,
+                self.update(received.part(strip.rows.start, strip.rows.stop), received.aggregation),
+            )
 
     def _decoded_parts(self, received: Received) -> Iterator[Tensor]:
         """The update in blocks of rows."""
@@ -263,7 +340,11 @@ class ReferenceEngine(Rule):
             del decoded
 
     def _decoded_at_once(self, received: Received, into_flat: bool = False) -> int:
-        return self._some if self._on_cpu else decoded_at_once(self.codec, received, self._room, into_flat)
+        return (
+            self._some
+            if self._on_cpu
+            else decoded_at_once(self.codec, received, self._room, into_flat)
+        )
 
 
 def _move(weights: Sequence[Tensor], signs: Sequence[Tensor], rates: Sequence[SignRate]) -> None:

@@ -57,11 +57,21 @@ def selected_at_once(codec: Codec, rows: int, room: Room) -> tuple[int, int]:
         return (_rows(rows, 8, room, 9),) * 2  # a bucket may end a little later
     k, line, message = codec.selection.k, 4 * codec.selection.chunk, codec.nbytes(UNIT) // UNIT
     if is_heavy(codec):
-        kept = message + k * codec.index_coding.dtype.itemsize * codec.selection.shared  # for the update
+        kept = (
+            message + k * codec.index_coding.dtype.itemsize * codec.selection.shared
+        )  # for the update
     else:
         kept = message + kept_until_sent(codec) - 4 * k * (codec.precision == FP32)
-    free = line + BUCKETS * (2 * message - kept)  # the messages that are sent and received have not been made
-    transformed = 0 if isinstance(codec.basis, Identity) else line if isinstance(codec.basis, DCT) else 2 * line
+    free = line + BUCKETS * (
+        2 * message - kept
+    )  # the messages that are sent and received have not been made
+    transformed = (
+        0
+        if isinstance(codec.basis, Identity)
+        else line
+        if isinstance(codec.basis, DCT)
+        else 2 * line
+    )
     chosen = 0 if codec.selection.shared else line + 24 * k  # magnitudes; places and values, twice
     return _rows(rows, line, room, free), _rows(rows, max(line, transformed + chosen), room, free)
 
@@ -89,7 +99,11 @@ def decoded_at_once(codec: Codec, received: Received, room: Room, into_flat: boo
     Args:
         into_flat: Whether the result is one matrix: it is made in blocks only where that takes less.
     """
-    line, width, source = 4 * codec.selection.chunk, received.width or codec.selection.k, received.source
+    line, width, source = (
+        4 * codec.selection.chunk,
+        received.width or codec.selection.k,
+        received.source,
+    )
     cost, kept = _decoded(codec, width), 0
     if into_flat and 4 * cost <= 5 * line:
         return received.rows
@@ -110,9 +124,15 @@ def _decoded(codec: Codec, width: int) -> int:
     if codec.dense:
         return line if codec.precision == FP32 else 2 * line
     one_pass = not codec.selection.shared and codec.selection.chunk <= ONE_PASS_CHUNK
-    summed = line + (12 * width if one_pass else 16 * k)  # values, places, and bags of a sum in one pass
-    few = isinstance(codec.basis, DCT) and width <= most_summed(codec.selection.chunk)  # which need no product
-    products = 1 if few or isinstance(codec.basis, Identity) else 3 if isinstance(codec.basis, DCT) else 6
+    summed = line + (
+        12 * width if one_pass else 16 * k
+    )  # values, places, and bags of a sum in one pass
+    few = isinstance(codec.basis, DCT) and width <= most_summed(
+        codec.selection.chunk
+    )  # which need no product
+    products = (
+        1 if few or isinstance(codec.basis, Identity) else 3 if isinstance(codec.basis, DCT) else 6
+    )
     return max(summed, products * line)
 
 

@@ -30,11 +30,23 @@ class Rule:
         seed: Of the random selections; the same on all replicas.
     """
 
-    def __init__(self, codec: Codec, layout: Layout, memory: Memory | None, seed: int, device: torch.device) -> None:
-        self.codec, self.layout, self.memory, self._seed, self.device = codec, layout, memory, seed, device
+    def __init__(
+        self, codec: Codec, layout: Layout, memory: Memory | None, seed: int, device: torch.device
+    ) -> None:
+        self.codec, self.layout, self.memory, self._seed, self.device = (
+            codec,
+            layout,
+            memory,
+            seed,
+            device,
+        )
 
     def select(
-        self, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None, out: Tensor | None = None
+        self,
+        signals: Sequence[Tensor | None],
+        step: int,
+        bad: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Selected:
         """Adds signals to the decayed memory, and selects the coefficients to send.
 
@@ -44,7 +56,11 @@ class Rule:
 
         Shapes: one local shape per parameter -> values `[rows, k]`.
         """
-        flat = self.memory.absorb(signals, bad) if self.memory else self.layout.flatten(signals, self.device)
+        flat = (
+            self.memory.absorb(signals, bad)
+            if self.memory
+            else self.layout.flatten(signals, self.device)
+        )
         return self.codec.select(flat, step, self._seed, out)
 
     def subtract(self, sent: Iterable[Coefficients]) -> None:

@@ -32,14 +32,22 @@ class Exchange(ABC):
     """True if a replica receives messages that the others do not see, and answers them in a second collective."""
 
     def __init__(self, scheme: Scheme, link: Link, guard: Guard, rows: int) -> None:
-        self._scheme, self._codec, self._link, self._guard, self._rows = scheme, scheme.codec, link, guard, rows
+        self._scheme, self._codec, self._link, self._guard, self._rows = (
+            scheme,
+            scheme.codec,
+            link,
+            guard,
+            rows,
+        )
         # Gradients leave at every step. A round is rare, and its messages take memory only while they travel. A
         # communicator that outlives replicas may send a message once more, long after it has arrived here; one of
         # simulated replicas, on a CPU, hands a message itself to others, who may still read it.
         kept = guard.on_kernels and scheme.signal == "gradients" and link.elastic is None
         self._workspace = Workspace(scheme.round.delay + 1 if kept else 0)
         # receive buffers go back, but where torch allocates on an accelerator: its allocator has others for them
-        self.recycle = link.recycle if guard.on_kernels or guard.usual.device.type == "cpu" else None
+        self.recycle = (
+            link.recycle if guard.on_kernels or guard.usual.device.type == "cpu" else None
+        )
 
     @abstractmethod
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
@@ -82,11 +90,17 @@ class Exchange(ABC):
 def negative_zeros(scheme: Scheme, step: int, replica: int = 0, replicas: int = 1) -> bool:
     """`zeros_are_negative` for the message that a replica, or the owner of a row, sends at `step`."""
     sending = step // (scheme.round.every * max(1, scheme.codec.selection.period))
-    proportional = scheme.signal == "parameters"  # an outer SGD; of gradients the base optimizer may use the sign
-    return zeros_are_negative(sending, replica, replicas, proportional or isinstance(scheme.aggregation, MajorityVote))
+    proportional = (
+        scheme.signal == "parameters"
+    )  # an outer SGD; of gradients the base optimizer may use the sign
+    return zeros_are_negative(
+        sending, replica, replicas, proportional or isinstance(scheme.aggregation, MajorityVote)
+    )
 
 
-def zeros_are_negative(sending: int, replica: int = 0, replicas: int = 1, cancel: bool = True) -> bool:
+def zeros_are_negative(
+    sending: int, replica: int = 0, replicas: int = 1, cancel: bool = True
+) -> bool:
     """True where a replica sends zeros as negative numbers: over replicas and sendings they cancel.
 
     One bit has no zero: a coordinate without a signal reads as one magnitude, and moves if its sign is always the same.
@@ -116,7 +130,9 @@ def zeros_are_negative(sending: int, replica: int = 0, replicas: int = 1, cancel
 
 def played(tape: Tape, guard: Guard, step: int, replicas: int) -> Callable[[], Tensor]:
     """Takes the messages of `step` from the tape, to the device of `guard`."""
-    return lambda: tape.take(guard.place, step).to(guard.usual.device).view(replicas, -1)  # [replicas, 64 + nbytes]
+    return lambda: (
+        tape.take(guard.place, step).to(guard.usual.device).view(replicas, -1)
+    )  # [replicas, 64 + nbytes]
 
 
 class AllReduce(Exchange):
@@ -131,7 +147,9 @@ class AllReduce(Exchange):
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
         # the digits of all replicas leave with the first rows
         nbytes = (rows * self._k + (0 if first else self._digits)) * self._dtype.itemsize
-        memory = partial(self._workspace.take, ("sum", first), (1, nbytes), self._guard.usual.device)
+        memory = partial(
+            self._workspace.take, ("sum", first), (1, nbytes), self._guard.usual.device
+        )
         message.waiting = run = MessageRows(self._codec, rows, memory, first, is_summed=True)
         return run
 
@@ -158,18 +176,30 @@ class AllReduce(Exchange):
         if link.tape and link.tape.plays:
             absent = {*range(link.replicas)}  # the tape does not say who was
         elif link.tape:
-            whole = torch.cat([*(run.view(-1) for _, run in runs), digits]) if len(runs) > 1 else total
+            whole = (
+                torch.cat([*(run.view(-1) for _, run in runs), digits]) if len(runs) > 1 else total
+            )
             link.tape.put(self._guard.place, message.step, whole)
         values = [run for _, run in runs]
         fine = self._guard.open_sum(values, digits, message.step, absent)
         if not isinstance(fine, Tensor) and not fine:
             runs = [(first, torch.zeros_like(run)) for first, run in runs]
         report = fine if isinstance(fine, Tensor) else None
-        return Sums(runs, self._rows, Divided(link.replicas), message.indices if message.shared else None, report)
+        return Sums(
+            runs,
+            self._rows,
+            Divided(link.replicas),
+            message.indices if message.shared else None,
+            report,
+        )
 
     def play(self, message: Message, tape: Tape) -> None:
         def take() -> Tensor:  # [rows * k + digits]
-            return tape.take(self._guard.place, message.step).to(self._guard.usual.device).view(self._dtype)
+            return (
+                tape.take(self._guard.place, message.step)
+                .to(self._guard.usual.device)
+                .view(self._dtype)
+            )
 
         message.arriving.append(take)
 
@@ -191,8 +221,12 @@ class AllGather(Exchange):
         # a whole message is sealed where it lies
         shape = 1, self._width if rows == self._rows else self._codec.sent(rows, room)
         memory = partial(self._workspace.take, ("run", first), shape, self._guard.usual.device)
-        zeros = self._has_codes and negative_zeros(self._scheme, message.step, self._link.replica, self._link.replicas)
-        message.waiting = run = MessageRows(self._codec, rows, memory, first, room, negative_zeros=zeros)
+        zeros = self._has_codes and negative_zeros(
+            self._scheme, message.step, self._link.replica, self._link.replicas
+        )
+        message.waiting = run = MessageRows(
+            self._codec, rows, memory, first, room, negative_zeros=zeros
+        )
         return run
 
     def send(self, message: Message, status: int | Tensor | None) -> None:

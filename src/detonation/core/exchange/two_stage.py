@@ -56,26 +56,47 @@ class TwoStage(Exchange):
     ) -> None:
         super().__init__(scheme, link, guard, owners.rows)
         codec = scheme.codec
-        self._answer, self._has_codes = scheme.reply_codec(link.replicas), not isinstance(codec.precision, Float)
+        self._answer, self._has_codes = (
+            scheme.reply_codec(link.replicas),
+            not isinstance(codec.precision, Float),
+        )
         self.owners, self.residual = owners, residual
-        self.replica = link.replica  # the owner that this replica is, until the replicas are renumbered
-        answer = replace(self._answer, selection=self._answer.selection.for_rows(first, owners.rows))
-        self._engine, self._replier = engine, engine.replier(answer, scheme.aggregation, residual, owners, self.replica)
+        self.replica = (
+            link.replica
+        )  # the owner that this replica is, until the replicas are renumbered
+        answer = replace(
+            self._answer, selection=self._answer.selection.for_rows(first, owners.rows)
+        )
+        self._engine, self._replier = (
+            engine,
+            engine.replier(answer, scheme.aggregation, residual, owners, self.replica),
+        )
         self._widths = [each.width(owners.owned, HEADER_BYTES) for each in (codec, self._answer)]
-        self._asked = Stage(codec, owners.owned, scheme.aggregation, owners.run, phase=1, workspace=self._workspace)
-        self._answered = Stage(self._answer, owners.owned, Mean(), owners.run, signals=False, workspace=self._workspace)
+        self._asked = Stage(
+            codec, owners.owned, scheme.aggregation, owners.run, phase=1, workspace=self._workspace
+        )
+        self._answered = Stage(
+            self._answer, owners.owned, Mean(), owners.run, signals=False, workspace=self._workspace
+        )
         self._room, on_cpu = room, residual.device.type == "cpu"
         some = owners.owned if on_cpu else replied_at_once(codec, self._answer, link.replicas, room)
-        self._block = -(-max(1, some) // owners.run) * owners.run  # messages and replies can be cut there
+        self._block = (
+            -(-max(1, some) // owners.run) * owners.run
+        )  # messages and replies can be cut there
 
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
         whole, room = rows == self._rows, 0 if first else HEADER_BYTES
         owners = self.owners if whole else self.owners.of_bucket(rows)
         # without kernels a whole message is sealed where it lies
         aligned = whole and not self._guard.on_kernels
-        shape = owners.replicas, self._widths[0] if aligned else self._codec.sent(owners.owned, room)
+        shape = (
+            owners.replicas,
+            self._widths[0] if aligned else self._codec.sent(owners.owned, room),
+        )
         memory = partial(self._workspace.take, ("run", first), shape, self.residual.device)
-        zeros = self._has_codes and negative_zeros(self._scheme, message.step, self._link.replica, owners.replicas)
+        zeros = self._has_codes and negative_zeros(
+            self._scheme, message.step, self._link.replica, owners.replicas
+        )
         message.waiting = run = MessageRows(
             self._codec, owners.owned, memory, first // owners.replicas, room, owners, zeros
         )
@@ -94,14 +115,19 @@ class TwoStage(Exchange):
         message.arrived, message.absent = self._link.wait(message.arriving)
         received = self._guard.open(message, self._asked, mine)
         memory = partial(self._workspace.take, "reply", shape, self.residual.device)
-        reply.waiting = run = MessageRows(self._answer, owned, memory, 0, HEADER_BYTES, negative_zeros=zeros)
+        reply.waiting = run = MessageRows(
+            self._answer, owned, memory, 0, HEADER_BYTES, negative_zeros=zeros
+        )
         if self._replier is not None and self._replier.reads(received):
             self._replier.reply(received, run, message.step)
             message.release()
         else:
             for first in range(0, max(1, owned), self._block):
                 rows = min(self._block, owned - first)
-                self._reply(received.read(first, first + rows), run if rows == owned else run.of_rows(first, rows))
+                self._reply(
+                    received.read(first, first + rows),
+                    run if rows == owned else run.of_rows(first, rows),
+                )
         sent = self._guard.seal(reply, 0)
         reply.arriving.append(self._link.all_gather(sent[0]))
 
@@ -109,7 +135,9 @@ class TwoStage(Exchange):
         """Writes into `run` the coefficients of the mean of some rows; the rest stays here."""
         residual = self.residual[run.first : run.first + run.rows]
         residual += aggregate(block, self._scheme.aggregation, self._codec.selection.chunk)
-        selected = self._answer.pick(residual, block.indices if self._codec.selection.shared else None)
+        selected = self._answer.pick(
+            residual, block.indices if self._codec.selection.shared else None
+        )
         self._answer.write(selected, run)
         sent, indices = self._answer.written(run), selected.indices
         if isinstance(indices, Tensor):  # no two of a row are equal
@@ -129,8 +157,12 @@ class TwoStage(Exchange):
         message.reply = reply = Message(message.step, self._answer, recycle=self.recycle)
         shared = message.indices if message.shared else None
         if isinstance(shared, Tensor) or (self._replier is None and shared is not None):
-            padding = torch.arange(self._codec.selection.k, dtype=torch.int64, device=self.residual.device)
-            shared = self.owners.deal(narrow(shared), padding if self.owners.missing else None)  # [replicas, owned, k]
+            padding = torch.arange(
+                self._codec.selection.k, dtype=torch.int64, device=self.residual.device
+            )
+            shared = self.owners.deal(
+                narrow(shared), padding if self.owners.missing else None
+            )  # [replicas, owned, k]
         if shared is not None:
             message.shared, reply.shared = {}, {0: shared}
         return reply
@@ -143,7 +175,9 @@ class TwoStage(Exchange):
         owners = self.owners.of_bucket(rows)
         start = first // owners.replicas
         residual = self.residual[start : start + owners.owned]
-        return TwoStage(self._scheme, self._link, owners, residual, guard, self._room, self._engine, first)
+        return TwoStage(
+            self._scheme, self._link, owners, residual, guard, self._room, self._engine, first
+        )
 
     def state(self) -> dict[str, Tensor]:  # [owned, chunk] fp32 and [1] fp32
         return {"server_residual": self.residual, "usual_norm": self._guard.usual}
@@ -152,9 +186,17 @@ class TwoStage(Exchange):
 def room_of(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int) -> Room:
     """The memory that the temporaries of a step may take, beside messages: that of a quarter of the flat, and half of
     it at the end of a round, which has the movement of the parameters beside them."""
-    is_round, is_vote = scheme.signal == "parameters", scheme.codec.selection.shared and not scheme.codec.summable
+    is_round, is_vote = (
+        scheme.signal == "parameters",
+        scheme.codec.selection.shared and not scheme.codec.summable,
+    )
     costly = collective_for(scheme, layout, replicas, local_ranks) == "owner" or is_vote
-    few_launches = costly and not is_round and not layout.tiled and layout.rows * layout.chunk < rows_at_once.LARGE
+    few_launches = (
+        costly
+        and not is_round
+        and not layout.tiled
+        and layout.rows * layout.chunk < rows_at_once.LARGE
+    )
     return Room(max(1, -(-layout.rows // (SMALL_BUCKETS if is_round else BUCKETS))), few_launches)
 
 
@@ -168,5 +210,7 @@ def exchange_for(
     if chosen == "all-gather":
         return AllGather(scheme, link, guard, layout.rows)
     owners = RowOwners(layout.rows, link.replicas, rows_of_a_turn(scheme, link.replicas))
-    residual = torch.zeros(owners.owned, scheme.codec.selection.chunk, dtype=torch.float32, device=engine.device)
+    residual = torch.zeros(
+        owners.owned, scheme.codec.selection.chunk, dtype=torch.float32, device=engine.device
+    )
     return TwoStage(scheme, link, owners, residual, guard, room, engine)

@@ -56,7 +56,11 @@ class Tiles:
         side = self.side
         missing = (0, self.across * side - self.width, 0, self.down * side - self.height)
         padded = torch.nn.functional.pad(tensor.reshape(self.height, self.width), missing)
-        return padded.view(self.down, side, self.across, side).transpose(1, 2).reshape(self.rows, side * side)
+        return (
+            padded.view(self.down, side, self.across, side)
+            .transpose(1, 2)
+            .reshape(self.rows, side * side)
+        )
 
     def join(self, tiles: Tensor) -> Tensor:
         """The inverse of `cut`, in memory of its own.
@@ -163,7 +167,9 @@ class Layout:
             key = _unit_of(slot.name, unit)
             weights[key] = weights.get(key, 0) + (slot.numel if sizes is None else sizes[slot.name])
         loads, fragment_of = [0] * count, dict[str, int]()
-        for key in sorted(weights, key=weights.__getitem__, reverse=True):  # stable: equal ones stay in order
+        for key in sorted(
+            weights, key=weights.__getitem__, reverse=True
+        ):  # stable: equal ones stay in order
             fragment_of[key] = lightest = loads.index(min(loads))
             loads[lightest] += weights[key]
         shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in range(count)]
@@ -198,7 +204,9 @@ class Layout:
 
         Shapes: `[rows, chunk]` -> one local shape per parameter.
         """
-        assert not self.tiled, "tiles have no view in the shape of their parameter: read `parts`, and `write` them"
+        assert not self.tiled, (
+            "tiles have no view in the shape of their parameter: read `parts`, and `write` them"
+        )
         line = flat.view(-1)
         return [line[start:stop].view(slot.shape) for slot, start, stop in self._spans]
 
@@ -210,7 +218,10 @@ class Layout:
         if not self.tiled:
             return self.views(flat)
         pairs = zip(self.slots, self._row_views(flat), strict=True)
-        return [slot.tiles.join(part).reshape(slot.shape) if slot.tiles else part for slot, part in pairs]
+        return [
+            slot.tiles.join(part).reshape(slot.shape) if slot.tiles else part
+            for slot, part in pairs
+        ]
 
     def scatter(self, parts: Iterable[Tensor], targets: Sequence[Tensor]) -> None:
         """Writes `parts`, consecutive rows of a flat, into `targets`.
@@ -260,10 +271,16 @@ class Layout:
         found = []
         for slot, start, stop in self._spans:
             if slot.tiles:
-                inside = slot.tiles.cut(torch.ones(slot.shape, dtype=torch.bool, device="cpu")).view(-1)
+                inside = slot.tiles.cut(
+                    torch.ones(slot.shape, dtype=torch.bool, device="cpu")
+                ).view(-1)
                 found.append(inside.logical_not().nonzero().view(-1).to(device) + start)
             else:
-                found.append(torch.arange(stop, start + slot.rows * self.chunk, dtype=torch.int64, device=device))
+                found.append(
+                    torch.arange(
+                        stop, start + slot.rows * self.chunk, dtype=torch.int64, device=device
+                    )
+                )
         return torch.cat(found or [torch.empty(0, dtype=torch.long, device=device)])
 
     def flatten(self, tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
@@ -279,13 +296,18 @@ class Layout:
     def _spans(self) -> list[tuple[Slot, int, int]]:
         """Each slot, and the positions in the flattened matrix where its coordinates begin and end."""
         starts = [slot.row * self.chunk for slot in self.slots]
-        return [(slot, start, start + slot.numel) for slot, start in zip(self.slots, starts, strict=True)]
+        return [
+            (slot, start, start + slot.numel)
+            for slot, start in zip(self.slots, starts, strict=True)
+        ]
 
     def _row_views(self, flat: Tensor) -> list[Tensor]:
         """The rows of each slot in tiles, and the coordinates of each other slot in the shape of its parameter."""
         line = flat.view(-1)
         return [
-            flat[slot.row : slot.row + slot.rows] if slot.tiles else line[start:stop].view(slot.shape)
+            flat[slot.row : slot.row + slot.rows]
+            if slot.tiles
+            else line[start:stop].view(slot.shape)
             for slot, start, stop in self._spans
         ]
 

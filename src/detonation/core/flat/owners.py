@@ -70,7 +70,9 @@ class RowOwners:
 
         Shapes: `[replicas, owned, n]`, or `[owned, n]` of each owner -> `[rows, n]`.
         """
-        return self.collect_each([parts if isinstance(parts, torch.Tensor) else torch.stack(list(parts))])[0]
+        return self.collect_each(
+            [parts if isinstance(parts, torch.Tensor) else torch.stack(list(parts))]
+        )[0]
 
     def collect_each(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """`collect` for several matrices, in one operation.
@@ -82,7 +84,9 @@ class RowOwners:
         copy([lines for _, lines in pairs], [part for part, _ in pairs])
         return found
 
-    def _pairs(self, matrices: Sequence[Tensor], dealt: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    def _pairs(
+        self, matrices: Sequence[Tensor], dealt: Sequence[Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
         """The dealt and the undealt rows, in the same shape: those in turns, and the remainders of the owners."""
         own, pairs = self._turns * self.run, []
         begin, rest = self.replicas * own, self.owned - own
@@ -91,7 +95,9 @@ class RowOwners:
             n = lines.shape[1]
             turns = lines[:begin].view(self._turns, self.replicas, self.run, n).transpose(0, 1)
             pairs.append((parts[:, :own].view(self.replicas, self._turns, self.run, n), turns))
-            pairs.append((parts[:whole, own:], lines[begin : begin + whole * rest].view(whole, rest, n)))
+            pairs.append(
+                (parts[:whole, own:], lines[begin : begin + whole * rest].view(whole, rest, n))
+            )
             if left:
                 pairs.append((parts[whole, own : own + left], lines[begin + whole * rest :]))
         return pairs

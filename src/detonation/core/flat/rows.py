@@ -40,7 +40,12 @@ class Bucket:
     @classmethod
     def whole(cls, layout: Layout) -> Bucket:
         """All rows of `layout`."""
-        return cls(0, layout, tuple(Span(i, 0, slot.numel) for i, slot in enumerate(layout.slots)), is_whole=True)
+        return cls(
+            0,
+            layout,
+            tuple(Span(i, 0, slot.numel) for i, slot in enumerate(layout.slots)),
+            is_whole=True,
+        )
 
     @classmethod
     def of(cls, layout: Layout, first: int, end: int) -> Bucket:
@@ -48,7 +53,10 @@ class Bucket:
         pieces: list[Span] = []
         shapes: dict[str, tuple[int, ...]] = {}
         for index, slot in enumerate(layout.slots):
-            start, stop = max(first - slot.row, 0) * layout.chunk, min((end - slot.row) * layout.chunk, slot.numel)
+            start, stop = (
+                max(first - slot.row, 0) * layout.chunk,
+                min((end - slot.row) * layout.chunk, slot.numel),
+            )
             if start < stop:
                 pieces.append(Span(index, start, stop))
                 shapes[slot.name] = slot.shape if stop - start == slot.numel else (stop - start,)
@@ -61,7 +69,9 @@ class Bucket:
         for index, slot in enumerate(layout.slots):
             for first, strip, start in slot.strips(rows):
                 of_one = Layout(layout.chunk, (strip,), layout.tile)
-                found.append(cls(slot.row + first, of_one, (Span(index, start, start + strip.numel),)))
+                found.append(
+                    cls(slot.row + first, of_one, (Span(index, start, start + strip.numel),))
+                )
         return found
 
     @cached_property

@@ -44,7 +44,9 @@ class Piece(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # plain results
 
     @classmethod
-    def of(cls, whole: Tensor, ranks: tuple[int, ...], offset: int, rows: slice, largest: int) -> "Piece":
+    def of(
+        cls, whole: Tensor, ranks: tuple[int, ...], offset: int, rows: slice, largest: int
+    ) -> "Piece":
         """The `rows` of the local shard of `whole`; `largest` rows are in the largest shard of any replica.
 
         Shapes: any with a first dimension -> `[len(rows), ...]`.
@@ -53,7 +55,9 @@ class Piece(Tensor):
         piece.whole, piece.ranks, piece.offset, piece.rows = whole, ranks, offset, rows
         piece.whole_numel, piece.largest_shape = whole.numel(), (largest, *whole.shape[1:])
         row = padding_row(whole)
-        piece.padding_row = row - rows.start if row is not None and rows.start <= row < rows.stop else None
+        piece.padding_row = (
+            row - rows.start if row is not None and rows.start <= row < rows.stop else None
+        )
         return piece
 
     @property
@@ -75,10 +79,15 @@ def whole_of(parameter: Tensor) -> Tensor:
 def state_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     """The tensors that `optimizer` keeps of a parameter, as they lie on this rank; of a `Piece` its rows of them."""
     state = optimizer.state.get(whole_of(parameter), {})
-    found = {key: local(tensor) for key, tensor in sorted(state.items()) if isinstance(tensor, Tensor)}
+    found = {
+        key: local(tensor) for key, tensor in sorted(state.items()) if isinstance(tensor, Tensor)
+    }
     if isinstance(parameter, Piece):
         shard = local(parameter.whole).shape
-        found = {key: tensor[parameter.rows] if tensor.shape == shard else tensor for key, tensor in found.items()}
+        found = {
+            key: tensor[parameter.rows] if tensor.shape == shard else tensor
+            for key, tensor in found.items()
+        }
     return found
 
 
@@ -146,7 +155,9 @@ def local_gradients(parameters: Mapping[str, Tensor]) -> list[Tensor | None]:
     for name, parameter in parameters.items():
         gradient = parameter.grad
         if gradient is not None and gradient.is_sparse:
-            raise ValueError(f"the gradient of {name} is sparse, which cannot be replicated: use sparse=False")
+            raise ValueError(
+                f"the gradient of {name} is sparse, which cannot be replicated: use sparse=False"
+            )
         if isinstance(gradient, DTensor):
             if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
                 parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)

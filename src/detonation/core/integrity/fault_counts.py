@@ -84,7 +84,9 @@ class FaultCounts:
         self._strikes, self._row = Counter[int](), Counter[tuple[int, int]]()
         self._good = Counter[int]()  # messages of each replica in use since the last refusal
 
-    def report_later(self, due: int, numbers: Readback, report: Callable[[list[Any]], object]) -> None:
+    def report_later(
+        self, due: int, numbers: Readback, report: Callable[[list[Any]], object]
+    ) -> None:
         """Makes `catch_up` call `report` with `numbers`, which are about a message due at step `due`."""
         self.reports.append((due, numbers, report))
 
@@ -131,9 +133,15 @@ class FaultCounts:
         """Goes on with the counts of the replicas `kept`, by their old numbers, as the replicas 0, 1, ..."""
         number = {old: new for new, old in enumerate(kept)}
         self._replica = replica
-        self._strikes = Counter({number[sender]: n for sender, n in self._strikes.items() if sender in number})
-        self._good = Counter({number[sender]: n for sender, n in self._good.items() if sender in number})
-        self._row = Counter({(number[sender], at): n for (sender, at), n in self._row.items() if sender in number})
+        self._strikes = Counter(
+            {number[sender]: n for sender, n in self._strikes.items() if sender in number}
+        )
+        self._good = Counter(
+            {number[sender]: n for sender, n in self._good.items() if sender in number}
+        )
+        self._row = Counter(
+            {(number[sender], at): n for (sender, at), n in self._row.items() if sender in number}
+        )
 
     def accept(self, senders: Iterable[int], place: int) -> None:
         """Records that a message of each of `senders` was used; place: which of a replica's messages per step."""
@@ -169,7 +177,9 @@ class FaultCounts:
 
     def refuse_sum(self, step: int) -> None:
         """Counts a sum of the network at `step` that is not finite, though each replica's part was."""
-        self.refuse(_ALL_REPLICAS, "added up to what is not finite: a link damages what it carries", step)
+        self.refuse(
+            _ALL_REPLICAS, "added up to what is not finite: a link damages what it carries", step
+        )
 
     def misplace(self, sender: int, step: int) -> None:
         """Records that `sender` added to the sum of `step` what does not belong to it."""
@@ -185,10 +195,16 @@ class FaultCounts:
             here = self.options.decode()
             text = f"replica {sender} has other {OPTIONS} (lr, betas, ...) than the others at step {step}, here "
             remedy = "set them alike on all replicas, such as by a loss that is averaged over them"
-            self._warn(step, sender, f"{text}{here if len(here) <= 200 else here[:200] + '...'}: {remedy}")
+            self._warn(
+                step, sender, f"{text}{here if len(here) <= 200 else here[:200] + '...'}: {remedy}"
+            )
             self._stop(_DESYNC, sender, OPTIONS)
         for sender in _odd({sender: digest >> 32 for sender, digest in digests.items()}):
-            self._warn(step, sender, f"replica {sender} received other messages than the others before step {step}")
+            self._warn(
+                step,
+                sender,
+                f"replica {sender} received other messages than the others before step {step}",
+            )
             if not self._repairs:
                 self._stop(_DESYNC, sender)
 
@@ -202,8 +218,14 @@ class FaultCounts:
         name = self.names[number] if number < len(self.names) else "a state that its log names"
         if kind == _NON_FINITE:
             often = f" for the {IN_A_ROW + 1}th time in a row" if self._policy == "skip" else ""
-            scaler = "" if often or "gradient" not in self._signal else '; a GradScaler needs Safety(non_finite="skip")'
-            text = f"{self._signal} of {name} is not finite on replica {sender} at step {step}{often}"
+            scaler = (
+                ""
+                if often or "gradient" not in self._signal
+                else '; a GradScaler needs Safety(non_finite="skip")'
+            )
+            text = (
+                f"{self._signal} of {name} is not finite on replica {sender} at step {step}{often}"
+            )
             return NonFiniteGradient(f"{text}: lower lr, or clip{scaler}")
         if kind == _REFUSED:
             text = f"{STRIKES} messages of {_sender(sender)} were refused, the last at step {step}"

@@ -17,7 +17,15 @@ from detonation.core.codec.message_rows import MessageRows, SharedIndices, Works
 from detonation.core.codec.received import Arrived
 from detonation.core.compute.checksum import checksums
 from detonation.core.compute.nonfinite import LIMIT
-from detonation.core.integrity.header import CHECKSUM_AT, HEADER_BYTES, IDENTITY, MAGIC, VERSION, Header, hash63
+from detonation.core.integrity.header import (
+    CHECKSUM_AT,
+    HEADER_BYTES,
+    IDENTITY,
+    MAGIC,
+    VERSION,
+    Header,
+    hash63,
+)
 from detonation.core.integrity.message import Message, Tape
 from detonation.core.integrity.sums import SumGuard
 
@@ -74,7 +82,9 @@ def unsealed(messages: Tensor) -> tuple[Tensor, Tensor]:
 
     Shapes: `[messages, nbytes]` uint8 -> `[messages, 8]` and `[messages]` int64.
     """
-    words = messages[:, :HEADER_BYTES].clone(memory_format=torch.contiguous_format).view(torch.int64)
+    words = (
+        messages[:, :HEADER_BYTES].clone(memory_format=torch.contiguous_format).view(torch.int64)
+    )
     return words, checksums(messages, CHECKSUM_AT)
 
 
@@ -113,7 +123,9 @@ def decide_usable(
         heard = norms.masked_fill(refused, 0.0)
         senders = (heard > 0).sum(0, keepdim=True)
         # of two replicas the larger: none is accused; 0 if nobody sends anything
-        middle = heard.sort(descending=True).values.gather(0, senders.sub_(1).div_(2, rounding_mode="trunc"))
+        middle = heard.sort(descending=True).values.gather(
+            0, senders.sub_(1).div_(2, rounding_mode="trunc")
+        )
         bound = torch.maximum(middle, usual).mul_(LOUDER)
         refused.logical_or_(norms > bound)
         remembered = torch.where(middle * LOUDER < usual, usual, usual * FORGET)
@@ -133,7 +145,19 @@ def _limits(
     anything = torch.iinfo(torch.int64)
     loudest = struct.unpack("q", struct.pack("d", LIMIT))[0]
     lowest = [IDENTITY, schema, 0, place, nbytes, 0, anything.min, anything.min, 0, 0, 0]
-    highest = [IDENTITY, schema, 0, place, nbytes, parameters, anything.max, anything.max, 0, 0, loudest]
+    highest = [
+        IDENTITY,
+        schema,
+        0,
+        place,
+        nbytes,
+        parameters,
+        anything.max,
+        anything.max,
+        0,
+        0,
+        loudest,
+    ]
     found = torch.empty(2, replicas, len(lowest), dtype=torch.int64, device=device)
     of_step = torch.zeros(len(lowest), dtype=torch.int64, device=device)
     of_step[2].fill_(1)
@@ -161,12 +185,14 @@ def _fault(replica: int, row: Sequence[int], expected: Expected) -> str:
     reasons = {
         "is no message of this library": identity & 2**56 - 1 != MAGIC,
         "does not add up: it was damaged on its way": stated != added,
-        f"is in version {identity >> 56} of the format, here it is {VERSION}": identity >> 56 != VERSION,
+        f"is in version {identity >> 56} of the format, here it is {VERSION}": identity >> 56
+        != VERSION,
         "follows another schema: its sender has other settings": schema != header.schema,
         f"is of step {step}, expected was step {header.step}": step != header.step,
         f"says that it is from replica {sender}": sender != replica,
         "is of another level, part or phase of the step": place != header.place,
-        f"says that it has {length} bytes, expected were {expected.nbytes}": length != expected.nbytes,
+        f"says that it has {length} bytes, expected were {expected.nbytes}": length
+        != expected.nbytes,
         f"has status {status}, which does not exist": not 0 <= status <= expected.parameters,
         "has an index outside of its row": content == 1,
         "has an index twice or out of order": content == 2,
@@ -215,7 +241,9 @@ class Guard(SumGuard):
                 received = opened >> 32 << 32 | crc32(self._counts.options)
                 self._sent += 1
             nbytes = sum(message.codec.lengths[sum(each.rows for each in runs)])
-            header = Header(self._schema, message.step, self._place | phase, self._replica, status, received)
+            header = Header(
+                self._schema, message.step, self._place | phase, self._replica, status, received
+            )
             self._write_header(runs, nbytes, header)
             message.sent.clear()  # the collectives hold what they still need
         end = run.room + sum(run.codec.lengths[run.rows])
@@ -224,14 +252,21 @@ class Guard(SumGuard):
     def _write_header(self, runs: Sequence[MessageRows], nbytes: int, header: Header) -> None:
         octets = runs[0].octets
         if len(runs) == 1:
-            header.seal(octets[:, : HEADER_BYTES + nbytes] if octets.device.type == "cpu" else octets, nbytes)
+            header.seal(
+                octets[:, : HEADER_BYTES + nbytes] if octets.device.type == "cpu" else octets,
+                nbytes,
+            )
         else:
             whole = joined([run.parts for run in runs], HEADER_BYTES)
             header.seal(whole, nbytes)
             octets[:, :HEADER_BYTES] = whole[:, :HEADER_BYTES]
 
     def open(
-        self, message: Message, stage: Stage, shared: Tensor | SharedIndices | None, tape: Tape | None = None
+        self,
+        message: Message,
+        stage: Stage,
+        shared: Tensor | SharedIndices | None,
+        tape: Tape | None = None,
     ) -> Arrived:
         """Validates and counts the sealed messages that have arrived, one per replica; zeros replace unusable ones.
 
@@ -240,9 +275,13 @@ class Guard(SumGuard):
             tape: Takes in the messages, unless they come from it.
         """
         arrived = message.arrived
-        if tape is not None and tape.plays:  # to whom the messages belong; lost replicas have an empty header
+        if (
+            tape is not None and tape.plays
+        ):  # to whom the messages belong; lost replicas have an empty header
             message.recycle = None
-            message.absent = {row for row, octets in enumerate(arrived[0]) if not octets[:HEADER_BYTES].any()}
+            message.absent = {
+                row for row, octets in enumerate(arrived[0]) if not octets[:HEADER_BYTES].any()
+            }
         absent = message.absent
         end = HEADER_BYTES + sum(stage.codec.lengths[stage.rows])
         back = partial(message.recycle, arrived[0]) if message.recycle else None
@@ -252,10 +291,15 @@ class Guard(SumGuard):
             for sender in absent:  # which a replay finds by its empty header
                 whole[sender, :HEADER_BYTES] = 0
             tape.put(self.place, message.step, whole[:, :end])
-        body, back = whole[:, HEADER_BYTES:end], back if arrived else None  # else `whole` is of its own
+        body, back = (
+            whole[:, HEADER_BYTES:end],
+            back if arrived else None,
+        )  # else `whole` is of its own
         found = Arrived(stage.codec, body, stage.rows, shared, stage.aggregation, stage.unit, back)
         refused = self.admit(message, stage, whole, found.facts())
-        if absent and stage.signals:  # the aggregate is that of the others; an owner that is absent leaves its rows
+        if (
+            absent and stage.signals
+        ):  # the aggregate is that of the others; an owner that is absent leaves its rows
             present = [sender for sender in range(len(whole)) if sender not in absent]
             found = replace(found, body=body[present])
             refused = None if refused is None else refused[present]
@@ -265,7 +309,9 @@ class Guard(SumGuard):
             found.blank(refused)
         return found
 
-    def admit(self, message: Message, stage: Stage, whole: Tensor, content: tuple[Tensor, Tensor]) -> Tensor | None:
+    def admit(
+        self, message: Message, stage: Stage, whole: Tensor, content: tuple[Tensor, Tensor]
+    ) -> Tensor | None:
         """Decides which messages are refused, and counts the faults; not of absent replicas, whose messages are zeros.
 
         Args:
@@ -275,16 +321,24 @@ class Guard(SumGuard):
         Shapes: whole `[replicas, 64 + nbytes + padding]` uint8 -> `[replicas]` bool, or None where none is.
         """
         header = Header(self._schema, message.step, self._place | stage.phase, 0)
-        expected = Expected(header, sum(stage.codec.lengths[stage.rows]), len(self._names), stage.signals)
+        expected = Expected(
+            header, sum(stage.codec.lengths[stage.rows]), len(self._names), stage.signals
+        )
         refused, table = decide_usable(*unsealed(whole), *content, expected, self.usual)
-        report = partial(self._report, expected=expected, last=not stage.phase, absent=message.absent)
+        report = partial(
+            self._report, expected=expected, last=not stage.phase, absent=message.absent
+        )
         if self._on_device:
             self._counts.report_later(message.step + self._delay, runtime.Readback(table), report)
             return refused
         return None if report(table.tolist()) else refused
 
     def _report(
-        self, rows: Sequence[Sequence[int]], expected: Expected, last: bool, absent: Collection[int] = ()
+        self,
+        rows: Sequence[Sequence[int]],
+        expected: Expected,
+        last: bool,
+        absent: Collection[int] = (),
     ) -> bool:
         """Counts the faults of each row of the table of `decide_usable`; returns True if no message is refused."""
         fine, step = not any(row[-1] for row in rows), expected.header.step
@@ -307,9 +361,13 @@ class Guard(SumGuard):
             self._counts.accept(used, self._place)
         return fine
 
-    def _compare_received(self, rows: Sequence[Sequence[int]], faults: Sequence[str], step: int) -> None:
+    def _compare_received(
+        self, rows: Sequence[Sequence[int]], faults: Sequence[str], step: int
+    ) -> None:
         """Compares the digests of all replicas, which reveal a message that was damaged on the way to some of them."""
-        self._received[self._opened] = hash63(repr([(row[7], fault) for row, fault in zip(rows, faults, strict=True)]))
+        self._received[self._opened] = hash63(
+            repr([(row[7], fault) for row, fault in zip(rows, faults, strict=True)])
+        )
         self._received.pop(self._opened - 2 - self._delay, None)
         self._opened += 1
         digests = {sender: row[6] for sender, row in enumerate(rows) if not faults[sender]}

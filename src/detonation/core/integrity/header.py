@@ -58,7 +58,16 @@ class Header:
         words, origin = messages[:, :HEADER_BYTES].view(torch.int64), self.sender << 32 | self.place
         device = messages.device
         if device.type == "cpu" and not isinstance(self.status, torch.Tensor):
-            content = [IDENTITY, self.schema, self.step, origin, nbytes, self.status, self.received, 0]
+            content = [
+                IDENTITY,
+                self.schema,
+                self.step,
+                origin,
+                nbytes,
+                self.status,
+                self.received,
+                0,
+            ]
             words.copy_(torch.tensor(content, dtype=torch.int64, device="cpu"))
         else:
             constants = _constants((IDENTITY, self.schema, 0, origin, nbytes, 0, 0, 0), device)
@@ -106,7 +115,9 @@ def resent(message: Tensor, sender: int) -> Tensor:
         return copy
     words = copy[:HEADER_BYTES].view(torch.int64)
     sealed = words[0] & ~(-1 << 56) == MAGIC
-    last = copy[max(HEADER_BYTES, len(copy) - LINE_BYTES) :]  # which may end with padding of any content
+    last = copy[
+        max(HEADER_BYTES, len(copy) - LINE_BYTES) :
+    ]  # which may end with padding of any content
     places = torch.arange(len(copy) - len(last), len(copy), dtype=torch.int64, device=copy.device)
     last.masked_fill_(sealed & (places >= HEADER_BYTES + words[4]), 0)
     words[3] = torch.where(sealed, sender << 32 | words[3] & 0xFFFFFFFF, words[3])

@@ -109,7 +109,10 @@ class Message:
             pairs = sorted(zip(self.rows, arrived, strict=True), key=lambda pair: pair[0])
             lengths = [list(self.codec.lengths[rows]) for (_, rows), _ in pairs]
             bodies = [each if rows[0] else each[:, HEADER_BYTES:] for rows, each in pairs]
-            runs = [torch.split(body[:, : sum(some)], some, 1) for body, some in zip(bodies, lengths, strict=True)]
+            runs = [
+                torch.split(body[:, : sum(some)], some, 1)
+                for body, some in zip(bodies, lengths, strict=True)
+            ]
             octets = pairs[0][1]
         whole = joined(runs, HEADER_BYTES, octets[:, :HEADER_BYTES])
         self.release()

@@ -43,9 +43,13 @@ class SumGuard:
         self._delay, self._on_device = delay, on_device
         self.usual = torch.zeros(1, dtype=torch.float32, device="cpu") if usual is None else usual
         self._forget = forget
-        self._high = 1 + (len(self._names) >> 16)  # statuses have as many highest digits; marks take the rest of 256
+        self._high = 1 + (
+            len(self._names) >> 16
+        )  # statuses have as many highest digits; marks take the rest of 256
         marks, first = min(251, 256 // self._high - 1), (self._schema + 5 * place) % 251
-        self._marks = [(1 + (first + step) % marks) * self._high for step in range(marks)]  # of steps, in turns
+        self._marks = [
+            (1 + (first + step) % marks) * self._high for step in range(marks)
+        ]  # of steps, in turns
         self._sent = self._opened = 0
         self._received: dict[int, int] = {}  # digests by number of the exchange
 
@@ -61,7 +65,10 @@ class SumGuard:
         digits.zero_()
         if isinstance(status, Tensor) or status:
             for i in range(DIGITS):
-                put(digits[DIGITS * self._replica + i], (status >> 8 * i & 255) + mark * (i == DIGITS - 1))
+                put(
+                    digits[DIGITS * self._replica + i],
+                    (status >> 8 * i & 255) + mark * (i == DIGITS - 1),
+                )
         else:
             digits[DIGITS * self._replica + DIGITS - 1].fill_(mark)
 
@@ -77,8 +84,12 @@ class SumGuard:
         if self._on_device:
             norms = torch.stack([torch.linalg.vector_norm(each, torch.inf) for each in values])
             finite = norms.isfinite().all().view(1)
-            found = runtime.Readback(torch.cat([finite.to(torch.float32), digits.to(torch.float32)]))
-            self._counts.report_later(step + self._delay, found, partial(self._report_sum, step, absent))
+            found = runtime.Readback(
+                torch.cat([finite.to(torch.float32), digits.to(torch.float32)])
+            )
+            self._counts.report_later(
+                step + self._delay, found, partial(self._report_sum, step, absent)
+            )
             for each in values:
                 each.masked_fill_(finite.logical_not(), 0.0)
             return True
@@ -88,15 +99,23 @@ class SumGuard:
         else:
             fine = all(bool(each.isfinite().all()) for each in values)
         said, mark = digits.tolist(), self._marks[step % len(self._marks)]
-        if fine and said == [0, 0, mark] * (len(said) // DIGITS) and not (self._counts.skipped or self._counts.refused):
+        if (
+            fine
+            and said == [0, 0, mark] * (len(said) // DIGITS)
+            and not (self._counts.skipped or self._counts.refused)
+        ):
             return True
         return self._report_sum(step, absent, [fine, *said])
 
     def _report_sum(self, step: int, absent: Collection[int], found: Sequence[float]) -> bool:
         """Counts the status of each replica, and a sum that is not finite; False for that, and for another mark."""
         finite, *digits = found
-        statuses = statuses_of_sum(digits, self._replica, self._marks[step % len(self._marks)], self._high, absent)
-        self._counts.accept([sender for sender, status in enumerate(statuses) if not status], self._place)
+        statuses = statuses_of_sum(
+            digits, self._replica, self._marks[step % len(self._marks)], self._high, absent
+        )
+        self._counts.accept(
+            [sender for sender, status in enumerate(statuses) if not status], self._place
+        )
         for sender, status in enumerate(statuses):
             if not status:
                 continue
@@ -111,7 +130,9 @@ class SumGuard:
         return bool(finite) and min(statuses, default=0) >= 0
 
 
-def statuses_of_sum(digits: Sequence[float], replica: int, mark: int, high: int, absent: Collection[int]) -> list[int]:
+def statuses_of_sum(
+    digits: Sequence[float], replica: int, mark: int, high: int, absent: Collection[int]
+) -> list[int]:
     """The status of each replica in the digits of an all-reduce; -1 where it has another mark, or none.
 
     Args:
@@ -123,14 +144,20 @@ def statuses_of_sum(digits: Sequence[float], replica: int, mark: int, high: int,
     [0, 259, -1, 0]
     """
     replicas, found = len(digits) // DIGITS, list[int]()
-    if digits[DIGITS * replica + DIGITS - 1] >= 2 * mark and all(0 <= digit < 256 * replicas for digit in digits):
+    if digits[DIGITS * replica + DIGITS - 1] >= 2 * mark and all(
+        0 <= digit < 256 * replicas for digit in digits
+    ):
         # of a communicator of one replica that stands for all; bf16 rounds the sum of three marks
         means = [digit / replicas for digit in digits]
         digits = [mark if abs(mean - mark) <= mark / 256 else round(mean) for mean in means]
         absent = range(replicas)
     for sender in range(replicas):
         *low, top = digits[DIGITS * sender : DIGITS * (sender + 1)]
-        known = all(0 <= digit <= 255 and digit == int(digit) for digit in low) and top - mark in range(high)
-        status = sum(int(digit) << 8 * i for i, digit in enumerate((*low, top - mark))) if known else -1
+        known = all(
+            0 <= digit <= 255 and digit == int(digit) for digit in low
+        ) and top - mark in range(high)
+        status = (
+            sum(int(digit) << 8 * i for i, digit in enumerate((*low, top - mark))) if known else -1
+        )
         found.append(0 if sender in absent and not any((*low, top)) else status)
     return found

@@ -37,7 +37,9 @@ class HostStaging:
 
         Shapes: -> `shape`.
         """
-        return torch.empty(shape, dtype=like.dtype, device="cpu", pin_memory=like.device.type != "cpu")
+        return torch.empty(
+            shape, dtype=like.dtype, device="cpu", pin_memory=like.device.type != "cpu"
+        )
 
     def to_host(self, message: Tensor) -> tuple[Tensor, Any]:
         """A copy of `message` that the network may read, and the event that is over when it is there, if any."""
@@ -46,7 +48,9 @@ class HostStaging:
         host = self.empty(tuple(message.shape), message)
         return host.copy_(message, non_blocking=True), recorded(message.device)
 
-    def start(self, collective: Callable[[], Any], copied: Any, later: bool) -> Callable[[], object]:
+    def start(
+        self, collective: Callable[[], Any], copied: Any, later: bool
+    ) -> Callable[[], object]:
         """Starts `collective` once the event `copied` is over; returns what waits for it.
 
         Args:
@@ -111,7 +115,9 @@ Axis = DeviceMesh | Communicator
 """An axis along which replicas are joined."""
 
 
-def divided(axis: Axis, parameters: Mapping[str, Tensor]) -> list[tuple[int, Axis, Mapping[str, Tensor]]]:
+def divided(
+    axis: Axis, parameters: Mapping[str, Tensor]
+) -> list[tuple[int, Axis, Mapping[str, Tensor]]]:
     """The parts of `parameters` that replicate by themselves, in the order in which all ranks exchange them.
 
     Of each its number, its axis, and its tensors: all, unless the axis has a method `divide`.
@@ -152,7 +158,9 @@ class ProcessGroupCommunicator:
 
     def __init__(self, axis: DeviceMesh, own: bool = False) -> None:
         if axis.ndim != 1:
-            raise ValueError(f'the axis has {axis.ndim} dimensions {axis.mesh_dim_names}: pass one, mesh["replicate"]')
+            raise ValueError(
+                f'the axis has {axis.ndim} dimensions {axis.mesh_dim_names}: pass one, mesh["replicate"]'
+            )
         self._of_axis = axis.get_group()
         self._size, self.replica = axis.size(), axis.get_local_rank()
         self._own = own and self._size > 1
@@ -173,14 +181,18 @@ class ProcessGroupCommunicator:
         if not self._own:
             return self._of_axis
         group = _group_beside(self._of_axis)
-        if self._is_gloo:  # NCCL ends a communicator on all ranks at once, which no collector of garbage does
+        if (
+            self._is_gloo
+        ):  # NCCL ends a communicator on all ranks at once, which no collector of garbage does
             weakref.finalize(self, _end, group).atexit = False
         return group
 
     def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:  # [any] -> [any]
         buffer, copied = (values, None) if self._staging is None else self._staging.to_host(values)
         start = partial(dist.all_reduce, buffer, group=self._group, async_op=True)
-        arrived = start().wait if self._staging is None else self._staging.start(start, copied, self._own)
+        arrived = (
+            start().wait if self._staging is None else self._staging.start(start, copied, self._own)
+        )
 
         def wait() -> Tensor:
             arrived()
@@ -188,22 +200,32 @@ class ProcessGroupCommunicator:
 
         return wait
 
-    def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:  # [bytes] -> [replicas, bytes] uint8
+    def all_gather(
+        self, mine: Tensor
+    ) -> Callable[[], Tensor]:  # [bytes] -> [replicas, bytes] uint8
         return self._received(_all_gather, (self._size, len(mine)), mine)
 
-    def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:  # [replicas * bytes] -> [replicas, bytes] uint8
+    def all_to_all(
+        self, mine: Tensor
+    ) -> Callable[[], Tensor]:  # [replicas * bytes] -> [replicas, bytes] uint8
         return self._received(dist.all_to_all_single, (self._size, len(mine) // self._size), mine)
 
-    def _received(self, collective: Any, shape: tuple[int, int], mine: Tensor) -> Callable[[], Tensor]:  # -> shape
+    def _received(
+        self, collective: Any, shape: tuple[int, int], mine: Tensor
+    ) -> Callable[[], Tensor]:  # -> shape
         sent, copied = (mine, None) if self._staging is None else self._staging.to_host(mine)
         for index, free in enumerate(self._free):
             if free.shape == shape:
                 received = self._free.pop(index)
                 break
         else:
-            received = mine.new_empty(shape) if self._staging is None else self._staging.empty(shape, mine)
+            received = (
+                mine.new_empty(shape) if self._staging is None else self._staging.empty(shape, mine)
+            )
         start = partial(collective, received.view(-1), sent, group=self._group, async_op=True)
-        arrived = start().wait if self._staging is None else self._staging.start(start, copied, self._own)
+        arrived = (
+            start().wait if self._staging is None else self._staging.start(start, copied, self._own)
+        )
 
         def wait() -> Tensor:
             arrived()
@@ -245,11 +267,16 @@ def _group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if dist.is_nccl_available():
         for each in backends:
             if isinstance(each, dist.ProcessGroupNCCL):
-                options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=each.options.is_high_priority_stream)
+                options = dist.ProcessGroupNCCL.Options(
+                    is_high_priority_stream=each.options.is_high_priority_stream
+                )
     timeout = max(each.options._timeout for each in backends)
     if options is not None:
         options._timeout = timeout
-    bound, everyone.bound_device_id = everyone.bound_device_id, None  # else NCCL splits the world, with all its ranks
+    bound, everyone.bound_device_id = (
+        everyone.bound_device_id,
+        None,
+    )  # else NCCL splits the world, with all its ranks
     try:
         make: Any = distributed_c10d._new_process_group_helper
         of_group = group.size(), group.rank(), ranks, backend, store, name

@@ -28,7 +28,9 @@ class Coordinates:
 
 
 def coordinates_of(
-    levels: Sequence[tuple[Axis, Scheme]], parameters: Iterable[Tensor], intra_node: DeviceMesh | None = None
+    levels: Sequence[tuple[Axis, Scheme]],
+    parameters: Iterable[Tensor],
+    intra_node: DeviceMesh | None = None,
 ) -> Coordinates:
     """This rank's coordinates: its replica by the axes of `levels`, its shard by the mesh of the parameters.
 

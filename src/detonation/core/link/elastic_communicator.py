@@ -100,7 +100,9 @@ class AgreedCommunicator:
     def __init__(self, between: RenumberedCommunicator, beside: Sequence[Communicator]) -> None:
         self._between, self._beside, self.size = between, beside, between.size
         self.all_gather = partial(self._rows, between.all_gather)
-        self.all_to_all = partial(self._rows, between.all_to_all)  # of which others may have received more, or less
+        self.all_to_all = partial(
+            self._rows, between.all_to_all
+        )  # of which others may have received more, or less
 
     def __getattr__(self, name: str) -> Any:  # replica and absent, as they are now
         return getattr(self._between, name)
@@ -116,7 +118,9 @@ class AgreedCommunicator:
 
         return wait
 
-    def _rows(self, collective: Callable[[Tensor], Callable[[], Tensor]], mine: Tensor) -> Callable[[], Tensor]:
+    def _rows(
+        self, collective: Callable[[Tensor], Callable[[], Tensor]], mine: Tensor
+    ) -> Callable[[], Tensor]:
         arriving = collective(mine)
 
         def wait() -> Tensor:
@@ -124,14 +128,18 @@ class AgreedCommunicator:
             if self._alike(rows.device):
                 return rows
             absent = torch.tensor(sorted(self.absent), dtype=torch.int64, device=rows.device)
-            return rows.index_fill(0, absent, 0)  # of a copy: another replica may still need the rows
+            return rows.index_fill(
+                0, absent, 0
+            )  # of a copy: another replica may still need the rows
 
         return wait
 
     def _alike(self, device: torch.device) -> bool:
         """Makes a replica absent on all ranks that is absent on any; returns whether it was on all."""
         absent = [each in self.absent for each in range(self.size())]
-        found = torch.tensor([absent, [not each for each in absent]], dtype=torch.uint8, device=device).view(-1)
+        found = torch.tensor(
+            [absent, [not each for each in absent]], dtype=torch.uint8, device=device
+        ).view(-1)
         for axis in self._beside:
             found = axis.all_gather(found)().amax(0)
         anywhere, elsewhere = found.view(2, -1).tolist()

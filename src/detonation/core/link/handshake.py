@@ -24,7 +24,9 @@ def send_to_all(communicator: Communicator, value: Any, device: torch.device) ->
     """Every replica's `value` (of JSON), in replica order, in messages whose sizes all know. Collective."""
 
     def gathered(content: bytes) -> list[bytes]:
-        rows = communicator.all_gather(torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device))()
+        rows = communicator.all_gather(
+            torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
+        )()
         return [bytes(row.tolist()) for row in present_rows(communicator, rows)]
 
     mine = json.dumps(value).encode()
@@ -59,7 +61,10 @@ def require_same(
     mine = [dict(description), dict(notes)]
     node = [mine] if intra_node is None else send_to_all(intra_node, mine, device)
     ranks = [
-        (f"replica {replica}" if intra_node is None else f"replica {replica} local rank {local}", described)
+        (
+            f"replica {replica}" if intra_node is None else f"replica {replica} local rank {local}",
+            described,
+        )
         for replica, theirs in enumerate(send_to_all(inter_node, node, device))
         for local, described in enumerate(theirs)
     ]

@@ -35,12 +35,20 @@ class HierarchicalCommunicator:
 
         return wait
 
-    def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:  # [bytes] -> [replicas, bytes] uint8
-        return self._joined(self._slow.all_gather(self._own_part(mine.view(1, -1)).view(-1)), len(mine))
+    def all_gather(
+        self, mine: Tensor
+    ) -> Callable[[], Tensor]:  # [bytes] -> [replicas, bytes] uint8
+        return self._joined(
+            self._slow.all_gather(self._own_part(mine.view(1, -1)).view(-1)), len(mine)
+        )
 
-    def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:  # [replicas * bytes] -> [replicas, bytes] uint8
+    def all_to_all(
+        self, mine: Tensor
+    ) -> Callable[[], Tensor]:  # [replicas * bytes] -> [replicas, bytes] uint8
         slices = mine.view(self.size(), -1)
-        return self._joined(self._slow.all_to_all(self._own_part(slices).reshape(-1)), slices.shape[1])
+        return self._joined(
+            self._slow.all_to_all(self._own_part(slices).reshape(-1)), slices.shape[1]
+        )
 
     def _own_part(self, lines: Tensor) -> Tensor:
         """The part of every line that this rank sends: an equal share, zero-padded."""  # [lines, n] -> [lines, share]
@@ -53,7 +61,9 @@ class HierarchicalCommunicator:
 
         def wait() -> Tensor:
             part = arriving()  # [replicas, share]
-            parts = self._fast.all_gather(part.reshape(-1))().view(self._fast.size(), self.size(), -1)
+            parts = self._fast.all_gather(part.reshape(-1))().view(
+                self._fast.size(), self.size(), -1
+            )
             return parts.transpose(0, 1).reshape(self.size(), -1)[:, :nbytes]
 
         return wait
@@ -84,5 +94,7 @@ def is_sharded_over(parameter: Tensor, others: set[int]) -> bool:
 def sharding_ranks(parameter: DTensor) -> list[set[int]]:
     """The ranks that each cut of `parameter` lies on, its own among them."""
     mesh = parameter.device_mesh
-    dims = [dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    dims = [
+        dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()
+    ]
     return [set(dist.get_process_group_ranks(mesh.get_group(dim))) for dim in dims]

@@ -39,22 +39,34 @@ class Link:
     """
 
     def __init__(
-        self, axis: Axis, intra_node: Axis | None = None, own: bool = False, inside: Sequence[Axis] = ()
+        self,
+        axis: Axis,
+        intra_node: Axis | None = None,
+        own: bool = False,
+        inside: Sequence[Axis] = (),
     ) -> None:
         self.axis = axis
         self._inter_node = communicator_of(axis, own)
         self._intra_node = None if intra_node is None else communicator_of(intra_node)
-        self.elastic = self._inter_node if isinstance(self._inter_node, RenumberedCommunicator) else None
-        beside = [communicator_of(each) for each in (*inside, intra_node) if each not in (None, axis)]
+        self.elastic = (
+            self._inter_node if isinstance(self._inter_node, RenumberedCommunicator) else None
+        )
+        beside = [
+            communicator_of(each) for each in (*inside, intra_node) if each not in (None, axis)
+        ]
         if beside and isinstance(self._inter_node, ElasticCommunicator):
             self._inter_node = AgreedCommunicator(self._inter_node, beside)
         self._communicator = self._inter_node
         if self._intra_node is not None:
             self._communicator = HierarchicalCommunicator(self._inter_node, self._intra_node)
         self.replicas, self.replica = self._inter_node.size(), self._inter_node.replica
-        self.recycle: Callable[[Tensor], None] = getattr(self._communicator, "recycle", lambda _: None)
+        self.recycle: Callable[[Tensor], None] = getattr(
+            self._communicator, "recycle", lambda _: None
+        )
         self.local_ranks = 1 if self._intra_node is None else self._intra_node.size()
-        self.send_to_all = partial(send_to_all, self._inter_node)  # not counted as sent, like what follows
+        self.send_to_all = partial(
+            send_to_all, self._inter_node
+        )  # not counted as sent, like what follows
         self.require_same = partial(require_same, self._inter_node, self._intra_node)
         self.bytes_sent = 0
         self.waited_s = 0.0
@@ -74,7 +86,9 @@ class Link:
 
         Shapes: `[nbytes]` uint8, the same on all replicas -> `[replicas, nbytes]`.
         """
-        self.bytes_sent += ring_bytes("all-gather", bytes_per_rank(len(message), self.local_ranks), self.replicas)
+        self.bytes_sent += ring_bytes(
+            "all-gather", bytes_per_rank(len(message), self.local_ranks), self.replicas
+        )
         return self._communicator.all_gather(message)
 
     def all_to_all(self, messages: Tensor) -> Callable[[], Tensor]:
@@ -111,7 +125,11 @@ class Link:
         Shapes: `[n]` int64 -> `[replicas, n]` int64; apart `[replicas, local ranks * n]`.
         """
         if self._intra_node is not None:
-            words = self._intra_node.all_gather(words.contiguous().view(torch.uint8))().reshape(-1).view(words.dtype)
+            words = (
+                self._intra_node.all_gather(words.contiguous().view(torch.uint8))()
+                .reshape(-1)
+                .view(words.dtype)
+            )
         if self._intra_node is not None and not apart:
             local = words.view(self.local_ranks, -1)
             weights = torch.arange(1, 2 * len(local), 2, dtype=torch.int64, device=words.device)
@@ -124,8 +142,14 @@ class Link:
 
 def links_of_shards(parameters: Iterable[Tensor]) -> tuple[Link, ...]:
     """The links to the other shards of this replica: one per mesh axis of `parameters` that has several ranks."""
-    meshes = dict.fromkeys(p.device_mesh for p in map(whole_of, parameters) if isinstance(p, DTensor))
-    axes = [a for m in meshes for a in ([m] if m.ndim == 1 else [m[name] for name in m.mesh_dim_names or ()])]
+    meshes = dict.fromkeys(
+        p.device_mesh for p in map(whole_of, parameters) if isinstance(p, DTensor)
+    )
+    axes = [
+        a
+        for m in meshes
+        for a in ([m] if m.ndim == 1 else [m[name] for name in m.mesh_dim_names or ()])
+    ]
     return tuple(Link(axis) for axis in axes if axis.size() > 1)
 
 

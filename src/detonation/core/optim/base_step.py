@@ -59,7 +59,9 @@ class BaseStep:
 
     def round_singly(self, on: bool = True) -> None:
         """Takes steps whose every operation is rounded by itself from now on, or steps as torch takes them."""
-        self.rounding = imported("detonation.gates.single_rounding:SingleRounding")() if on else nullcontext()
+        self.rounding = (
+            imported("detonation.gates.single_rounding:SingleRounding")() if on else nullcontext()
+        )
 
     def hold(self, parameters: Iterable[Tensor]) -> None:
         """Takes zeros for the updates of the padding rows of `parameters` from now on."""
@@ -87,7 +89,9 @@ class _Lookout:
         self.is_away = False
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        moves = any(group.get("lr", 1) != 0 for group in optimizer.param_groups)  # else torch's helpers make state
+        moves = any(
+            group.get("lr", 1) != 0 for group in optimizer.param_groups
+        )  # else torch's helpers make state
         if self.users and moves and not self.is_away:
             raise RuntimeError(
                 f"the {type(optimizer).__name__} inside was stepped, which moves this replica alone: call step() of "

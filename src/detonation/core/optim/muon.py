@@ -59,10 +59,18 @@ class Muon(Optimizer):
         if lr < 0:
             raise ValueError(f"lr is {lr}, must be at least 0")
         if not all(0 <= share < 1 for share in (momentum, *betas)):
-            raise ValueError(f"momentum and betas are {momentum}, {betas}, must be from 0 to below 1")
+            raise ValueError(
+                f"momentum and betas are {momentum}, {betas}, must be from 0 to below 1"
+            )
         if weight_decay < 0:
             raise ValueError(f"weight_decay is {weight_decay}, must be at least 0")
-        settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "betas": tuple(betas), "eps": eps}
+        settings = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "betas": tuple(betas),
+            "eps": eps,
+        }
         super().__init__(params, {**settings, "orthogonal": True})
 
     @torch.no_grad()
@@ -85,8 +93,14 @@ class Muon(Optimizer):
         momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
         direction = gradient.lerp(momentum, group["momentum"])
         if isinstance(direction, DTensor):  # of the whole matrix, sharded as it is
-            mesh, placements, whole = direction.device_mesh, direction.placements, direction.full_tensor()
-            direction = distribute_tensor(_newton_schulz(whole), mesh, placements, src_data_rank=None)
+            mesh, placements, whole = (
+                direction.device_mesh,
+                direction.placements,
+                direction.full_tensor(),
+            )
+            direction = distribute_tensor(
+                _newton_schulz(whole), mesh, placements, src_data_rank=None
+            )
         else:
             direction = _newton_schulz(direction)
         matrix.mul_(1 - lr * group["weight_decay"])
@@ -96,7 +110,9 @@ class Muon(Optimizer):
         for p in parameters:
             if not self.state[p]:
                 step = torch.zeros((), dtype=torch.float32, device="cpu")
-                self.state[p].update(step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                self.state[p].update(
+                    step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p)
+                )
         states = [self.state[p] for p in parameters]
         adamw(
             [local(p) for p in parameters],
@@ -126,5 +142,7 @@ def _newton_schulz(matrix: Tensor) -> Tensor:
     wide: Tensor = x if x.shape[0] <= x.shape[1] else x.T
     for _ in range(5):
         gram = wide @ wide.T
-        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), wide, beta=3.4445)
+        wide = torch.addmm(
+            wide, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), wide, beta=3.4445
+        )
     return (wide if wide.shape == x.shape else wide.T).to(matrix.dtype)

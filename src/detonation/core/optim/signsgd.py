@@ -23,7 +23,9 @@ class SignEngine(Protocol):
     def can_apply_signs(self, received: Any, weights: Sequence[Tensor]) -> bool:
         """True if it can move these weights by the messages received."""
 
-    def apply_signs(self, received: Any, weights: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
+    def apply_signs(
+        self, received: Any, weights: Sequence[Tensor], rates: Sequence[SignRate]
+    ) -> None:
         """`weight = shrink * weight - lr * sign(update)`, with shrink and lr of each weight."""
 
 
@@ -111,7 +113,9 @@ class SignSGD(Optimizer):
         moved: set[int] = set()
         if self._updates:
             groups = [(p, group) for group in self.param_groups for p in group["params"]]
-            rates = {id(p): (1 - float(g["lr"]) * g["weight_decay"], float(g["lr"])) for p, g in groups}
+            rates = {
+                id(p): (1 - float(g["lr"]) * g["weight_decay"], float(g["lr"])) for p, g in groups
+            }
             updates, self._updates = self._updates, {}
             for parameters, weights, engine, received in updates.values():
                 engine.apply_signs(received, weights, [rates[id(p)] for p in parameters])
@@ -125,10 +129,14 @@ class SignSGD(Optimizer):
                 directions = [local(p.grad) for p in rest]
                 if group["momentum"]:
                     directions = self._momentum(rest, directions, group["momentum"])
-                _sign_step([local(p) for p in rest], directions, float(group["lr"]), group["weight_decay"])
+                _sign_step(
+                    [local(p) for p in rest], directions, float(group["lr"]), group["weight_decay"]
+                )
         return loss
 
-    def _momentum(self, parameters: list[Tensor], gradients: list[Tensor], momentum: float) -> list[Tensor]:
+    def _momentum(
+        self, parameters: list[Tensor], gradients: list[Tensor], momentum: float
+    ) -> list[Tensor]:
         for p in parameters:
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
@@ -138,7 +146,9 @@ class SignSGD(Optimizer):
         return buffers
 
 
-def _sign_step(weights: list[Tensor], directions: list[Tensor], lr: float, weight_decay: float) -> None:
+def _sign_step(
+    weights: list[Tensor], directions: list[Tensor], lr: float, weight_decay: float
+) -> None:
     """`weights = (1 - lr * weight_decay) * weights - lr * sign(directions)`, in place.
 
     Shapes: each direction as its weight.
@@ -147,7 +157,9 @@ def _sign_step(weights: list[Tensor], directions: list[Tensor], lr: float, weigh
     kernel = kernel_library.library_for(*weights, *directions)
     if kernel and all(tensor.dtype == torch.float32 for tensor in (*weights, *directions)):
         for weight, direction in zip(weights, directions, strict=True):
-            kernel.sign_step(weight, direction, shrink, lr)  # one pass, and no temporary of the model's size
+            kernel.sign_step(
+                weight, direction, shrink, lr
+            )  # one pass, and no temporary of the model's size
         return
     if weight_decay:
         torch._foreach_mul_(weights, shrink)
@@ -156,12 +168,20 @@ def _sign_step(weights: list[Tensor], directions: list[Tensor], lr: float, weigh
         torch._foreach_add_(moved, torch._foreach_sign(against), alpha=-lr)
 
 
-def _groups(weights: list[Tensor], directions: list[Tensor], most: int) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+def _groups(
+    weights: list[Tensor], directions: list[Tensor], most: int
+) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Weights and directions in groups of up to `most` coordinates; a larger tensor is cut where it is contiguous."""
     moved, against, room = list[Tensor](), list[Tensor](), most
     for weight, direction in zip(weights, directions, strict=True):
         if weight.numel() > most and weight.is_contiguous() and direction.is_contiguous():
-            pieces = list(zip(torch.split(weight.view(-1), most), torch.split(direction.view(-1), most), strict=True))
+            pieces = list(
+                zip(
+                    torch.split(weight.view(-1), most),
+                    torch.split(direction.view(-1), most),
+                    strict=True,
+                )
+            )
         else:
             pieces = [(weight, direction)]
         for one, other in pieces:

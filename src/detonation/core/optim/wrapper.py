@@ -24,10 +24,14 @@ class OptimizerWrapper(Optimizer):
         super().__setstate__({})  # hooks and profiling, without a second list of parameters
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"optimizer.{name} does not exist; the optimizer inside is optimizer.base")
+        raise AttributeError(
+            f"optimizer.{name} does not exist; the optimizer inside is optimizer.base"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("this optimizer holds links of its process and cannot be copied or pickled: use state_dict()")
+        raise TypeError(
+            "this optimizer holds links of its process and cannot be copied or pickled: use state_dict()"
+        )
 
     def unscale(self) -> Tensor | None:
         """Divides the gradients by the scale of a GradScaler, if one calls this step.
@@ -35,9 +39,16 @@ class OptimizerWrapper(Optimizer):
         Shapes: -> `[]` fp32 of a GradScaler's finding, not 0 where a gradient overflowed; None without a GradScaler.
         """
         if (scale := vars(self).get("grad_scale")) is not None:
-            gradients = [local(p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
+            gradients = [
+                local(p.grad)
+                for group in self.param_groups
+                for p in group["params"]
+                if p.grad is not None
+            ]
             if gradients:
-                torch._foreach_mul_(gradients, scale.to(gradients[0].device).double().reciprocal().float())
+                torch._foreach_mul_(
+                    gradients, scale.to(gradients[0].device).double().reciprocal().float()
+                )
         return vars(self).get("found_inf")
 
     # the next three are the base optimizer's own, also after it replaced them in load_state_dict

@@ -26,7 +26,14 @@ from detonation.core.agreement.selftest import (
     selftest_conditions,
 )
 from detonation.core.compute.checksum import checksum
-from detonation.core.flat.tensors import Piece, digest, largest_local_shape, local, padding_row, whole_numel
+from detonation.core.flat.tensors import (
+    Piece,
+    digest,
+    largest_local_shape,
+    local,
+    padding_row,
+    whole_numel,
+)
 from detonation.core.integrity.fault_counts import NEW_PARAMETER, OPTIONS, FaultCounts
 from detonation.core.link.communicator import Axis, divided
 from detonation.core.link.handshake import SAME_START, Mismatch
@@ -88,17 +95,23 @@ def build_levels(
         routes: By level and number of local ranks; those that are missing are added.
     """
     if not parameters:
-        raise ValueError("no parameter of the optimizer requires a gradient: at least one must, to be replicated")
+        raise ValueError(
+            "no parameter of the optimizer requires a gradient: at least one must, to be replicated"
+        )
     devices = {local(parameter).device for parameter in parameters.values()}
     if len(devices) != 1:
-        raise ValueError(f"the trained parameters are on {len(devices)} devices {sorted(map(str, devices))}, must be 1")
+        raise ValueError(
+            f"the trained parameters are on {len(devices)} devices {sorted(map(str, devices))}, must be 1"
+        )
     for name, parameter in parameters.items():
         if parameter.dtype not in _DTYPES:
             raise ValueError(
                 f"{name} is {parameter.dtype}: updates go through fp32 and back, so trained parameters must be fp32, "
                 "bf16 or fp64 (compute in fp16 under torch.autocast)"
             )
-    local_steps = LocalSteps(levels[0][1].round.every, levels[0][0].size()) if settings.balance else None
+    local_steps = (
+        LocalSteps(levels[0][1].round.every, levels[0][0].size()) if settings.balance else None
+    )
     runtime = Runtime(devices.pop(), settings.seed, settings.kernels, local_steps)
     consensus = StopConsensus(parameters, runtime, settings.safety, base.optimizer)
     consensus.look = partial(warn_of_second_momentum, base.optimizer, levels, since=True)
@@ -117,11 +130,20 @@ def build_levels(
             key = number - 1, part + local_ranks
             if key not in routes:
                 inside = [axis for axis, _ in levels[: number - 1]]
-                link = Link(on, settings.intra_node if local_ranks > 1 else None, own=True, inside=inside)
-                routes[key] = link, consensus.add_level(faults, link, scheme.signal == "gradients", number - 1)
+                link = Link(
+                    on, settings.intra_node if local_ranks > 1 else None, own=True, inside=inside
+                )
+                routes[key] = (
+                    link,
+                    consensus.add_level(faults, link, scheme.signal == "gradients", number - 1),
+                )
             link, counts = routes[key]
-            largest = scheme.codec.layout({name: largest_local_shape(p) for name, p in group.items()})
-            require_below_dense(scheme, largest, link.replicas, link.local_ranks)  # alike on all shards
+            largest = scheme.codec.layout(
+                {name: largest_local_shape(p) for name, p in group.items()}
+            )
+            require_below_dense(
+                scheme, largest, link.replicas, link.local_ranks
+            )  # alike on all shards
             whole = scheme.codec.layout({name: local(p).shape for name, p in group.items()})
             sizes = {name: whole_numel(p) for name, p in group.items()}
             for fragment, layout in enumerate(scheme.divide(whole, sizes)):
@@ -151,9 +173,14 @@ def replicator_of(
     parameters: Mapping[str, Tensor], channel: Channel, base: BaseStep, fragment: int, last: bool
 ) -> Replicator:
     """The replicator of one fragment of a level. last: whether no later level exchanges gradients."""
-    scheme, leaks = channel.scheme, not channel.scheme.codec.keeps_zeros or channel.exchange.secluded
+    scheme, leaks = (
+        channel.scheme,
+        not channel.scheme.codec.keeps_zeros or channel.exchange.secluded,
+    )
     if isinstance(scheme, GradientScheme):
-        last = last and not any(isinstance(each, Piece) for each in parameters.values())  # no optimizer knows pieces
+        last = last and not any(
+            isinstance(each, Piece) for each in parameters.values()
+        )  # no optimizer knows pieces
         base.hold(parameters.values() if leaks else ())
         return GradientReplicator(parameters, channel, base, scheme, last)
     assert isinstance(scheme, ParameterScheme)
@@ -191,12 +218,18 @@ def compare_replicas(
     tested: dict[Scheme, dict[str, str]] = {}  # fragments of one decode alike
     found: dict[str, str] = {}
     refused, compared = list[Mismatch](), set[Link]()
-    parameters = [parameter for replicator in replicators for parameter in replicator.parameters.values()]
+    parameters = [
+        parameter for replicator in replicators for parameter in replicator.parameters.values()
+    ]
     shards, device = links_of_shards(parameters), replicators[0].channel.runtime.device
     with mismatch_on_all(shards, device):
         for replicator in replicators:
             scheme, runtime = replicator.scheme, replicator.channel.runtime
-            description = _description(replicator, settings, joining) | options_of(optimizer) | {CLOSE: str(close)}
+            description = (
+                _description(replicator, settings, joining)
+                | options_of(optimizer)
+                | {CLOSE: str(close)}
+            )
             if joining is None:
                 tested[scheme] = tested.get(scheme) or selftest(scheme, runtime, replicator.stepped)
                 description |= tested[scheme]
@@ -204,26 +237,51 @@ def compare_replicas(
                 description |= {"balance": "True"}
             if settings.clip:
                 description |= {"clip": str(settings.clip), NORM_SELFTEST: norm_selftest(device)}
-            if frozen and replicator.link not in compared and (mine := _cut_like(replicator, frozen)):
-                sums = torch.stack([checksum(local(tensor)).to(device) for tensor in mine.values()]).tolist()
-                description |= {f"{name} (frozen weights)": str(one) for name, one in zip(mine, sums, strict=True)}
+            if (
+                frozen
+                and replicator.link not in compared
+                and (mine := _cut_like(replicator, frozen))
+            ):
+                sums = torch.stack(
+                    [checksum(local(tensor)).to(device) for tensor in mine.values()]
+                ).tolist()
+                description |= {
+                    f"{name} (frozen weights)": str(one)
+                    for name, one in zip(mine, sums, strict=True)
+                }
             compared.add(replicator.link)
-            notes = dict.fromkeys(TESTS, f"{selftest_conditions(device)}, engine={replicator.channel.engine.name}")
+            notes = dict.fromkeys(
+                TESTS, f"{selftest_conditions(device)}, engine={replicator.channel.engine.name}"
+            )
             weights = [name for name in description if begun and name.endswith("weights)")]
             try:
-                found |= replicator.link.require_same(description, device, notes, free=(*free, *weights))
-            except Mismatch as error:  # raised below: other ranks wait for the rest of the comparisons
+                found |= replicator.link.require_same(
+                    description, device, notes, free=(*free, *weights)
+                )
+            except (
+                Mismatch
+            ) as error:  # raised below: other ranks wait for the rest of the comparisons
                 refused.append(error)
         if refused:
             raise refused[0]
     links = dict.fromkeys(replicator.link for replicator in replicators)
-    others = [*shards, *links] if shards or len(links) > 1 else []  # alone, the link has told all ranks
-    rounding, weights = ([text for key, text in found.items() if (key in TESTS) == tests] for tests in (True, False))
+    others = (
+        [*shards, *links] if shards or len(links) > 1 else []
+    )  # alone, the link has told all ranks
+    rounding, weights = (
+        [text for key, text in found.items() if (key in TESTS) == tests] for tests in (True, False)
+    )
     rounded = first_text(others, "; ".join(rounding), device)
-    if begun and (apart := first_text(others, "; ".join(weights[:3]), device)) and not (rounded or close):
+    if (
+        begun
+        and (apart := first_text(others, "; ".join(weights[:3]), device))
+        and not (rounded or close)
+    ):
         if again and not bits:
             return apart
-        raise Mismatch(f'replicas differ: {apart}. {SAME_START}; or go on with Safety(equal="close")')
+        raise Mismatch(
+            f'replicas differ: {apart}. {SAME_START}; or go on with Safety(equal="close")'
+        )
     return rounded
 
 
@@ -232,17 +290,25 @@ def _cut_like(replicator: Replicator, frozen: Mapping[str, Tensor]) -> Mapping[s
     piece = next(iter(replicator.parameters.values()), None)
     if not isinstance(piece, Piece):
         return frozen
-    return piece.cut({name: p for name, p in frozen.items() if isinstance(p, DTensor)}).get(piece.ranks, {})
+    return piece.cut({name: p for name, p in frozen.items() if isinstance(p, DTensor)}).get(
+        piece.ranks, {}
+    )
 
 
-def _description(replicator: Replicator, chosen: Settings, joining: Collection[str] | None) -> dict[str, str]:
+def _description(
+    replicator: Replicator, chosen: Settings, joining: Collection[str] | None
+) -> dict[str, str]:
     """All settings that must be the same, by their names in an error."""
     scheme, channel = replicator.scheme, replicator.channel
     settings = {"detonation": __version__, "torch": torch.__version__, "byte order": sys.byteorder}
     settings |= {"scheme": scheme.name, "seed": str(channel.runtime.seed)}
-    settings["decisions on the device"] = str(channel.runtime.decides_on_device)  # which stop a step later
+    settings["decisions on the device"] = str(
+        channel.runtime.decides_on_device
+    )  # which stop a step later
     settings["products of fp32 matrices"] = chosen.products
-    settings |= {name: str(value) for name, value in (asdict(chosen.safety) | dict(scheme.arguments)).items()}
+    settings |= {
+        name: str(value) for name, value in (asdict(chosen.safety) | dict(scheme.arguments)).items()
+    }
     for slot, tensor in zip(replicator.layout.slots, replicator.shared_weights(), strict=True):
         settings[f"{slot.name} (shape)"] = f"{slot.shape} {replicator.parameters[slot.name].dtype}"
         if joining is None or slot.name in joining:

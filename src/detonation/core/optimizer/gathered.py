@@ -37,7 +37,9 @@ class ShownUnit:
         shown = {(id(parameters), name): parameters[name] for parameters, name in _places(module)}
         self._show()
         pairs = [(shown[id(place[0]), place[1]], shard) for place, shard in self._shards]
-        self.copies = [(copy, shard) for copy, shard in pairs if copy is not None and copy is not shard]
+        self.copies = [
+            (copy, shard) for copy, shard in pairs if copy is not None and copy is not shard
+        ]
         for copy, shard in self.copies:
             shard.requires_grad_(copy.requires_grad)
         self._note()
@@ -86,7 +88,9 @@ class ShownUnit:
     def _show(self) -> None:
         assert isinstance(self._module, FSDPModule)
         self._module.reshard()
-        shown = [(place, p) for place in _places(self._module) if (p := place[0][place[1]]) is not None]
+        shown = [
+            (place, p) for place in _places(self._module) if (p := place[0][place[1]]) is not None
+        ]
         sharded = [(place, p) for place, p in shown if isinstance(p, DTensor)]
         if sharded:
             (self.place, self.shard), self._shards = sharded[0], shown
@@ -104,7 +108,11 @@ class ShownUnit:
 
 def shown_units(model: nn.Module) -> list[ShownUnit]:
     """The FSDP units of `model` that have sharded parameters of their own; none of a model that is not sharded."""
-    units = [getattr(m, _UNIT, None) or ShownUnit(m) for m in model.modules() if isinstance(m, FSDPModule)]
+    units = [
+        getattr(m, _UNIT, None) or ShownUnit(m)
+        for m in model.modules()
+        if isinstance(m, FSDPModule)
+    ]
     return [unit for unit in units if unit.shard is not None]
 
 

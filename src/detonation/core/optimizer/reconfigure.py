@@ -22,13 +22,17 @@ from detonation.core.schemes.scheme import ParameterScheme, Scheme
 from detonation.core.schemes.traffic import require_below_dense
 
 
-def reconfigured(old: Sequence[Replicator], was: Scheme, scheme: Scheme, base: BaseStep) -> list[Replicator]:
+def reconfigured(
+    old: Sequence[Replicator], was: Scheme, scheme: Scheme, base: BaseStep
+) -> list[Replicator]:
     """The replicators of a synchronized level under `scheme`, with the links, fault counts and memories of `old`.
 
     Raises `ValueError` where a memory would be lost, and `LargerThanDense`; nothing has changed then.
     """
     if (scheme.name, *_division(scheme)) != (was.name, *_division(was)):
-        raise ValueError(f"a run goes on with the scheme {was.name} that it began with, other settings of it alone")
+        raise ValueError(
+            f"a run goes on with the scheme {was.name} that it began with, other settings of it alone"
+        )
     for first in range(0, len(old), scheme.fragments):
         of_fragments = [each.parameters for each in old[first : first + scheme.fragments]]
         link = old[first].link
@@ -39,7 +43,9 @@ def reconfigured(old: Sequence[Replicator], was: Scheme, scheme: Scheme, base: B
     for number, each in enumerate(old):
         channel = each.channel
         layout = scheme.codec.layout({slot.name: slot.shape for slot in channel.layout.slots})
-        channel = Channel(scheme, layout, channel.link, channel.runtime, channel.counts, channel.place)
+        channel = Channel(
+            scheme, layout, channel.link, channel.runtime, channel.counts, channel.place
+        )
         mine = {slot.name: each.parameters[slot.name] for slot in layout.slots}
         last = isinstance(each, GradientReplicator) and each.last
         made.append(replicator_of(mine, channel, base, number % scheme.fragments, last))
@@ -105,13 +111,18 @@ def with_scheme(
 
 def ends_for_one(levels: Sequence[Level]) -> tuple[Level, ...]:
     """The levels with an end of each axis for one optimizer alone; levels on one axis share it."""
-    ends = {id(axis): axis.for_one() if isinstance(axis, RenumberedCommunicator) else axis for axis, _ in levels}
+    ends = {
+        id(axis): axis.for_one() if isinstance(axis, RenumberedCommunicator) else axis
+        for axis, _ in levels
+    }
     return tuple((ends[id(axis)], scheme) for axis, scheme in levels)
 
 
 def lost_before(levels: Sequence[Level], step: int) -> bool:
     """Begins `step`; True, and it has not begun, where `renumber` comes first because replicas were lost."""
-    return any(axis.enter_step(step) for axis, _ in levels if isinstance(axis, RenumberedCommunicator))
+    return any(
+        axis.enter_step(step) for axis, _ in levels if isinstance(axis, RenumberedCommunicator)
+    )
 
 
 def shared(levels: Sequence[Level]) -> bool:
@@ -137,7 +148,10 @@ def complete(
 def needs_all(levels: Sequence[Level], step: int) -> bool:
     """True where a newcomer would lack messages on their way, or one that leaves has moved in an open round."""
     rounds = [scheme.round for _, scheme in levels]
-    late, opens = any(round.delay > 0 for round in rounds), any(round.delay > 0 or round.every > 1 for round in rounds)
+    late, opens = (
+        any(round.delay > 0 for round in rounds),
+        any(round.delay > 0 or round.every > 1 for round in rounds),
+    )
     axes = [axis for axis, _ in levels if isinstance(axis, ElasticCommunicator)]
     return any((late and axis.expects(step)) or (opens and axis.leaving(step)) for axis in axes)
 
@@ -147,7 +161,9 @@ def hand_over_memory(replicators: Sequence[Replicator], leaving: Sequence[int]) 
 
     The sum of all memories, divided by the number of replicas, stays (law 1).
     """
-    between = [each.link for each in replicators if each.link.elastic]  # none where the outermost level sends nothing
+    between = [
+        each.link for each in replicators if each.link.elastic
+    ]  # none where the outermost level sends nothing
     for channel in (each.channel for each in replicators if each.channel.memory and between):
         memory, link = channel.memory, channel.link if channel.link.elastic else between[-1]
         assert memory is not None
@@ -155,16 +171,22 @@ def hand_over_memory(replicators: Sequence[Replicator], leaving: Sequence[int]) 
         # what owners inside a replica hold back is a part of its mean alone, which becomes another part of all
         if isinstance(channel.exchange, TwoStage) and (leaves or not channel.link.elastic):
             _return_residual(channel, channel.exchange)
-        handed = link.all_reduce(memory.residual.clone() if leaves else torch.zeros_like(memory.residual))()
+        handed = link.all_reduce(
+            memory.residual.clone() if leaves else torch.zeros_like(memory.residual)
+        )()
         stay = [replica for replica in range(link.replicas) if replica not in leaving]
         if link.replica == stay[0]:
             memory.add(handed)
         memory.scale(len(stay) / link.replicas)
     for link in {id(each.link): each.link for each in replicators}.values():
-        link.collect(torch.zeros(1, dtype=torch.int64, device=replicators[0].channel.runtime.device))  # all have it
+        link.collect(
+            torch.zeros(1, dtype=torch.int64, device=replicators[0].channel.runtime.device)
+        )  # all have it
 
 
-def renumber(levels: Sequence[Level], replicators: Sequence[Replicator], routes: Iterable[Route], step: int) -> bool:
+def renumber(
+    levels: Sequence[Level], replicators: Sequence[Replicator], routes: Iterable[Route], step: int
+) -> bool:
     """Gives the replicas that are left the numbers 0, 1, ... in links and counts, on all of them before `step`.
 
     Messages in flight are received first, by the old numbers. The replicators must be built anew afterwards: owners,
@@ -189,14 +211,21 @@ def renumber(levels: Sequence[Level], replicators: Sequence[Replicator], routes:
     return grown
 
 
-def take_options(replicators: Sequence[Replicator], groups: Sequence[dict[str, Any]], newcomer: bool) -> None:
+def take_options(
+    replicators: Sequence[Replicator], groups: Sequence[dict[str, Any]], newcomer: bool
+) -> None:
     """Gives the parameter groups of a newcomer the options of the first replica. Collective."""
     plain = [
-        {key: value.tolist() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
+        {
+            key: value.tolist() if isinstance(value, Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
         for group in groups
     ]
     plain = [
-        {k: v for k, v in group.items() if isinstance(v, int | float | str | tuple | list | None)} for group in plain
+        {k: v for k, v in group.items() if isinstance(v, int | float | str | tuple | list | None)}
+        for group in plain
     ]
     options = replicators[0].link.send_to_all(plain, replicators[0].channel.runtime.device)[0]
     for group, theirs in zip(groups, options, strict=True) if newcomer else ():
@@ -211,7 +240,9 @@ def like_option(current: object, value: Any) -> Any:
 
 
 def hand_over_by_name(
-    old: Sequence[Sequence[Replicator]], new: Sequence[Sequence[Replicator]], joining: Collection[str] = ()
+    old: Sequence[Sequence[Replicator]],
+    new: Sequence[Sequence[Replicator]],
+    joining: Collection[str] = (),
 ) -> None:
     """Moves the portable state of each level into replicators for other parameters, or among other replicas.
 
@@ -226,12 +257,21 @@ def hand_over_by_name(
                 _return_residual(each.channel, each.channel.exchange)
             of_links.setdefault(each.link, []).append(each.local_state().named())
         for number, each in enumerate(after if before else ()):
-            own, of_owners, of_each = each.local_state(), each.channel.exchange.state(), of_links[each.link]
-            fresh, of_all = own.named(), {key: tensor for state in of_each for key, tensor in state.items()}
+            own, of_owners, of_each = (
+                each.local_state(),
+                each.channel.exchange.state(),
+                of_links[each.link],
+            )
+            fresh, of_all = (
+                own.named(),
+                {key: tensor for state in of_each for key, tensor in state.items()},
+            )
             state = of_all | (of_each[number % each.scheme.fragments] if of_each else {})
             stays = fresh.keys() & state.keys() - of_owners.keys()
             kept = [key for key in stays if key.partition(".")[2] not in joining]
-            own.load(fresh | {key: state[key] for key in kept if state[key].shape == fresh[key].shape})
+            own.load(
+                fresh | {key: state[key] for key in kept if state[key].shape == fresh[key].shape}
+            )
 
 
 def _require_room(old: Replicator, new: Replicator) -> None:

@@ -89,14 +89,20 @@ def replicate(
     """
     if levels is None:
         if axis is None or scheme is None:
-            raise ValueError("replicate needs an axis and a scheme, or levels=[(axis, scheme), ...]")
+            raise ValueError(
+                "replicate needs an axis and a scheme, or levels=[(axis, scheme), ...]"
+            )
         levels = [(axis, scheme)]
     elif axis is not None or scheme is not None:
         raise ValueError("replicate takes an axis and a scheme, or levels, not both")
     if not levels:
-        raise ValueError("levels is empty, must have an axis and a scheme: levels=[(axis, scheme), ...]")
+        raise ValueError(
+            "levels is empty, must have an axis and a scheme: levels=[(axis, scheme), ...]"
+        )
     if isinstance(optimizer, Replicated):
-        raise ValueError("the optimizer is replicated already: pass all levels at once, levels=[(axis, scheme), ...]")
+        raise ValueError(
+            "the optimizer is replicated already: pass all levels at once, levels=[(axis, scheme), ...]"
+        )
     check_arguments(optimizer, model)
     check_options({"balance": balance, "kernels": kernels}, {"clip": clip}, safety)
     if not hasattr(seed, "__index__"):
@@ -111,7 +117,9 @@ def replicate(
         if refuse := getattr(axis, "refuse", None):
             refuse(checked, optimizer, intra_node, balance)
     warn_of_losses(optimizer, checked)
-    settings = Settings(intra_node, operator.index(seed), kernels, safety or Safety(), clip, balance)
+    settings = Settings(
+        intra_node, operator.index(seed), kernels, safety or Safety(), clip, balance
+    )
     return Replicated(optimizer, model, checked, settings)
 
 
@@ -119,7 +127,9 @@ def check_order(schemes: Sequence[Scheme]) -> None:
     """Raises `ValueError` if `schemes` cannot be levels in this order, from the innermost to the outermost."""
     signals = [scheme.signal for scheme in schemes]
     if "parameters" in signals and "gradients" in signals[signals.index("parameters") :]:
-        raise ValueError("levels that exchange gradients come before levels that exchange parameters")
+        raise ValueError(
+            "levels that exchange gradients come before levels that exchange parameters"
+        )
     gradients = [scheme for scheme in schemes if scheme.signal == "gradients"]
     if any(scheme.round.delay for scheme in gradients[:-1]):
         raise ValueError("only the outermost level of gradients may be delayed")

@@ -49,7 +49,9 @@ class Replicated(OptimizerWrapper):
         (True, 1, 0)
     """
 
-    def __init__(self, base: Optimizer, model: nn.Module, levels: Sequence[Level], settings: Settings) -> None:
+    def __init__(
+        self, base: Optimizer, model: nn.Module, levels: Sequence[Level], settings: Settings
+    ) -> None:
         super().__init__(base)
         self.levels, self.settings, self.step_count = changes.ends_for_one(levels), settings, 0
         self._elastic = any(hasattr(axis, "enter_step") for axis, _ in self.levels)
@@ -59,12 +61,16 @@ class Replicated(OptimizerWrapper):
             self.closeness = imported(CLOSENESS)()
         self.base_step, self.model, self._buffers = BaseStep(base), model, BufferSync(model)
         self._trained = TrainedParameters(model, base)
-        self.memory_lost = False  # until a step: a loaded state dict had no replica state, which may still come
+        self.memory_lost = (
+            False  # until a step: a loaded state dict had no replica state, which may still come
+        )
         self._routes: dict[tuple[int, int], Route] = {}
         self._held_back = False  # whether gradients did not leave in `overlap`, because the trained parameters changed
         self._consensus: StopConsensus | None = None
         self._by_level: list[list[Replicator]] = [[] for _ in levels]
-        self._replicators: list[Replicator] | None = None  # from the first step on: Accelerate swaps parameters before
+        self._replicators: list[Replicator] | None = (
+            None  # from the first step on: Accelerate swaps parameters before
+        )
 
     def __repr__(self) -> str:
         return f"{described(self._trained, self.levels, self.settings.intra_node)}\n{self.base}"
@@ -72,8 +78,13 @@ class Replicated(OptimizerWrapper):
     @property
     def stats(self) -> Stats:
         """Bytes, waiting, and contributions that were left out, so far."""
-        links = [[link for (n, _), (link, _) in self._routes.items() if n == i] for i in range(len(self.levels))]
-        return Stats(links, self._consensus, self.step_count, getattr(self.base_step.clip, "norm", None))
+        links = [
+            [link for (n, _), (link, _) in self._routes.items() if n == i]
+            for i in range(len(self.levels))
+        ]
+        return Stats(
+            links, self._consensus, self.step_count, getattr(self.base_step.clip, "norm", None)
+        )
 
     @property
     def dense_bytes_by_level(self) -> list[int]:
@@ -102,7 +113,11 @@ class Replicated(OptimizerWrapper):
         loss = evaluated(closure) if closure and not self.idle else None
         overlapping = any(replicator.overlapping for replicator in self._replicators or [])
         without_state = not overlapping and not self.base.state
-        if without_state and not self.base.param_groups[0].get("lr") and states.only_creates_state():
+        if (
+            without_state
+            and not self.base.param_groups[0].get("lr")
+            and states.only_creates_state()
+        ):
             self.base_step(clips=False)
             return loss
         if self.memory_lost:
@@ -122,13 +137,19 @@ class Replicated(OptimizerWrapper):
                     self._consensus.enter_step(self.step_count)
                 if not overlapping and changed:
                     self._change_trained(in_buckets=begun)
-                step, consensus, replicators = self.step_count, self._consensus, self._replicators or []
+                step, consensus, replicators = (
+                    self.step_count,
+                    self._consensus,
+                    self._replicators or [],
+                )
                 signals = [scheme.signal for _, scheme in self.levels]
                 sent = True  # from here to the weights an error of this replica alone would part it from the others
                 for replicator in (each for each in replicators if each.acts_before):
                     replicator.before(step)
                 if "gradients" in signals:  # before the weights move
-                    self.base_step.overflow = None  # the agreed update has replaced gradients that overflowed
+                    self.base_step.overflow = (
+                        None  # the agreed update has replaced gradients that overflowed
+                    )
                     consensus.end(step)
                 consensus.step_base(self.base_step, step)
                 for replicator in (each for each in replicators if not each.acts_before):
@@ -142,7 +163,9 @@ class Replicated(OptimizerWrapper):
                     self.verify()
         except BaseException as error:
             if sent and not isinstance(error, DetonationError):  # which are raised on all ranks
-                consensus.half_step = f"step {step} of this replica sent its messages and then ended by {error!r}"
+                consensus.half_step = (
+                    f"step {step} of this replica sent its messages and then ended by {error!r}"
+                )
             PROGRESS.explain(error)
             raise
         finally:
@@ -162,7 +185,9 @@ class Replicated(OptimizerWrapper):
             self._consensus.enter_step(self.step_count)
         with ExitStack() as stack:
             for innermost in () if changes.shared(self.levels) else (self._replicators or [])[:1]:
-                if changes.lost_before(self.levels, self.step_count) or self._trained.changed:  # needs other buckets
+                if (
+                    changes.lost_before(self.levels, self.step_count) or self._trained.changed
+                ):  # needs other buckets
                     self._held_back = innermost.acts_before
                 else:
                     stack.enter_context(innermost.overlap(self.step_count))
@@ -202,16 +227,22 @@ class Replicated(OptimizerWrapper):
         self.set_up()
         self.synchronize()
         step, consensus = self.base_step, self._consensus
-        self.levels, self._by_level = changes.with_scheme(self.levels, self._by_level, level, scheme, step, consensus)
+        self.levels, self._by_level = changes.with_scheme(
+            self.levels, self._by_level, level, scheme, step, consensus
+        )
         self._replicators = [replicator for made in self._by_level for replicator in made]
         self._compare()
 
     def record(self, tape: Tape | None) -> None:
         """Records one level's agreed messages from the next step on, as in a `detonation.UpdateLog`; None ends that."""
         if tape and len(self.levels) > 1:
-            raise ValueError(f"one level of replication can be recorded, this optimizer has {len(self.levels)}")
+            raise ValueError(
+                f"one level of replication can be recorded, this optimizer has {len(self.levels)}"
+            )
         if tape and hasattr(self.levels[0][0], "divide"):
-            raise ValueError("nodes of different numbers of ranks keep no log and publish nothing: start equally many")
+            raise ValueError(
+                "nodes of different numbers of ranks keep no log and publish nothing: start equally many"
+            )
         self.tape = tape
         for link, _ in self._routes.values():
             link.tape = tape
@@ -271,7 +302,9 @@ class Replicated(OptimizerWrapper):
         `saved`, they are for the parameters of a saved state: the next step changes to those trained now."""
         self._trained.show_shards()
         parameters = self._trained.named(saved) if saved else None
-        if self._replicators is not None and (not parameters or parameters.keys() == self._trained.laid_out.keys()):
+        if self._replicators is not None and (
+            not parameters or parameters.keys() == self._trained.laid_out.keys()
+        ):
             return self._replicators
         return self._lay_out(parameters or self._trained.by_name())
 
@@ -295,7 +328,9 @@ class Replicated(OptimizerWrapper):
         """Lets parameters join and leave before the step, on all ranks at once. Collective."""
         before, now, old = self._trained.laid_out, self._trained.by_name(), self._by_level
         if self._replicators and self._consensus:
-            changes.agree_on_parameters(before, now, self._replicators, self._consensus, self.step_count, in_buckets)
+            changes.agree_on_parameters(
+                before, now, self._replicators, self._consensus, self.step_count, in_buckets
+            )
         self._lay_out(now)
         joining = [name for name, p in now.items() if before.get(name) is not p]
         changes.hand_over_by_name(old, self._by_level, joining)
@@ -310,7 +345,9 @@ class Replicated(OptimizerWrapper):
         if self._consensus and changes.needs_all(self.levels, self.step_count):
             self._complete(self._consensus)
         old = self._by_level
-        grown = changes.renumber(self.levels, self.build() if any(old) else [], self._routes.values(), self.step_count)
+        grown = changes.renumber(
+            self.levels, self.build() if any(old) else [], self._routes.values(), self.step_count
+        )
         made = self._lay_out(self._trained.laid_out)
         changes.hand_over_by_name(old, self._by_level)
         if grown and made:
@@ -320,18 +357,36 @@ class Replicated(OptimizerWrapper):
     def _lay_out(self, parameters: Mapping[str, Tensor]) -> list[Replicator]:
         """Builds the levels anew for `parameters`, with the links and fault counts that there are."""
         check_layout(self._trained.model, parameters, self.levels, self.settings.intra_node)
-        made = build_levels(parameters, self._trained.names, self.base_step, self.levels, self.settings, self._routes)
-        self._by_level, self._consensus, self._replicators = *made, [each for level in made[0] for each in level]
+        made = build_levels(
+            parameters,
+            self._trained.names,
+            self.base_step,
+            self.levels,
+            self.settings,
+            self._routes,
+        )
+        self._by_level, self._consensus, self._replicators = (
+            *made,
+            [each for level in made[0] for each in level],
+        )
         self._trained.lay_out(parameters)
         self.record(self.tape)
         if self.closeness:
             self.closeness.attach(self._consensus, self._replicators, self.step_count)
         return self._replicators
 
-    def _compare(self, joining: Collection[str] | None = None, frozen: Mapping[str, Tensor] | None = None) -> None:
+    def _compare(
+        self, joining: Collection[str] | None = None, frozen: Mapping[str, Tensor] | None = None
+    ) -> None:
         """Compares the replicas; where they round differently, they round steps singly or stay close. Collective."""
-        made, begun, close = self._replicators or [], self.step_count > 0, self.closeness is not None
-        compare = partial(compare_replicas, made, self.settings, self.base, joining, frozen, begun, close)
+        made, begun, close = (
+            self._replicators or [],
+            self.step_count > 0,
+            self.closeness is not None,
+        )
+        compare = partial(
+            compare_replicas, made, self.settings, self.base, joining, frozen, begun, close
+        )
         found, singly = compare(), self.base_step.rounds_singly
         if found and self.settings.safety.equal != "close":
             self.base_step.round_singly()

@@ -33,19 +33,33 @@ _INSIDE = 'fully_shard(model, mesh=mesh["shard"]) or detonation.shard(model, mes
 def check_arguments(optimizer: object, model: object) -> None:
     """Raises `TypeError` unless `replicate` got an optimizer and a model; `ValueError` if they cannot be replicated."""
     if isinstance(optimizer, type):
-        raise TypeError(f"the optimizer is the class {(n := optimizer.__name__)}: make one, {n}(model.parameters())")
+        raise TypeError(
+            f"the optimizer is the class {(n := optimizer.__name__)}: make one, {n}(model.parameters())"
+        )
     if not (hasattr(optimizer, "param_groups") and isinstance(model, nn.Module)):
         kinds = f"got {type(optimizer).__name__} and {type(model).__name__}"
-        raise TypeError(f"replicate takes an optimizer and then its model, {kinds}: replicate(optimizer, model, ...)")
+        raise TypeError(
+            f"replicate takes an optimizer and then its model, {kinds}: replicate(optimizer, model, ...)"
+        )
     if isinstance(optimizer, LBFGS):
-        raise ValueError("LBFGS evaluates the loss several times in a step, which cannot be replicated: take another")
+        raise ValueError(
+            "LBFGS evaluates the loss several times in a step, which cannot be replicated: take another"
+        )
     for name, module in model.named_modules():
-        sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad
+        sparse = (
+            isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            and module.sparse
+            and module.weight.requires_grad
+        )
         if sparse and isinstance(module.weight, DTensor):
-            raise ValueError(f"the gradient of {name}.weight is sparse, which cannot be replicated: use sparse=False")
+            raise ValueError(
+                f"the gradient of {name}.weight is sparse, which cannot be replicated: use sparse=False"
+            )
 
 
-def check_options(switches: Mapping[str, object], numbers: Mapping[str, object], safety: object) -> None:
+def check_options(
+    switches: Mapping[str, object], numbers: Mapping[str, object], safety: object
+) -> None:
     """Raises `TypeError` where a switch is no bool, a number neither a number nor None, or `safety` no `Safety`."""
     for name, value in switches.items():
         if not isinstance(value, bool):
@@ -54,7 +68,9 @@ def check_options(switches: Mapping[str, object], numbers: Mapping[str, object],
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise TypeError(f"{name} is {value!r}, must be a number, or None")
     if not isinstance(safety, Safety | None):
-        raise TypeError(f"safety is {safety!r}, must be a detonation.Safety, such as Safety(non_finite='skip')")
+        raise TypeError(
+            f"safety is {safety!r}, must be a detonation.Safety, such as Safety(non_finite='skip')"
+        )
 
 
 def checked_levels(levels: Iterable[tuple[Axis, Scheme | str]]) -> list[Level]:
@@ -71,9 +87,13 @@ def _checked_axis(axis: object) -> Axis:
     if isinstance(axis, str):
         raise TypeError(f'the axis is the name {axis!r}: pass the axis itself, mesh["{axis}"]')
     if isinstance(axis, dist.ProcessGroup):
-        raise TypeError('the axis is a process group: pass mesh["replicate"], or DeviceMesh.from_group(group, "cuda")')
+        raise TypeError(
+            'the axis is a process group: pass mesh["replicate"], or DeviceMesh.from_group(group, "cuda")'
+        )
     if not isinstance(axis, DeviceMesh) and not hasattr(axis, "all_gather"):
-        raise TypeError(f'the axis is a {type(axis).__name__}, must be an axis of a device mesh, mesh["replicate"]')
+        raise TypeError(
+            f'the axis is a {type(axis).__name__}, must be an axis of a device mesh, mesh["replicate"]'
+        )
     return axis  # type: ignore[return-value]
 
 
@@ -92,11 +112,17 @@ def check_balance(schemes: Sequence[Scheme], intra_node: DeviceMesh | None) -> N
     """Raises `ValueError` where replicas cannot take different numbers of local steps."""
     if len(schemes) > 1 or not isinstance(schemes[0], ParameterScheme):
         names = "+".join(scheme.name for scheme in schemes)
-        raise ValueError(f"balance=True needs one level of rounds, such as diloco(): replicas of {names} step together")
+        raise ValueError(
+            f"balance=True needs one level of rounds, such as diloco(): replicas of {names} step together"
+        )
     if schemes[0].round.every == 1:
-        raise ValueError(f"balance=True needs rounds of several steps: {schemes[0].name} has every=1")
+        raise ValueError(
+            f"balance=True needs rounds of several steps: {schemes[0].name} has every=1"
+        )
     if schemes[0].resume_from == "sent":
-        raise ValueError(f"balance=True is not for {schemes[0].name}, whose parameters follow what was sent as it is")
+        raise ValueError(
+            f"balance=True is not for {schemes[0].name}, whose parameters follow what was sent as it is"
+        )
     if intra_node is not None:
         raise ValueError("balance=True takes no intra_node: shard the model inside the node")
 
@@ -120,7 +146,9 @@ def warn_of_losses(optimizer: Optimizer, levels: Sequence[Level]) -> None:
             )
 
 
-def warn_of_second_momentum(optimizer: Optimizer, levels: Sequence[Level], since: bool = False) -> None:
+def warn_of_second_momentum(
+    optimizer: Optimizer, levels: Sequence[Level], since: bool = False
+) -> None:
     """Warns once, on one replica, where the optimizer has a momentum on top of the one that a scheme remembers.
 
     Sent coordinates leave the memory at once, and such an optimizer spreads them over the steps that follow.
@@ -129,7 +157,11 @@ def warn_of_second_momentum(optimizer: Optimizer, levels: Sequence[Level], since
         since: Whether it had none when it was replicated: OneCycleLR and CyclicLR set one.
     """
     gradients = [scheme for _, scheme in levels if isinstance(scheme, GradientScheme)]
-    sparse = [scheme for scheme in gradients if scheme.feedback is not None and scheme.codec.selection.period != 1]
+    sparse = [
+        scheme
+        for scheme in gradients
+        if scheme.feedback is not None and scheme.codec.selection.period != 1
+    ]
     own = next(filter(None, map(_own_momentum, optimizer.param_groups)), "")
     if not sparse or not own or optimizer in _warned:
         return
@@ -169,12 +201,19 @@ def _own_momentum(group: Mapping[str, Any]) -> str:
 
     Muon's betas are those of few parameters, for which a momentum was better.
     """
-    name, value = ("momentum", group["momentum"]) if "momentum" in group else ("betas[0]", group.get("betas", (0,))[0])
+    name, value = (
+        ("momentum", group["momentum"])
+        if "momentum" in group
+        else ("betas[0]", group.get("betas", (0,))[0])
+    )
     return f"{name} is {value:g}" if value else ""
 
 
 def check_layout(
-    model: nn.Module, parameters: Mapping[str, Tensor], levels: Sequence[Level], intra_node: DeviceMesh | None
+    model: nn.Module,
+    parameters: Mapping[str, Tensor],
+    levels: Sequence[Level],
+    intra_node: DeviceMesh | None,
 ) -> None:
     """Raises `ValueError` where `parameters` span the replicas of `levels`, or cannot be seen.
 
@@ -191,7 +230,9 @@ def check_layout(
     others = {rank for axis in axes for rank in axis.mesh.flatten().tolist()} - {dist.get_rank()}
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel):
-            raise ValueError(f"FullyShardedDataParallel (FSDP1) hides its shards: use FSDP2, {_INSIDE}")
+            raise ValueError(
+                f"FullyShardedDataParallel (FSDP1) hides its shards: use FSDP2, {_INSIDE}"
+            )
         if isinstance(module, DistributedDataParallel):
             _check_averaged(module, others, intra_node)
     for name, parameter in parameters.items():
@@ -203,7 +244,11 @@ def check_layout(
         if isinstance(parameter, DTensor):
             ranks = parameter.device_mesh.mesh.flatten().tolist()
             if others & set(ranks):
-                kind = "by hybrid sharding (HSDP)" if parameter.device_mesh.ndim > 1 else "or the axis is the wrong one"
+                kind = (
+                    "by hybrid sharding (HSDP)"
+                    if parameter.device_mesh.ndim > 1
+                    else "or the axis is the wrong one"
+                )
                 raise ValueError(
                     f"{name} lies on ranks {_listed(ranks)}, so replicas share it ({kind}): shard inside the replica, "
                     f'{_INSIDE}, and pass the axis between replicas, mesh["replicate"]'
@@ -218,9 +263,18 @@ def _check_whole(parameters: Mapping[str, Tensor], intra_node: DeviceMesh | None
 
     Each would send messages of its own about them, beside those of its shards, and the copies would drift apart.
     """
-    joined = set(dist.get_process_group_ranks(intra_node.get_group())) if intra_node is not None else set()
+    joined = (
+        set(dist.get_process_group_ranks(intra_node.get_group()))
+        if intra_node is not None
+        else set()
+    )
     sharded = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
-    axes = {frozenset(ranks): name for name, p in sharded.items() for ranks in sharding_ranks(p) if len(ranks) > 1}
+    axes = {
+        frozenset(ranks): name
+        for name, p in sharded.items()
+        for ranks in sharding_ranks(p)
+        if len(ranks) > 1
+    }
     for ranks, example in axes.items():
         others = {*ranks} - {dist.get_rank()}
         for name, parameter in parameters.items():
@@ -232,7 +286,9 @@ def _check_whole(parameters: Mapping[str, Tensor], intra_node: DeviceMesh | None
                 )
 
 
-def _check_averaged(module: DistributedDataParallel, others: set[int], intra_node: DeviceMesh | None) -> None:
+def _check_averaged(
+    module: DistributedDataParallel, others: set[int], intra_node: DeviceMesh | None
+) -> None:
     ranks = dist.get_process_group_ranks(module.process_group)
     if others & set(ranks):
         raise ValueError(
@@ -250,7 +306,9 @@ def _check_averaged(module: DistributedDataParallel, others: set[int], intra_nod
 
 def _warn_alone(axes: Sequence[DeviceMesh], parameters: Mapping[str, Tensor]) -> None:
     world = dist.get_world_size()
-    shards = max((p.device_mesh.size() for p in parameters.values() if isinstance(p, DTensor)), default=1)
+    shards = max(
+        (p.device_mesh.size() for p in parameters.values() if isinstance(p, DTensor)), default=1
+    )
     if all(axis.size() == 1 for axis in axes) and shards < world and dist.get_rank() == 0:
         one = "one rank" if shards == 1 else f"{shards} ranks"
         _log.warning(

@@ -88,7 +88,11 @@ def load_replica_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> 
                 shapes = f"{tuple(saved[key].shape)}, is {tuple(tensor.shape)} here"
                 raise ValueError(f"{key} was saved with shape {shapes}: another number of shards?")
         for index, replicator in enumerate(optimizer.build()):
-            mine = {key.removeprefix(f"{index}."): t for key, t in saved.items() if key.startswith(f"{index}.")}
+            mine = {
+                key.removeprefix(f"{index}."): t
+                for key, t in saved.items()
+                if key.startswith(f"{index}.")
+            }
             replicator.local_state().load(mine)
     optimizer.resume_at(int(state["step"]))
 
@@ -140,11 +144,18 @@ def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> N
     optimizer.refuse_overlap()
     rest = {key: value for key, value in state_dict.items() if key != "replication"}
     coordinates = optimizer.coordinates
-    mark = f"replica{coordinates.replica}."  # none where replicas were alike, or replicated by nothing
+    mark = (
+        f"replica{coordinates.replica}."  # none where replicas were alike, or replicated by nothing
+    )
     for other in (key for values in rest["state"].values() for key in values):
         if _MARKED.match(str(other)) and not other.startswith(mark):
-            raise ValueError(f"the saved optimizer state has {other}, not {mark}...: it is of another replica")
-    own = {p: {key.removeprefix(mark): value for key, value in v.items()} for p, v in rest["state"].items()}
+            raise ValueError(
+                f"the saved optimizer state has {other}, not {mark}...: it is of another replica"
+            )
+    own = {
+        p: {key.removeprefix(mark): value for key, value in v.items()}
+        for p, v in rest["state"].items()
+    }
     optimizer.base.load_state_dict({**rest, "state": own})
     if "replication" in state_dict:
         saved = state_dict["replication"]
@@ -155,7 +166,9 @@ def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> N
     else:
         schemes = [scheme for _, scheme in optimizer.levels]
         optimizer.forget_levels()  # or an anchor of before would undo the load
-        optimizer.memory_lost = any(s.feedback or s.round.delay or s.signal == "parameters" for s in schemes)
+        optimizer.memory_lost = any(
+            s.feedback or s.round.delay or s.signal == "parameters" for s in schemes
+        )
 
 
 def warn_of_lost_memory(optimizer: "Replicated") -> None:

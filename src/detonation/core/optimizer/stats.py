@@ -65,7 +65,11 @@ class Stats:
     @property
     def taking(self) -> int | None:
         """The number of replicas that take the next step, where replicas are balanced."""
-        return None if self._balance is None else int(self._balance.local_steps.taken(self._step).sum())
+        return (
+            None
+            if self._balance is None
+            else int(self._balance.local_steps.taken(self._step).sum())
+        )
 
     @property
     def skipped(self) -> int:
@@ -84,14 +88,21 @@ class Stats:
 
 
 def dense_bytes_by_level(
-    parameters: Mapping[str, Tensor], levels: Sequence[tuple[Axis, Scheme]], intra_node: DeviceMesh | None
+    parameters: Mapping[str, Tensor],
+    levels: Sequence[tuple[Axis, Scheme]],
+    intra_node: DeviceMesh | None,
 ) -> list[int]:
     """Bytes that this rank would send in one step of full fp32 synchronisation, per level."""
-    ways = [(sum(local(p).numel() for p in way.values()), n) for way, n in split_by_sharding(parameters, intra_node)]
+    ways = [
+        (sum(local(p).numel() for p in way.values()), n)
+        for way, n in split_by_sharding(parameters, intra_node)
+    ]
     return [sum(dense_bytes(numel, axis.size(), n) for numel, n in ways) for axis, _ in levels]
 
 
-def described(trained: TrainedParameters, levels: Sequence[tuple[Axis, Scheme]], intra_node: DeviceMesh | None) -> str:
+def described(
+    trained: TrainedParameters, levels: Sequence[tuple[Axis, Scheme]], intra_node: DeviceMesh | None
+) -> str:
     """The exchange of a replicated optimizer in one line per level, by arithmetic, without a step.
 
     Bytes are the mean per step of one rank; where shards differ in size, those of this one.
@@ -100,18 +111,29 @@ def described(trained: TrainedParameters, levels: Sequence[tuple[Axis, Scheme]],
         parameters = trained.by_name()
     except ValueError:  # which the first step explains
         return "Replicated, with parameters that are not in the model"
-    lines = [f"Replicated, {sum(local(p).numel() for p in parameters.values()):,} parameters on this rank"]
+    lines = [
+        f"Replicated, {sum(local(p).numel() for p in parameters.values()):,} parameters on this rank"
+    ]
     dense = dense_bytes_by_level(parameters, levels, intra_node)
     on_device = any(decides_on_device(local(p).device) for p in parameters.values())
     for (axis, scheme), full in zip(levels, dense, strict=True):
         lines.append(f"  {scheme.name}({arguments_text(scheme)}) over {axis.size()} replicas: ")
         sent, ways = 0.0, []
-        for part, n in split_by_sharding(parameters, intra_node) if scheme.signal != "nothing" else []:
+        for part, n in (
+            split_by_sharding(parameters, intra_node) if scheme.signal != "nothing" else []
+        ):
             layout = scheme.codec.layout({name: tuple(local(p).shape) for name, p in part.items()})
             sent += mean_bytes(scheme.aligned(n) if on_device else scheme, layout, axis.size(), n)
-            ways += [_WAYS[collective_for(scheme, each, axis.size(), n)] for each in scheme.divide(layout)]
+            ways += [
+                _WAYS[collective_for(scheme, each, axis.size(), n)]
+                for each in scheme.divide(layout)
+            ]
         share = f", {sent / full:.2%} of full synchronisation" if full else ""
-        lines[-1] += f"{sent:,.0f} bytes per step by {' and '.join(dict.fromkeys(ways))}{share}" if ways else "nothing"
+        lines[-1] += (
+            f"{sent:,.0f} bytes per step by {' and '.join(dict.fromkeys(ways))}{share}"
+            if ways
+            else "nothing"
+        )
     return "\n".join(lines)
 
 

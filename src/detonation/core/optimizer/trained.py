@@ -68,7 +68,8 @@ class TrainedParameters:
         return {
             name: parameter
             for name, parameter in local_parameters(self.model).items()
-            if not (parameter.requires_grad or id(parameter) in trained) and parameter.device.type != "meta"
+            if not (parameter.requires_grad or id(parameter) in trained)
+            and parameter.device.type != "meta"
         }
 
     def named(self, names: Collection[str]) -> dict[str, Tensor]:
@@ -79,17 +80,25 @@ class TrainedParameters:
 
     def _take_shards(self) -> None:
         """Puts shards in the place of copies, of which an optimizer or a group is made after an evaluation."""
-        shards = {id(copy): shard for unit in shown_units(self.model) for copy, shard in unit.copies}
+        shards = {
+            id(copy): shard for unit in shown_units(self.model) for copy, shard in unit.copies
+        }
         if not any(id(p) in shards for p in self.everyone):
             return
         for group in self._base.param_groups:
             group["params"] = [shards.get(id(p), p) for p in group["params"]]
         if len({id(p) for p in self.everyone}) < len(self.everyone):
-            raise ValueError("some parameters appear in more than one parameter group of the optimizer")
+            raise ValueError(
+                "some parameters appear in more than one parameter group of the optimizer"
+            )
 
     def lay_out(self, parameters: Mapping[str, Tensor]) -> None:
         """Notes that the layouts hold `parameters` from now on."""
-        self.laid_out, mine, self._units = parameters, {id(p) for p in parameters.values()}, shown_units(self.model)
+        self.laid_out, mine, self._units = (
+            parameters,
+            {id(p) for p in parameters.values()},
+            shown_units(self.model),
+        )
         self._ids = {id(p) for p in self.everyone if id(p) in mine}
 
     def show_shards(self) -> bool:
@@ -139,7 +148,9 @@ def _cause(odd: Sequence[Tensor], model: nn.Module) -> str:
     """Why parameters of an optimizer are not in the model, and what helps."""
     if any(p.device.type == "meta" for p in odd):
         return "they are on the meta device: make the optimizer after to_empty"
-    if any(isinstance(p, DTensor) for p in model.parameters()) and not any(isinstance(p, DTensor) for p in odd):
+    if any(isinstance(p, DTensor) for p in model.parameters()) and not any(
+        isinstance(p, DTensor) for p in odd
+    ):
         return (
             "the model is sharded and they are not: make the optimizer after detonation.shard or fully_shard (in "
             "Lightning, in configure_optimizers)"

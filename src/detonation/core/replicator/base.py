@@ -27,7 +27,12 @@ class Replicator(ABC):
         self.parameters, self.channel = parameters, channel
         self.round = channel.scheme.round
         self.overlapping = False  # whether gradients were sent, or are to be, in buckets, and their step has not come
-        self.scheme, self.layout, self.link, self.counts = channel.scheme, channel.layout, channel.link, channel.counts
+        self.scheme, self.layout, self.link, self.counts = (
+            channel.scheme,
+            channel.layout,
+            channel.link,
+            channel.counts,
+        )
 
     def before(self, step: int) -> None:
         """Runs before the local step."""

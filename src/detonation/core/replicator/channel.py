@@ -123,18 +123,34 @@ class Channel:
     ) -> None:
         if runtime.decides_on_device:
             scheme = scheme.aligned(link.local_ranks)
-        self.scheme, self.layout, self.link, self.runtime, self.place = scheme, layout, link, runtime, place
+        self.scheme, self.layout, self.link, self.runtime, self.place = (
+            scheme,
+            layout,
+            link,
+            runtime,
+            place,
+        )
         self._needs_own_update = scheme.needs_own_update
         self.memory = Memory(layout, scheme.feedback, runtime.device) if scheme.feedback else None
         self._room = room_of(scheme, layout, link.replicas, link.local_ranks)
         self.engine = engine_for(scheme.codec, layout, self.memory, runtime, self._room)
         self.counts = counts or FaultCounts([slot.name for slot in layout.slots], link.replica)
-        self._usual = torch.zeros(1, dtype=torch.float32, device=runtime.device)  # of all guards: norms are alike
+        self._usual = torch.zeros(
+            1, dtype=torch.float32, device=runtime.device
+        )  # of all guards: norms are alike
         # whether messages carry no indices, because all know them; where whole rows are sent, kernels alone ask
-        self._knows = scheme.codec.selection.shared and (not scheme.codec.dense or self.engine.guard.on_kernels)
-        self.exchange = exchange_for(scheme, link, layout, self.engine, self._guard(layout, 0), self._room)
-        if runtime.decides_on_device:  # the basis copies its matrix to the device now, and not in the first round's end
-            row = torch.zeros(1, scheme.codec.selection.chunk, dtype=torch.float32, device=runtime.device)
+        self._knows = scheme.codec.selection.shared and (
+            not scheme.codec.dense or self.engine.guard.on_kernels
+        )
+        self.exchange = exchange_for(
+            scheme, link, layout, self.engine, self._guard(layout, 0), self._room
+        )
+        if (
+            runtime.decides_on_device
+        ):  # the basis copies its matrix to the device now, and not in the first round's end
+            row = torch.zeros(
+                1, scheme.codec.selection.chunk, dtype=torch.float32, device=runtime.device
+            )
             scheme.codec.basis.inverse(scheme.codec.basis.forward(row))
         self._message = partial(Message, codec=scheme.codec, recycle=self.exchange.recycle)
         self._whole = BucketPipeline(Bucket.whole(layout), self.engine, self.exchange)
@@ -146,7 +162,10 @@ class Channel:
         buckets = buckets_of(self.scheme, self.layout, *sizes, few)
         if len(buckets) == 1:
             return [self._whole]
-        return [self._pipeline(bucket, number) for number, bucket in enumerate(reversed(buckets), start=1)]
+        return [
+            self._pipeline(bucket, number)
+            for number, bucket in enumerate(reversed(buckets), start=1)
+        ]
 
     @cached_property
     def _statuses(self) -> Tensor:
@@ -160,7 +179,9 @@ class Channel:
         self.counts.due.add(step + self.scheme.round.delay)
         return Transfer(pipeline or self._whole, self._message(step))
 
-    def send(self, signals: Sequence[Tensor | None], step: int, pipeline: BucketPipeline | None = None) -> Transfer:
+    def send(
+        self, signals: Sequence[Tensor | None], step: int, pipeline: BucketPipeline | None = None
+    ) -> Transfer:
         """Sends a signal in one collective. If any of it is not finite, an empty message is sent, with the reason.
 
         Args:
@@ -188,7 +209,9 @@ class Channel:
         at_once = pipeline or self.runtime.device.type == "cpu" or self.engine.reads_status
         for each in [transfer.pipeline] if at_once else self.pipelines:
             part = run if at_once else run.of_rows(each.bucket.first, each.bucket.layout.rows)
-            self._encode(transfer, each, part, signals if at_once else each.bucket.cut(signals), bad)
+            self._encode(
+                transfer, each, part, signals if at_once else each.bucket.cut(signals), bad
+            )
             if each.engine.is_heavy or (self._needs_own_update and self.runtime.decides_on_device):
                 self._release(transfer)
         del run, part  # the exchange may send a copy
@@ -214,7 +237,9 @@ class Channel:
             return False
         if self.engine.reads_status:
             numbers = [piece.index for piece in bucket.pieces]
-            bad = pipeline.engine.scan(pieces, numbers, self._statuses[self.pipelines.index(pipeline)])
+            bad = pipeline.engine.scan(
+                pieces, numbers, self._statuses[self.pipelines.index(pipeline)]
+            )
         elif self.runtime.decides_on_device:
             numbers, within = signals_within(pieces, self.runtime.device)
             transfer.within.append(([bucket.pieces[i].index for i in numbers], within))
@@ -233,7 +258,11 @@ class Channel:
             status = self._statuses
         elif is_last:
             of_all = [numbers for numbers, _ in transfer.within]
-            status = first_outside(of_all, [w for _, w in transfer.within]) if any(of_all) else transfer.status
+            status = (
+                first_outside(of_all, [w for _, w in transfer.within])
+                if any(of_all)
+                else transfer.status
+            )
             transfer.is_empty = status > 0
         self.exchange.send(transfer.message, status)
         self._release(transfer)
@@ -266,15 +295,21 @@ class Channel:
         for name, tensor in self.exchange.state().items():
             tensor.copy_(kept[name])
 
-    def local_state(self, flats: Mapping[str, Tensor], others: Mapping[str, Tensor] | None = None) -> LocalState:
+    def local_state(
+        self, flats: Mapping[str, Tensor], others: Mapping[str, Tensor] | None = None
+    ) -> LocalState:
         """The state of memory and exchange, with a replicator's own `flats` and `others`.
 
         Shapes: flats `[rows, chunk]`.
         """
         memory = {"residual": self.memory.residual} if self.memory else {}
-        return LocalState(self.layout, memory | dict(flats), self.exchange.state() | dict(others or {}))
+        return LocalState(
+            self.layout, memory | dict(flats), self.exchange.state() | dict(others or {})
+        )
 
-    def _play(self, transfer: Transfer, pipelines: Sequence[BucketPipeline], is_last: bool = True) -> None:
+    def _play(
+        self, transfer: Transfer, pipelines: Sequence[BucketPipeline], is_last: bool = True
+    ) -> None:
         """Takes the message from the tape, once its last bucket comes, in the place of all collectives."""
         for pipeline in pipelines if self._knows else ():
             self._know(transfer, pipeline, pipeline.engine.empty(transfer.message.step))
@@ -283,7 +318,9 @@ class Channel:
             transfer.pipeline.exchange.play(transfer.message, self.link.tape)
             transfer.forwarded = True
 
-    def _send_zeros(self, transfer: Transfer, collectives: Sequence[Sequence[BucketPipeline]], status: int) -> None:
+    def _send_zeros(
+        self, transfer: Transfer, collectives: Sequence[Sequence[BucketPipeline]], status: int
+    ) -> None:
         """Sends zeros in the place of a message, in as many collectives as the other replicas do."""
         for pipelines in collectives:
             begin, buckets = transfer.pipeline.bucket.first, [each.bucket for each in pipelines]
@@ -292,8 +329,16 @@ class Channel:
                 transfer.message, first - begin, sum(each.layout.rows for each in buckets)
             )
             for pipeline, bucket in zip(pipelines, buckets, strict=True):
-                self._encode(transfer, pipeline, run.of_rows(bucket.first - first, bucket.layout.rows), (), True)
-            transfer.pipeline.exchange.send(transfer.message, status if pipelines is collectives[-1] else None)
+                self._encode(
+                    transfer,
+                    pipeline,
+                    run.of_rows(bucket.first - first, bucket.layout.rows),
+                    (),
+                    True,
+                )
+            transfer.pipeline.exchange.send(
+                transfer.message, status if pipelines is collectives[-1] else None
+            )
 
     def _encode(
         self,
@@ -306,7 +351,9 @@ class Channel:
         """Encodes a signal into `run`, or zeros where `bad` is True, and keeps what is needed later."""
         engine, step, sent = pipeline.engine, transfer.message.step, bad is not True
         if sent:
-            selected = engine.encode_into(run, pieces, step, bad if isinstance(bad, Tensor) else None)
+            selected = engine.encode_into(
+                run, pieces, step, bad if isinstance(bad, Tensor) else None
+            )
         else:
             selected = engine.empty(step)
             engine.codec.write(selected, run)
@@ -314,14 +361,20 @@ class Channel:
             self._know(transfer, pipeline, selected)
         if sent and not engine.releases_at_once:
             own = engine.codec.written(run) if engine.needs_own_values else None
-            kept = selected if own is None else replace(selected, values=own)  # without the values as they were
+            kept = (
+                selected if own is None else replace(selected, values=own)
+            )  # without the values as they were
             transfer.unreleased.append((engine, kept, own))
         if self._needs_own_update:
-            transfer.own.append(Update(engine, engine.own_message(run.copy() if run.is_summed else run, selected)))
+            transfer.own.append(
+                Update(engine, engine.own_message(run.copy() if run.is_summed else run, selected))
+            )
 
     def _know(self, transfer: Transfer, pipeline: BucketPipeline, selected: Selected) -> None:
         """Keeps the indices that all replicas know."""
-        transfer.message.know(pipeline.bucket.first - transfer.pipeline.bucket.first, selected.indices)
+        transfer.message.know(
+            pipeline.bucket.first - transfer.pipeline.bucket.first, selected.indices
+        )
 
     def _release(self, transfer: Transfer) -> None:
         """Removes what was sent from memory, while the collective runs."""
@@ -336,14 +389,20 @@ class Channel:
         forget = self.memory.clear if self.memory else lambda: None
         at = schema, self.place << 10 | number, self.link.replica, self.scheme.round.delay
         names = [*(slot.name for slot in layout.slots), *map(Changed, self.counts.names)]
-        return self.engine.guard(names, *at, self.counts, self.runtime.decides_on_device, self._usual, forget)
+        return self.engine.guard(
+            names, *at, self.counts, self.runtime.decides_on_device, self._usual, forget
+        )
 
     def _pipeline(self, bucket: Bucket, number: int) -> BucketPipeline:
         codec, exchange = codec_of(bucket, self.scheme.codec, self.layout.rows), self.exchange
         memory = self.memory.of_rows(bucket.layout, bucket.first) if self.memory else None
         if self.scheme.divides_messages:
-            exchange = exchange.for_rows(bucket.first, bucket.layout.rows, self._guard(bucket.layout, number))
-        return BucketPipeline(bucket, engine_for(codec, bucket.layout, memory, self.runtime, self._room), exchange)
+            exchange = exchange.for_rows(
+                bucket.first, bucket.layout.rows, self._guard(bucket.layout, number)
+            )
+        return BucketPipeline(
+            bucket, engine_for(codec, bucket.layout, memory, self.runtime, self._room), exchange
+        )
 
 
 def _after_slots(transfer: Transfer, number: int) -> int:

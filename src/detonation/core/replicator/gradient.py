@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from detonation.core.flat.layout import Layout, copy
-from detonation.core.flat.tensors import gradients_to_fill, local, local_gradients, locals_of, state_of
+from detonation.core.flat.tensors import (
+    gradients_to_fill,
+    local,
+    local_gradients,
+    locals_of,
+    state_of,
+)
 from detonation.core.memory import LocalState
 from detonation.core.optim.base_step import BaseStep
 from detonation.core.optim.signsgd import SignSGD
@@ -46,7 +52,9 @@ class Pending:
 
     def __init__(self, layout: Layout, delay: int, device: torch.device) -> None:
         self._layout, self._device = layout, device
-        self._updates: deque[Transfer | Flat] = deque(Flat(layout, layout.zeros(device)) for _ in range(delay))
+        self._updates: deque[Transfer | Flat] = deque(
+            Flat(layout, layout.zeros(device)) for _ in range(delay)
+        )
 
     def exchange(self, update: Transfer) -> Transfer | Flat:
         """Puts in an update, and takes out the one that is due."""
@@ -73,11 +81,15 @@ class Pending:
 
         The gradients do not change, because a backward pass may come next and add to them.
         """
-        everyone = [parameter for group in base.optimizer.param_groups for parameter in group["params"]]
+        everyone = [
+            parameter for group in base.optimizer.param_groups for parameter in group["params"]
+        ]
         kept = [parameter.grad for parameter in everyone]
         for parameter in everyone:
             parameter.grad = None
-        signs = base.optimizer if isinstance(base.optimizer, SignSGD) else None  # which needs no gradients
+        signs = (
+            base.optimizer if isinstance(base.optimizer, SignSGD) else None
+        )  # which needs no gradients
         for index in range(len(self._updates)):
             update = self._updates[index].receive()
             if not (signs and signs.take(list(parameters.values()), update)):
@@ -100,21 +112,37 @@ class GradientReplicator(Replicator):
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], channel: Channel, base: BaseStep, scheme: GradientScheme, last: bool
+        self,
+        parameters: Mapping[str, Tensor],
+        channel: Channel,
+        base: BaseStep,
+        scheme: GradientScheme,
+        last: bool,
     ) -> None:
         super().__init__(parameters, channel)
-        self._base, self.last, delay, device = base, last, scheme.round.delay, channel.runtime.device
+        self._base, self.last, delay, device = (
+            base,
+            last,
+            scheme.round.delay,
+            channel.runtime.device,
+        )
         self._signs = base.optimizer if last and isinstance(base.optimizer, SignSGD) else None
         self._delayed = delay > 0
         self._updates = Pending(channel.layout, delay, device)
         self._overlap: Overlap | None = None
-        self._equal: Readback | None = None  # whether gradients stayed as they were sent in the last overlapped step
+        self._equal: Readback | None = (
+            None  # whether gradients stayed as they were sent in the last overlapped step
+        )
         self._stream: CommStream | None = None
         self.stepped = base
 
     def before(self, step: int) -> None:
         if self._overlap:
-            (transfer, self._equal), self._overlap, self.overlapping = self._overlap.finish(), None, False
+            (transfer, self._equal), self._overlap, self.overlapping = (
+                self._overlap.finish(),
+                None,
+                False,
+            )
         else:
             if self._equal:
                 self._refuse_unequal()
@@ -173,7 +201,10 @@ class GradientReplicator(Replicator):
         found = {}
         for name, parameter in self.parameters.items():
             found[name] = local(parameter).detach()
-            found |= {f"{name} ({key})": state for key, state in state_of(self._base.optimizer, parameter).items()}
+            found |= {
+                f"{name} ({key})": state
+                for key, state in state_of(self._base.optimizer, parameter).items()
+            }
         return found
 
     def repair(self, tensors: Mapping[str, Tensor]) -> None:
@@ -181,7 +212,9 @@ class GradientReplicator(Replicator):
         copy([replicated[name] for name in tensors], list(tensors.values()))
 
     def local_state(self) -> LocalState:
-        return self.channel.local_state({f"update{i}": each for i, each in enumerate(self._updates.arrived())})
+        return self.channel.local_state(
+            {f"update{i}": each for i, each in enumerate(self._updates.arrived())}
+        )
 
     def _refuse_unequal(self) -> None:
         equal, self._equal = self._equal, None

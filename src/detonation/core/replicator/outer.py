@@ -23,7 +23,9 @@ class OuterSGD:
 
         Shapes: `[len(rows), chunk]`.
         """
-        self.flat[rows].sub_(torch.mul(self._direction(rows, update), self._outer.lr, out=update))  # rounded one by one
+        self.flat[rows].sub_(
+            torch.mul(self._direction(rows, update), self._outer.lr, out=update)
+        )  # rounded one by one
 
     def state(self) -> dict[str, Tensor]:
         """The optimizer's state by kind.

@@ -62,13 +62,22 @@ class Overlap:
     rest after backward; a gradient that did not come is zero.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], channel: Channel, step: int, stream: CommStream) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Tensor], channel: Channel, step: int, stream: CommStream
+    ) -> None:
         self.step = step
-        self._parameters, self._names, self._channel, self._stream = parameters, list(parameters), channel, stream
+        self._parameters, self._names, self._channel, self._stream = (
+            parameters,
+            list(parameters),
+            channel,
+            stream,
+        )
         self._transfer = channel.start(step)
         self._count, self._left = len(channel.pipelines), deque(channel.pipelines)
         self._arrived: set[int] = set()  # numbers of the parameters whose gradients came
-        self._versions: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {}  # when their first piece left
+        self._versions: dict[
+            str, tuple[Tensor | None, tuple[int, ...]]
+        ] = {}  # when their first piece left
         self._samples: list[tuple[Tensor, Tensor]] = []
         self._device = channel.runtime.device
         stream.wait_for_current()
@@ -139,7 +148,11 @@ class Overlap:
     def _equal(self) -> Tensor:
         """True if the samples have not changed."""  # [] bool
         same = [(now.nan_to_num() == then.nan_to_num()).all() for now, then in self._samples]
-        return torch.stack(same).all() if same else torch.ones((), dtype=torch.bool, device=self._device)
+        return (
+            torch.stack(same).all()
+            if same
+            else torch.ones((), dtype=torch.bool, device=self._device)
+        )
 
 
 def refuse_unequal(equal: bool) -> None:
@@ -150,7 +163,9 @@ def refuse_unequal(equal: bool) -> None:
 
 def _changed(which: str) -> OverlapError:
     text = f"{which} changed after it was sent within overlap()"
-    return OverlapError(f"{text}: clip by replicate(clip=...), and unscale or zero gradients without overlap()")
+    return OverlapError(
+        f"{text}: clip by replicate(clip=...), and unscale or zero gradients without overlap()"
+    )
 
 
 def _versions(gradient: Tensor | None) -> tuple[int, ...]:

@@ -37,22 +37,36 @@ class ParameterReplicator(Replicator):
     acts_before = False
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], channel: Channel, scheme: ParameterScheme, round: Round
+        self,
+        parameters: Mapping[str, Tensor],
+        channel: Channel,
+        scheme: ParameterScheme,
+        round: Round,
     ) -> None:
         super().__init__(parameters, channel)
         self.round, self._keep, self._divides = round, scheme.keep, scheme.divides_messages
-        self._cycle = scheme.codec.selection.period if scheme.resume_from == "sent" else 1  # messages that send all
+        self._cycle = (
+            scheme.codec.selection.period if scheme.resume_from == "sent" else 1
+        )  # messages that send all
         self._synchronized_at = torch.zeros((), dtype=torch.int64, device="cpu")
         self._in_flight: deque[tuple[Transfer, list[Part]]] = deque()
-        self._arrived: Tensor | None = None  # the update, instead of parts in flight, once a checkpoint asked for it
-        self._lost: dict[int, bool | Tensor] = {}  # by the first row of a bucket: what it sent last was not finite
+        self._arrived: Tensor | None = (
+            None  # the update, instead of parts in flight, once a checkpoint asked for it
+        )
+        self._lost: dict[
+            int, bool | Tensor
+        ] = {}  # by the first row of a bucket: what it sent last was not finite
         # until the message lands; 0 where none is on its way
         self._steps_left = torch.zeros((), dtype=torch.int64, device="cpu")
-        self._anchor = OuterSGD(self.layout.flatten(locals_of(parameters), channel.runtime.device), scheme.outer)
+        self._anchor = OuterSGD(
+            self.layout.flatten(locals_of(parameters), channel.runtime.device), scheme.outer
+        )
         self._local_steps = channel.runtime.local_steps
         self._rounds = any(parameter.dtype == torch.bfloat16 for parameter in parameters.values())
         # by replica, since the last message: the local steps that are in it
-        self._taken = torch.zeros(channel.link.replicas if self._local_steps else 0, dtype=torch.int64, device="cpu")
+        self._taken = torch.zeros(
+            channel.link.replicas if self._local_steps else 0, dtype=torch.int64, device="cpu"
+        )
 
     def after(self, step: int) -> None:
         if self._local_steps:
@@ -89,7 +103,9 @@ class ParameterReplicator(Replicator):
             for each in range(first, first + self._cycle):
                 self.counts.catch_up(math.inf)  # each message carries a digest of those before it
                 self._exchange(each, delay=0)
-        if self._keep or self.scheme.needs_own_update:  # else they are there, or where an outer level has moved them
+        if (
+            self._keep or self.scheme.needs_own_update
+        ):  # else they are there, or where an outer level has moved them
             copy(locals_of(self.parameters), self.shared_weights())
         self._synchronized_at.fill_(step)
 
@@ -127,7 +143,9 @@ class ParameterReplicator(Replicator):
 
     def _agreed(self) -> dict[str, Tensor]:
         """The flats that are the same on all replicas, by the suffix of their parameters' names."""
-        return {"": self._anchor.flat} | {f" ({kind})": flat for kind, flat in self._anchor.state().items()}
+        return {"": self._anchor.flat} | {
+            f" ({kind})": flat for kind, flat in self._anchor.state().items()
+        }
 
     def _exchange(self, step: int, delay: int) -> None:
         """Sends the movement in this round, bucket by bucket.
@@ -138,7 +156,9 @@ class ParameterReplicator(Replicator):
         self._arrived = None
         self._steps_left.fill_(delay)
         weight, (found, weights) = 1.0, self._weights()
-        if self._local_steps and any(taken := self._taken.tolist()):  # its part of all tokens, times the replicas
+        if self._local_steps and any(
+            taken := self._taken.tolist()
+        ):  # its part of all tokens, times the replicas
             weight = taken[self.link.replica] * len(taken) / sum(taken)
         if not self._divides:
             self._in_flight.append((self.channel.start(step), []))
@@ -152,7 +172,14 @@ class ParameterReplicator(Replicator):
             copy(found, weights)
         self._taken.zero_()
 
-    def _send(self, pipeline: BucketPipeline, weights: Sequence[Tensor], step: int, weight: float, delay: int) -> None:
+    def _send(
+        self,
+        pipeline: BucketPipeline,
+        weights: Sequence[Tensor],
+        step: int,
+        weight: float,
+        delay: int,
+    ) -> None:
         moved = self._movement(pipeline.bucket, weights, weight)
         pieces = pipeline.bucket.layout.parts(moved)
         if self._divides:
@@ -168,16 +195,26 @@ class ParameterReplicator(Replicator):
             own = transfer.own.pop()
             # an accelerator has less memory and more time: it subtracts once more when the message lands
             kept = delay > 0 or not self.channel.runtime.decides_on_device
-            unsent = torch.sub(moved, self._decoded(pipeline.bucket, own), out=moved) if kept else (own, weight)
+            unsent = (
+                torch.sub(moved, self._decoded(pipeline.bucket, own), out=moved)
+                if kept
+                else (own, weight)
+            )
         self._in_flight[-1][1].append((pipeline, unsent))
 
     def _movement(self, bucket: Bucket, weights: Sequence[Tensor], weight: float) -> Tensor:
         """The movement of a bucket in this round, times `weight`."""  # [rows of the bucket, chunk]
         moved, start = self._position(bucket, weights), self._anchor.flat
-        torch.sub(self._rounded(start, bucket, weights) if self._rounds else start[bucket.rows], moved, out=moved)
+        torch.sub(
+            self._rounded(start, bucket, weights) if self._rounds else start[bucket.rows],
+            moved,
+            out=moved,
+        )
         return moved.mul_(weight) if weight != 1.0 else moved
 
-    def _rest(self, bucket: Bucket, unsent: Tensor | tuple[Update, float], weights: Sequence[Tensor]) -> Tensor:
+    def _rest(
+        self, bucket: Bucket, unsent: Tensor | tuple[Update, float], weights: Sequence[Tensor]
+    ) -> Tensor:
         """The part of a bucket's movement that was not sent, before the anchor moves."""  # [rows of the bucket, chunk]
         if isinstance(unsent, Tensor):
             return unsent
@@ -209,10 +246,17 @@ class ParameterReplicator(Replicator):
         update = transfer.receive()
         for pipeline, unsent in parts:
             rest = None if unsent is None else self._rest(pipeline.bucket, unsent, weights)
-            self._follow(pipeline.bucket, update.rows_of(pipeline, transfer.pipeline.bucket.first), rest, weights)
+            self._follow(
+                pipeline.bucket,
+                update.rows_of(pipeline, transfer.pipeline.bucket.first),
+                rest,
+                weights,
+            )
             del rest  # before the next one is made
 
-    def _follow(self, bucket: Bucket, update: Tensor, unsent: Tensor | None, weights: Sequence[Tensor]) -> None:
+    def _follow(
+        self, bucket: Bucket, update: Tensor, unsent: Tensor | None, weights: Sequence[Tensor]
+    ) -> None:
         """Moves the anchor of a bucket by `update`, and the parameters after it.
 
         Shapes: update and unsent `[rows of the bucket, chunk]`; weights one local shape per parameter.
@@ -252,20 +296,26 @@ class ParameterReplicator(Replicator):
     def _rounded(self, flat: Tensor, bucket: Bucket, weights: Sequence[Tensor]) -> Tensor:
         """The rows of a bucket as the parameters hold them: rounding is no movement, and need not be sent."""
         rows, types = flat[bucket.rows], [weight.dtype for weight in bucket.cut(weights)]
-        parts = [part.to(dtype) for part, dtype in zip(bucket.layout.parts(rows), types, strict=True)]
+        parts = [
+            part.to(dtype) for part, dtype in zip(bucket.layout.parts(rows), types, strict=True)
+        ]
         return bucket.layout.flatten(parts, rows.device)
 
     def _weights(self) -> tuple[list[Tensor], list[Tensor]]:
         """The local parameters, and the same contiguous, so that a piece of one can be written to: to be copied back
         where they are others."""
         found = locals_of(self.parameters)
-        return found, found if all(each.is_contiguous() for each in found) else [each.contiguous() for each in found]
+        return found, found if all(each.is_contiguous() for each in found) else [
+            each.contiguous() for each in found
+        ]
 
 
 class HoldingReplicator(ParameterReplicator):
     """Rounds after which the padding rows of embeddings are where they were, though the codec moves them a little."""
 
-    def _follow(self, bucket: Bucket, update: Tensor, unsent: Tensor | None, weights: Sequence[Tensor]) -> None:
+    def _follow(
+        self, bucket: Bucket, update: Tensor, unsent: Tensor | None, weights: Sequence[Tensor]
+    ) -> None:
         super()._follow(bucket, self._held(bucket, update), unsent, weights)
 
     def _decoded(self, bucket: Bucket, own: Update) -> Tensor:

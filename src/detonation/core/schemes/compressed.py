@@ -45,7 +45,18 @@ def muloco(
     Reference: Thérien et al., MuLoCo, arXiv 2505.23725.
     """
     selection = Everything() if aggregate == "mean" else Everything(ROW, ROW)
-    return outer_sgd(every, outer_lr, outer_momentum, True, precision, None, selection, decay, aggregate, link=link)
+    return outer_sgd(
+        every,
+        outer_lr,
+        outer_momentum,
+        True,
+        precision,
+        None,
+        selection,
+        decay,
+        aggregate,
+        link=link,
+    )
 
 
 @register
@@ -72,7 +83,9 @@ def sparta(rate: float = 1 / 200, precision: str = "fp32") -> ParameterScheme:
 
     Reference: Beton et al., SPARTA, 2025 (openreview stFPf3gzq1).
     """
-    return replace(outer_sgd(1, 1.0, precision=precision, selection=Random(rate)), resume_from="sent")
+    return replace(
+        outer_sgd(1, 1.0, precision=precision, selection=Random(rate)), resume_from="sent"
+    )
 
 
 @register
@@ -106,4 +119,6 @@ def sparseloco(
     Reference: Sarfi et al., SparseLoCo, arXiv 2508.15706.
     """
     selection = TopK(topk, chunk)
-    return outer_sgd(every, outer_lr, 0.0, True, precision, Identity(), selection, decay, aggregate, link=link)
+    return outer_sgd(
+        every, outer_lr, 0.0, True, precision, Identity(), selection, decay, aggregate, link=link
+    )

@@ -6,7 +6,13 @@ from detonation.core.codec.selection import Everything, Selection, TopK
 from detonation.core.memory import Feedback
 from detonation.core.round import Round
 from detonation.core.schemes.registry import register
-from detonation.core.schemes.scheme import GradientScheme, LinkKind, Scheme, aggregation_named, precision_named
+from detonation.core.schemes.scheme import (
+    GradientScheme,
+    LinkKind,
+    Scheme,
+    aggregation_named,
+    precision_named,
+)
 
 
 def momentum(
@@ -72,7 +78,9 @@ def full(precision: str = "fp32") -> GradientScheme:
 
 
 @register
-def loco(precision: str = "4bit", decay: float = 1.0, delay: int = 0, link: LinkKind = "auto") -> GradientScheme:
+def loco(
+    precision: str = "4bit", decay: float = 1.0, delay: int = 0, link: LinkKind = "auto"
+) -> GradientScheme:
     """`full` in few bits with error feedback: every coordinate at every step, its rounding error in the next one.
 
     For optimizers that need dense gradients, as AdamW and Muon do. The rounding errors add up to nothing: with decay 1
@@ -159,7 +167,9 @@ def demo(
     if tiles and not 1 <= topk <= chunk * chunk:
         raise ValueError(f"topk is {topk}, must be from 1 to chunk * chunk ({chunk * chunk})")
     basis, row = (TileDCT(chunk), chunk * chunk) if tiles else (DCT(), chunk)
-    return momentum(basis, TopK(topk, row), decay, alpha, precision, error_feedback, aggregate, delay, link)
+    return momentum(
+        basis, TopK(topk, row), decay, alpha, precision, error_feedback, aggregate, delay, link
+    )
 
 
 @register

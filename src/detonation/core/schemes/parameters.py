@@ -9,7 +9,13 @@ from detonation.core.flat.layout import FragmentUnit
 from detonation.core.memory import Feedback
 from detonation.core.round import Round
 from detonation.core.schemes.registry import register
-from detonation.core.schemes.scheme import LinkKind, Outer, ParameterScheme, aggregation_named, precision_named
+from detonation.core.schemes.scheme import (
+    LinkKind,
+    Outer,
+    ParameterScheme,
+    aggregation_named,
+    precision_named,
+)
 
 
 def outer_sgd(
@@ -62,7 +68,11 @@ def outer_sgd(
 
 @register
 def diloco(
-    every: int = 100, outer_lr: float = 0.7, outer_momentum: float = 0.5, nesterov: bool = True, precision: str = "fp32"
+    every: int = 100,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.5,
+    nesterov: bool = True,
+    precision: str = "fp32",
 ) -> ParameterScheme:
     """Local steps with any optimizer; every `every` steps the replicas average the movement of their parameters.
 

@@ -61,7 +61,9 @@ def _recorded(function: Callable[P, S], name: str) -> Callable[P, S]:
             _require_type(argument, value, hints.get(argument))
         found = function(*args, **kwargs)
         if not isinstance(found, Scheme):
-            raise ValueError(f"scheme {name} is {found!r}, must be made by momentum(...), outer_sgd(...) or the like")
+            raise ValueError(
+                f"scheme {name} is {found!r}, must be made by momentum(...), outer_sgd(...) or the like"
+            )
         return replace(found, name=name, arguments=dict(bound.arguments))
 
     return made
@@ -83,7 +85,10 @@ def scheme(name: str, arguments: Mapping[str, Any] | None = None) -> Scheme:
     """
     function = find_function("scheme", name, SCHEMES)
     made: Scheme = make(
-        "scheme", {name: function if name in SCHEMES else _recorded(function, name)}, name, arguments or {}
+        "scheme",
+        {name: function if name in SCHEMES else _recorded(function, name)},
+        name,
+        arguments or {},
     )
     return made
 
@@ -92,8 +97,12 @@ def _require_type(name: str, value: object, hint: Any) -> None:
     """Raises `ValueError` unless `value` is one of a `Literal`, or has a plain type that `hint` names."""
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
-            raise ValueError(f"{name} is {value!r}, must be one of {', '.join(map(str, get_args(hint)))}")
+            raise ValueError(
+                f"{name} is {value!r}, must be one of {', '.join(map(str, get_args(hint)))}"
+            )
         return
     if allowed := plain_types(value, hint):
-        remedy = f": pass its .item(), not a {type(value).__name__}" if hasattr(value, "item") else ""
+        remedy = (
+            f": pass its .item(), not a {type(value).__name__}" if hasattr(value, "item") else ""
+        )
         raise ValueError(f"{name} is {value!r}, must be {allowed}{remedy}")

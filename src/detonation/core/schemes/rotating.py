@@ -35,7 +35,9 @@ def random(
     Reference: From et al., FlexDeMo, arXiv 2502.06728.
     """
     selection = Random(rate)
-    return momentum(Identity(), selection, decay, alpha, precision, error_feedback, aggregate, delay, link)
+    return momentum(
+        Identity(), selection, decay, alpha, precision, error_feedback, aggregate, delay, link
+    )
 
 
 @register
@@ -71,7 +73,9 @@ def random_sign(
     majority vote, arXiv 2302.07475; the selection of arXiv 2502.06728.
     """
     selection = Random(rate, cycle)
-    return momentum(Identity(), selection, decay, alpha, "sign", error_feedback, "majority_vote", delay, link)
+    return momentum(
+        Identity(), selection, decay, alpha, "sign", error_feedback, "majority_vote", delay, link
+    )
 
 
 @register
@@ -102,4 +106,6 @@ def striding(
     Reference: From et al., FlexDeMo, arXiv 2502.06728.
     """
     selection = Striding(rate)
-    return momentum(Identity(), selection, decay, alpha, precision, error_feedback, aggregate, delay, link)
+    return momentum(
+        Identity(), selection, decay, alpha, precision, error_feedback, aggregate, delay, link
+    )

@@ -86,7 +86,10 @@ class Scheme:
     def rounds(self) -> list[Round]:
         """The round of each fragment: fragments take turns, and the last one ends with the round."""
         every, count = self.round.every, self.fragments
-        return [replace(self.round, offset=turn * every // count % every) for turn in range(1, count + 1)]
+        return [
+            replace(self.round, offset=turn * every // count % every)
+            for turn in range(1, count + 1)
+        ]
 
     def divide(self, layout: Layout, sizes: Mapping[str, int] | None = None) -> list[Layout]:
         """The layout of each fragment of `layout`.
@@ -115,9 +118,13 @@ class Scheme:
         if self.link not in LINKS:
             raise ValueError(f"link is {self.link!r}, must be one of {', '.join(LINKS)}")
         if self.link == "all-reduce" and not self.summable:
-            raise ValueError("link is 'all-reduce', which needs fp32 or bf16 at shared indices and aggregate='mean'")
+            raise ValueError(
+                "link is 'all-reduce', which needs fp32 or bf16 at shared indices and aggregate='mean'"
+            )
         if not (self.aggregation.rowwise or hasattr(self.aggregation, "weights")):
-            raise TypeError(f"{type(self.aggregation).__name__} is not rowwise: it needs `weights`, see NormWeighing")
+            raise TypeError(
+                f"{type(self.aggregation).__name__} is not rowwise: it needs `weights`, see NormWeighing"
+            )
         if self.link == "owner" and not self.aggregation.rowwise:
             raise ValueError(
                 "link is 'owner', which shows an owner some rows of each message; aggregate='clipped_mean' needs the "
@@ -146,7 +153,11 @@ class Scheme:
             >>> demo(topk=1).reply_codec(replicas=4).selection, demo(topk=4).reply_codec(4).selection
             (TopK(topk=4, chunk=64, shared=False, period=0), TopK(topk=16, chunk=64, shared=False, period=0))
         """
-        k, chunk, shared = self.codec.selection.k, self.codec.selection.chunk, self.codec.selection.shared
+        k, chunk, shared = (
+            self.codec.selection.k,
+            self.codec.selection.chunk,
+            self.codec.selection.shared,
+        )
         if shared:
             return self.codec
         most = min(replicas * k, max(4 * k, chunk // 4))
@@ -190,7 +201,12 @@ class ParameterScheme(Scheme):
         """True if a round ends at the mean of the parameters, wherever the anchor was before."""
         whole = self.codec.selection.period == 1 or self.resume_from == "sent"
         exact = whole and self.summable and self.codec.precision == PRECISIONS["fp32"]
-        return exact and self.outer == Outer(1.0, 0.0, False) and self.feedback is None and not self.round.delay
+        return (
+            exact
+            and self.outer == Outer(1.0, 0.0, False)
+            and self.feedback is None
+            and not self.round.delay
+        )
 
     def divide(self, layout: Layout, sizes: Mapping[str, int] | None = None) -> list[Layout]:
         return layout.fragments(self.fragments, self.unit, sizes)
@@ -198,13 +214,19 @@ class ParameterScheme(Scheme):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.fragments <= self.round.every:
-            raise ValueError(f"fragments is {self.fragments}, must be from 1 to every ({self.round.every})")
+            raise ValueError(
+                f"fragments is {self.fragments}, must be from 1 to every ({self.round.every})"
+            )
         if not 0 <= self.keep <= 1:
             raise ValueError(f"keep is {self.keep}, must be from 0 to 1")
         if self.resume_from == "sent" and self.round.delay:
-            raise ValueError(f"delay is {self.round.delay}, must be 0 where parameters follow what was sent")
+            raise ValueError(
+                f"delay is {self.round.delay}, must be 0 where parameters follow what was sent"
+            )
         if self.round.delay >= self.round.every:
-            raise ValueError(f"delay is {self.round.delay}, must be below every ({self.round.every})")
+            raise ValueError(
+                f"delay is {self.round.delay}, must be below every ({self.round.every})"
+            )
 
 
 def precision_named(name: str) -> Precision:

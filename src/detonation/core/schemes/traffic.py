@@ -25,7 +25,9 @@ class LargerThanDense(DetonationError, ValueError):
     """A scheme would send more than the full synchronisation that it replaces."""
 
 
-def collective_for(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1) -> CollectiveKind:
+def collective_for(
+    scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1
+) -> CollectiveKind:
     """The collective of the scheme or, for "auto", the one that sends the fewest bytes and costs no loss.
 
     An all-reduce where the network can add messages. Otherwise an all-gather or, once that sends more, a two-stage
@@ -45,11 +47,18 @@ def collective_for(scheme: Scheme, layout: Layout, replicas: int, local_ranks: i
     if scheme.codec.selection.shared or replicas >= MANY_REPLICAS:
         return "owner"
     dense = dense_bytes(layout.numel, replicas, local_ranks) * scheme.round.every
-    return "owner" if exchange_bytes("all-gather", scheme, *sizes, bare=True) > dense else "all-gather"
+    return (
+        "owner" if exchange_bytes("all-gather", scheme, *sizes, bare=True) > dense else "all-gather"
+    )
 
 
 def exchange_bytes(
-    kind: CollectiveKind, scheme: Scheme, rows: int, replicas: int, local_ranks: int = 1, bare: bool = False
+    kind: CollectiveKind,
+    scheme: Scheme,
+    rows: int,
+    replicas: int,
+    local_ranks: int = 1,
+    bare: bool = False,
 ) -> int:
     """Bytes that one of `replicas` sends if all send messages of `rows` rows, on a ring.
 
@@ -62,13 +71,17 @@ def exchange_bytes(
         stages = codec, scheme.reply_codec(replicas)
         return sum(stage_bytes(each, rows, replicas, local_ranks, bare) for each in stages)
     if kind == "all-gather":
-        return ring_bytes(kind, bytes_per_rank(codec.sent(rows, HEADER_BYTES * (not bare)), local_ranks), replicas)
+        return ring_bytes(
+            kind, bytes_per_rank(codec.sent(rows, HEADER_BYTES * (not bare)), local_ranks), replicas
+        )
     unit = codec.precision.nbytes(1, 1)
     nbytes = codec.nbytes(rows) + DIGITS * replicas * unit * (not bare)
     return ring_bytes(kind, bytes_per_rank(nbytes, local_ranks, unit), replicas)
 
 
-def stage_bytes(codec: Codec, rows: int, replicas: int, local_ranks: int = 1, bare: bool = False) -> int:
+def stage_bytes(
+    codec: Codec, rows: int, replicas: int, local_ranks: int = 1, bare: bool = False
+) -> int:
     """Bytes that one of `replicas` sends in one of the two collectives through owners."""
     nbytes = codec.sent(-(-rows // replicas), HEADER_BYTES * (not bare))
     return (replicas - 1) * bytes_per_rank(nbytes, local_ranks)
@@ -120,25 +133,43 @@ def bytes_sent(
     return sum(message_bytes(scheme, fragment, replicas, local_ranks, bare) for fragment in sent)
 
 
-def message_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1, bare: bool = False) -> int:
+def message_bytes(
+    scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1, bare: bool = False
+) -> int:
     """Bytes that one rank sends in one exchange of the parameters of `layout`: gradients in one message, the movement
     of parameters bucket by bucket."""
-    way, others, last = collective_for(scheme, layout, replicas, local_ranks), list[int](), layout.rows
+    way, others, last = (
+        collective_for(scheme, layout, replicas, local_ranks),
+        list[int](),
+        layout.rows,
+    )
     if scheme.signal == "parameters":
-        last, *others = (bucket.layout.rows for bucket in buckets_of(scheme, layout, replicas, local_ranks))
+        last, *others = (
+            bucket.layout.rows for bucket in buckets_of(scheme, layout, replicas, local_ranks)
+        )
     of_pieces = sum(
-        exchange_bytes(way, scheme, rows, replicas, local_ranks, bare or not scheme.divides_messages) for rows in others
+        exchange_bytes(
+            way, scheme, rows, replicas, local_ranks, bare or not scheme.divides_messages
+        )
+        for rows in others
     )
     return of_pieces + exchange_bytes(way, scheme, last, replicas, local_ranks, bare)
 
 
-def mean_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1, bare: bool = False) -> float:
+def mean_bytes(
+    scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1, bare: bool = False
+) -> float:
     """Bytes per step that one rank sends, as the mean over a round."""
     parts = scheme.divide(layout)
-    return sum(message_bytes(scheme, part, replicas, local_ranks, bare) for part in parts) / scheme.round.every
+    return (
+        sum(message_bytes(scheme, part, replicas, local_ranks, bare) for part in parts)
+        / scheme.round.every
+    )
 
 
-def buckets_of(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1, few: bool = False) -> list[Bucket]:
+def buckets_of(
+    scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1, few: bool = False
+) -> list[Bucket]:
     """The buckets in which `layout` is sent while backward computes, or at the end of a round.
 
     Each but the last is a multiple of the rows after which each of the ranks (replicas x local ranks) that carry a
@@ -155,16 +186,24 @@ def buckets_of(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int =
 def overlapped_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1) -> int:
     """`message_bytes` of gradients with overlap: the same but for rounding, as all buckets share one header."""
     way = collective_for(scheme, layout, replicas, local_ranks)
-    last, *others = [bucket.layout.rows for bucket in buckets_of(scheme, layout, replicas, local_ranks)]
+    last, *others = [
+        bucket.layout.rows for bucket in buckets_of(scheme, layout, replicas, local_ranks)
+    ]
     if way != "owner":
-        bare = sum(exchange_bytes(way, scheme, rows, replicas, local_ranks, bare=True) for rows in others)
+        bare = sum(
+            exchange_bytes(way, scheme, rows, replicas, local_ranks, bare=True) for rows in others
+        )
         return bare + exchange_bytes(way, scheme, last, replicas, local_ranks)
     bare = sum(stage_bytes(scheme.codec, rows, replicas, local_ranks, bare=True) for rows in others)
-    answer = stage_bytes(scheme.reply_codec(replicas), layout.rows, replicas, local_ranks)  # all of it at once
+    answer = stage_bytes(
+        scheme.reply_codec(replicas), layout.rows, replicas, local_ranks
+    )  # all of it at once
     return bare + stage_bytes(scheme.codec, last, replicas, local_ranks) + answer
 
 
-def require_below_dense(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1) -> None:
+def require_below_dense(
+    scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1
+) -> None:
     """Raises `LargerThanDense`, with both numbers, where `scheme` would send more than full synchronisation.
 
     Headers do not count: they matter only for models of a few hundred parameters.

@@ -29,7 +29,11 @@ def triton_engine(
         from detonation.engines.triton.engine import TritonEngine
 
         reason = why_not_triton(codec)
-    note_engine(f"is torch, because {reason}" if reason else "is triton, in kernels that have never run on a GPU")
+    note_engine(
+        f"is torch, because {reason}"
+        if reason
+        else "is triton, in kernels that have never run on a GPU"
+    )
     return None if reason else TritonEngine(codec, layout, memory, runtime, room)
 
 
@@ -41,7 +45,9 @@ def why_not(runtime: Runtime) -> str:
         return f"the device is {runtime.device.type}"
     launches, reason = _launches()
     if runtime.device.type == "cuda" and launches is not None and launches.INTERPRETED:
-        raise RuntimeError("TRITON_INTERPRET=1 would run the kernels on the CPU, with addresses of the GPU: unset it")
+        raise RuntimeError(
+            "TRITON_INTERPRET=1 would run the kernels on the CPU, with addresses of the GPU: unset it"
+        )
     return reason
 
 

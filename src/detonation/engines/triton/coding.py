@@ -2,7 +2,13 @@
 
 from torch import Tensor
 
-from detonation.core.codec.aggregate import Aggregation, MajorityVote, Mean, MeanNonzero, WeightedMean
+from detonation.core.codec.aggregate import (
+    Aggregation,
+    MajorityVote,
+    Mean,
+    MeanNonzero,
+    WeightedMean,
+)
 from detonation.core.codec.basis import DCT, Identity
 from detonation.core.codec.codec import Codec
 from detonation.core.codec.message_rows import SharedIndices
@@ -33,7 +39,9 @@ def why_not_triton(codec: Codec, aggregation: Aggregation | None = None) -> str:
         return f"no kernel transforms by {basis.__name__}"
     if type(selection) not in (TopK, *_ROTATIONS):
         return f"no kernel selects by {type(selection).__name__}"
-    longest = LONGEST_TRANSFORM if basis is DCT else LONGEST_SHARED if selection.shared else LONGEST_ROW
+    longest = (
+        LONGEST_TRANSFORM if basis is DCT else LONGEST_SHARED if selection.shared else LONGEST_ROW
+    )
     if selection.chunk > longest:
         return f"a row of {selection.chunk} is longer than the {longest} that a kernel holds"
     return "" if codec.precision in PRECISION_NAMES else f"no kernel encodes in {codec.precision!r}"
@@ -49,9 +57,16 @@ def why_decoded_in_torch(received: Received) -> str:
             return f"no kernel aggregates by {aggregation.__name__}"
         if source.codec.precision not in PRECISION_NAMES:
             return f"no kernel decodes {source.codec.precision!r}"
-        if type(source.codec.selection) in (TopK, Everything):  # which need no step; the others' indices tell it
+        if type(source.codec.selection) in (
+            TopK,
+            Everything,
+        ):  # which need no step; the others' indices tell it
             return ""
-    return "" if isinstance(source.shared, SharedIndices) else "it is given indices in the place of their rule"
+    return (
+        ""
+        if isinstance(source.shared, SharedIndices)
+        else "it is given indices in the place of their rule"
+    )
 
 
 def coding_of(codec: Codec) -> Coding:
@@ -78,4 +93,6 @@ def places_of(codec: Codec, rows: int, owners: RowOwners | None = None) -> Place
 def row_run(codec: Codec, octets: Tensor, room: int, rows: int) -> RowRun:
     """A run of rows of messages, as kernels read it."""  # octets [messages, room + nbytes] uint8
     lengths = codec.precision.lengths(rows, codec.selection.k)
-    return RowRun(octets, room, rows, (lengths[0], sum(lengths[1:]), codec.nbytes(rows) - sum(lengths)))
+    return RowRun(
+        octets, room, rows, (lengths[0], sum(lengths[1:]), codec.nbytes(rows) - sum(lengths))
+    )

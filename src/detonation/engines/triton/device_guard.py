@@ -31,18 +31,33 @@ class TritonGuard(Guard):
         read = [row_run(run.codec, run.octets, run.room, run.rows) for run in runs]
         found = status if isinstance(status, Tensor) else constant(status, octets.device)
         self._inspector(len(octets)).seal(
-            read, nbytes, IDENTITY, header.schema, header.step, header.origin, found, header.received
+            read,
+            nbytes,
+            IDENTITY,
+            header.schema,
+            header.step,
+            header.origin,
+            found,
+            header.received,
         )
 
     def open(
-        self, message: Message, stage: Stage, shared: Tensor | SharedIndices | None, tape: Tape | None = None
+        self,
+        message: Message,
+        stage: Stage,
+        shared: Tensor | SharedIndices | None,
+        tape: Tape | None = None,
     ) -> Arrived:
         if message.absent or tape is not None:  # rare, and told apart by the host
             return super().open(message, stage, shared, tape)
         codec, aggregation, body = stage.codec, stage.aggregation, self._inspected(message, stage)
         if isinstance(aggregation, ClippedMean):  # kernels know it as a mean with weights
-            weights = stage.workspace.take(("weights", stage.phase), (4 * len(body),), body.device).view(torch.float32)
-            self._inspector(len(body)).weigh(body, places_of(codec, stage.rows), coding_of(codec), weights)
+            weights = stage.workspace.take(
+                ("weights", stage.phase), (4 * len(body),), body.device
+            ).view(torch.float32)
+            self._inspector(len(body)).weigh(
+                body, places_of(codec, stage.rows), coding_of(codec), weights
+            )
             aggregation = WeightedMean(weights)
         return Arrived(codec, body, stage.rows, shared, aggregation, stage.unit, message.release)
 
@@ -51,7 +66,10 @@ class TritonGuard(Guard):
         codec, step, octets, rows = stage.codec, message.step, message.arrived, stage.rows
         nbytes, phase = codec.nbytes(rows), stage.phase
         pairs = sorted(zip(message.rows, octets, strict=True), key=lambda pair: pair[0])
-        parts = [row_run(codec, each, 0 if first else HEADER_BYTES, count) for (first, count), each in pairs]
+        parts = [
+            row_run(codec, each, 0 if first else HEADER_BYTES, count)
+            for (first, count), each in pairs
+        ]
         whole = octets[0]
         # the replicas of a simulation receive one buffer together, in which none may write
         if len(parts) > 1 or whole.device.type == "cpu" or not inspection.is_aligned(whole, 16):
@@ -69,12 +87,18 @@ class TritonGuard(Guard):
 
     def seal_sum(self, digits: Tensor, status: int | Tensor, step: int) -> None:
         found = status if isinstance(status, Tensor) else constant(status, digits.device)
-        self._sums.seal(found, digits, DIGITS * self._replica, DIGITS, self._marks[step % len(self._marks)])
+        self._sums.seal(
+            found, digits, DIGITS * self._replica, DIGITS, self._marks[step % len(self._marks)]
+        )
 
-    def open_sum(self, values: Sequence[Tensor], digits: Tensor, step: int, absent: Collection[int] = ()) -> Tensor:
+    def open_sum(
+        self, values: Sequence[Tensor], digits: Tensor, step: int, absent: Collection[int] = ()
+    ) -> Tensor:
         report = self._reports.take("", (4 * (1 + len(digits)),), digits.device).view(torch.float32)
         self._sums.inspect(values, digits, report)
-        self._counts.report_later(step + self._delay, _readback(report), partial(self._report_sum, step, absent))
+        self._counts.report_later(
+            step + self._delay, _readback(report), partial(self._report_sum, step, absent)
+        )
         return report
 
     def _inspector(self, count: int) -> inspection.Inspector:

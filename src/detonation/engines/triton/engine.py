@@ -65,8 +65,13 @@ class TritonEngine(ReferenceEngine):
         self._releases = "exact" if self._exact else "rounded" if rounds else "read"
         self.releases_at_once, self._of_owner, self._runtime = True, of_owner, runtime
         slots = layout.slots
-        self._slots = launching.Slots([s.row for s in slots], [s.numel for s in slots], layout.rows, self.device)
-        self._signals, self._targets = launching.Addresses(self.device), launching.Addresses(self.device)
+        self._slots = launching.Slots(
+            [s.row for s in slots], [s.numel for s in slots], layout.rows, self.device
+        )
+        self._signals, self._targets = (
+            launching.Addresses(self.device),
+            launching.Addresses(self.device),
+        )
         self._fine = torch.zeros((), dtype=torch.int64, device=self.device)
         self._nothing = torch.empty(layout.rows, 0, dtype=torch.float32, device=self.device)
         self._scanner: tuple[tuple[int, ...], Any] = ((), None)
@@ -74,7 +79,11 @@ class TritonEngine(ReferenceEngine):
         self._coders: dict[Codec, Any] = {}
 
     def encode(
-        self, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None, out: Tensor | None = None
+        self,
+        signals: Sequence[Tensor | None],
+        step: int,
+        bad: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Selected:
         # where the memory is released as the message is read, one must be written
         codec = self.codec if self._releases == "read" else replace(self.codec, precision=FP32)
@@ -85,12 +94,20 @@ class TritonEngine(ReferenceEngine):
         return Selected(codec.written(run), self._indices(run, step))
 
     def encode_into(
-        self, run: MessageRows, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None
+        self,
+        run: MessageRows,
+        signals: Sequence[Tensor | None],
+        step: int,
+        bad: Tensor | None = None,
     ) -> Selected:
         self._encode(self.codec, signals, step, bad, run)
-        return Selected(self._nothing, self._indices(run, step) if self.codec.selection.shared else None)
+        return Selected(
+            self._nothing, self._indices(run, step) if self.codec.selection.shared else None
+        )
 
-    def scan(self, signals: Sequence[Tensor | None], numbers: Sequence[int], found: Tensor | None = None) -> Tensor:
+    def scan(
+        self, signals: Sequence[Tensor | None], numbers: Sequence[int], found: Tensor | None = None
+    ) -> Tensor:
         key = tuple(numbers)
         if self._scanner[0] != key or self._scanner[1] is None:
             numels = [slot.numel for slot in self.layout.slots]
@@ -104,7 +121,9 @@ class TritonEngine(ReferenceEngine):
             return super().empty(step)
         # by their rule, so that kernels decode here what they decode on the replicas that send something
         shared = SharedIndices(selection, rows, step, self._seed, self.device)
-        return Selected(torch.zeros(rows, selection.k, dtype=torch.float32, device=self.device), shared)
+        return Selected(
+            torch.zeros(rows, selection.k, dtype=torch.float32, device=self.device), shared
+        )
 
     def release(self, selected: Selected, own: Tensor | None) -> None:
         """Nothing: what was sent has left the memory as it was encoded."""
@@ -117,7 +136,9 @@ class TritonEngine(ReferenceEngine):
     def decode(self, received: Received) -> Tensor:
         if not self.reads(received):
             return super().decode(received)
-        flat = torch.empty(self.layout.rows, self.layout.chunk, dtype=torch.float32, device=self.device)
+        flat = torch.empty(
+            self.layout.rows, self.layout.chunk, dtype=torch.float32, device=self.device
+        )
         self._decode(received, "flat", flat=flat)
         return flat
 
@@ -138,7 +159,9 @@ class TritonEngine(ReferenceEngine):
             return super().can_apply_signs(received, weights)
         return all(self._is_writable(weight) for weight in weights)
 
-    def apply_signs(self, received: Received, weights: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
+    def apply_signs(
+        self, received: Received, weights: Sequence[Tensor], rates: Sequence[SignRate]
+    ) -> None:
         if not self.reads(received):
             super().apply_signs(received, weights, rates)
             return
@@ -166,7 +189,12 @@ class TritonEngine(ReferenceEngine):
         self._encode(self.codec, [None], step, None, run, arrivals)
 
     def replier(
-        self, answer: Codec, aggregation: Aggregation, residual: Tensor, owners: RowOwners, owner: int
+        self,
+        answer: Codec,
+        aggregation: Aggregation,
+        residual: Tensor,
+        owners: RowOwners,
+        owner: int,
     ) -> "TritonEngine | None":
         if reason := why_not_triton(answer, aggregation):
             note_engine(f"answers as an owner in torch, because {reason}")
@@ -225,19 +253,48 @@ class TritonEngine(ReferenceEngine):
         # kernels write unseen by autograd; a graph that holds old values must not be used
         torch.autograd.graph.increment_version(targets)
         if isinstance(source, Sums):
-            values, mean, runs = source.runs[0][1].flatten().unsqueeze(0), source.aggregation, source.runs
-            kept = places_of(codec, received.rows), mean.replicas, "sum", into, addresses, flat, rates, None
+            values, mean, runs = (
+                source.runs[0][1].flatten().unsqueeze(0),
+                source.aggregation,
+                source.runs,
+            )
+            kept = (
+                places_of(codec, received.rows),
+                mean.replicas,
+                "sum",
+                into,
+                addresses,
+                flat,
+                rates,
+                None,
+            )
             self._coder(codec).decode(values, *kept, runs, source.report)
             return
         replicas = 1 if received.owners else len(source.body)
         places = places_of(source.codec, source.rows, received.owners)
         aggregation = received.aggregation
-        name, weights = AGGREGATION_NAMES[type(aggregation)], getattr(aggregation, "of_replicas", None)
+        name, weights = (
+            AGGREGATION_NAMES[type(aggregation)],
+            getattr(aggregation, "of_replicas", None),
+        )
         selection = source.codec.selection
-        few = isinstance(source.codec.basis, DCT) and isinstance(aggregation, Mean) and not selection.shared
+        few = (
+            isinstance(source.codec.basis, DCT)
+            and isinstance(aggregation, Mean)
+            and not selection.shared
+        )
         summed = few and replicas * selection.k <= most_summed(selection.chunk)
         self._coder(source.codec).decode(
-            source.body, places, replicas, name, into, addresses, flat, rates, weights, summed=summed
+            source.body,
+            places,
+            replicas,
+            name,
+            into,
+            addresses,
+            flat,
+            rates,
+            weights,
+            summed=summed,
         )
 
     def _rotate(self, codec: Codec, step: int) -> None:
@@ -258,8 +315,17 @@ class TritonEngine(ReferenceEngine):
             first = self.codec.selection.first if isinstance(self.codec.selection, Random) else 0
             selecting = replace(compiled, basis="none", precision="fp32", block=1)
             room = partial(launches.Rotations.room, selecting, self.device)
-            rotations = self._runtime.shared(("rotations", selecting), room)  # of all buckets and owners of a step
+            rotations = self._runtime.shared(
+                ("rotations", selecting), room
+            )  # of all buckets and owners of a step
             self._coders[codec] = launches.Coder(
-                compiled, self._slots, matrix, waves, rotations, self._runtime.shared, first, self._of_owner
+                compiled,
+                self._slots,
+                matrix,
+                waves,
+                rotations,
+                self._runtime.shared,
+                first,
+                self._of_owner,
             )
         return self._coders[codec]

@@ -31,7 +31,11 @@ def patterns_of(tensor: Tensor) -> Tensor:
         [16256, 16384]
     """
     flat = tensor.detach().contiguous().view(-1)
-    return flat.view(torch.uint8).to(torch.int16) if flat.element_size() == 1 else flat.view(torch.int16)
+    return (
+        flat.view(torch.uint8).to(torch.int16)
+        if flat.element_size() == 1
+        else flat.view(torch.int16)
+    )
 
 
 def tensor_of(patterns: Tensor, like: Tensor) -> Tensor:
@@ -108,7 +112,9 @@ def encode_difference(positions: Tensor, deltas: Tensor) -> dict[str, Tensor]:
     }
 
 
-def decode_difference(planes: Mapping[str, Tensor], count: int, patterns: int) -> tuple[Tensor, Tensor]:
+def decode_difference(
+    planes: Mapping[str, Tensor], count: int, patterns: int
+) -> tuple[Tensor, Tensor]:
     """The positions and deltas of a difference of `count` among `patterns` patterns, which a stranger may have made.
 
     Raises `ValueError` where the planes do not hold `count` positions below `patterns`.
@@ -133,7 +139,9 @@ def _planes(numbers: Tensor) -> list[Tensor]:
 def _compressed(plane: Tensor) -> Tensor:
     # runs and Huffman's code: a search for longer repetitions takes 4 times as long, and finds nothing in noise
     coder = zlib.compressobj(1, zlib.DEFLATED, 15, 9, zlib.Z_RLE)
-    return torch.frombuffer(bytearray(coder.compress(octets(plane)) + coder.flush()), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray(coder.compress(octets(plane)) + coder.flush()), dtype=torch.uint8
+    )
 
 
 def _numbers(planes: Mapping[str, Tensor], name: str, count: int) -> Tensor:

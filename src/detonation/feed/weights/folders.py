@@ -79,7 +79,10 @@ class RemoteFolder:
 
     def names(self) -> list[str]:
         with _os_errors(), contextlib.suppress(FileNotFoundError):  # before the first file
-            return [str(path).rpartition("/")[2] for path in self._system.ls(self._path, detail=False, refresh=True)]
+            return [
+                str(path).rpartition("/")[2]
+                for path in self._system.ls(self._path, detail=False, refresh=True)
+            ]
         return []
 
     def read(self, name: str) -> bytearray:
@@ -156,13 +159,19 @@ def read_content(file: WeightFile, content: bytearray) -> tuple[dict[str, Any], 
         metadata, entries = tensors_in(bytes(content[8 : 8 + length]), len(content))
         about = json.loads(metadata.get("json", ""))
     except (ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{file.name} is no file of a weight feed ({str(error)[:80]})") from error
+        raise CorruptCheckpoint(
+            f"{file.name} is no file of a weight feed ({str(error)[:80]})"
+        ) from error
     if not isinstance(about, dict) or about.get("step") != file.step:
         raise CorruptCheckpoint(f"{file.name} is not the file of its step")
     tensors = {}
     for name, entry in entries.items():
         empty = 0 in entry.shape
-        flat = torch.empty(0, dtype=entry.dtype) if empty else _part(content, entry.dtype, entry.start, entry.shape)
+        flat = (
+            torch.empty(0, dtype=entry.dtype)
+            if empty
+            else _part(content, entry.dtype, entry.start, entry.shape)
+        )
         tensors[name] = flat.view(entry.shape)
     return about, tensors
 

@@ -13,8 +13,23 @@ from torch.distributed.tensor import DTensor
 
 from detonation.checkpoint.files.shard_file import require_types, shard_content
 from detonation.checkpoint.snapshot import weights
-from detonation.feed.weights.differences import changes, encode_difference, move, patterns_of, starts, tensor_of
-from detonation.feed.weights.folders import BASE, DIFFERENCE, END, Folder, LocalFolder, WeightFile, folder_at
+from detonation.feed.weights.differences import (
+    changes,
+    encode_difference,
+    move,
+    patterns_of,
+    starts,
+    tensor_of,
+)
+from detonation.feed.weights.folders import (
+    BASE,
+    DIFFERENCE,
+    END,
+    Folder,
+    LocalFolder,
+    WeightFile,
+    folder_at,
+)
 
 _log = logging.getLogger("detonation.feed")
 
@@ -34,14 +49,18 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         base_every: int | None = None,
     ) -> None:
         if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"dtype is {dtype}, must be a floating-point type such as torch.bfloat16")
+            raise ValueError(
+                f"dtype is {dtype}, must be a floating-point type such as torch.bfloat16"
+            )
         if base_every is not None and base_every < 1:
             raise ValueError(f"base_every is {base_every}, must be at least 1")
         self._model, self._dtype, self._base_every = model, dtype, base_every
         self._folder = None if target is None else folder_at(target)
         if isinstance(self._folder, LocalFolder):
             self._folder.make()
-        self._run = max((file.run for file in _begun(self._folder.names() if self._folder else [])), default=0)
+        self._run = max(
+            (file.run for file in _begun(self._folder.names() if self._folder else [])), default=0
+        )
         self._like: dict[str, Tensor] = {}
         self._held: dict[str, Tensor] = {}  # the patterns that readers have
         self._state = ""  # the checksum of the last difference; before, the name of the first base
@@ -91,18 +110,43 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
 
     def _published(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The types and shapes of what is published, without memory, in the order of a file: wide types come first."""
-        kinds = {k: self._dtype if self._dtype and v.is_floating_point() else v.dtype for k, v in tensors.items()}
+        kinds = {
+            k: self._dtype if self._dtype and v.is_floating_point() else v.dtype
+            for k, v in tensors.items()
+        }
         require_types(kinds)
         ordered = sorted(tensors, key=lambda name: -kinds[name].itemsize)
-        return {name: torch.empty(tensors[name].shape, dtype=kinds[name], device="meta") for name in ordered}
+        return {
+            name: torch.empty(tensors[name].shape, dtype=kinds[name], device="meta")
+            for name in ordered
+        }
 
-    def _begin(self, tensors: Mapping[str, Tensor], like: dict[str, Tensor], step: int, folder: Folder) -> None:
+    def _begin(
+        self, tensors: Mapping[str, Tensor], like: dict[str, Tensor], step: int, folder: Folder
+    ) -> None:
         """Begins a run with a base. Where that fails, the next call does it."""
         self._like, self._held = {}, {}
-        held = {name: patterns_of(_whole(tensors[name], kind.dtype)).clone() for name, kind in like.items()}
-        state = secrets.token_hex(8)  # another training may begin the same run at once: its differences are refused
-        self._write_base(folder, self._run + 1, step, state, {name: tensor_of(held[name], like[name]) for name in like})
-        self._run, self.step, self._state, self._like, self._held = self._run + 1, step, state, like, held
+        held = {
+            name: patterns_of(_whole(tensors[name], kind.dtype)).clone()
+            for name, kind in like.items()
+        }
+        state = secrets.token_hex(
+            8
+        )  # another training may begin the same run at once: its differences are refused
+        self._write_base(
+            folder,
+            self._run + 1,
+            step,
+            state,
+            {name: tensor_of(held[name], like[name]) for name in like},
+        )
+        self._run, self.step, self._state, self._like, self._held = (
+            self._run + 1,
+            step,
+            state,
+            like,
+            held,
+        )
 
     def _go_on(self, tensors: Mapping[str, Tensor], step: int, folder: Folder) -> None:
         """Writes a difference, and a base where it is time."""
@@ -112,23 +156,40 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         positions = torch.cat([changed.cpu() + begin[name] for name, (changed, _) in found.items()])
         deltas = torch.cat([moved.cpu() for _, moved in found.values()])
         about = {"after": self.step, "before": self._state, "count": len(positions)}
-        file, size = self._write(folder, self._run, DIFFERENCE, step, encode_difference(positions, deltas), about)
-        for name, (changed, moved) in found.items():  # only now: what no reader has is part of the next difference
+        file, size = self._write(
+            folder, self._run, DIFFERENCE, step, encode_difference(positions, deltas), about
+        )
+        for name, (
+            changed,
+            moved,
+        ) in found.items():  # only now: what no reader has is part of the next difference
             move(self._held[name], changed, moved)
         self.step, self._state = step, file.checksum
         self._since, self._since_bytes = self._since + 1, self._since_bytes + size
-        if self._since_bytes >= self._base_bytes if self._base_every is None else self._since >= self._base_every:
+        if (
+            self._since_bytes >= self._base_bytes
+            if self._base_every is None
+            else self._since >= self._base_every
+        ):
             tensors = {name: tensor_of(held, self._like[name]) for name, held in self._held.items()}
             self._write_base(folder, self._run, step, self._state, tensors)
 
-    def _write_base(self, folder: Folder, run: int, step: int, state: str, tensors: Mapping[str, Tensor]) -> None:
+    def _write_base(
+        self, folder: Folder, run: int, step: int, state: str, tensors: Mapping[str, Tensor]
+    ) -> None:
         host = {name: tensor.cpu() for name, tensor in tensors.items()}
         _, self._base_bytes = self._write(folder, run, BASE, step, host, {"state": state})
         self._since = self._since_bytes = 0
         self._remove_old(folder, run)
 
     def _write(
-        self, folder: Folder, run: int, kind: str, step: int, tensors: Mapping[str, Tensor], about: Mapping[str, Any]
+        self,
+        folder: Folder,
+        run: int,
+        kind: str,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        about: Mapping[str, Any],
     ) -> tuple[WeightFile, int]:
         content = list(shard_content(tensors, {"step": step, **about}))
         file, size = WeightFile.of(run, step, kind, content), sum(map(len, content))
@@ -140,8 +201,14 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         """Keeps the two newest bases of this run and what comes after the older: a reader of it has time to finish."""
         try:
             names = folder.names()
-            bases = [file.step for file in WeightFile.known(names) if file.run == run and file.kind == BASE] or [0]
-            old = {file.name for file in _begun(names) if (file.run, file.step) < (run, bases[-2:][0])}
+            bases = [
+                file.step
+                for file in WeightFile.known(names)
+                if file.run == run and file.kind == BASE
+            ] or [0]
+            old = {
+                file.name for file in _begun(names) if (file.run, file.step) < (run, bases[-2:][0])
+            }
             for name in names:
                 if name.removesuffix(".part") in old:
                     folder.remove(name)

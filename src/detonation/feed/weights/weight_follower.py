@@ -15,7 +15,13 @@ from detonation.checkpoint.files.shard_file import CorruptCheckpoint
 from detonation.checkpoint.snapshot import weights
 from detonation.core.flat.tensors import digest
 from detonation.feed.token import LostFeed
-from detonation.feed.weights.differences import changes, decode_difference, move, patterns_of, starts
+from detonation.feed.weights.differences import (
+    changes,
+    decode_difference,
+    move,
+    patterns_of,
+    starts,
+)
 from detonation.feed.weights.folders import BASE, DIFFERENCE, END, Folder, WeightFile, read_content
 
 POLL_S = 0.1
@@ -49,7 +55,9 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         self.model, self._folder = model, folder
         self._tensors = {name: each.detach() for name, each in weights(model).items()}
         if any(isinstance(each, DTensor) for each in self._tensors.values()):
-            raise ValueError("the model is sharded: the files of a weight feed are followed in a whole one")
+            raise ValueError(
+                "the model is sharded: the files of a weight feed are followed in a whole one"
+            )
         self._order: list[str] = []  # of the files
         self._run, self._state = -1, ""
         self._damaged: set[WeightFile] = set()
@@ -89,7 +97,9 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
             if self.step == to or (moved and to is None):
                 return self.step
             if to is not None and self.step > to:
-                raise LostFeed(f"training was at step {self.step} already when its weights came, beyond {to}")
+                raise LostFeed(
+                    f"training was at step {self.step} already when its weights came, beyond {to}"
+                )
             if self._is_end(files):
                 if to is None:
                     return self.step
@@ -126,7 +136,10 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
             touched, self._touched = self._touched, None
         found = {name: torch.unique(torch.cat(parts)) for name, parts in touched.items()}
         own = [(name, self._tensors[name], at) for name, at in found.items()]
-        return [WeightPatch(name, tuple(of.shape), of.dtype, of.reshape(-1)[at], at) for name, of, at in own]
+        return [
+            WeightPatch(name, tuple(of.shape), of.dtype, of.reshape(-1)[at], at)
+            for name, of, at in own
+        ]
 
     def close(self) -> None:
         """Follows no longer; the model stays where it is. Nothing has to be closed."""
@@ -143,7 +156,10 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
 
     def _is_end(self, files: Sequence[WeightFile]) -> bool:
         at = (self._run, self.step)
-        return any(each.kind == END and (each.run, each.step) == at for each in files) and files[-1].run == self._run
+        return (
+            any(each.kind == END and (each.run, each.step) == at for each in files)
+            and files[-1].run == self._run
+        )
 
     def _advance(self, files: Sequence[WeightFile], to: int | None) -> bool:
         """Takes what `files` has up to step `to`; true if the weights have come to another step."""
@@ -152,7 +168,11 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         bases = [file for file in usable if file.kind == BASE]
         run = max([self._run, *(file.run for file in bases)])
         while True:
-            rest = [each for each in usable if each.run == run and (run != self._run or each.step > self.step)]
+            rest = [
+                each
+                for each in usable
+                if each.run == run and (run != self._run or each.step > self.step)
+            ]
             steps = [each for each in rest if each.kind == DIFFERENCE]
             if run == self._run and all(self._take(each) for each in steps):
                 break
@@ -183,10 +203,14 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
             return False
         return True
 
-    def _take_base(self, file: WeightFile, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    def _take_base(
+        self, file: WeightFile, about: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> None:
         odd = sorted(tensors.keys() ^ self._tensors.keys())
         if odd:
-            raise ValueError(f"training has another model: {odd[0]} and {len(odd) - 1} more are in one of them alone")
+            raise ValueError(
+                f"training has another model: {odd[0]} and {len(odd) - 1} more are in one of them alone"
+            )
         for name, new in tensors.items():
             own = self._tensors[name]
             if (new.dtype, new.shape) != (own.dtype, own.shape):
@@ -203,7 +227,9 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         self._order, self._state = list(tensors), str(about.get("state"))
         self._run, self.step, self.joins = file.run, file.step, self.joins + 1
 
-    def _take_difference(self, file: WeightFile, about: Mapping[str, Any], planes: Mapping[str, Tensor]) -> None:
+    def _take_difference(
+        self, file: WeightFile, about: Mapping[str, Any], planes: Mapping[str, Tensor]
+    ) -> None:
         begins = starts({name: self._tensors[name] for name in self._order})
         count = about.get("count")
         if type(count) is not int:

@@ -94,7 +94,10 @@ def load_coordinates(table, slot, slots, begin, column, inside, KINDS: tl.conste
     for bit in tl.static_range(3):
         if KINDS >> bit & 1:
             read = address.to(tl.pointer_type((tl.float32, tl.bfloat16, tl.float16)[bit]))
-            place, mine = (read + begin)[:, None] + column[None, :], there & (kind == 1 << bit)[:, None]
+            place, mine = (
+                (read + begin)[:, None] + column[None, :],
+                there & (kind == 1 << bit)[:, None],
+            )
             found += tl.load(place, mask=mine, other=0.0).to(tl.float32)
     return found
 
@@ -108,7 +111,10 @@ def store_coordinates(table, slot, slots, begin, column, inside, numbers, KINDS:
     for bit in tl.static_range(3):
         if KINDS >> bit & 1:
             written = address.to(tl.pointer_type((tl.float32, tl.int16, tl.float16)[bit]))
-            place, mine = (written + begin)[:, None] + column[None, :], there & (kind == 1 << bit)[:, None]
+            place, mine = (
+                (written + begin)[:, None] + column[None, :],
+                there & (kind == 1 << bit)[:, None],
+            )
             tl.store(place, bf16_bits(numbers).to(tl.int16) if bit == 1 else numbers, mask=mine)
 
 
@@ -179,7 +185,9 @@ def largest_of(size, column, K: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def mixed(word):
     """One output of splitmix64 (Steele, Lea & Flood, 2014): `selection._random_words` does the same."""
-    word = (word ^ ((word >> 30) & 0x3FFFFFFFF)) * -4658895280553007687  # 0xBF58476D1CE4E5B9 as int64
+    word = (
+        word ^ ((word >> 30) & 0x3FFFFFFFF)
+    ) * -4658895280553007687  # 0xBF58476D1CE4E5B9 as int64
     word = (word ^ ((word >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685  # 0x94D049BB133111EB
     return word ^ ((word >> 31) & 0x1FFFFFFFF)
 
@@ -227,7 +235,9 @@ def rotation_kernel(
     which = tl.program_id(0) * EACH + tl.arange(0, EACH)
     column = tl.arange(0, COLUMNS)
     place = tl.zeros([EACH, COLUMNS], dtype=tl.int32) + column[None, :]
-    if KIND == "random":  # the rank of a word among those of its permutation: low bits are the index, no two are equal
+    if (
+        KIND == "random"
+    ):  # the rank of a word among those of its permutation: low bits are the index, no two are equal
         mine = word_of(words, which[:, None] * CHUNK, column[None, :], BITS)
         rank = tl.zeros([EACH, COLUMNS], dtype=tl.int32)
         for first in range(0, CHUNK, SOME):

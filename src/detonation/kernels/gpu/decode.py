@@ -14,7 +14,13 @@ from detonation.kernels.gpu.addressing import (
     wide,
 )
 from detonation.kernels.gpu.messages import is_last
-from detonation.kernels.gpu.numbers import load_packed, load_value, product_of, ranks_of, sum_of_halves
+from detonation.kernels.gpu.numbers import (
+    load_packed,
+    load_value,
+    product_of,
+    ranks_of,
+    sum_of_halves,
+)
 
 
 @triton.jit
@@ -39,17 +45,25 @@ def coefficients_of(
             marked = load_packed(indices, bit, inside, 1)
             at = tl.cumsum(marked, axis=1) - 1
             real = inside & (marked == 1) & (at < K)
-            return tl.where(real, load_value(values, statistics, local * K + at, real, PRECISION, BLOCK, ALIGNED), 0.0)
+            return tl.where(
+                real,
+                load_value(values, statistics, local * K + at, real, PRECISION, BLOCK, ALIGNED),
+                0.0,
+            )
         found = tl.zeros_like(local * K + column[None, :]).to(tl.float32)
         for number in range(K):
-            value = load_value(values, statistics, local * K + number, present, PRECISION, BLOCK, ALIGNED)
+            value = load_value(
+                values, statistics, local * K + number, present, PRECISION, BLOCK, ALIGNED
+            )
             index = tl.zeros_like(local).to(tl.int32)
             if WIDTH > 0:
                 index = load_packed(indices, local * K + number, present, WIDTH)
             found += tl.where(inside & (column[None, :] == index), value, 0.0)
         return found
     real = inside & (at >= 0)
-    return tl.where(real, load_value(values, statistics, local * K + at, real, PRECISION, BLOCK, ALIGNED), 0.0)
+    return tl.where(
+        real, load_value(values, statistics, local * K + at, real, PRECISION, BLOCK, ALIGNED), 0.0
+    )
 
 
 @triton.jit
@@ -111,7 +125,9 @@ def sum_of_vectors(
             marked = load_packed(begin + indices_at, local * CHUNK + column[None, :], inside, 1)
             at = tl.where(marked == 1, tl.cumsum(marked, axis=1) - 1, -1)
         for number in range(K):
-            value = load_value(begin, begin + statistics_at, local * K + number, present, PRECISION, BLOCK, ALIGNED)
+            value = load_value(
+                begin, begin + statistics_at, local * K + number, present, PRECISION, BLOCK, ALIGNED
+            )
             index = tl.zeros_like(local).to(tl.int32)
             if BITMAP:
                 index = tl.sum(tl.where(at == number, column[None, :], 0), axis=1)[:, None]
@@ -167,13 +183,26 @@ def decode_kernel(
     for WHOLE in tl.static_range(2):
         if whole == (WHOLE == 1):
             row, slot, start, present, inside = rows_of_tile(
-                starts, numels, slots, tensor, first, last, item, item < rows, column, CHUNK, SEARCH, WHOLE
+                starts,
+                numels,
+                slots,
+                tensor,
+                first,
+                last,
+                item,
+                item < rows,
+                column,
+                CHUNK,
+                SEARCH,
+                WHOLE,
             )
             at = tl.zeros([ROWS, COLUMNS], dtype=tl.int32)
             if SELECTION != "topk":
                 at = places_of_row(table, turn, first_row, row, rows, column, CHUNK, K, SELECTION)
             if AGGREGATION == "sum":
-                address, local = run_of_rows(address0, address1, row1, address2, row2, address3, row3, row, RUNS)
+                address, local = run_of_rows(
+                    address0, address1, row1, address2, row2, address3, row3, row, RUNS
+                )
                 octets = address.to(tl.pointer_type(tl.uint8))[:, None]
                 total = coefficients_of(octets, octets, octets, local[:, None], present[:, None], at, column, CHUNK, K,
                                         SELECTION, PRECISION, BLOCK, WIDTH, BITMAP, ALIGNED)  # fmt: skip
@@ -182,7 +211,9 @@ def decode_kernel(
             else:
                 values, local = message + tl.zeros_like(row), row
                 if count > 1:
-                    holder, local = message_of_row(first, tl.arange(0, ROWS), count, turns, run, owned)
+                    holder, local = message_of_row(
+                        first, tl.arange(0, ROWS), count, turns, run, owned
+                    )
                     values += holder * stride
                 values, local = values[:, None], local[:, None]
                 if SUMMED:
@@ -229,7 +260,9 @@ def weigh_kernel(
         square = tl.zeros([LANES], dtype=tl.float32)
         for first in range(part, tl.cdiv(numbers, LANES), PARTS):
             number = wide(first) * LANES + tl.arange(0, LANES)
-            value = load_value(values, values + statistics_at, number, number < numbers, PRECISION, BLOCK, ALIGNED)
+            value = load_value(
+                values, values + statistics_at, number, number < numbers, PRECISION, BLOCK, ALIGNED
+            )
             square += value * value
         of_part = sum_of_halves(tl.reshape(square, [1, LANES]))
         tl.store(squares + which * PARTS + part + tl.arange(0, 1), of_part)
@@ -243,5 +276,7 @@ def weigh_kernel(
         heard = tl.sum((norms > 0).to(tl.int32), axis=0)
         middle = tl.min(tl.where(rank == tl.maximum(heard - 1, 0) // 2, size, float("inf")), axis=0)
         louder = norms > middle  # a message without values is not
-        weight = tl.where(louder, tl.div_rn(tl.zeros_like(norms) + middle, tl.where(louder, norms, 1.0)), 1.0)
+        weight = tl.where(
+            louder, tl.div_rn(tl.zeros_like(norms) + middle, tl.where(louder, norms, 1.0)), 1.0
+        )
         tl.store(weights + number, weight, mask=number < replicas)

@@ -16,7 +16,14 @@ from detonation.kernels.gpu.addressing import (
     wide,
 )
 from detonation.kernels.gpu.decode import aggregated, coefficients_of, sum_of_vectors
-from detonation.kernels.gpu.numbers import product_of, quantised, store_bf16, store_fp32, store_packed, write_int8
+from detonation.kernels.gpu.numbers import (
+    product_of,
+    quantised,
+    store_bf16,
+    store_fp32,
+    store_packed,
+    write_int8,
+)
 
 
 @triton.jit
@@ -38,11 +45,24 @@ def rows_of_message(
     row = dealt_row(which, begin, within, count, turns, run, owned)
     written = begin + within < owned
     row, slot, start, present, inside = rows_of_tile(
-        starts, numels, slots, slot, first, last, row, written & (row < rows), column, CHUNK, SEARCH, WHOLE
+        starts,
+        numels,
+        slots,
+        slot,
+        first,
+        last,
+        row,
+        written & (row < rows),
+        column,
+        CHUNK,
+        SEARCH,
+        WHOLE,
     )
     at = tl.zeros([ROWS, COLUMNS], dtype=tl.int32)
     if SELECTION != "topk":
-        table, turn, first_row, owner, owners, owner_turns, owner_run, owner_owned, flat_rows = shared
+        table, turn, first_row, owner, owners, owner_turns, owner_run, owner_owned, flat_rows = (
+            shared
+        )
         after = tl.maximum(row - first, 0).to(tl.int32)
         of_flat = dealt_row(owner, first, after, owners, owner_turns, owner_run, owner_owned)
         at = places_of_row(table, turn, first_row, of_flat, flat_rows, column, CHUNK, K, SELECTION)
@@ -114,10 +134,24 @@ def encode_kernel(
                 within = part + tl.arange(0, ROWS)
                 local = begin + within
                 written, row, slot, start, present, inside, at = rows_of_message(
-                    reach, part, flat, dealing, shared, column, CHUNK, COLUMNS, K, SELECTION, SEARCH, ROWS, WHOLE
+                    reach,
+                    part,
+                    flat,
+                    dealing,
+                    shared,
+                    column,
+                    CHUNK,
+                    COLUMNS,
+                    K,
+                    SELECTION,
+                    SEARCH,
+                    ROWS,
+                    WHOLE,
                 )
                 if AGGREGATION == "":
-                    signal = load_coordinates(signals, slot, slots, start, column, inside & (not silent), KINDS)
+                    signal = load_coordinates(
+                        signals, slot, slots, start, column, inside & (not silent), KINDS
+                    )
                 else:
                     signal = aggregated(
                         arrived, wide(arrived_stride), arrived_statistics_at, arrived_indices_at, replicas,
@@ -138,7 +172,11 @@ def encode_kernel(
                 value = tl.where(silent | (present[:, None] == 0), 0.0, coefficients)
                 numbered = local[:, None] * K + at
                 if PRECISION == "fp32" and ALIGNED:
-                    tl.store(values_out.to(tl.pointer_type(tl.float32), bitcast=True) + numbered, value, mask=real)
+                    tl.store(
+                        values_out.to(tl.pointer_type(tl.float32), bitcast=True) + numbered,
+                        value,
+                        mask=real,
+                    )
                 elif PRECISION == "fp32":
                     store_fp32(values_out, numbered, value, real)
                 elif PRECISION == "bf16" and ALIGNED:
@@ -153,15 +191,23 @@ def encode_kernel(
                         tl.store(numbers + within[:, None] * CHUNK + column[None, :], chosen.to(tl.uint8),
                                  mask=written[:, None] & in_row[None, :])  # fmt: skip
                     else:
-                        tl.store(numbers + within[:, None] * K + at, column[None, :].to(tl.uint8), mask=real)
+                        tl.store(
+                            numbers + within[:, None] * K + at,
+                            column[None, :].to(tl.uint8),
+                            mask=real,
+                        )
                 if MEMORY:
                     if RELEASE == "exact" or RELEASE == "rounded":
                         value = as_bf16(value) if RELEASE == "rounded" else value
                         if SPARSE:
                             tl.debug_barrier()  # other threads of this program wrote what is read now
-                            octets = scratch.to(tl.pointer_type(tl.uint8), bitcast=True) - begin * (4 * K)
+                            octets = scratch.to(tl.pointer_type(tl.uint8), bitcast=True) - begin * (
+                                4 * K
+                            )
                             octets = octets if BLOCK > 1 else values_out
-                            numbers_at = numbers.to(tl.int64) - octets.to(tl.int64) - begin * K  # a byte each
+                            numbers_at = (
+                                numbers.to(tl.int64) - octets.to(tl.int64) - begin * K
+                            )  # a byte each
                             sent = sum_of_vectors(
                                 octets, 0, 0, numbers_at, 1, 1.0, local[:, None], present[:, None], column, inverse,
                                 CHUNK, COLUMNS, K, "fp32" if BLOCK > 1 else PRECISION, 1, 8, False, ALIGNED or BLOCK > 1
@@ -194,15 +240,34 @@ def encode_kernel(
                 code = quantised(values_out, values_out + statistics_at, values, real_values,
                                  begin * K // BLOCK + block, negative_zeros, PRECISION, BLOCK)  # fmt: skip
                 code = tl.where(real_values, code, 0)
-                packed = tl.sum(tl.reshape(code, [BLOCK // each, each]) << (bits * tl.arange(0, each))[None, :], axis=1)
+                packed = tl.sum(
+                    tl.reshape(code, [BLOCK // each, each]) << (bits * tl.arange(0, each))[None, :],
+                    axis=1,
+                )
                 used = block * BLOCK + octet * each < here * K
-                tl.store(values_out + (begin * K + block * BLOCK) // each + octet, packed.to(tl.uint8), mask=used)
+                tl.store(
+                    values_out + (begin * K + block * BLOCK) // each + octet,
+                    packed.to(tl.uint8),
+                    mask=used,
+                )
         tl.debug_barrier()  # all have read them: the next unit may overwrite them; and the message is written
         if RELEASE == "read":
             for WHOLE in tl.static_range(2):
                 for part in range(0, tl.where(whole == (WHOLE == 1), here, 0), ROWS):
                     _, row, _, _, present, inside, at = rows_of_message(
-                        reach, part, flat, dealing, shared, column, CHUNK, COLUMNS, K, SELECTION, SEARCH, ROWS, WHOLE
+                        reach,
+                        part,
+                        flat,
+                        dealing,
+                        shared,
+                        column,
+                        CHUNK,
+                        COLUMNS,
+                        K,
+                        SELECTION,
+                        SEARCH,
+                        ROWS,
+                        WHOLE,
                     )
                     local = (begin + part + tl.arange(0, ROWS))[:, None]
                     sent = coefficients_of(
@@ -211,4 +276,6 @@ def encode_kernel(
                     )  # fmt: skip
                     sent = product_of(sent, inverse, COLUMNS) if BASIS == "dct" else sent
                     place = (residual + row * CHUNK)[:, None] + column[None, :]
-                    tl.store(place, tl.load(place, mask=inside, other=0.0) - sent * alpha, mask=inside)
+                    tl.store(
+                        place, tl.load(place, mask=inside, other=0.0) - sent * alpha, mask=inside
+                    )

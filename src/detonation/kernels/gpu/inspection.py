@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 
 from detonation.kernels.gpu.decode import weigh_kernel
-from detonation.kernels.gpu.launching import INTERPRETED, KIND_OF, Addresses, Coding, Places, Slots, launch, uploaded
+from detonation.kernels.gpu.launching import (
+    INTERPRETED,
+    KIND_OF,
+    Addresses,
+    Coding,
+    Places,
+    Slots,
+    launch,
+    uploaded,
+)
 from detonation.kernels.gpu.messages import (
     inspect_kernel,
     inspect_sum_kernel,
@@ -60,10 +69,14 @@ class Inspector:
         self._columns = torch.empty(count, PARTS, LINE_BYTES // 4, dtype=torch.int32, device=device)
         self._sums = torch.empty(count, PARTS, dtype=torch.int64, device=device)
         self._firsts = torch.empty(count, dtype=torch.int32, device=device)
-        self._squares = torch.empty(count, max(PARTS, NORM_PARTS), dtype=torch.float32, device=device)
+        self._squares = torch.empty(
+            count, max(PARTS, NORM_PARTS), dtype=torch.float32, device=device
+        )
         self._faults = torch.empty(count, PARTS, dtype=torch.int32, device=device)
         self._table = torch.empty(count, 13, dtype=torch.int64, device=device)
-        self._arrivals = torch.zeros(count + 1, dtype=torch.int32, device=device)  # zeros again after each launch
+        self._arrivals = torch.zeros(
+            count + 1, dtype=torch.int32, device=device
+        )  # zeros again after each launch
         self._runs: dict[tuple[int, ...], Tensor] = {}
 
     def seal(
@@ -124,12 +137,19 @@ class Inspector:
         """Where the parts of runs lie in the whole, as `read_message` reads it, and its lines."""  # [runs, 16] int64
         key = tuple(number for run in runs for number in (run.room, run.rows, *run.lengths))
         if key not in self._runs:
-            lines, begin = [[0] * 3 if not run.room else [0, HEADER_BYTES, 0] for run in runs], HEADER_BYTES
+            lines, begin = (
+                [[0] * 3 if not run.room else [0, HEADER_BYTES, 0] for run in runs],
+                HEADER_BYTES,
+            )
             for part in range(3):
                 for line, run in zip(lines, runs, strict=True):
                     line += [begin, begin + run.lengths[part], run.room + sum(run.lengths[:part])]
                     begin = line[-2]
-            numbers = [number for line, run in zip(lines, runs, strict=True) for number in (*line, run.rows, 0, 0, 0)]
+            numbers = [
+                number
+                for line, run in zip(lines, runs, strict=True)
+                for number in (*line, run.rows, 0, 0, 0)
+            ]
             self._runs[key] = uploaded(numbers, torch.int64, self._device)
         total = HEADER_BYTES + sum(sum(run.lengths) for run in runs)
         return self._runs[key], -(-total // LINE_BYTES)
@@ -147,7 +167,9 @@ class SumInspector:
 
     def __init__(self, device: torch.device) -> None:
         self._faults = torch.empty(SCANNING, dtype=torch.int32, device=device)
-        self._arrivals = torch.zeros(1, dtype=torch.int32, device=device)  # zero again after every launch
+        self._arrivals = torch.zeros(
+            1, dtype=torch.int32, device=device
+        )  # zero again after every launch
 
     def seal(self, status: Tensor, digits: Tensor, first: int, each: int, mark: int) -> None:
         """Writes a status, with `mark` added to its last digit, as `each` digits from digit `first` on, and else zeros.
@@ -165,7 +187,11 @@ class SumInspector:
         Shapes: runs any, fp32 or bf16; digits `[digits]` of the same type; report `[1 + digits]` fp32.
         """
         given = [*runs, *[runs[0]] * (RUNS - len(runs))]
-        programs = 2 if INTERPRETED else max(1, min(SCANNING, -(-sum(run.numel() for run in runs) // OCTETS)))
+        programs = (
+            2
+            if INTERPRETED
+            else max(1, min(SCANNING, -(-sum(run.numel() for run in runs) // OCTETS)))
+        )
         launch(
             inspect_sum_kernel, programs, *(number for run in given for number in (run.data_ptr(), run.numel())),
             digits, report, len(digits), self._faults, programs, self._arrivals,
@@ -181,19 +207,28 @@ class Scanner:
     """
 
     def __init__(
-        self, numels: Sequence[int], numbers: Sequence[int], device: torch.device, addresses: Addresses | None = None
+        self,
+        numels: Sequence[int],
+        numbers: Sequence[int],
+        device: torch.device,
+        addresses: Addresses | None = None,
     ) -> None:
         starts, row = [], 0
         for numel in numels:
             starts.append(row)
             row += -(-numel // ROW)
-        self._slots, self._addresses = Slots(starts, numels, row, device), addresses or Addresses(device)
+        self._slots, self._addresses = (
+            Slots(starts, numels, row, device),
+            addresses or Addresses(device),
+        )
         self._numbers = uploaded(numbers, torch.int64, device)
         self._rows = 64 if INTERPRETED else 4
         self._programs = max(1, min(SCANNING, -(-row // self._rows)))
         self._found = torch.zeros(SCANNING, dtype=torch.int64, device=device)
 
-    def scan(self, signals: Sequence[Tensor | None], limit: float, found: Tensor | None = None) -> Tensor:
+    def scan(
+        self, signals: Sequence[Tensor | None], limit: float, found: Tensor | None = None
+    ) -> Tensor:
         """A status: the smallest of the numbers that is not 0 is 1 + the number of the first signal with a value that
         is not finite or above `limit`; all are 0 where none has.
 
@@ -204,7 +239,9 @@ class Scanner:
         """
         slots, found = self._slots, self._found if found is None else found
         read = [s if s is None or s.dtype in KIND_OF else s.float() for s in signals]
-        read = [s if s is None else s.contiguous() for s in read]  # copies live until the kernel is launched
+        read = [
+            s if s is None else s.contiguous() for s in read
+        ]  # copies live until the kernel is launched
         table = self._addresses.update(read)
         launch(
             scan_kernel, self._programs, table.table, slots.starts, slots.numels, self._numbers, slots.count,
@@ -215,7 +252,9 @@ class Scanner:
 
 def is_aligned(messages: Tensor, unit: int, room: int = 0) -> bool:
     """True if each message begins, after `room` bytes, at an address that `unit` divides."""  # [messages, bytes] uint8
-    return not ((messages.data_ptr() + room) % unit or (len(messages) > 1 and messages.stride(0) % unit))
+    return not (
+        (messages.data_ptr() + room) % unit or (len(messages) > 1 and messages.stride(0) % unit)
+    )
 
 
 def power(number: int) -> int:

@@ -112,7 +112,12 @@ class Coder:
         first_row: int = 0,
         of_owner: tuple[int, int, int, int, int, int] | None = None,
     ) -> None:
-        self.coding, self.slots, self.rotations, self.first_row = coding, slots, rotations, first_row
+        self.coding, self.slots, self.rotations, self.first_row = (
+            coding,
+            slots,
+            rotations,
+            first_row,
+        )
         self._of_owner = of_owner or (0, 1, 0, 1, slots.rows, slots.rows)
         side = coding.columns if coding.basis == "dct" else 1
         self._forward, self._inverse = (padded_matrix(each, side) for each in (forward, inverse))
@@ -122,16 +127,22 @@ class Coder:
         if INTERPRETED:  # which takes its time for rows that do not exist, too
             self._rows = min(self._rows, max(16, power(slots.rows)))
         # rows share what a product reads of its matrix: encode takes four times as many, in twice as many warps
-        self._together = self._rows * (4 if coding.basis == "dct" and coding.columns <= 64 and not INTERPRETED else 1)
+        self._together = self._rows * (
+            4 if coding.basis == "dct" and coding.columns <= 64 and not INTERPRETED else 1
+        )
         self._unit = max(self._together, coding.block // math.gcd(coding.block, coding.k))
-        values = self._unit * coding.k + 512 * (coding.precision == "int8")  # of a program; 256 int64 are bins
+        values = self._unit * coding.k + 512 * (
+            coding.precision == "int8"
+        )  # of a program; 256 int64 are bins
         most = min(PROGRAMS, max(1, WORKED_ON // values)) if coding.block > 1 else PROGRAMS
         self._programs = max(1, min(most, -(-slots.rows // self._unit)))
         room = self._programs * self._unit
         each = coding.chunk if coding.bitmap else coding.k if coding.width else 0
         values = self._programs * values if coding.block > 1 else 0
         sizes = max(1, values), max(1, room * each)
-        self._scratch, self._numbers = shared(("scratch", *sizes), partial(_scratch, *sizes, slots.device))
+        self._scratch, self._numbers = shared(
+            ("scratch", *sizes), partial(_scratch, *sizes, slots.device)
+        )
 
     def encode(
         self,
@@ -153,7 +164,11 @@ class Coder:
         units = places.count * -(-places.owned // self._unit)
         if not units:
             return
-        slots, coding, given = self.slots, self.coding, arrived or Arrivals(message, places, self.coding, 0, "")
+        slots, coding, given = (
+            self.slots,
+            self.coding,
+            arrived or Arrivals(message, places, self.coding, 0, ""),
+        )
         launch(
             encode_kernel, min(units, self._programs),
             self._scratch if residual is None else residual, signals.table, slots.starts, slots.numels, slots.count,

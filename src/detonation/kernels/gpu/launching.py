@@ -13,12 +13,18 @@ from torch import Tensor
 
 from detonation.kernels.gpu.addressing import BF16, FP16, FP32, wide
 
-INTERPRETED = not isinstance(wide, triton.JITFunction)  # as TRITON_INTERPRET asks, in any of its spellings
+INTERPRETED = not isinstance(
+    wide, triton.JITFunction
+)  # as TRITON_INTERPRET asks, in any of its spellings
 """True where Triton's interpreter runs the kernels, which takes as long for few numbers as for many."""
 KIND_OF = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 """The types of tensors that kernels read and write."""
-_DIRECT = not INTERPRETED and torch.version.hip is None  # whose JIT compiles for the sizes of tensors, too
-_compiled: dict[Hashable, tuple[Any, list[Any]]] = {}  # with the constants that follow the arguments
+_DIRECT = (
+    not INTERPRETED and torch.version.hip is None
+)  # whose JIT compiles for the sizes of tensors, too
+_compiled: dict[
+    Hashable, tuple[Any, list[Any]]
+] = {}  # with the constants that follow the arguments
 launch_counts: Counter[str] = Counter()
 """How often each kernel was launched, and how often a table of addresses was copied to the device."""
 
@@ -77,7 +83,9 @@ class Places:
 class Slots:
     """The rows of each of many tensors in a flat, on the device: the first row of each, and its coordinates."""
 
-    def __init__(self, starts: Sequence[int], numels: Sequence[int], rows: int, device: torch.device) -> None:
+    def __init__(
+        self, starts: Sequence[int], numels: Sequence[int], rows: int, device: torch.device
+    ) -> None:
         self.count, self.rows, self.device = len(starts), rows, device
         self.starts, self.numels = (
             torch.tensor(list(each), dtype=torch.int64, device=device) for each in (starts, numels)
@@ -129,20 +137,32 @@ def launch(kernel: Any, programs: int, *arguments: Any, warps: int = 8, **consta
         return
     # Triton launches on the current device, which may be another one
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        asked = arguments if _DIRECT else ()  # the JIT looks at each again, which takes longer than the launch itself
-        kinds = [_COMPILED_FOR.get(type(each), lambda t: (t.dtype, t.data_ptr() % 16))(each) for each in asked]
+        asked = (
+            arguments if _DIRECT else ()
+        )  # the JIT looks at each again, which takes longer than the launch itself
+        kinds = [
+            _COMPILED_FOR.get(type(each), lambda t: (t.dtype, t.data_ptr() % 16))(each)
+            for each in asked
+        ]
         key = id(kernel), device, warps, *constants, *constants.values(), *kinds
         if known := _DIRECT and _compiled.get(key):
             known[0][(programs, 1, 1)](*arguments, *known[1])
             return
-        compiled = kernel[(programs,)](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
+        compiled = kernel[(programs,)](
+            *arguments, **constants, num_warps=warps, enable_fp_fusion=False
+        )
         if _DIRECT:
-            _compiled[key] = compiled, [constants[name] for name in kernel.arg_names[len(arguments) :]]
+            _compiled[key] = (
+                compiled,
+                [constants[name] for name in kernel.arg_names[len(arguments) :]],
+            )
 
 
 @lru_cache(4096)
 def _kind(value: int) -> int:
-    return (value == 1) + 2 * (value % 16 == 0) + 4 * (-(2**31) <= value < 2**31) + 8 * (value < 2**63)
+    return (
+        (value == 1) + 2 * (value % 16 == 0) + 4 * (-(2**31) <= value < 2**31) + 8 * (value < 2**63)
+    )
 
 
 _COMPILED_FOR: dict[type, Callable[[Any], Hashable]] = {int: _kind, float: type, bool: type}

@@ -4,7 +4,13 @@ messages, of sums that the network has added up, and of signals before they ente
 import triton
 import triton.language as tl
 
-from detonation.kernels.gpu.addressing import load_coordinates, rows_of_tile, searched, status_of, wide
+from detonation.kernels.gpu.addressing import (
+    load_coordinates,
+    rows_of_tile,
+    searched,
+    status_of,
+    wide,
+)
 from detonation.kernels.gpu.numbers import LARGEST, facts_of, load_value, ranks_of, sum_of_halves
 
 LINE_WORDS, LINE_BYTES = tl.constexpr(1024), tl.constexpr(4096)
@@ -24,7 +30,9 @@ def place_number(index):
 @triton.jit
 def add_run(words, octets, run, line):
     """Adds to the words of a line the bytes that one run of rows has of it, part by part; see `read_message`."""
-    octet = wide(line) * LINE_BYTES + 4 * tl.arange(0, LINE_WORDS)[:, None] + tl.arange(0, 4)[None, :]
+    octet = (
+        wide(line) * LINE_BYTES + 4 * tl.arange(0, LINE_WORDS)[:, None] + tl.arange(0, 4)[None, :]
+    )
     shift = 8 * tl.arange(0, 4)[None, :]
     for part in range(4):
         begin, end = tl.load(run + 3 * part), tl.load(run + 3 * part + 1)
@@ -61,18 +69,26 @@ def read_message(
         SKIPPED: The first of the words of the header that count as zeros.
     """
     which, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
-    addresses, strides = (address0, address1, address2, address3), (stride0, stride1, stride2, stride3)
+    addresses, strides = (
+        (address0, address1, address2, address3),
+        (stride0, stride1, stride2, stride3),
+    )
     column = tl.arange(0, LINE_WORDS)
     total = tl.zeros([LINE_WORDS], dtype=tl.int32)
     weighted = tl.zeros([1], dtype=tl.int64)
     for line in range(part, lines, parts):
         words = tl.zeros([LINE_WORDS], dtype=tl.int32)
         for run in tl.static_range(RUNS):
-            octets = (wide(addresses[run]) + which * wide(strides[run])).to(tl.pointer_type(tl.uint8))
+            octets = (wide(addresses[run]) + which * wide(strides[run])).to(
+                tl.pointer_type(tl.uint8)
+            )
             words = add_run(words, octets, runs + 16 * run, line)
         word = wide(line) * LINE_WORDS + column
         if JOIN:
-            tl.store((target + which * target_stride).to(tl.pointer_type(tl.int32), bitcast=True) + word, words)
+            tl.store(
+                (target + which * target_stride).to(tl.pointer_type(tl.int32), bitcast=True) + word,
+                words,
+            )
         words = tl.where((word >= SKIPPED) & (word < HEADER_WORDS), 0, words)
         total += words
         of_line = tl.sum(words.to(tl.int64), axis=0).to(tl.int32)
@@ -85,11 +101,16 @@ def read_message(
         square = tl.zeros([SOME], dtype=tl.float32)
         found = tl.zeros([SOME], dtype=tl.int32)
         for run in tl.static_range(RUNS):
-            octets = (wide(addresses[run]) + which * wide(strides[run])).to(tl.pointer_type(tl.uint8))
+            octets = (wide(addresses[run]) + which * wide(strides[run])).to(
+                tl.pointer_type(tl.uint8)
+            )
             square, found = facts_of(octets, runs + 16 * run, part, parts, square, found, ALIGNED, CHUNK, COLUMNS, K,
                                      PRECISION, BLOCK, WIDTH, BITMAP, SOME)  # fmt: skip
         bits = (tl.max(found & 1, axis=0) | tl.max(found & 2, axis=0)) | tl.max(found & 4, axis=0)
-        tl.store(squares + which * parts + part + tl.arange(0, 1), sum_of_halves(tl.reshape(square, [1, SOME])))
+        tl.store(
+            squares + which * parts + part + tl.arange(0, 1),
+            sum_of_halves(tl.reshape(square, [1, SOME])),
+        )
         tl.store(faults + which * parts + part, bits)
 
 
@@ -120,11 +141,26 @@ def checksum_of(which, columns, sums, firsts, parts, header, of_header):
         place = (which * parts + part)[:, None] * LINE_WORDS + column[None, :]
         total += tl.sum(tl.load(columns + place, mask=there[:, None], other=0), axis=0)
         weighted += tl.sum(tl.load(sums + which * parts + part, mask=there, other=0), axis=0)
-    first = (tl.load(firsts + which) + of_header).to(tl.int64) * (place_number(wide(0) + LINE_WORDS) & -2)
-    return tl.sum(total.to(tl.int64) * (place_number(column) | 1), axis=0) + tl.sum(weighted + first, axis=0)
+    first = (tl.load(firsts + which) + of_header).to(tl.int64) * (
+        place_number(wide(0) + LINE_WORDS) & -2
+    )
+    return tl.sum(total.to(tl.int64) * (place_number(column) | 1), axis=0) + tl.sum(
+        weighted + first, axis=0
+    )
 
 
-@triton.jit(do_not_specialize=[*_ADDRESSES, "lines", "schema", "step", "origin", "nbytes", "statuses", "received"])
+@triton.jit(
+    do_not_specialize=[
+        *_ADDRESSES,
+        "lines",
+        "schema",
+        "step",
+        "origin",
+        "nbytes",
+        "statuses",
+        "received",
+    ]
+)
 def seal_kernel(
     address0, stride0, address1, stride1, address2, stride2, address3, stride3, runs, lines,
     columns, sums, firsts, parts, arrivals,
@@ -158,7 +194,15 @@ def write_header(
     column = tl.arange(0, LINE_WORDS)
     word = column // 2
     content = tl.zeros([LINE_WORDS], dtype=tl.int64)
-    given = (identity, schema, step, origin, nbytes, status_of(status, statuses, STATUSES), received)
+    given = (
+        identity,
+        schema,
+        step,
+        origin,
+        nbytes,
+        status_of(status, statuses, STATUSES),
+        received,
+    )
     for number in tl.static_range(7):
         content = tl.where(word == number, given[number], content)
     header = (content >> (32 * (column % 2))).to(tl.int32)
@@ -170,7 +214,9 @@ def write_header(
         tl.store(message + which * stride + 4 * column + byte, octet, mask=column < HEADER_WORDS)
 
 
-@triton.jit(do_not_specialize=[*_ADDRESSES, "lines", "schema", "step", "place", "nbytes", "parameters"])
+@triton.jit(
+    do_not_specialize=[*_ADDRESSES, "lines", "schema", "step", "place", "nbytes", "parameters"]
+)
 def inspect_kernel(
     address0, stride0, address1, stride1, address2, stride2, address3, stride3, runs, lines, message, stride,
     columns, sums, firsts, squares, faults, parts, arrivals, scale,
@@ -195,7 +241,9 @@ def inspect_kernel(
         inspect_message(which, message, stride, columns, sums, firsts, squares, faults, parts, scale, identity, schema,
                         step, place, nbytes, parameters, limit, table)  # fmt: skip
         if is_last(arrivals + replicas, replicas):
-            decide_messages(message, stride, nbytes, usual, louder, forget, table, replicas, REPLICAS, SIGNALS)
+            decide_messages(
+                message, stride, nbytes, usual, louder, forget, table, replicas, REPLICAS, SIGNALS
+            )
 
 
 @triton.jit
@@ -206,7 +254,9 @@ def inspect_message(
     """Writes a line of the table of `decide_messages`; the norm is the root of the squares, times `scale`."""
     which = tl.zeros([1], dtype=tl.int64) + replica
     head = (message + wide(replica) * stride).to(tl.pointer_type(tl.int64), bitcast=True)
-    found = checksum_of(wide(replica), columns, sums, firsts, parts, tl.zeros([LINE_WORDS], dtype=tl.int32), 0)
+    found = checksum_of(
+        wide(replica), columns, sums, firsts, parts, tl.zeros([LINE_WORDS], dtype=tl.int32), 0
+    )
     square = tl.zeros([1], dtype=tl.float32)
     fault = tl.zeros([1], dtype=tl.int32)
     for part in range(parts):
@@ -215,8 +265,12 @@ def inspect_message(
     norm = tl.sqrt_rn(square) * scale
     content = tl.where((fault & 4) > 0, 3, tl.where((fault & 1) > 0, 1, fault & 2)).to(tl.int64)
     status, stated = tl.load(head + 5), tl.load(head + 7)
-    right = (tl.load(head) == identity) & (tl.load(head + 1) == schema) & (tl.load(head + 2) == step)
-    right = right & (tl.load(head + 3) == (wide(replica) << 32) + place) & (tl.load(head + 4) == nbytes)
+    right = (
+        (tl.load(head) == identity) & (tl.load(head + 1) == schema) & (tl.load(head + 2) == step)
+    )
+    right = (
+        right & (tl.load(head + 3) == (wide(replica) << 32) + place) & (tl.load(head + 4) == nbytes)
+    )
     right = right & (stated == found) & (status >= 0) & (status <= parameters)
     line = table + which * 13
     tl.store(line + 8, tl.zeros([1], tl.int64) + found)
@@ -228,7 +282,16 @@ def inspect_message(
 
 @triton.jit
 def decide_messages(
-    message, stride, nbytes, usual, louder, forget, table, replicas, REPLICAS: tl.constexpr, SIGNALS: tl.constexpr
+    message,
+    stride,
+    nbytes,
+    usual,
+    louder,
+    forget,
+    table,
+    replicas,
+    REPLICAS: tl.constexpr,
+    SIGNALS: tl.constexpr,
 ):
     """Decides which messages are refused, as `guard.decide_usable` and `Arrived.facts`, and replaces these by zeros.
 
@@ -246,7 +309,9 @@ def decide_messages(
         sending = (fine == 1) & (norms > 0)
         size = tl.where(sending, norms, float("inf"))
         rank = ranks_of(size, number)
-        middle = tl.max(tl.where(rank == tl.sum(sending.to(tl.int32), axis=0) // 2, size, 0.0), axis=0)
+        middle = tl.max(
+            tl.where(rank == tl.sum(sending.to(tl.int32), axis=0) // 2, size, 0.0), axis=0
+        )
         middle = tl.where(middle == float("inf"), 0.0, middle)
         before = tl.load(usual + tl.arange(0, 1))
         bound = tl.maximum(middle, before) * louder
@@ -256,7 +321,9 @@ def decide_messages(
     bits = (tl.zeros([REPLICAS], tl.float64) + bound.to(tl.float64)).to(tl.int64, bitcast=True)
     tl.store(table + number * 13 + 11, bits, mask=number < replicas)
     tl.store(table + number * 13 + 12, (1 - fine).to(tl.int64), mask=number < replicas)
-    for replica in range(replicas):  # rare, so that one program may take its time: a launch for it would cost each step
+    for replica in range(
+        replicas
+    ):  # rare, so that one program may take its time: a launch for it would cost each step
         spoiled = tl.sum(tl.where(number == replica, 1 - fine, 0), axis=0)
         for first in range(0, tl.where(spoiled > 0, tl.cdiv(nbytes, LINE_WORDS), 0)):
             octet = wide(first) * LINE_WORDS + column
@@ -281,7 +348,18 @@ def scan_kernel(
         row = begin + tl.arange(0, ROWS)
         slot = searched(starts, begin, slots, SEARCH)
         _, slot, start, _, inside = rows_of_tile(
-            starts, numels, slots, slot, begin, begin + ROWS - 1, row, row < rows, column, ROW, SEARCH, False
+            starts,
+            numels,
+            slots,
+            slot,
+            begin,
+            begin + ROWS - 1,
+            row,
+            row < rows,
+            column,
+            ROW,
+            SEARCH,
+            False,
         )
         value = tl.abs(load_coordinates(signals, slot, slots, start, column, inside, KINDS))
         beyond = tl.max(tl.where(value <= limit, 0, 1), axis=1)

@@ -12,7 +12,9 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 @triton.jit
 def halves_of(numbers):
     """The first and the last half of each row: `[rows, n]` -> twice `[rows, n / 2]`."""
-    return tl.split(tl.permute(tl.reshape(numbers, [numbers.shape[0], 2, numbers.shape[1] // 2]), [0, 2, 1]))
+    return tl.split(
+        tl.permute(tl.reshape(numbers, [numbers.shape[0], 2, numbers.shape[1] // 2]), [0, 2, 1])
+    )
 
 
 @triton.jit
@@ -106,9 +108,17 @@ def store_packed(octets, numbers, count, total, WIDTH: tl.constexpr, BYTES: tl.c
         found = tl.zeros_like(byte)
         for more in tl.static_range((8 + WIDTH - 2) // WIDTH + 1):
             number = begins + more
-            value = tl.load(numbers + number, mask=number < tl.minimum(count, total), other=0).to(tl.int32)
-            shift = number * WIDTH - byte * 8  # below 8 where it has a bit in the byte, below 0 where it began before
-            moved = tl.where(shift < 0, value >> tl.maximum(-shift, 0), value << tl.minimum(tl.maximum(shift, 0), 8))
+            value = tl.load(numbers + number, mask=number < tl.minimum(count, total), other=0).to(
+                tl.int32
+            )
+            shift = (
+                number * WIDTH - byte * 8
+            )  # below 8 where it has a bit in the byte, below 0 where it began before
+            moved = tl.where(
+                shift < 0,
+                value >> tl.maximum(-shift, 0),
+                value << tl.minimum(tl.maximum(shift, 0), 8),
+            )
             found |= tl.where(shift < 8, moved, 0)
         wanted = (byte < total * WIDTH // 8) & (byte < (count * WIDTH + 7) // 8)
         tl.store(octets + byte, (found & 255).to(tl.uint8), mask=wanted)
@@ -125,11 +135,15 @@ def load_value(
         statistics: Where the statistics of blocks of `BLOCK` values begin, at any address.
     """
     if PRECISION == "fp32" and ALIGNED:
-        return tl.load(octets.to(tl.pointer_type(tl.float32), bitcast=True) + index, mask=mask, other=0.0)
+        return tl.load(
+            octets.to(tl.pointer_type(tl.float32), bitcast=True) + index, mask=mask, other=0.0
+        )
     if PRECISION == "fp32":
         return load_fp32(octets, index, mask)
     if PRECISION == "bf16" and ALIGNED:
-        found = tl.load(octets.to(tl.pointer_type(tl.bfloat16), bitcast=True) + index, mask=mask, other=0.0)
+        found = tl.load(
+            octets.to(tl.pointer_type(tl.bfloat16), bitcast=True) + index, mask=mask, other=0.0
+        )
         return found.to(tl.float32)
     if PRECISION == "bf16":
         return load_bf16(octets, index, mask)
@@ -141,7 +155,9 @@ def load_value(
         return load_bf16(statistics, index // BLOCK * 4 + code, mask)
     if PRECISION == "4bit":
         code = load_packed(octets, index, mask, 4)
-        power = ((127 - (code & 7)) << 23).to(tl.float32, bitcast=True)  # 2 to the power of minus the exponent
+        power = ((127 - (code & 7)) << 23).to(
+            tl.float32, bitcast=True
+        )  # 2 to the power of minus the exponent
         size = tl.where((code & 7) == 7, 0.0, load_bf16(statistics, index // BLOCK, mask) * power)
         return tl.where(code > 7, -size, size)
     code = tl.load(octets + index, mask=mask, other=0).to(tl.int32)
@@ -156,7 +172,16 @@ def negative_of(values, scale, negative_zeros):
 
 
 @triton.jit
-def quantised(octets, statistics, values, real, block, negative_zeros, PRECISION: tl.constexpr, BLOCK: tl.constexpr):
+def quantised(
+    octets,
+    statistics,
+    values,
+    real,
+    block,
+    negative_zeros,
+    PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Encodes the block number `block` of a message: writes its statistics, and returns the code of each value."""
     # values and real [BLOCK], the second False at the padding
     values = tl.where(real, values, 0.0)
@@ -172,7 +197,9 @@ def quantised(octets, statistics, values, real, block, negative_zeros, PRECISION
         large = size > deviation
         over, under = large & (values > 0), large & (values < 0)
         overs, unders = tl.sum(over.to(tl.float32)), tl.sum(under.to(tl.float32))
-        small = tl.div_rn(tl.sum(tl.where(large, 0.0, size)), tl.maximum(count - overs - unders, 1.0))
+        small = tl.div_rn(
+            tl.sum(tl.where(large, 0.0, size)), tl.maximum(count - overs - unders, 1.0)
+        )
         high = tl.div_rn(tl.sum(tl.where(over, values, 0.0)), tl.maximum(overs, 1.0))
         low = tl.div_rn(tl.sum(tl.where(under, values, 0.0)), tl.maximum(unders, 1.0))
         store_bf16(statistics, block * 4, small, written)
@@ -182,7 +209,9 @@ def quantised(octets, statistics, values, real, block, negative_zeros, PRECISION
         return 2 * negative_of(values, deviation, negative_zeros).to(tl.int32) + large.to(tl.int32)
     largest = store_bf16(statistics, block, tl.max(size), written)
     code = tl.zeros_like(size).to(tl.int32)
-    for octave in tl.static_range(6):  # rounded where the ratio passes a half-integral power of two: no logarithm
+    for octave in tl.static_range(
+        6
+    ):  # rounded where the ratio passes a half-integral power of two: no logarithm
         code += (largest > size * (2.0 ** (octave + 0.5))).to(tl.int32)
     code = tl.where(size <= largest * 0.0078125, 7, code)
     return code + tl.where(values < 0, 8, 0)
@@ -192,7 +221,9 @@ def quantised(octets, statistics, values, real, block, negative_zeros, PRECISION
 def rounded(numbers):
     """The nearest whole numbers to fp32 numbers, ties to even."""
     size = tl.abs(numbers)
-    whole = tl.where(size < 8388608.0, (size + 8388608.0) - 8388608.0, size)  # 2**23: from there on all are whole
+    whole = tl.where(
+        size < 8388608.0, (size + 8388608.0) - 8388608.0, size
+    )  # 2**23: from there on all are whole
     return tl.where(numbers < 0, -whole, whole)
 
 
@@ -212,25 +243,36 @@ def write_int8(octets, statistics, values, count, block, totals, SOME: tl.conste
         value = tl.load(values + first + item, mask=first + item < count, other=0.0)
         square += value * value
     deviation = tl.div_rn(
-        tl.sqrt_rn(tl.sum(square, axis=0)), tl.sqrt_rn((tl.zeros([1], tl.int32) + count).to(tl.float32))
+        tl.sqrt_rn(tl.sum(square, axis=0)),
+        tl.sqrt_rn((tl.zeros([1], tl.int32) + count).to(tl.float32)),
     )
     width = tl.maximum(deviation, 1e-30) * 0.046875
     tl.store(totals + bin_number, tl.zeros([256], tl.int64))
     tl.debug_barrier()
     for first in range(0, count, SOME):
         real = first + item < count
-        scaled = tl.div_rn(tl.load(values + first + item, mask=real, other=0.0), tl.zeros([SOME], tl.float32) + width)
+        scaled = tl.div_rn(
+            tl.load(values + first + item, mask=real, other=0.0),
+            tl.zeros([SOME], tl.float32) + width,
+        )
         code = rounded(tl.minimum(tl.maximum(scaled, -127.0), 127.0)).to(tl.int32) + 128
         code = tl.minimum(tl.maximum(code, 0), 255)  # of what is not a number, too
         tl.store(octets + first + item, code.to(tl.uint8), mask=real)
-        far = tl.minimum(tl.maximum(scaled, -8192.0), 8192.0)  # 5,461 at most, but where squares of all are 0
+        far = tl.minimum(
+            tl.maximum(scaled, -8192.0), 8192.0
+        )  # 5,461 at most, but where squares of all are 0
         units = rounded(far * 4096.0).to(tl.int64)
         tl.atomic_add(totals + code, units * 131072 + 1, mask=real, sem="relaxed", scope="cta")
     tl.debug_barrier()
     total = tl.load(totals + bin_number)
     number = tl.maximum(total & 131071, 1).to(tl.float32)
     mean = tl.div_rn((total >> 17).to(tl.float32), number) * (width * 0.000244140625)
-    store_bf16(statistics, block * 256 + bin_number, tl.where(bin_number == 128, 0.0, mean), bin_number < 256)
+    store_bf16(
+        statistics,
+        block * 256 + bin_number,
+        tl.where(bin_number == 128, 0.0, mean),
+        bin_number < 256,
+    )
     tl.debug_barrier()  # before the next block begins with zeros
 
 
@@ -282,9 +324,13 @@ def facts_of(
         blocks = tl.cdiv(numbers, BLOCK)
         for first in range(part, tl.cdiv(blocks, SOME // 256), parts):
             block = (wide(first) * (SOME // 256) + block_item)[:, None]
-            statistic = load_bf16(values + statistics_at, block * 256 + level[None, :], block < blocks)
+            statistic = load_bf16(
+                values + statistics_at, block * 256 + level[None, :], block < blocks
+            )
             largest = tl.max(finite_size(statistic), axis=1)
-            square += tl.where(item == 0, sum_of_halves(tl.reshape(square_of(largest), [1, SOME // 256])), 0.0)
+            square += tl.where(
+                item == 0, sum_of_halves(tl.reshape(square_of(largest), [1, SOME // 256])), 0.0
+            )
     else:
         each: tl.constexpr = 4 if PRECISION == "2bit" else 1
         blocks = tl.cdiv(numbers, BLOCK)
@@ -305,8 +351,12 @@ def facts_of(
             for first in range(part, tl.cdiv(rows, SOME // COLUMNS), parts):
                 row = wide(first) * (SOME // COLUMNS) + row_item
                 inside = (row < rows)[:, None] & (column < CHUNK)[None, :]
-                bits = load_packed(values + indices_at, row[:, None] * CHUNK + column[None, :], inside, 1)
-                wrong |= tl.where((row < rows) & (tl.sum(tl.where(inside, bits, 0), axis=1) != K), 2, 0)
+                bits = load_packed(
+                    values + indices_at, row[:, None] * CHUNK + column[None, :], inside, 1
+                )
+                wrong |= tl.where(
+                    (row < rows) & (tl.sum(tl.where(inside, bits, 0), axis=1) != K), 2, 0
+                )
             found |= tl.max(wrong, axis=0)
         else:
             for first in range(part, tl.cdiv(numbers, SOME), parts):
@@ -315,5 +365,7 @@ def facts_of(
                 index = load_packed(values + indices_at, number, there, WIDTH)
                 after = there & (number % K != 0)
                 before = load_packed(values + indices_at, tl.maximum(number - 1, 0), after, WIDTH)
-                found |= tl.where(after & (index <= before), 2, 0) | tl.where(there & (index >= CHUNK), 1, 0)
+                found |= tl.where(after & (index <= before), 2, 0) | tl.where(
+                    there & (index >= CHUNK), 1, 0
+                )
     return square, found

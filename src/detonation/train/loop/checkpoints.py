@@ -29,7 +29,9 @@ _ANNOUNCED = {"mesh.replicas", "mesh.shards", "mesh.nodes", "train.init_from"}
 logging.getLogger("detonation.checkpoint").addHandler(logging.NullHandler())
 
 
-def save_async(session: Session, checkpoints: Checkpoints, before: Counts, followed: Table | None = None) -> None:
+def save_async(
+    session: Session, checkpoints: Checkpoints, before: Counts, followed: Table | None = None
+) -> None:
     """Starts saving; all ranks call it.
 
     Beside the state are the faults `before` this start and, in a run that follows its link, the state of its adapter.
@@ -44,11 +46,15 @@ def save_async(session: Session, checkpoints: Checkpoints, before: Counts, follo
     if isinstance(session.data.train, Streamed):
         position = session.data.train.position(session.rank, session.world_size)
         with suppress(PeerLost):  # the stream is then read again, up to the step of the checkpoint
-            extra["positions"] = [json.loads(text) for text in session.world.texts().gather(json.dumps(position))]
+            extra["positions"] = [
+                json.loads(text) for text in session.world.texts().gather(json.dumps(position))
+            ]
     checkpoints.save({**extra, **asdict(counted(session, before))})
 
 
-def save_now(session: Session, checkpoints: Checkpoints, before: Counts, followed: Table | None = None) -> Path:
+def save_now(
+    session: Session, checkpoints: Checkpoints, before: Counts, followed: Table | None = None
+) -> Path:
     """Saves and waits until it is done. Raises `Unwritable` on all ranks where one cannot write."""
     save_async(session, checkpoints, before, followed)
     try:
@@ -59,7 +65,9 @@ def save_now(session: Session, checkpoints: Checkpoints, before: Counts, followe
             return save_now(session, checkpoints, before, followed)
         path = checkpoints.directory / checkpoint_name(session.optimizer.step_count)
         reason = str(error).partition(" failed: ")[2]
-        raise Unwritable(f"cannot write {path}: {reason}; free some space or choose another --out") from error
+        raise Unwritable(
+            f"cannot write {path}: {reason}; free some space or choose another --out"
+        ) from error
     assert saved is not None
     return saved
 
@@ -80,7 +88,9 @@ def resume(
     if found is None and may_start:
         return None, ["no checkpoint was saved yet: starting from the beginning"]
     if found is None:
-        raise NoCheckpoint(f"there is no checkpoint in {directory}: start without --resume in another --out")
+        raise NoCheckpoint(
+            f"there is no checkpoint in {directory}: start without --resume in another --out"
+        )
     extra = found.manifest.extra
     was = extra["config"] if isinstance(extra.get("config"), dict) else {}
     changed = compare_settings(found.path, was, session.config, "checkpoint")
@@ -92,7 +102,9 @@ def resume(
         if len(positions) == session.world_size:
             session.data.train.go_to(session.rank, session.world_size, positions[session.rank])
         else:  # the parts are others, and each is read from its beginning up to this step
-            changed.append("the stream is read again up to this step, because other ranks divide it")
+            changed.append(
+                "the stream is read again up to this step, because other ranks divide it"
+            )
     return loaded, [*found.rejected, f"resumed after step {loaded.step}, {loaded.merged}", *changed]
 
 
@@ -116,7 +128,9 @@ def compare_settings(path: Path, saved: Table, config: Config, since: str) -> li
     for key in ("model", "data", "scheme", "seed"):
         if saved.get(key) != here[key]:
             was, now = saved.get(key), here[key]
-            raise ValueError(f"{path} was written with {key} {was}, this run has {now}: resume with the same")
+            raise ValueError(
+                f"{path} was written with {key} {was}, this run has {now}: resume with the same"
+            )
     # The checkpoint has the options of the optimizer, too, and they count; only the schedule sets lr anew in each step.
     was, now = (table.get("optimizer", {}) for table in (saved, here))
     for key in was.keys() | now.keys() if was.get("name") == now["name"] else ():
@@ -124,7 +138,11 @@ def compare_settings(path: Path, saved: Table, config: Config, since: str) -> li
             text = f"optimizer.{key} {was.get(key)}, this run has {now.get(key)}"
             raise ValueError(f"{path} was written with {text}: resume with the same")
     before, now = (dict(settings_of(table)) for table in (saved, here))
-    keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in _ANNOUNCED]
+    keys = [
+        key
+        for key in {**before, **now}
+        if before.get(key) != now.get(key) and key not in _ANNOUNCED
+    ]
     texts = [f"{key} is {now.get(key)}, was {before.get(key)}" for key in keys]
     return [f"changed since the {since}: {'; '.join(texts)}"] if texts else []
 
@@ -143,5 +161,11 @@ def _other_data(saved: object, data: Data) -> list[str]:
     if saved is None or saved == now:
         return []
     was = saved[0] if isinstance(saved, list) and saved else saved
-    counts = f"{now[0]} training examples, was {was}" if was != now[0] else f"other examples, {now[0]} as before"
-    return [f"the data have changed since the checkpoint: {counts}; the order of examples is another from now on"]
+    counts = (
+        f"{now[0]} training examples, was {was}"
+        if was != now[0]
+        else f"other examples, {now[0]} as before"
+    )
+    return [
+        f"the data have changed since the checkpoint: {counts}; the order of examples is another from now on"
+    ]

@@ -37,7 +37,9 @@ class Stopped(RunError):
         super().__init__(f"stopped by {self.signal} after step {after}")
 
 
-def fit(session: Session, done: int, until: int, report: Callable[[Record], None], stop: Stop) -> None:
+def fit(
+    session: Session, done: int, until: int, report: Callable[[Record], None], stop: Stop
+) -> None:
     """Trains from `done` finished steps to `until`. Collective.
 
     After the last step of the recipe the optimizer synchronizes, so that all replicas hold the same weights. Every rank
@@ -54,10 +56,15 @@ def fit(session: Session, done: int, until: int, report: Callable[[Record], None
     for step in range(done, until):
         session.optimizer.renumber()  # before the data of the step are dealt out
         began = time.perf_counter()
-        before, waited = session.optimizer.stats.bytes_sent_by_level, session.optimizer.stats.waited_s
+        before, waited = (
+            session.optimizer.stats.bytes_sent_by_level,
+            session.optimizer.stats.waited_s,
+        )
         lr, taking = float(session.optimizer.param_groups[0]["lr"]), _taking(session)
         with _safely():
-            loss, asked, agreeing = rounds.gradients(step) if rounds else _gradients(session, step, stop)
+            loss, asked, agreeing = (
+                rounds.gradients(step) if rounds else _gradients(session, step, stop)
+            )
             computed = time.perf_counter()
             session.optimizer.step()
             session.optimizer.zero_grad()
@@ -71,20 +78,37 @@ def fit(session: Session, done: int, until: int, report: Callable[[Record], None
         waited = session.optimizer.stats.waited_s - waited
         session.waits.add(seconds, waited + agreeing)
         now = session.optimizer.stats.bytes_sent_by_level
-        sent = [session.world.over_shards(late - early) for early, late in zip(before, now, strict=True)]
+        sent = [
+            session.world.over_shards(late - early) for early, late in zip(before, now, strict=True)
+        ]
         held_out: dict[str, Any] = {}
-        if step + 1 == train.steps or (train.validate_every and (step + 1) % train.validate_every == 0):
+        if step + 1 == train.steps or (
+            train.validate_every and (step + 1) % train.validate_every == 0
+        ):
             held_out = validate(session)
             if step + 1 == train.steps and train.bleu_sentences:
                 held_out |= translate(session)
         levels = dict(zip((level.axis for level in session.config.levels), sent, strict=True))
-        record = Record(step + 1, loss, lr, seconds, sum(sent), waited, step_s, levels, taking=taking, **held_out)
+        record = Record(
+            step + 1,
+            loss,
+            lr,
+            seconds,
+            sum(sent),
+            waited,
+            step_s,
+            levels,
+            taking=taking,
+            **held_out,
+        )
         if session.device.type == "cpu" and not isinstance(session.world, Alone):
             # An accelerator computes while its host waits, and the replicas of a simulation compute in turns.
             record = replace(record, agreeing_s=agreeing)
         if session.config.mesh.shard_wire:
             shard_sent, before_it = shard_bytes_sent(session.model), shard_sent
-            record = replace(record, shard_bytes_sent=session.world.over_shards(shard_sent - before_it))
+            record = replace(
+                record, shard_bytes_sent=session.world.over_shards(shard_sent - before_it)
+            )
         report(record)
         if asked and step + 1 < until:
             raise Stopped(asked, step + 1)
@@ -144,9 +168,17 @@ class UnevenRounds:
 
     def agreed(self, stop: Stop) -> tuple[float, int, float]:
         """The mean loss of the round over all ranks, the signal as `_agreed` returns it, and the seconds of waiting."""
-        own = [sum(self._losses), len(self._losses), self._lost_at, stop.number, *self._session.waits.own]
+        own = [
+            sum(self._losses),
+            len(self._losses),
+            self._lost_at,
+            stop.number,
+            *self._session.waits.own,
+        ]
         began = time.perf_counter()
-        reports = self._session.world.all_gather(torch.tensor(own, dtype=torch.float64, device=self._session.device))()
+        reports = self._session.world.all_gather(
+            torch.tensor(own, dtype=torch.float64, device=self._session.device)
+        )()
         agreeing = time.perf_counter() - began
         self._session.waits.meet([report[4:] for report in reports], self._session.world.sizes)
         for rank, (_, _, lost_at, *_) in enumerate(reports):
@@ -157,7 +189,9 @@ class UnevenRounds:
         if taken:
             self._loss, self._known = sum(total for total, *_ in reports) / taken, True
         self._losses.clear()
-        asked = self._session.world.stopped_by([number for _, _, _, number, *_ in reports], stop.number)
+        asked = self._session.world.stopped_by(
+            [number for _, _, _, number, *_ in reports], stop.number
+        )
         return self._loss, asked, agreeing
 
 
@@ -184,7 +218,10 @@ def _gradients(session: Session, step: int, stop: Stop) -> tuple[float, int, flo
     arrived = reports()
     agreeing = time.perf_counter() - began
     session.waits.meet([seconds for _, _, *seconds in arrived], session.world.sizes)
-    agreed = _agreed(session, step, arrived), session.world.stopped_by([row[1] for row in arrived], stop.number)
+    agreed = (
+        _agreed(session, step, arrived),
+        session.world.stopped_by([row[1] for row in arrived], stop.number),
+    )
     if innermost.worth_overlapping:
         with session.optimizer.overlap():
             loss.backward()  # type: ignore[no-untyped-call]
@@ -211,7 +248,11 @@ def _losses(session: Session, step: int) -> Iterator[torch.Tensor]:
             output = session.model(**to(examples, session.device))
             loss = getattr(output, "loss", None)
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                is_now = f"is {loss!r:.40}" if not isinstance(loss, torch.Tensor) else f"has the shape {[*loss.shape]}"
+                is_now = (
+                    f"is {loss!r:.40}"
+                    if not isinstance(loss, torch.Tensor)
+                    else f"has the shape {[*loss.shape]}"
+                )
                 said = f"model {session.config.model.name} returns a {type(output).__name__} whose .loss {is_now}"
                 raise ValueError(f"{said}, must return .loss, a tensor of one number (and .logits)")
             loss = loss / train.accumulate
@@ -225,7 +266,9 @@ def _agreed(session: Session, step: int, reports: list[list[float]]) -> float:
     """
     for rank, (value, *_) in enumerate(reports):
         if not math.isfinite(value):
-            raise NonFiniteLoss(f"the loss is {value} at step {step + 1} on {rank_in_words(rank, session.world.sizes)}")
+            raise NonFiniteLoss(
+                f"the loss is {value} at step {step + 1} on {rank_in_words(rank, session.world.sizes)}"
+            )
     return sum(value for value, *_ in reports) / len(reports)
 
 

@@ -36,7 +36,14 @@ from detonation.link_speed import LinkSpeed
 from detonation.models import TASK_OF, build_model, image_arguments, model_function
 from detonation.train.loop.world import ElasticRanks, Ranks, Waits, World, require_same_settings
 from detonation.train.recipe import optimizers
-from detonation.train.recipe.schema import Choice, Config, LevelConfig, TrainConfig, described_mesh, require
+from detonation.train.recipe.schema import (
+    Choice,
+    Config,
+    LevelConfig,
+    TrainConfig,
+    described_mesh,
+    require,
+)
 from detonation.train.recipe.tables import REPLICATE
 
 
@@ -72,13 +79,19 @@ def check_config(config: Config) -> Config:
     """
     check_types("model", model_function(config.model.name), config.model.arguments)
     check_types("data", dataset_function(config.data.name), config.data.arguments)
-    form = {} if config.data.name != "images" else image_arguments(config.model.name, config.model.arguments)
+    form = (
+        {}
+        if config.data.name != "images"
+        else image_arguments(config.model.name, config.model.arguments)
+    )
     config = replace(config, data=Choice(config.data.name, {**form, **config.data.arguments}))
     levels = check_levels(config.levels, config.train.balance)
     optimizers.check_optimizer(config.optimizer)
     loaded = load_data(config.data)
     if not isinstance(loaded, Data):
-        raise ValueError(f"data {config.data.name} makes a {type(loaded).__name__}, must make a detonation.data.Data")
+        raise ValueError(
+            f"data {config.data.name} makes a {type(loaded).__name__}, must make a detonation.data.Data"
+        )
     if not len(loaded.validation):  # the run would train, and then have no loss
         raise ValueError(f"data {config.data.name} holds no example out: validation needs one")
     task = TASK_OF.get(config.model.name, loaded.kind)
@@ -94,12 +107,16 @@ def check_config(config: Config) -> Config:
     try:
         inspect.signature(made.forward).bind(**loaded.validation[torch.tensor([0])])
     except TypeError as error:
-        raise ValueError(f"model {model.name} cannot take the batches of the data {loaded.name}: {error}") from error
+        raise ValueError(
+            f"model {model.name} cannot take the batches of the data {loaded.name}: {error}"
+        ) from error
     _with_layers(made, config.train)
     needed = config.train.batch_size * sum(config.mesh.sizes)
     if not isinstance(loaded.train, Streamed) and needed > (there := len(loaded.train)):
         sizes = f"{config.train.batch_size} x {described_mesh(config.mesh)}"
-        raise ValueError(f"train.batch_size {sizes} are {needed} examples, but there are {there}: take fewer")
+        raise ValueError(
+            f"train.batch_size {sizes} are {needed} examples, but there are {there}: take fewer"
+        )
     if config.train.bleu_sentences:
         check_translates(made, loaded)
     return replace(config, model=model, levels=levels, train=_with_steps(config, loaded))
@@ -107,11 +124,17 @@ def check_config(config: Config) -> Config:
 
 def check_translates(model: Any, data: Data) -> None:
     if not isinstance(data.validation, TranslationPairs):
-        raise ValueError(f"train.bleu_sentences is for translations, but the data {data.name} are {data.kind}")
+        raise ValueError(
+            f"train.bleu_sentences is for translations, but the data {data.name} are {data.kind}"
+        )
     if getattr(getattr(model, "config", None), "decoder_start_token_id", None) is None:
-        raise ValueError("train.bleu_sentences needs a model with config.decoder_start_token_id, as transformers' have")
+        raise ValueError(
+            "train.bleu_sentences needs a model with config.decoder_start_token_id, as transformers' have"
+        )
     if not importlib.util.find_spec("sacrebleu"):
-        raise ValueError("train.bleu_sentences needs sacrebleu: pip install 'detonation-torch[metrics]'")
+        raise ValueError(
+            "train.bleu_sentences needs sacrebleu: pip install 'detonation-torch[metrics]'"
+        )
 
 
 def _with_steps(config: Config, loaded: Data) -> TrainConfig:
@@ -120,7 +143,9 @@ def _with_steps(config: Config, loaded: Data) -> TrainConfig:
     if train.steps:
         return train
     if isinstance(loaded.train, Streamed):
-        raise ValueError("train.epochs of a stream are unknown, because its length is: set train.steps")
+        raise ValueError(
+            "train.epochs of a stream are unknown, because its length is: set train.steps"
+        )
     examples = train.batch_size * train.accumulate * sum(config.mesh.sizes)
     return replace(train, steps=max(1, math.ceil(train.epochs * len(loaded.train) / examples)))
 
@@ -144,8 +169,17 @@ def shard_shapes(config: Config) -> list[dict[str, tuple[int, ...]]]:
 def local_shapes(model: nn.Module, shard: int, shards: int) -> dict[str, tuple[int, ...]]:
     """The shapes of the trained parameters on one shard, by name."""
     for name, parameter in model.named_parameters():
-        require(parameter.dim() > 0, f"the shape of {name}", (), "(1,) or larger: FSDP2 shards no scalar")
-    return {name: Box.of_shard(p, shard, shards).shape for name, p in model.named_parameters() if p.requires_grad}
+        require(
+            parameter.dim() > 0,
+            f"the shape of {name}",
+            (),
+            "(1,) or larger: FSDP2 shards no scalar",
+        )
+    return {
+        name: Box.of_shard(p, shard, shards).shape
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
 
 
 def misfits(config: Config) -> list[str]:
@@ -153,9 +187,17 @@ def misfits(config: Config) -> list[str]:
     steps, warmup, optimizer = config.train.steps, config.schedule.warmup, config.optimizer
     found = []
     if warmup >= steps:
-        found.append(f"schedule.warmup is {warmup}, all of the {steps} steps: the learning rate only rises")
-    if config.train.clip and optimizer.name == "SignSGD" and not optimizer.arguments.get("momentum"):
-        found.append("train.clip changes nothing for SignSGD without momentum, which moves by signs: leave it out")
+        found.append(
+            f"schedule.warmup is {warmup}, all of the {steps} steps: the learning rate only rises"
+        )
+    if (
+        config.train.clip
+        and optimizer.name == "SignSGD"
+        and not optimizer.arguments.get("momentum")
+    ):
+        found.append(
+            "train.clip changes nothing for SignSGD without momentum, which moves by signs: leave it out"
+        )
     for level in config.levels:
         chosen = scheme(level.scheme.name, level.scheme.arguments)
         every = chosen.round.every
@@ -173,8 +215,12 @@ def start_session(config: Config, device: torch.device, axis: Axis | None = None
     `axis` takes the place of the outermost one, such as that of `surviving_axis` in an elastic run.
     """
     slow = config.mesh.slow_backend or None
-    replicas = config.nodes_inside if config.mesh.elastic else config.mesh.replicas  # of the process group
-    mesh = init_mesh(replicas, config.mesh.nodes or config.mesh.shards, device.type, slow_backend=slow)
+    replicas = (
+        config.nodes_inside if config.mesh.elastic else config.mesh.replicas
+    )  # of the process group
+    mesh = init_mesh(
+        replicas, config.mesh.nodes or config.mesh.shards, device.type, slow_backend=slow
+    )
     model = seeded_model(config).to(device)
     shard(model, mesh, wire=config.mesh.shard_wire)
     base = optimizers.build_optimizer(config.optimizer, model)
@@ -183,15 +229,23 @@ def start_session(config: Config, device: torch.device, axis: Axis | None = None
         require_same_settings(surviving.host.membership, config)
     optimizer = replicated_run(config, base, model, axes(config, mesh, axis))
     world: World = (
-        Ranks(mesh, device, config.mesh.sizes[:replicas]) if surviving is None else ElasticRanks(mesh, surviving)
+        Ranks(mesh, device, config.mesh.sizes[:replicas])
+        if surviving is None
+        else ElasticRanks(mesh, surviving)
     )
     return Session(config, world, device, load_data(config.data), model, base, optimizer)
 
 
-def replicated_run(config: Config, base: torch.optim.Optimizer, model: nn.Module, joined: Sequence[Axis]) -> Replicated:
+def replicated_run(
+    config: Config, base: torch.optim.Optimizer, model: nn.Module, joined: Sequence[Axis]
+) -> Replicated:
     """`base` replicated along the axis of each level. Collective where it takes its first step."""
     levels, train = list(zip(joined, map(scheme_of, config.levels), strict=True)), config.train
-    alike: dict[str, Any] = {"clip": train.clip or None, "balance": train.balance, "seed": config.seed}
+    alike: dict[str, Any] = {
+        "clip": train.clip or None,
+        "balance": train.balance,
+        "seed": config.seed,
+    }
     return replicate(base, model, levels=levels, safety=safety(config), **alike)
 
 
@@ -201,7 +255,11 @@ def surviving_axis(config: Config, mesh: DeviceMesh) -> SurvivingCommunicator:
     if here is None:
         raise ValueError("mesh.elastic needs the address of a store: give --meet and --replica")
     least, silence_s = config.mesh.min_replicas, config.peers.silence_s
-    alike: dict[str, Any] = {"min_replicas": least, "silence_s": silence_s, "link": config.mesh.link}
+    alike: dict[str, Any] = {
+        "min_replicas": least,
+        "silence_s": silence_s,
+        "link": config.mesh.link,
+    }
     return elastic(mesh, replica=here.replica, replicas=here.replicas, store=here.store, **alike)
 
 
@@ -237,7 +295,9 @@ def compile_layers(model: nn.Module, backend: str) -> None:
     """
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
-        raise ValueError(f"train.compile is {backend!r}, but must be one of {', '.join(sorted(known))}")
+        raise ValueError(
+            f"train.compile is {backend!r}, but must be one of {', '.join(sorted(known))}"
+        )
     for layer in _some_layers(model, "train.compile"):
         layer.forward = torch.compile(layer.forward, backend=backend)
 
@@ -245,7 +305,9 @@ def compile_layers(model: nn.Module, backend: str) -> None:
 def _some_layers(model: nn.Module, setting: str) -> list[nn.Module]:
     layers = list(layers_of(model))
     if not layers:
-        raise ValueError(f"{setting} works on layers, the elements of an nn.ModuleList, and the model has none")
+        raise ValueError(
+            f"{setting} works on layers, the elements of an nn.ModuleList, and the model has none"
+        )
     return layers
 
 
@@ -263,7 +325,10 @@ def check_levels(levels: Sequence[LevelConfig], balance: bool = False) -> tuple[
     if balance:
         check_balance(made, None)
     pairs = zip(levels, made, strict=True)
-    return tuple(replace(level, scheme=Choice(chosen.name, dict(chosen.arguments))) for level, chosen in pairs)
+    return tuple(
+        replace(level, scheme=Choice(chosen.name, dict(chosen.arguments)))
+        for level, chosen in pairs
+    )
 
 
 def scheme_of(level: LevelConfig) -> Scheme:
@@ -278,10 +343,17 @@ def axes(config: Config, mesh: DeviceMesh, between: Axis | None = None) -> list[
     if len(config.levels) == 1:
         return [between or slowed(mesh["replicate"], config.mesh.link)]
     tiers_of = config.levels if between is None else config.levels[:-1]
-    sizes = {level.axis: level.replicas for level in reversed(tiers_of)} | {"shard": config.mesh.shards}
-    backend = slow_axis_backend(tiers_of[-1].axis, mesh.device_type, config.mesh.slow_backend or None)
+    sizes = {level.axis: level.replicas for level in reversed(tiers_of)} | {
+        "shard": config.mesh.shards
+    }
+    backend = slow_axis_backend(
+        tiers_of[-1].axis, mesh.device_type, config.mesh.slow_backend or None
+    )
     tiers = init_device_mesh(
-        mesh.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=backend
+        mesh.device_type,
+        tuple(sizes.values()),
+        mesh_dim_names=tuple(sizes),
+        backend_override=backend,
     )
     inner: list[Axis] = [tiers[level.axis] for level in config.levels[:-1]]
     return [*inner, between or slowed(tiers[config.levels[-1].axis], config.mesh.link)]
@@ -332,5 +404,7 @@ def _agreeing(model: Choice, loaded: Data) -> dict[str, object]:
     for key, value in needed.items():
         given = model.arguments.get(key, value)
         if given != value and not (key == "vocab" and isinstance(given, int) and given > value):
-            raise ValueError(f"model.{key} is {given!r}, but the data {loaded.name} has {key} {value}: leave it out")
+            raise ValueError(
+                f"model.{key} is {given!r}, but the data {loaded.name} has {key} {value}: leave it out"
+            )
     return {**needed, **model.arguments}

@@ -32,7 +32,9 @@ def saved_counts(extra: Mapping[str, Any]) -> Counts:
     """The counts in a checkpoint's `extra`; values that are no whole numbers count as none."""
     skipped, refused = extra.get("skipped"), extra.get("refused")
     by_name = skipped.items() if isinstance(skipped, dict) else ()
-    return Counts({name: n for name, n in by_name if type(n) is int}, refused if type(refused) is int else 0)
+    return Counts(
+        {name: n for name, n in by_name if type(n) is int}, refused if type(refused) is int else 0
+    )
 
 
 def counted(session: Session, before: Counts) -> Counts:
@@ -40,7 +42,9 @@ def counted(session: Session, before: Counts) -> Counts:
     names = [name for name, _ in session.model.named_parameters()]
     skipped, refused = session.optimizer.stats.skipped_by_parameter, session.optimizer.stats.refused
     mine = torch.tensor([*(skipped.get(name, 0) for name in names), refused], device=session.device)
-    replicas = torch.split_with_sizes(torch.tensor(session.world.all_gather(mine)()), session.world.sizes)
+    replicas = torch.split_with_sizes(
+        torch.tensor(session.world.all_gather(mine)()), session.world.sizes
+    )
     if len({*session.world.sizes}) > 1:  # which cut a parameter at other rows
         replicas = tuple(each.sum(0, keepdim=True) for each in replicas)
     # All replicas see the faults of a shard, except those that its owner alone sees: the maximum over replicas counts.
@@ -49,7 +53,9 @@ def counted(session: Session, before: Counts) -> Counts:
     return Counts(dict(together.most_common()), before.refused + refused)
 
 
-def summarise(session: Session, records: Sequence[Record], before: Counts = NOTHING) -> dict[str, Any]:
+def summarise(
+    session: Session, records: Sequence[Record], before: Counts = NOTHING
+) -> dict[str, Any]:
     """The run in numbers, the same on every rank. Collective; `records` are those of all steps.
 
     `train_loss` is the mean of the last 20 steps; `seconds` is the time spent in steps, without validation.
@@ -66,11 +72,15 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
     fingerprint, equal = session.world.fingerprint(session.model)
     moves = [record.setting for record in records if record.setting]
     peak = torch.tensor([peak_memory(session.device)], device=session.device)
-    data, memory = portion(session), int(max(count for (count,) in session.world.all_gather(peak)()))
+    data, memory = (
+        portion(session),
+        int(max(count for (count,) in session.world.all_gather(peak)())),
+    )
     taken = data.times(records)
     examples = _examples(session) * taken
     session.waits.meet(
-        session.world.all_gather(torch.tensor(session.waits.own, device=session.device))(), session.world.sizes
+        session.world.all_gather(torch.tensor(session.waits.own, device=session.device))(),
+        session.world.sizes,
     )
     return {
         "scheme": config.schemes,
@@ -132,7 +142,9 @@ def portion(session: Session) -> Portion:
     one = data.validation[torch.tensor([0])]
     if data.kind == "text" and "input_ids" in one:
         return Portion(examples * one["input_ids"].shape[1], "tokens", replicas)
-    return Portion(examples, {"images": "images", "labels": "texts"}.get(data.kind, "pairs"), replicas)
+    return Portion(
+        examples, {"images": "images", "labels": "texts"}.get(data.kind, "pairs"), replicas
+    )
 
 
 def _examples(session: Session) -> int:
@@ -153,5 +165,13 @@ def _levels(session: Session, records: Sequence[Record]) -> dict[str, Any]:
         full_sync = session.world.over_shards(dense)
         chosen = {"scheme": level.scheme.name, "scheme_arguments": dict(level.scheme.arguments)}
         traffic = {"bytes_full_sync_per_step": full_sync, "reduction": reduction(sent, full_sync)}
-        tiers.append({"axis": level.axis, "replicas": level.replicas, **chosen, "bytes_sent_per_step": sent, **traffic})
+        tiers.append(
+            {
+                "axis": level.axis,
+                "replicas": level.replicas,
+                **chosen,
+                "bytes_sent_per_step": sent,
+                **traffic,
+            }
+        )
     return {"levels": tiers}

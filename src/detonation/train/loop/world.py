@@ -43,8 +43,13 @@ class Ranks(_Together):
         if dist.get_backend(self._hosts) != "gloo":
             # Counts of the host go from host to host: a device would first finish its queue.
             ends = [*accumulate(sizes)]
-            groups = [dist.new_group([*range(e - n, e)], backend="gloo") for n, e in zip(sizes, ends, strict=True)]
-            self._hosts = next(group for group, end in zip(groups, ends, strict=True) if self.rank < end)
+            groups = [
+                dist.new_group([*range(e - n, e)], backend="gloo")
+                for n, e in zip(sizes, ends, strict=True)
+            ]
+            self._hosts = next(
+                group for group, end in zip(groups, ends, strict=True) if self.rank < end
+            )
 
     def all_gather(self, values: Tensor) -> Gathered:
         """The `values` of all ranks. Until they are asked for, neither host nor device waits."""  # [n]
@@ -79,7 +84,10 @@ class ElasticRanks:
 
     def __init__(self, mesh: DeviceMesh, axis: SurvivingCommunicator) -> None:
         self._axis, self._hosts, self._shards = axis, mesh.get_group("shard"), mesh["shard"].size()
-        self._ranks, self.losses = mesh.size(), axis.losses  # of a replica; of the axis, and the replicas that came
+        self._ranks, self.losses = (
+            mesh.size(),
+            axis.losses,
+        )  # of a replica; of the axis, and the replicas that came
 
     @property
     def rank(self) -> int:
@@ -92,7 +100,9 @@ class ElasticRanks:
     @property
     def sizes(self) -> list[int]:
         """Of the nodes that took part in the collective that was waited for last."""
-        return [self._shards] * ((self._axis.size() - len(self._axis.absent)) * self._ranks // self._shards)
+        return [self._shards] * (
+            (self._axis.size() - len(self._axis.absent)) * self._ranks // self._shards
+        )
 
     def all_gather(self, values: Tensor) -> Gathered:
         mine = [torch.empty_like(values) for _ in range(self._ranks)]
@@ -118,7 +128,9 @@ class ElasticRanks:
 
     def fingerprint(self, model: nn.Module) -> tuple[str, bool]:
         digests = [bytes(each) for each in self.all_gather(weights_digest(model))()]
-        return compared_digests([digests[at : at + self._shards] for at in range(0, len(digests), self._shards)])
+        return compared_digests(
+            [digests[at : at + self._shards] for at in range(0, len(digests), self._shards)]
+        )
 
     def texts(self) -> TextExchange:
         return self._axis.texts()
@@ -142,7 +154,11 @@ class Alone(_Together):
     """The replicas of a simulation: whole, of one shard each, and joined by a communicator alone."""
 
     def __init__(self, communicator: Communicator) -> None:
-        self.rank, self.size, self._communicator = communicator.replica, communicator.size(), communicator
+        self.rank, self.size, self._communicator = (
+            communicator.replica,
+            communicator.size(),
+            communicator,
+        )
         self.sizes = [1] * self.size
 
     def all_gather(self, values: Tensor) -> Gathered:
@@ -153,7 +169,9 @@ class Alone(_Together):
         return count
 
     def fingerprint(self, model: nn.Module) -> tuple[str, bool]:
-        return compared_digests([[bytes(each)] for each in self.all_gather(weights_digest(model))()])
+        return compared_digests(
+            [[bytes(each)] for each in self.all_gather(weights_digest(model))()]
+        )
 
     def texts(self) -> TextExchange:
         raise NotImplementedError("a simulation has no ranks that could differ")
@@ -198,7 +216,14 @@ def require_same_settings(membership: Membership, config: Config) -> None:
 
 _SETTINGS = "settings"
 _ALIKE = ("seed", "model.", "scheme", "optimizer.", "schedule.", "train.", "mesh.link")
-_OWN = {"train.log_every", "train.loggers", "train.publish", "train.keep", "train.init_from", "train.compile"}
+_OWN = {
+    "train.log_every",
+    "train.loggers",
+    "train.publish",
+    "train.keep",
+    "train.init_from",
+    "train.compile",
+}
 """Settings of a replica that change nothing for the others."""
 
 
@@ -218,7 +243,9 @@ class Waits:
 
     def __init__(self) -> None:
         self.own, self._lasted = (0.0, 0.0), 0.0
-        self._waited = torch.zeros(0, 1, dtype=torch.float64)  # [replicas, replicas, and the network last]
+        self._waited = torch.zeros(
+            0, 1, dtype=torch.float64
+        )  # [replicas, replicas, and the network last]
 
     def add(self, seconds: float, waited: float) -> None:
         """Takes in a step of this rank of `seconds`, of which it `waited` some."""
@@ -230,7 +257,10 @@ class Waits:
         sizes: Ranks of each replica; they wait for each other in backward, and their mean counts.
         """
         ranks = iter(reports)
-        means = [[sum(column) / size for column in zip(*islice(ranks, size), strict=True)] for size in sizes]
+        means = [
+            [sum(column) / size for column in zip(*islice(ranks, size), strict=True)]
+            for size in sizes
+        ]
         busy, waited = torch.tensor(means, dtype=torch.float64).unbind(1)  # [replicas]
         if len(busy) != len(self._waited):
             self._waited, self._lasted = self._waited.new_zeros(len(busy), len(busy) + 1), 0.0
@@ -250,4 +280,9 @@ class Waits:
         if not 2 <= len(network) <= most:
             return {}
         slowest = int(seconds.sum(0).argmax())
-        return {"seconds": seconds.tolist(), "network_s": network, "slowest": slowest, "lasted_s": self._lasted}
+        return {
+            "seconds": seconds.tolist(),
+            "network_s": network,
+            "slowest": slowest,
+            "lasted_s": self._lasted,
+        }

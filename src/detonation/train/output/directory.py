@@ -61,10 +61,16 @@ def bits_of_steps() -> dict[str, str]:
     from detonation.train.recipe.optimizers import optimizer_classes
 
     classes = optimizer_classes()
-    optimizers: dict[str, Any] = {name: classes[name] for name in ("SignSGD", "SGD", "AdamW", "Muon")}
+    optimizers: dict[str, Any] = {
+        name: classes[name] for name in ("SignSGD", "SGD", "AdamW", "Muon")
+    }
     optimizers["AdamW(fused=True)"] = partial(classes["AdamW"], fused=True)
-    contexts = dict.fromkeys(optimizers, nullcontext) | {f"{name}{_SINGLY}": SingleRounding for name in optimizers}
-    numbers = (torch.arange(2**16, dtype=torch.int64) * 2654435761 % 1048573 - 524286).float() / 65536
+    contexts = dict.fromkeys(optimizers, nullcontext) | {
+        f"{name}{_SINGLY}": SingleRounding for name in optimizers
+    }
+    numbers = (
+        torch.arange(2**16, dtype=torch.int64) * 2654435761 % 1048573 - 524286
+    ).float() / 65536
     found = {}
     for name, context in contexts.items():
         weight = torch.nn.Parameter(numbers.view(256, 256).clone())
@@ -73,7 +79,9 @@ def bits_of_steps() -> dict[str, str]:
             weight.grad = numbers.flip(0).view(256, 256) * scale
             with context():
                 optimizer.step()
-        found[name] = hashlib.sha256(bytes(weight.detach().view(torch.uint8).view(-1).tolist())).hexdigest()[:16]
+        found[name] = hashlib.sha256(
+            bytes(weight.detach().view(torch.uint8).view(-1).tolist())
+        ).hexdigest()[:16]
     return found
 
 
@@ -90,7 +98,10 @@ def compare_machines(here: dict[str, Any], there: dict[str, Any]) -> list[str]:
     odd = [key for key in ("torch", "detonation-torch") if mine.get(key) != theirs.get(key)]
     if odd or len({*kinds}) > 1:
         what = [*odd, *["GPUs"] * (kinds[0] != kinds[1])]
-        return [*sorted(lines), f"They will not train together: other {', '.join(what)}. Make these alike."]
+        return [
+            *sorted(lines),
+            f"They will not train together: other {', '.join(what)}. Make these alike.",
+        ]
     same = [name for name in own if own[name] == other.get(name)]
     names = [name for name in own if not name.endswith(_SINGLY)]
     alike = [name for name in names if name in same]
@@ -100,7 +111,11 @@ def compare_machines(here: dict[str, Any], there: dict[str, Any]) -> list[str]:
     last = f"Under schemes of gradients they will train alike with {', '.join(alike) or 'none'} ({scope})"
     last += f"; with {', '.join(slower)} in steps that take longer" if slower else ""
     last += f"; closely, not alike, with {', '.join(rest)}" if rest else ""
-    return [*sorted(lines), f"{last}.", "Under schemes of rounds (diloco, ...) any optimizer will do."]
+    return [
+        *sorted(lines),
+        f"{last}.",
+        "Under schemes of rounds (diloco, ...) any optimizer will do.",
+    ]
 
 
 def _version(package: str) -> str | None:
@@ -129,10 +144,16 @@ class InUse(ValueError):
 
 def log_starts(path: Path) -> list[int]:
     """The steps after which files of the run's log begin, by their names, as one does with each checkpoint."""
-    return [int(n) for each in (path / UPDATES).glob("*-*.updates") if (n := each.stem.rpartition("-")[2]).isdecimal()]
+    return [
+        int(n)
+        for each in (path / UPDATES).glob("*-*.updates")
+        if (n := each.stem.rpartition("-")[2]).isdecimal()
+    ]
 
 
-def check_free(path: Path, resume: bool, may_start: bool = False, train: TrainConfig | None = None) -> None:
+def check_free(
+    path: Path, resume: bool, may_start: bool = False, train: TrainConfig | None = None
+) -> None:
     """Raises `ValueError` unless a run can start in `path`, or continue there with `resume`. Changes nothing.
 
     may_start: with `resume`, a run may start from the beginning where no checkpoint was saved yet.
@@ -145,15 +166,23 @@ def check_free(path: Path, resume: bool, may_start: bool = False, train: TrainCo
             f"the run directory {str(path)!r} is a link to nowhere: make its target, or choose another --out"
         )
     entries = [entry.name for entry in path.iterdir()] if path.is_dir() else []
-    if (path / LOCK).exists():  # looked at last: whoever made these entries and still runs has it by now
+    if (
+        path / LOCK
+    ).exists():  # looked at last: whoever made these entries and still runs has it by now
         with (path / LOCK).open("r+") as file:
             _take(file, path)
-    held = [name for name in entries if name not in (LOCK, f"{CONFIG}.part") and not name.startswith(_PROBE)]
+    held = [
+        name
+        for name in entries
+        if name not in (LOCK, f"{CONFIG}.part") and not name.startswith(_PROBE)
+    ]
     finished = steps_finished(path)
     if (path / SUMMARY).exists() and not (resume and train and train.steps > finished):
         more = f"with --resume and more --steps than {finished} it goes on"
         more = more if finished else f"its {SUMMARY} is damaged, and --resume writes it anew"
-        raise ValueError(f"run directory {path} holds a finished run: choose another --out, or remove it; {more}")
+        raise ValueError(
+            f"run directory {path} holds a finished run: choose another --out, or remove it; {more}"
+        )
     saved, logged = (path / CHECKPOINTS).is_dir(), 0 in log_starts(path)
     if resume and not (may_start or saved or (logged and train and train.log_updates)):
         remedy = "remove it, or choose another --out" if held else "leave --resume out to start"
@@ -162,7 +191,13 @@ def check_free(path: Path, resume: bool, may_start: bool = False, train: TrainCo
     saved |= logged
     ours = (path / CONFIG).exists() or saved
     if held and not (resume and ours):
-        remedy = "continue it with --resume, or choose" if saved else "remove it, or choose" if ours else "choose"
+        remedy = (
+            "continue it with --resume, or choose"
+            if saved
+            else "remove it, or choose"
+            if ours
+            else "choose"
+        )
         raise ValueError(f"run directory {path} is not empty: {remedy} another --out")
 
 
@@ -222,7 +257,9 @@ class RunDirectory:
             self._lock.close()
             raise
         self._lock.truncate(0)
-        self._lock.write(json.dumps({"pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}))
+        self._lock.write(
+            json.dumps({"pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")})
+        )
         self._lock.flush()
 
     def close(self) -> None:
@@ -249,7 +286,9 @@ class Unwritable(RunError):
 def unwritable(path: Path, error: Exception) -> Unwritable:
     """The error for a file that cannot be written, in one line with the remedy."""
     remedy = "free some space or choose another --out; what was written before is whole"
-    return Unwritable(f"cannot write {path}: {getattr(error, 'strerror', None) or error} ({remedy})")
+    return Unwritable(
+        f"cannot write {path}: {getattr(error, 'strerror', None) or error} ({remedy})"
+    )
 
 
 def begin_run(path: Path, config: dict[str, Any], environment: Any, plan: Any) -> None:
@@ -267,7 +306,15 @@ def _take(file: IO[str], path: Path) -> None:
     except BlockingIOError as error:
         file.seek(0)
         owner = json.loads(file.read() or "{}")
-        who = f"process {owner['pid']} since {owner['since']}" if "pid" in owner else "another process"
-        raise InUse(f"run directory {path} is in use by {who}: wait for it, or choose another --out") from error
+        who = (
+            f"process {owner['pid']} since {owner['since']}"
+            if "pid" in owner
+            else "another process"
+        )
+        raise InUse(
+            f"run directory {path} is in use by {who}: wait for it, or choose another --out"
+        ) from error
     except OSError as error:  # a file system without locks
-        _log.warning("%s cannot be locked (%s): let no other process write into it", path, error.strerror)
+        _log.warning(
+            "%s cannot be locked (%s): let no other process write into it", path, error.strerror
+        )

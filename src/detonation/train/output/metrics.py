@@ -69,7 +69,9 @@ class MetricsFile:
 
     def __init__(self, path: Path, kept: Sequence[Record] = ()) -> None:
         self.path = path
-        write_text(path, "".join(record.line() for record in kept))  # it replaces a file: whole or not at all
+        write_text(
+            path, "".join(record.line() for record in kept)
+        )  # it replaces a file: whole or not at all
         self._file = path.open("ab", buffering=0)
         self._length = path.stat().st_size
         self._waiting = b""

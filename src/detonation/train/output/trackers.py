@@ -64,11 +64,15 @@ class WeightsAndBiases:
 
     def _opened(self, name: str, path: Path, config: Table) -> Any:
         os.environ.setdefault("WANDB_MODE", "offline")
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it looks up a host even when offline
+        os.environ.setdefault(
+            "WANDB_ERROR_REPORTING", "false"
+        )  # it looks up a host even when offline
         import wandb
 
         quiet = wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True)
-        return wandb.init(project="detonation", name=name, dir=str(path), config=config, settings=quiet)
+        return wandb.init(
+            project="detonation", name=name, dir=str(path), config=config, settings=quiet
+        )
 
     def write(self, record: Record) -> None:
         self._run.log(values(record), step=record.step)
@@ -84,8 +88,12 @@ class Trackio(WeightsAndBiases):
         import trackio
 
         quiet: dict[str, Any] = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-        with contextlib.redirect_stdout(io.StringIO()):  # its greetings: only results may go to stdout
-            return trackio.init(project="detonation", name=name, config=config, resume="allow", **quiet)
+        with contextlib.redirect_stdout(
+            io.StringIO()
+        ):  # its greetings: only results may go to stdout
+            return trackio.init(
+                project="detonation", name=name, config=config, resume="allow", **quiet
+            )
 
     def close(self) -> None:
         import trackio
@@ -99,10 +107,20 @@ class Web:
 
     def __init__(self, path: Path, config: Config, done: int, port: int = PORT) -> None:
         with listener_on(port) as listener:
-            command = [sys.executable, "-m", "detonation.report.live", str(path), str(listener.fileno())]
+            command = [
+                sys.executable,
+                "-m",
+                "detonation.report.live",
+                str(path),
+                str(listener.fileno()),
+            ]
             nowhere = subprocess.DEVNULL
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, pass_fds=[listener.fileno()]
+                command,
+                stdin=subprocess.PIPE,
+                stdout=nowhere,
+                stderr=nowhere,
+                pass_fds=[listener.fileno()],
             )
         self.said = f"watch it at http://127.0.0.1:{port}"
 
@@ -131,18 +149,29 @@ def listener_on(port: int) -> socket.socket:
     try:
         return socket.create_server(("127.0.0.1", port))
     except OSError as error:
-        problem = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be had ({error.strerror})"
-        raise ValueError(f"port {port} of 127.0.0.1 {problem}: give another one, --logger web:{PORT + 1}") from error
+        problem = (
+            "is in use" if error.errno == errno.EADDRINUSE else f"cannot be had ({error.strerror})"
+        )
+        raise ValueError(
+            f"port {port} of 127.0.0.1 {problem}: give another one, --logger web:{PORT + 1}"
+        ) from error
 
 
-OPENERS: dict[str, Opener] = {"tensorboard": TensorBoard, "trackio": Trackio, "wandb": WeightsAndBiases, "web": Web}
+OPENERS: dict[str, Opener] = {
+    "tensorboard": TensorBoard,
+    "trackio": Trackio,
+    "wandb": WeightsAndBiases,
+    "web": Web,
+}
 """By name; each needs the package of that name. Any other opener is named "package.module:function"."""
 
 
 class Forgiving:
     """A logger that drops the logger inside it, with one warning, when that raises: no run should stop for it."""
 
-    def __init__(self, name: str, open_it: Callable[[], Logger], warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, name: str, open_it: Callable[[], Logger], warn: Callable[[str], None]
+    ) -> None:
         self._name, self._warn = name, warn
         self._inner: Logger | None = None
         with self._given_up():
@@ -171,7 +200,9 @@ class Forgiving:
             self._inner = None
             lines = str(error).splitlines()
             reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-            self._warn(f"logger {self._name} failed and gets no more ({reason}); metrics.jsonl has every step")
+            self._warn(
+                f"logger {self._name} failed and gets no more ({reason}); metrics.jsonl has every step"
+            )
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -179,7 +210,9 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if (port := port_of(name)) is not None:
             if importlib.util.find_spec("matplotlib") is None:
-                raise ValueError(f"logger {name} needs matplotlib: pip install 'detonation-torch[plots]'")
+                raise ValueError(
+                    f"logger {name} needs matplotlib: pip install 'detonation-torch[plots]'"
+                )
             listener_on(port).close()
             continue
         _opener(name)
@@ -187,7 +220,9 @@ def check_trackers(names: Sequence[str]) -> None:
             raise ValueError(f"logger {name} needs the package {name}: pip install {name}")
 
 
-def open_trackers(path: Path, config: Config, done: int, warn: Callable[[str], None]) -> list[Forgiving]:
+def open_trackers(
+    path: Path, config: Config, done: int, warn: Callable[[str], None]
+) -> list[Forgiving]:
     """The loggers that `config` names, for the run in `path`; `warn` gets a line for each that fails."""
 
     def opened(name: str) -> Callable[[], Logger]:
@@ -210,7 +245,12 @@ def values(record: Record) -> dict[str, float]:
             found |= {f"bytes_sent/{axis}": count for axis, count in value.items()}
         elif name == "waits":
             rows = enumerate(value["seconds"])
-            found |= {f"waited/{i} for {j}": seconds for i, row in rows for j, seconds in enumerate(row) if i != j}
+            found |= {
+                f"waited/{i} for {j}": seconds
+                for i, row in rows
+                for j, seconds in enumerate(row)
+                if i != j
+            }
         elif name not in ("step", "setting"):  # which is text
             found[name] = value
     return found

@@ -29,7 +29,9 @@ def optimizer_classes() -> dict[str, Callable[..., torch.optim.Optimizer]]:
         if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer)
     }
     own: dict[str, Callable[..., torch.optim.Optimizer]] = {"SignSGD": SignSGD, "Muon": Muon}
-    return {name: made for name, made in (classes | own).items() if name not in (*REFUSED, "Optimizer")}
+    return {
+        name: made for name, made in (classes | own).items() if name not in (*REFUSED, "Optimizer")
+    }
 
 
 def require_optimizer(name: str) -> None:
@@ -51,17 +53,24 @@ def build_optimizer(chosen: OptimizerConfig, model: torch.nn.Module) -> torch.op
     Besides `optimizer_classes`, a name may be "package.module:function" for a class or a function that takes parameter
     groups and `lr`. Raises `ValueError` for a wrong name or argument.
     """
-    arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in chosen.arguments.items()}
+    arguments = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in chosen.arguments.items()
+    }
     found = find_function("optimizer", chosen.name, optimizer_classes())
     function = partial(found, _groups(chosen, model))
     try:
-        made = make("optimizer", {chosen.name: function}, chosen.name, {"lr": chosen.lr, **arguments})
+        made = make(
+            "optimizer", {chosen.name: function}, chosen.name, {"lr": chosen.lr, **arguments}
+        )
     except (TypeError, RuntimeError, ValueError, LookupError) as error:
         if str(error).startswith(("unknown ", f"optimizer {chosen.name} needs")):
             raise
         raise ValueError(f"optimizer {chosen.name} does not accept {arguments}: {error}") from error
     if not isinstance(made, torch.optim.Optimizer):
-        raise ValueError(f"optimizer {chosen.name} makes a {type(made).__name__}, must make a torch.optim.Optimizer")
+        raise ValueError(
+            f"optimizer {chosen.name} makes a {type(made).__name__}, must make a torch.optim.Optimizer"
+        )
     return made
 
 
@@ -73,7 +82,10 @@ def _groups(chosen: OptimizerConfig, model: torch.nn.Module) -> list[dict[str, A
     if chosen.name != "Muon" or not apart:
         return [{"params": list(model.parameters())}]
     inner = [p for p in model.parameters() if id(p) not in apart]
-    return [{"params": inner}, {"params": [p for p in model.parameters() if id(p) in apart], "orthogonal": False}]
+    return [
+        {"params": inner},
+        {"params": [p for p in model.parameters() if id(p) in apart], "orthogonal": False},
+    ]
 
 
 def lr_factor(schedule: ScheduleConfig, steps: int) -> Callable[[int], float]:
@@ -89,10 +101,14 @@ def lr_factor(schedule: ScheduleConfig, steps: int) -> Callable[[int], float]:
         if schedule.name == "constant":
             return 1.0
         if schedule.name == "step":
-            return schedule.gamma ** sum(step >= milestone * steps for milestone in schedule.milestones)
+            return schedule.gamma ** sum(
+                step >= milestone * steps for milestone in schedule.milestones
+            )
         after = max(schedule.warmup - 1, 0)
         progress = min((step - after) / max(steps - 1 - after, 1), 1.0)
-        share = 1 - progress if schedule.name == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        share = (
+            1 - progress if schedule.name == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        )
         return schedule.floor + (1 - schedule.floor) * share
 
     return factor

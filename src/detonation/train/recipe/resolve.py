@@ -27,7 +27,9 @@ def shipped_recipes() -> dict[str, Traversable]:
     """
     folder = resources.files("detonation").joinpath("recipes")
     files = [file for file in folder.iterdir() if file.name.endswith(".toml")]
-    return {file.name.removesuffix(".toml"): file for file in sorted(files, key=lambda file: file.name)}
+    return {
+        file.name.removesuffix(".toml"): file for file in sorted(files, key=lambda file: file.name)
+    }
 
 
 def headline(text: str) -> str:
@@ -79,7 +81,10 @@ def read_layers(
     """
     overrides = parse_sets(sets)
     tables = read_recipe(recipe)
-    over = {**overrides.get("mesh", {}), **{key: value for key, value in mesh.items() if value is not None}}
+    over = {
+        **overrides.get("mesh", {}),
+        **{key: value for key, value in mesh.items() if value is not None},
+    }
     if nodes := over.get("nodes", _sub(tables, "mesh").get("nodes")):
         flags = [f"--{key}" for key in ("replicas", "shards") if over.get(key) is not None]
         require(not flags, "mesh.nodes", nodes, f"left out with {', '.join(flags)}")
@@ -118,14 +123,24 @@ class Request:
     to_stderr: bool = False
 
     def __post_init__(self) -> None:
-        require(self.stop_after is None or self.stop_after >= 1, "--stop-after", self.stop_after, "at least 1")
+        require(
+            self.stop_after is None or self.stop_after >= 1,
+            "--stop-after",
+            self.stop_after,
+            "at least 1",
+        )
         if self.resume and self.out is None:
             raise ValueError("--resume needs --out: the run directory to continue")
 
     def layers(self, place: LaunchPosition | None) -> Layers:
         """The recipe with the launcher's world and the command line over it."""
-        mesh, alone = {"replicas": self.replicas, "shards": self.shards}, self.replica is not None or bool(self.join)
-        if alone and place is not None and self.shards is None:  # the launcher's world is one replica of several
+        mesh, alone = (
+            {"replicas": self.replicas, "shards": self.shards},
+            self.replica is not None or bool(self.join),
+        )
+        if (
+            alone and place is not None and self.shards is None
+        ):  # the launcher's world is one replica of several
             mesh["shards"] = place.world_size
         sets = (*self.overrides, *(("mesh.elastic=true",) if self.join else ()))
         layers = read_layers(self.recipe, sets, None if alone else place, mesh=mesh)
@@ -138,7 +153,9 @@ class Request:
 def to_plain(request: Any) -> Table:
     """A request in values that JSON can hold, for a process that starts afresh."""
     values = {field.name: getattr(request, field.name) for field in fields(request)}
-    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+    return {
+        name: str(value) if isinstance(value, Path) else value for name, value in values.items()
+    }
 
 
 def from_plain(kind: type[_R], table: Mapping[str, Any]) -> _R:
@@ -156,15 +173,27 @@ def fill_mesh(mesh: Mapping[str, Any], place: LaunchPosition | None) -> Table:
         return dict(mesh)
     replicas, shards, nodes = mesh.get("replicas"), mesh.get("shards"), mesh.get("nodes")
     if nodes:
-        require(sum(nodes) == place.world_size, "mesh.nodes", nodes, f"{place.world_size} ranks, which were started")
+        require(
+            sum(nodes) == place.world_size,
+            "mesh.nodes",
+            nodes,
+            f"{place.world_size} ranks, which were started",
+        )
         return dict(mesh)
     for name, value in (("replicas", replicas), ("shards", shards)):
-        require(value is None or (type(value) is int and value >= 1), f"mesh.{name}", value, "a number of at least 1")
+        require(
+            value is None or (type(value) is int and value >= 1),
+            f"mesh.{name}",
+            value,
+            "a number of at least 1",
+        )
     if shards is None:
         shards = place.local_world_size if replicas is None else place.world_size // replicas
         replicas = place.nodes if replicas is None else replicas
     if shards is None:
-        raise ValueError("the launcher does not say how many ranks a machine has: give --shards, or LOCAL_WORLD_SIZE")
+        raise ValueError(
+            "the launcher does not say how many ranks a machine has: give --shards, or LOCAL_WORLD_SIZE"
+        )
     if replicas is None:
         replicas = place.world_size // shards
     if replicas * shards != place.world_size:
@@ -183,7 +212,9 @@ def resolve(recipe: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
     """
     table = {key: value for key, value in recipe.items() if key != "tuned"}
     if isinstance(table.get("scheme"), list):
-        require("tuned" not in recipe, "tuned", "given", "left out: it is for recipes of one [scheme]")
+        require(
+            "tuned" not in recipe, "tuned", "given", "left out: it is for recipes of one [scheme]"
+        )
         levels = merge_levels(table["scheme"], _sub(overrides, "scheme"))
         return from_table({**merge(table, overrides), "scheme": levels})
     tuned = _checked_tuned(recipe.get("tuned", {}))
@@ -223,10 +254,14 @@ def merge_levels(levels: Sequence[Any], over: Mapping[str, Any]) -> list[Any]:
     axes = [str(level.get("axis")) if isinstance(level, dict) else "" for level in levels]
     for axis, value in over.items():
         if not isinstance(value, dict):
-            raise ValueError(f"the recipe has levels: say of which, as in scheme.{axes[-1]}.{axis}={value}")
+            raise ValueError(
+                f"the recipe has levels: say of which, as in scheme.{axes[-1]}.{axis}={value}"
+            )
         if axis not in axes:
             raise unknown("axis of a [[scheme]]", axis, axes)
-    return [_merge_level(level, over.get(axis, {})) for axis, level in zip(axes, levels, strict=True)]
+    return [
+        _merge_level(level, over.get(axis, {})) for axis, level in zip(axes, levels, strict=True)
+    ]
 
 
 def _merge_level(level: Any, over: Table) -> Any:
@@ -251,10 +286,14 @@ def read_recipe(path: Path) -> Table:
     """
     shipped = {} if path.is_file() or len(path.parts) > 1 else shipped_recipes()
     try:
-        return tomllib.loads(shipped.get(path.name, path).read_text(encoding="utf-8-sig"))  # Windows marks it
+        return tomllib.loads(
+            shipped.get(path.name, path).read_text(encoding="utf-8-sig")
+        )  # Windows marks it
     except OSError as error:
         names = f"; the package has {', '.join(shipped)}" if shipped else ""
-        raise ValueError(f"cannot read the recipe {str(path)!r}: {error.strerror}{names}") from error
+        raise ValueError(
+            f"cannot read the recipe {str(path)!r}: {error.strerror}{names}"
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{str(path)!r} is not TOML: {error}; correct it there") from error
 
@@ -329,7 +368,9 @@ def require_trust(trusted: bool, config: Config, where: str, verb: str, *section
     }
     code = [name for section in sections for name in named[section] if ":" in name]
     if code and not trusted:
-        raise ValueError(f"{where} names the code {code[0]}, which {verb} would run: say --trust-code if you trust it")
+        raise ValueError(
+            f"{where} names the code {code[0]}, which {verb} would run: say --trust-code if you trust it"
+        )
 
 
 def names_of_parts() -> dict[str, list[str]]:

@@ -66,8 +66,15 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         if self.name not in ("constant", "cosine", "linear", "step"):
             raise unknown("schedule", self.name, ("constant", "cosine", "linear", "step"))
-        rising = list(self.milestones) == sorted({*self.milestones}) and all(0 < m < 1 for m in self.milestones)
-        require(rising, "schedule.milestones", list(self.milestones), "rising numbers above 0 and below 1")
+        rising = list(self.milestones) == sorted({*self.milestones}) and all(
+            0 < m < 1 for m in self.milestones
+        )
+        require(
+            rising,
+            "schedule.milestones",
+            list(self.milestones),
+            "rising numbers above 0 and below 1",
+        )
         require(0 < self.gamma < 1, "schedule.gamma", self.gamma, "above 0 and below 1")
         require(self.warmup >= 0, "schedule.warmup", self.warmup, "at least 0")
         require(0 <= self.floor <= 1, "schedule.floor", self.floor, "within [0, 1]")
@@ -134,7 +141,12 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require(self.steps >= 0, "train.steps", self.steps, "at least 1, or 0 with epochs")
-        require(self.steps > 0 or self.epochs > 0, "train.steps", self.steps, "at least 1, or train.epochs above 0")
+        require(
+            self.steps > 0 or self.epochs > 0,
+            "train.steps",
+            self.steps,
+            "at least 1, or train.epochs above 0",
+        )
         for name in ("batch_size", "accumulate", "log_every", "validation_batches", "keep"):
             require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
         for name in ("epochs", "bleu_sentences", "validate_every", "checkpoint_every", "clip"):
@@ -142,10 +154,25 @@ class TrainConfig:
             value = getattr(self, name)
             require(0 <= value < math.inf, f"train.{name}", value, f"at least 0 (0 = {zero})")
         require(self.epochs < 1e9, "train.epochs", self.epochs, "below 1e9")
-        require(self.non_finite in ("stop", "skip"), "train.non_finite", self.non_finite, "'stop' or 'skip'")
-        require(self.on_desync in ("stop", "repair"), "train.on_desync", self.on_desync, "'stop' or 'repair'")
+        require(
+            self.non_finite in ("stop", "skip"),
+            "train.non_finite",
+            self.non_finite,
+            "'stop' or 'skip'",
+        )
+        require(
+            self.on_desync in ("stop", "repair"),
+            "train.on_desync",
+            self.on_desync,
+            "'stop' or 'repair'",
+        )
         least, why = (1, " to repair") if self.on_desync == "repair" else (0, " (0 = never)")
-        require(self.verify_every >= least, "train.verify_every", self.verify_every, f"at least {least}{why}")
+        require(
+            self.verify_every >= least,
+            "train.verify_every",
+            self.verify_every,
+            f"at least {least}{why}",
+        )
         for name in self.loggers:
             if ":" not in name and name not in LOGGERS:
                 raise unknown("logger", name, LOGGERS)
@@ -187,22 +214,38 @@ class MeshConfig:
     nodes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        require(self.slow_backend in ("", *SLOW_BACKENDS), "mesh.slow_backend", self.slow_backend, '"gloo" or ""')
+        require(
+            self.slow_backend in ("", *SLOW_BACKENDS),
+            "mesh.slow_backend",
+            self.slow_backend,
+            '"gloo" or ""',
+        )
         require(self.replicas >= 1, "mesh.replicas", self.replicas, "at least 1")
         require(self.shards >= 1, "mesh.shards", self.shards, "at least 1")
         if self.nodes:
             require(min(self.nodes) >= 1, "mesh.nodes", [*self.nodes], "at least 1 each")
             taken = self.elastic or bool(self.link) or self.shard_nodes > 1
-            require(not taken, "mesh.nodes", [*self.nodes], "left out with elastic, link or shard_nodes")
+            require(
+                not taken, "mesh.nodes", [*self.nodes], "left out with elastic, link or shard_nodes"
+            )
             object.__setattr__(self, "replicas", len(self.nodes))
             object.__setattr__(self, "shards", min(self.nodes))  # a rank there has most to send
-        require(1 <= self.min_replicas <= self.replicas, "mesh.min_replicas", self.min_replicas, "from 1 to replicas")
+        require(
+            1 <= self.min_replicas <= self.replicas,
+            "mesh.min_replicas",
+            self.min_replicas,
+            "from 1 to replicas",
+        )
         plain = (self.min_replicas, self.meet) == (1, "")
-        require(self.elastic or plain, "mesh.elastic", False, "true with mesh.min_replicas or mesh.meet")
+        require(
+            self.elastic or plain, "mesh.elastic", False, "true with mesh.min_replicas or mesh.meet"
+        )
         if self.link:
             LinkSpeed.parse(self.link)
         fits = self.shard_nodes >= 1 and self.shards % self.shard_nodes == 0
-        require(fits, "mesh.shard_nodes", self.shard_nodes, f"a divisor of the {self.shards} shards")
+        require(
+            fits, "mesh.shard_nodes", self.shard_nodes, f"a divisor of the {self.shards} shards"
+        )
         if self.shard_nodes > 1:
             self.shard_wire  # noqa: B018  (refuses what it cannot be)
         for key in _SHARD_KEYS if self.shard_nodes == 1 else ():
@@ -229,7 +272,9 @@ def described_mesh(mesh: MeshConfig) -> str:
     >>> described_mesh(MeshConfig(2, 4)), described_mesh(MeshConfig(nodes=(4, 2)))
     ('2 replicas x 4 shards', '2 replicas of [4, 2] shards')
     """
-    return f"{mesh.replicas} replicas " + (f"of {[*mesh.nodes]} shards" if mesh.nodes else f"x {mesh.shards} shards")
+    return f"{mesh.replicas} replicas " + (
+        f"of {[*mesh.nodes]} shards" if mesh.nodes else f"x {mesh.shards} shards"
+    )
 
 
 _SHARD_KEYS = ("shard_weights", "shard_gradients")
@@ -250,7 +295,9 @@ class PeersConfig:
 
     def __post_init__(self) -> None:
         require(1 <= self.silence_s < math.inf, "peers.silence_s", self.silence_s, "at least 1")
-        require(self.lowest_bits_per_s > 0, "peers.lowest_bits_per_s", self.lowest_bits_per_s, "above 0")
+        require(
+            self.lowest_bits_per_s > 0, "peers.lowest_bits_per_s", self.lowest_bits_per_s, "above 0"
+        )
 
 
 @dataclass(frozen=True)
@@ -288,16 +335,36 @@ class Config:
         require(0 <= self.seed < 2**31, "seed", self.seed, "within [0, 2**31)")
         one = len(self.levels) == 1 and self.scheme.name != "none"
         require(
-            one or not self.train.log_updates, "train.log_updates", True, "false: the log takes one level that agrees"
+            one or not self.train.log_updates,
+            "train.log_updates",
+            True,
+            "false: the log takes one level that agrees",
         )
         publish = self.train.publish
-        require(one or not publish, "train.publish", publish, '"": a feed takes one level that agrees')
+        require(
+            one or not publish, "train.publish", publish, '"": a feed takes one level that agrees'
+        )
         last, least = self.levels[-1].replicas, self.mesh.min_replicas
         agrees = self.scheme.name != "none"
-        require(agrees or not self.mesh.elastic, "mesh.elastic", True, "false: the outermost level never agrees")
-        require(least <= last, "mesh.min_replicas", least, f"from 1 to {last}, the replicas of the outermost level")
+        require(
+            agrees or not self.mesh.elastic,
+            "mesh.elastic",
+            True,
+            "false: the outermost level never agrees",
+        )
+        require(
+            least <= last,
+            "mesh.min_replicas",
+            least,
+            f"from 1 to {last}, the replicas of the outermost level",
+        )
         plain = len(self.levels) == 1 and self.scheme.name != "auto"
-        require(plain or not self.mesh.nodes, "mesh.nodes", [*self.mesh.nodes], "left out with several levels or auto")
+        require(
+            plain or not self.mesh.nodes,
+            "mesh.nodes",
+            [*self.mesh.nodes],
+            "left out with several levels or auto",
+        )
         assert math.prod(level.replicas for level in self.levels) == self.mesh.replicas
 
     @property

@@ -29,7 +29,12 @@ CHOSEN_BY = {"model": "name", "data": "task", "scheme": "name", "optimizer": "na
 REPLICATE = "replicate"
 """The axis of the only level, where a recipe has one."""
 
-_PLAIN: dict[str, type] = {"schedule": ScheduleConfig, "train": TrainConfig, "mesh": MeshConfig, "peers": PeersConfig}
+_PLAIN: dict[str, type] = {
+    "schedule": ScheduleConfig,
+    "train": TrainConfig,
+    "mesh": MeshConfig,
+    "peers": PeersConfig,
+}
 TABLES = (*CHOSEN_BY, *_PLAIN)
 
 
@@ -43,7 +48,9 @@ def from_table(table: Mapping[str, Any]) -> Config:
         if key not in (*TABLES, "seed"):
             raise unknown("recipe key", key, (*TABLES, "seed", "tuned"))
     for key in TABLES:
-        require(isinstance(table.get(key, {}), dict) or key == "scheme", key, table.get(key), "a table")
+        require(
+            isinstance(table.get(key, {}), dict) or key == "scheme", key, table.get(key), "a table"
+        )
     for setting, value in settings_of(dict(table)):
         _require_kept(setting, value)
     mesh = _plain("mesh", MeshConfig, table)
@@ -115,11 +122,17 @@ def _levels(spelled: Any, mesh: MeshConfig, given: bool) -> tuple[LevelConfig, .
     """
     if isinstance(spelled, dict):
         return (LevelConfig(REPLICATE, mesh.replicas, _choice("scheme", {"scheme": spelled})),)
-    tables = isinstance(spelled, list) and bool(spelled) and all(isinstance(level, dict) for level in spelled)
+    tables = (
+        isinstance(spelled, list)
+        and bool(spelled)
+        and all(isinstance(level, dict) for level in spelled)
+    )
     require(tables, "scheme", spelled, "a table [scheme], or one [[scheme]] for each level")
     levels = tuple(_level(dict(level)) for level in spelled)
     if given:
-        raise ValueError("mesh.replicas is given, but the levels say how many: set scheme.<axis>.replicas of each")
+        raise ValueError(
+            "mesh.replicas is given, but the levels say how many: set scheme.<axis>.replicas of each"
+        )
     axes = [level.axis for level in levels]
     require(len({*axes}) == len(axes), "scheme.axis", axes, "another for each level")
     return levels
@@ -131,11 +144,15 @@ def _level(table: Table) -> LevelConfig:
             raise ValueError(f"{key} is missing in a [[scheme]] of the recipe: {table}")
     axis = _typed(str, "scheme.axis", table.pop("axis"))
     usable = axis.isidentifier() and axis not in (REPLICATE, "shard")
-    require(usable, "scheme.axis", axis, f"a name such as 'rack', other than '{REPLICATE}' and 'shard'")
+    require(
+        usable, "scheme.axis", axis, f"a name such as 'rack', other than '{REPLICATE}' and 'shard'"
+    )
     where = f"scheme.{axis}"
     replicas = _typed(int, f"{where}.replicas", table.pop("replicas"))
     require(replicas >= 1, f"{where}.replicas", replicas, "at least 1")
-    return LevelConfig(axis, replicas, Choice(_typed(str, f"{where}.name", table.pop("name")), table))
+    return LevelConfig(
+        axis, replicas, Choice(_typed(str, f"{where}.name", table.pop("name")), table)
+    )
 
 
 def _choice(key: str, table: Mapping[str, Any]) -> Choice:
@@ -161,12 +178,16 @@ def _plain(key: str, kind: type[_T], table: Mapping[str, Any]) -> _T:
     for field_ in dataclasses.fields(kind):  # type: ignore[arg-type]
         if field_.default is dataclasses.MISSING:
             _needed(key, field_.name, dict(values))
-    return kind(**{name: _typed(types[name], f"{key}.{name}", value) for name, value in values.items()})
+    return kind(
+        **{name: _typed(types[name], f"{key}.{name}", value) for name, value in values.items()}
+    )
 
 
 def _needed(key: str, name: str, values: Table) -> Any:
     if name not in values:
-        raise ValueError(f"{key}.{name} is missing: give it in [{key}] of the recipe, or with --set {key}.{name}=...")
+        raise ValueError(
+            f"{key}.{name} is missing: give it in [{key}] of the recipe, or with --set {key}.{name}=..."
+        )
     return values.pop(name)
 
 
@@ -178,7 +199,12 @@ def _typed(kind: Any, setting: str, value: Any) -> Any:
     if kind in (tuple[float, ...], tuple[int, ...]):
         taken: Any = (int, float) if kind == tuple[float, ...] else (int,)
         numbers = isinstance(value, list | tuple) and all(type(item) in taken for item in value)
-        require(numbers, setting, value, "a list of numbers" if float in taken else "a list of whole numbers")
+        require(
+            numbers,
+            setting,
+            value,
+            "a list of numbers" if float in taken else "a list of whole numbers",
+        )
         return tuple(map(taken[-1], value))
     if allowed := plain_types(value, kind):
         require(False, setting, value, allowed)

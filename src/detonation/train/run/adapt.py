@@ -47,20 +47,39 @@ class Followed:
 
     def table(self) -> Table:
         """The same in plain values."""
-        lines = {name: [line.latency_s, line.rate_bits_per_s] for name, line in self.network.operations.items()}
-        known = {"budget": self.budget, "lines": lines, "compute_s": self.compute_s, "step": asdict(self.step)}
+        lines = {
+            name: [line.latency_s, line.rate_bits_per_s]
+            for name, line in self.network.operations.items()
+        }
+        known = {
+            "budget": self.budget,
+            "lines": lines,
+            "compute_s": self.compute_s,
+            "step": asdict(self.step),
+        }
         return {**known, "restart": self.network.restart, "times": self.times, "later": self.later}
 
     @classmethod
     def of(cls, table: Mapping[str, Any], replicas: int, shards: int) -> "Followed":
         """Reads a `table()` back, for a world of that shape. Raises `ValueError` for anything else."""
         try:
-            operations = {name: Operation(latency, rate, 0.0) for name, (latency, rate) in table["lines"].items()}
+            operations = {
+                name: Operation(latency, rate, 0.0)
+                for name, (latency, rate) in table["lines"].items()
+            }
             network = Network(replicas, shards, operations, float(table.get("restart", 0.0)))
             now = (float(table.get(key, 1.0)) for key in ("times", "later"))
-            return cls(check_budget(table["budget"]), network, float(table["compute_s"]), Step(**table["step"]), *now)
+            return cls(
+                check_budget(table["budget"]),
+                network,
+                float(table["compute_s"]),
+                Step(**table["step"]),
+                *now,
+            )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"what the checkpoint says of the link is damaged: {error!r}") from error
+            raise ValueError(
+                f"what the checkpoint says of the link is damaged: {error!r}"
+            ) from error
 
 
 class Adapter:
@@ -78,7 +97,9 @@ class Adapter:
         self._everyone = Everyone(session.device)
         shapes = shard_shapes(session.config)
         steps = {self._first.name: followed.step}
-        self._work = Work(shapes, followed.compute_s, steps, accumulate=session.config.train.accumulate)
+        self._work = Work(
+            shapes, followed.compute_s, steps, accumulate=session.config.train.accumulate
+        )
         self._waits: list[float] = []
         self._reports: list[float] = []
 
@@ -97,10 +118,18 @@ class Adapter:
         decided = self._everyone.send_to_all(decision)[0]
         return [] if decided is None else self._follow(record.step, *decided)
 
-    def _decide(self, waits: Sequence[float], reports: Sequence[float]) -> tuple[float, float, Table] | None:
+    def _decide(
+        self, waits: Sequence[float], reports: Sequence[float]
+    ) -> tuple[float, float, Table] | None:
         """Factors of rate and latency, and the arguments of the scheme from now on; None where all is as it was."""
-        now, followed, shards = _present(self._session), self.followed, self._session.config.mesh.shards
-        waited, reported = (max(min(of[shard::shards]) for shard in range(shards)) for of in (waits, reports))
+        now, followed, shards = (
+            _present(self._session),
+            self.followed,
+            self._session.config.mesh.shards,
+        )
+        waited, reported = (
+            max(min(of[shard::shards]) for shard in range(shards)) for of in (waits, reports)
+        )
         certain = CERTAIN_S + CERTAIN * followed.budget * (self._work.compute_s + waited)
         network = followed.network.faster(followed.times, followed.later)
 
@@ -111,19 +140,27 @@ class Adapter:
         times, later = 1 / followed.times, 1 / followed.later
         (w1, r1), (w0, r0) = expected(times, later), expected(1.0, 1.0)
         # Back at the first link, if waits are nearer to its: the nearest link that explains them is only on the way.
-        back = max(abs(w1 - w0), abs(r1 - r0)) > max(certain, 2 * abs(w1 - waited), 2 * abs(r1 - reported))
+        back = max(abs(w1 - w0), abs(r1 - r0)) > max(
+            certain, 2 * abs(w1 - waited), 2 * abs(r1 - reported)
+        )
         if not back:
             later = 1.0
-            if network.seconds("all-gather", 0) > certain:  # a shorter latency is not to be told from noise
+            if (
+                network.seconds("all-gather", 0) > certain
+            ):  # a shorter latency is not to be told from noise
                 later = explained(reported, lambda x: expected(1.0, 1 / x)[1], certain)
                 later = 1.0 if 1 / FACTOR < later < FACTOR else 1 / later
             times = explained(waited, lambda x: expected(x, later)[0], certain)
-            if times == later == 1.0:  # as where backward hides the reports, and no rate explains the wait
+            if (
+                times == later == 1.0
+            ):  # as where backward hides the reports, and no rate explains the wait
                 later = 1 / explained(waited, lambda x: expected(1.0, 1 / x)[0], certain)
             times, later = (1.0 if 1 / FACTOR < each < FACTOR else each for each in (times, later))
         if times == later == 1.0:
             return None
-        there = largest_within(self._settings(), self._work, network.faster(times, later), followed.budget)
+        there = largest_within(
+            self._settings(), self._work, network.faster(times, later), followed.budget
+        )
         return times, later, dict((self._first if back else there).arguments)
 
     def _settings(self) -> list[Scheme]:
@@ -143,7 +180,10 @@ class Adapter:
     def _way(self, scheme: Scheme) -> list[str]:
         """The collective of each shard, which stays: without a memory a server residual has no place in another."""
         replicas = self._session.config.mesh.replicas
-        return [collective_for(scheme, scheme.codec.layout(shapes), replicas) for shapes in self._work.shards]
+        return [
+            collective_for(scheme, scheme.codec.layout(shapes), replicas)
+            for shapes in self._work.shards
+        ]
 
     def _follow(self, step: int, times: float, later: float, arguments: Table) -> list[str]:
         was, before = _present(self._session), self.followed
@@ -180,5 +220,7 @@ def _present(session: Session) -> Scheme:
 
 def _typical(waits: Sequence[float], every: int) -> float:
     """Seconds waited per step, on average over the median round."""
-    rounds = [sum(waits[start : start + every]) for start in range(0, len(waits) - every + 1, every)]
+    rounds = [
+        sum(waits[start : start + every]) for start in range(0, len(waits) - every + 1, every)
+    ]
     return statistics.median(rounds) / every

@@ -24,9 +24,26 @@ from detonation.core.schemes.scheme import Scheme
 from detonation.plan.auto import PROBE_S
 from detonation.plan.cost import Network, Work, spelled
 from detonation.plan.losses import Goal, task_of, trained_by
-from detonation.plan.search import BUDGET, Candidate, Option, advise, check_budget, options, row, settings, why
+from detonation.plan.search import (
+    BUDGET,
+    Candidate,
+    Option,
+    advise,
+    check_budget,
+    options,
+    row,
+    settings,
+    why,
+)
 from detonation.train.loop.fit import backward
-from detonation.train.loop.session import Session, check_config, check_levels, scheme_of, shard_shapes, start_session
+from detonation.train.loop.session import (
+    Session,
+    check_config,
+    check_levels,
+    scheme_of,
+    shard_shapes,
+    start_session,
+)
 from detonation.train.output import directory
 from detonation.train.recipe import optimizers
 from detonation.train.recipe.resolve import Layers
@@ -66,7 +83,9 @@ class Auto:
         if AUTO not in names:
             return None
         if len(names) > 1:
-            raise ValueError("scheme auto is for a recipe of one [scheme]: name the scheme of each [[scheme]]")
+            raise ValueError(
+                "scheme auto is for a recipe of one [scheme]: name the scheme of each [[scheme]]"
+            )
         return make("scheme", {AUTO: cls}, AUTO, config.scheme.arguments)
 
 
@@ -111,14 +130,22 @@ class Asked:
 def trained(candidates: Mapping[str, Config]) -> dict[str, Candidate]:
     """Each scheme that may be chosen, with the optimizer that the recipe trains it with."""
     return {
-        name: (scheme_of(config.levels[-1]), trained_by(config.optimizer.name, config.optimizer.arguments))
+        name: (
+            scheme_of(config.levels[-1]),
+            trained_by(config.optimizer.name, config.optimizer.arguments),
+        )
         for name, config in candidates.items()
     }
 
 
 def goal_of(config: Config, work: Work) -> Goal:
     """The run of a recipe, for estimates of its loss."""
-    return Goal(config.mesh.replicas, sum(work.sizes.values()), config.train.steps, task_of(config.model.name))
+    return Goal(
+        config.mesh.replicas,
+        sum(work.sizes.values()),
+        config.train.steps,
+        task_of(config.model.name),
+    )
 
 
 def settings_in(layers: Layers, chosen: Scheme) -> dict[str, object]:
@@ -149,7 +176,9 @@ def again(asked: Asked, path: Path, everyone: Everyone) -> Config | None:
     No other rank needs to see the directory yet.
     """
     scheme = directory.config_in(path).get("scheme")
-    found = everyone.send_to_all(scheme if isinstance(scheme, dict) and "name" in scheme else None)[0]
+    found = everyone.send_to_all(scheme if isinstance(scheme, dict) and "name" in scheme else None)[
+        0
+    ]
     return None if found is None else asked.under(found)
 
 
@@ -179,7 +208,9 @@ def decide(asked: Asked, everyone: Everyone, axis: SurvivingCommunicator | None 
         "steps": {name: asdict(step) for name, step in work.steps.items()},
         **advise(found, work, network, goal, asked.auto.budget, partial(settings_in, asked.layers)),
     }
-    followed = Followed(asked.auto.budget, network, compute_s, work.steps[spelled(best.cost.scheme)])
+    followed = Followed(
+        asked.auto.budget, network, compute_s, work.steps[spelled(best.cost.scheme)]
+    )
     return Chosen(config, f"auto: {line}", plan, followed)
 
 
@@ -205,7 +236,9 @@ def _search(
         if name in steps:
             best = next(option for option in found if spelled(option.cost.scheme) == name)
             text = json.dumps(to_table(candidates[name]), sort_keys=True)
-            everyone.require_same({"chosen": text}, {})  # raises `Mismatch` on all ranks where one has another
+            everyone.require_same(
+                {"chosen": text}, {}
+            )  # raises `Mismatch` on all ranks where one has another
             return best, found, work
         step = optimizer_step(session, everyone, candidates[name])
         if step is None:  # the optimizer refuses it
@@ -213,7 +246,11 @@ def _search(
         else:
             steps[name] = step
             kind = pairs[name][0].name, pairs[name][1]
-            alike = [each for each in steps if (pairs[each][0].name, pairs[each][1]) == kind and steps[each].local_s]
+            alike = [
+                each
+                for each in steps
+                if (pairs[each][0].name, pairs[each][1]) == kind and steps[each].local_s
+            ]
             local_s = min((steps[each].local_s for each in alike), default=0.0)
             steps |= {each: replace(steps[each], local_s=local_s) for each in alike}
 
@@ -233,10 +270,14 @@ def optimizer_step(session: Session, everyone: Everyone, config: Config) -> Step
     scheme = scheme_of(config.levels[-1])
     base = optimizers.build_optimizer(config.optimizer, session.model)
     log, mine = logging.getLogger("detonation"), threading.get_ident()
-    log.addFilter(of_others := lambda record: record.thread != mine)  # replicate warns of a loss, and here is none
+    log.addFilter(
+        of_others := lambda record: record.thread != mine
+    )  # replicate warns of a loss, and here is none
     try:
         communicator = LoopbackCommunicator(session.config.mesh.replicas)
-        optimizer = replicate(base, session.model, communicator, scheme, clip=config.train.clip or None)
+        optimizer = replicate(
+            base, session.model, communicator, scheme, clip=config.train.clip or None
+        )
         optimizer.step()
     except ValueError:
         return None

@@ -27,24 +27,34 @@ from detonation.train.run.recorder import Recorder
 _WAIT_S = 300.0
 
 
-def check_place(request: Request, config: Config, place: LaunchPosition | None, asked: Asked | None) -> None:
+def check_place(
+    request: Request, config: Config, place: LaunchPosition | None, asked: Asked | None
+) -> None:
     """Raises `ValueError` where an elastic run cannot start as `request` wants it."""
     number, mesh, last = request.replica, config.mesh, config.levels[-1].replicas
     if request.join and len(config.levels) > 1:
         raise ValueError("nobody comes in under several levels: start all replicas with the run")
     if (mesh.elastic or request.join) and asked and asked.auto.adapt:
-        raise ValueError("scheme.adapt watches the link of replicas that stay: leave it out in an elastic run")
+        raise ValueError(
+            "scheme.adapt watches the link of replicas that stay: leave it out in an elastic run"
+        )
     if number is not None and not (mesh.elastic and mesh.meet and 0 <= number < last):
-        raise ValueError(f"--replica {number} needs --elastic, --meet HOST:PORT and 0 <= replica < {last}")
+        raise ValueError(
+            f"--replica {number} needs --elastic, --meet HOST:PORT and 0 <= replica < {last}"
+        )
     if mesh.elastic and place is not None and number is None and not request.join:
-        raise ValueError("under a launcher an elastic run is one world for each replica: give --replica and --meet")
+        raise ValueError(
+            "under a launcher an elastic run is one world for each replica: give --replica and --meet"
+        )
     if request.join and request.out is None:
         raise ValueError("--join needs --out: the run directory, for checkpoints")
     for address in filter(None, (mesh.meet, request.join)):
         host_and_port(address)
 
 
-def joined_session(config: Config, asked: Asked | None, device: torch.device, address: str) -> Session:
+def joined_session(
+    config: Config, asked: Asked | None, device: torch.device, address: str
+) -> Session:
     """The session of a replica that comes in while others train, at the store of `address`. Collective.
 
     Where it is to be chosen, the scheme is that of the run. Its weights and the state of its optimizer are
@@ -55,15 +65,30 @@ def joined_session(config: Config, asked: Asked | None, device: torch.device, ad
     mesh = init_mesh(1, config.mesh.shards, device.type)
     model = seeded_model(config).to(device)
     shard(model, mesh, wire=config.mesh.shard_wire)
-    alike: dict[str, Any] = {"min_replicas": config.mesh.min_replicas, "silence_s": config.peers.silence_s}
+    alike: dict[str, Any] = {
+        "min_replicas": config.mesh.min_replicas,
+        "silence_s": config.peers.silence_s,
+    }
     guest = Guest(store, mesh, link=config.mesh.link, **alike)
     if asked is not None:  # before its own settings: those that train may still be choosing
         settings = settings_of_run(guest.membership)
-        theirs = {key.removeprefix("scheme."): each for key, each in settings.items() if key.startswith("scheme.")}
+        theirs = {
+            key.removeprefix("scheme."): each
+            for key, each in settings.items()
+            if key.startswith("scheme.")
+        }
         config = asked.under(theirs)
     require_same_settings(guest.membership, config)
     optimizer, axis = admitted(model, guest, safety=safety(config), timeout_s=_WAIT_S)
-    return Session(config, ElasticRanks(mesh, axis), device, load_data(config.data), model, optimizer.base, optimizer)
+    return Session(
+        config,
+        ElasticRanks(mesh, axis),
+        device,
+        load_data(config.data),
+        model,
+        optimizer.base,
+        optimizer,
+    )
 
 
 class Losses:
@@ -90,7 +115,11 @@ class Losses:
             yield f"replica {_numbers(change.came)} joined before step {change.next_step + 1}"
         if change.replicas:
             norm, seconds = memory_norm(self._session.optimizer), change.recovered_s
-            found = {"replicas": [*change.replicas], "last_step": change.next_step, "recovered_s": seconds}
+            found = {
+                "replicas": [*change.replicas],
+                "last_step": change.next_step,
+                "recovered_s": seconds,
+            }
             if change.left:
                 self._losses.append({**found, "left": True})
                 where = "what it had not sent is with the others"
@@ -104,7 +133,10 @@ class Losses:
     def table(self) -> Table:
         if self._world is None:
             return {}
-        return {"replicas_left": self._session.optimizer.coordinates.replicas, "losses": self._losses}
+        return {
+            "replicas_left": self._session.optimizer.coordinates.replicas,
+            "losses": self._losses,
+        }
 
     def close(self, has_left: bool) -> None:
         """Leaves together with the replicas that are left, unless this one `has_left` before them."""

@@ -60,7 +60,9 @@ class Recorder:
     def _open(self, done: int) -> None:
         """Writes from now on, after `done` steps."""
         self._loggers = [metrics.MetricsFile(self._path / directory.METRICS, self.records)]
-        opened = trackers.open_trackers(self._path, self._session.config, done, lambda line: self.warn([line]))
+        opened = trackers.open_trackers(
+            self._path, self._session.config, done, lambda line: self.warn([line])
+        )
         self._loggers += opened
         self.show([logger.said for logger in opened if logger.said])
 
@@ -78,8 +80,15 @@ class Recorder:
 
     def _earlier(self) -> list[metrics.Record]:
         """The records in the run directory of the steps before those that this rank knows, as one that came in does."""
-        file, first = self._path / directory.METRICS, self.records[0].step if self.records else self._done + 1
-        return [record for record in metrics.read_metrics(file) if record.step < first] if file.exists() else []
+        file, first = (
+            self._path / directory.METRICS,
+            self.records[0].step if self.records else self._done + 1,
+        )
+        return (
+            [record for record in metrics.read_metrics(file) if record.step < first]
+            if file.exists()
+            else []
+        )
 
     def add(self, record: metrics.Record) -> None:
         shown = record.step % self._train.log_every == 0 or record.val_loss is not None
@@ -91,14 +100,20 @@ class Recorder:
         self._screen.advance(record)
         if shown:
             latest = self.records[self._logged :]
-            self._screen.line(metrics.log_line(latest, self._train.steps, self._full_sync, self._portion))
+            self._screen.line(
+                metrics.log_line(latest, self._train.steps, self._full_sync, self._portion)
+            )
             self._logged = len(self.records)
 
     def _measured(self) -> dict[str, Any]:
         """The measurements for which the host may wait for a device, and which are therefore not of every step."""
         norm, memory = self._session.optimizer.stats.grad_norm, peak_memory(self._session.device)
         waits = self._session.waits.table(most=_MOST_REPLICAS) or None
-        return {"memory": memory, "grad_norm": None if norm is None else float(norm), "waits": waits}
+        return {
+            "memory": memory,
+            "grad_norm": None if norm is None else float(norm),
+            "waits": waits,
+        }
 
     def warn(self, lines: Sequence[str]) -> None:
         """Shows faults that do not stop the run."""
@@ -111,17 +126,24 @@ class Recorder:
 
     def close(self) -> None:
         """Closes the metrics file and the loggers."""
-        for logger in reversed(self._loggers):  # the metrics file last: it raises where the disk is full
+        for logger in reversed(
+            self._loggers
+        ):  # the metrics file last: it raises where the disk is full
             logger.close()
 
 
 def _title(session: Session, path: Path) -> str:
-    config, numel = session.config, sum(parameter.numel() for parameter in session.model.parameters())
+    config, numel = (
+        session.config,
+        sum(parameter.numel() for parameter in session.model.parameters()),
+    )
     world = described_mesh(config.mesh)
     world += f" and an emulated link of {config.mesh.link}" if config.mesh.link else ""
     model = f"{config.model.name} with {numel:,} parameters"
     optimizer = f"{config.optimizer.name} at lr {config.optimizer.lr:g}"
-    return f"{config.schemes} over {world}: {model} on {session.data.name}, by {optimizer}, in {path}"
+    return (
+        f"{config.schemes} over {world}: {model} on {session.data.name}, by {optimizer}, in {path}"
+    )
 
 
 class Recording:
@@ -132,7 +154,10 @@ class Recording:
 
     def __init__(self, session: Session, path: Path, run: str = "") -> None:
         self._session, train = session, session.config.train
-        self.log, self._checkpoints = UpdateLog(path / directory.UPDATES), path / directory.CHECKPOINTS
+        self.log, self._checkpoints = (
+            UpdateLog(path / directory.UPDATES),
+            path / directory.CHECKPOINTS,
+        )
         self._tapes: list[Tape] = [self.log] if train.log_updates else []
         self._feed: Feed | None = None
         self._trouble, self._run = "", run
@@ -149,12 +174,17 @@ class Recording:
         """Lets in who asks for it, and publishes in the place of a replica that was lost; returns lines about it."""
         if self._door is not None:
             self._door.after_step()
-        publish, replica = self._session.config.train.publish, self._session.optimizer.coordinates.replica
+        publish, replica = (
+            self._session.config.train.publish,
+            self._session.optimizer.coordinates.replica,
+        )
         if not publish or self._feed is not None or replica:
             return []
         try:
             self._publish()
-        except OSError as error:  # the one that was lost still has the port, or the address is of its machine
+        except (
+            OSError
+        ) as error:  # the one that was lost still has the port, or the address is of its machine
             new, self._trouble = str(error) != self._trouble, str(error)
             return [f"the weights are not published: {error}"] if new else []
         self._session.optimizer.record(Tapes(self._tapes))
@@ -162,7 +192,9 @@ class Recording:
 
     def saved(self, step: int) -> None:
         """Begins another file of the log with the checkpoint of `step`; files before the last whole one go."""
-        whole = [retention.step_of(found) for found in retention.saved_checkpoints(self._checkpoints)]
+        whole = [
+            retention.step_of(found) for found in retention.saved_checkpoints(self._checkpoints)
+        ]
         self.log.rotate(max((before for before in whole if before < step), default=0))
 
     def close(self, ended: bool) -> None:
@@ -174,7 +206,11 @@ class Recording:
         config = self._session.config
         about = {"config": to_table(config)}
         self._feed = Feed(
-            self._session.model, self._session.optimizer, config.train.publish, about=about, run=self._run
+            self._session.model,
+            self._session.optimizer,
+            config.train.publish,
+            about=about,
+            run=self._run,
         )
         self._tapes.append(self._feed)
 
@@ -188,11 +224,17 @@ def replay_rest(session: Session, path: Path, log: list[int], may_start: bool) -
     step = session.optimizer.step_count
     if step not in log:
         return []
-    was = {} if step else json.loads(session.world.texts().broadcast(json.dumps(directory.config_in(path))))
+    was = (
+        {}
+        if step
+        else json.loads(session.world.texts().broadcast(json.dumps(directory.config_in(path))))
+    )
     lines = compare_settings(path / directory.CONFIG, was, session.config, "start") if was else []
     most = max(step, session.config.train.steps - 1)
     reached, why = replay_together(path / directory.UPDATES, session.optimizer, most)
     if why and not reached and not may_start:
-        raise ValueError(f"cannot go on from the log: {why}; resume as the run began, or choose another --out")
+        raise ValueError(
+            f"cannot go on from the log: {why}; resume as the run began, or choose another --out"
+        )
     line = f"{reached - step} steps of the log follow: training goes on after step {reached}, with empty memories"
     return [*lines, line] if reached > step else []

@@ -39,10 +39,14 @@ def run_training(request: Request, fail: Callable[[Exception], int]) -> Table:
     """
     place = launch_position(os.environ)
     if restartable(os.environ) and request.out is None:
-        raise ValueError("a run that its launcher may start again needs --out: the run directory to continue")
+        raise ValueError(
+            "a run that its launcher may start again needs --out: the run directory to continue"
+        )
     if place is None:
         compute_with_one_thread()
-        return _finished(request, None) or run_task(make_task(_with_steps(request, _steps_begun(request, None)), None))
+        return _finished(request, None) or run_task(
+            make_task(_with_steps(request, _steps_begun(request, None)), None)
+        )
 
     def on_this_rank() -> Table:
         # what launcher and directory say on rank 0 counts: nodes may be restarted apart, and share no file system
@@ -50,7 +54,9 @@ def run_training(request: Request, fail: Callable[[Exception], int]) -> Table:
         if place.rank == 0:
             environment = (restarted(os.environ), restartable(os.environ))
             said = [_finished(request, place), *environment, _steps_begun(request, place)]
-        finished, again, may_start, steps = json.loads(Texts(local_device()).broadcast(json.dumps(said)))
+        finished, again, may_start, steps = json.loads(
+            Texts(local_device()).broadcast(json.dumps(said))
+        )
         if finished:
             return dict(finished)
         task = make_task(_with_steps(request, steps), place)
@@ -59,7 +65,9 @@ def run_training(request: Request, fail: Callable[[Exception], int]) -> Table:
             _check_directory(task)
         return train_on_rank(task)
 
-    return run_under_launcher(place, on_this_rank, fail, lambda: request.layers(place).config(), request.interface)
+    return run_under_launcher(
+        place, on_this_rank, fail, lambda: request.layers(place).config(), request.interface
+    )
 
 
 def _steps_begun(request: Request, place: LaunchPosition | None) -> int:
@@ -74,7 +82,11 @@ def _steps_begun(request: Request, place: LaunchPosition | None) -> int:
 
 
 def _with_steps(request: Request, steps: int) -> Request:
-    return replace(request, overrides=(*request.overrides, f"train.steps={steps}")) if steps else request
+    return (
+        replace(request, overrides=(*request.overrides, f"train.steps={steps}"))
+        if steps
+        else request
+    )
 
 
 def compute_with_one_thread() -> None:
@@ -96,14 +108,18 @@ def make_task(request: Request, place: LaunchPosition | None) -> RunTask:
         check_sizes(config)
     begins = restartable(os.environ) or not request.resume
     if (source := config.train.init_from) and begins and not Path(source).is_dir():
-        raise ValueError(f"train.init_from is {source!r}, but must be the directory of a run or a model")
+        raise ValueError(
+            f"train.init_from is {source!r}, but must be the directory of a run or a model"
+        )
     check_place(request, config, place, asked)
     if place is None or place.rank == 0:
         trackers.check_trackers(config.train.loggers)
     if config.train.publish:
         host_and_port(config.train.publish)
         read_token()
-    return RunTask(request, config, asked, request.resume or restarted(os.environ), restartable(os.environ))
+    return RunTask(
+        request, config, asked, request.resume or restarted(os.environ), restartable(os.environ)
+    )
 
 
 def run_task(task: RunTask) -> Table:
@@ -116,8 +132,12 @@ def run_task(task: RunTask) -> Table:
     keep_to_one_interface(os.environ, True, task.request.interface)
     try:
         mesh = task.config.mesh
-        if task.request.replica is not None or task.request.join:  # this machine has one replica of them
-            mesh = replace(mesh, replicas=task.config.nodes_inside, elastic=False, min_replicas=1, meet="")
+        if (
+            task.request.replica is not None or task.request.join
+        ):  # this machine has one replica of them
+            mesh = replace(
+                mesh, replicas=task.config.nodes_inside, elastic=False, min_replicas=1, meet=""
+            )
         afresh = [to_plain(task.request), task.may_start]
         found = on_ranks(train_on_rank, task, train_afresh, afresh, mesh, task.config.nodes_inside)
         return dict(next((each for each in found if "left" not in each), found[0]))
@@ -145,7 +165,9 @@ def on_ranks(
     `afresh(*plain)`, with the request in plain values.
     """
     size = sum(mesh.sizes)
-    survival = Survival(nodes_inside * mesh.shards, mesh.min_replicas, mesh.meet) if mesh.elastic else None
+    survival = (
+        Survival(nodes_inside * mesh.shards, mesh.min_replicas, mesh.meet) if mesh.elastic else None
+    )
     if gpus_for(size):
         return run_local(afresh, size, plain, survival=survival)
     return run_local(work, size, [task], survival=survival)
@@ -164,7 +186,11 @@ def _check_directory(task: RunTask) -> None:
 
 def _finished(request: Request, place: LaunchPosition | None) -> Table | None:
     """The summary of a run that had finished when its launcher started it again."""
-    if request.out is None or not restarted(os.environ) or not (request.out / directory.SUMMARY).exists():
+    if (
+        request.out is None
+        or not restarted(os.environ)
+        or not (request.out / directory.SUMMARY).exists()
+    ):
         return None
     if directory.steps_finished(request.out) < request.layers(place).config().train.steps:
         return None

@@ -68,22 +68,33 @@ def train_on_rank(task: RunTask) -> Table:
     with stoppable() as stop:
         mesh, device, axis, inside = task.config.mesh, local_device(), None, list[DeviceMesh]()
         if task.request.join:
-            return _train_with_others(task, joined_session(task.config, task.asked, device, task.request.join), stop)
+            return _train_with_others(
+                task, joined_session(task.config, task.asked, device, task.request.join), stop
+            )
         if task.request.replica is not None:
             meet_replicas(mesh.meet, task.request.replica, task.config.levels[-1].replicas)
         if mesh.elastic:
             replica = init_mesh(task.config.nodes_inside, mesh.shards, device.type)
-            axis, inside = surviving_axis(task.config, replica), [replica["shard"], replica["replicate"]]
+            axis, inside = (
+                surviving_axis(task.config, replica),
+                [replica["shard"], replica["replicate"]],
+            )
         everyone = Everyone(device, axis, inside)
         saved, log = _earlier(task, everyone)
         config, chosen = task.config, None
         if task.asked is not None:  # a run that begins anew measures what its adapter begins with
-            before = again(task.asked, task.request.out or Path(), everyone) if saved or 0 in log else None
+            before = (
+                again(task.asked, task.request.out or Path(), everyone)
+                if saved or 0 in log
+                else None
+            )
             chosen = decide(task.asked, everyone, axis) if before is None else None
             config = chosen.config if chosen else before or config
         session = start_session(config, device, axis)
         losses, begin = Losses(session), ""
-        if config.train.init_from and not saved:  # before the replicas take the weights as their anchor
+        if (
+            config.train.init_from and not saved
+        ):  # before the replicas take the weights as their anchor
             begin = load_weights(Path(config.train.init_from), session.model)
         # Replicas compare their schemes, and sizes are checked, before anything is written.
         session.optimizer.set_up()
@@ -92,14 +103,22 @@ def train_on_rank(task: RunTask) -> Table:
         while result is None:
             try:
                 result = _train_in_directory(session, task, chosen, begin, log, stop, losses)
-            except PeerLost:  # before the first step: those that are left read directory and checkpoint again
+            except (
+                PeerLost
+            ):  # before the first step: those that are left read directory and checkpoint again
                 session.optimizer.synchronize()
         losses.close("left" in result)
         return result
 
 
 def _train_in_directory(
-    session: Session, task: RunTask, chosen: Chosen | None, begin: str, log: list[int], stop: Stop, losses: Losses
+    session: Session,
+    task: RunTask,
+    chosen: Chosen | None,
+    begin: str,
+    log: list[int],
+    stop: Stop,
+    losses: Losses,
 ) -> Table:
     """Goes on from what the run directory has, and trains; returns the summary as `train_on_rank` does."""
     screen = Screen(session.rank != 0, task.request.to_stderr)
@@ -114,15 +133,23 @@ def _train_in_directory(
             )
         loaded, resumed = None, list[str]()
         if task.resume:
-            loaded, resumed = resume(session, path / directory.CHECKPOINTS, task.may_start or 0 in log)
+            loaded, resumed = resume(
+                session, path / directory.CHECKPOINTS, task.may_start or 0 in log
+            )
         _expect(session)
         resumed += replay_rest(session, path, log, task.may_start)
         before = saved_counts(loaded.extra if loaded else {})
         adapter, more = _adapter(session, task, chosen, loaded)
         done, steps = session.optimizer.step_count, session.config.train.steps
         if done > steps:
-            raise ValueError(f"train.steps is {steps}, but {done} steps have been taken: give more --steps")
-        run = session.world.texts().broadcast(secrets.token_hex(8)) if session.config.train.publish else ""
+            raise ValueError(
+                f"train.steps is {steps}, but {done} steps have been taken: give more --steps"
+            )
+        run = (
+            session.world.texts().broadcast(secrets.token_hex(8))
+            if session.config.train.publish
+            else ""
+        )
         kept, damage = _kept(session, path / directory.METRICS, done, volumes)
         if volumes.leads(session.rank):  # only now: what is refused leaves the directory as it was
             plan = chosen.plan if chosen is not None and session.rank == 0 else None
@@ -130,7 +157,9 @@ def _train_in_directory(
         with contextlib.closing(Recorder(session, path, screen, done, before, kept)) as recorder:
             recorder.show([*resumed, *more])
             recorder.warn(damage)
-            return _train(session, path, recorder, run, done, task.request.stop_after, stop, adapter, losses)
+            return _train(
+                session, path, recorder, run, done, task.request.stop_after, stop, adapter, losses
+            )
 
 
 def _train_with_others(task: RunTask, session: Session, stop: Stop) -> Table:
@@ -141,8 +170,12 @@ def _train_with_others(task: RunTask, session: Session, stop: Stop) -> Table:
     stop.last_act = screen.wipe
     with screen, contextlib.closing(Recorder(session, path, screen, done)) as recorder:
         place = session.optimizer.coordinates
-        recorder.show([f"came in after step {done}, as replica {place.replica} of {place.replicas}"])
-        result = _train(session, path, recorder, "", done, task.request.stop_after, stop, None, losses)
+        recorder.show(
+            [f"came in after step {done}, as replica {place.replica} of {place.replicas}"]
+        )
+        result = _train(
+            session, path, recorder, "", done, task.request.stop_after, stop, None, losses
+        )
     losses.close("left" in result)
     return result
 
@@ -163,20 +196,26 @@ def _adapter(
     if task.asked is None or not task.asked.auto.adapt:
         return None, []
     if session.device.type != "cpu":
-        return None, ["adapt: on accelerators the host does not see how long an exchange takes; the setting stays"]
+        return None, [
+            "adapt: on accelerators the host does not see how long an exchange takes; the setting stays"
+        ]
     if chosen is not None:
         return Adapter(session, chosen.followed), []
     saved = loaded.extra.get("followed") if loaded else None
     if saved is None:
         return None, ["adapt: this run began without it, and keeps its setting"]
-    return Adapter(session, Followed.of(saved, session.config.mesh.replicas, session.config.mesh.shards)), []
+    return Adapter(
+        session, Followed.of(saved, session.config.mesh.replicas, session.config.mesh.shards)
+    ), []
 
 
 def _expect(session: Session) -> None:
     """Sets the time limits for other ranks, by the largest message at the lowest rate."""
     config, (_, scheme) = session.config, session.optimizer.levels[0]
     layouts = [replicator.channel.layout for replicator in session.optimizer.build()]
-    largest = max((message_bytes(scheme, layout, config.mesh.replicas) for layout in layouts), default=0)
+    largest = max(
+        (message_bytes(scheme, layout, config.mesh.replicas) for layout in layouts), default=0
+    )
     rate = config.peers.lowest_bits_per_s
     if config.mesh.link:
         rate = min(rate, LinkSpeed.parse(config.mesh.link).rate_bits_per_s)
@@ -229,10 +268,19 @@ def _train(
         raise NonFiniteLoss(f"{error}; the state without it is saved in {saved}") from error
     except ReplicaLeft:  # the others save, and train on
         after = session.optimizer.step_count
-        return {"stopped_after": after, "stopped_by": "SIGTERM", "left": True, "directory": str(path)}
+        return {
+            "stopped_after": after,
+            "stopped_by": "SIGTERM",
+            "left": True,
+            "directory": str(path),
+        }
     except Stopped as stopped:
         save_now(session, checkpoints, recorder.before, followed())
-        return {"stopped_after": stopped.after, "stopped_by": stopped.signal, "directory": str(path)}
+        return {
+            "stopped_after": stopped.after,
+            "stopped_by": stopped.signal,
+            "directory": str(path),
+        }
     save_now(session, checkpoints, recorder.before, followed())
     recorder.warn(checkpoints.news())
     if until < steps:
@@ -244,7 +292,9 @@ def _train(
     return {**summary, "directory": str(path)}
 
 
-def _kept(session: Session, file: Path, done: int, volumes: Volumes) -> tuple[list[metrics.Record], list[str]]:
+def _kept(
+    session: Session, file: Path, done: int, volumes: Volumes
+) -> tuple[list[metrics.Record], list[str]]:
     """The records of the first `done` steps, on all ranks, and a warning where some are damaged or lost. Collective.
 
     Raises `ValueError` where no step is left, neither to take nor to sum up.
@@ -263,9 +313,13 @@ def _kept(session: Session, file: Path, done: int, volumes: Volumes) -> tuple[li
     if not kept and done == session.config.train.steps:
         raise ValueError(f"all {done} steps have been taken, but {file} has none of them to sum up")
     if kept and done == session.config.train.steps and kept[-1].val_loss is None:
-        raise ValueError(f"the run stopped after {done} steps in the middle of more: give more --steps")
+        raise ValueError(
+            f"the run stopped after {done} steps in the middle of more: give more --steps"
+        )
     if not kept:
-        said += [f"{file} has none of the {done} steps before: the summary will be of those that follow"]
+        said += [
+            f"{file} has none of the {done} steps before: the summary will be of those that follow"
+        ]
     return kept, said
 
 
@@ -278,7 +332,9 @@ def _run_directory(session: Session, task: RunTask) -> Iterator[tuple[Path, Volu
     texts, path = session.world.texts(), task.request.out or Path()
     with contextlib.ExitStack() as held:
         if session.rank == 0:
-            path = task.request.out or directory.fresh_directory(f"{task.request.recipe.stem}-{session.config.schemes}")
+            path = task.request.out or directory.fresh_directory(
+                f"{task.request.recipe.stem}-{session.config.schemes}"
+            )
             directory.check_free(path, task.resume, task.may_start, session.config.train)
             held.enter_context(contextlib.closing(directory.RunDirectory(path)))
         path = Path(texts.broadcast(str(path))) if task.request.out is None else path
@@ -287,11 +343,15 @@ def _run_directory(session: Session, task: RunTask) -> Iterator[tuple[Path, Volu
         except OSError as error:
             if isinstance(error, PeerLost):
                 raise
-            raise directory.Unwritable(f"cannot write into the run directory: {error.strerror}") from error
+            raise directory.Unwritable(
+                f"cannot write into the run directory: {error.strerror}"
+            ) from error
         leads, problem = volumes.leads(session.rank), ""
         if leads and session.rank:
             try:
-                directory.check_free(path, task.resume, may_start=True)  # its checkpoints may be elsewhere
+                directory.check_free(
+                    path, task.resume, may_start=True
+                )  # its checkpoints may be elsewhere
                 held.enter_context(contextlib.closing(directory.RunDirectory(path)))
             except ValueError as error:
                 problem = f"{error} (on {platform.node()})"

@@ -50,7 +50,11 @@ def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, An
     os.umask(mask := os.umask(0))
     for file in out.iterdir():
         file.chmod(0o666 & ~mask)  # some libraries write through private temporary files
-    mean = "" if manifest.alike or len(here) == manifest.replicas else f"{len(here)} of {manifest.replicas}"
+    mean = (
+        ""
+        if manifest.alike or len(here) == manifest.replicas
+        else f"{len(here)} of {manifest.replicas}"
+    )
     return {
         "exported": str(out),
         "checkpoint": str(saved.path),
@@ -73,7 +77,10 @@ def _write_model(config: Config, source: Elastic, out: Path) -> tuple[int, bool]
     with torch.device("meta"):
         planned = weights(build_model(config.model.name, config.model.arguments))
     # a parameter may be cut; a buffer is whole on every shard
-    boxes = {name: Box.of(each) if isinstance(each, torch.nn.Parameter) else None for name, each in planned.items()}
+    boxes = {
+        name: Box.of(each) if isinstance(each, torch.nn.Parameter) else None
+        for name, each in planned.items()
+    }
     parts = {name: source.agreed(f"{_MODEL}{name}", box) for name, box in boxes.items()}
     random = {key: value for key, value in config.model.arguments.items() if key != "pretrained"}
     model: Any = build_model(config.model.name, random)
@@ -93,11 +100,19 @@ def _write_model(config: Config, source: Elastic, out: Path) -> tuple[int, bool]
 
 def _write_state_dict(shards: Sequence[ShardReader], source: Elastic, out: Path) -> int:
     """Writes the weights that the files of one replica name; returns the number of parameters."""
-    boxes = {key: box for file in shards for key, box in file.boxes.items() if key.startswith(_MODEL)}
+    boxes = {
+        key: box for file in shards for key, box in file.boxes.items() if key.startswith(_MODEL)
+    }
     buffers = {key for file in shards for key in file.keys if key.startswith(_MODEL)} - boxes.keys()
-    found = {key: source.agreed(key, Box(box.whole, (0,) * len(box.whole), box.whole)) for key, box in boxes.items()}
+    found = {
+        key: source.agreed(key, Box(box.whole, (0,) * len(box.whole), box.whole))
+        for key, box in boxes.items()
+    }
     numel = sum(parameter.numel() for parameter in found.values())
     found |= {key: source.agreed(key, None) for key in buffers}
     out.mkdir(parents=True, exist_ok=True)
-    save_file({key.removeprefix(_MODEL): tensor.contiguous() for key, tensor in found.items()}, out / EXPORTED)
+    save_file(
+        {key.removeprefix(_MODEL): tensor.contiguous() for key, tensor in found.items()},
+        out / EXPORTED,
+    )
     return numel

@@ -75,14 +75,18 @@ def follow_run(request: Following) -> Table:
     if not request.is_live:
         return _replay_run(request)
     if request.out is None:
-        raise ValueError(f"--out is missing: give a run directory for the checkpoints of {request.source}")
+        raise ValueError(
+            f"--out is missing: give a run directory for the checkpoints of {request.source}"
+        )
     directory.check_free(request.out, resume=True, may_start=True)
     trained = request.out / directory.METRICS
     if trained.exists() and trained.stat().st_size:
         raise ValueError(f"{request.out} holds a run that has trained: choose another --out")
     about = _about(request.source)
     if not isinstance(about.get("config"), dict):
-        raise ValueError(f"{request.source} feeds no run of detonation train: follow it with detonation.follow")
+        raise ValueError(
+            f"{request.source} feeds no run of detonation train: follow it with detonation.follow"
+        )
     config = from_table(about["config"])
     require_trust(request.trust_code, config, "the run", "follow", "model", "scheme")
     found: Sequence[Table] = run_local(_follow_on_rank, 1, [request, request.out, config])
@@ -95,15 +99,22 @@ def _about(address: str) -> Table:
     try:
         return read_about(address, token)
     except Refused as error:
-        remedy = "give this command the token of the run, and the version of detonation that the run has"
+        remedy = (
+            "give this command the token of the run, and the version of detonation that the run has"
+        )
         raise RunError(f"cannot follow {address}: {error}; {remedy}") from error
     except OSError as error:
-        remedy = "check the address, that train --publish runs there, and that no firewall is between"
+        remedy = (
+            "check the address, that train --publish runs there, and that no firewall is between"
+        )
         raise RunError(f"cannot follow {address}: {error.strerror or error}; {remedy}") from error
 
 
 def _follow_on_rank(request: Following, out: Path, config: Config) -> Table:
-    model, every = build_model(config.model.name, config.model.arguments).to(local_device()), request.every or 100
+    model, every = (
+        build_model(config.model.name, config.model.arguments).to(local_device()),
+        request.every or 100,
+    )
     screen, saved, joins, path = Screen(False, request.to_stderr), -1, 1, Path()
     with contextlib.closing(directory.RunDirectory(out)), follow(model, request.source) as follower:
         directory.write_text(out / directory.CONFIG, tomli_w.dumps(to_table(config)))
@@ -111,7 +122,9 @@ def _follow_on_rank(request: Following, out: Path, config: Config) -> Table:
         screen.line(f"follows {request.source} from step {follower.step} on")
 
         def save() -> Path:
-            return _saved(out, model, follower.join(LoopbackCommunicator()), config, request.keep or 3)
+            return _saved(
+                out, model, follower.join(LoopbackCommunicator()), config, request.keep or 3
+            )
 
         while not follower.ended and follower.step != request.to:
             follower.update(request.to, wait_s=1.0)
@@ -141,7 +154,9 @@ def _replay_run(request: Following) -> Table:
     """
     run, out = Path(request.source), request.out
     config = _config_of(run)
-    require_trust(request.trust_code, config, "the run", "follow", "model", "data", "optimizer", "scheme")
+    require_trust(
+        request.trust_code, config, "the run", "follow", "model", "data", "optimizer", "scheme"
+    )
     if not (run / directory.UPDATES).is_dir():
         raise ValueError(f"{run} has no log of updates: train with --log")
     if out is not None and out.exists() and any(out.iterdir()):
@@ -158,7 +173,9 @@ def _replay_run(request: Following) -> Table:
 def replay_on_rank(run: str, to: int | None, out: str | None) -> Table:
     """Replays one shard of the run in the directory `run`, and saves it in `out`. Collective."""
     config = check_config(_config_of(Path(run)))
-    session = start_session(_alone(config), local_device(), LoopbackCommunicator(config.mesh.replicas))
+    session = start_session(
+        _alone(config), local_device(), LoopbackCommunicator(config.mesh.replicas)
+    )
     found, _ = resume(session, Path(run) / directory.CHECKPOINTS, may_start=True, most=to)
     if found is None and config.train.init_from:
         load_weights(Path(config.train.init_from), session.model)
@@ -189,7 +206,9 @@ def _alone(config: Config) -> Config:
 def _agreed(session: Session, out: Path) -> Path:
     """A checkpoint of what the replicas agreed on: of one replica, whose memory is empty."""
     replayed = session.optimizer
-    optimizer = replicated_run(session.config, session.base, session.model, [LoopbackCommunicator()])
+    optimizer = replicated_run(
+        session.config, session.base, session.model, [LoopbackCommunicator()]
+    )
     for mine, agreed in zip(optimizer.set_up(), replayed.build(), strict=True):
         mine.repair(agreed.replicated())
     optimizer.resume_at(replayed.step_count)

@@ -44,15 +44,21 @@ def plan(question: Question) -> dict[str, Any]:
     if (question.recipe is None) == (question.parameters is None):
         raise ValueError("plan needs a recipe or --parameters, one of the two")
     if (question.profile is None) == (question.link is None):
-        raise ValueError("plan needs --profile (made by detonation probe) or --link RATE[,LATENCY], one of the two")
+        raise ValueError(
+            "plan needs --profile (made by detonation probe) or --link RATE[,LATENCY], one of the two"
+        )
     profile = Profile.read(question.profile) if question.profile else None
     if profile is not None:
         _same_world(question, profile)
-    training = _of_recipe(question, profile) if question.recipe else _of_parameters(question, profile)
+    training = (
+        _of_recipe(question, profile) if question.recipe else _of_parameters(question, profile)
+    )
     if profile is not None:
         network = Network.of_axis(profile.axes["replicate"], profile.shards)
     else:
-        network = Network.of_link_speed(LinkSpeed.parse(question.link or ""), training.replicas, training.shards)
+        network = Network.of_link_speed(
+            LinkSpeed.parse(question.link or ""), training.replicas, training.shards
+        )
     work, optimizer = _work(question, profile, training), question.optimizer
     if optimizer is not None and optimizer not in optimizers():
         raise unknown("--optimizer", optimizer, optimizers())
@@ -60,7 +66,13 @@ def plan(question: Question) -> dict[str, Any]:
     steps = question.steps or training.steps
     goal = Goal(training.replicas, sum(work.sizes.values()), steps, training.losses_of, optimizer)
     tuned = [pair for pair in training.tuned if optimizer in (None, pair[1])]
-    found = advise(options(tuned or pairs(goal), work, network, goal), work, network, goal, settings=training.settings)
+    found = advise(
+        options(tuned or pairs(goal), work, network, goal),
+        work,
+        network,
+        goal,
+        settings=training.settings,
+    )
     if not tuned:  # the flags must name the optimizer; a learning rate does not carry over
         best = found["first"]
         kept = {key: value for key, value in best["optimizer_settings"].items() if key != "lr"}
@@ -74,7 +86,9 @@ def count(text: str) -> int:
     >>> count("1.2b"), count("350m"), count("7000"), count("7e9"), count("7,000,000")
     (1200000000, 350000000, 7000, 7000000000, 7000000)
     """
-    found = re.fullmatch(r"([0-9.]+(?:e\+?[0-9]+)?)\s*([kmb]?)", re.sub("[_,]", "", text.strip().lower()))
+    found = re.fullmatch(
+        r"([0-9.]+(?:e\+?[0-9]+)?)\s*([kmb]?)", re.sub("[_,]", "", text.strip().lower())
+    )
     try:
         number = float(found[1]) * _SUFFIXES[found[2]] if found else 0
     except ValueError:
@@ -88,11 +102,16 @@ def _same_world(question: Question, profile: Profile) -> None:
 
     Another number of shards shares a node's link, and of replicas a network, in ways that nobody has measured.
     """
-    asked = {"replicas": (question.replicas, profile.replicas), "shards": (question.shards, profile.shards)}
+    asked = {
+        "replicas": (question.replicas, profile.replicas),
+        "shards": (question.shards, profile.shards),
+    }
     for name, (given, measured) in asked.items():
         if given not in (None, measured):
             was = f"{question.profile} was measured with {measured}"
-            raise ValueError(f"--{name} is {given}, but {was}: measure again with detonation probe, or say --link")
+            raise ValueError(
+                f"--{name} is {given}, but {was}: measure again with detonation probe, or say --link"
+            )
 
 
 @dataclass(frozen=True)
@@ -121,10 +140,15 @@ class _Training:
 def _of_parameters(question: Question, profile: Profile | None) -> _Training:
     """A training of text, whose parameters are one long one."""
     world = question if profile is None else profile
-    replicas, shards = 2 if world.replicas is None else world.replicas, 1 if world.shards is None else world.shards
+    replicas, shards = (
+        2 if world.replicas is None else world.replicas,
+        1 if world.shards is None else world.shards,
+    )
     require(replicas >= 1, "--replicas", replicas, "at least 1")
     require(shards >= 1, "--shards", shards, "at least 1")
-    return _Training(replicas, shards, [{"all": (-(-count(question.parameters or "") // shards),)}] * shards)
+    return _Training(
+        replicas, shards, [{"all": (-(-count(question.parameters or "") // shards),)}] * shards
+    )
 
 
 def _of_recipe(question: Question, profile: Profile | None) -> _Training:
@@ -138,8 +162,17 @@ def _of_recipe(question: Question, profile: Profile | None) -> _Training:
     mesh = {"replicas": world.replicas, "shards": world.shards}
     layers = read_layers(question.recipe, question.overrides, mesh=mesh)
     config = check_config(standing(layers))
-    require(len(config.levels) == 1, "scheme", config.schemes, "one level: schemes are ranked for one axis")
-    tuned, chosen, train = [*trained(Asked(Auto(), layers).candidates()).values()], config.scheme, config.train
+    require(
+        len(config.levels) == 1,
+        "scheme",
+        config.schemes,
+        "one level: schemes are ranked for one axis",
+    )
+    tuned, chosen, train = (
+        [*trained(Asked(Auto(), layers).candidates()).values()],
+        config.scheme,
+        config.train,
+    )
     if chosen.name not in SCHEMES:
         own = trained_by(config.optimizer.name, config.optimizer.arguments)
         tuned.append((scheme(chosen.name, chosen.arguments), own))
@@ -160,12 +193,18 @@ def _work(question: Question, profile: Profile | None, training: _Training) -> W
     measured = profile.compute if profile and question.step_time is None else None
     seconds = question.step_time
     if measured is not None:
-        _same_model(question, measured, sum(math.prod(shape) for shard in training.shapes for shape in shard.values()))
+        _same_model(
+            question,
+            measured,
+            sum(math.prod(shape) for shard in training.shapes for shape in shard.values()),
+        )
         seconds = measured.forward_backward_s
         if training.examples and measured.examples:
             seconds *= training.examples / measured.examples
     if seconds is None:
-        raise ValueError("plan needs --step-time, the seconds of forward and backward, or a profile of the recipe")
+        raise ValueError(
+            "plan needs --step-time, the seconds of forward and backward, or a profile of the recipe"
+        )
     require(0 < seconds < math.inf, "--step-time", seconds, "above 0")
     steps, reports = measured.steps if measured else {}, question.recipe is not None
     gpus = profile is not None and "nccl" in profile.backend
@@ -180,4 +219,6 @@ def _same_model(question: Question, measured: Compute, parameters: int) -> None:
         same = (question.recipe.stem, parameters) == (measured.recipe, measured.parameters)
     if not same:
         was = f"{question.profile} is of the recipe {measured.recipe} with {measured.parameters:,} parameters"
-        raise ValueError(f"{was}, and this model has {parameters:,}: probe again, or say --step-time")
+        raise ValueError(
+            f"{was}, and this model has {parameters:,}: probe again, or say --step-time"
+        )

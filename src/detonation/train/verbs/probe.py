@@ -16,7 +16,14 @@ from detonation.cluster.network.profile import Compute, Profile
 from detonation.core.schemes.registry import SCHEMES
 from detonation.train.loop.session import Session, check_config, slowed, start_session
 from detonation.train.output.directory import environment
-from detonation.train.recipe.resolve import Layers, fill_mesh, from_plain, merge, read_layers, to_plain
+from detonation.train.recipe.resolve import (
+    Layers,
+    fill_mesh,
+    from_plain,
+    merge,
+    read_layers,
+    to_plain,
+)
 from detonation.train.recipe.schema import Config, MeshConfig, Table, require
 from detonation.train.run.decide import forward_backward, optimizer_step, standing
 from detonation.train.run.start import compute_with_one_thread, on_ranks
@@ -77,9 +84,17 @@ def _prepare(request: ProbeRequest, place: LaunchPosition | None) -> ProbeTask:
         return ProbeTask(MeshConfig(**fill_mesh(given, place)))
     layers = read_layers(request.recipe, request.overrides, place, mesh=flags)
     config = check_config(standing(Layers(layers.tables, merge(layers.overrides, _OFF))))
-    require(len(config.levels) == 1, "scheme", config.schemes, "one level: the schemes are measured on one axis")
     require(
-        not config.mesh.nodes, "mesh.nodes", [*config.mesh.nodes], "left out: probe as many on each as the smallest has"
+        len(config.levels) == 1,
+        "scheme",
+        config.schemes,
+        "one level: the schemes are measured on one axis",
+    )
+    require(
+        not config.mesh.nodes,
+        "mesh.nodes",
+        [*config.mesh.nodes],
+        "left out: probe as many on each as the smallest has",
     )
     return ProbeTask(config.mesh, request.recipe.stem, layers, config)
 
@@ -114,6 +129,8 @@ def _compute(session: Session, name: str, layers: Layers) -> Compute:
     names = dict.fromkeys([*SCHEMES, session.config.scheme.name])
     every = {scheme: optimizer_step(session, everyone, plain.under(scheme, {})) for scheme in names}
     steps = {scheme: step for scheme, step in every.items() if step is not None}
-    numel = sum(parameter.numel() for parameter in session.model.parameters() if parameter.requires_grad)
+    numel = sum(
+        parameter.numel() for parameter in session.model.parameters() if parameter.requires_grad
+    )
     train = session.config.train
     return Compute(name, numel, median, spread, steps, train.batch_size * train.accumulate)

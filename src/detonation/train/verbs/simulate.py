@@ -14,7 +14,13 @@ from detonation.checkpoint.verify import load_weights
 from detonation.cluster.network.simulated import SimulatedCommunicator, simulate_replicas
 from detonation.cluster.processes.signals import Stop
 from detonation.train.loop.fit import fit
-from detonation.train.loop.session import Session, check_config, load_data, replicated_run, seeded_model
+from detonation.train.loop.session import (
+    Session,
+    check_config,
+    load_data,
+    replicated_run,
+    seeded_model,
+)
 from detonation.train.loop.summary import summarise
 from detonation.train.loop.world import Alone
 from detonation.train.output import directory, metrics, trackers
@@ -61,7 +67,12 @@ def simulate(request: Simulation) -> Table:
         directory.check_free(request.out, resume=False)
     screen = Screen(silent=False, to_stderr=request.to_stderr)
     tables = to_table(config)
-    left_out = [f"{table}.{key}" for table, keys in _LEFT_OUT.items() for key in keys if tables[table].get(key)]
+    left_out = [
+        f"{table}.{key}"
+        for table, keys in _LEFT_OUT.items()
+        for key in keys
+        if tables[table].get(key)
+    ]
     if left_out:
         screen.line(f"not simulated: {', '.join(left_out)}")
 
@@ -88,15 +99,36 @@ def configured(request: Simulation) -> Config:
     """The whole configuration: replicas of one shard, and the batch of each where a total is given."""
     shards = parse_sets(request.overrides).get("mesh", {}).get("shards", 1)
     require(shards == 1, "mesh.shards", shards, "1 in a simulation, where each replica is whole")
-    config = read_layers(request.recipe, request.overrides, mesh={"replicas": request.replicas}).config()
-    require(not config.mesh.nodes, "mesh.nodes", [*config.mesh.nodes], "left out in a simulation of whole replicas")
+    config = read_layers(
+        request.recipe, request.overrides, mesh={"replicas": request.replicas}
+    ).config()
+    require(
+        not config.mesh.nodes,
+        "mesh.nodes",
+        [*config.mesh.nodes],
+        "left out in a simulation of whole replicas",
+    )
     config = replace(config, mesh=replace(config.mesh, shards=1))
     if Auto.of(config) is not None:
-        raise ValueError("scheme auto needs a link to measure, and a simulation has none: --set scheme.name=demo")
+        raise ValueError(
+            "scheme auto needs a link to measure, and a simulation has none: --set scheme.name=demo"
+        )
     require(len(config.levels) == 1, "scheme", config.schemes, "one level in a simulation")
-    require(not config.mesh.link, "mesh.link", config.mesh.link, "'' in a simulation, where nothing is sent")
-    require(not config.train.balance, "train.balance", True, "False in a simulation, whose replicas compute in turns")
-    return check_config(config if request.total_batch is None else batch_share(config, request.total_batch))
+    require(
+        not config.mesh.link,
+        "mesh.link",
+        config.mesh.link,
+        "'' in a simulation, where nothing is sent",
+    )
+    require(
+        not config.train.balance,
+        "train.balance",
+        True,
+        "False in a simulation, whose replicas compute in turns",
+    )
+    return check_config(
+        config if request.total_batch is None else batch_share(config, request.total_batch)
+    )
 
 
 def batch_share(config: Config, total: int) -> Config:
@@ -116,7 +148,15 @@ def virtual(config: Config, communicator: SimulatedCommunicator) -> Session:
         load_weights(Path(config.train.init_from), model)
     base = optimizers.build_optimizer(config.optimizer, model)
     optimizer = replicated_run(config, base, model, [communicator])
-    return Session(config, Alone(communicator), torch.device("cpu"), load_data(config.data), model, base, optimizer)
+    return Session(
+        config,
+        Alone(communicator),
+        torch.device("cpu"),
+        load_data(config.data),
+        model,
+        base,
+        optimizer,
+    )
 
 
 def train_virtual(session: Session, recorder: Recorder | None = None) -> dict[str, Any]:
@@ -146,7 +186,9 @@ def _share_steps(session: Session) -> None:
     channel: Any = replicators[0].channel
     write, step = channel.engine.write, session.base.step
     if session.optimizer.base_step.clip is None:  # which looks at the update of each
-        channel.engine.write = lambda *update: axis.together(partial(write, *update), lambda writes: writes[0]())
+        channel.engine.write = lambda *update: axis.together(
+            partial(write, *update), lambda writes: writes[0]()
+        )
     session.base.step = lambda: axis.together((session.base, step), _step)  # type: ignore
 
 
