@@ -1,6 +1,6 @@
-"""Occupancy: the long kernels of a step with other numbers of warps and registers, one of which may hide more waiting.
+"""Occupancy: the long kernels of a step with other numbers of warps and registers.
 
-`benchmarks/sass.py` predicts the time to issue instructions, and not how long memory and barriers make a warp wait.
+More warps hide more of the time for which memory and barriers make a warp wait.
 """
 
 from collections.abc import Callable

@@ -13,35 +13,15 @@ _STUB = Path(__file__).with_suffix(".pyi").read_text()
 _MODULE_OF = {
     name: module for module, name in re.findall(r"^from (\S+) import (\w+) as", _STUB, re.MULTILINE)
 }
-_RETURNED = {
-    "CommHook": "integrations.ddp",
-    "Coordinates": "core.link.coordinates",
-    "Follower": "feed.follower",
-    "Loaded": "checkpoint.newest",
-    "ShardWire": "wire.wire",
-}
-"""Where the classes are that functions return, and nobody makes."""
-
 __all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
-        raise AttributeError(f"module 'detonation' has no attribute {name!r}{_moved(name)}")
+        raise AttributeError(f"module 'detonation' has no attribute {name!r}")
     if _MODULE_OF[name] == "detonation":
         return import_module(f"detonation.{name}")
     return getattr(import_module(_MODULE_OF[name]), name)
-
-
-def _moved(name: str) -> str:
-    """The place of a name that stood here once; the lists of the faces are read as text, which loads no torch."""
-    faces = [
-        f
-        for f in ("schemes", "errors")
-        if f'"{name}",' in Path(__file__).with_name(f"{f}.py").read_text()
-    ]
-    places = [*faces, _RETURNED.get(name)]
-    return f": take detonation.{places[0]}.{name}" if places[0] else ""
 
 
 def __dir__() -> list[str]:

@@ -1,8 +1,6 @@
 """Who may import whom: one line per folder, held to the source."""
 
 import ast
-import importlib
-import re
 import subprocess
 import sys
 from functools import cache
@@ -276,28 +274,6 @@ def test_every_public_name_is_there():
     assert all(getattr(detonation, name) is not None for name in detonation.__all__)
     with pytest.raises(AttributeError, match=r"no attribute 'demi'$"):
         _ = detonation.demi
-
-
-@pytest.mark.parametrize(
-    ("name", "place"),
-    [
-        ("PeerLost", "detonation.errors"),
-        ("sparta", "detonation.schemes"),
-        ("random", "detonation.schemes"),
-        ("Scheme", "detonation.schemes"),
-        ("Coordinates", "detonation.core.link.coordinates"),
-        ("Loaded", "detonation.checkpoint.newest"),
-        ("CommHook", "detonation.integrations.ddp"),
-        ("ShardWire", "detonation.wire.wire"),
-        ("Follower", "detonation.feed.follower"),
-    ],
-)
-def test_a_name_that_moved_says_where_it_is(name, place):
-    with pytest.raises(
-        AttributeError, match=rf"no attribute '{name}': take {re.escape(place)}\.{name}$"
-    ):
-        getattr(detonation, name)
-    assert getattr(importlib.import_module(place), name).__name__ == name
 
 
 def test_every_scheme_is_in_its_face():

@@ -29,12 +29,11 @@ def triton_engine(
         from detonation.engines.triton.engine import TritonEngine
 
         reason = why_not_triton(codec)
-    note_engine(
-        f"is torch, because {reason}"
-        if reason
-        else "is triton, in kernels that have never run on a GPU"
-    )
-    return None if reason else TritonEngine(codec, layout, memory, runtime, room)
+    if reason:
+        note_engine(f"is torch, because {reason}")
+        return None
+    note_engine("is triton")
+    return TritonEngine(codec, layout, memory, runtime, room)
 
 
 def why_not(runtime: Runtime) -> str:

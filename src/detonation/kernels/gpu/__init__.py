@@ -1,5 +1,6 @@
 """Triton kernels for accelerators: encode, decode and inspect whole messages, each in one launch over all rows.
 
-Written for CUDA and held to the reference engine by Triton's interpreter; no run on a GPU yet. Offsets are int64, no
-two writes meet, and sums have a fixed order, but for those of whole numbers (`int8`).
+Triton's interpreter holds the kernels to the reference engine; they ran on one H200 (docs/gpu.md).
+Offsets are int64. No two programs write the same address. Sums have a fixed order; only sums of whole
+numbers (`int8`) do not.
 """
