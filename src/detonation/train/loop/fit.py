@@ -3,10 +3,10 @@
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,81 +37,137 @@ class Stopped(RunError):
         super().__init__(f"stopped by {self.signal} after step {after}")
 
 
+class Outcome(NamedTuple):
+    """The facts on which all ranks agreed in one step.
+
+    Args:
+        loss: The mean loss over all ranks.
+        asked: The signal that asks some rank to stop; 0 without one.
+        agreeing_s: Seconds for which this rank waited for the others' reports.
+    """
+
+    loss: float
+    asked: int
+    agreeing_s: float
+
+
 def fit(
     session: Session, done: int, until: int, report: Callable[[Record], None], stop: Stop
 ) -> None:
     """Trains from `done` finished steps to `until`. Collective.
 
-    After the last step of the recipe the optimizer synchronizes, so that all replicas hold the same weights. Every rank
-    hands `report` the record of each step. Where a signal sets `stop`, all stop after the same step.
+    After the last step of the recipe the optimizer synchronizes, so that all replicas hold the same
+    weights. Every rank hands `report` the record of each step. When a signal sets `stop`, all ranks
+    stop after the same step.
 
     Raises:
         NonFiniteLoss: On all ranks, with the weights that the step began with.
         Stopped: On all ranks, after a step in which `stop` was set on one.
-        Unsafe: On all ranks, where the optimizer refuses to go on.
+        Unsafe: On all ranks, if the optimizer refuses to go on.
     """
-    train = session.config.train
-    rounds = UnevenRounds(session, until) if train.balance else None
-    schedule, shard_sent = scheduler(session, done), shard_bytes_sent(session.model)
+    rounds = UnevenRounds(session, until) if session.config.train.balance else None
+    schedule = scheduler(session, done)
+    meter = _Meter(session)
     for step in range(done, until):
-        session.optimizer.renumber()  # before the data of the step are dealt out
-        began = time.perf_counter()
-        before, waited = (
-            session.optimizer.stats.bytes_sent_by_level,
-            session.optimizer.stats.waited_s,
-        )
-        lr, taking = float(session.optimizer.param_groups[0]["lr"]), _taking(session)
+        session.optimizer.renumber()  # before the data of the step are assigned
+        meter.begin()
         with _safely():
-            loss, asked, agreeing = (
-                rounds.gradients(step) if rounds else _gradients(session, step, stop)
-            )
-            computed = time.perf_counter()
+            outcome = rounds.gradients(step) if rounds else _gradients(session, step, stop)
+            meter.computed()
             session.optimizer.step()
             session.optimizer.zero_grad()
             schedule.step()
             if rounds and rounds.ends(step):
-                loss, asked, agreeing = rounds.agreed(stop)
-            if step + 1 == train.steps:
+                outcome = rounds.agreed(stop)
+            if step + 1 == session.config.train.steps:
                 session.optimizer.synchronize()
-        seconds, step_s = time.perf_counter() - began, time.perf_counter() - computed
-        step_s -= agreeing if rounds else 0.0  # rounds agree after the optimizer's step
-        waited = session.optimizer.stats.waited_s - waited
-        session.waits.add(seconds, waited + agreeing)
-        now = session.optimizer.stats.bytes_sent_by_level
+        meter.end(outcome, agreed_late=rounds is not None)
+        held_out = _held_out(session, step + 1)
+        report(meter.record(step + 1, outcome, held_out))
+        if outcome.asked and step + 1 < until:
+            raise Stopped(outcome.asked, step + 1)
+
+
+class _Meter:
+    """Times one step after the other, and counts the bytes of each."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._shard_sent = shard_bytes_sent(session.model)
+
+    def begin(self) -> None:
+        """Notes the state before a step."""
+        stats = self._session.optimizer.stats
+        self._began = time.perf_counter()
+        self._sent_before = stats.bytes_sent_by_level
+        self._waited_before = stats.waited_s
+        self._lr = float(self._session.optimizer.param_groups[0]["lr"])
+        self._taking = _taking(self._session)
+
+    def computed(self) -> None:
+        """Notes that gradients are there and the optimizer's step begins."""
+        self._computed = time.perf_counter()
+
+    def end(self, outcome: Outcome, agreed_late: bool) -> None:
+        """Notes the end of a step.
+
+        Args:
+            agreed_late: Whether ranks agreed after the optimizer's step, as in rounds of uneven length.
+        """
+        now = time.perf_counter()
+        self._seconds = now - self._began
+        self._step_s = now - self._computed
+        if agreed_late:
+            self._step_s -= outcome.agreeing_s
+        stats = self._session.optimizer.stats
+        self._waited = stats.waited_s - self._waited_before
+        self._sent = stats.bytes_sent_by_level
+        self._session.waits.add(self._seconds, self._waited + outcome.agreeing_s)
+
+    def record(self, step: int, outcome: Outcome, held_out: Mapping[str, Any]) -> Record:
+        """The record of the step that ended: bytes are sums over the shards of a replica. Collective."""
+        session = self._session
         sent = [
-            session.world.over_shards(late - early) for early, late in zip(before, now, strict=True)
+            session.world.over_shards(after - before)
+            for before, after in zip(self._sent_before, self._sent, strict=True)
         ]
-        held_out: dict[str, Any] = {}
-        if step + 1 == train.steps or (
-            train.validate_every and (step + 1) % train.validate_every == 0
-        ):
-            held_out = validate(session)
-            if step + 1 == train.steps and train.bleu_sentences:
-                held_out |= translate(session)
-        levels = dict(zip((level.axis for level in session.config.levels), sent, strict=True))
+        axes = [level.axis for level in session.config.levels]
         record = Record(
-            step + 1,
-            loss,
-            lr,
-            seconds,
+            step,
+            outcome.loss,
+            self._lr,
+            self._seconds,
             sum(sent),
-            waited,
-            step_s,
-            levels,
-            taking=taking,
+            self._waited,
+            self._step_s,
+            dict(zip(axes, sent, strict=True)),
+            taking=self._taking,
             **held_out,
         )
         if session.device.type == "cpu" and not isinstance(session.world, Alone):
-            # An accelerator computes while its host waits, and the replicas of a simulation compute in turns.
-            record = replace(record, agreeing_s=agreeing)
+            # An accelerator computes while its host waits, and replicas of a simulation take turns.
+            record = replace(record, agreeing_s=outcome.agreeing_s)
         if session.config.mesh.shard_wire:
-            shard_sent, before_it = shard_bytes_sent(session.model), shard_sent
-            record = replace(
-                record, shard_bytes_sent=session.world.over_shards(shard_sent - before_it)
-            )
-        report(record)
-        if asked and step + 1 < until:
-            raise Stopped(asked, step + 1)
+            record = replace(record, shard_bytes_sent=self._shard_bytes())
+        return record
+
+    def _shard_bytes(self) -> int:
+        """The bytes on the shard wire since the last record. Collective."""
+        before = self._shard_sent
+        self._shard_sent = shard_bytes_sent(self._session.model)
+        return self._session.world.over_shards(self._shard_sent - before)
+
+
+def _held_out(session: Session, steps: int) -> dict[str, Any]:
+    """What evaluation finds after `steps` steps; empty if no evaluation is due. Collective."""
+    train = session.config.train
+    last = steps == train.steps
+    if not last and not (train.validate_every and steps % train.validate_every == 0):
+        return {}
+    found: dict[str, Any] = validate(session)
+    if last and train.bleu_sentences:
+        found |= translate(session)
+    return found
 
 
 def backward(session: Session, step: int) -> None:
@@ -147,8 +203,8 @@ class UnevenRounds:
         """True for the last step of a round or of the run."""
         return (step + 1) % self._every == 0 or step + 1 == self._until
 
-    def gradients(self, step: int) -> tuple[float, int, float]:
-        """Computes the gradients of one step's examples, unless this replica sits it out; as `_gradients`."""
+    def gradients(self, step: int) -> Outcome:
+        """Computes the gradients of one step's examples, unless this replica sits it out."""
         session = self._session
         if not session.optimizer.idle and not self._lost_at:
             total = 0.0
@@ -164,10 +220,10 @@ class UnevenRounds:
         elif math.isnan(self._loss):  # in the middle of a round that an earlier start began
             with torch.no_grad():
                 self._loss = sum(float(loss) for loss in _losses(session, step))
-        return self._loss, 0, 0.0
+        return Outcome(self._loss, asked=0, agreeing_s=0.0)
 
-    def agreed(self, stop: Stop) -> tuple[float, int, float]:
-        """The mean loss of the round over all ranks, the signal as `_agreed` returns it, and the seconds of waiting."""
+    def agreed(self, stop: Stop) -> Outcome:
+        """The outcome of the round over all ranks. Collective."""
         own = [
             sum(self._losses),
             len(self._losses),
@@ -192,14 +248,14 @@ class UnevenRounds:
         asked = self._session.world.stopped_by(
             [number for _, _, _, number, *_ in reports], stop.number
         )
-        return self._loss, asked, agreeing
+        return Outcome(self._loss, asked, agreeing)
 
 
-def _gradients(session: Session, step: int, stop: Stop) -> tuple[float, int, float]:
-    """Computes the gradients of one step's examples.
+def _gradients(session: Session, step: int, stop: Stop) -> Outcome:
+    """Computes the gradients of one step's examples, and agrees on their loss. Collective.
 
-    Returns the mean loss and the signal as `_agreed` does, and the seconds for which this rank waited for them.
-    Gradients that leave during backward cannot be taken back, so ranks agree on the loss before, otherwise during it.
+    Gradients that leave during backward cannot be taken back. Under such schemes ranks agree on the
+    loss before the last backward; under the others, while it computes.
     """
     losses: list[torch.Tensor] = []
     for loss in _losses(session, step):
@@ -218,14 +274,12 @@ def _gradients(session: Session, step: int, stop: Stop) -> tuple[float, int, flo
     arrived = reports()
     agreeing = time.perf_counter() - began
     session.waits.meet([seconds for _, _, *seconds in arrived], session.world.sizes)
-    agreed = (
-        _agreed(session, step, arrived),
-        session.world.stopped_by([row[1] for row in arrived], stop.number),
-    )
+    mean = _mean_loss(session, step, arrived)
+    asked = session.world.stopped_by([row[1] for row in arrived], stop.number)
     if innermost.worth_overlapping:
         with session.optimizer.overlap():
             loss.backward()  # type: ignore[no-untyped-call]
-    return *agreed, agreeing
+    return Outcome(mean, asked, agreeing)
 
 
 def _losses(session: Session, step: int) -> Iterator[torch.Tensor]:
@@ -246,24 +300,27 @@ def _losses(session: Session, step: int) -> Iterator[torch.Tensor]:
         )
         with autocast(session):
             output = session.model(**to(examples, session.device))
-            loss = getattr(output, "loss", None)
-            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                is_now = (
-                    f"is {loss!r:.40}"
-                    if not isinstance(loss, torch.Tensor)
-                    else f"has the shape {[*loss.shape]}"
-                )
-                said = f"model {session.config.model.name} returns a {type(output).__name__} whose .loss {is_now}"
-                raise ValueError(f"{said}, must return .loss, a tensor of one number (and .logits)")
-            loss = loss / train.accumulate
+            loss = _loss_of(output, session.config.model.name) / train.accumulate
         yield loss
 
 
-def _agreed(session: Session, step: int, reports: list[list[float]]) -> float:
-    """The mean loss over all ranks.
+def _loss_of(output: Any, model: str) -> torch.Tensor:
+    """The loss in a model's output. Raises `ValueError` unless it is a tensor of one number."""
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return loss
+    if isinstance(loss, torch.Tensor):
+        wrong = f"has the shape {[*loss.shape]}"
+    else:
+        wrong = f"is {loss!r:.40}"
+    raise ValueError(
+        f"model {model} returns a {type(output).__name__} whose .loss {wrong}, "
+        "must return .loss, a tensor of one number (and .logits)"
+    )
 
-    Raises `NonFiniteLoss` on all of them where the loss is not finite on one.
-    """
+
+def _mean_loss(session: Session, step: int, reports: list[list[float]]) -> float:
+    """The mean loss over all ranks. Raises `NonFiniteLoss` if the loss of one rank is not finite."""
     for rank, (value, *_) in enumerate(reports):
         if not math.isfinite(value):
             raise NonFiniteLoss(

@@ -40,44 +40,58 @@ class Question:
 
 
 def plan(question: Question) -> dict[str, Any]:
-    """The ranked schemes with their costs, in plain values. Raises `ValueError` for a question that is not complete."""
+    """Ranks schemes by cost. Returns plain values.
+
+    Raises:
+        ValueError: The question is incomplete, or a value is out of range.
+    """
+    _check(question)
+    profile = Profile.read(question.profile) if question.profile else None
+    if profile is not None:
+        _same_world(question, profile)
+    if question.recipe:
+        training = _of_recipe(question, profile)
+    else:
+        training = _of_parameters(question, profile)
+    network = _network(question, profile, training)
+    work = _work(question, profile, training)
+    steps = question.steps or training.steps
+    parameters = sum(work.sizes.values())
+    goal = Goal(training.replicas, parameters, steps, training.losses_of, question.optimizer)
+    tuned = [pair for pair in training.tuned if question.optimizer in (None, pair[1])]
+    candidates = options(tuned or pairs(goal), work, network, goal)
+    found = advise(candidates, work, network, goal, settings=training.settings)
+    if not tuned:
+        found["optimizer"] = _named_optimizer(found["first"])
+    return found
+
+
+def _check(question: Question) -> None:
+    """Raises `ValueError` for a question that names too little, too much or an unknown optimizer."""
     if (question.recipe is None) == (question.parameters is None):
         raise ValueError("plan needs a recipe or --parameters, one of the two")
     if (question.profile is None) == (question.link is None):
         raise ValueError(
-            "plan needs --profile (made by detonation probe) or --link RATE[,LATENCY], one of the two"
+            "plan needs --profile (made by detonation probe) or --link RATE[,LATENCY], "
+            "one of the two"
         )
-    profile = Profile.read(question.profile) if question.profile else None
-    if profile is not None:
-        _same_world(question, profile)
-    training = (
-        _of_recipe(question, profile) if question.recipe else _of_parameters(question, profile)
-    )
-    if profile is not None:
-        network = Network.of_axis(profile.axes["replicate"], profile.shards)
-    else:
-        network = Network.of_link_speed(
-            LinkSpeed.parse(question.link or ""), training.replicas, training.shards
-        )
-    work, optimizer = _work(question, profile, training), question.optimizer
-    if optimizer is not None and optimizer not in optimizers():
-        raise unknown("--optimizer", optimizer, optimizers())
+    if question.optimizer is not None and question.optimizer not in optimizers():
+        raise unknown("--optimizer", question.optimizer, optimizers())
     require(question.steps is None or question.steps >= 1, "--steps", question.steps, "at least 1")
-    steps = question.steps or training.steps
-    goal = Goal(training.replicas, sum(work.sizes.values()), steps, training.losses_of, optimizer)
-    tuned = [pair for pair in training.tuned if optimizer in (None, pair[1])]
-    found = advise(
-        options(tuned or pairs(goal), work, network, goal),
-        work,
-        network,
-        goal,
-        settings=training.settings,
-    )
-    if not tuned:  # the flags must name the optimizer; a learning rate does not carry over
-        best = found["first"]
-        kept = {key: value for key, value in best["optimizer_settings"].items() if key != "lr"}
-        found["optimizer"] = {"name": best["optimizer"].removesuffix(" without momentum"), **kept}
-    return found
+
+
+def _network(question: Question, profile: Profile | None, training: "_Training") -> Network:
+    """The network between the replicas, as measured or as the question states it."""
+    if profile is not None:
+        return Network.of_axis(profile.axes["replicate"], profile.shards)
+    link = LinkSpeed.parse(question.link or "")
+    return Network.of_link_speed(link, training.replicas, training.shards)
+
+
+def _named_optimizer(best: Mapping[str, Any]) -> dict[str, Any]:
+    """The optimizer of a candidate as flags name it, without a learning rate, which does not carry over."""
+    kept = {key: value for key, value in best["optimizer_settings"].items() if key != "lr"}
+    return {"name": best["optimizer"].removesuffix(" without momentum"), **kept}
 
 
 def count(text: str) -> int:
