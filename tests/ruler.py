@@ -24,16 +24,16 @@ MOST_COLUMNS = 100
 MOST_COGNITIVE = 15
 
 CEILINGS: dict[str, float] = {
-    "tokens of src": 280_444,
-    "tokens of core": 80_375,
+    "tokens of src": 281_000,  # a string broken at 100 columns is two tokens
+    "tokens of core": 80_450,  # likewise
     "tokens per line of code": 9.4,
     "nodes per statement": 9.2,
-    "packed assignments per 1,000 statements": 33,
-    "conditional expressions per 1,000 statements": 49,
-    "lines over 100 columns": 2_551,
-    "cognitive complexity of src": 6_958,
+    "packed assignments per 1,000 statements": 32.5,
+    "conditional expressions per 1,000 statements": 48.5,
+    "lines over 100 columns": 209,
+    "cognitive complexity of src": 6_946,
     "functions of core over cognitive 15": 13,
-    "functions of src over cognitive 15, without kernels": 35,
+    "functions of src over cognitive 15, without kernels": 33,
     "own modules that one module imports, at most": 29,
     "modules that core names in strings": 5,
     "hasattr and getattr in core": 25,

@@ -1,4 +1,5 @@
-"""The training loop of one rank: a step is forward and backward, agreement on loss and signals, and the update."""
+"""The training loop of one rank: a step is forward and backward, agreement on loss and signals, and
+the update."""
 
 import math
 import signal
@@ -22,15 +23,18 @@ from detonation.wire.units import shard_bytes_sent
 
 
 class Unsafe(RunError):
-    """The optimizer refuses to go on: non-finite gradients, refused messages or desync; raised on all ranks."""
+    """The optimizer refuses to go on: non-finite gradients, refused messages or desync; raised on
+    all ranks."""
 
 
 class NonFiniteLoss(RunError):
-    """A replica's loss is NaN or infinite; raised on all ranks, before the step that would have spread it."""
+    """A replica's loss is NaN or infinite; raised on all ranks, before the step that would have
+    spread it."""
 
 
 class Stopped(RunError):
-    """A signal has asked some rank to stop; raised on all ranks at the end of the same step, `after` steps in all."""
+    """A signal has asked some rank to stop; raised on all ranks at the end of the same step,
+    `after` steps in all."""
 
     def __init__(self, number: int, after: int) -> None:
         self.signal, self.after = signal.Signals(number).name, after
@@ -112,7 +116,8 @@ class _Meter:
         """Notes the end of a step.
 
         Args:
-            agreed_late: Whether ranks agreed after the optimizer's step, as in rounds of uneven length.
+            agreed_late: Whether ranks agreed after the optimizer's step, as in rounds of uneven
+                length.
         """
         now = time.perf_counter()
         self._seconds = now - self._began
@@ -125,7 +130,10 @@ class _Meter:
         self._session.waits.add(self._seconds, self._waited + outcome.agreeing_s)
 
     def record(self, step: int, outcome: Outcome, held_out: Mapping[str, Any]) -> Record:
-        """The record of the step that ended: bytes are sums over the shards of a replica. Collective."""
+        """The record of the step that ended: bytes are sums over the shards of a replica.
+
+        Collective.
+        """
         session = self._session
         sent = [
             session.world.over_shards(after - before)
@@ -185,11 +193,12 @@ def _taking(session: Session) -> int | None:
 
 
 class UnevenRounds:
-    """Gradients where each replica takes the steps for which it has time, and all agree on losses once per round.
+    """Gradients where each replica takes the steps for which it has time, and all agree on losses
+    once per round.
 
-    A replica whose loss is not finite takes no more steps until the end of the round, where all hear of it; so do they
-    of a signal to stop. The loss of a step is the mean over all ranks in the round before, and in the first round the
-    latest loss of this rank.
+    A replica whose loss is not finite takes no more steps until the end of the round, where all
+    hear of it; so do they of a signal to stop. The loss of a step is the mean over all ranks in the
+    round before, and in the first round the latest loss of this rank.
     """
 
     def __init__(self, session: Session, until: int) -> None:
@@ -285,8 +294,9 @@ def _gradients(session: Session, step: int, stop: Stop) -> Outcome:
 def _losses(session: Session, step: int) -> Iterator[torch.Tensor]:
     """Yields the loss of each micro-batch of this rank, as a share of their mean."""
     train = session.config.train
-    # Dropout is a function of seed, step and rank, so that a resumed run draws what an uninterrupted one does.
-    # On a CPU its generator alone: `torch.manual_seed` queues a call, with a stack trace, for each absent accelerator.
+    # Dropout is a function of seed, step and rank, so that a resumed run draws what an
+    # uninterrupted one does. On a CPU its generator alone: `torch.manual_seed` queues a call, with
+    # a stack trace, for each absent accelerator.
     seeded = torch.default_generator if session.device.type == "cpu" else torch
     seeded.manual_seed((session.config.seed * 1_000_003 + step) * session.world_size + session.rank)
     for micro in range(train.accumulate):
@@ -320,18 +330,23 @@ def _loss_of(output: Any, model: str) -> torch.Tensor:
 
 
 def _mean_loss(session: Session, step: int, reports: list[list[float]]) -> float:
-    """The mean loss over all ranks. Raises `NonFiniteLoss` if the loss of one rank is not finite."""
+    """The mean loss over all ranks.
+
+    Raises `NonFiniteLoss` if the loss of one rank is not finite.
+    """
     for rank, (value, *_) in enumerate(reports):
         if not math.isfinite(value):
             raise NonFiniteLoss(
-                f"the loss is {value} at step {step + 1} on {rank_in_words(rank, session.world.sizes)}"
+                f"the loss is {value} at step {step + 1} on"
+                f" {rank_in_words(rank, session.world.sizes)}"
             )
     return sum(value for value, *_ in reports) / len(reports)
 
 
 @contextmanager
 def _safely() -> Iterator[None]:
-    """Turns the errors with which the optimizer refuses to go on into `Unsafe`; accelerators raise in backward, too."""
+    """Turns the errors with which the optimizer refuses to go on into `Unsafe`; accelerators raise
+    in backward, too."""
     try:
         yield
     except (NonFiniteGradient, BadPeer, Desync) as error:  # on all ranks at once, in the same words
