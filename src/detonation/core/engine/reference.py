@@ -71,6 +71,9 @@ class ReferenceEngine(Rule):
             (cached,) * 3 if self._on_cpu else (released_at_once(*sizes), *selected_at_once(*sizes))
         )
         self._some, self._absorbed_rows, self._selected_rows = at_once  # rows of one operation
+        self._encoded_at_once = self._selected_rows
+        if codec.dense or (self._on_cpu and codec.selection.shared):
+            self._encoded_at_once = layout.rows
         self._block = cache(partial(Bucket.of, layout))  # messages cannot be cut everywhere
         self.is_heavy = not self._on_cpu and is_heavy(codec)
         """True if what `encode` returns is so large that it is to be released before the message is
@@ -108,38 +111,42 @@ class ReferenceEngine(Rule):
 
         Shapes: one local shape per parameter -> values `[rows, k]`.
         """
-        codec, rows = self.codec, self.layout.rows
-        some = (
-            rows
-            if codec.dense or (self._on_cpu and codec.selection.shared)
-            else self._selected_rows
-        )
-        if rows <= some:
-            selected = self.select(signals, step, bad, out)
-            if bad is not None or selected.indices is not None:
-                selected = self._narrow(selected, bad)
-            if self._by_block:
-                self.subtract([self.of_one(selected.values, selected).whole()])
-            return selected
+        if self.layout.rows > self._encoded_at_once:
+            return self._encode_blocks(signals, step, bad, out)
+        selected = self.select(signals, step, bad, out)
+        if bad is not None or selected.indices is not None:
+            selected = self._narrow(selected, bad)
+        if self._by_block:
+            self.subtract([self.of_one(selected.values, selected).whole()])
+        return selected
+
+    def _encode_blocks(
+        self,
+        signals: Sequence[Tensor | None],
+        step: int,
+        bad: Tensor | None,
+        out: Tensor | None,
+    ) -> Selected:
+        """`encode`, one block of rows after the other, which takes less memory."""
+        codec = self.codec
+        rows = self.layout.rows
         shared = codec.shared_indices(rows, step, self._seed, self.device)
-        values = (
-            torch.empty(rows, codec.selection.k, dtype=torch.float32, device=self.device)
-            if out is None
-            else out
-        )
+        values = out
+        if values is None:
+            shape = rows, codec.selection.k
+            values = torch.empty(shape, dtype=torch.float32, device=self.device)
         indices = torch.empty(values.shape, dtype=codec.index_coding.dtype, device=self.device)
         for first, flat, memory in self._absorbed_parts(signals, bad):
-            for start in range(0, len(flat), some):
-                block = flat[start : start + some]
-                place = slice(first + start, first + start + len(block))
-                here = None if shared is None else shared[place]
-                picked = codec.pick(codec.basis.forward(block), here, out=values[place])
+            for start in range(0, len(flat), self._selected_rows):
+                block = flat[start : start + self._selected_rows]
+                target = slice(first + start, first + start + len(block))
+                known = None if shared is None else shared[target]
+                picked = codec.pick(codec.basis.forward(block), known, out=values[target])
                 assert picked.indices is not None
-                indices[place] = narrow(picked.indices)
+                indices[target] = narrow(picked.indices)
                 if self._by_block and memory:
-                    memory.release(
-                        [self.update(self.of_one(picked.values, picked).whole(), Mean())]
-                    )
+                    sent = self.of_one(picked.values, picked).whole()
+                    memory.release([self.update(sent, Mean())])
                 del block, picked  # before the next one is made
             del flat
         if bad is not None:

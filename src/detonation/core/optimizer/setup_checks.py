@@ -251,34 +251,42 @@ def check_layout(
             raise ValueError(f'the axis has {names}: pass one, mesh["replicate"]')
     others = {rank for axis in axes for rank in axis.mesh.flatten().tolist()} - {dist.get_rank()}
     for module in model.modules():
-        if isinstance(module, FullyShardedDataParallel):
-            raise ValueError(
-                f"FullyShardedDataParallel (FSDP1) hides its shards: use FSDP2, {_INSIDE}"
-            )
-        if isinstance(module, DistributedDataParallel):
-            _check_averaged(module, others, intra_node)
+        _check_wrapper(module, others, intra_node)
     for name, parameter in parameters.items():
-        if parameter.device.type == "meta":
-            raise ValueError(
-                f"{name} is on the meta device, and has no weights yet: model.to_empty(device=...),"
-                ' initialise them, detonation.same_weights(model, mesh["replicate"])'
-            )
-        if isinstance(parameter, DTensor):
-            ranks = parameter.device_mesh.mesh.flatten().tolist()
-            if others & set(ranks):
-                kind = (
-                    "by hybrid sharding (HSDP)"
-                    if parameter.device_mesh.ndim > 1
-                    else "or the axis is the wrong one"
-                )
-                raise ValueError(
-                    f"{name} lies on ranks {_listed(ranks)}, so replicas share it ({kind}): shard"
-                    " inside the replica, "
-                    f'{_INSIDE}, and pass the axis between replicas, mesh["replicate"]'
-                )
+        _check_parameter(name, parameter, others)
     if any(scheme.signal != "nothing" for _, scheme in levels):
         _check_whole(parameters, intra_node)
     _warn_alone(axes, parameters)
+
+
+def _check_wrapper(module: nn.Module, others: set[int], intra_node: DeviceMesh | None) -> None:
+    """Raises `ValueError` for a wrapper that hides shards or averages over the `others`."""
+    if isinstance(module, FullyShardedDataParallel):
+        raise ValueError(f"FullyShardedDataParallel (FSDP1) hides its shards: use FSDP2, {_INSIDE}")
+    if isinstance(module, DistributedDataParallel):
+        _check_averaged(module, others, intra_node)
+
+
+def _check_parameter(name: str, parameter: Tensor, others: set[int]) -> None:
+    """Raises `ValueError` for a parameter without weights, or one that is sharded over the `others`."""
+    if parameter.device.type == "meta":
+        raise ValueError(
+            f"{name} is on the meta device, and has no weights yet: model.to_empty(device=...), "
+            'initialise them, detonation.same_weights(model, mesh["replicate"])'
+        )
+    if not isinstance(parameter, DTensor):
+        return
+    ranks = parameter.device_mesh.mesh.flatten().tolist()
+    if others.isdisjoint(ranks):
+        return
+    if parameter.device_mesh.ndim > 1:
+        cause = "by hybrid sharding (HSDP)"
+    else:
+        cause = "or the axis is the wrong one"
+    raise ValueError(
+        f"{name} lies on ranks {_listed(ranks)}, so replicas share it ({cause}): shard inside the "
+        f'replica, {_INSIDE}, and pass the axis between replicas, mesh["replicate"]'
+    )
 
 
 def _check_whole(parameters: Mapping[str, Tensor], intra_node: DeviceMesh | None) -> None:
