@@ -23,17 +23,16 @@ if TYPE_CHECKING:
 
 
 class Aggregation(Protocol):
-    """A pure function from the coefficients of all replicas to one update, with the same bits on
-    every replica.
+    """Makes one update of the coefficients of all replicas. Pure, with the same bits on every
+    replica.
 
-    Indices within a row are unique, so no two writes of one replica collide, and replicas are added
+    Indices within a row are unique, so two writes of one replica never collide. Replicas are added
     in their order.
     """
 
     @property
     def rowwise(self) -> bool:
-        """True if each row of the result depends only on the same row of the messages; False for a
-        `NormWeighing`."""
+        """True if a row of the result depends only on the same row of the messages."""
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
         """Aggregates one message per replica.
@@ -54,19 +53,19 @@ class _Rowwise:
 
 @dataclass(frozen=True)
 class Mean(_Rowwise):
-    """The mean over all replicas; a replica that does not send a coefficient counts as 0."""
+    """Mean over all replicas. A replica that does not send a coefficient counts as 0."""
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
         total = scatter_sum(values, indices, chunk)
         return (
             total.div_(len(values)) if len(values) > 1 else total
-        )  # of one message it may be that message
+        )  # the sum of one message may share its memory
 
 
 @dataclass(frozen=True)
 class MeanNonzero(_Rowwise):
-    """The mean over the replicas that sent a coefficient other than 0, as in the code published
-    with DeMo."""
+    """Mean over the replicas that sent a coefficient other than 0, as in the code published with
+    DeMo."""
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
         senders = scatter_sum((values != 0).to(values.dtype), indices, chunk)
@@ -75,7 +74,7 @@ class MeanNonzero(_Rowwise):
 
 @dataclass(frozen=True)
 class MajorityVote(_Rowwise):
-    """The sign that most replicas sent, times the mean magnitude; 0 where the vote is tied."""
+    """The sign that most replicas sent, times the mean magnitude; 0 for a tie."""
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
         signs = scatter_sum(values.sign(), indices, chunk).sign()
@@ -84,10 +83,10 @@ class MajorityVote(_Rowwise):
 
 @dataclass(frozen=True)
 class RescaledMean(_Rowwise):
-    """The mean over all replicas, each row as long as those of the replicas are on average.
+    """Mean over all replicas, each row scaled to the mean length of the replicas' rows.
 
-    Messages that point in different directions have a mean shorter than each: by the square root of
-    their number where they have nothing in common. A row gets no longer than by that factor.
+    The mean of messages that point in different directions is shorter than each of them: by the
+    square root of their number if they are orthogonal. A row is scaled up by that factor at most.
     """
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
@@ -102,8 +101,8 @@ class RescaledMean(_Rowwise):
 
 
 class NormWeighing(Aggregation, Protocol):
-    """An aggregation that weighs each message by the norms of all: one pass over the messages comes
-    before it."""
+    """An aggregation that weighs messages by their norms, which takes one pass over all messages
+    first."""
 
     def weights(self, norms: Tensor) -> Tensor:
         """The weight of each replica.
@@ -114,10 +113,10 @@ class NormWeighing(Aggregation, Protocol):
 
 @dataclass(frozen=True)
 class ClippedMean:
-    """The mean over replicas, each scaled down to the median of their norms (SparseLoCo, arXiv
+    """Mean over replicas, each scaled down to the median of their norms (SparseLoCo, arXiv
     2508.15706).
 
-    A replica whose values are far too large, or an attacker, does not dominate the others.
+    One replica with far too large values, faulty or hostile, cannot dominate the others.
     """
 
     rowwise: ClassVar[bool] = False
@@ -128,7 +127,7 @@ class ClippedMean:
         )
 
     def weights(self, norms: Tensor) -> Tensor:  # [replicas] fp32 -> the same
-        empty = norms <= 0  # torch.nanmedian waits for a device to count them, in some versions
+        empty = norms <= 0  # torch.nanmedian makes the host wait for the device in some versions
         rising = norms.masked_fill(empty, torch.inf).sort().values
         middle = rising.gather(
             0, empty.logical_not().sum(0, keepdim=True).sub_(1).clamp_(min=0) // 2
@@ -138,7 +137,7 @@ class ClippedMean:
 
 @dataclass(frozen=True)
 class WeightedMean:
-    """The mean over all replicas of messages with a weight for each replica, `[replicas]` fp32."""
+    """Mean over all replicas, with a weight for each replica: `[replicas]` fp32."""
 
     of_replicas: Tensor
     rowwise: ClassVar[bool] = True
@@ -148,10 +147,11 @@ class WeightedMean:
 
 
 def message_norms(blocks: Iterable[Tensor], rows: int) -> Tensor:
-    """The norm of each message, whatever the blocks of rows in which they are read.
+    """The norm of each message. It does not depend on how the messages are cut into blocks.
 
     Args:
-        rows: Of a message.
+        blocks: Consecutive blocks of rows of all messages.
+        rows: Rows of a whole message.
 
     Shapes: `[replicas, rows, k]` fp32 each -> `[replicas]` fp32.
     """
@@ -159,7 +159,7 @@ def message_norms(blocks: Iterable[Tensor], rows: int) -> Tensor:
     for block in blocks:
         sums = sums or SumOfSquares(len(block), rows * block.shape[-1], block.device)
         sums.add(block.flatten(1))
-        del block  # before the next one is read
+        del block  # free the block before the next one is read
     assert sums is not None
     return square_root(sums.total())
 
@@ -171,12 +171,12 @@ AGGREGATIONS: dict[str, Aggregation] = {
     "clipped_mean": ClippedMean(),
     "rescaled_mean": RescaledMean(),
 }
-"""Every aggregation by name."""
+"""Aggregations by name."""
 
 
 @dataclass(frozen=True)
 class Divided:
-    """The mean of messages that the network has added up already."""
+    """Mean of messages that the network has already added up."""
 
     replicas: int
     rowwise: ClassVar[bool] = True
@@ -189,19 +189,19 @@ class Divided:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """The coefficients that the replicas sent of some rows.
+    """The coefficients that all replicas sent for some rows.
 
     Args:
         values: `[replicas, rows, k]` fp32.
-        indices: `[replicas, rows, k]` integer; `[rows, k]` where all replicas sent the same ones;
-            None where the values are whole rows.
+        indices: `[replicas, rows, k]` integer; `[rows, k]` if all replicas sent the same ones; None
+            if `values` are whole rows.
     """
 
     values: Tensor
     indices: Tensor | PackedIndices | None
 
     def part(self, first: int, end: int) -> Coefficients:
-        """The coefficients of the rows from `first` to below `end`."""
+        """The coefficients of rows `first` to `end`, `end` excluded."""
         indices = None if self.indices is None else narrow(self.indices)[..., first:end, :]
         return Coefficients(self.values[:, first:end], indices)
 
@@ -213,14 +213,13 @@ class Coefficients:
         )
 
     def is_sparse(self, chunk: int) -> bool:
-        """True if the inverse of a basis is a sum over coefficients: of few, of which each replica
-        chose its own."""
+        """True if the inverse transform is a sum over few coefficients, of which each replica chose
+        its own."""
         replicas, _, k = self.values.shape
         return not self.shared and replicas * k <= most_summed(chunk)
 
     def joined(self) -> tuple[Tensor, Tensor]:
-        """All coefficients, times one over the number of replicas, and their indices, in replica
-        order.
+        """All coefficients divided by the number of replicas, with their indices, in replica order.
 
         An index that several replicas sent occurs several times.
 
@@ -242,5 +241,5 @@ def aggregate(coefficients: Coefficients, aggregation: Aggregation, chunk: int) 
     values, indices = coefficients.values, coefficients.indices
     if indices is not None and (not isinstance(indices, torch.Tensor) or indices.dim() == 3):
         return aggregation(values, narrow(indices), chunk)
-    together = aggregation(values, None, chunk)  # combined first, scattered once
+    together = aggregation(values, None, chunk)  # aggregated first, scattered once
     return together if indices is None else scatter_sum([together], [narrow(indices)], chunk)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _ONE = 1 << 120
 _PI = 0x3243F6A8885A308D313198A2E037073
-"""Pi, in units of 1 / _ONE."""
+"""Pi in units of 1 / _ONE."""
 
 
 class Basis(Protocol):
@@ -29,7 +29,7 @@ class Basis(Protocol):
 
     @property
     def tile(self) -> int:
-        """The side of the square tile that a row holds; 0 where a row is a run of neighbouring
+        """Side of the square tile that a row holds; 0 if a row is a run of neighbouring
         coordinates."""
 
     def forward(self, chunks: Tensor) -> Tensor: ...  # [rows, chunk] -> [rows, chunk]
@@ -58,7 +58,7 @@ class DCT:
 
     def forward(self, chunks: Tensor) -> Tensor:  # [rows, chunk] -> [rows, chunk]
         waves = dct_waves(chunks.shape[1], chunks.device)
-        if chunks.device.type == "cpu":  # where top-k reads coefficient by coefficient
+        if chunks.device.type == "cpu":  # columns in memory: top-k reads coefficient by coefficient
             return _product(waves, chunks).T
         return _product(chunks, waves)
 
@@ -66,7 +66,7 @@ class DCT:
         return product_in_order(coefficients, dct_waves(coefficients.shape[1], coefficients.device))
 
     def inverse_sparse(self, values: Tensor, indices: Tensor, chunk: int) -> Tensor:
-        """The inverse of rows with few nonzero coefficients; coefficients with the same index add
+        """The inverse of rows with few nonzero coefficients. Coefficients with the same index add
         up.
 
         Shapes: values `[rows, k]` fp32, indices `[rows, k]` integer -> `[rows, chunk]` fp32.
@@ -76,10 +76,10 @@ class DCT:
 
 @dataclass(frozen=True)
 class TileDCT:
-    """Orthonormal DCT-II of every tile along both sides, as in DeMo: two products with a matrix of
-    side `tile`.
+    """Orthonormal DCT-II of every tile along both sides, as in DeMo.
 
-    The inverse transforms lines of coefficients first, and then columns.
+    Each direction is a product with a matrix of side `tile`. The inverse transforms lines first,
+    then columns.
     """
 
     tile: int
@@ -100,15 +100,15 @@ class TileDCT:
 
 @lru_cache(maxsize=16)
 def dct_matrix(size: int, device: torch.device) -> Tensor:
-    """The matrix whose columns are the DCT-II basis vectors, the same bits on every machine.
+    """The matrix whose columns are the DCT-II basis vectors, with the same bits on every machine.
 
-    Computed in whole numbers: a cosine of a library differs in its last bit between processors, and
-    a basis computed by an FFT between thread counts; replicas would diverge.
+    It is computed in whole numbers. The cosine of a library differs in its last bit between
+    processors, and an FFT between thread counts; replicas would diverge.
 
     Shapes: -> `[size, size]` fp32.
     """
     at = torch.arange(size, dtype=torch.int64, device="cpu")
-    steps = torch.outer(2 * at + 1, at) % (4 * size)  # of a half turn, which has `2 * size`
+    steps = torch.outer(2 * at + 1, at) % (4 * size)  # steps of pi / (2 * size)
     scale = math.isqrt(2 * _ONE * _ONE // size)
     waves = [_cosine(number, 2 * size) * scale / (_ONE * _ONE) for number in range(2 * size + 1)]
     matrix = torch.tensor(waves, dtype=torch.float64, device="cpu")[
@@ -119,7 +119,7 @@ def dct_matrix(size: int, device: torch.device) -> Tensor:
 
 
 def _cosine(number: int, steps: int) -> int:
-    """The cosine of `number / steps` of pi, in units of 1 / _ONE, by its Taylor series."""
+    """The cosine of pi * `number` / `steps` in units of 1 / _ONE, by its Taylor series."""
     if 2 * number > steps:
         return -_cosine(steps - number, steps)
     square = (_PI * number // steps) ** 2 // _ONE
@@ -145,7 +145,9 @@ def _one_dnn() -> Callable[..., Tensor] | None:
 
 
 def _product(one: Tensor, other: Tensor) -> Tensor:
-    """`one @ other.T`, on a CPU by oneDNN: MKL, the default of torch, has half the throughput on
-    AMD processors."""
+    """`one @ other.T`; on a CPU by oneDNN.
+
+    MKL, the default of torch, has half the throughput on AMD processors.
+    """
     product = _one_dnn() if one.device.type == "cpu" and one.numel() and other.numel() else None
     return product(one, other, None, "none", [], "") if product else one @ other.T

@@ -1,4 +1,4 @@
-"""Codebooks: values in blocks, each with statistics of its own, and a packed code for every value."""
+"""Codebooks: values in blocks, with statistics per block and a packed code per value."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BlockCodebook:
-    """The base of the codebooks: a packed code of `width` bits per value, and a few statistics per
-    block of values.
+    """Base class: a packed code of `width` bits per value, and a few statistics per block of
+    values.
 
-    The statistics are sent in bf16, and the sender decodes its own message from them as every
-    receiver does.
+    Statistics are sent in bf16. The sender decodes its own message from them, as every receiver
+    does.
     """
 
     width: ClassVar[int]
@@ -46,7 +46,7 @@ class BlockCodebook:
         return decoded(packed, self.all_levels(statistics), 0, (rows, k), self.width, self.block)
 
     def all_levels(self, statistics: Tensor) -> Tensor:
-        """The levels of all blocks of each message, from the bytes of their statistics.
+        """The levels of all blocks of each message, from the bytes of the statistics.
 
         Shapes: `[..., nbytes]` uint8 -> `[..., blocks, 2**width]` fp32.
         """
@@ -76,7 +76,7 @@ class BlockCodebook:
         line = octets.reshape(-1)
         if (
             line.device.type == "cpu" or line.storage_offset() % 2
-        ):  # torch reads numbers at their own addresses only
+        ):  # torch needs aligned addresses for bf16
             line = line.clone()
         blocks = octets.shape[-1] // (2 * self.statistics)
         return line.view(torch.bfloat16).float().view(*octets.shape[:-1], blocks, self.statistics)
@@ -84,11 +84,12 @@ class BlockCodebook:
     def quantise(
         self, blocks: Tensor, counts: Tensor, negative_zeros: bool
     ) -> tuple[Tensor, Tensor]:
-        """The code of each value, and the statistics of each block.
+        """The code of each value and the statistics of each block.
 
         Args:
-            counts: The values of each block; those after them are padding, and zeros.
-            negative_zeros: The sign of zeros, where no code stands for zero.
+            blocks: Values, with zeros as padding after the last one of a block.
+            counts: Number of values in each block, without the padding.
+            negative_zeros: Whether zeros are sent as negative, if no code stands for zero.
 
         Shapes: blocks `[blocks, block]`, counts `[blocks, 1]` fp32 -> codes `[blocks, block]`
         integer, `[blocks, statistics]` fp32.
@@ -96,8 +97,7 @@ class BlockCodebook:
         raise NotImplementedError
 
     def levels(self, statistics: Tensor) -> Tensor:
-        """The value that each code of a block stands for: the statistics themselves, unless a
-        subclass says other.
+        """The value of each code of a block; by default the statistics themselves.
 
         Shapes: `[blocks, statistics]` fp32 -> `[blocks, 2**width]` fp32.
         """
@@ -113,7 +113,7 @@ class BlockCodebook:
 
 @dataclass(frozen=True)
 class Sign(BlockCodebook):
-    """One bit: the sign, times the mean magnitude of its block (Karimireddy et al., arXiv
+    """One bit: the sign, times the mean magnitude of the block (Karimireddy et al., arXiv
     1901.09847)."""
 
     width = 1
@@ -131,12 +131,11 @@ class Sign(BlockCodebook):
 
 @dataclass(frozen=True)
 class TwoBit(BlockCodebook):
-    """Two bits: values are split at 0 and at one standard deviation, and each part is decoded as
-    its mean.
+    """Two bits: values are split at 0 and at one standard deviation; each part decodes to its mean.
 
-    MuLoCo (arXiv 2505.23725) finds that two bits need the means of the parts, not evenly spaced
-    levels. The two parts next to 0 share the mean of their magnitudes, so that a zero reads as one
-    magnitude under either sign.
+    MuLoCo (arXiv 2505.23725) finds that two bits need the means of the parts instead of evenly
+    spaced levels. The two parts next to 0 share the mean of their magnitudes, so that a zero
+    decodes to the same magnitude with either sign.
     """
 
     width = 2
@@ -148,9 +147,7 @@ class TwoBit(BlockCodebook):
         size = blocks.abs()
         deviation = torch.linalg.vector_norm(blocks, dim=1, keepdim=True) / counts.sqrt()
         large, negative = size > deviation, is_negative(blocks, deviation, negative_zeros)
-        tails = (
-            blocks * large
-        )  # summed line by line: scatter_add would add in any order on an accelerator
+        tails = blocks * large  # sums along rows: scatter_add has no fixed order on an accelerator
         over, under = (
             part.sum(1, keepdim=True) for part in (tails.clamp(min=0), tails.clamp(max=0))
         )
@@ -170,10 +167,10 @@ class TwoBit(BlockCodebook):
 
 @dataclass(frozen=True)
 class E3M0(BlockCodebook):
-    """Four bits: a sign and seven powers of two, from the block's largest magnitude down (arXiv
+    """Four bits: a sign and one of seven powers of two below the block's largest magnitude (arXiv
     2501.18512).
 
-    As in every floating-point format, the smallest exponent stands for zero.
+    The smallest exponent stands for zero, as in every floating-point format.
     """
 
     width = 4
@@ -198,11 +195,11 @@ class E3M0(BlockCodebook):
 
 @dataclass(frozen=True)
 class Int8(BlockCodebook):
-    """Eight bits: 255 bins over six standard deviations on either side of 0, each decoded as its
+    """Eight bits: 255 bins over six standard deviations on either side of 0. A bin decodes to its
     mean.
 
-    As in INTELLECT-1 (arXiv 2412.01152), with one codebook per 65,536 values. The bins are centred
-    on 0 instead of on the mean of the values, and the bin that contains 0 is decoded as 0.
+    As in INTELLECT-1 (arXiv 2412.01152), with one codebook per 65,536 values. Here bins are centred
+    on 0 instead of on the mean of the values, and the bin that contains 0 decodes to 0.
     """
 
     width = 8
@@ -216,8 +213,7 @@ class Int8(BlockCodebook):
         bins = deviation.clamp_(min=1e-30) * (12 / 256)
         scaled = blocks / bins
         codes = scaled.round().clamp_(-127, 127).to(torch.int64).add_(128)
-        # a sum of whole numbers is exact, so its order, which an accelerator does not fix, does not
-        # matter
+        # sums of whole numbers are exact, so the order of scatter_add does not matter
         sizes = torch.zeros(len(blocks), 256, dtype=torch.float32, device=blocks.device)
         sizes.scatter_add_(1, codes, ones(len(blocks), blocks.device).expand_as(codes))
         sizes[:, 128:129] -= self.block - counts  # padding is zeros
@@ -231,16 +227,16 @@ class Int8(BlockCodebook):
 
 
 _FIXED_POINT = 4096
-"""Units in the width of a bin: the sum of a block is at most 2**41 of them, and fp64 holds each up
-to 2**53."""
+"""Units per width of a bin. The sum of a block is at most 2**41 units, and fp64 is exact up to
+2**53."""
 
 
 def is_negative(blocks: Tensor, scale: Tensor, negative_zeros: bool) -> Tensor:
-    """True where a value is sent as a negative number; the rounding error of values of size `scale`
-    counts as zero.
+    """True for values that are sent as negative. Rounding errors of values of size `scale` count as
+    zero.
 
-    A row of a memory that gets no more signals never returns to 0: first the rounding errors of the
-    basis stay, then denormal numbers, which no decay makes smaller.
+    A row of a memory without new signals never returns to 0. Rounding errors of the basis remain,
+    and later denormal numbers, which no decay makes smaller.
 
     Shapes: `[blocks, block]` and `[blocks, 1]` fp32 -> `[blocks, block]` bool.
     """
@@ -249,14 +245,14 @@ def is_negative(blocks: Tensor, scale: Tensor, negative_zeros: bool) -> Tensor:
 
 
 def blocked(lines: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """The values of several lines in blocks, the last one of a line zero-padded, and the number of
-    values in each.
+    """Cuts lines of values into blocks; zeros fill the last block of a line. Returns the number of
+    values per block, too.
 
     Shapes: `[..., n]` -> `[blocks, block]` and `[blocks, 1]` fp32.
     """
     missing = -lines.shape[-1] % block
     filled = torch.nn.functional.pad(lines, (0, missing)) if missing else lines
-    blocks = filled.reshape(-1, block)  # of one line after the other
+    blocks = filled.reshape(-1, block)  # the blocks of one line after those of the line before
     return blocks, _counts(
         len(blocks), filled.shape[-1] // block, block - missing, block, lines.device
     )
@@ -266,7 +262,7 @@ def blocked(lines: Tensor, block: int) -> tuple[Tensor, Tensor]:
 def _counts(
     blocks: int, blocks_of_a_line: int, last: int, block: int, device: torch.device
 ) -> Tensor:
-    """The number of values in each block: `last` in the last one of each line."""  # [blocks, 1]
+    """Number of values in each block: `last` in the last block of each line, `block` elsewhere."""  # [blocks, 1]
     counts = torch.full((blocks, 1), float(block), dtype=torch.float32, device=device)
     if blocks:
         counts[blocks_of_a_line - 1 :: blocks_of_a_line].fill_(float(last))
@@ -275,19 +271,23 @@ def _counts(
 
 @lru_cache(maxsize=64)
 def ones(count: int, device: torch.device) -> Tensor:
-    """Shapes: -> `[count, 1]` fp32."""
+    """A column of ones, made once.
+
+    Shapes: -> `[count, 1]` fp32.
+    """
     return torch.ones(count, 1, dtype=torch.float32, device=device)
 
 
 def decoded(
     packed: Tensor, levels: Tensor, first: int, shape: tuple[int, int], width: int, block: int
 ) -> Tensor:
-    """The values of rows of a message, or of several, from the packed codes of `width` bits.
+    """Decodes rows of one message or of several.
 
     Args:
-        levels: Of all blocks of each message, by code.
-        first: The block with which the rows begin.
-        shape: Rows, and values of a row.
+        packed: Codes of `width` bits.
+        levels: Values by code, for all blocks of each message.
+        first: Number of the block with which the rows begin.
+        shape: Number of rows, and values per row.
 
     Shapes: packed `[..., nbytes]` uint8, levels `[..., blocks, 2**width]` fp32 -> `[..., rows, k]`
     fp32.
@@ -306,23 +306,23 @@ def decoded(
         firsts = _firsts(levels.numel() // levels.shape[-1], levels.shape[-1], levels.device)
         places = (
             firsts.view(*levels.shape[:-1], 1)[..., some, :] + codes
-        )  # which take half the memory of int64
+        )  # int32 takes half the memory of int64
         values = levels.view(-1).index_select(0, places.view(-1)).view(codes.shape)
     return values.view(*messages, blocks * block)[..., :count].view(*messages, *shape)
 
 
 @lru_cache(maxsize=64)
 def _firsts(blocks: int, levels: int, device: torch.device) -> Tensor:
-    """The place of the first level of each block among those of all."""  # [blocks, 1] integer
+    """Index of the first level of each block in the flattened levels."""  # [blocks, 1] integer
     narrow = torch.int32 if blocks * levels < 2**31 else torch.int64
     return torch.arange(0, blocks * levels, levels, dtype=narrow, device=device).unsqueeze(1)
 
 
 @lru_cache(maxsize=8)
 def _powers(device: torch.device) -> Tensor:
-    """The share of the largest magnitude that each code of `E3M0` stands for."""
+    """The value of each code of `E3M0`, relative to the block's largest magnitude."""
     falling = torch.ones(8, dtype=torch.float32, device=device)
     for exponent in range(1, 8):
-        falling[exponent:] *= 0.5  # a library's `exp2` is exact on some processors alone
+        falling[exponent:] *= 0.5  # `exp2` is exact on some processors only
     falling[7] = 0
     return falling

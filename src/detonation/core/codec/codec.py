@@ -1,5 +1,4 @@
-"""A codec is basis x selection x precision: pure functions between a flat matrix and the message
-that is sent."""
+"""A codec: basis x selection x precision, pure functions between a flat matrix and a message."""
 
 from __future__ import annotations
 
@@ -29,12 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Selected:
-    """The coefficients that a message carries, before they are encoded.
+    """The coefficients of a message, before they are encoded.
 
     Args:
-        values: `[rows, k]` fp32; `[rows, 0]` where an engine has written them into a run, and
+        values: `[rows, k]` fp32; `[rows, 0]` if an engine has already written them into a run and
             nobody needs them.
-        indices: Of the values, as many, or None where `values` are whole rows.
+        indices: Indices of the values, in the same shape; None if `values` are whole rows.
     """
 
     values: Tensor
@@ -42,8 +41,7 @@ class Selected:
 
 
 class PartLengths(dict[int, tuple[int, ...]]):
-    """`Codec.lengths`: computed once for each number of rows, because every step asks for the same
-    few."""
+    """`Codec.lengths`, computed once per number of rows: every step asks for the same few."""
 
     def __init__(self, codec: Codec) -> None:
         self._of = codec
@@ -56,9 +54,9 @@ class PartLengths(dict[int, tuple[int, ...]]):
 
 @dataclass(frozen=True)
 class Codec:
-    """Turns a signal into a message, and messages into an update.
+    """Encodes a signal as a message, and decodes messages to an update.
 
-    See `Scheme.aligned` for its `alignment`.
+    `alignment` is explained at `Scheme.aligned`.
     """
 
     basis: Basis
@@ -74,13 +72,13 @@ class Codec:
 
     @property
     def keeps_zeros(self) -> bool:
-        """True if the update of a coordinate that was zero on all replicas is zero, whatever stands
-        beside it."""
+        """True if a coordinate that is zero on all replicas gets a zero update, whatever its
+        neighbours are."""
         return isinstance(self.basis, Identity) and not isinstance(self.precision, Sign | TwoBit)
 
     def layout(self, shapes: Mapping[str, Sequence[int]]) -> Layout:
-        """The layout of the flat that this codec reads, for local shards of these `shapes` by
-        parameter name."""
+        """The layout of the flat that this codec encodes, for local shards of these `shapes` by
+        name."""
         return Layout.of(shapes, self.selection.chunk, self.basis.tile)
 
     @cached_property
@@ -89,11 +87,12 @@ class Codec:
         return IndexCoding(self.selection.chunk, self.selection.k)
 
     def nbytes(self, rows: int) -> int:
-        """Bytes of a message of `rows` rows, independent of its values."""
+        """Bytes of a message of `rows` rows. They do not depend on the values."""
         return sum(self.lengths[rows])
 
     def select(self, flat: Tensor, step: int, seed: int, out: Tensor | None = None) -> Selected:
-        """The coefficients of `flat` to send at `step`; `flat` does not change. `out` as in `pick`.
+        """Selects the coefficients of `flat` to send at `step`. `flat` does not change; `out` as in
+        `pick`.
 
         Shapes: `[rows, chunk]` fp32 -> values `[rows, k]`.
         """
@@ -105,8 +104,8 @@ class Codec:
     def shared_indices(
         self, rows: int, step: int, seed: int, device: torch.device
     ) -> Tensor | None:
-        """The indices that a shared selection sends at `step`; None where the data decide, or whole
-        rows are sent.
+        """The indices of a shared selection at `step`; None if the data decide or whole rows are
+        sent.
 
         Shapes: -> `[rows, k]` int64.
         """
@@ -117,14 +116,15 @@ class Codec:
     def pick(
         self, coefficients: Tensor, shared: Tensor | Unpackable | None, out: Tensor | None = None
     ) -> Selected:
-        """The coefficients at the indices that all replicas share or, without them, at the indices
-        of the selection.
+        """Takes the coefficients at the shared indices, or else at the indices of the selection.
 
         Args:
-            out: Where the values go; new memory when left out, and unused where whole rows are
+            coefficients: After the basis.
+            shared: Indices that all replicas know; None if the selection looks at the data.
+            out: Memory for the values. Without it they get new memory. Not used if whole rows are
                 sent.
 
-        Shapes: `[rows, chunk]` fp32, shared `[rows, k]` integer -> values `[rows, k]`.
+        Shapes: coefficients `[rows, chunk]` fp32, shared `[rows, k]` integer -> values `[rows, k]`.
         """
         if self.dense:
             return Selected(coefficients, None)
@@ -136,7 +136,7 @@ class Codec:
         return Selected(torch.gather(coefficients, 1, indices, out=out), indices)
 
     def empty(self, rows: int, step: int, seed: int, device: torch.device) -> Selected:
-        """The content of an empty message: zeros, at valid indices.
+        """The content of an empty message: zeros at valid indices.
 
         Shapes: -> values `[rows, k]`.
         """
@@ -154,7 +154,7 @@ class Codec:
         )
 
     def encode(self, selected: Selected, negative_zeros: bool = False) -> Tensor:
-        """A message of its own memory: later changes of the residual do not change it.
+        """Encodes a message into memory of its own.
 
         Args:
             negative_zeros: See `Precision.encode`.
@@ -168,22 +168,22 @@ class Codec:
         return run.body[0]
 
     def width(self, rows: int, room: int) -> int:
-        """The bytes of a message with `room` for its header: up to the end of a line of its
+        """Bytes of a message with `room` bytes for its header, rounded up to whole lines of a
         checksum."""
         return -(-self.sent(rows, room) // LINE_BYTES) * LINE_BYTES
 
     def sent(self, rows: int, room: int) -> int:
-        """The bytes of a run of rows as it travels: with `room` for its header, and padding of any
-        content."""
+        """The bytes of a run that travel: `room` bytes for the header, the rows, and padding with
+        any content."""
         return -(-(room + self.nbytes(rows)) // self.alignment) * self.alignment
 
     def write(self, selected: Selected, run: MessageRows) -> None:
-        """Encodes a selection into a run, unless its values lie there already."""
+        """Encodes a selection into a run, unless its values are there already."""
         values, indices = selected.values, selected.indices
         if run.owners:
             values, indices = self._dealt(selected, run.owners)
         count, encoded = run.owners.replicas if run.owners else 1, list["Tensor | None"]()
-        if not isinstance(self.precision, Float):  # before the memory of the run is taken
+        if not isinstance(self.precision, Float):  # before the run takes its memory
             octets = self.precision.encode(values, run.negative_zeros).view(count, -1)
             encoded += torch.split(
                 octets, list(self.precision.lengths(run.rows, self.selection.k)), 1
@@ -209,7 +209,7 @@ class Codec:
         copy(targets, encoded)
 
     def _dealt(self, selected: Selected, owners: RowOwners) -> tuple[Tensor, Tensor | None]:
-        """The values and the indices of each owner; padding is zeros, at valid indices."""
+        """The values and indices by owner of rows; padding is zeros at valid indices."""
         # [owners, owned, k]
         if self.selection.shared or selected.indices is None:
             return owners.deal(selected.values), None
@@ -223,7 +223,8 @@ class Codec:
         return values, indices
 
     def written(self, run: MessageRows) -> Tensor:
-        """The values of a run, as every receiver decodes them; in fp32 they may share its memory.
+        """The values of a run as every receiver decodes them. In fp32 they may share memory with
+        the run.
 
         Shapes: -> `[rows of the flat, k]` fp32.
         """
@@ -237,7 +238,7 @@ class Codec:
         return run.owners.collect(values) if run.owners else values[0]
 
     def values(self, parts: Sequence[Tensor], rows: int) -> Tensor:
-        """The values of messages, from their parts.
+        """Decodes the values of messages from their parts.
 
         Shapes: `[messages, length]` uint8 each -> `[messages, rows, k]` fp32.
         """
@@ -253,19 +254,20 @@ class Codec:
 
     @cached_property
     def unit(self) -> int:
-        """The number of rows after which a message can be cut: whole blocks of the precision, and
-        whole bytes."""
+        """Messages can be cut after multiples of this number of rows: whole blocks of the
+        precision, whole bytes."""
         block = self.precision.block
         return math.lcm(block // math.gcd(block, self.selection.k), 8)
 
     @cached_property
     def lengths(self) -> Mapping[int, tuple[int, ...]]:
-        """The bytes of each part of a message, by its rows; between two aligned rows every part can
-        be cut."""
+        """Bytes of each part of a message of `rows` rows. Each part can be cut between two aligned
+        rows."""
         return PartLengths(self)
 
     def cut(self, parts: Sequence[Tensor], first: int, end: int) -> list[Tensor]:
-        """The rows from `first` to below `end`, where messages can be cut, of messages in parts.
+        """Cuts out rows `first` to `end`, `end` excluded, of messages in parts; both must be
+        multiples of `unit`.
 
         Shapes: `[messages, length]` uint8 each -> the same.
         """
@@ -281,10 +283,12 @@ class Codec:
         shared: Tensor | Unpackable | None,
         aggregation: Aggregation,
     ) -> Received:
-        """`messages`, one per replica, as if they had arrived.
+        """Makes `Received` of messages, one per replica, as if they had arrived.
 
         Args:
-            shared: The indices of every message where all replicas know them, else None.
+            messages: By replica.
+            rows: Of each message.
+            shared: Indices of every message, if all replicas know them; else None.
 
         Shapes: messages `[nbytes]` uint8, shared `[rows, k]` integer.
         """

@@ -1,5 +1,4 @@
-"""Indices: the encoding of the positions of a message's coefficients, in a size that is known in
-advance."""
+"""Indices: which coefficients a message carries, encoded in a size that is known in advance."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def mark(indices: Tensor, chunk: int) -> Tensor:
-    """The bitmap of rows of `chunk` bits in which `indices` are set.
+    """The bitmap in which the bits at `indices` are set, for rows of `chunk` bits.
 
     Shapes: `[..., rows, k]` integer -> `[..., ceil(rows * chunk / 8)]` uint8.
     """
@@ -30,7 +29,7 @@ def mark(indices: Tensor, chunk: int) -> Tensor:
 
 
 def marked_indices(bitmap: Tensor, rows: int, k: int, chunk: int, dtype: torch.dtype) -> Tensor:
-    """The first `k` indices that are set in each row, rising; 0 where there are fewer.
+    """The first `k` set bits of each row in rising order; 0 in place of those that are missing.
 
     Shapes: `[..., ceil(rows * chunk / 8)]` uint8 -> `[..., rows, k]` of `dtype`.
     """
@@ -56,7 +55,7 @@ def marked_indices(bitmap: Tensor, rows: int, k: int, chunk: int, dtype: torch.d
 
 
 def bitmap_faults(bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
-    """2 where a row of a bitmap has not exactly `k` bits set, else 0.
+    """2 for a bitmap with a row in which the number of set bits is not `k`, else 0.
 
     Shapes: `[messages, ceil(rows * chunk / 8)]` uint8 -> `[messages]` int64.
     """
@@ -75,7 +74,7 @@ def bitmap_faults(bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
 
 
 def index_faults(indices: Tensor, chunk: int, width: int) -> Tensor:
-    """1 where an index is not below `chunk`, 2 where the indices of a row do not rise, else 0.
+    """1 if an index is not below `chunk`, 2 if the indices of a row do not rise, else 0.
 
     Shapes: `[messages, rows, k]` integer -> `[messages]` int64.
     """
@@ -88,9 +87,10 @@ def index_faults(indices: Tensor, chunk: int, width: int) -> Tensor:
 
 @dataclass(frozen=True)
 class IndexCoding:
-    """The encoding of `k` strictly rising indices per row, each below `chunk`.
+    """Encodes `k` strictly rising indices per row, each below `chunk`.
 
-    Each index is a number of ceil(log2(chunk)) bits, or the row is a bitmap where that is smaller.
+    An index takes ceil(log2(chunk)) bits. If a bitmap of the row is smaller, the row is sent as a
+    bitmap.
     """
 
     chunk: int
@@ -108,7 +108,7 @@ class IndexCoding:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """The smallest type that holds unpacked indices and that torch computes with."""
+        """The smallest integer type that holds an index and that torch computes with."""
         return torch.uint8 if self.width <= 8 else torch.int16 if self.width <= 15 else torch.int32
 
     def nbytes(self, rows: int) -> int:
@@ -147,7 +147,7 @@ class IndexCoding:
         return unpack(encoded, rows * self.k, self.width, dtype).view(shape)
 
     def faults(self, packed: PackedIndices) -> Tensor:
-        """Checks that `encode` can produce the indices of each message.
+        """Checks that `encode` can have produced the indices of each message.
 
         Shapes: -> `[messages]` int64: 0 without a fault, 1 for an index that is not below `chunk`,
         2 for indices of a row that do not rise.
@@ -168,8 +168,7 @@ class IndexCoding:
 
 @dataclass(frozen=True)
 class PackedIndices:
-    """The encoded indices of `rows` rows, of one message or of several; decoded on first use, and
-    only once."""
+    """Encoded indices of `rows` rows, of one message or several. Decoded once, on first use."""
 
     coding: IndexCoding
     encoded: Tensor  # [..., nbytes] uint8
@@ -184,9 +183,9 @@ class PackedIndices:
         return self.coding.decode(self.encoded, self.rows, self.coding.dtype)
 
     def part(self, first: int, end: int) -> Tensor | PackedIndices:
-        """The indices of the rows from `first`, a multiple of 8, to below `end`.
+        """The indices of rows `first` to `end`, `end` excluded; `first` is a multiple of 8.
 
-        A bitmap takes eight times its size when it is decoded, so that it is decoded part by part.
+        A decoded bitmap takes eight times its size, so large ones are decoded part by part.
 
         Shapes: -> `[..., end - first, k]` integer.
         """
@@ -199,7 +198,8 @@ class PackedIndices:
         )
 
     def blank(self, skipped: Tensor) -> None:
-        """Makes the decoded indices of some messages zeros, as their bytes are now: indices, too.
+        """Sets the decoded indices of refused messages to zero, which is what their cleared bytes
+        decode to.
 
         Shapes: `[messages]` bool.
         """
@@ -215,7 +215,7 @@ class Unpackable(Protocol):
 
 
 def narrow(indices: Tensor | Unpackable) -> Tensor:
-    """`indices` as a tensor, in the integer type that they have.
+    """The indices as a tensor, in the integer type that they have.
 
     Shapes: -> `[..., rows, k]` integer.
     """

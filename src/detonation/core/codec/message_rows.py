@@ -1,4 +1,4 @@
-"""Runs: rows of messages in memory, as they travel; and what is known of them without their bytes."""
+"""Runs: rows of messages in memory, as they travel, and what is known of them without their bytes."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class Workspace:
-    """Buffers of messages, by name; new ones each time with a `depth` of 0.
+    """Buffers of messages, by name. With a `depth` of 0 every call makes a new one.
 
-    A message lies in its buffer until the collective that carries it has ended. The next one is
-    encoded on the same stream, after that stream has waited for the collective; so there are as
+    A message stays in its buffer until the collective that carries it has ended. The next message
+    is encoded on the same stream, after that stream has waited for the collective. So there are as
     many buffers as messages may be in flight.
 
     Args:
-        depth: The messages of one name that may be in flight together.
+        depth: Messages of one name that may be in flight together.
     """
 
     depth: int = 0
     _buffers: dict[Hashable, list[Tensor]] = field(default_factory=dict)
 
     def take(self, name: Hashable, shape: Sequence[int], device: torch.device) -> Tensor:
-        """The buffer that was taken longest ago.
+        """The buffer that was used longest ago, with any content.
 
-        Shapes: -> `shape` uint8, of any content.
+        Shapes: -> `shape` uint8.
         """
         if not self.depth:
             return torch.empty(*shape, dtype=torch.uint8, device=device)
@@ -54,18 +54,18 @@ class Workspace:
 
 @dataclass(frozen=True)
 class MessageRows:
-    """Consecutive rows of a message in memory, as they travel: every engine writes there.
+    """Consecutive rows of a message in memory, as they travel. Every engine writes there.
 
-    With owners it is the same rows of as many messages, one for each owner. The memory is taken
-    when it is written.
+    With owners these are the same rows of several messages, one for each owner. The memory is
+    allocated at the first write.
 
     Args:
-        codec: The precision, the coding of the indices, and with them the parts.
-        first: The first row, of each message.
-        room: The bytes of `octets` before the first part.
-        owners: How rows of the flat are dealt to the messages; None for one message.
+        codec: Precision and index coding, which define the parts.
+        first: Number of the first row of each message.
+        room: Bytes of `octets` before the first part.
+        owners: How rows of the flat are assigned to messages; None for one message.
         negative_zeros: See `Precision.encode`.
-        is_summed: Whether the network adds into this memory, once it is sent.
+        is_summed: Whether the network adds into this memory once it is sent.
         whole: The run of which these are some rows.
     """
 
@@ -81,12 +81,12 @@ class MessageRows:
 
     @cached_property
     def nbytes(self) -> int:
-        """The bytes of each message, without the room before them."""
+        """Bytes of each message, without the `room` before it."""
         return sum(self.codec.lengths[self.rows])
 
     @cached_property
     def octets(self) -> Tensor:
-        """The memory: the room for a header, the rows, and nothing or room for others.
+        """The memory: room for a header, the rows, and possibly other rows after them.
 
         Shapes: -> `[messages, room + nbytes or more]` uint8.
         """
@@ -113,8 +113,10 @@ class MessageRows:
 
     @property
     def padding(self) -> Tensor | None:
-        """Of rows with a header, on an accelerator: what follows the last one up to the end of a
-        line, where checksums read zeros.
+        """Bytes between the last row and the end of its checksum line, which a checksum reads as
+        zeros.
+
+        Only rows with a header on an accelerator have them.
 
         Shapes: -> `[messages, n]` uint8.
         """
@@ -126,7 +128,7 @@ class MessageRows:
 
     @cached_property
     def numbers(self) -> Tensor | None:
-        """The values of one message as numbers, in place; None where they are codes, or dealt to
+        """The values of one message as numbers, in place; None if they are codes or belong to
         several messages.
 
         Shapes: -> `[rows, k]` of the type of the precision.
@@ -144,7 +146,7 @@ class MessageRows:
         return numbers(self.parts[0], precision.dtype).view(self.rows, self.codec.selection.k)
 
     def of_rows(self, first: int, rows: int) -> MessageRows:
-        """The `rows` rows of the flat from row `first` on, of the run of a whole message."""
+        """The `rows` rows from row `first` of the flat on, of a run that is a whole message."""
         owners = self.owners and self.owners.of_bucket(rows)
         begin, count = (first // owners.replicas, owners.owned) if owners else (first, rows)
         return (
@@ -159,15 +161,14 @@ class MessageRows:
 
 
 def joined(runs: Sequence[Sequence[Tensor]], room: int, header: Tensor | None = None) -> Tensor:
-    """A header, and then part by part the bytes of all runs, and zeros up to whole lines of a
-    checksum.
+    """Joins a header and all runs, part by part, with zeros up to whole lines of a checksum.
 
     Args:
-        runs: The parts of each run, in the order of their rows.
-        room: The bytes of the header, which are left free where it is None.
+        runs: Parts of each run, in the order of their rows.
+        header: `[messages, room]` uint8; None leaves `room` bytes free.
+        room: Bytes of the header.
 
-    Shapes: parts `[messages, length]`, header `[messages, room]` -> `[messages, room + nbytes +
-    padding]` uint8, whose padding is zeros.
+    Shapes: parts `[messages, length]` -> `[messages, room + nbytes + padding]` uint8.
     """
     parts = [part for parts in zip(*runs, strict=True) for part in parts]
     lengths = [part.shape[1] for part in parts]
@@ -191,7 +192,7 @@ def zero_byte(device: torch.device) -> Tensor:
 def indices_by_rule(
     selection: Selection, rows: int, step: int, seed: int, device: torch.device
 ) -> Tensor:
-    """The indices of a selection that all replicas share: they depend on no coefficient.
+    """The indices of a shared selection. They do not depend on the data.
 
     Shapes: -> `[rows, k]` int64.
     """
@@ -201,10 +202,9 @@ def indices_by_rule(
 
 @dataclass(frozen=True)
 class SharedIndices:
-    """The indices that a shared selection sends of some rows at one step; computed on first use,
-    and only once.
+    """The indices of a shared selection for some rows at one step. Computed once, on first use.
 
-    Kernels compute them where they need them, and ask for `step` alone.
+    Kernels compute indices by themselves and read only `step`.
     """
 
     selection: Selection
@@ -223,5 +223,5 @@ class SharedIndices:
         return found.to(IndexCoding(self.selection.chunk, self.selection.k).dtype)
 
     def of_all(self, rows: int) -> SharedIndices:
-        """The indices of all `rows` rows of the flat that these rows begin."""
+        """The indices of all `rows` rows of the flat that begins with these rows."""
         return replace(self, selection=self.selection.for_rows(0, rows), rows=rows)

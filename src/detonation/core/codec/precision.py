@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class Precision(Protocol):
-    """A pure encoding of values: receivers read `decode(encode(values), rows, k)`; of several
-    messages at once, too.
+    """A pure encoding of values. Receivers decode with `decode(encode(values), rows, k)`.
 
-    It is odd: the negated values, with the other sign of zeros, read as the negated result.
-    Otherwise values that are zero, or noise around zero, would move a parameter in one direction.
+    The encoding is odd: negated values, with the other sign for zeros, decode to the negated
+    result. Otherwise values around zero would move a parameter in one direction. Leading dimensions
+    are messages.
     """
 
     @property
@@ -28,13 +28,13 @@ class Precision(Protocol):
 
     @property
     def block(self) -> int:
-        """The number of values that are encoded together: a message may be cut between blocks."""
+        """Number of values that are encoded together. A message can be cut between blocks."""
 
     def encode(self, values: Tensor, negative_zeros: bool = False) -> Tensor:
         """Encodes values.
 
         Args:
-            negative_zeros: The sign of zeros, where no code stands for zero: see
+            negative_zeros: Whether zeros are sent as negative, if no code stands for zero; see
                 `zeros_are_negative`.
 
         Shapes: `[..., rows, k]` fp32 -> one tensor that owns its memory.
@@ -43,15 +43,16 @@ class Precision(Protocol):
     def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor: ...  # -> [..., rows, k] fp32
 
     def lengths(self, rows: int, k: int) -> tuple[int, ...]:
-        """The bytes of each part of an encoding; between two blocks every part can be cut."""
+        """Bytes of each part of an encoding. Every part can be cut between two blocks."""
 
     def nbytes(self, rows: int, k: int) -> int: ...
 
     def check(self, encoded: Tensor, rows: int, k: int) -> tuple[Tensor | None, Tensor]:
-        """True if `encode` can produce the statistics (None if there are none), and the norm of the
-        values.
+        """Checks an encoding: whether `encode` can have produced its statistics, and the norm of
+        its values.
 
-        The norm may be an upper bound by the statistics. It is not finite where a value is not.
+        The first is None for a precision without statistics. The norm may be an upper bound; it is
+        not finite if a value is not.
 
         Shapes: the output of `encode` -> `[...]` bool, `[...]` fp32.
         """
@@ -59,8 +60,8 @@ class Precision(Protocol):
 
 @dataclass(frozen=True)
 class Float:
-    """Values in a floating-point type of torch, of `size` bytes; named, so that bytes are known
-    without torch."""
+    """Values in a floating-point type of torch with `size` bytes. A name stands for the type, so
+    that `plan` need not import torch."""
 
     name: str
     size: int
@@ -93,7 +94,7 @@ class Float:
 
 
 def numbers(octets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes as numbers: in place where they lie at addresses for `dtype`, else of a copy.
+    """Views bytes as numbers of `dtype`; copies them if they are not aligned for it.
 
     Shapes: `[messages, nbytes]` uint8 -> `[messages, n]` of `dtype`.
     """

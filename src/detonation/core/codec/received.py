@@ -1,4 +1,4 @@
-"""Received: the messages of all replicas, the same on each, read block of rows by block of rows."""
+"""Received: the messages of all replicas, the same on each replica, read in blocks of rows."""
 
 from __future__ import annotations
 
@@ -35,12 +35,15 @@ a block."""
 
 
 class Received:
-    """The messages that all replicas received, wherever their coefficients come from.
+    """The messages that all replicas received, bytes or sums.
 
-    rows: Of each message. aggregation: Makes one update of them. unit: The rows after which
-    messages can be cut. width: The coefficients of a row, of all replicas together; 0 if that is
-    not known. release: Returns the receive buffer; called once all of it is decoded. owners: Of the
-    rows, where each message holds those of one owner.
+    Args:
+        rows: Rows of each message.
+        aggregation: Makes one update of all messages.
+        unit: Messages can be cut after multiples of this number of rows.
+        width: Coefficients per row, of all replicas together; 0 if unknown.
+        release: Returns the receive buffer. Call it after the last read.
+        owners: How rows are assigned to owners, if each message holds the rows of one owner.
     """
 
     rows: int
@@ -52,17 +55,17 @@ class Received:
 
     @property
     def source(self) -> Arrived | Sums | None:
-        """The messages as they arrived, for an engine that decodes their bytes itself."""
+        """The messages as they arrived, for an engine that decodes bytes by itself."""
         return None
 
     def read(self, first: int, end: int) -> Coefficients:
-        """The coefficients of the rows from `first` to below `end`, both multiples of `unit`, or up
-        to the last row."""
+        """Decodes rows `first` to `end`, `end` excluded. Both are multiples of `unit`, or `end` is
+        the last row."""
         raise NotImplementedError
 
     def weigh(self) -> None:
-        """Makes of the aggregation one of blocks of rows, which needs the norms of the whole
-        messages."""
+        """Replaces an aggregation that needs the norms of whole messages by one that works block by
+        block."""
         rows = max(-(-self.rows // NORM_BLOCKS), NORM_BLOCK // max(1, self.width))
         norms = message_norms((block.values for block in self._read_in(rows)), self.rows)
         self.aggregation = WeightedMean(cast(NormWeighing, self.aggregation).weights(norms))
@@ -72,21 +75,21 @@ class Received:
         return self.read(0, self.rows)
 
     def part(self, first: int, end: int) -> Coefficients:
-        """The coefficients of the rows from `first` to below `end`, wherever these are."""
+        """Decodes rows `first` to `end`, `end` excluded, for any `first` and `end`."""
         start = first // self.unit * self.unit
         stop = min(self.rows, -(-end // self.unit) * self.unit)
         return self.read(start, stop).part(first - start, end - start)
 
     def rows_of(self, first: int, rows: int) -> Received:
-        """The same messages, of which only `rows` rows are of interest, from row `first` on, where
-        they can be cut."""
+        """A view of `rows` rows from row `first` on, at which messages can be cut."""
         return Some(self, first, rows)
 
     def blocks(self, rows: int, read: int = 0) -> Iterator[Coefficients]:
-        """Yields `rows` rows or a few more at a time.
+        """Yields blocks of `rows` rows or a few more.
 
         Args:
-            read: The rows that are read at once, to be cut afterwards; `rows` where it is less.
+            rows: Per block.
+            read: Rows that are decoded at once and then cut into blocks; at least `rows`.
         """
         for some in self._read_in(max(rows, read)):
             count = some.values.shape[1]
@@ -99,7 +102,7 @@ class Received:
             del some  # before the next one is read
 
     def _read_in(self, rows: int) -> Iterator[Coefficients]:
-        """Reads `rows` rows or a few more at a time."""
+        """Decodes `rows` rows or a few more at a time."""
         step = max(1, -(-rows // self.unit)) * self.unit
         for first in range(0, max(1, self.rows), step):
             yield self.read(first, min(first + step, self.rows))
@@ -117,7 +120,7 @@ class Some(Received):
 
 
 class DecodedMessages(Received):
-    """Messages that are decoded already.
+    """Messages that are already decoded.
 
     Shapes: as in `Coefficients`.
     """
@@ -135,8 +138,8 @@ class DecodedMessages(Received):
 
 @dataclass(eq=False)
 class Arrived(Received):
-    """The messages of all replicas, as bytes: decoded block of rows by block of rows, so that no
-    copy is larger."""
+    """The messages of all replicas as bytes. They are decoded in blocks of rows, so that no copy is
+    larger."""
 
     codec: Codec
     body: Tensor  # [replicas, nbytes] uint8
@@ -171,7 +174,7 @@ class Arrived(Received):
         return faults if lawful is None else faults.masked_fill_(lawful.logical_not(), 3), norms
 
     def blank(self, skipped: Tensor) -> None:
-        """Replaces each of the messages `skipped` by zeros.
+        """Replaces the `skipped` messages by zeros.
 
         Shapes: `[replicas]` bool.
         """
@@ -182,7 +185,7 @@ class Arrived(Received):
             self._packed.blank(skipped)
 
     def read(self, first: int, end: int) -> Coefficients:
-        """The coefficients of the rows from `first`, where messages can be cut, to below `end`."""
+        """Decodes rows `first` to `end`, `end` excluded. Messages can be cut at both."""
         return Coefficients(self.values(first, end), self.indices(first, end))
 
     def values(self, first: int, end: int) -> Tensor:
@@ -276,14 +279,13 @@ class Collected(Received):
 
 @dataclass(eq=False)
 class Sums(Received):
-    """The sum of all replicas' messages, as the network has added it up.
+    """The sum of all replicas' messages, added up by the network.
 
     Args:
-        runs: The first row of each run of rows, and its values `[rows, k]`; in the order of the
-            rows.
-        shared: The indices of all rows, None where the values are whole rows.
-        report: `[1 + digits]` fp32, whose first number is 1 where all values are finite; the sum
-            counts as zeros where it is 0. None where nobody needs to ask.
+        runs: First row and values `[rows, k]` of each run of rows, in rising order.
+        shared: Indices of all rows; None if the values are whole rows.
+        report: `[1 + digits]` fp32. Its first number is 1 if all values are finite. If it is 0 the
+            sum counts as zeros. None if nobody needs to ask.
     """
 
     runs: Sequence[tuple[int, Tensor]]

@@ -1,7 +1,7 @@
 """Selections: which coefficients of every row are sent.
 
-A *shared* selection is a pure function of (seed, step, rows): every replica knows it, so no indices
-are sent.
+A *shared* selection is a pure function of (seed, step, rows). Every replica computes it, so no
+indices are sent.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ class Selection(Protocol):
 
     @property
     def period(self) -> int:
-        """Steps after which every coordinate was sent at least once; 0 where there is no such
-        number."""
+        """Steps within which every coordinate is sent at least once; 0 if there is no such bound."""
 
     def indices(
         self, coefficients: Tensor, step: int, seed: int
@@ -69,10 +68,10 @@ class Everything:
 
 @dataclass(frozen=True)
 class TopK:
-    """The `topk` coefficients of largest magnitude of every chunk, in the order of their indices.
+    """The `topk` coefficients of largest magnitude in every chunk, in the order of their indices.
 
-    The choice among equal magnitudes is not specified. On a CPU, magnitudes that differ only in
-    their lowest log2(chunk) bits may count as equal.
+    It is not specified which of equal magnitudes is chosen. On a CPU, magnitudes that differ only
+    in their lowest log2(chunk) bits may count as equal.
     """
 
     topk: int
@@ -106,16 +105,16 @@ class TopK:
 
 
 SMALLEST_RATE = 1e-6
-"""A row of a smaller share would be longer than any model."""
+"""With a smaller rate a row would be longer than any model."""
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """The base of the data-independent selections: one of `shares` equal parts of a row at each
-    step.
+    """Base class of selections that ignore the data: each step sends one of `shares` equal parts of
+    a row.
 
-    `shares = ceil(1 / rate)`, so that no step sends more than `rate`; a rate that is not one over a
-    whole number is rounded down. The chunk is a multiple of it, so that every message has the same
+    `shares = ceil(1 / rate)`, so no step sends more than `rate`. A rate that is not one over a
+    whole number is rounded down. The chunk is a multiple of `shares`, so every message has the same
     size. In `period` steps every coordinate is sent exactly once.
     """
 
@@ -147,7 +146,7 @@ class Rotation:
         return self.shares * self.k
 
     def place(self, step: int, seed: int) -> tuple[int, int, int]:
-        """The cycle of `step`, the share of it that is sent, and the number that changes the rows'
+        """Number of the cycle, part of it that `step` sends, and the number that changes the rows'
         permutations."""
         return *divmod(step, self.shares), 0
 
@@ -164,16 +163,16 @@ class Rotation:
 class Random(Rotation):
     """A random subset, the same on every replica.
 
-    Each row walks through one of 64 permutations of its indices; each cycle of `shares` steps draws
-    new permutations and deals them to rows again. Work and memory per step grow with the
+    Each row walks through one of 64 permutations of its indices. Every cycle of `shares` steps
+    draws new permutations and assigns them to rows anew. Work and memory per step grow with the
     coefficients sent, not with the flat.
 
     Args:
-        cycle: Whether a row stays with its permutation for a cycle, so that each coordinate is sent
-            once in it. Without a cycle each step deals the permutations anew, so that no time
-            between two turns is the longest.
-        first: Of a bucket, the number of its first row in the flat.
-        rows: Of a bucket, the rows of the flat; 0 for a selection of the whole flat.
+        cycle: Whether a row keeps its permutation for a cycle, so that each coordinate is sent once
+            per cycle. Otherwise each step assigns the permutations anew, and the time between two
+            sendings of a coordinate has no bound.
+        first: For a bucket, number of its first row in the flat.
+        rows: For a bucket, rows of the flat; 0 for a selection of the whole flat.
     """
 
     cycle: bool = True
@@ -204,7 +203,7 @@ class Random(Rotation):
 
 @dataclass(frozen=True)
 class Striding(Rotation):
-    """A comb: every `period`-th coordinate, at an offset that moves by one each step."""
+    """A comb: every `period`-th coordinate, with an offset that moves by one each step."""
 
     def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
         device = coefficients.device
@@ -215,7 +214,7 @@ class Striding(Rotation):
 
 
 def random_start(*key: int) -> int:
-    """The number from which the random words for `key` follow, as int64.
+    """The int64 from which the random words for `key` follow.
 
     >>> random_start(0, 1, 0) == random_start(0, 1, 1)
     False
@@ -231,8 +230,8 @@ def random_start(*key: int) -> int:
 
 @lru_cache(maxsize=4)
 def _permutations(size: int, seed: int, cycle: int, device: torch.device) -> Tensor:
-    """Random permutations: the order of random words, whose low bits are the index, so that no two
-    are equal."""
+    """Random permutations: the order of random words. Their low bits are the index, so no two are
+    equal."""
     bits = (size - 1).bit_length()
     words = (
         _random_words(_TABLES * size, device, seed, cycle, 0).view(_TABLES, size) >> bits << bits
@@ -247,11 +246,10 @@ def _choices(rows: int, seed: int, cycle: int, device: torch.device) -> Tensor:
 
 
 def _random_words(count: int, device: torch.device, *key: int) -> Tensor:
-    """`count` random words that depend on `key` alone, so that a resumed run has no counter to
-    restore.
+    """`count` random words that depend on `key` alone, so a resumed run restores no counter.
 
-    Splitmix64 (Steele, Lea & Flood, 2014) in integers: torch's generators give other numbers on
-    other devices, even on GPUs of other sizes, and replicas would select other coordinates.
+    Splitmix64 (Steele, Lea & Flood, 2014) in integers. Generators of torch give other numbers on
+    other devices, even on GPUs of other sizes; replicas would select other coordinates.
 
     Shapes: -> `[count]` int64.
     """
@@ -268,7 +266,7 @@ def _random_words(count: int, device: torch.device, *key: int) -> Tensor:
 
 
 _TABLES = 64
-"""The permutations that rows choose from, a power of two."""
+"""Number of permutations that rows choose from; a power of two."""
 _SOME = 1 << 14
 _GOLDEN = 0x9E3779B97F4A7C15
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
