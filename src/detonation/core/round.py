@@ -1,6 +1,6 @@
-"""Round: the steps at which messages are exchanged, and who takes them.
+"""Rounds: the steps at which messages are exchanged, and which replicas take which local steps.
 
-Arithmetic on step numbers, counted from 0.
+Arithmetic on step numbers, which count from 0.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SLACK_PERCENT = 5
-"""A replica takes as many local steps as end within this much more than the fastest replica's
-round."""
+"""A replica takes as many local steps as fit into the fastest replica's round plus this share of
+it."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,11 @@ class Round:
 
 
 class LocalSteps:
-    """The local steps that each replica takes in the `every` steps of a round; the same on all
+    """The local steps that each replica takes of the `every` steps of a round; the same on all
     replicas.
 
-    A replica that takes fewer sits the other steps out, evenly spread. All take the last one.
+    A replica that takes fewer pauses in the other steps, which are evenly spread. All take the last
+    step.
 
     counts: Local steps of each replica per round, `[replicas]` int64 from 1 to every.
 
@@ -74,7 +75,7 @@ class LocalSteps:
         self.counts = torch.full((replicas,), every, dtype=torch.int64, device="cpu")
 
     def restart(self, every: int) -> None:
-        """Lets all replicas take all of `every` steps, until they agree on something else."""
+        """Lets all replicas take all `every` steps until they agree on other counts."""
         self.every = every
         self.counts.fill_(every)
 
@@ -87,12 +88,12 @@ class LocalSteps:
         return (at + 1) * self.counts // self.every > at * self.counts // self.every
 
     def agree(self, durations: Sequence[int]) -> None:
-        """Gives each replica the local steps that fit into the fastest one's round, with
+        """Gives each replica the local steps that fit into the fastest replica's round, plus
         `SLACK_PERCENT`.
 
         Args:
-            durations: Of a local step of each replica, in any unit; 0 where it is unknown, and
-                nothing changes.
+            durations: Duration of a local step of each replica, in any unit. A 0 is unknown, and
+                changes nothing.
         """
         if not all(durations):
             return

@@ -1,5 +1,4 @@
-"""The runtime of a replica's step: choices that every part shares, so that they ride in one
-argument."""
+"""Runtime: the choices that every part of a replica's step shares, as one argument."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ imports no torch."""
 
 
 def fp32_products() -> str:
-    """How matrix products in fp32 round now, on GPUs and on CPUs, as text: ieee, tf32 or bf16."""
+    """How fp32 matrix products round now, on GPUs and on CPUs, as text: ieee, tf32 or bf16."""
     return ", ".join(
         "ieee" if p.fp32_precision in _FP32 else p.fp32_precision for p in _products().values()
     )
@@ -51,14 +50,14 @@ def _exactly(products: Any, autocast: AbstractContextManager[None]) -> Iterator[
 
 
 def accelerator_is_played() -> bool:
-    """True where the CPU or `meta` plays an accelerator, for tests and counts: DETONATION_KERNELS
-    is "triton"."""
+    """True if the CPU or `meta` plays an accelerator, for tests and counts: DETONATION_KERNELS is
+    "triton"."""
     return os.environ.get("DETONATION_KERNELS") == "triton"
 
 
 def decides_on_device(device: torch.device) -> bool:
     """True if decisions about tensors on `device` are computed there, because the host would have
-    to wait for them."""
+    to wait."""
     return device.type != "cpu" or accelerator_is_played()
 
 
@@ -80,8 +79,8 @@ class Runtime:
     local_steps: LocalSteps | None = None
 
     def exact_arithmetic(self) -> AbstractContextManager[None]:
-        """Makes a step's arithmetic fp32, wherever the caller stands: no autocast, no products in
-        TF32 or bf16."""
+        """Makes a step compute in fp32 whatever the caller's context is: no autocast, no TF32 or
+        bf16 products."""
         kind = self.device.type
         products = _products()["cpu" if kind == "cpu" else "cuda"]
         casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
@@ -90,11 +89,11 @@ class Runtime:
         return _exactly(products, torch.autocast(kind, enabled=False) if casts else _AS_IT_IS)
 
     def shared(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The object under `key` that the kernels of this optimizer share, as `make` returned it
-        first.
+        """The object under `key`, made by `make` at the first call, that all kernels of this
+        optimizer share.
 
-        They run one after the other. Those of another optimizer may run beside them, on another
-        stream, and share none.
+        They run one after the other. Kernels of another optimizer may run at the same time on
+        another stream, and have objects of their own.
         """
         if key not in self._shared:
             self._shared[key] = make()
@@ -113,8 +112,9 @@ class Runtime:
 class Progress:
     """The steps of this process, for a thread that watches it. Nothing here waits or communicates.
 
-    steps: the steps that have begun, of all optimizers. where: inside the last of them, outside, or
-    in a save. explain: called with an error that ends a step, to say in its text who did not come.
+    steps: Steps that have begun, of all optimizers. where: "inside" the last of them, "outside", or
+    in a save. explain: Called with an error that ends a step; it may add to the text whose message
+    is missing.
     """
 
     def __init__(self) -> None:
@@ -124,12 +124,12 @@ class Progress:
 
 
 PROGRESS = Progress()
-"""Of this process. (Simulated replicas are threads that share it; nobody watches them.)"""
+"""Of this process. Simulated replicas are threads that share it; nobody watches them."""
 
 
 def recorded(device: torch.device) -> Any:
-    """An event that is over when the current stream of an accelerator has done all that it was
-    given; None on a CPU."""
+    """An event for all work that the current stream of an accelerator has been given; None on a
+    CPU."""
     if device.type == "cpu":
         return None
     module = torch.get_device_module(device)
@@ -139,7 +139,7 @@ def recorded(device: torch.device) -> Any:
 
 
 class Readback:
-    """A copy, made in the background, of a small tensor that no longer changes.
+    """A copy of a small tensor that no longer changes, made in the background.
 
     Shapes: any; `read` returns nested lists of the same shape.
     """
@@ -163,8 +163,6 @@ class Readback:
         return self._numbers
 
     def read(self) -> list[Any]:
-        """The numbers as lists.
-
-        Waits for the work that the device got before the copy, not for later work.
-        """
+        """The numbers as lists. Waits for the work that the device got before the copy, not for
+        later work."""
         return self.wait().tolist()

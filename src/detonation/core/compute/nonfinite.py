@@ -1,5 +1,5 @@
-"""Detection of values that must not reach a memory: a NaN would win top-k for ever and freeze its
-chunk everywhere."""
+"""Finds values that must not enter a memory: NaN would win top-k for ever and freeze its chunk on
+all replicas."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -11,8 +11,8 @@ from detonation.core.compute import kernel_library
 from detonation.core.runtime import Runtime
 
 LIMIT = 1e18
-"""The largest norm of a message: the square of a larger one overflows fp32, as in Adam's second
-moment."""
+"""Largest norm of a message. The square of a larger one overflows fp32, as in Adam's second moment.
+"""
 SIGNAL_LIMIT = 1e12
 """The largest value of a signal.
 
@@ -21,10 +21,10 @@ The norm of a million of them is `LIMIT`, so that their sender learns of it firs
 
 
 def first_nonfinite(signals: Sequence[Tensor | None], runtime: Runtime) -> int | Tensor:
-    """1 + the number of the first signal that holds NaN or a magnitude above `SIGNAL_LIMIT`; 0
-    where none does.
+    """1 + the number of the first signal with NaN or a magnitude above `SIGNAL_LIMIT`; 0 if there
+    is none.
 
-    Shapes: any -> an int, or `[]` int64 where the device decides and the host does not wait.
+    Shapes: any -> an int, or `[]` int64 if the device decides and the host does not wait.
     """
     present = [
         (number, signal)
@@ -43,9 +43,7 @@ def first_nonfinite(signals: Sequence[Tensor | None], runtime: Runtime) -> int |
             at = library.beyond(tensors, SIGNAL_LIMIT)
             return 0 if at < 0 else 1 + present[at][0]
         norms = torch.stack([norm.float() for norm in torch._foreach_norm(tensors)])
-        if (
-            norms <= SIGNAL_LIMIT
-        ).all():  # no number is larger than the root of the sum of all squares
+        if (norms <= SIGNAL_LIMIT).all():  # no value is larger than the norm of all
             return 0
     numbers, within = signals_within(signals, tensors[0].device)
     found = first_outside([numbers], [within])
@@ -55,10 +53,10 @@ def first_nonfinite(signals: Sequence[Tensor | None], runtime: Runtime) -> int |
 def signals_within(
     signals: Sequence[Tensor | None], device: torch.device
 ) -> tuple[list[int], Tensor]:
-    """The numbers of the signals that hold something, and of each whether all of it is within the
+    """The numbers of the signals that are not empty, and for each whether all of it is within the
     limit.
 
-    Shapes: any -> `[signals that hold something]` bool.
+    Shapes: any -> `[signals that are not empty]` bool.
     """
     present = [
         (i, signal) for i, signal in enumerate(signals) if signal is not None and signal.numel()
@@ -73,15 +71,14 @@ def signals_within(
 
 
 def first_outside(numbers: Sequence[Sequence[int]], within: Sequence[Tensor]) -> Tensor:
-    """1 + the smallest of `numbers` whose signal is not within the limit, on the device; 0 where
-    all are.
+    """1 + the smallest of `numbers` whose signal exceeds the limit, on the device; 0 if none does.
 
     Shapes: `[signals]` bool each -> `[]` int64.
     """
     each = [number for some in numbers for number in some]
     together = torch.cat(list(within)) if len(within) > 1 else within[0]
     count = max(each) + 1
-    # a signal within the limit has the number after the last, which is as good as 0
+    # signals within the limit get the number after the last one, which becomes 0
     found = _numbers(tuple(each), together.device).masked_fill(together, count + 1).amin()
     return found % (count + 1)
 

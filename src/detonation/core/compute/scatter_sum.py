@@ -1,4 +1,4 @@
-"""Sums in a stated order, which have the same bits on every processor and under every library."""
+"""Sums in a stated order. They have the same bits on every processor and with every library."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ONE_PASS_CHUNK = 256
-"""The longest row whose coefficients an accelerator adds up in one pass, as weighted sums of unit
+"""Longest row whose coefficients an accelerator adds up in one pass, as weighted sums of unit
 vectors."""
 
 
 LANES, PARTS = 4096, 128
-"""The numbers whose squares a program of an accelerator adds up side by side, and the programs; see
-`SumOfSquares`."""
+"""Numbers whose squares one program of an accelerator adds up in parallel, and the number of
+programs; see `SumOfSquares`."""
 
 
 def most_summed(chunk: int) -> int:
-    """The most coefficients of a row, of all replicas together, whose inverse is one sum of basis
-    vectors; of more they are aggregated first, and then multiplied by the basis
-    (`product_in_order`).
+    """The most coefficients of a row, over all replicas, that are decoded as one sum of basis
+    vectors.
 
-    All engines draw the line here, because the two round differently.
+    More coefficients are aggregated first and then multiplied by the basis (`product_in_order`).
+    The two round differently, so all engines switch at this number.
     """
     return min(chunk // 2, 64)
 
@@ -58,13 +58,18 @@ class SumOfSquares:
             numbers, self._at = numbers[:, some:], (self._at + some) % width
 
     def total(self) -> Tensor:
-        """Shapes: -> `[sums]` fp32."""
+        """The sums of all numbers so far.
+
+        Shapes: -> `[sums]` fp32.
+        """
         return added(added(self._lanes.view(len(self._lanes), -1, LANES)))
 
 
 def added(numbers: Tensor) -> Tensor:
-    """The sum over the last dim: a number and the one half of a power of two further on become one,
-    until one is left.
+    """The sum over the last dimension, by halves: element i and element i + n / 2 are added, until
+    one is left.
+
+    The dimension is padded with zeros to a power of two.
 
     Shapes: `[..., n]` -> `[...]`.
     """
@@ -78,8 +83,7 @@ def added(numbers: Tensor) -> Tensor:
 
 
 def square_root(numbers: Tensor) -> Tensor:
-    """The square root, rounded correctly; that of torch in fp32 differs between processors with
-    AVX2 and AVX-512.
+    """The correctly rounded square root. That of torch in fp32 differs between AVX2 and AVX-512.
 
     Shapes: any, fp32.
     """
@@ -89,7 +93,7 @@ def square_root(numbers: Tensor) -> Tensor:
 def scatter_sum(
     values: Tensor | Sequence[Tensor], indices: Tensor | Sequence[Tensor | None] | None, chunk: int
 ) -> Tensor:
-    """The sum of all messages, added in replica order; it may share memory with `values`.
+    """The sum of all messages in replica order. It may share memory with `values`.
 
     Shapes: values `[replicas, rows, k]`, indices `[replicas, rows, k]` integer, or None for whole
     rows; or one `[rows, k]` each per replica -> `[rows, chunk]`.
@@ -98,8 +102,7 @@ def scatter_sum(
     if indices is None or indices[0] is None:
         return _added(values)
     if len(values) > 1 and first.device.type != "cpu" and chunk <= ONE_PASS_CHUNK:
-        # in one pass and in replica order: atomic additions, on which writes could collide, come in
-        # any order
+        # one pass in replica order; atomic additions have no fixed order
         sent, where = beside_each_other(list(values), [i for i in indices if i is not None])
         return weighted_sum(_units(chunk, first.device), sent, where)
     total = torch.zeros(len(first), chunk, dtype=first.dtype, device=first.device)
@@ -110,7 +113,7 @@ def scatter_sum(
 
 
 def beside_each_other(values: Sequence[Tensor], indices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The values and the indices of all messages row by row, in replica order, on an accelerator.
+    """Joins values and indices of all messages row by row in replica order, on an accelerator.
 
     Shapes: per replica `[rows, k]` fp32 and `[rows, k]` integer -> `[rows, replicas * k]` fp32, and
     int32.
@@ -123,11 +126,11 @@ def beside_each_other(values: Sequence[Tensor], indices: Sequence[Tensor]) -> tu
 
 
 def weighted_sum(vectors: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-    """For each row the sum of `vectors`, weighted; an index may occur several times.
+    """For each row a weighted sum of `vectors`. An index may occur several times.
 
-    It begins with zero and takes the weights in the order of the row, each by one fused
-    multiply-add in fp32: what an embedding bag does on x86-64 and CUDA, and what every engine must
-    do.
+    A sum begins with zero and takes its weights in the order of the row, each by one fused
+    multiply-add in fp32. An embedding bag computes that on x86-64 and CUDA, and every engine must
+    have these bits.
 
     Shapes: vectors `[chunk, n]`, weights `[rows, sent]` fp32, indices `[rows, sent]` integer ->
     `[rows, n]`.
@@ -140,8 +143,8 @@ def weighted_sum(vectors: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
 
 
 def product_in_order(weights: Tensor, vectors: Tensor) -> Tensor:
-    """`weights @ vectors`, each element of which begins with zero and takes one fused multiply-add
-    after the other.
+    """`weights @ vectors`. Each element begins with zero and takes one fused multiply-add after the
+    other.
 
     Shapes: weights `[rows, n]`, vectors `[n, m]` fp32 -> `[rows, m]`.
     """
@@ -151,7 +154,7 @@ def product_in_order(weights: Tensor, vectors: Tensor) -> Tensor:
     ):
         library = (
             kernel_library.load_library()
-        )  # exact, so it does not matter which replicas have it
+        )  # exact: replicas with and without the kernel have the same bits
         if library:
             return library.product(weights.contiguous(), vectors.contiguous())
     every = torch.arange(weights.shape[1], dtype=torch.int32, device=weights.device)
@@ -177,6 +180,6 @@ def _units(chunk: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _begins(rows: int, sent: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The offset of each row in the flattened indices; torch computes it at every call for a
-    matrix."""
+    """Offset of each row in the flattened indices. For a matrix torch would compute it at every
+    call."""
     return torch.arange(0, rows * sent, sent, dtype=dtype, device=device)  # [rows]

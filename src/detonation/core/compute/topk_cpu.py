@@ -1,4 +1,4 @@
-"""Top-k of every row on a CPU in plain torch, whose own top-k sorts row by row."""
+"""Top-k of every row on a CPU in plain torch. The top-k of torch itself sorts row by row."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _FEW = 8
 
 
 def topk_indices(coefficients: Tensor, count: int, some: int) -> Tensor:
-    """The indices of the `count` largest magnitudes of every row, rising; the chunk is one of
+    """The indices of the `count` largest magnitudes of every row, rising. The chunk is one of
     `TOPK_CHUNKS`.
 
-    Magnitudes that differ only in their lowest log2(chunk) bits count as equal: in a key the index
-    replaces these bits, so that one comparison orders both. It takes `some` rows at a time, as many
-    as fit in a cache.
+    Magnitudes that differ only in their lowest log2(chunk) bits count as equal: the index replaces
+    these bits in a key, so that one comparison orders both. `some` rows are processed at a time, as
+    many as fit into a cache.
 
     Shapes: `[rows, chunk]` fp32 -> `[rows, count]` int64.
     """
@@ -41,7 +41,8 @@ def topk_indices(coefficients: Tensor, count: int, some: int) -> Tensor:
 
 
 def _largest(keys: Tensor, count: int) -> Tensor:
-    """The places of the largest keys of each row, one after the other: of many rows at once."""
+    """Positions of the `count` largest keys of each row, one after the other, for many rows at
+    once."""
     chunk, rows = keys.shape  # [chunk, rows] -> [rows, count]
     places = torch.empty(count, rows, dtype=torch.int64, device="cpu")
     for number in range(count):

@@ -1,8 +1,6 @@
-"""Schemes: frozen descriptions of messages and their schedule, their registry, and the arithmetic
-of their bytes.
+"""Schemes: frozen descriptions of messages and their schedule, their registry, and byte arithmetic.
 
-Importing the room registers every scheme of the package. Everything above may call it; it knows no
-link.
+Importing this package registers every scheme. A scheme knows no link.
 """
 
 # ruff: noqa: I001  the order of registration is the order in lists

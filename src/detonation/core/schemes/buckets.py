@@ -1,4 +1,4 @@
-"""The division of a flat into buckets that are sent while backward still computes other gradients."""
+"""Cuts a flat into buckets, which are sent while backward still computes other gradients."""
 
 import math
 from dataclasses import replace
@@ -13,27 +13,29 @@ SMALLEST = 2**20
 
 
 def aligned_rows(*codecs: Codec) -> int:
-    """The number of rows after which messages of all `codecs` may be cut without a change of any
-    bit.
+    """Messages of all `codecs` may be cut after multiples of this number of rows; no bit changes.
 
-    64 rows at least, because a matrix product of few rows may round differently.
+    At least 64 rows, because a matrix product of few rows may round differently.
     """
     return math.lcm(*(codec.unit for codec in codecs), 64)
 
 
 def rows_of_a_turn(scheme: Scheme, replicas: int) -> int:
-    """The number of rows in which owners take turns: messages and replies may be cut after it."""
+    """The rows that one owner gets before the next owner's turn. Messages and replies may be cut
+    after them."""
     return aligned_rows(scheme.codec, scheme.reply_codec(replicas))
 
 
 def cut_into_buckets(layout: Layout, scheme: Scheme, unit: int, few: bool = False) -> list[Bucket]:
-    """The buckets of `layout`, in the order of their rows: together they send the bytes of the
-    whole, bit for bit.
+    """The buckets of `layout` in the order of their rows. Together they send the bytes of one whole
+    message.
 
-    Each but the last is a multiple of `unit` rows (`traffic.buckets_of`). There is one bucket for a
-    layout in tiles, because such a multiple ends within a line of tiles.
+    Every bucket but the last has a multiple of `unit` rows (`traffic.buckets_of`). A layout in
+    tiles has one bucket, because such a multiple would end within a line of tiles.
 
     Args:
+        layout: Of the whole flat.
+        unit: Rows after which a message may be cut.
         few: See `block_rows`.
     """
     smallest = max(1, SMALLEST // (4 * layout.chunk * unit)) * unit
@@ -45,17 +47,17 @@ def cut_into_buckets(layout: Layout, scheme: Scheme, unit: int, few: bool = Fals
 
 
 def block_rows(scheme: Scheme, rows: int, few: bool = False) -> int:
-    """About the rows of a bucket.
+    """The approximate number of rows of a bucket.
 
     Args:
-        few: Whether all but messages of their own leave in `BUCKETS`: Triton kernels need no
-            temporaries, each bucket costs them as much as any other, and they read a message in so
-            many parts at most.
+        rows: Of the whole flat.
+        few: Whether there are at most `BUCKETS` buckets. Triton kernels need no temporaries, and
+            each bucket costs them launches.
     """
     small = scheme.divides_messages if few else scheme.summable or scheme.signal == "parameters"
     return max(1, -(-rows // (SMALL_BUCKETS if small else BUCKETS)))
 
 
 def codec_of(bucket: Bucket, codec: Codec, rows: int) -> Codec:
-    """`codec` for the rows of `bucket` among `rows` of the whole."""
+    """`codec` for the rows of `bucket` in a flat of `rows` rows."""
     return replace(codec, selection=codec.selection.for_rows(bucket.first, rows))

@@ -1,5 +1,5 @@
-"""Schemes that exchange once per round in fewer bytes: a selection or few bits of the movement of
-the parameters."""
+"""Schemes that exchange once per round in fewer bytes: a part, or few bits, of the parameters'
+movement."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from detonation.core.schemes.registry import register
 from detonation.core.schemes.scheme import LinkKind, ParameterScheme
 
 ROW = 256
-"""Coefficients of a row of `muloco`, where rows matter: enough for a length, and few enough for
+"""Coefficients per row of `muloco` if rows matter: enough for a meaningful length, few enough for
 small parameters."""
 
 

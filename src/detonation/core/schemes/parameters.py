@@ -1,5 +1,4 @@
-"""Schemes that exchange once per round: the movement of the parameters since the last common
-weights."""
+"""Schemes that exchange once per round: how far parameters moved since the last common weights."""
 
 from dataclasses import replace
 

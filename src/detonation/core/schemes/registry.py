@@ -1,4 +1,4 @@
-"""The registry of schemes by name, for recipes, the command line, the planner and the library."""
+"""Schemes by name, for recipes, the command line, the planner and the library."""
 
 import functools
 import inspect
