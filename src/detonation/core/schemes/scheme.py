@@ -164,9 +164,10 @@ class Scheme:
 
         Example:
             >>> from detonation import demo
-            >>> demo(topk=1).reply_codec(replicas=4).selection, demo(topk=4).reply_codec(4).selection
-            (TopK(topk=4, chunk=64, shared=False, period=0), TopK(topk=16, chunk=64, shared=False,
-            period=0))
+            >>> demo(topk=1).reply_codec(replicas=4).selection
+            TopK(topk=4, chunk=64, shared=False, period=0)
+            >>> demo(topk=4).reply_codec(replicas=4).selection.k
+            16
         """
         k, chunk, shared = (
             self.codec.selection.k,
