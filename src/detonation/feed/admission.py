@@ -150,8 +150,8 @@ def admitted(
         >>> import torch.distributed as dist, detonation as dt
         >>> store = dist.HashStore()
         >>> axis = dt.elastic(replica=0, replicas=1, store=store)
-        >>> guest, token = dt.Guest(store), b"0123456789abcdef"
-        >>> dt.admitted(nn.Linear(2, 1), guest, token, timeout_s=0.1)  # doctest: +ELLIPSIS
+        >>> model, guest, token = nn.Linear(2, 1), dt.Guest(store), b"0123456789abcdef"
+        >>> dt.admitted(model, guest, token=token, timeout_s=0.1)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
         detonation.cluster.survive.agreement.ReplicaLost: no replica has let replica 1 in within ...
