@@ -1,7 +1,8 @@
-"""DeToNATION: train PyTorch models sharded inside the node, and let nodes exchange only what matters.
+"""DeToNATION: train PyTorch models sharded inside the node, and let nodes exchange only what
+matters.
 
-The public names stand in `__init__.pyi` and are loaded on first use, so that `detonation --help` does not wait for
-torch. Users import this face; nothing inside the package does.
+The public names stand in `__init__.pyi` and are loaded on first use, so that `detonation --help`
+does not wait for torch. Users import this face; nothing inside the package does.
 """
 
 import re
@@ -34,7 +35,8 @@ def __getattr__(name: str) -> Any:
 
 
 def _moved(name: str) -> str:
-    """The place of a name that stood here once; the lists of the faces are read as text, which loads no torch."""
+    """The place of a name that stood here once; the lists of the faces are read as text, which
+    loads no torch."""
     faces = [
         f
         for f in ("schemes", "errors")

@@ -1,4 +1,7 @@
-"""Choosing by name: from a table of functions, or as "package.module:function". Pure Python, a leaf."""
+"""Choosing by name: from a table of functions, or as "package.module:function".
+
+Pure Python, a leaf.
+"""
 
 import difflib
 import functools
@@ -21,7 +24,8 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def unknown(kind: str, name: str, valid: Iterable[str]) -> ValueError:
-    """The error for a `name` that is not among `valid`: lists the valid names and suggests the nearest.
+    """The error for a `name` that is not among `valid`: lists the valid names and suggests the
+    nearest.
 
     >>> str(unknown("scheme", "dem", ["demo", "full"]))
     "unknown scheme 'dem', did you mean 'demo'? Valid: demo, full"
@@ -37,7 +41,8 @@ def unknown(kind: str, name: str, valid: Iterable[str]) -> ValueError:
 
 
 def needs(module: str, extra: str) -> ModuleType:
-    """Imports an optional module; raises `ValueError` with the `extra` that installs it where it is missing.
+    """Imports an optional module; raises `ValueError` with the `extra` that installs it where it is
+    missing.
 
     >>> needs("json", "data").__name__
     'json'
@@ -60,7 +65,8 @@ def first_line(error: Exception) -> str:
 
 
 def checks_keywords(kind: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """A decorator: a keyword that the function does not take is a `TypeError` that lists the valid ones.
+    """A decorator: a keyword that the function does not take is a `TypeError` that lists the valid
+    ones.
 
     `kind` is the noun for the error.
 
@@ -93,7 +99,8 @@ def make(
     """Calls `table[name](**arguments)` after checking the name and the name of each argument.
 
     Raises:
-        ValueError: An unknown name, an unknown argument or a missing one; errors of the function itself pass through.
+        ValueError: An unknown name, an unknown argument or a missing one; errors of the function
+            itself pass through.
     """
     if name not in table:
         raise unknown(kind, name, table)
@@ -110,7 +117,8 @@ def make(
 
 
 def plain_types(value: object, hint: Any) -> str:
-    """The plain types of annotation `hint` in words, where `value` has none of them; "" where it has, or none is plain.
+    """The plain types of annotation `hint` in words, where `value` has none of them; "" where it
+    has, or none is plain.
 
     An int is a float, too, and a bool is no int.
 
@@ -129,7 +137,8 @@ def find_function(
 ) -> Callable[..., _T]:
     """The function called `name`: of `table`, or of a module that the name spells.
 
-    Raises `ValueError` for a name that is no key of `table`, nor "package.module:function"; `kind` is the noun for it.
+    Raises `ValueError` for a name that is no key of `table`, nor "package.module:function"; `kind`
+    is the noun for it.
 
     >>> find_function("number", "math:floor", {"int": int})(2.5)
     2
@@ -148,7 +157,8 @@ def imported(name: str) -> Callable[..., Any]:
     """The function that "package.module:function" names.
 
     Raises:
-        ValueError: The module does not exist, or has no such function; errors of the module itself pass through.
+        ValueError: The module does not exist, or has no such function; errors of the module itself
+            pass through.
     """
     module, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), attribute)):

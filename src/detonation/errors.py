@@ -1,4 +1,7 @@
-"""The errors that this library names. A face, like `detonation` itself: nothing inside the package imports it."""
+"""The errors that this library names.
+
+A face, like `detonation` itself: nothing inside the package imports it.
+"""
 
 from detonation.checkpoint.files.shard_file import CorruptCheckpoint
 from detonation.checkpoint.newest import NoCheckpoint

@@ -1,4 +1,7 @@
-"""The parts for a scheme, basis, selection or aggregation of your own (docs/extending.md). A face, as `detonation`."""
+"""The parts for a scheme, basis, selection or aggregation of your own (docs/extending.md).
+
+A face, as `detonation`.
+"""
 
 from detonation.core.codec.aggregate import AGGREGATIONS, Aggregation, Mean, NormWeighing
 from detonation.core.codec.basis import DCT, Basis, Identity, TileDCT

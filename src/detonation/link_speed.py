@@ -1,4 +1,7 @@
-"""Link speed: rate and latency of one tier of the network. Pure arithmetic for planner, emulation and probe."""
+"""Link speed: rate and latency of one tier of the network.
+
+Pure arithmetic for planner, emulation and probe.
+"""
 
 import math
 import re
@@ -37,7 +40,8 @@ class LinkSpeed:
 
     @classmethod
     def parse(cls, text: str) -> "LinkSpeed":
-        """Parses a rate and an optional latency: "100mbit,5ms", "1Gbit/s", "20Mbps", "56kbit, 0.2s".
+        """Parses a rate and an optional latency: "100mbit,5ms", "1Gbit/s", "20Mbps", "56kbit,
+        0.2s".
 
         >>> LinkSpeed.parse("100mbit,5ms") == LinkSpeed.parse("0.1 Gbit/s, 5ms") == LinkSpeed(1e8, 0.005)
         True
@@ -50,12 +54,13 @@ class LinkSpeed:
             return cls(float(rate) * _RATES[unit.lower().replace("bps", "bit")], seconds)
         except (AssertionError, ValueError) as error:
             raise ValueError(
-                f"a link is {text!r}, must be a rate above 0 in bit, kbit, mbit or gbit (a second) and, where there is "
-                "one, a latency in us, ms or s: 100mbit,5ms"
+                f"a link is {text!r}, must be a rate above 0 in bit, kbit, mbit or gbit (a second)"
+                " and, where there is one, a latency in us, ms or s: 100mbit,5ms"
             ) from error
 
     def seconds(self, nbytes: float, hops: int) -> float:
-        """Seconds that a node's `nbytes` take over a path of `hops` messages, each after the one before."""
+        """Seconds that a node's `nbytes` take over a path of `hops` messages, each after the one
+        before."""
         return 8 * nbytes / self.rate_bits_per_s + hops * self.latency_s
 
     def __str__(self) -> str:
@@ -69,7 +74,8 @@ class LinkSpeed:
 def hops(kind: str, replicas: int) -> int:
     """The number of messages of one exchange that follow one another, on a ring.
 
-    R - 1 for an all-gather and twice as many for an all-reduce; through owners 1 for all slices at once, then R - 1.
+    R - 1 for an all-gather and twice as many for an all-reduce; through owners 1 for all slices at
+    once, then R - 1.
 
     >>> hops("all-reduce", 4), hops("all-gather", 4), hops("owner", 4)
     (6, 3, 4)

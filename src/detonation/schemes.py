@@ -1,4 +1,7 @@
-"""Every scheme, each a function of its arguments. A face, like `detonation` itself, which has the ones most used."""
+"""Every scheme, each a function of its arguments.
+
+A face, like `detonation` itself, which has the ones most used.
+"""
 
 from detonation.core.schemes.compressed import muloco, sparseloco, sparta
 from detonation.core.schemes.gradients import decoupled_adamw, demo, full, loco, none

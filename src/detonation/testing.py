@@ -1,6 +1,8 @@
-"""The laws as a test helper: `check_scheme` holds a scheme, also one's own, to them in this process.
+"""The laws as a test helper: `check_scheme` holds a scheme, also one's own, to them in this
+process.
 
-Nothing inside the package imports this module; it needs torch alone, so that it runs in any test suite.
+Nothing inside the package imports this module; it needs torch alone, so that it runs in any test
+suite.
 """
 
 import torch
@@ -29,9 +31,10 @@ def check_scheme(
 ) -> None:
     """Holds `scheme` to the laws of docs/design.md, on awkward shapes and among simulated replicas.
 
-    Laws 1 (nothing is lost), 2 (replicas agree), 3 (everyone is heard), 4 (a message owns its memory and its size is
-    known), 5 (never larger than dense, of what it counts), 9 (private state is saved and resumes exactly), 10
-    (absent is zero) and 11 (zero is zero: the precision is odd), and that name and arguments spell the scheme.
+    Laws 1 (nothing is lost), 2 (replicas agree), 3 (everyone is heard), 4 (a message owns its
+    memory and its size is known), 5 (never larger than dense, of what it counts), 9 (private state
+    is saved and resumes exactly), 10 (absent is zero) and 11 (zero is zero: the precision is odd),
+    and that name and arguments spell the scheme.
 
     Args:
         scheme: Made by a registered function.

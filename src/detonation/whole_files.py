@@ -10,8 +10,8 @@ from typing import Any
 def write_whole(path: Path, content: bytes | bytearray | Iterable[memoryview]) -> None:
     """Puts `content`, or its parts one after another, at `path`, on the disk when it returns.
 
-    After a crash there is the old file or the new one. Raises `OSError` where it cannot; then the old file stays,
-    and nothing lies beside it.
+    After a crash there is the old file or the new one. Raises `OSError` where it cannot; then the
+    old file stays, and nothing lies beside it.
     """
     part = path.with_name(path.name + ".part")
     try:

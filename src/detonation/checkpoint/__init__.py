@@ -1,1 +1,2 @@
-"""Checkpoints: the state of a run on disk, whole or absent, checked on reading, for the same world or another."""
+"""Checkpoints: the state of a run on disk, whole or absent, checked on reading, for the same world
+or another."""

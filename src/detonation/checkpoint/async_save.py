@@ -24,7 +24,8 @@ _set_timeout = (
     getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
 )  # public from torch 2.14 on
 SAVE_TIMEOUT_S = 300.0
-"""How long a save waits for a rank that is alive; the time that a slow disk takes for a file comes on top."""
+"""How long a save waits for a rank that is alive; the time that a slow disk takes for a file comes
+on top."""
 LOWEST_BYTES_PER_S = 10e6
 """The lowest rate at which a rank is expected to write."""
 
@@ -32,11 +33,13 @@ LOWEST_BYTES_PER_S = 10e6
 class Checkpoints(AbstractContextManager["Checkpoints"]):
     """The checkpoints of one run. `save` copies the state and returns; a thread writes the copy.
 
-    One save is under way at a time; the next waits for it. The outcome of a save that nobody waited for is in the log
-    and in `news`. As a context manager it waits for the last save, unless an exception leaves the context.
+    One save is under way at a time; the next waits for it. The outcome of a save that nobody waited
+    for is in the log and in `news`. As a context manager it waits for the last save, unless an
+    exception leaves the context.
 
     Args:
-        directory: of the checkpoints; nodes without a shared file system each have one, with the files of their ranks.
+        directory: of the checkpoints; nodes without a shared file system each have one, with the
+            files of their ranks.
         keep: how many of the newest checkpoints stay.
 
     Raises:
@@ -74,7 +77,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._news: list[str] = []
 
     def save(self, extra: Mapping[str, Any] | None = None) -> None:
-        """Starts saving the state between two steps, under the name of `optimizer.step_count`. All ranks call it.
+        """Starts saving the state between two steps, under the name of `optimizer.step_count`. All
+        ranks call it.
 
         `extra`, and `ValueError`, are as in `save_checkpoint`.
         """
@@ -88,7 +92,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             _set_timeout(timeout, self._group)
         if elastic is not None:  # replicas may be others than at the last save
             self._saver = ShardSaver(self.directory, self._keep, elastic.texts())
-        # daemon: after a failure elsewhere, nobody may wait for a thread that waits for a rank that is gone
+        # daemon: after a failure elsewhere, nobody may wait for a thread that waits for a rank that
+        # is gone
         self._saver = self._saver or ShardSaver(
             self.directory, self._keep, Texts(_HOST, self._group)
         )
@@ -101,7 +106,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         """Waits for the save that is under way; returns the checkpoint, the same path on all ranks.
 
         Raises:
-            NotSaved: one of the ranks could not write, or was too late for the others; raised on all ranks.
+            NotSaved: one of the ranks could not write, or was too late for the others; raised on
+                all ranks.
         """
         self._join()
         outcome, self._outcome = self._outcome, None
@@ -111,7 +117,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         return outcome
 
     def news(self) -> list[str]:
-        """The failures of saves since the last call, in lines; the same on all ranks, sooner or later."""
+        """The failures of saves since the last call, in lines; the same on all ranks, sooner or
+        later."""
         lines, self._news = self._news, []
         return lines
 
@@ -124,7 +131,10 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self._thread.join()
 
     def _open_group(self) -> None:
-        """Makes the writing thread's group, and another one once a save has broken it on any rank. Collective."""
+        """Makes the writing thread's group, and another one once a save has broken it on any rank.
+
+        Collective.
+        """
         if dist.get_world_size() == 1:
             return
         if self._group is not None:
@@ -168,18 +178,21 @@ def save_checkpoint(
     `Checkpoints` saves while training goes on.
 
     Args:
-        directory: of the checkpoints; nodes without a shared file system each have one, with the files of their ranks.
+        directory: of the checkpoints; nodes without a shared file system each have one, with the
+            files of their ranks.
         extra: JSON values that loading returns, such as a scheduler's state; those of rank 0 count.
         keep: how many of the newest checkpoints stay.
-        frozen: False leaves out the parameters that require no gradient, such as the model under a LoRA adapter;
-            loading then leaves them as they are.
+        frozen: False leaves out the parameters that require no gradient, such as the model under a
+            LoRA adapter; loading then leaves them as they are.
 
     Returns:
         The checkpoint, `directory/step-NNNNNN`.
 
     Raises:
-        NotSaved: one of the ranks could not write; raised on all ranks. Earlier checkpoints are as they were.
-        ValueError: `keep` is below 1, or the state or `extra` holds something that a checkpoint cannot hold.
+        NotSaved: one of the ranks could not write; raised on all ranks. Earlier checkpoints are as
+            they were.
+        ValueError: `keep` is below 1, or the state or `extra` holds something that a checkpoint
+            cannot hold.
 
     Example:
         >>> import tempfile, torch, torch.distributed as dist, detonation as dt

@@ -1,15 +1,18 @@
-"""Elastic loading: the state of a rank in a world of another shape, without losing anything that was not sent yet.
+"""Elastic loading: the state of a rank in a world of another shape, without losing anything that
+was not sent yet.
 
-R replicas saved, R' go on. State that differs between replicas becomes, for replica j of the new world:
+R replicas saved, R' go on. State that differs between replicas becomes, for replica j of the new
+world:
 
     memory         r'_j = R'/R * sum of r_i over the i with target(i) = j
                    target(i) = i if R <= R' else floor(i * R' / R)
     everything else   the mean over all i that have it (where they are bitwise equal: that tensor)
 
-The first rule keeps the mean of the memories, (1/R') sum r' = (1/R) sum r, which is their sum once all is sent:
-neighbours are merged by mean, and a joiner starts with zero. The second rule keeps the mean of the weights, and so the
-mean distance of the replicas from their anchor, which is the signal of the open round. The server residuals, which the
-owners have not sent, are common to all replicas: they are put together by coordinate, and go to the new owners.
+The first rule keeps the mean of the memories, (1/R') sum r' = (1/R) sum r, which is their sum once
+all is sent: neighbours are merged by mean, and a joiner starts with zero. The second rule keeps the
+mean of the weights, and so the mean distance of the replicas from their anchor, which is the signal
+of the open round. The server residuals, which the owners have not sent, are common to all replicas:
+they are put together by coordinate, and go to the new owners.
 """
 
 from collections.abc import Sequence
@@ -30,7 +33,8 @@ from detonation.wire.units import ShardUnit, load_shard_state, shard_units
 class Elastic:
     """The state of the rank at `own`, read from a checkpoint of a world of another shape.
 
-    Where all share a tensor, the replicas `among` are read, all by default. Of close replicas the first counts.
+    Where all share a tensor, the replicas `among` are read, all by default. Of close replicas the
+    first counts.
     """
 
     def __init__(
@@ -43,7 +47,8 @@ class Elastic:
         self._like = like if like in self._among and not saved.file(first, 0).moved else first
 
     def agreed(self, key: str, box: Box | None, alike: bool = False, some: bool = False) -> Tensor:
-        """The part `box` of a tensor that all replicas share from now on; None for one that is not sharded.
+        """The part `box` of a tensor that all replicas share from now on; None for one that is not
+        sharded.
 
         Args:
             alike: the replicas are known to be equal, so that reading one of them is enough.
@@ -58,9 +63,11 @@ class Elastic:
         return _merge(tensors, key)
 
     def own(self, key: str, alike: bool) -> Tensor:
-        """A tensor of the base optimizer that is not cut like its parameter: each shard may have one of its own.
+        """A tensor of the base optimizer that is not cut like its parameter: each shard may have
+        one of its own.
 
-        Raises `ValueError` where shards have different ones, and there are more or fewer of them now.
+        Raises `ValueError` where shards have different ones, and there are more or fewer of them
+        now.
         """
         replicas = [
             r for r in ([self._like] if alike else self._among) if key in self._saved.file(r, 0)
@@ -91,7 +98,8 @@ class Elastic:
     def server_residual(
         self, key: str, channel: Channel, boxes: dict[str, Box]
     ) -> list[Tensor] | None:
-        """The server residuals for each parameter of `channel`; None where the saved world had no owners."""
+        """The server residuals for each parameter of `channel`; None where the saved world had no
+        owners."""
         if all(key not in file.keys for file in self._saved.shards(0)):
             return None
         shards = [
@@ -135,7 +143,10 @@ def memory_sources(replica: int, before: int, now: int) -> range:
 
 
 def _merge(tensors: list[Tensor], key: str) -> Tensor:
-    """The common tensor, or the mean where they differ. Raises `ValueError` for integers that differ."""
+    """The common tensor, or the mean where they differ.
+
+    Raises `ValueError` for integers that differ.
+    """
     first = tensors[0]
     if all(torch.equal(first, other) for other in tensors[1:]):
         return first
@@ -160,7 +171,10 @@ _RESIDUAL = f"{SHARD}residual."
 
 
 def merge_shard_state(saved: CheckpointReader, model: nn.Module, own: Coordinates) -> str:
-    """Continues from the residuals of `saved`; returns in words the state that had to be dropped. Collective."""
+    """Continues from the residuals of `saved`; returns in words the state that had to be dropped.
+
+    Collective.
+    """
     names = {k.removeprefix(_RESIDUAL) for k in saved.file(0, 0).keys if k.startswith(_RESIDUAL)}
     state = {}
     for unit in (unit for unit in shard_units(model) if unit.reduce is not None):
@@ -180,7 +194,8 @@ def merge_shard_state(saved: CheckpointReader, model: nn.Module, own: Coordinate
 def _residual(
     saved: CheckpointReader, unit: ShardUnit, name: str, parameter: Tensor, own: Coordinates
 ) -> Tensor:
-    """This rank's residual for one parameter: all that was not sent of the shard in the next node, zero for others."""
+    """This rank's residual for one parameter: all that was not sent of the shard in the next node,
+    zero for others."""
     nodes, node, size = unit.link.replicas, unit.link.replica, unit.sizes()[name]
     local_ranks = own.shards // nodes
     owner = (node + 1) % nodes * local_ranks + own.shard % local_ranks
@@ -197,7 +212,8 @@ def _residual(
 
 
 def _unsent(saved: CheckpointReader, name: str, box: Box, replica: int) -> Tensor:
-    """The part `box` of the gradients of one parameter that the nodes of a saved replica have not sent."""
+    """The part `box` of the gradients of one parameter that the nodes of a saved replica have not
+    sent."""
     files = saved.shards(replica)
     residuals = [file.tensor(f"{_RESIDUAL}{name}") for file in files]  # [nodes - 1, size] each
     nodes = len(residuals[0]) + 1

@@ -24,7 +24,8 @@ from detonation.core.optimizer.replicated import Replicated
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts between all ranks of `group`, by default the default group, whose backend can send tensors of `device`."""
+    """Texts between all ranks of `group`, by default the default group, whose backend can send
+    tensors of `device`."""
 
     device: torch.device
     group: dist.ProcessGroup | None = None
@@ -79,7 +80,8 @@ def elastic_axis(optimizer: Replicated) -> ElasticCommunicator | None:
 
 
 def texts_between(model: nn.Module, optimizer: Replicated) -> TextExchange:
-    """Texts between all ranks that train `model`: those of an elastic axis, or of the default group."""
+    """Texts between all ranks that train `model`: those of an elastic axis, or of the default
+    group."""
     elastic = elastic_axis(optimizer)
     return elastic.texts() if elastic is not None else Texts(device_of(model))
 
@@ -91,7 +93,8 @@ def device_of(model: nn.Module) -> torch.device:
 
 @dataclass(frozen=True)
 class Volumes:
-    """The ranks of each directory. leaders: for each rank the lowest rank that sees the same directory."""
+    """The ranks of each directory. leaders: for each rank the lowest rank that sees the same
+    directory."""
 
     leaders: tuple[int, ...]
 
@@ -121,11 +124,13 @@ class Volumes:
 
 
 def survey(directory: Path, texts: TextExchange) -> Volumes:
-    """Finds out which ranks see the same `directory`, by files that are gone afterwards. Collective by `texts`.
+    """Finds out which ranks see the same `directory`, by files that are gone afterwards. Collective
+    by `texts`.
 
-    Rank 0 writes a file under a random name, and all ranks look for it. Only ranks that do not see it make their
-    directory and write a file, too. Then each looks again for the file of rank 0, because the cache of a network file
-    system may have hidden a directory that was made a moment ago.
+    Rank 0 writes a file under a random name, and all ranks look for it. Only ranks that do not see
+    it make their directory and write a file, too. Then each looks again for the file of rank 0,
+    because the cache of a network file system may have hidden a directory that was made a moment
+    ago.
 
     Raises `OSError` on all ranks where one cannot write, with the host and the reason.
     """
@@ -155,16 +160,17 @@ def survey(directory: Path, texts: TextExchange) -> Volumes:
 
 
 def warn_unless_shared(directory: Path, model: nn.Module) -> Volumes:
-    """Makes `directory` for a library that saves files of its own, and warns where nodes do not share it. Collective.
+    """Makes `directory` for a library that saves files of its own, and warns where nodes do not
+    share it. Collective.
 
-    Each node has its own part of our state. The library's own part is missing somewhere, which it says when it resumes.
-    Raises `OSError` on all ranks where one cannot write there.
+    Each node has its own part of our state. The library's own part is missing somewhere, which it
+    says when it resumes. Raises `OSError` on all ranks where one cannot write there.
     """
     volumes = survey(directory, Texts(device_of(model)))
     if dist.get_rank() == 0 and not volumes.shared:
         logging.getLogger("detonation").warning(
-            "%s is not one directory for all ranks (%s): before a checkpoint is resumed, copy to each node what it "
-            "lacks from the others (rsync -a --ignore-existing)",
+            "%s is not one directory for all ranks (%s): before a checkpoint is resumed, copy to"
+            " each node what it lacks from the others (rsync -a --ignore-existing)",
             directory,
             volumes.ranks_text(),
         )
@@ -172,10 +178,12 @@ def warn_unless_shared(directory: Path, model: nn.Module) -> Volumes:
 
 
 class CheckpointsElsewhere:
-    """The checkpoints of a library on disks of other nodes, of which it removes old ones on that of rank 0 alone.
+    """The checkpoints of a library on disks of other nodes, of which it removes old ones on that of
+    rank 0 alone.
 
-    All ranks make it before training, with the line of `warn_unless_shared`. Only what rank 0 had and has no more is
-    removed, on each other disk once, and only where it holds our `part`. named: What checkpoints are called.
+    All ranks make it before training, with the line of `warn_unless_shared`. Only what rank 0 had
+    and has no more is removed, on each other disk once, and only where it holds our `part`. named:
+    What checkpoints are called.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""The newest checkpoint that all ranks find whole, by the views that they have of each, and its loading."""
+"""The newest checkpoint that all ranks find whole, by the views that they have of each, and its
+loading."""
 
 import hashlib
 import json
@@ -36,9 +37,10 @@ from detonation.core.optimizer.replicated import Replicated
 class View:
     """One rank's view.
 
-    host: the name of its machine. digest: of the manifest. file: the identity of the manifest's file, the same for all
-    ranks that share it. fault: of the manifest, or of a file that this rank checks. lacks: replicas of which this rank
-    needs a file that is not there. has: replicas of which all files are there.
+    host: the name of its machine. digest: of the manifest. file: the identity of the manifest's
+    file, the same for all ranks that share it. fault: of the manifest, or of a file that this rank
+    checks. lacks: replicas of which this rank needs a file that is not there. has: replicas of
+    which all files are there.
     """
 
     host: str
@@ -50,7 +52,10 @@ class View:
 
 
 def candidates(directory: Path, texts: TextExchange) -> list[str]:
-    """The names of the checkpoints that any rank sees in its `directory`, newest first. Collective."""
+    """The names of the checkpoints that any rank sees in its `directory`, newest first.
+
+    Collective.
+    """
     mine = json.dumps([path.name for path in retention.saved_checkpoints(directory)])
     names = {Path(name) for text in set(texts.gather(mine)) for name in json.loads(text)}
     return [path.name for path in retention.newest_first(names)]
@@ -59,7 +64,8 @@ def candidates(directory: Path, texts: TextExchange) -> list[str]:
 def inspect(
     directory: Path, name: str, own: Coordinates, held: Collection[int], texts: TextExchange
 ) -> tuple[Path, Manifest | None, str]:
-    """This rank's path of the checkpoint `name`, its manifest, and the reason why not all ranks can load it.
+    """This rank's path of the checkpoint `name`, its manifest, and the reason why not all ranks can
+    load it.
 
     `held`: the shards of this rank.
 
@@ -117,7 +123,10 @@ def _files(
     beside: Sequence[int],
     rank: int,
 ) -> View:
-    """Checks the files that this rank reads. Where it reads all, it shares the work with the ranks `beside` it."""
+    """Checks the files that this rank reads.
+
+    Where it reads all, it shares the work with the ranks `beside` it.
+    """
     present = {file.name for file in path.glob("*.safetensors")}
     replicas, shards = range(manifest.replicas), range(manifest.shards)
     has = [r for r in replicas if all(file_name(r, shard) in present for shard in shards)]
@@ -134,7 +143,8 @@ def _files(
 
 
 def _absence(views: Sequence[View], manifest: Manifest, own: Coordinates) -> str:
-    """The replicas whose files are on other nodes than on those that need them, with the remedy; "" for none.
+    """The replicas whose files are on other nodes than on those that need them, with the remedy; ""
+    for none.
 
     Where all ranks see the same files, a file that is missing is a fault like any other.
     """
@@ -183,8 +193,8 @@ class Found:
 class Loaded:
     """A checkpoint that was loaded.
 
-    step: the step after which it was taken. extra: the JSON values that were saved with it. merged: in words, how its
-    world was merged into this one.
+    step: the step after which it was taken. extra: the JSON values that were saved with it. merged:
+    in words, how its world was merged into this one.
     """
 
     path: Path
@@ -196,19 +206,22 @@ class Loaded:
 def load_checkpoint(
     directory: Path | str, model: nn.Module, optimizer: Replicated
 ) -> Loaded | None:
-    """Loads the newest whole checkpoint of `directory` into `model` and `optimizer`. All ranks call it.
+    """Loads the newest whole checkpoint of `directory` into `model` and `optimizer`. All ranks call
+    it.
 
-    Call it after `replicate` and before the first step. In a world of the shape that saved, training goes on bit for
-    bit as if it had not stopped. In another world the weights are exact where the replicas agreed, and memories are
-    merged as `detonation.checkpoint.elastic` describes. Checkpoints that are not whole are passed over; the log
-    has the reason for each.
+    Call it after `replicate` and before the first step. In a world of the shape that saved,
+    training goes on bit for bit as if it had not stopped. In another world the weights are exact
+    where the replicas agreed, and memories are merged as `detonation.checkpoint.elastic` describes.
+    Checkpoints that are not whole are passed over; the log has the reason for each.
 
     Returns:
-        The path, step and `extra` of the checkpoint; None where `directory` holds no checkpoint at all.
+        The path, step and `extra` of the checkpoint; None where `directory` holds no checkpoint at
+        all.
 
     Raises:
-        NoCheckpoint: there are checkpoints, and none is whole for all ranks. Where nodes share no file system, the
-            message says which replica's files are needed on which host, and where they are.
+        NoCheckpoint: there are checkpoints, and none is whole for all ranks. Where nodes share no
+            file system, the message says which replica's files are needed on which host, and where
+            they are.
         ValueError: the checkpoint is of another model, optimizer, scheme or seed.
 
     Example:
@@ -231,7 +244,8 @@ def load_checkpoint(
 def find(
     directory: Path, model: nn.Module, optimizer: Replicated, most: int | None = None
 ) -> Found | None:
-    """The newest checkpoint of `directory` that all ranks find whole; None where there is none at all. Collective.
+    """The newest checkpoint of `directory` that all ranks find whole; None where there is none at
+    all. Collective.
 
     Args:
         most: The step after which no checkpoint counts.
@@ -262,7 +276,10 @@ def find(
 
 
 def load_found(found: Found, model: nn.Module, optimizer: Replicated) -> Loaded:
-    """Loads `found` into both. Collective. Raises `ValueError` on all ranks where it is of another run."""
+    """Loads `found` into both.
+
+    Collective. Raises `ValueError` on all ranks where it is of another run.
+    """
     texts = texts_between(model, optimizer)
     with _refused_together(found, texts):
         merged, complete = restore(CheckpointReader(found.path, found.manifest), model, optimizer)
@@ -275,7 +292,10 @@ def load_found(found: Found, model: nn.Module, optimizer: Replicated) -> Loaded:
 
 @contextmanager
 def _refused_together(found: Found, texts: TextExchange) -> Iterator[None]:
-    """Raises on all ranks what one raises: whatever a stranger wrote, all ranks refuse it together. Collective."""
+    """Raises on all ranks what one raises: whatever a stranger wrote, all ranks refuse it together.
+
+    Collective.
+    """
     problem = ""
     try:
         yield

@@ -45,8 +45,8 @@ def restore(
     """Puts the state of `saved` into both; the caller then compares the replicas.
 
     Returns:
-        In words, how the saved world was merged into this one; and what is left to do, which is collective and comes
-        when no rank has raised. It returns in words what had to be dropped.
+        In words, how the saved world was merged into this one; and what is left to do, which is
+        collective and comes when no rank has raised. It returns in words what had to be dropped.
 
     Raises:
         ValueError: the checkpoint is of another model, optimizer, scheme or seed.
@@ -75,10 +75,12 @@ def restore(
             ):
                 if was.whole != here.whole:
                     raise ValueError(
-                        f"{name} is {was.whole} in {saved.path}, here {here.whole}: resume the same model"
+                        f"{name} is {was.whole} in {saved.path}, here {here.whole}: resume the same"
+                        " model"
                     )
                 raise ValueError(
-                    f"{key} was cut otherwise over the shards: resume with the same mesh and placements"
+                    f"{key} was cut otherwise over the shards: resume with the same mesh and"
+                    " placements"
                 )
         else:
             box = (
@@ -141,7 +143,8 @@ def _check(
         was = getattr(manifest, key)
         if was != now:
             raise ValueError(
-                f"{saved.path} was written with {key} {was}, this run has {now}: resume with the same"
+                f"{saved.path} was written with {key} {was}, this run has {now}: resume with the"
+                " same"
             )
     own_groups = [group["parameters"] for group in groups(model, optimizer)]
     saved_groups = [
@@ -150,7 +153,8 @@ def _check(
     ]
     if own_groups != saved_groups:
         raise ValueError(
-            f"{saved.path} was written with {_other_groups(saved_groups, own_groups)}: resume the same model"
+            f"{saved.path} was written with {_other_groups(saved_groups, own_groups)}: resume the"
+            " same model"
         )
     if manifest.replicas != own.replicas and all(
         scheme.signal == "nothing" for _, scheme in optimizer.levels
@@ -190,14 +194,18 @@ def _same_shape(manifest: Manifest, own: Coordinates) -> bool:
 
 
 def _own_file(saved: CheckpointReader, own: Coordinates) -> ShardReader:
-    """The file of this rank, which may be the only one on its node; in a world of another shape the first of all."""
+    """The file of this rank, which may be the only one on its node; in a world of another shape the
+    first of all."""
     return (
         saved.file(own.replica, own.shard) if _same_shape(saved.manifest, own) else saved.file(0, 0)
     )
 
 
 def _option(key: str, current: Any, saved: Any) -> Any:
-    """A saved option of a parameter group. Raises `CorruptCheckpoint` where it is of another kind than `current`."""
+    """A saved option of a parameter group.
+
+    Raises `CorruptCheckpoint` where it is of another kind than `current`.
+    """
     if isinstance(current, tuple | list) and isinstance(saved, list) and len(current) == len(saved):
         return type(current)(
             _option(key, inner, other) for inner, other in zip(current, saved, strict=True)
@@ -218,7 +226,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _load_generators(source: ShardReader, model: nn.Module) -> str:
-    """Sets the random generators of this rank; returns in words those that start anew, on another kind of device."""
+    """Sets the random generators of this rank; returns in words those that start anew, on another
+    kind of device."""
     found = generators(model)
     for key in found.keys() & source.keys:
         found[key].set_state(source.tensor(key))
@@ -236,7 +245,8 @@ def load_base_state(
     parameter: Tensor,
     alike: bool = False,
 ) -> None:
-    """Replaces the base optimizer's state of one parameter; `file` has its keys, and its values that are no tensors."""
+    """Replaces the base optimizer's state of one parameter; `file` has its keys, and its values
+    that are no tensors."""
     prefix = f"optimizer.{name}."
     state: dict[str, Any] = {
         k.removeprefix(prefix): v for k, v in file.values.items() if _is_entry(k, prefix)
@@ -264,7 +274,8 @@ def load_base_state(
             )
             whole = tuple(parameter.shape)
         tensor = tensor if key in file.on_host else tensor.to(local(parameter).device)
-        # state of a plain parameter is plain, of a DTensor mostly a DTensor: a model may be sharded since it was saved
+        # state of a plain parameter is plain, of a DTensor mostly a DTensor: a model may be sharded
+        # since it was saved
         wrapped = key in file.wrapped or (key in file.boxes and f"model.{name}" not in file.wrapped)
         state[key.removeprefix(prefix)] = (
             _as_dtensor(parameter, tensor, whole) if wrapped else tensor
@@ -276,7 +287,8 @@ def load_base_state(
 
 
 def _is_entry(key: str, prefix: str) -> bool:
-    """True for the keys of one parameter; false for those of a parameter whose name begins with its name."""
+    """True for the keys of one parameter; false for those of a parameter whose name begins with its
+    name."""
     return key.startswith(prefix) and "." not in key.removeprefix(prefix)
 
 
@@ -336,13 +348,19 @@ def _merge_local_state(source: Elastic, replicators: Sequence[Replicator]) -> st
                 merged[f"{_MEMORY}.{name}"] += piece
         elif residual is not None:
             norm = sum(float(piece.double().square().sum()) for piece in residual) ** 0.5
-            dropped += f"; dropped: the server residual of the owners, norm {norm:.3g}, has no place in this world"
+            dropped += (
+                f"; dropped: the server residual of the owners, norm {norm:.3g}, has no place in"
+                " this world"
+            )
         local_state.load(merged)
     return dropped
 
 
 def _fitting(key: str, target: Tensor, source: Tensor) -> Tensor:
-    """`source`, unchanged. Raises `ValueError` where its shape or dtype differs from that of `target`."""
+    """`source`, unchanged.
+
+    Raises `ValueError` where its shape or dtype differs from that of `target`.
+    """
     if target.shape != source.shape or target.dtype != source.dtype:
         was, now = f"{source.dtype} {tuple(source.shape)}", f"{target.dtype} {tuple(target.shape)}"
         raise ValueError(
@@ -357,4 +375,7 @@ def _merge_policy(replicas: int, shards: int, own: Coordinates) -> str:
         return f"{worlds}: weights and memory exact, resharded"
     joiners = "; joiners start with none" if own.replicas > replicas else " of neighbours"
     mean = "its mean over the replicas is kept"
-    return f"{worlds}: weights exact where replicas agreed, else their mean; memory merged by mean{joiners}, {mean}"
+    return (
+        f"{worlds}: weights exact where replicas agreed, else their mean; memory merged by"
+        f" mean{joiners}, {mean}"
+    )

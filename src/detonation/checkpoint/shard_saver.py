@@ -1,4 +1,5 @@
-"""One rank's save: what it has to save, its file, and the agreement of all ranks that their files are a checkpoint."""
+"""One rank's save: what it has to save, its file, and the agreement of all ranks that their files
+are a checkpoint."""
 
 import contextlib
 import json
@@ -31,12 +32,16 @@ from detonation.core.optimizer.replicated import Replicated
 
 
 class NotSaved(DetonationError, OSError):
-    """A checkpoint could not be written. The message names it, the reason, and what is still whole."""
+    """A checkpoint could not be written.
+
+    The message names it, the reason, and what is still whole.
+    """
 
 
 @dataclass(frozen=True)
 class SaveJob:
-    """The data that one rank of `ranks` has to write, by shard. bytes: about its size. identity: see `run_identity`."""
+    """The data that one rank of `ranks` has to write, by shard. bytes: about its size. identity:
+    see `run_identity`."""
 
     step: int
     coordinates: Coordinates
@@ -78,7 +83,10 @@ class SaveJob:
 def make_save_job(
     model: nn.Module, optimizer: Replicated, extra: Mapping[str, Any] | None, frozen: bool = True
 ) -> SaveJob:
-    """Copies the state of this rank. Raises `ValueError` for state, or for `extra`, that a checkpoint cannot hold."""
+    """Copies the state of this rank.
+
+    Raises `ValueError` for state, or for `extra`, that a checkpoint cannot hold.
+    """
     copied_extra = _copied(dict(extra or {}))
     snapshot = take_snapshot(model, optimizer, frozen)
     shard_file.require_types({name: tensor.dtype for name, tensor in snapshot.tensors.items()})
@@ -106,7 +114,8 @@ def _copied(extra: dict[str, Any]) -> dict[str, Any]:
     if len(text) > MOST_BYTES:
         more = f"more than the {MOST_BYTES:,} that a manifest may have"
         raise ValueError(
-            f"extra has {len(text):,} bytes as JSON, {more}: write large values to a file of your own"
+            f"extra has {len(text):,} bytes as JSON, {more}: write large values to a file of"
+            " your own"
         )
     copied: dict[str, Any] = json.loads(text)["extra"]
     return copied
@@ -116,10 +125,11 @@ _log = logging.getLogger("detonation.checkpoint")
 
 
 class ShardSaver:
-    """Saves the file of this rank, and with the other ranks turns the files of all into a checkpoint; `keep` stay.
+    """Saves the file of this rank, and with the other ranks turns the files of all into a
+    checkpoint; `keep` stay.
 
-    Without a shared file system `directory` is one of its own on each node. Each then has the files of its own ranks,
-    and all have the same manifest.
+    Without a shared file system `directory` is one of its own on each node. Each then has the files
+    of its own ranks, and all have the same manifest.
     """
 
     def __init__(self, directory: Path, keep: int, texts: TextExchange) -> None:
@@ -129,8 +139,8 @@ class ShardSaver:
     def save(self, job: SaveJob) -> Path:
         """Saves `job`. Collective; the leader of each volume makes, names and removes directories.
 
-        All manifests are on the disk before the first of them counts, and all count before an older checkpoint goes. So
-        whenever a node ends, one checkpoint is whole on all nodes.
+        All manifests are on the disk before the first of them counts, and all count before an older
+        checkpoint goes. So whenever a node ends, one checkpoint is whole on all nodes.
 
         Raises `NotSaved` on all ranks where one of them cannot write, or is lost.
         """
@@ -208,7 +218,10 @@ class ShardSaver:
         acts: bool,
         act: Callable[[], Mapping[str, Any] | None],
     ) -> list[dict[str, Any]]:
-        """Calls `act` on the ranks that act. Returns the reports of all ranks; raises `NotSaved` where one failed."""
+        """Calls `act` on the ranks that act.
+
+        Returns the reports of all ranks; raises `NotSaved` where one failed.
+        """
         report: dict[str, Any] = {"need": job.bytes}
         try:
             report |= (act() if acts else None) or {}
@@ -232,7 +245,10 @@ class ShardSaver:
         raise self._failure(job, reports[failed], sum(reports[rank]["need"] for rank in beside))
 
     def _failure(self, job: SaveJob, report: Mapping[str, Any], need: int) -> NotSaved:
-        """The error, the same on all ranks. Collective, so that none raises before all have cleaned up."""
+        """The error, the same on all ranks.
+
+        Collective, so that none raises before all have cleaned up.
+        """
         saved = [
             json.loads(text) for text in self._texts.gather(json.dumps(_steps(self._directory)))
         ]

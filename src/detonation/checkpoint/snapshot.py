@@ -1,4 +1,5 @@
-"""The state of one rank, as both saving and loading name it, and its copy on the host with the box of each shard."""
+"""The state of one rank, as both saving and loading name it, and its copy on the host with the box
+of each shard."""
 
 import json
 import logging
@@ -23,7 +24,8 @@ from detonation.wire.units import shard_state
 
 
 def run_identity(optimizer: Replicated) -> dict[str, Any]:
-    """Levels, seed and optimizer class, as the manifest spells them: they must be the same when a run is resumed."""
+    """Levels, seed and optimizer class, as the manifest spells them: they must be the same when a
+    run is resumed."""
     levels = [{"scheme": scheme.name, **scheme.arguments} for _, scheme in optimizer.levels]
     return {
         "levels": json.loads(json.dumps(levels)),
@@ -79,7 +81,8 @@ def plain(key: str, value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(key, inner) for inner in value]
     raise ValueError(
-        f"{key} is {value!r} of type {type(value).__name__}: a checkpoint holds tensors and plain values"
+        f"{key} is {value!r} of type {type(value).__name__}: a checkpoint holds tensors and plain"
+        " values"
     )
 
 
@@ -90,9 +93,9 @@ _log = logging.getLogger("detonation.checkpoint")
 class Snapshot:
     """The state of one rank.
 
-    tensors: on the host, by key. boxes: of the tensors that are sharded like a parameter. wrapped: keys of DTensors.
-    on_host: keys of tensors that were on the host though their parameter is not. values: plain values by key.
-    groups: the parameter groups.
+    tensors: on the host, by key. boxes: of the tensors that are sharded like a parameter. wrapped:
+    keys of DTensors. on_host: keys of tensors that were on the host though their parameter is not.
+    values: plain values by key. groups: the parameter groups.
     """
 
     tensors: dict[str, Tensor]
@@ -111,12 +114,15 @@ class Snapshot:
 
 @torch.no_grad()
 def take_snapshot(model: nn.Module, optimizer: Replicated, frozen: bool = True) -> Snapshot:
-    """Copies weights as the replicas last agreed on them, optimizer, local state and random generators of this rank.
+    """Copies weights as the replicas last agreed on them, optimizer, local state and random
+    generators of this rank.
 
-    Without `frozen`, parameters that require no gradient stay out. Waits for messages that are on their way.
+    Without `frozen`, parameters that require no gradient stay out. Waits for messages that are on
+    their way.
 
     Raises:
-        ValueError: the optimizer holds something that is neither a tensor nor a number, or belongs to no parameter.
+        ValueError: the optimizer holds something that is neither a tensor nor a number, or belongs
+            to no parameter.
     """
     optimizer.set_up()
     if odd := [key for key in optimizer.base.state if not isinstance(key, Tensor)]:
@@ -138,7 +144,8 @@ def take_snapshot(model: nn.Module, optimizer: Replicated, frozen: bool = True) 
                 values[full_key] = value
             else:
                 raise ValueError(
-                    f"{full_key} is {str(value)[:60]}: a checkpoint holds tensors and numbers of them"
+                    f"{full_key} is {str(value)[:60]}: a checkpoint holds tensors and numbers of"
+                    " them"
                 )
     found |= {f"replica.{key}": tensor for key, tensor in optimizer.local_state().items()}
     wire = {
@@ -149,9 +156,11 @@ def take_snapshot(model: nn.Module, optimizer: Replicated, frozen: bool = True) 
         values |= {MOVED + name: moved for name, moved in optimizer.closeness.movements().items()}
     # contiguous copies on the host, which share memory with nothing
     tensors = {
-        key: local(tensor.detach())
-        .to("cpu", memory_format=torch.contiguous_format, copy=True)
-        .contiguous()
+        key: (
+            local(tensor.detach())
+            .to("cpu", memory_format=torch.contiguous_format, copy=True)
+            .contiguous()
+        )
         for key, tensor in found.items()
     }
     tensors |= {key: generator.get_state().clone() for key, generator in generators(model).items()}
@@ -164,13 +173,16 @@ def take_snapshot(model: nn.Module, optimizer: Replicated, frozen: bool = True) 
 
 
 Held = Mapping[int, Mapping[str, Tensor]]
-"""By the number of a shard, what this rank holds of it: pieces of parameters by name; {} for a shard of its own."""
+"""By the number of a shard, what this rank holds of it: pieces of parameters by name; {} for a
+shard of its own."""
 
 
 def held_shards(model: nn.Module, optimizer: Replicated) -> tuple[Coordinates, Held]:
-    """This rank's coordinates among the files of a checkpoint, with the first shard that it holds, and all of these.
+    """This rank's coordinates among the files of a checkpoint, with the first shard that it holds,
+    and all of these.
 
-    Replicas of different numbers of ranks have the same shards: a rank of a small one holds several.
+    Replicas of different numbers of ranks have the same shards: a rank of a small one holds
+    several.
     """
     axis, own = optimizer.levels[0][0], optimizer.coordinates
     cut = getattr(axis, "cut", None)
@@ -201,7 +213,10 @@ def replicators_of_shards(optimizer: Replicated, held: Held) -> dict[int, list[R
 
 
 def split_snapshot(snapshot: Snapshot, optimizer: Replicated, held: Held) -> dict[int, Snapshot]:
-    """`snapshot` by shard. Raises `ValueError` for a state of the optimizer that cannot be cut like its parameter."""
+    """`snapshot` by shard.
+
+    Raises `ValueError` for a state of the optimizer that cannot be cut like its parameter.
+    """
     if not any(held.values()):
         return dict.fromkeys(held, snapshot)
     number = {id(each): i for i, each in enumerate(optimizer.build())}
@@ -215,7 +230,8 @@ def split_snapshot(snapshot: Snapshot, optimizer: Replicated, held: Held) -> dic
             if isinstance(piece, Piece) and box is not None:
                 if box.whole != tuple(piece.whole.shape):
                     raise ValueError(
-                        f"{key} is not cut like its parameter, and nodes have different numbers of ranks"
+                        f"{key} is not cut like its parameter, and nodes have different numbers of"
+                        " ranks"
                     )
                 tensor, boxes[key] = tensor[piece.rows].contiguous(), Box.of(piece)
             tensors[key] = tensor
@@ -237,7 +253,8 @@ _warned: WeakSet[nn.Module] = WeakSet()  # or looked at, and found in order
 
 
 def _warn_of_extra_state(model: nn.Module) -> None:
-    """Warns once of modules whose state is in neither a parameter nor a buffer, such as the scales of fp8."""
+    """Warns once of modules whose state is in neither a parameter nor a buffer, such as the scales
+    of fp8."""
     if model in _warned:
         return
     _warned.add(model)
@@ -276,7 +293,8 @@ def _boxes(model: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Box]:
 
 
 def _parameter_of(key: str) -> str:
-    """The parameter in a key: model.<name>, optimizer.<name>.<entry>, replica.<level>.<kind>.<name> or shard.0..."""
+    """The parameter in a key: model.<name>, optimizer.<name>.<entry>, replica.<level>.<kind>.<name>
+    or shard.0..."""
     part, _, rest = key.partition(".")
     if part == "optimizer":
         return rest.rpartition(".")[0]

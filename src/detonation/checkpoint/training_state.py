@@ -12,12 +12,14 @@ from detonation.core.optimizer.state import load_replica_state, replica_state
 
 
 class TrainingState(Stateful):
-    """A model and its replicated optimizer as one `Stateful`: `dcp.save({"app": TrainingState(model, optimizer)})`.
+    """A model and its replicated optimizer as one `Stateful`: `dcp.save({"app":
+    TrainingState(model, optimizer)})`.
 
-    The state that all replicas share has shared keys, which torch.distributed.checkpoint writes once; private state has
-    keys that name replica and shard. A world with other replicas or shards misses its keys and is
-    refused by name. All ranks call save and load. For reading and writing torch's format only: it unpickles its own
-    metadata, and is neither atomic nor checked; `detonation.save_checkpoint` is.
+    The state that all replicas share has shared keys, which torch.distributed.checkpoint writes
+    once; private state has keys that name replica and shard. A world with other replicas or shards
+    misses its keys and is refused by name. All ranks call save and load. For reading and writing
+    torch's format only: it unpickles its own metadata, and is neither atomic nor checked;
+    `detonation.save_checkpoint` is.
 
     Raises:
         KeyError: While loading, where the saved world had other replicas or shards.

@@ -1,4 +1,5 @@
-"""Checkpoints on disk, without other processes: their verification, and their weights as the beginning of a run."""
+"""Checkpoints on disk, without other processes: their verification, and their weights as the
+beginning of a run."""
 
 import json
 import math
@@ -28,10 +29,11 @@ _AGREED = re.compile(r"replica\.\d+\.(?P<kind>anchor|momentum_buffer|arriving)\.
 class VerifyReport:
     """The findings about one checkpoint.
 
-    faults: in words, empty where it is whole. differences: between replicas, in words. apart: the largest distance of
-    close replicas, as a part of the norm of a tensor; None where their bits are to be equal.
-    compared: the number of tensors per shard that must be equal on all replicas. uncompared: the reason where it is 0.
-    elsewhere: the files that other nodes have, which share no file system with this one; the faults are of the rest.
+    faults: in words, empty where it is whole. differences: between replicas, in words. apart: the
+    largest distance of close replicas, as a part of the norm of a tensor; None where their bits are
+    to be equal. compared: the number of tensors per shard that must be equal on all replicas.
+    uncompared: the reason where it is 0. elsewhere: the files that other nodes have, which share no
+    file system with this one; the faults are of the rest.
     """
 
     path: Path
@@ -60,7 +62,10 @@ class VerifyReport:
             if self.apart is None
             else ("close", f", at most {self.apart:.1e} of a norm apart")
         )
-        return f"{self.path}: {whole}, {self.uncompared or f'replicas {how} in {self.compared} tensors a shard{apart}'}"
+        return (
+            f"{self.path}: {whole},"
+            f" {self.uncompared or f'replicas {how} in {self.compared} tensors a shard{apart}'}"
+        )
 
 
 def checkpoints(directory: Path) -> list[Path]:
@@ -86,7 +91,8 @@ def checkpoints(directory: Path) -> list[Path]:
 
 
 def verify(checkpoint: Path) -> VerifyReport:
-    """Checks every byte of `checkpoint`, and compares bitwise, or as close ones, the tensors that replicas share."""
+    """Checks every byte of `checkpoint`, and compares bitwise, or as close ones, the tensors that
+    replicas share."""
     try:
         described = manifest.read_manifest(checkpoint)
         step_in_name = retention.step_of(checkpoint)
@@ -120,7 +126,10 @@ def whole_replicas(checkpoint: Path, described: Manifest) -> list[int]:
 
 
 def newest(directory: Path) -> tuple[Path, Manifest]:
-    """The newest whole checkpoint of `directory` and its manifest. Raises `ValueError` where none is whole."""
+    """The newest whole checkpoint of `directory` and its manifest.
+
+    Raises `ValueError` where none is whole.
+    """
     found = checkpoints(directory)
     for path in found:
         if not verify(path).faults:
@@ -129,14 +138,16 @@ def newest(directory: Path) -> tuple[Path, Manifest]:
 
 
 def newest_model(directory: Path) -> tuple[CheckpointReader, list[int], Elastic]:
-    """The newest whole checkpoint of `directory`, its replicas that are all here, and the one model that they make.
+    """The newest whole checkpoint of `directory`, its replicas that are all here, and the one model
+    that they make.
 
     Raises `ValueError` where none is whole, no replica is here, or the replicas trained alone.
     """
     path, described = newest(directory)
     if described.replicas > 1 and any(level["scheme"] == "none" for level in described.levels[-1:]):
         raise ValueError(
-            f"{path} is of {described.replicas} replicas that trained alone: there is no one model in it"
+            f"{path} is of {described.replicas} replicas that trained alone: there is no one model"
+            " in it"
         )
     here = whole_replicas(path, described)
     if not here:
@@ -156,7 +167,8 @@ def _why_uncompared(described: Manifest, here: Collection[str]) -> str:
 
 
 def _compare(saved: CheckpointReader, here: Collection[str]) -> tuple[list[str], int, float | None]:
-    """The differences between replicas where there must be none, the number of compared tensors, and how far apart.
+    """The differences between replicas where there must be none, the number of compared tensors,
+    and how far apart.
 
     here: the names of the files to compare.
     """
@@ -185,7 +197,8 @@ def _compare(saved: CheckpointReader, here: Collection[str]) -> tuple[list[str],
             if unequal:
                 more = f" and {len(unequal) - 1} more" if len(unequal) > 1 else ""
                 differences.append(
-                    f"{unequal[0]}{more} on replica {replica}, shard {shard} (compared with replica {lowest})"
+                    f"{unequal[0]}{more} on replica {replica}, shard {shard} (compared with replica"
+                    f" {lowest})"
                 )
     return differences, compared, apart
 
@@ -230,8 +243,8 @@ def _must_agree(file: ShardReader, described: Manifest) -> list[str]:
         ]
     agreed = [match for key in file.keys if (match := _AGREED.fullmatch(key))]
     anchors = Counter(match["parameter"] for match in agreed if match["kind"] == "anchor")
-    # Of several levels, a level that exchanges gradients keeps its tier equal. A level that exchanges nothing, or
-    # parameters, lets each member of the tier have anchors of its own.
+    # Of several levels, a level that exchanges gradients keeps its tier equal. A level that
+    # exchanges nothing, or parameters, lets each member of the tier have anchors of its own.
     apart = (
         any(level["scheme"] == "none" for level in described.levels)
         or max(anchors.values(), default=0) > 1
@@ -255,8 +268,8 @@ def load_weights(directory: Path, model: nn.Module) -> str:
     """Puts weights into `model`, which may be sharded: this rank reads its own part of them.
 
     Args:
-        directory: A run directory or a checkpoint, of which the newest whole one counts, or a directory with
-            safetensors files, as `detonation export` and transformers write them.
+        directory: A run directory or a checkpoint, of which the newest whole one counts, or a
+            directory with safetensors files, as `detonation export` and transformers write them.
 
     Returns:
         In words, where they are from.
@@ -270,7 +283,8 @@ def load_weights(directory: Path, model: nn.Module) -> str:
         part = read(name, Box.of(tensor) if isinstance(tensor, nn.Parameter) else None)
         if part.shape != local(tensor).shape:
             raise ValueError(
-                f"{directory} has {name} as {tuple(part.shape)}, not {tuple(tensor.shape)}: another model"
+                f"{directory} has {name} as {tuple(part.shape)}, not {tuple(tensor.shape)}: another"
+                " model"
             )
         local(tensor).copy_(part)
     return words
@@ -278,9 +292,10 @@ def load_weights(directory: Path, model: nn.Module) -> str:
 
 def _saved(directory: Path) -> tuple[_Read, str]:
     saved, _, source = newest_model(directory)
-    return lambda name, box: source.agreed(
-        f"model.{name}", box, saved.manifest.alike
-    ), f"weights of {saved.path}"
+    return (
+        lambda name, box: source.agreed(f"model.{name}", box, saved.manifest.alike),
+        f"weights of {saved.path}",
+    )
 
 
 def _exported(directory: Path) -> tuple[_Read, str]:

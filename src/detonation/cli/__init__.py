@@ -1,4 +1,5 @@
-"""The command line: flags (arguments), a function per verb and how errors are shown (verbs), and the command itself.
+"""The command line: flags (arguments), a function per verb and how errors are shown (verbs), and
+the command itself.
 
 Nothing heavy is imported before a verb runs.
 """

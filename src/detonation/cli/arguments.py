@@ -1,6 +1,7 @@
 """The verbs of the command line and their flags, as tyro reads them. Imports nothing heavy.
 
-The help of each verb fits on a screen of 40 lines of 100 columns, so the text of a flag is one line.
+The help of each verb fits on a screen of 40 lines of 100 columns, so the text of a flag is one
+line.
 """
 
 from collections.abc import Callable
@@ -39,7 +40,8 @@ class Common:
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def verb(*first: str) -> Callable[[type[_T]], type[_T]]:
-    """Makes a class the flags of a verb: in the help those named `first` come first, and those of `Common` last."""
+    """Makes a class the flags of a verb: in the help those named `first` come first, and those of
+    `Common` last."""
 
     def made(kind: type[_T]) -> type[_T]:
         fields: dict[str, Any] = dataclass(frozen=True, kw_only=True)(kind).__dataclass_fields__  # type: ignore[attr-defined]
@@ -303,9 +305,11 @@ _KINDS = (Train, Compare, Simulate, Probe, Plan, Report, Verify, Export, Follow,
 
 
 def verbs(brief: bool = False) -> Any:
-    """All verbs as tyro takes them; `brief` leaves the first line of each text, for the list of them.
+    """All verbs as tyro takes them; `brief` leaves the first line of each text, for the list of
+    them.
 
-    The names are given, as tyro would import typeguard to find them: a third of the time of `--help`.
+    The names are given, as tyro would import typeguard to find them: a third of the time of
+    `--help`.
     """
     texts = {kind: str(kind.__doc__).partition("\n")[0] if brief else None for kind in _KINDS}
     return Union[

@@ -20,17 +20,22 @@ from detonation.version import __version__
 
 _INTERFACE: dict[str, Any] = {
     "prog": "detonation",
-    "description": "Train PyTorch models over slow links: sharded inside a node, compressed between nodes.\n\n"
-    "--version prints all versions; with --compare FILE, what differs from a --version --json elsewhere.",
+    "description": (
+        "Train PyTorch models over slow links: sharded inside a node, compressed between"
+        " nodes.\n\n--version prints all versions; with --compare FILE, what differs from a"
+        " --version --json elsewhere."
+    ),
     "config": (FlagCreatePairsOff,),
 }
 """The look of the verbs, as tyro takes it."""
 
 
 def run_command(arguments: list[str] | None = None) -> int:
-    """Runs one command line; returns 0 (also if stopped on request), 1 for a failure, or 2 for bad input.
+    """Runs one command line; returns 0 (also if stopped on request), 1 for a failure, or 2 for bad
+    input.
 
-    130 is for Ctrl-C, and 141 where nobody reads the output any more. Characters that stdout lacks are escaped.
+    130 is for Ctrl-C, and 141 where nobody reads the output any more. Characters that stdout lacks
+    are escaped.
 
     A rank under a launcher does not return: see `end_now`.
     """
@@ -72,7 +77,8 @@ def _command(arguments: list[str]) -> int:
 
 
 def _print_versions(arguments: list[str]) -> int:
-    """Prints the version of this package, and then all others, which need torch; or what differs from a file."""
+    """Prints the version of this package, and then all others, which need torch; or what differs
+    from a file."""
     as_json, compares = "--json" in arguments, "--compare" in arguments
     if not as_json and not compares:
         print(f"detonation {__version__}", flush=True)
@@ -133,7 +139,8 @@ def _is_of_stdout(error: OSError) -> bool:
 
 
 def _without_stdout(error: OSError) -> int:
-    """Lets what is still to be flushed go nowhere, and returns the exit code for that; a full disk is said."""
+    """Lets what is still to be flushed go nowhere, and returns the exit code for that; a full disk
+    is said."""
     from detonation.report.terminal import discard
 
     discard(sys.stdout)

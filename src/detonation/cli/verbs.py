@@ -1,4 +1,7 @@
-"""The verbs: each calls and prints, no more; and how errors are shown. Heavy imports wait until they are needed."""
+"""The verbs: each calls and prints, no more; and how errors are shown.
+
+Heavy imports wait until they are needed.
+"""
 
 import dataclasses
 import errno
@@ -29,7 +32,8 @@ def say(verb: of.Common, line: str) -> None:
 
 
 def explain(verb: of.Common, error: Exception) -> int:
-    """Prints an error in one line, unless another rank has; returns the exit code: 2 for bad input, else 1."""
+    """Prints an error in one line, unless another rank has; returns the exit code: 2 for bad input,
+    else 1."""
     from detonation.cluster.processes.failure import WorldError, describe
 
     world = error if isinstance(error, WorldError) else None
@@ -66,7 +70,8 @@ def fail(line: str, code: int, as_json: bool) -> int:
 
 
 def _to_stderr(line: str) -> None:
-    """Prints a line to stderr, which may take none: the program that reads stdout still gets its object."""
+    """Prints a line to stderr, which may take none: the program that reads stdout still gets its
+    object."""
     try:
         print(line, file=sys.stderr)
     except OSError:
@@ -89,7 +94,8 @@ SETTING_FLAGS = {
 
 
 def requested(kind: type[_R], verb: of.Common) -> _R:
-    """The request of this `kind`, whose fields are named like the flags of `verb`; a flag left out has its default."""
+    """The request of this `kind`, whose fields are named like the flags of `verb`; a flag left out
+    has its default."""
     known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     flags = {field.name: getattr(verb, field.name) for field in dataclasses.fields(verb)}
     # --set counts over a shortcut, and any other flag over --set
@@ -144,7 +150,8 @@ def _print_recipe(verb: of.Train) -> dict[str, Any]:
 
     if verb != of.Train(recipe=verb.recipe, print=verb.print, json=verb.json, debug=verb.debug):
         raise ValueError(
-            "train needs a recipe, and --print no other flag: detonation train alone lists the recipes"
+            "train needs a recipe, and --print no other flag: detonation train alone lists the"
+            " recipes"
         )
     texts = {name: file.read_text(encoding="utf-8") for name, file in shipped_recipes().items()}
     if verb.recipe is None:
@@ -219,7 +226,8 @@ def _probe(verb: of.Probe) -> dict[str, Any] | None:
 class _LazyTorch(ModuleType):
     """Stands for torch while others import it, and loads it when they use something of it.
 
-    `importlib.util.LazyLoader` loads at the second `import` of a name, which reads `__spec__`; this does not.
+    `importlib.util.LazyLoader` loads at the second `import` of a name, which reads `__spec__`; this
+    does not.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -293,7 +301,8 @@ def _export(verb: of.Export) -> dict[str, Any]:
     )
     say(
         verb,
-        f"{exported['checkpoint']}: {exported['num_parameters']:,} parameters written to {verb.out}{mean}",
+        f"{exported['checkpoint']}: {exported['num_parameters']:,} parameters written to"
+        f" {verb.out}{mean}",
     )
     if not exported["for_transformers"]:
         say(

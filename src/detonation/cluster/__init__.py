@@ -1,1 +1,2 @@
-"""The processes of a run and the network between them: start, meet, lay out on a mesh, watch each other, end."""
+"""The processes of a run and the network between them: start, meet, lay out on a mesh, watch each
+other, end."""

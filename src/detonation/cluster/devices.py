@@ -1,4 +1,5 @@
-"""The device of a rank, its memory and its speed: a GPU, or the CPU where none is in sight or the user says so."""
+"""The device of a rank, its memory and its speed: a GPU, or the CPU where none is in sight or the
+user says so."""
 
 import re
 import resource
@@ -29,7 +30,8 @@ _CPU = (
 class GPUs:
     """The GPUs of this machine, as this process sees them.
 
-    usable: the number that torch can use. supported: torch is built for GPUs. driver: its device file, or "".
+    usable: the number that torch can use. supported: torch is built for GPUs. driver: its device
+    file, or "".
     """
 
     usable: int
@@ -56,12 +58,15 @@ def choose_device(
     position: LaunchPosition | None = None,
     asked: str | None = None,
 ) -> torch.device:
-    """The device that a rank takes. A rank takes the CPU only where no GPU is in sight, or where the user says so.
+    """The device that a rank takes. A rank takes the CPU only where no GPU is in sight, or where
+    the user says so.
 
-    A process that sees one GPU takes it, whatever its local rank: launchers such as srun hide the GPUs of other ranks.
-    `position` is None for a process that stands alone; `asked` is "cpu" or "cuda", and None chooses.
+    A process that sees one GPU takes it, whatever its local rank: launchers such as srun hide the
+    GPUs of other ranks. `position` is None for a process that stands alone; `asked` is "cpu" or
+    "cuda", and None chooses.
 
-    Raises `ValueError` where a GPU is in sight that the rank cannot take. The message names the setting to change.
+    Raises `ValueError` where a GPU is in sight that the rank cannot take. The message names the
+    setting to change.
 
     >>> choose_device({}, GPUs(8, True), LaunchPosition(13, 64, 5, 8)), choose_device({}, GPUs(0, False))
     (device(type='cuda', index=5), device(type='cpu'))
@@ -87,8 +92,9 @@ def require_gpu_each(gpus: GPUs, ranks: int) -> None:
     """Raises `ValueError` where `ranks` processes of this machine would share its GPUs."""
     if 0 < gpus.usable < ranks:
         raise ValueError(
-            f"{gpus.usable} GPU(s) are visible for {ranks} ranks on this machine: start one rank per GPU "
-            f"(fewer --replicas or --shards, or torchrun --nproc-per-node {gpus.usable}). {_CPU}"
+            f"{gpus.usable} GPU(s) are visible for {ranks} ranks on this machine: start one rank"
+            f" per GPU (fewer --replicas or --shards, or torchrun --nproc-per-node {gpus.usable})."
+            f" {_CPU}"
         )
 
 
@@ -102,18 +108,21 @@ def device_name(device: torch.device, host: str) -> str:
 
 
 def require_own_devices(names: Sequence[str]) -> None:
-    """Raises `ValueError` where only some ranks, by their `device_name`, are on GPUs, or where two share a GPU."""
+    """Raises `ValueError` where only some ranks, by their `device_name`, are on GPUs, or where two
+    share a GPU."""
     on_cpu = [rank for rank, name in enumerate(names) if name.startswith("the CPU")]
     if on_cpu and len(on_cpu) < len(names):
         rank, other = on_cpu[0], next(rank for rank in range(len(names)) if rank not in on_cpu)
         raise ValueError(
-            f"rank {rank} is on {names[rank]}, rank {other} on {names[other]}: give all ranks a GPU, or hide all"
+            f"rank {rank} is on {names[rank]}, rank {other} on {names[other]}: give all ranks a"
+            " GPU, or hide all"
         )
     for rank, name in enumerate(names):
         if not on_cpu and (first := names.index(name)) < rank:
             raise ValueError(
-                f"ranks {first} and {rank} share {name}: give each rank one (srun --gpus-per-task=1), or make all "
-                "GPUs visible to all ranks of the machine and set LOCAL_RANK"
+                f"ranks {first} and {rank} share {name}: give each rank one (srun"
+                " --gpus-per-task=1), or make all GPUs visible to all ranks of the machine and set"
+                " LOCAL_RANK"
             )
 
 
@@ -125,12 +134,14 @@ def _index(usable: int, position: LaunchPosition | None) -> int:
         require_gpu_each(GPUs(usable, True), position.local_world_size)
     if position.local_rank is None:
         raise ValueError(
-            f"{usable} GPUs are visible, and the launcher does not say which rank of its machine rank {position.rank} "
-            "is: set LOCAL_RANK and LOCAL_WORLD_SIZE (or call torch.cuda.set_device), or make one GPU visible to each"
+            f"{usable} GPUs are visible, and the launcher does not say which rank of its machine"
+            f" rank {position.rank} is: set LOCAL_RANK and LOCAL_WORLD_SIZE (or call"
+            " torch.cuda.set_device), or make one GPU visible to each"
         )
     if position.local_rank >= usable:
         raise ValueError(
-            f"LOCAL_RANK is {position.local_rank}, but {usable} GPUs are visible: start one rank per GPU"
+            f"LOCAL_RANK is {position.local_rank}, but {usable} GPUs are visible: start one rank"
+            " per GPU"
         )
     return position.local_rank
 
@@ -140,17 +151,27 @@ def _reason(env: Mapping[str, str], gpus: GPUs) -> str:
     given = [name for name in VISIBLE if env.get(name, "-1") not in ("", "-1")]
     slurm = [name for name in _SLURM if env.get(name, "0") not in ("", "0")]
     if "NoDevFiles" in (env.get(name) for name in given):
-        return "SLURM gave this task no GPU (CUDA_VISIBLE_DEVICES=NoDevFiles); ask for one, such as --gpus-per-task=1"
+        return (
+            "SLURM gave this task no GPU (CUDA_VISIBLE_DEVICES=NoDevFiles); ask for one, such as"
+            " --gpus-per-task=1"
+        )
     signs = [gpus.driver] if gpus.driver else [f"{name}={env[name]}" for name in [*given, *slurm]]
     if not signs:
         return ""
     if not gpus.supported:
-        return f"{signs[0]} shows one, but torch {torch.__version__} is built without CUDA; install a build with it"
-    return f"{signs[0]} shows one, but torch cannot use it; check nvidia-smi, the driver and {', '.join(VISIBLE[:1])}"
+        return (
+            f"{signs[0]} shows one, but torch {torch.__version__} is built without CUDA; install a"
+            " build with it"
+        )
+    return (
+        f"{signs[0]} shows one, but torch cannot use it; check nvidia-smi, the driver and"
+        f" {', '.join(VISIBLE[:1])}"
+    )
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes of memory that this process has held at most: of tensors on an accelerator, else of the whole process."""
+    """Bytes of memory that this process has held at most: of tensors on an accelerator, else of the
+    whole process."""
     if device.type != "cpu":
         return int(torch.accelerator.max_memory_allocated(device))
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,5 @@
-"""The process group that a rank joins at the position that its launcher gave it, and the device that it takes."""
+"""The process group that a rank joins at the position that its launcher gave it, and the device
+that it takes."""
 
 import gc
 import logging
@@ -35,10 +36,14 @@ from detonation.cluster.processes.waiting import WAIT_LINE_S, Watch
 
 _log = logging.getLogger("detonation")
 COLLECTIVE_TIMEOUT_S = 300.0
-"""How long a rank waits for a rank that is alive: to compile, to load, to save. The transfer time comes on top."""
+"""How long a rank waits for a rank that is alive: to compile, to load, to save.
+
+The transfer time comes on top.
+"""
 
 GROUP_TIMEOUT_S = 1800.0
-"""How long a collective waits in a group that `init_mesh` initialises: torch's own limit for gloo."""
+"""How long a collective waits in a group that `init_mesh` initialises: torch's own limit for gloo.
+"""
 
 _set_timeout = (
     getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
@@ -49,7 +54,8 @@ _watch: Watch | None = None
 
 
 def init_replica(position: LaunchPosition, store: Store, shards: int) -> None:
-    """Joins a process group of this rank's replica alone (NCCL on GPUs, else gloo), which no other replica can harm.
+    """Joins a process group of this rank's replica alone (NCCL on GPUs, else gloo), which no other
+    replica can harm.
 
     The `shards` ranks of a replica are neighbours; the ranks of all replicas meet in `store`.
     """
@@ -62,11 +68,13 @@ def init_replica(position: LaunchPosition, store: Store, shards: int) -> None:
 def init_rank(
     position: LaunchPosition, end: EndProcess, folder: Path | None = None
 ) -> Heartbeat | None:
-    """Joins the default process group (NCCL on GPUs, else gloo) and starts the heartbeat, which a world of one has not.
+    """Joins the default process group (NCCL on GPUs, else gloo) and starts the heartbeat, which a
+    world of one has not.
 
     Args:
         end: ends this process when another rank is lost; see `Heartbeat`.
-        folder: a directory of this machine where the ranks meet; without it they meet at MASTER_ADDR:MASTER_PORT.
+        folder: a directory of this machine where the ranks meet; without it they meet at
+            MASTER_ADDR:MASTER_PORT.
 
     Raises `ValueError` as `meet`.
     """
@@ -114,10 +122,12 @@ def _init_group(store: Store, rank: int, world_size: int, device: torch.device) 
 
 
 def join_world(asked: str | None = None) -> torch.device:
-    """Joins the default process group of a launcher's world unless there is one; returns this rank's device.
+    """Joins the default process group of a launcher's world unless there is one; returns this
+    rank's device.
 
-    Without a launcher the process is a world of one. The group carries tensors of the CPU and of the device, whose type
-    is `asked`, or chosen. A GPU that the caller made current stays current. Raises `ValueError` as `meet`.
+    Without a launcher the process is a world of one. The group carries tensors of the CPU and of
+    the device, whose type is `asked`, or chosen. A GPU that the caller made current stays current.
+    Raises `ValueError` as `meet`.
     """
     position = launch_position(os.environ)
     if dist.is_initialized():
@@ -145,7 +155,8 @@ def join_world(asked: str | None = None) -> torch.device:
 
 
 def watch_waiting(end: Callable[[str], NoReturn] = end_alone) -> None:
-    """Starts the watch of the default process group, unless there is one; `end` as in `waiting.Watch`."""
+    """Starts the watch of the default process group, unless there is one; `end` as in
+    `waiting.Watch`."""
     global _watch
     store = distributed_c10d._get_default_store()
     if _watch is not None and _watch.source is not store:  # of a group that was destroyed
@@ -158,10 +169,12 @@ def watch_waiting(end: Callable[[str], NoReturn] = end_alone) -> None:
 def meet(
     position: LaunchPosition, folder: Path | None = None, asked: str | None = None
 ) -> tuple[Store, torch.device]:
-    """Takes this rank's device (see `take_device`), keeps to one interface, and opens the store where ranks meet.
+    """Takes this rank's device (see `take_device`), keeps to one interface, and opens the store
+    where ranks meet.
 
-    `folder` is as in `init_rank`, `asked` the device's type, or None to choose. Raises `ValueError` where a GPU is in
-    sight that this rank cannot take, where two ranks share one, and where MASTER_ADDR is missing.
+    `folder` is as in `init_rank`, `asked` the device's type, or None to choose. Raises `ValueError`
+    where a GPU is in sight that this rank cannot take, where two ranks share one, and where
+    MASTER_ADDR is missing.
     """
     device = take_device(position, asked)
     if position.address:
@@ -177,8 +190,8 @@ def meet(
 def take_device(position: LaunchPosition, asked: str | None = None) -> torch.device:
     """Takes this rank's device; `asked`, and `ValueError`, as in `meet`.
 
-    Sets RANK, WORLD_SIZE, LOCAL_RANK (of the device, among those that this process sees) and LOCAL_WORLD_SIZE, for
-    launchers that leave them out.
+    Sets RANK, WORLD_SIZE, LOCAL_RANK (of the device, among those that this process sees) and
+    LOCAL_WORLD_SIZE, for launchers that leave them out.
     """
     device = _chosen_device(position, asked)
     os.environ |= {"RANK": str(position.rank), "WORLD_SIZE": str(position.world_size)}
@@ -200,10 +213,11 @@ def _chosen_device(position: LaunchPosition | None, asked: str | None) -> torch.
 def set_timeouts(
     message_bytes: float, shards: int, silence_s: float, rate_bits_per_s: float
 ) -> None:
-    """Sets how long this rank waits for others. Called once the size of the largest message between nodes is known.
+    """Sets how long this rank waits for others. Called once the size of the largest message between
+    nodes is known.
 
-    A rank counts as lost after `silence_limit_s(silence_s, ...)`, and has coordinates by its `shards`. Collectives wait
-    longer: a live rank may be late.
+    A rank counts as lost after `silence_limit_s(silence_s, ...)`, and has coordinates by its
+    `shards`. Collectives wait longer: a live rank may be late.
     """
     if _heartbeat is not None:
         _heartbeat.set_limit(silence_limit_s(silence_s, message_bytes, rate_bits_per_s), shards)
@@ -228,11 +242,13 @@ def note_loss() -> None:
 
 
 def leave() -> None:
-    """Waits for all ranks, unless one is lost, then destroys the process group and ends its threads. Collective.
+    """Waits for all ranks, unless one is lost, then destroys the process group and ends its
+    threads. Collective.
 
-    Call it after the function that trained has returned. The threads end with the last reference to the group, and an
-    interpreter that shuts down around them may abort ("terminate called without an active exception"). torch itself
-    keeps some references longer: in functions of torch.distributed.nn imported later, and in caches of sharded tensors.
+    Call it after the function that trained has returned. The threads end with the last reference to
+    the group, and an interpreter that shuts down around them may abort ("terminate called without
+    an active exception"). torch itself keeps some references longer: in functions of
+    torch.distributed.nn imported later, and in caches of sharded tensors.
 
     Example:
         >>> import torch.distributed as dist, detonation as dt
@@ -256,7 +272,8 @@ def leave() -> None:
 
 
 def gpus_for(ranks: int) -> bool:
-    """True where each of `ranks` processes of this machine gets a GPU; False where all belong on the CPU.
+    """True where each of `ranks` processes of this machine gets a GPU; False where all belong on
+    the CPU.
 
     Raises `ValueError` where a GPU is in sight, but not one for each; see `devices.choose_device`.
     """

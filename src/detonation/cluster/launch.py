@@ -1,5 +1,5 @@
-"""Runs a function on the ranks of a world: of processes on this machine, which are waited for and end together, or as
-one rank of the world that torchrun or srun started."""
+"""Runs a function on the ranks of a world: of processes on this machine, which are waited for and
+end together, or as one rank of the world that torchrun or srun started."""
 
 import gc
 import importlib
@@ -54,8 +54,8 @@ _LEAVING_S = 15.0
 class _Rank:
     """One rank of a world, and its work.
 
-    folder: where it leaves its result or its failure. parent: the process that started it. where: the arguments of
-    `join_replicas`, where replicas may be lost.
+    folder: where it leaves its result or its failure. parent: the process that started it. where:
+    the arguments of `join_replicas`, where replicas may be lost.
     """
 
     rank: int
@@ -76,22 +76,26 @@ def run_local(
     enter: Callable[[int], None] | None = None,
     survival: Survival | None = None,
 ) -> list[Any]:
-    """Calls `function(*arguments)` on `world_size` processes of this machine that share a process group.
+    """Calls `function(*arguments)` on `world_size` processes of this machine that share a process
+    group.
 
-    On CPU the processes are forked, so `function` may be any callable. Where each rank gets a GPU they start afresh, so
-    `function` must be importable and `arguments` plain values. No process outlives the call.
+    On CPU the processes are forked, so `function` may be any callable. Where each rank gets a GPU
+    they start afresh, so `function` must be importable and `arguments` plain values. No process
+    outlives the call.
 
     Args:
         timeout_s: ends the world after this time; by default never.
         enter: called with its rank in each forked process, before it has sockets and threads.
-        survival: the replicas share no process group, and those that are left go on when one is lost.
+        survival: the replicas share no process group, and those that are left go on when one is
+            lost.
 
     Returns:
         The result of each rank (JSON values), by rank; without those that were lost.
 
     Raises:
         WorldError: a rank failed, or `timeout_s` passed.
-        SystemExit: SIGTERM or SIGUSR1, which pass on to all ranks, came twice or ended ranks that do not handle them.
+        SystemExit: SIGTERM or SIGUSR1, which pass on to all ranks, came twice or ended ranks that
+            do not handle them.
     """
     folder = Path(tempfile.mkdtemp(prefix="detonation-"))
     pids: dict[int, int] = {}
@@ -133,16 +137,19 @@ def _fork(enter: Callable[[int], None] | None, mine: _Rank) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
-        # From Python 3.12 on, fork warns when there are threads; torch's are idle here, and the child starts its own.
+        # From Python 3.12 on, fork warns when there are threads; torch's are idle here, and the
+        # child starts its own.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         code = 1
-        gc.freeze()  # the parent's objects are never garbage here: a collection would copy all of its memory
+        # the parent's objects are never garbage here: a collection would copy all of its memory
+        gc.freeze()
         try:
             code = _child(mine, enter)
         finally:
-            # Never back into the parent's stack: its finally clauses and atexit hooks are not the child's.
+            # Never back into the parent's stack: its finally clauses and atexit hooks are not the
+            # child's.
             os._exit(code)
     return pid
 
@@ -207,7 +214,8 @@ def _failure_file(folder: Path, rank: int) -> Path:
 def _wait(
     pids: dict[int, int], folder: Path, deadline: float | None, meeting: MeetingPoint | None = None
 ) -> Failure | None:
-    """Waits for all ranks, and removes those that ended from `pids`; `None` when all succeeded, else the root cause.
+    """Waits for all ranks, and removes those that ended from `pids`; `None` when all succeeded,
+    else the root cause.
 
     With a `meeting` point the ranks of a lost replica do not count, where the others go on.
     """
@@ -268,7 +276,8 @@ def _kill(pids: dict[int, int]) -> None:
 
 @contextmanager
 def _signals_pass_on(pids: Mapping[int, int]) -> Iterator[Stop]:
-    """Passes the first SIGTERM or SIGUSR1 on to the ranks; the second raises `SystemExit`, which ends them."""
+    """Passes the first SIGTERM or SIGUSR1 on to the ranks; the second raises `SystemExit`, which
+    ends them."""
     stop = Stop()
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -296,7 +305,8 @@ def _signals_pass_on(pids: Mapping[int, int]) -> Iterator[Stop]:
 
 @contextmanager
 def _signals_held_back(stop: Stop, pids: Mapping[int, int]) -> Iterator[None]:
-    """Blocks stop signals while a rank starts, so that a signal always finds the new rank in `pids`."""
+    """Blocks stop signals while a rank starts, so that a signal always finds the new rank in
+    `pids`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     stop_requested = bool(stop)
     try:
@@ -317,12 +327,15 @@ def run_under_launcher(
     """Calls `function()` in the process group of a launcher's world and returns its result.
 
     Args:
-        check: raises `ValueError` for what this rank knows to be wrong before it waits for others, who may never come.
-        fail: shows an error and returns the exit code, for a rank whose main thread waits for one that is lost.
+        check: raises `ValueError` for what this rank knows to be wrong before it waits for others,
+            who may never come.
+        fail: shows an error and returns the exit code, for a rank whose main thread waits for one
+            that is lost.
         interface: the network interface of this rank's sockets.
 
     Raises:
-        WorldError: `function` failed on some rank; raised on all ranks, and exactly one has `reported` False.
+        WorldError: `function` failed on some rank; raised on all ranks, and exactly one has
+            `reported` False.
     """
 
     def end(text: str, reported: bool) -> NoReturn:
@@ -335,7 +348,8 @@ def run_under_launcher(
     heartbeat: Heartbeat | None = None
     try:
         check()
-    except ValueError as error:  # the ranks of a machine read the same: those that are not its first leave it to that
+    # the ranks of a machine read the same: those that are not its first leave it to that
+    except ValueError as error:
         told = os.environ.get("LOCAL_RANK", "0") != "0"
         raise WorldError(
             failure_from_exception(position.rank, error), position.world_size, told
@@ -343,7 +357,8 @@ def run_under_launcher(
     die_with_agent(os.environ)
     keep_to_one_interface(os.environ, position.one_machine, interface)
     heartbeat = init_rank(position, end)
-    with stoppable():  # also while a failure is reported: torchrun asks the others to stop as soon as one rank ends
+    # also while a failure is reported: torchrun asks the others to stop as soon as one rank ends
+    with stoppable():
         try:
             result = function()
             leave()
@@ -358,7 +373,8 @@ def run_under_launcher(
 
 
 def _reported(heartbeat: Heartbeat | None, failure: Failure, world_size: int) -> WorldError:
-    """The error of this rank: reported by the first rank with a cause of its own; a rank that lost a peer names it."""
+    """The error of this rank: reported by the first rank with a cause of its own; a rank that lost
+    a peer names it."""
     if heartbeat is None:
         return WorldError(failure, world_size)
     text = str(WorldError(failure, world_size))

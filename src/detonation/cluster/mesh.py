@@ -1,4 +1,5 @@
-"""The device mesh of replicas and shards, the model laid out on it, and whether replicas hold the same weights."""
+"""The device mesh of replicas and shards, the model laid out on it, and whether replicas hold the
+same weights."""
 
 import hashlib
 import os
@@ -37,11 +38,12 @@ def layers_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def slow_axis_backend(axis: str, device: str, chosen: str | None) -> dict[int | str, Any] | None:
-    """The `backend_override` of `init_device_mesh` for the axis between replicas; None where the default group serves.
+    """The `backend_override` of `init_device_mesh` for the axis between replicas; None where the
+    default group serves.
 
-    With NCCL the axis gets a communicator of its own, also where it has all ranks. Its kernels run on a stream of high
-    priority, so that a short message between replicas does not queue behind the kernels of backward. `chosen` is one of
-    `SLOW_BACKENDS`, or None.
+    With NCCL the axis gets a communicator of its own, also where it has all ranks. Its kernels run
+    on a stream of high priority, so that a short message between replicas does not queue behind the
+    kernels of backward. `chosen` is one of `SLOW_BACKENDS`, or None.
     """
     if chosen is not None:
         return {axis: chosen}
@@ -51,9 +53,11 @@ def slow_axis_backend(axis: str, device: str, chosen: str | None) -> dict[int | 
     if backends.get("cuda") != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    # torch takes the time from options where it is given some; until then it has that of the default group's kind
+    # torch takes the time from options where it is given some; until then it has that of the
+    # default group's kind
     options._timeout = distributed_c10d._get_default_timeout(dist.get_backend())
-    # the axis carries tensors of the same devices as the default group; a lone name lets NCCL split that group
+    # the axis carries tensors of the same devices as the default group; a lone name lets NCCL split
+    # that group
     name = (
         "nccl"
         if set(backends.values()) == {"nccl"}
@@ -63,16 +67,19 @@ def slow_axis_backend(axis: str, device: str, chosen: str | None) -> dict[int | 
 
 
 def shard_links(mesh: DeviceMesh, wire: ShardWire) -> tuple[Link, dist.ProcessGroup | None]:
-    """The link between the nodes of a replica, and the group of this rank's node; None for nodes of one rank.
+    """The link between the nodes of a replica, and the group of this rank's node; None for nodes of
+    one rank.
 
-    Neighbouring ranks of the axis "shard" are the ranks of a node. Collective over all ranks of the world.
+    Neighbouring ranks of the axis "shard" are the ranks of a node. Collective over all ranks of the
+    world.
 
     Raises:
         ValueError: The shards do not lie on at least two nodes of equally many ranks.
     """
     if isinstance(mesh, UnevenMesh):
         raise ValueError(
-            "a shard wire needs replicas of equally many ranks: start as many for each, or leave it out"
+            "a shard wire needs replicas of equally many ranks: start as many for each, or leave"
+            " it out"
         )
     shards = mesh["shard"].size()
     nodes = (
@@ -82,12 +89,14 @@ def shard_links(mesh: DeviceMesh, wire: ShardWire) -> tuple[Link, dist.ProcessGr
     )
     if nodes < 2 or shards % nodes:
         raise ValueError(
-            f"the {shards} shards of a replica cannot lie on {nodes} nodes with equally many each: a shard wire needs "
-            "at least 2 nodes; give shard_wire(nodes=...), or leave it out if a replica fits into one node"
+            f"the {shards} shards of a replica cannot lie on {nodes} nodes with equally many each:"
+            " a shard wire needs at least 2 nodes; give shard_wire(nodes=...), or leave it out if"
+            " a replica fits into one node"
         )
     if mesh.size() != dist.get_world_size():
         raise ValueError(
-            f"the mesh has {mesh.size()} of the {dist.get_world_size()} ranks: pass the mesh of all ranks"
+            f"the mesh has {mesh.size()} of the {dist.get_world_size()} ranks: pass the mesh of all"
+            " ranks"
         )
     split = split_shards(mesh, nodes)
     between: Axis = split["shard_node"]
@@ -99,7 +108,10 @@ def shard_links(mesh: DeviceMesh, wire: ShardWire) -> tuple[Link, dist.ProcessGr
 
 
 def split_shards(mesh: DeviceMesh, nodes: int) -> DeviceMesh:
-    """The ranks of `mesh` with the axes "shard_node" and "shard_local" in the place of "shard". Collective."""
+    """The ranks of `mesh` with the axes "shard_node" and "shard_local" in the place of "shard".
+
+    Collective.
+    """
     names, sizes = [*(mesh.mesh_dim_names or ())], [*mesh.mesh.shape]
     at = names.index("shard")
     sizes[at : at + 1], names[at : at + 1] = (
@@ -116,30 +128,36 @@ def init_mesh(
     timeout_s: float | None = None,
     slow_backend: str | None = None,
 ) -> DeviceMesh:
-    """Makes the mesh ("replicate", "shard") over all ranks. Neighbouring ranks are the shards of one replica.
+    """Makes the mesh ("replicate", "shard") over all ranks. Neighbouring ranks are the shards of
+    one replica.
 
-    Uses the process group that exists, or initialises one from the environment of a launcher such as torchrun. Without
-    either this process is a world of one.
+    Uses the process group that exists, or initialises one from the environment of a launcher such
+    as torchrun. Without either this process is a world of one.
 
     Args:
-        replicas: copies of the model, usually the number of nodes; as many as the ranks make when left out.
-        shards: ranks that share one copy, usually the accelerators of a node; when left out the ranks of a node, or as
-            many as `replicas` leave. Nodes may have different numbers, also as a list: `[4, 2]`. Replicas count alike
-            then, and the result has the same two axes, but is no mesh of torch.
-        device: "cuda" or "cpu"; by default this rank's GPU, and the CPU only where no GPU is in sight.
-        timeout_s: seconds for which a collective waits for a rank before it raises, in all process groups; above 0. By
-            default 1800 s where this call initialises the process group, and otherwise what that group has.
-        slow_backend: "gloo" carries messages between replicas over TCP, from host memory, while NCCL serves the ranks
-            of a node; by default the backend of the device carries both. The axis has a communicator of its own then,
-            and with NCCL always, on a stream of high priority.
+        replicas: copies of the model, usually the number of nodes; as many as the ranks make when
+            left out.
+        shards: ranks that share one copy, usually the accelerators of a node; when left out the
+            ranks of a node, or as many as `replicas` leave. Nodes may have different numbers, also
+            as a list: `[4, 2]`. Replicas count alike then, and the result has the same two axes,
+            but is no mesh of torch.
+        device: "cuda" or "cpu"; by default this rank's GPU, and the CPU only where no GPU is in
+            sight.
+        timeout_s: seconds for which a collective waits for a rank before it raises, in all process
+            groups; above 0. By default 1800 s where this call initialises the process group, and
+            otherwise what that group has.
+        slow_backend: "gloo" carries messages between replicas over TCP, from host memory, while
+            NCCL serves the ranks of a node; by default the backend of the device carries both. The
+            axis has a communicator of its own then, and with NCCL always, on a stream of high
+            priority.
 
-    A rank that stands still for 30 s in a step to which others have not come logs who they are. After 60 s it ends with
-    code 1 if they have left.
+    A rank that stands still for 30 s in a step to which others have not come logs who they are.
+    After 60 s it ends with code 1 if they have left.
 
     Raises:
-        ValueError: slow_backend is another one, replicas * shards is not the number of ranks, shards are left out and
-            the launcher does not say how many ranks a node has, or a GPU is in sight that this rank cannot take (only
-            `device="cpu"` trains on the CPU then).
+        ValueError: slow_backend is another one, replicas * shards is not the number of ranks,
+            shards are left out and the launcher does not say how many ranks a node has, or a GPU is
+            in sight that this rank cannot take (only `device="cpu"` trains on the CPU then).
 
     Example:
         >>> import torch.distributed as dist, detonation as dt
@@ -151,7 +169,8 @@ def init_mesh(
     """
     if slow_backend not in (None, *SLOW_BACKENDS):
         raise ValueError(
-            f"slow_backend is {slow_backend!r}, must be {' or '.join(map(repr, SLOW_BACKENDS))}, or None"
+            f"slow_backend is {slow_backend!r}, must be {' or '.join(map(repr, SLOW_BACKENDS))}, or"
+            " None"
         )
     if timeout_s is not None and timeout_s <= 0:
         raise ValueError(f"timeout_s is {timeout_s}, must be above 0")
@@ -210,22 +229,25 @@ def shard(
     mixed_precision: MixedPrecisionPolicy | None = None,
     wire: ShardWire | None = None,
 ) -> nn.Module:
-    """Shards `model` in place within each replica (FSDP2 on `mesh["shard"]`) and makes all replicas equal. Collective.
+    """Shards `model` in place within each replica (FSDP2 on `mesh["shard"]`) and makes all replicas
+    equal. Collective.
 
-    Every rank ends up with its shard of the weights of rank 0. Each element of an outermost `nn.ModuleList` (the layers
-    of a transformer) becomes an FSDP unit, unless it shares a parameter with the rest; the whole model is the last one.
+    Every rank ends up with its shard of the weights of rank 0. Each element of an outermost
+    `nn.ModuleList` (the layers of a transformer) becomes an FSDP unit, unless it shares a parameter
+    with the rest; the whole model is the last one.
 
     Args:
         mesh: the mesh of `init_mesh`.
         mixed_precision: as in `torch.distributed.fsdp.fully_shard`.
-        wire: made by `shard_wire`, where the shards of a replica lie on several nodes: compresses what they exchange.
+        wire: made by `shard_wire`, where the shards of a replica lie on several nodes: compresses
+            what they exchange.
 
     Returns:
         `model` itself.
 
     Raises:
-        ValueError: the mesh has no axis "replicate" or no axis "shard", or its shards do not lie on several nodes of
-            equally many ranks, as a `wire` needs.
+        ValueError: the mesh has no axis "replicate" or no axis "shard", or its shards do not lie on
+            several nodes of equally many ranks, as a `wire` needs.
 
     Example:
         >>> import torch, torch.distributed as dist, detonation as dt
@@ -236,13 +258,14 @@ def shard(
         >>> dt.leave()
 
     Reference:
-        Zhao et al., PyTorch FSDP (arXiv 2304.11277); FSDP inside the node and DeMo between nodes: From et al.,
-        DeToNATION (arXiv 2502.06728).
+        Zhao et al., PyTorch FSDP (arXiv 2304.11277); FSDP inside the node and DeMo between nodes:
+        From et al., DeToNATION (arXiv 2502.06728).
     """
     names = mesh.mesh_dim_names or ()
     if not {"replicate", "shard"} <= {*names}:
         raise ValueError(
-            f'the mesh has the axes {names}: pass the whole mesh, ("replicate", "shard"), as of init_mesh'
+            f'the mesh has the axes {names}: pass the whole mesh, ("replicate", "shard"), as of'
+            " init_mesh"
         )
     links = shard_links(mesh, wire) if wire else None
     same_weights(model, mesh["shard"])
@@ -271,7 +294,8 @@ def shard(
 
 @torch.no_grad()
 def same_weights(model: nn.Module, axis: DeviceMesh) -> None:
-    """Broadcasts parameters and buffers from the first rank along `axis` to all others, in place. Collective.
+    """Broadcasts parameters and buffers from the first rank along `axis` to all others, in place.
+    Collective.
 
     Args:
         axis: one dimension of the mesh, such as `mesh["replicate"]`.
@@ -299,17 +323,19 @@ def same_weights(model: nn.Module, axis: DeviceMesh) -> None:
 
 
 def fingerprint(model: nn.Module, mesh: DeviceMesh) -> tuple[str, bool]:
-    """Hashes the parameters of the first replica and compares all replicas with it, bit for bit. Collective.
+    """Hashes the parameters of the first replica and compares all replicas with it, bit for bit.
+    Collective.
 
-    The comparison includes the persistent buffers, such as the running statistics of BatchNorm: they are equal after
-    `synchronize()`, and differ as soon as replicas have trained on.
+    The comparison includes the persistent buffers, such as the running statistics of BatchNorm:
+    they are equal after `synchronize()`, and differ as soon as replicas have trained on.
 
     Args:
-        mesh: the mesh ("replicate", "shard") over all ranks, as `init_mesh` makes it, or one with more axes. Without an
-            axis "replicate" the first one joins the replicas.
+        mesh: the mesh ("replicate", "shard") over all ranks, as `init_mesh` makes it, or one with
+            more axes. Without an axis "replicate" the first one joins the replicas.
 
     Returns:
-        The sha256 in hex, which depends on the number of shards, and True where all replicas are equal.
+        The sha256 in hex, which depends on the number of shards, and True where all replicas are
+        equal.
 
     Example:
         >>> import torch, torch.distributed as dist, detonation as dt
@@ -353,7 +379,8 @@ def weights_digest(model: nn.Module, parameters: Mapping[str, Tensor] | None = N
 
 
 def compared_digests(replicas: Sequence[Sequence[bytes]]) -> tuple[str, bool]:
-    """The fingerprint of the first replica, and whether all are equal, by the `weights_digest` of each shard."""
+    """The fingerprint of the first replica, and whether all are equal, by the `weights_digest` of
+    each shard."""
     of_parameters = b"".join(both[:32] for both in replicas[0])
     return hashlib.sha256(of_parameters).hexdigest(), all(
         replica == replicas[0] for replica in replicas

@@ -30,10 +30,12 @@ _MPI = (
 
 @dataclass(frozen=True)
 class LaunchPosition:
-    """Rank `rank` of `world_size`; on its own machine it is rank `local_rank` of `local_world_size`.
+    """Rank `rank` of `world_size`; on its own machine it is rank `local_rank` of
+    `local_world_size`.
 
-    local_rank, local_world_size: None where the launcher does not say. nodes: how many torchrun has; None elsewhere.
-    address, port: where the ranks meet, for a launcher that does not set MASTER_ADDR and MASTER_PORT.
+    local_rank, local_world_size: None where the launcher does not say. nodes: how many torchrun
+    has; None elsewhere. address, port: where the ranks meet, for a launcher that does not set
+    MASTER_ADDR and MASTER_PORT.
     """
 
     rank: int
@@ -48,7 +50,8 @@ class LaunchPosition:
         if self.rank >= self.world_size:
             last = self.world_size - 1
             raise ValueError(
-                f"the launcher says rank {self.rank}, but must say one from 0 to {last}: correct RANK"
+                f"the launcher says rank {self.rank}, but must say one from 0 to {last}: correct"
+                " RANK"
             )
 
     @property
@@ -58,7 +61,8 @@ class LaunchPosition:
 
 
 def launch_position(env: Mapping[str, str]) -> LaunchPosition | None:
-    """Reads the position that torchrun, a Kubernetes job, mpirun or srun gave this process; None without a launcher.
+    """Reads the position that torchrun, a Kubernetes job, mpirun or srun gave this process; None
+    without a launcher.
 
     Raises `ValueError` where a variable of the launcher is not a whole number.
 
@@ -68,7 +72,8 @@ def launch_position(env: Mapping[str, str]) -> LaunchPosition | None:
     if "RANK" in env and "WORLD_SIZE" in env:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         return _named(env, names, meeting_here=is_loopback(env.get("MASTER_ADDR", "")))
-    # mpirun inside a job starts its daemons by srun, and its ranks inherit the daemons' variables: MPI's come first
+    # mpirun inside a job starts its daemons by srun, and its ranks inherit the daemons' variables:
+    # MPI's come first
     for names in _MPI:
         if names[0] in env and names[3] in env:
             return _named(env, names)
@@ -130,7 +135,8 @@ def _slurm(env: Mapping[str, str]) -> LaunchPosition:
 
 
 def _tasks_here(env: Mapping[str, str], world: int) -> int | None:
-    """The tasks of this step on this node, from a list such as "8(x2),4"; None where SLURM does not say."""
+    """The tasks of this step on this node, from a list such as "8(x2),4"; None where SLURM does not
+    say."""
     groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
     per_node = [int(tasks) for tasks, nodes in groups for _ in range(int(nodes or 1))]
     node = _number(env, "SLURM_NODEID", 0)
@@ -158,9 +164,11 @@ _ELSEWHERE = "192.0.2.1"
 
 
 def interface_towards(address: str) -> str:
-    """The interface over which this machine reaches the host `address`; "" where that is unknown. Sends nothing.
+    """The interface over which this machine reaches the host `address`; "" where that is unknown.
+    Sends nothing.
 
-    Where the host leads to loopback, as the machine's own name does on some systems, it is that of the default route.
+    Where the host leads to loopback, as the machine's own name does on some systems, it is that of
+    the default route.
     """
     for target in (address, _ELSEWHERE) if address else ():
         for source in _source_addresses(target):

@@ -1,4 +1,5 @@
-"""Nodes with different numbers of ranks: replicas that cut a parameter at different rows, and exchange it in pieces."""
+"""Nodes with different numbers of ranks: replicas that cut a parameter at different rows, and
+exchange it in pieces."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -25,14 +26,16 @@ Owners = tuple[int, ...]
 class UnevenAxis:
     """Between replicas of different numbers of ranks.
 
-    Every parameter is cut wherever a replica cuts it. What lies between two cuts has one owner in each replica, and
-    these owners are a process group. So each rank sends rows of its own shard alone, and where the cuts of large nodes
-    include those of small ones, messages are those of large nodes.
+    Every parameter is cut wherever a replica cuts it. What lies between two cuts has one owner in
+    each replica, and these owners are a process group. So each rank sends rows of its own shard
+    alone, and where the cuts of large nodes include those of small ones, messages are those of
+    large nodes.
 
     Args:
         nodes: The ranks of each replica, neighbours, in order.
         shard: The axis inside this rank's node.
-        backend: Of the slow link, and its options if it has some; None for that of the default group.
+        backend: Of the slow link, and its options if it has some; None for that of the default
+            group.
     """
 
     shared = True  # gradients leave in `step` alone
@@ -48,7 +51,8 @@ class UnevenAxis:
         return len(self._nodes)
 
     def cut(self, parameters: Mapping[str, Tensor]) -> dict[Owners, Pieces]:
-        """For the owners of each part in order, its pieces of all parameters, some empty; none where it owns none."""
+        """For the owners of each part in order, its pieces of all parameters, some empty; none
+        where it owns none."""
         runs = {name: self._runs(parameter.shape[0]) for name, parameter in parameters.items()}
         parts: dict[Owners, Pieces] = {
             ranks: {} for ranks in sorted({ranks for run in runs.values() for ranks in run})
@@ -60,10 +64,11 @@ class UnevenAxis:
         return parts
 
     def divide(self, parameters: Mapping[str, Tensor]) -> list[tuple[int, DeviceMesh, Pieces]]:
-        """This rank's parts of `parameters`, with the axis of each; see `communicator.divided`. Collective.
+        """This rank's parts of `parameters`, with the axis of each; see `communicator.divided`.
+        Collective.
 
-        Raises on all ranks `ValueError` where one does not cut a parameter by its first dimension over its node, or has
-        nothing of any, and `Mismatch` where shapes differ.
+        Raises on all ranks `ValueError` where one does not cut a parameter by its first dimension
+        over its node, or has nothing of any, and `Mismatch` where shapes differ.
         """
         if problem := next(
             filter(None, send_to_all(self._world, self._problem(parameters), self._device)), ""
@@ -76,7 +81,8 @@ class UnevenAxis:
             rank for ranks in parts for rank in ranks
         }:
             raise ValueError(
-                f"rank {min(idle)} has no row of any trained parameter: start fewer ranks on its node"
+                f"rank {min(idle)} has no row of any trained parameter: start fewer ranks on its"
+                " node"
             )
         timeout = self._shard.get_group()._get_backend(self._device).options._timeout
         for ranks in (ranks for ranks in parts if ranks not in self._groups):
@@ -91,7 +97,8 @@ class UnevenAxis:
         ]
 
     def broadcast(self, parameters: Mapping[str, Tensor], buffers: Sequence[Tensor]) -> None:
-        """Gives all replicas the weights and buffers of the first, in place; whole ones of its first rank."""
+        """Gives all replicas the weights and buffers of the first, in place; whole ones of its
+        first rank."""
         sharded = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
         for tensor in (*(p for name, p in parameters.items() if name not in sharded), *buffers):
             dist.broadcast(tensor, 0)
@@ -100,7 +107,8 @@ class UnevenAxis:
                 dist.broadcast(piece, dist.get_global_rank(on.get_group(), 0), on.get_group())
 
     def norms(self, parameters: Mapping[str, Tensor]) -> list[tuple[list[Communicator], Pieces]]:
-        """The pieces of all owners, for `Clip`, in an order that all share; empty where another rank has them."""
+        """The pieces of all owners, for `Clip`, in an order that all share; empty where another
+        rank has them."""
         empty = local(next(iter(parameters.values())))[:0].detach()
         parts = self.cut(parameters).items()
         every = {
@@ -122,12 +130,14 @@ class UnevenAxis:
         kinds = {(device, dtype) for device, dtype in kinds if gradients and device.type != "meta"}
         odd = [str(dtype) for device, dtype in kinds if rounds_by_place(base, dtype, device)]
         for what, remedy in {
-            f"{type(base).__name__} of {', '.join(odd)}": odd
-            and "its bits depend on the cut; take SignSGD, or AdamW",
+            f"{type(base).__name__} of {', '.join(odd)}": (
+                odd and "its bits depend on the cut; take SignSGD, or AdamW"
+            ),
             "intra_node": intra_node is not None and "shard the model inside each node",
             "balance=True": balance and "let slow nodes process less per step",
-            "levels on several axes": any(axis is not self for axis, _ in levels)
-            and "take one axis",
+            "levels on several axes": (
+                any(axis is not self for axis, _ in levels) and "take one axis"
+            ),
             f"{', '.join(late)} with a delay": late and "take delay=0",
         }.items():
             if remedy:
@@ -148,7 +158,8 @@ class UnevenAxis:
         return f"nodes of {[len(ranks) for ranks in self._nodes]} ranks"
 
     def _runs(self, rows: int) -> dict[Owners, tuple[int, int]]:
-        """The rows from which and below which each group of owners has a parameter of `rows` rows, as FSDP2 cuts it."""
+        """The rows from which and below which each group of owners has a parameter of `rows` rows,
+        as FSDP2 cuts it."""
         each = [max(1, -(-rows // len(ranks))) for ranks in self._nodes]
         cuts = {min(rows, cut) for size in each for cut in range(0, rows + size, size)}
         return {
@@ -180,12 +191,16 @@ class UnevenAxis:
                 cut = ranks == node and parameter.placements == (Shard(0),)
             if not cut:
                 remedy = 'fully_shard(model, mesh=mesh["shard"]) or detonation.shard(model, mesh)'
-                return f"{name} is not cut by its first dimension over the ranks {node} of a node: {remedy}"
+                return (
+                    f"{name} is not cut by its first dimension over the ranks {node} of a node:"
+                    f" {remedy}"
+                )
         return ""
 
 
 class UnevenMesh:
-    """The axes "replicate" and "shard" of replicas with different numbers of ranks, as `init_mesh` returns them."""
+    """The axes "replicate" and "shard" of replicas with different numbers of ranks, as `init_mesh`
+    returns them."""
 
     mesh_dim_names = ("replicate", "shard")
 
@@ -208,7 +223,8 @@ class UnevenMesh:
 
 
 def sizes_of_nodes(mine: int, device: torch.device) -> list[int]:
-    """The number of ranks of each node, where this rank's has `mine`. Collective over the default group.
+    """The number of ranks of each node, where this rank's has `mine`. Collective over the default
+    group.
 
     Raises `ValueError` where the ranks of a node are no neighbours.
     """
@@ -217,7 +233,8 @@ def sizes_of_nodes(mine: int, device: torch.device) -> list[int]:
         sizes.append(found[at])
         if found[at : at + sizes[-1]] != [sizes[-1]] * sizes[-1]:
             raise ValueError(
-                f"LOCAL_WORLD_SIZE by rank is {found}: the ranks of a node must be neighbours; order them so"
+                f"LOCAL_WORLD_SIZE by rank is {found}: the ranks of a node must be neighbours;"
+                " order them so"
             )
     return sizes
 

@@ -2,10 +2,12 @@
 
 
 class DetonationError(Exception):
-    """An error that this library names: `except detonation.errors.DetonationError` catches all of them.
+    """An error that this library names: `except detonation.errors.DetonationError` catches all of
+    them.
 
-    Each keeps the built-in class that fits it as a second base: `Mismatch` is a `ValueError`, `Desync` a
-    `RuntimeError`. A wrong argument is a plain `ValueError` or `TypeError`, as everywhere in Python.
+    Each keeps the built-in class that fits it as a second base: `Mismatch` is a `ValueError`,
+    `Desync` a `RuntimeError`. A wrong argument is a plain `ValueError` or `TypeError`, as
+    everywhere in Python.
 
     Example:
         >>> import detonation as dt

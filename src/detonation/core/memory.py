@@ -24,10 +24,12 @@ class Feedback:
     """How memory behaves: `residual = decay * residual + signal`, then `residual -= alpha * sent`.
 
     Args:
-        decay: From 0 to 1. With 1 nothing is ever forgotten; below 1 the residual is a momentum of the signal.
-        alpha: From 0 to 1, the share of the sent values that leaves; 1 in DeMo v1 and FlexDeMo, 0.2 is best in DeMo v2.
-        error_feedback: Whether the difference between a coefficient and its rounded value stays, so that nothing is
-            lost; False takes the whole coefficient out (DisTrO).
+        decay: From 0 to 1. With 1 nothing is ever forgotten; below 1 the residual is a momentum of
+            the signal.
+        alpha: From 0 to 1, the share of the sent values that leaves; 1 in DeMo v1 and FlexDeMo, 0.2
+            is best in DeMo v2.
+        error_feedback: Whether the difference between a coefficient and its rounded value stays, so
+            that nothing is lost; False takes the whole coefficient out (DisTrO).
 
     Raises:
         ValueError: A value is out of range.
@@ -46,7 +48,8 @@ class Feedback:
 class Memory:
     """The fp32 residual of one replica, private to it: 4 bytes per local coordinate.
 
-    Its padding stays zero: values that a transform moves there belong to no parameter and must not compete to be sent.
+    Its padding stays zero: values that a transform moves there belong to no parameter and must not
+    compete to be sent.
     """
 
     def __init__(
@@ -72,7 +75,8 @@ class Memory:
 
         Args:
             signals: One tensor per parameter; an absent one is zero.
-            bad: On a device that decides by itself, `[]` bool: where it is True the residual stays as it is.
+            bad: On a device that decides by itself, `[]` bool: where it is True the residual stays
+                as it is.
 
         Shapes: one local shape per parameter -> the residual, `[rows, chunk]` fp32.
         """
@@ -83,7 +87,8 @@ class Memory:
         self.residual.mul_(
             self.feedback.decay if bad is None else self._decay.masked_fill(bad, 1.0)
         )
-        # by way of a copy, where signals must be converted, or may not count; tiles are one, parameter by parameter
+        # by way of a copy, where signals must be converted, or may not count; tiles are one,
+        # parameter by parameter
         rows = -(-self._layout.rows // STRIPS)
         for part in (
             Bucket.strips(self._layout, rows)
@@ -101,7 +106,8 @@ class Memory:
     def _absorb_in_place(
         self, signals: Sequence[Tensor | None], present: list[Tensor], bad: Tensor | None
     ) -> None:
-        """Adds signals in fp32 to the views of the residual, or to those of its successor where they may not count."""
+        """Adds signals in fp32 to the views of the residual, or to those of its successor where
+        they may not count."""
         if bad is None:
             to, views = self.residual.mul_(self.feedback.decay), self._views
         else:
@@ -172,7 +178,8 @@ class LocalState:
     others: Mapping[str, Tensor]
 
     def named(self) -> dict[str, Tensor]:
-        """All tensors, to read: `kind.parameter` in the local shape of the parameter, then the others.
+        """All tensors, to read: `kind.parameter` in the local shape of the parameter, then the
+        others.
 
         Shapes: -> one local shape per kind and parameter.
         """

@@ -1,4 +1,7 @@
-"""Round: the steps at which messages are exchanged, and who takes them. Arithmetic on step numbers, counted from 0."""
+"""Round: the steps at which messages are exchanged, and who takes them.
+
+Arithmetic on step numbers, counted from 0.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SLACK_PERCENT = 5
-"""A replica takes as many local steps as end within this much more than the fastest replica's round."""
+"""A replica takes as many local steps as end within this much more than the fastest replica's
+round."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """A round of `every` steps: its update is applied once `offset` steps are over, and then every `every` steps.
+    """A round of `every` steps: its update is applied once `offset` steps are over, and then every
+    `every` steps.
 
-    The message leaves `delay` steps before its update is applied. A message that would leave before the first step does
-    not exist, and the first round is that much longer.
+    The message leaves `delay` steps before its update is applied. A message that would leave before
+    the first step does not exist, and the first round is that much longer.
 
     >>> [step for step in range(9) if Round(every=3).sends(step)]
     [2, 5, 8]
@@ -50,7 +55,8 @@ class Round:
 
 
 class LocalSteps:
-    """The local steps that each replica takes in the `every` steps of a round; the same on all replicas.
+    """The local steps that each replica takes in the `every` steps of a round; the same on all
+    replicas.
 
     A replica that takes fewer sits the other steps out, evenly spread. All take the last one.
 
@@ -59,7 +65,8 @@ class LocalSteps:
     >>> steps = LocalSteps(every=4, replicas=3)
     >>> steps.agree([100, 210, 900])
     >>> steps.counts.tolist(), [steps.taken(step).tolist() for step in range(4)]
-    ([4, 2, 1], [[True, False, False], [True, True, False], [True, False, False], [True, True, True]])
+    ([4, 2, 1], [[True, False, False], [True, True, False], [True, False, False], [True, True,
+    True]])
     """
 
     def __init__(self, every: int, replicas: int) -> None:
@@ -80,10 +87,12 @@ class LocalSteps:
         return (at + 1) * self.counts // self.every > at * self.counts // self.every
 
     def agree(self, durations: Sequence[int]) -> None:
-        """Gives each replica the local steps that fit into the fastest one's round, with `SLACK_PERCENT`.
+        """Gives each replica the local steps that fit into the fastest one's round, with
+        `SLACK_PERCENT`.
 
         Args:
-            durations: Of a local step of each replica, in any unit; 0 where it is unknown, and nothing changes.
+            durations: Of a local step of each replica, in any unit; 0 where it is unknown, and
+                nothing changes.
         """
         if not all(durations):
             return

@@ -1,4 +1,5 @@
-"""The runtime of a replica's step: choices that every part shares, so that they ride in one argument."""
+"""The runtime of a replica's step: choices that every part shares, so that they ride in one
+argument."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _FP32 = ("none", "ieee")
 """Torch's names for fp32 products that are not rounded before they are multiplied."""
 _AS_IT_IS = nullcontext()
 _products = cache(lambda: {"cuda": torch.backends.cuda.matmul, "cpu": torch.backends.mkldnn.matmul})  # type: ignore[attr-defined]
-"""Torch's settings for matrix products, by the kind of device; looked up late, because `plan` imports no torch."""
+"""Torch's settings for matrix products, by the kind of device; looked up late, because `plan`
+imports no torch."""
 
 
 def fp32_products() -> str:
@@ -49,12 +51,14 @@ def _exactly(products: Any, autocast: AbstractContextManager[None]) -> Iterator[
 
 
 def accelerator_is_played() -> bool:
-    """True where the CPU or `meta` plays an accelerator, for tests and counts: DETONATION_KERNELS is "triton"."""
+    """True where the CPU or `meta` plays an accelerator, for tests and counts: DETONATION_KERNELS
+    is "triton"."""
     return os.environ.get("DETONATION_KERNELS") == "triton"
 
 
 def decides_on_device(device: torch.device) -> bool:
-    """True if decisions about tensors on `device` are computed there, because the host would have to wait for them."""
+    """True if decisions about tensors on `device` are computed there, because the host would have
+    to wait for them."""
     return device.type != "cpu" or accelerator_is_played()
 
 
@@ -65,7 +69,8 @@ class Runtime:
     Args:
         device: Of the trained parameters.
         seed: Of the random selections; the same on all replicas.
-        kernels: Whether compiled kernels may be used. They round differently, so all replicas must use them, or none.
+        kernels: Whether compiled kernels may be used. They round differently, so all replicas must
+            use them, or none.
         local_steps: The steps that each replica takes, where slow ones take fewer.
     """
 
@@ -75,7 +80,8 @@ class Runtime:
     local_steps: LocalSteps | None = None
 
     def exact_arithmetic(self) -> AbstractContextManager[None]:
-        """Makes a step's arithmetic fp32, wherever the caller stands: no autocast, no products in TF32 or bf16."""
+        """Makes a step's arithmetic fp32, wherever the caller stands: no autocast, no products in
+        TF32 or bf16."""
         kind = self.device.type
         products = _products()["cpu" if kind == "cpu" else "cuda"]
         casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
@@ -84,9 +90,11 @@ class Runtime:
         return _exactly(products, torch.autocast(kind, enabled=False) if casts else _AS_IT_IS)
 
     def shared(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The object under `key` that the kernels of this optimizer share, as `make` returned it first.
+        """The object under `key` that the kernels of this optimizer share, as `make` returned it
+        first.
 
-        They run one after the other. Those of another optimizer may run beside them, on another stream, and share none.
+        They run one after the other. Those of another optimizer may run beside them, on another
+        stream, and share none.
         """
         if key not in self._shared:
             self._shared[key] = make()
@@ -105,8 +113,8 @@ class Runtime:
 class Progress:
     """The steps of this process, for a thread that watches it. Nothing here waits or communicates.
 
-    steps: the steps that have begun, of all optimizers. where: inside the last of them, outside, or in a save.
-    explain: called with an error that ends a step, to say in its text who did not come.
+    steps: the steps that have begun, of all optimizers. where: inside the last of them, outside, or
+    in a save. explain: called with an error that ends a step, to say in its text who did not come.
     """
 
     def __init__(self) -> None:
@@ -120,7 +128,8 @@ PROGRESS = Progress()
 
 
 def recorded(device: torch.device) -> Any:
-    """An event that is over when the current stream of an accelerator has done all that it was given; None on a CPU."""
+    """An event that is over when the current stream of an accelerator has done all that it was
+    given; None on a CPU."""
     if device.type == "cpu":
         return None
     module = torch.get_device_module(device)
@@ -154,5 +163,8 @@ class Readback:
         return self._numbers
 
     def read(self) -> list[Any]:
-        """The numbers as lists. Waits for the work that the device got before the copy, not for later work."""
+        """The numbers as lists.
+
+        Waits for the work that the device got before the copy, not for later work.
+        """
         return self.wait().tolist()

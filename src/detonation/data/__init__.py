@@ -1,7 +1,8 @@
-"""Data sets by name, with deterministic sampling: the batch of a step is a pure function of seed and step.
+"""Data sets by name, with deterministic sampling: the batch of a step is a pure function of seed
+and step.
 
-`load_dataset` makes a data set, `batch` draws from it, and `fetch` downloads. It imports nothing else of the package
-but `choices` and `whole_files`; `train` and `cli` may call it.
+`load_dataset` makes a data set, `batch` draws from it, and `fetch` downloads. It imports nothing
+else of the package but `choices` and `whole_files`; `train` and `cli` may call it.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,7 +41,8 @@ def dataset_function(task: str) -> Callable[..., Data]:
 
 
 def load_dataset(task: str, arguments: Mapping[str, Any]) -> Data:
-    """Makes a data set by the name of its task, with the arguments of `images`, `text`, `translation` or one's own.
+    """Makes a data set by the name of its task, with the arguments of `images`, `text`,
+    `translation` or one's own.
 
     Raises:
         ValueError: Unknown task or argument, or a value out of range.

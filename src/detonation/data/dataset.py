@@ -1,4 +1,5 @@
-"""The interface of data sets, and their batches, which depend on seed and step alone: a resumed run needs no state."""
+"""The interface of data sets, and their batches, which depend on seed and step alone: a resumed run
+needs no state."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -39,7 +40,8 @@ class Streamed(Protocol):
     """Examples for training that are read in order. Each part of the ranks reads its own."""
 
     def draw(self, step: int, part: int, parts: int, size: int) -> dict[str, Tensor]:
-        """The batch of one part of a step: a pure function of its arguments, fast for the step after the last one."""
+        """The batch of one part of a step: a pure function of its arguments, fast for the step
+        after the last one."""
         ...
 
     def position(self, part: int, parts: int) -> dict[str, Any]:
@@ -74,9 +76,10 @@ def batch(
 ) -> dict[str, Tensor]:
     """Draws the batch of part `part` of the `parts` of a step, `size` examples.
 
-    Each epoch is a permutation of all examples that depends on `seed` and the epoch alone. The parts of a step take
-    neighbouring sections of it, so that no two parts see the same example in an epoch. A batch may span two epochs.
-    Augmentation depends on `seed`, `step` and `part` alone. A stream is read in its own order, whatever the seed.
+    Each epoch is a permutation of all examples that depends on `seed` and the epoch alone. The
+    parts of a step take neighbouring sections of it, so that no two parts see the same example in
+    an epoch. A batch may span two epochs. Augmentation depends on `seed`, `step` and `part` alone.
+    A stream is read in its own order, whatever the seed.
 
     Shapes: tensors of `[size, ...]`.
 
@@ -97,8 +100,9 @@ def batch(
 def batches(examples: Examples, size: int, limit: int | None = None) -> Iterator[dict[str, Tensor]]:
     """Iterates over batches for validation, in a fixed order.
 
-    The last batch may be short, and rows may hold different numbers of predictions: a mean over batches must weight
-    the loss of each by its `predictions`. Of the examples `limit` are taken, spread evenly, or all.
+    The last batch may be short, and rows may hold different numbers of predictions: a mean over
+    batches must weight the loss of each by its `predictions`. Of the examples `limit` are taken,
+    spread evenly, or all.
     """
     if size < 1 or (limit is not None and limit < 1):
         raise ValueError(
@@ -111,7 +115,8 @@ def batches(examples: Examples, size: int, limit: int | None = None) -> Iterator
 
 
 def predictions(kind: DataKind, batch: dict[str, Tensor]) -> int:
-    """Counts the predictions that the mean loss of `batch` averages: images, or ids of text; rows without `labels`.
+    """Counts the predictions that the mean loss of `batch` averages: images, or ids of text; rows
+    without `labels`.
 
     Shapes: `labels` `[B]` or `[B, T]` int64.
     """
@@ -126,19 +131,21 @@ def predictions(kind: DataKind, batch: dict[str, Tensor]) -> int:
 def _check(count: int, step: int, part: int, parts: int, size: int) -> None:
     if size < 1 or parts < 1 or step < 0:
         raise ValueError(
-            f"a batch needs size >= 1, parts >= 1, step >= 0; not size {size}, parts {parts}, step {step}"
+            f"a batch needs size >= 1, parts >= 1, step >= 0; not size {size}, parts {parts}, step"
+            f" {step}"
         )
     if not 0 <= part < parts:
         raise ValueError(f"part {part} is not among the {parts} parts, which count from 0")
     if size * parts > count:
         raise ValueError(
-            f"a step of {parts} parts x {size} examples needs {parts * size}, but there are {count}: "
-            f"use a batch size of at most {count // parts}"
+            f"a step of {parts} parts x {size} examples needs {parts * size}, but there are"
+            f" {count}: use a batch size of at most {count // parts}"
         )
 
 
 def _positions(count: int, seed: int, start: int, size: int) -> Tensor:
-    """Indices of the examples from `start` in the endless sequence of shuffled epochs."""  # [size] int64
+    """Indices of the examples from `start` in the endless sequence of shuffled epochs."""
+    # [size] int64
     epoch, offset = divmod(start, count)
     head = _permutation(count, seed, epoch)[offset : offset + size]
     if len(head) == size:
@@ -148,7 +155,8 @@ def _positions(count: int, seed: int, start: int, size: int) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _permutation(count: int, seed: int, epoch: int) -> Tensor:
-    # Four entries: training and validation sets, at the seam between two epochs. Callers must not write to it.
+    # Four entries: training and validation sets, at the seam between two epochs. Callers must not
+    # write to it.
     return torch.randperm(
         count, generator=torch.Generator().manual_seed(_mix("epoch", seed, epoch))
     )

@@ -1,4 +1,5 @@
-"""Labelled images, of files, named data sets and the hub: decoded when a batch asks for them, normalised by channel."""
+"""Labelled images, of files, named data sets and the hub: decoded when a batch asks for them,
+normalised by channel."""
 
 import gzip
 import os
@@ -38,15 +39,15 @@ def images(
     """Loads labelled images; those of files are decoded when a batch needs them.
 
     Args:
-        source: `fashion-mnist` (28x28, grey), a directory with `CLASS/*.png` (or .jpg; every
-            tenth image of a class is held out) or with `train/CLASS` and `validation/CLASS`, a directory of
-            `save_to_disk`, or `hf:NAME[:CONFIG]` of the hub.
+        source: `fashion-mnist` (28x28, grey), a directory with `CLASS/*.png` (or .jpg; every tenth
+            image of a class is held out) or with `train/CLASS` and `validation/CLASS`, a directory
+            of `save_to_disk`, or `hf:NAME[:CONFIG]` of the hub.
         flip: Mirrors a training image left to right with probability 1/2.
-        size: Scale images to squares of so many pixels, and cut off what is longer. By default that of the model, where
-            it has one; otherwise the images must be of one size.
+        size: Scale images to squares of so many pixels, and cut off what is longer. By default that
+            of the model, where it has one; otherwise the images must be of one size.
         channels: 1 for grey, 3 for colour; by default colour where one image has it.
-        split, validation_split, column, label_column: Only with `hf:` and `save_to_disk`; by default "train", "test",
-            "image" or "img", and "label" or "labels".
+        split, validation_split, column, label_column: Only with `hf:` and `save_to_disk`; by
+            default "train", "test", "image" or "img", and "label" or "labels".
 
     Shapes: `pixel_values` `[B, C, H, W]` fp32, `labels` `[B]` int64.
 
@@ -89,7 +90,8 @@ def images(
 @final
 @dataclass(frozen=True)
 class Images:
-    """Images as bytes, possibly mapped from disk; a batch is converted to normalised floats when it is drawn."""
+    """Images as bytes, possibly mapped from disk; a batch is converted to normalised floats when it
+    is drawn."""
 
     split: "Split"
     mean: Tensor  # [C], of bytes
@@ -118,7 +120,8 @@ class Images:
 
 
 def statistics(split: "Split") -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each channel, in units of bytes: over all images, or 1000 that are decoded.
+    """Mean and standard deviation of each channel, in units of bytes: over all images, or 1000 that
+    are decoded.
 
     Shapes: `[N, H, W, C]` uint8 -> `[C]` fp32, twice.
     """
@@ -130,7 +133,8 @@ def statistics(split: "Split") -> tuple[Tensor, Tensor]:
     total = torch.zeros(split.images.shape[3], dtype=torch.float64)
     squares = torch.zeros_like(total)
     for start in range(0, len(split.images), 1000):
-        # In parts, because all images as int32 would not fit in memory; the sum of 1000 squared bytes is below 2**31.
+        # In parts, because all images as int32 would not fit in memory; the sum of 1000 squared
+        # bytes is below 2**31.
         part = split.images[start : start + 1000].astype("int32")
         total += torch.from_numpy(part.sum(0, dtype="int32")).double().sum((0, 1))
         squares += torch.from_numpy((part * part).sum(0, dtype="int32")).double().sum((0, 1))
@@ -173,7 +177,8 @@ class Form:
 class Pictures:
     """Images as an array that is not in memory: `pictures[indices]` is `[B, H, W, C]` uint8.
 
-    `open_picture` returns the picture of a number, as pillow has it, and `name` its name for errors.
+    `open_picture` returns the picture of a number, as pillow has it, and `name` its name for
+    errors.
     """
 
     def __init__(
@@ -243,7 +248,8 @@ class Decoded:
         train, validation = self.train.images.shape[1:], self.validation.images.shape[1:]
         if train != validation:
             raise ValueError(
-                f"train images are {train}, validation images {validation} (height, width, channels)"
+                f"train images are {train}, validation images {validation} (height, width,"
+                " channels)"
             )
 
 
@@ -268,7 +274,8 @@ def fashion_mnist(directory: Path) -> Decoded:
 
 
 def from_folder(path: Path, form: Form) -> Decoded:
-    """Images in `train/CLASS/` and `validation/CLASS/`, or in `CLASS/`: every tenth of a class is then held out.
+    """Images in `train/CLASS/` and `validation/CLASS/`, or in `CLASS/`: every tenth of a class is
+    then held out.
 
     Classes are numbered in the order of their names.
     """
@@ -280,7 +287,8 @@ def from_folder(path: Path, form: Form) -> Decoded:
             seen[file.parent] += 1
         if not all(parts):
             raise ValueError(
-                f"{path} needs CLASS/*.png, ten images at least, or train/CLASS and validation/CLASS"
+                f"{path} needs CLASS/*.png, ten images at least, or train/CLASS and"
+                " validation/CLASS"
             )
     elif (path / "validation").is_dir():
         parts = (_files(path / "train"), _files(path / "validation"))
@@ -375,9 +383,11 @@ def _readable(file: Path, form: Form, whole: bool = True) -> Any:
 
 
 def _agreed(files: Sequence[Path], form: Form) -> Form:
-    """The form of all `files`, of which no more than the head is read: colour where one of them has it.
+    """The form of all `files`, of which no more than the head is read: colour where one of them has
+    it.
 
-    Raises `ValueError` for a file that is no image and, where the form has no size, for one of another size.
+    Raises `ValueError` for a file that is no image and, where the form has no size, for one of
+    another size.
     """
     colours, shape = set(), (0, 0)
     for file in files:

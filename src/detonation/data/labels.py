@@ -29,10 +29,12 @@ def labelled(
     column: str | None,
     label: str | None,
 ) -> Data:
-    """The data of a text classifier; the arguments are those of `text.text`, which says what they mean.
+    """The data of a text classifier; the arguments are those of `text.text`, which says what they
+    mean.
 
-    Labels are numbered in alphabetical order. Batches are as wide as their longest text. Of the speakers of `sotu`
-    those with six addresses or more are taken, and every fifth of their addresses is held out whole.
+    Labels are numbered in alphabetical order. Batches are as wide as their longest text. Of the
+    speakers of `sotu` those with six addresses or more are taken, and every fifth of their
+    addresses is held out whole.
 
     Shapes: `input_ids` and `attention_mask` `[B, up to context]` int64, `labels` `[B]` int64.
     """
@@ -95,7 +97,8 @@ def _read(
         path = check_source(source, [SPEAKERS])
         if path.suffix.lower() not in readers.ROWS:
             raise ValueError(
-                f"{path} has no column {label}: texts with labels are in {', '.join(sorted(readers.ROWS))}"
+                f"{path} has no column {label}: texts with labels are in"
+                f" {', '.join(sorted(readers.ROWS))}"
             )
         with readers.in_file(path):
             texts, names = (
@@ -120,7 +123,8 @@ def _speakers(folder: Path) -> tuple[list[LabelledText], list[LabelledText]]:
 
 
 def passages(text: str) -> Iterator[str]:
-    """The sentences of a text, in passages of `PASSAGE_WORDS` words or more; fewer at its end are left out."""
+    """The sentences of a text, in passages of `PASSAGE_WORDS` words or more; fewer at its end are
+    left out."""
     words: list[str] = []
     for sentence in re.split(r"(?<=[.!?]) +", text.strip()):
         words += sentence.split()

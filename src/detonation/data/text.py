@@ -1,4 +1,5 @@
-"""Text in blocks of ids: bytes, for which any language or code needs no tokenizer, or tokens; whole, or as a stream."""
+"""Text in blocks of ids: bytes, for which any language or code needs no tokenizer, or tokens;
+whole, or as a stream."""
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -16,7 +17,10 @@ from detonation.data.packages import check_source, locate
 from detonation.data.tokens import all_ids, document_encoder, vocabulary
 
 PIECE = 8192
-"""Ids per piece of the split. Context that crosses a border of held-out and training text is negligible."""
+"""Ids per piece of the split.
+
+Context that crosses a border of held-out and training text is negligible.
+"""
 HELD_OUT = 200
 """Documents that a stream holds out."""
 TEXT_SAMPLE = Path(__file__).with_name("sotu_sample.txt")
@@ -37,13 +41,14 @@ def text(
     With a `label` each text is an example of its own, and the model classifies it.
 
     Args:
-        source: `sotu-sample` (shipped: 24 State of the Union speeches, 1 MB), `sotu` (all 233, 10.8 MB),
-            a file (`.txt`, `.md`, `.jsonl`, `.csv`, `.parquet`), a directory of such files, a
+        source: `sotu-sample` (shipped: 24 State of the Union speeches, 1 MB), `sotu` (all 233, 10.8
+            MB), a file (`.txt`, `.md`, `.jsonl`, `.csv`, `.parquet`), a directory of such files, a
             directory of `save_to_disk`, or `hf:NAME[:CONFIG]` of the hub.
         context: Ids per example, at least 2; the model predicts `context - 1` of them.
         tokenizer: A directory or an id of the hub; bytes by default.
-        streaming: Read documents when they are needed instead of all at the start, each rank its own, in the order of
-            the source; the first 200 are held out. For rows alone, and texts that fit into no memory.
+        streaming: Read documents when they are needed instead of all at the start, each rank its
+            own, in the order of the source; the first 200 are held out. For rows alone, and texts
+            that fit into no memory.
         split: Only with `hf:` and `save_to_disk`; "train" by default.
         column: The column of the text, where a source has rows; "text" by default.
         label: The column of the labels. `sotu-speakers` has passages of `sotu` by president.
@@ -52,7 +57,8 @@ def text(
 
     Raises:
         MissingData: The source was not fetched.
-        ValueError: The text is shorter than ten blocks, `context` is below 2, or the source cannot be read.
+        ValueError: The text is shorter than ten blocks, `context` is below 2, or the source cannot
+            be read.
     """
     if context < 2:
         raise ValueError(
@@ -81,7 +87,8 @@ def text(
     train, held_out = hold_out(ids)
     if len(held_out) < context:
         raise ValueError(
-            f"{source} has {len(held_out)} {unit} to hold out: a context of at most that, not {context}"
+            f"{source} has {len(held_out)} {unit} to hold out: a context of at most that, not"
+            f" {context}"
         )
     return Data(
         _label(source),
@@ -95,7 +102,8 @@ def text(
 
 @final
 class TextBlocks:
-    """Consecutive blocks of a text without overlap; an example is one block, as input and as labels."""
+    """Consecutive blocks of a text without overlap; an example is one block, as input and as
+    labels."""
 
     def __init__(self, text: Tensor, context: int) -> None:
         self.ids = text[: len(text) // context * context].view(-1, context)  # [blocks, context]
@@ -109,7 +117,8 @@ class TextBlocks:
 
 
 def hold_out(text: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits ids into training and held-out ones: every tenth piece is held out, independent of the context.
+    """Splits ids into training and held-out ones: every tenth piece is held out, independent of the
+    context.
 
     Shapes: `[ids]` -> `[train]` and `[held out]`.
 
@@ -166,7 +175,8 @@ def _streamed(
     ids = torch.tensor([token for document in held_out for token in encode(document)])
     if len(ids) < context:
         raise ValueError(
-            f"the first {len(first)} rows of {source} have {len(ids)} ids: a context of at most that"
+            f"the first {len(first)} rows of {source} have {len(ids)} ids: a context of at most"
+            " that"
         )
     return TextStream(source, found, name, encode, context, held_out), TextBlocks(ids, context)
 
@@ -175,8 +185,9 @@ def _streamed(
 class TextStream:
     """Blocks of ids of the documents in a `datasets.IterableDataset`.
 
-    A part of the ranks reads files of its own where their number is a multiple of the parts. Otherwise it reads all
-    files and takes every so many-th row. Documents follow one another without padding, and begin again after the last.
+    A part of the ranks reads files of its own where their number is a multiple of the parts.
+    Otherwise it reads all files and takes every so many-th row. Documents follow one another
+    without padding, and begin again after the last.
 
     Args:
         source: The name of the data, for errors.
@@ -210,7 +221,8 @@ class TextStream:
         Shapes: `input_ids` and `labels` `[size, context]` int64.
         """
         cursors, start = self._of(part, parts), step * size
-        # Two are kept, the last used one at the end: a look at the first step does not lose the place of the training.
+        # Two are kept, the last used one at the end: a look at the first step does not lose the
+        # place of the training.
         behind = [cursor for cursor in cursors if cursor.at <= start]
         cursor = max(behind, key=lambda cursor: cursor.at) if behind else self._fresh(part, parts)
         cursors[:] = [*(c for c in cursors if c is not cursor), cursor][-2:]
@@ -225,7 +237,10 @@ class TextStream:
         return self._of(part, parts)[-1].position()
 
     def go_to(self, part: int, parts: int, position: dict[str, Any]) -> None:
-        """Continues a part at a position of its own. Raises `ValueError` where it is none of this source."""
+        """Continues a part at a position of its own.
+
+        Raises `ValueError` where it is none of this source.
+        """
         cursor = self._fresh(part, parts)
         try:
             cursor.go_to(position)
@@ -252,7 +267,8 @@ class TextStream:
 class _Cursor:
     """A reader of one part: `at` counts the blocks that it has given.
 
-    Its place is the state of the rows before the document that it reads, and how many of its ids it has given.
+    Its place is the state of the rows before the document that it reads, and how many of its ids it
+    has given.
     """
 
     def __init__(

@@ -23,7 +23,8 @@ _PIECE = 1 << 18
 
 @functools.cache
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer in a directory, or of an id on the hub; `hf:` before it may be left out. No code from there runs.
+    """The tokenizer in a directory, or of an id on the hub; `hf:` before it may be left out. No
+    code from there runs.
 
     Raises `ValueError` in one line where it cannot be loaded.
     """
@@ -62,7 +63,8 @@ def tokenizer_of(task: str, arguments: Mapping[str, Any]) -> Any:
 def _of_bytes() -> Any:
     """A tokenizer whose ids are the bytes of UTF-8."""
     parts = needs("tokenizers", "models")
-    # The alphabet of byte-level tokenizers, in the order of GPT-2: printable bytes stand for themselves.
+    # The alphabet of byte-level tokenizers, in the order of GPT-2: printable bytes stand for
+    # themselves.
     own = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in own]
     letters = {chr(byte): byte for byte in own} | {
@@ -82,7 +84,8 @@ def vocabulary(tokenizer: str) -> int:
 def document_encoder(tokenizer: str) -> Callable[[bytes], Sequence[int]]:
     """The function that makes ids of a document.
 
-    As bytes a document ends with an empty line, as tokens with the tokenizer's end of text, if it has one.
+    As bytes a document ends with an empty line, as tokens with the tokenizer's end of text, if it
+    has one.
     """
     if not tokenizer:
         return lambda document: [*document, *b"\n\n"]
@@ -104,7 +107,8 @@ def document_encoder(tokenizer: str) -> Callable[[bytes], Sequence[int]]:
 
 
 def all_ids(documents: Sequence[bytes], tokenizer: str) -> Tensor:
-    """The ids of all documents, one after another; tokens are kept in the cache, so that a text is encoded once.
+    """The ids of all documents, one after another; tokens are kept in the cache, so that a text is
+    encoded once.
 
     Shapes: `[ids]`, uint8 for bytes and int32 for tokens.
     """

@@ -30,18 +30,20 @@ def translation(
 ) -> Data:
     """Loads sentence pairs and holds out every tenth for validation.
 
-    Pairs longer than the lengths are left out, not cut, because half a sentence has no translation. Padding is id 0 in
-    the input and -100 in the labels.
+    Pairs longer than the lengths are left out, not cut, because half a sentence has no translation.
+    Padding is id 0 in the input and -100 in the labels.
 
     Args:
-        source: `bible-en-es` (English and Spanish verses), a `.tsv` file of two columns, a `.jsonl` or `.parquet` file,
-            a directory of `save_to_disk`, or `hf:NAME[:CONFIG]` of the hub.
+        source: `bible-en-es` (English and Spanish verses), a `.tsv` file of two columns, a `.jsonl`
+            or `.parquet` file, a directory of `save_to_disk`, or `hf:NAME[:CONFIG]` of the hub.
         source_length, target_length: Ids per example, the one for the end among them.
         tokenizer: A directory or an id of the hub; bytes by default.
         split: Only with `hf:` and `save_to_disk`; "train" by default.
-        column: Of a source of rows; "translation" by default, with values like `{language: sentence}`.
+        column: Of a source of rows; "translation" by default, with values like `{language:
+            sentence}`.
 
-    Shapes: `input_ids` and `attention_mask` `[B, source_length]`, `labels` `[B, target_length]`; all int64.
+    Shapes: `input_ids` and `attention_mask` `[B, source_length]`, `labels` `[B, target_length]`;
+    all int64.
 
     Raises:
         MissingData: The source was not fetched.
@@ -53,8 +55,9 @@ def translation(
     parts = [TranslationPairs(part, limits, tokenizer) for part in (train, held_out)]
     if not all(map(len, parts)):
         raise ValueError(
-            f"{source} has {len(train)} train and {len(held_out)} validation pairs, of which {len(parts[0])} and "
-            f"{len(parts[1])} fit source_length {source_length} and target_length {target_length}: allow longer ones"
+            f"{source} has {len(train)} train and {len(held_out)} validation pairs, of which"
+            f" {len(parts[0])} and {len(parts[1])} fit source_length {source_length} and"
+            f" target_length {target_length}: allow longer ones"
         )
     vocab = vocabulary(tokenizer) if tokenizer else TRANSLATION_VOCAB
     return Data(name, source, "translation", parts[0], parts[1], {"vocab": vocab})
@@ -115,7 +118,8 @@ def _tokens(pairs: Sequence[SentencePair], made: Any) -> Iterator[tuple[list[int
 
 
 def _hold_out(pairs: Sequence[SentencePair]) -> tuple[list[SentencePair], list[SentencePair]]:
-    """Splits pairs into training and held-out ones; pairs that also occur in training are not held out."""
+    """Splits pairs into training and held-out ones; pairs that also occur in training are not held
+    out."""
     train = [pair for i, pair in enumerate(pairs) if i % 10 != 9]
     known = set(train)
     return train, [pair for pair in pairs[9::10] if pair not in known]
@@ -148,7 +152,8 @@ def _read(source: str, split: str | None, column: str | None) -> tuple[str, list
 
 
 def _in_order(source: str, found: Iterable[Any]) -> Iterator[Sequence[str]]:
-    """The texts of each row in the order of the first row's languages: the keys of an object in JSON have none."""
+    """The texts of each row in the order of the first row's languages: the keys of an object in
+    JSON have none."""
     first: list[str] = []
     for number, row in enumerate(found, start=1):
         if not isinstance(row, dict):

@@ -25,7 +25,8 @@ from detonation.core.runtime import Runtime
 
 
 class NativeEngine(ReferenceEngine):
-    """DCT x top-k with memory on a CPU: one pass over the memory to encode, one over the update to decode."""
+    """DCT x top-k with memory on a CPU: one pass over the memory to encode, one over the update to
+    decode."""
 
     def __init__(
         self, library: Library, codec: Codec, layout: Layout, memory: Memory, runtime: Runtime
@@ -130,7 +131,8 @@ class NativeEngine(ReferenceEngine):
         if not isinstance(received.aggregation, Mean | MeanNonzero):
             super().write(received, targets)
             return
-        # by way of a copy where one must be converted, so that no parameter's bits depend on what others are like
+        # by way of a copy where one must be converted, so that no parameter's bits depend on what
+        # others are like
         odd = [
             i for i, t in enumerate(targets) if t.dtype != torch.float32 or not t.is_contiguous()
         ]

@@ -1,1 +1,2 @@
-"""Weights in training for processes elsewhere, which are no replicas: a copy of the state, then what each step sent."""
+"""Weights in training for processes elsewhere, which are no replicas: a copy of the state, then
+what each step sent."""

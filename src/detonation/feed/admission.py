@@ -1,4 +1,5 @@
-"""Replicas that come in while others train: the door of those that train, and the way in for a newcomer."""
+"""Replicas that come in while others train: the door of those that train, and the way in for a
+newcomer."""
 
 import contextlib
 import logging
@@ -25,10 +26,11 @@ _log = logging.getLogger("detonation.feed")
 
 
 class Admission:
-    """Lets replicas come in that ask for it. Each rank of each replica has one, and calls `after_step` in its loop.
+    """Lets replicas come in that ask for it. Each rank of each replica has one, and calls
+    `after_step` in its loop.
 
-    The ranks of the first replica that stays open a feed for the newcomer, which takes a copy of the state, and follows
-    until all agree on a step. Without a newcomer this costs nothing.
+    The ranks of the first replica that stays open a feed for the newcomer, which takes a copy of
+    the state, and follows until all agree on a step. Without a newcomer this costs nothing.
 
     Args:
         model: The trained model.
@@ -37,7 +39,8 @@ class Admission:
         token: As in `Feed`.
 
     Raises:
-        ValueError: The axis is not elastic, there are several levels, or the token is shorter than 16 bytes.
+        ValueError: The axis is not elastic, there are several levels, or the token is shorter than
+            16 bytes.
 
     Example:
         >>> import torch, torch.distributed as dist, detonation as dt
@@ -72,7 +75,8 @@ class Admission:
         self._guest = -1
 
     def after_step(self) -> None:
-        """Opens a feed where a newcomer asks for it, and closes it once the newcomer is in, or gone."""
+        """Opens a feed where a newcomer asks for it, and closes it once the newcomer is in, or
+        gone."""
         guest = self._axis.host.guest
         if self._feed is not None:
             self._feed.flush()  # the last step before the newcomer's must not wait for another
@@ -116,14 +120,16 @@ def admitted(
     safety: Safety | None = None,
     timeout_s: float = 60.0,
 ) -> tuple[Replicated, SurvivingCommunicator]:
-    """Comes in as a new replica of a training that goes on elsewhere. Collective over the shards of this replica.
+    """Comes in as a new replica of a training that goes on elsewhere. Collective over the shards of
+    this replica.
 
-    Weights and optimizer state come from a replica with an `Admission`, while it trains on. All agree on
-    a step; from there on this replica is one of them: bit for bit, or close where it rounds otherwise. Its memory is
-    empty.
+    Weights and optimizer state come from a replica with an `Admission`, while it trains on. All
+    agree on a step; from there on this replica is one of them: bit for bit, or close where it
+    rounds otherwise. Its memory is empty.
 
     Args:
-        model: As the trained one, with any weights; sharded with the mesh of `guest` as the others are.
+        model: As the trained one, with any weights; sharded with the mesh of `guest` as the others
+            are.
         guest: This replica.
         token: As in `Feed`.
         optimizer: As in `follow`.
@@ -134,9 +140,11 @@ def admitted(
         The optimizer, at the step at which this replica came in (`step_count`), and the axis.
 
     Raises:
-        ReplicaLost: Nobody has let this replica in in time, training ended before, or the others went on without it.
+        ReplicaLost: Nobody has let this replica in in time, training ended before, or the others
+            went on without it.
         LostFeed: The feed refuses this replica.
-        ValueError: The training is of another model or number of shards, or there is no token or a shorter one.
+        ValueError: The training is of another model or number of shards, or there is no token or a
+            shorter one.
 
     Example:
         >>> import torch.distributed as dist, detonation as dt
@@ -145,7 +153,8 @@ def admitted(
         >>> dt.admitted(nn.Linear(2, 1), dt.Guest(store), token=b"0123456789abcdef", timeout_s=0.1)
         Traceback (most recent call last):
         ...
-        detonation.cluster.survive.agreement.ReplicaLost: no replica has let replica 1 in within 0.1 s
+        detonation.cluster.survive.agreement.ReplicaLost: no replica has let replica 1 in within 0.1
+            s
         >>> axis.close()
     """
     token = checked_token(token)
@@ -163,7 +172,8 @@ def admitted(
             )
             if (step := guest.step()) is None:
                 raise ReplicaLost(
-                    f"training ended after {follower.step} steps, before replica {guest.number} came in"
+                    f"training ended after {follower.step} steps, before replica {guest.number}"
+                    " came in"
                 )
             follow(f"the weights of step {step} did not come", lambda: follower.step == step, step)
             # with a delay the others receive what is on its way before this replica comes in
@@ -185,8 +195,8 @@ def _follow(
 ) -> None:
     """Follows the replica that offers the state, or another one if that is lost, until `has_come`.
 
-    `to` is the last step that it takes. Raises `ReplicaLost` after `timeout_s`, and where the others have gone on
-    without `guest`.
+    `to` is the last step that it takes. Raises `ReplicaLost` after `timeout_s`, and where the
+    others have gone on without `guest`.
     """
     deadline = time.monotonic() + timeout_s
     while not has_come():

@@ -24,16 +24,18 @@ from detonation.feed.weights.folders import Folder, folder_at
 from detonation.feed.weights.weight_follower import WeightFollower
 
 LARGEST_STATE = 24
-"""Bytes of a state per byte of a model: bf16 weights with fp32 moments, anchor and momentum have 18."""
+"""Bytes of a state per byte of a model: bf16 weights with fp32 moments, anchor and momentum have
+18."""
 
 
 class Follower(AbstractContextManager["Follower"]):
     """Holds the weights of a training in a model of this process. Made by `follow`.
 
-    The model changes within `update` alone, so that it can be used between two calls as it is. Where one thread updates
-    and others use the model, all of them hold one lock.
+    The model changes within `update` alone, so that it can be used between two calls as it is.
+    Where one thread updates and others use the model, all of them hold one lock.
 
-    model: As it was given to `follow`. step: Of the training; -1 before the first copy of the state.
+    model: As it was given to `follow`. step: Of the training; -1 before the first copy of the
+    state.
     """
 
     def __init__(
@@ -93,7 +95,8 @@ class Follower(AbstractContextManager["Follower"]):
 
     @property
     def complete(self) -> bool:
-        """True where no message is on its way: at once, or, with a delay, after training has synchronized."""
+        """True where no message is on its way: at once, or, with a delay, after training has
+        synchronized."""
         return all(shard.complete for shard in self._shards)
 
     @property
@@ -103,7 +106,8 @@ class Follower(AbstractContextManager["Follower"]):
 
     @property
     def fingerprint(self) -> str:
-        """The sha256 (hex) of the weights, as `detonation.fingerprint` makes it of the replicas of the training."""
+        """The sha256 (hex) of the weights, as `detonation.fingerprint` makes it of the replicas of
+        the training."""
         digests = (
             bytes.fromhex(digest(local_parameters(shard.module).values())) for shard in self._shards
         )
@@ -112,11 +116,13 @@ class Follower(AbstractContextManager["Follower"]):
     def update(self, to: int | None = None, wait_s: float | None = None) -> int:
         """Takes the steps that have come; returns `step`.
 
-        Where the connection was lost, the model may go back, as training does that begins anew from a checkpoint.
+        Where the connection was lost, the model may go back, as training does that begins anew from
+        a checkpoint.
 
         Args:
             to: Take steps up to this one, and wait for it.
-            wait_s: Seconds to wait for anything new (by default 0), or with `to` for that step (by default no limit).
+            wait_s: Seconds to wait for anything new (by default 0), or with `to` for that step (by
+                default no limit).
 
         Raises:
             LostFeed: The feed refuses this follower, or ends before `to`, or `to` has passed.
@@ -135,17 +141,18 @@ class Follower(AbstractContextManager["Follower"]):
                 return self.step
 
     def join(self, axis: Axis, safety: Safety | None = None) -> Replicated:
-        """Goes on from here as a replica along `axis`: an optimizer over the parameters of the model, with the state.
+        """Goes on from here as a replica along `axis`: an optimizer over the parameters of the
+        model, with the state.
 
-        Its memory is empty: what the replicas have not sent yet is theirs, and a newcomer has nothing of its own. The
-        replicas compare themselves before this returns, so all of them call `Replicated.resume_at` at this step, or
-        join as well. Do not call `update` after that, unless the optimizer is for saving alone. The arguments are those
-        of `replicate`.
+        Its memory is empty: what the replicas have not sent yet is theirs, and a newcomer has
+        nothing of its own. The replicas compare themselves before this returns, so all of them call
+        `Replicated.resume_at` at this step, or join as well. Do not call `update` after that,
+        unless the optimizer is for saving alone. The arguments are those of `replicate`.
 
         Raises:
             LostFeed: There is no state yet.
-            ValueError: The model is whole, and training has several shards: make it with `detonation.shard` first,
-                unless `axis` has one replica.
+            ValueError: The model is whole, and training has several shards: make it with
+                `detonation.shard` first, unless `axis` has one replica.
             Mismatch: The replicas differ.
         """
         if self.step < 0:
@@ -153,7 +160,8 @@ class Follower(AbstractContextManager["Follower"]):
         return joined_optimizer(self.model, self._shards, self._make, axis, safety or Safety())
 
     def turn_to(self, address: str) -> None:
-        """Follows the same training at `address` from now on, where that is another one, from a copy of its state."""
+        """Follows the same training at `address` from now on, where that is another one, from a
+        copy of its state."""
         addresses = [host_and_port(each) for each in address.split(",")]
         if addresses != self._addresses:
             self._addresses = addresses
@@ -177,7 +185,8 @@ class Follower(AbstractContextManager["Follower"]):
             host, port = self._addresses[shard]
         else:
             raise ValueError(
-                f"there are {len(self._addresses)} addresses, and training has {shard + 1} shards or more"
+                f"there are {len(self._addresses)} addresses, and training has {shard + 1} shards"
+                " or more"
             )
         return Stream(host, port, self._token, most_bytes, self._most_behind, self._changed)
 
@@ -189,7 +198,8 @@ class Follower(AbstractContextManager["Follower"]):
                     raise LostFeed(str(stream.refusal)) from stream.refusal
                 if stream.gone and any(other.ended for other in self._streams):
                     raise LostFeed(
-                        f"training has ended, and the feed of one of its shards is gone: {stream.trouble}"
+                        "training has ended, and the feed of one of its shards is gone:"
+                        f" {stream.trouble}"
                     )
             if self.ended and to is not None:
                 raise LostFeed(f"training has ended after {self.step} steps, before {to}")
@@ -239,7 +249,8 @@ class Follower(AbstractContextManager["Follower"]):
         return True
 
     def _meet_again(self) -> None:
-        """Drops as many steps as may wait, where no other stream has them: one has come again, and is beyond them."""
+        """Drops as many steps as may wait, where no other stream has them: one has come again, and
+        is beyond them."""
         joined = [
             any(isinstance(event, Joined) for event in stream.inbox) for stream in self._streams
         ]
@@ -249,7 +260,8 @@ class Follower(AbstractContextManager["Follower"]):
                 stream.come_again()
 
     def _open_streams(self) -> None:
-        """Opens the streams of the other shards, once the first one has told how many there are; closes odd ones."""
+        """Opens the streams of the other shards, once the first one has told how many there are;
+        closes odd ones."""
         with self._changed:
             joined = next(
                 (event for event in self._streams[0].inbox if isinstance(event, Joined)), None
@@ -298,29 +310,36 @@ def follow(
 ) -> Follower | WeightFollower:
     """Holds the weights of the training behind a `Feed` in `model`, bit for bit, step by step.
 
-    This process is no replica: it sends nothing, and training does not wait for it. It gets a copy of the state of
-    training, and then the messages of each step, which it applies with the optimizer of training. It needs the memory
-    that training needs without gradients: weights and the state of the optimizer. Shards of a replica come in streams
-    of their own, and become one model here; each rank of a model that `detonation.shard` has cut into as many gets one.
+    This process is no replica: it sends nothing, and training does not wait for it. It gets a copy
+    of the state of training, and then the messages of each step, which it applies with the
+    optimizer of training. It needs the memory that training needs without gradients: weights and
+    the state of the optimizer. Shards of a replica come in streams of their own, and become one
+    model here; each rank of a model that `detonation.shard` has cut into as many gets one.
 
     A connection that is lost comes again by itself, with a copy of the state as it is then.
 
-    From the directory of a `Feed.of_weights` it reads weights alone, of a training with any optimizer. Then no token
-    and no `optimizer` is given, the arithmetic of this process is of no matter, and it needs no memory but the model's.
+    From the directory of a `Feed.of_weights` it reads weights alone, of a training with any
+    optimizer. Then no token and no `optimizer` is given, the arithmetic of this process is of no
+    matter, and it needs no memory but the model's.
 
     Args:
-        model: As the trained one, with any weights; it may be in use between the calls of `Follower.update`.
-        address: "HOST:PORT" of the feed of shard 0, that of shard s being at the port + s; or the addresses of all
-            shards, separated by commas. Or the `Path` of a directory of weights, or a `RemoteFolder`.
+        model: As the trained one, with any weights; it may be in use between the calls of
+            `Follower.update`.
+        address: "HOST:PORT" of the feed of shard 0, that of shard s being at the port + s; or the
+            addresses of all shards, separated by commas. Or the `Path` of a directory of weights,
+            or a `RemoteFolder`.
         token: At least 16 bytes, in the place of that of the environment; see `Feed`.
-        optimizer: Makes the base optimizer over parameter groups, where it is neither of torch nor of this library.
-        most_behind: Steps that may wait for `Follower.update`; with more the feed drops the follower, which reconnects.
+        optimizer: Makes the base optimizer over parameter groups, where it is neither of torch nor
+            of this library.
+        most_behind: Steps that may wait for `Follower.update`; with more the feed drops the
+            follower, which reconnects.
         wait: Return when the model has the first weights.
         timeout_s: Seconds to wait for them.
 
     Raises:
         LostFeed: The feed refuses the token, or no weights came in time.
-        ValueError: The token is missing or short, the training is of another model, or this process rounds otherwise.
+        ValueError: The token is missing or short, the training is of another model, or this process
+            rounds otherwise.
 
     Example:
         >>> follow(nn.Linear(8, 1), "127.0.0.1", token=b"0123456789abcdef")

@@ -1,4 +1,5 @@
-"""The connections of a feed: frames of bounded length with a keyed checksum, and the listener that refuses strangers.
+"""The connections of a feed: frames of bounded length with a keyed checksum, and the listener that
+refuses strangers.
 
 A subscription is one follower as its feed sees it, with a queue and a thread that sends.
 """
@@ -23,8 +24,8 @@ from detonation.log.records import LogRecord, record_of
 
 Octets = bytes | bytearray | memoryview
 ABOUT, STATE, STEP_DONE, ALIVE, BYE, WANT = range(6)
-"""The kinds of frames: a description, a piece of the state, the records of a step, a sign of life, the end, and what
-a follower wants."""
+"""The kinds of frames: a description, a piece of the state, the records of a step, a sign of life,
+the end, and what a follower wants."""
 LONGEST_PIECE = 1 << 22
 """The longest piece of a state, in bytes."""
 SHORT = 1 << 24
@@ -40,8 +41,9 @@ class BadFrame(DetonationError, ConnectionError):
 class FrameSocket:
     """Sends or receives frames over a connection whose ends have proved that they know the token.
 
-    A frame has a checksum under the `key` of the handshake, which covers its number: somebody on the way can neither
-    change, insert, repeat nor leave out a frame. Anybody there can read it. `feeds` says that this is the feed's end.
+    A frame has a checksum under the `key` of the handshake, which covers its number: somebody on
+    the way can neither change, insert, repeat nor leave out a frame. Anybody there can read it.
+    `feeds` says that this is the feed's end.
     """
 
     def __init__(self, connection: socket.socket, key: bytes, feeds: bool) -> None:
@@ -51,7 +53,10 @@ class FrameSocket:
         self.bytes_moved = 0
 
     def send(self, kind: int, content: Octets = b"") -> None:
-        """Sends one frame. Raises `OSError` where the other end is gone, or takes nothing for too long."""
+        """Sends one frame.
+
+        Raises `OSError` where the other end is gone, or takes nothing for too long.
+        """
         header = _HEADER.pack(kind, len(content))
         self._connection.sendall(header + self._tag(self._out, self._sent, header, content))
         self._sent += 1
@@ -63,7 +68,8 @@ class FrameSocket:
     def receive(self, most: int) -> tuple[int, bytearray]:
         """The kind and the content of the next frame, of at most `most` bytes.
 
-        Raises `BadFrame` where it is longer, or its checksum is wrong, and `OSError` where the other end is gone.
+        Raises `BadFrame` where it is longer, or its checksum is wrong, and `OSError` where the
+        other end is gone.
         """
         header = self._exactly(_HEADER.size)
         kind, size = _HEADER.unpack(header)
@@ -139,10 +145,11 @@ _log = logging.getLogger("detonation.feed")
 
 
 class Listener:
-    """Listens at `address`, and calls `admit` in a thread of its own for each connection that knows the token.
+    """Listens at `address`, and calls `admit` in a thread of its own for each connection that knows
+    the token.
 
-    Port 0 takes a free one. `admit` gets the connection after the handshake, the name of the other end, and what it
-    wants. Raises `OSError` where nobody can listen there.
+    Port 0 takes a free one. `admit` gets the connection after the handshake, the name of the other
+    end, and what it wants. Raises `OSError` where nobody can listen there.
     """
 
     def __init__(
@@ -201,7 +208,8 @@ class Listener:
         self._admit(frames, peer, wanted)
 
     def _refuse(self, connection: socket.socket, peer: str, reason: str) -> None:
-        """Closes the connection, and logs that at most once in `SILENT_S`: a log must not grow by strangers."""
+        """Closes the connection, and logs that at most once in `SILENT_S`: a log must not grow by
+        strangers."""
         with contextlib.suppress(OSError), contextlib.closing(connection):
             with self._lock:
                 now = time.monotonic()
@@ -216,8 +224,8 @@ class Listener:
 ALIVE_S = 5.0
 """Seconds of silence after which a follower gets a sign of life."""
 LEAST_WAITING, FEW_STEPS = 64 << 20, 4
-"""Bytes of steps that may wait; or as many as the copy of the state has, which waited before them; or those of a few
-steps, because who is only so late is not dropped, however large a step is."""
+"""Bytes of steps that may wait; or as many as the copy of the state has, which waited before them;
+or those of a few steps, because who is only so late is not dropped, however large a step is."""
 
 
 class Subscription:
@@ -241,7 +249,8 @@ class Subscription:
         self.thread.start()
 
     def begin(self, about: Mapping[str, Any], state: Sequence[memoryview], skip: int) -> None:
-        """Queues a description and the copy of the state; `skip` steps before the copy are still to be offered."""
+        """Queues a description and the copy of the state; `skip` steps before the copy are still to
+        be offered."""
         size = sum(map(len, state))
         with self._changed:
             self._begun, self._skip, self._most_bytes = True, skip, max(LEAST_WAITING, size)

@@ -1,4 +1,5 @@
-"""The feed: what a rank of training sends to processes that follow it, without ever waiting for them."""
+"""The feed: what a rank of training sends to processes that follow it, without ever waiting for
+them."""
 
 import contextlib
 import logging
@@ -45,14 +46,17 @@ _log = logging.getLogger("detonation.feed")
 
 
 class Feed(StepRecorder):
-    """Serves the weights of training to processes that follow it: a copy of the state, and then each step's messages.
+    """Serves the weights of training to processes that follow it: a copy of the state, and then
+    each step's messages.
 
-    Each rank of one replica, whichever, has a feed: `optimizer.record(feed)`. The rank of shard s listens at the port
-    of `address` + s. Whoever comes gets a copy of the state after the step that is under way, and from there on the
-    messages of all replicas, as they travelled. Training never waits for a follower: threads send, and one that is too
-    far behind is dropped, and comes again. Without followers a step costs nothing.
+    Each rank of one replica, whichever, has a feed: `optimizer.record(feed)`. The rank of shard s
+    listens at the port of `address` + s. Whoever comes gets a copy of the state after the step that
+    is under way, and from there on the messages of all replicas, as they travelled. Training never
+    waits for a follower: threads send, and one that is too far behind is dropped, and comes again.
+    Without followers a step costs nothing.
 
-    A follower needs its token (`DETONATION_TOKEN`, or a file that `DETONATION_TOKEN_FILE` names). Nothing is encrypted.
+    A follower needs its token (`DETONATION_TOKEN`, or a file that `DETONATION_TOKEN_FILE` names).
+    Nothing is encrypted.
 
     Args:
         model: The trained model.
@@ -65,7 +69,8 @@ class Feed(StepRecorder):
         run: A name of this start of the training, the same for all shards.
 
     Raises:
-        ValueError: There is no token or a shorter one, the address is none, or the optimizer cannot be followed.
+        ValueError: There is no token or a shorter one, the address is none, or the optimizer cannot
+            be followed.
         OSError: Nobody can listen there.
 
     Example:
@@ -136,22 +141,26 @@ class Feed(StepRecorder):
         dtype: torch.dtype | None = None,
         base_every: int | None = None,
     ) -> WeightFeed:
-        """A feed of weights alone, as files that any number of readers poll: for any training loop and any optimizer.
+        """A feed of weights alone, as files that any number of readers poll: for any training loop
+        and any optimizer.
 
-        Call `publish(step)` after each step, or after as many as you like. A file has the values that changed since the
-        call before, exactly. In bf16 that is about 0.01 bytes per parameter at a learning rate of 1e-6. The
-        first file, and others at times, are bases, which have all weights, so that a reader can begin there. The two
-        newest bases stay, with the differences since the older; files before are removed.
+        Call `publish(step)` after each step, or after as many as you like. A file has the values
+        that changed since the call before, exactly. In bf16 that is about 0.01 bytes per parameter
+        at a learning rate of 1e-6. The first file, and others at times, are bases, which have all
+        weights, so that a reader can begin there. The two newest bases stay, with the differences
+        since the older; files before are removed.
 
         It keeps a copy of the published weights on the device of the model.
 
         Args:
             model: In training, also sharded by FSDP2: then each rank calls `publish`.
-            target: A directory, which is made; or a URL with "://" that fsspec knows; None on each rank of a sharded
-                model but the one that writes.
-            dtype: To which floating-point weights are rounded, such as torch.bfloat16 of fp32 weights; readers hold a
-                model of this type. Left out, each is published as it is; fp32 weights change almost all at each step.
-            base_every: The differences after which there is a base; left out, as many as have the bytes of a base.
+            target: A directory, which is made; or a URL with "://" that fsspec knows; None on each
+                rank of a sharded model but the one that writes.
+            dtype: To which floating-point weights are rounded, such as torch.bfloat16 of fp32
+                weights; readers hold a model of this type. Left out, each is published as it is;
+                fp32 weights change almost all at each step.
+            base_every: The differences after which there is a base; left out, as many as have the
+                bytes of a base.
 
         Raises:
             ValueError: `dtype` is no floating-point type, or `base_every` is below 1.
@@ -295,7 +304,8 @@ class Feed(StepRecorder):
         self._sort_out()
 
     def _extras(self, optimizer: Replicated) -> list[tuple[int, int, Readback]]:
-        """The tensors that a follower needs beside the messages: the norm for clipping, and the buffers."""
+        """The tensors that a follower needs beside the messages: the norm for clipping, and the
+        buffers."""
         step, found = optimizer.step_count, []
         norm = optimizer.stats.grad_norm if optimizer.settings.clip else None
         if norm is not None:
@@ -309,7 +319,8 @@ class Feed(StepRecorder):
         return found
 
     def _is_new(self, record: LogRecord) -> bool:
-        """False for a buffer that has not changed since it was sent: most models have some that never do."""
+        """False for a buffer that has not changed since it was sent: most models have some that
+        never do."""
         if record.kind != MESSAGE or not BUFFERS <= record.place < NORM:
             return True
         content = bytes(record.content)

@@ -1,4 +1,5 @@
-"""One shard of a training as its follower has it: an optimizer without peers, which repeats the steps of a stream."""
+"""One shard of a training as its follower has it: an optimizer without peers, which repeats the
+steps of a stream."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,14 +46,16 @@ class ReceivedSteps(Player):
 
 
 class ShardFollower:
-    """Repeats the steps of one shard of a training, in a model that is whole, or sharded as that of training.
+    """Repeats the steps of one shard of a training, in a model that is whole, or sharded as that of
+    training.
 
     moment: Where it is; None before the first copy of the state.
 
     Args:
         model: Whole, or with parameters that are sharded as those of training are.
         make: Makes the base optimizer; None for one of torch or of this library, by its name.
-        joins: It is for some steps, until this process is a replica that may be close to the others.
+        joins: It is for some steps, until this process is a replica that may be close to the
+            others.
     """
 
     def __init__(
@@ -77,7 +80,8 @@ class ShardFollower:
     def apply(self, events: Sequence[Joined | Stepped]) -> None:
         """Loads a copy of the state, or repeats steps.
 
-        Raises `ValueError` where the state is of another model, and `DamagedLog` where steps do not follow each other.
+        Raises `ValueError` where the state is of another model, and `DamagedLog` where steps do not
+        follow each other.
         """
         for event in events:
             if isinstance(event, Joined):
@@ -122,7 +126,8 @@ class ShardFollower:
         self._buffers = [local(buffer) for buffer in persistent_buffers(self._model).values()]
 
     def _require_same(self) -> None:
-        """Raises `ValueError` where this process would not repeat the steps bit for bit, as replica 0 takes them."""
+        """Raises `ValueError` where this process would not repeat the steps bit for bit, as replica
+        0 takes them."""
         optimizer, about = self.optimizer, self.about
         assert optimizer is not None
         for key, here in identity(optimizer).items():
@@ -132,9 +137,9 @@ class ShardFollower:
         if round_like(about, optimizer) != about["selftest"] and not may_differ:
             there = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
             raise ValueError(
-                f"this process would round otherwise than training ({there}) does: it needs the same version of torch, "
-                "the same kind of processor or accelerator, and g++ if training has it; a detonation.Feed.of_weights "
-                "can be followed from anywhere"
+                f"this process would round otherwise than training ({there}) does: it needs the"
+                " same version of torch, the same kind of processor or accelerator, and g++ if"
+                " training has it; a detonation.Feed.of_weights can be followed from anywhere"
             )
 
     def _repeat(self, records: Sequence[LogRecord], optimizer: Replicated) -> None:
@@ -204,7 +209,8 @@ def scheme_of_training(about: dict[str, Any]) -> Scheme:
     name = about["scheme"]
     if ":" in name:
         raise ValueError(
-            f"training names its scheme as {name}: import and register it under a name, on both sides"
+            f"training names its scheme as {name}: import and register it under a name, on both"
+            " sides"
         )
     return scheme(name, about["arguments"])
 
@@ -243,7 +249,8 @@ def joined_optimizer(
     axis: Axis,
     safety: Safety,
 ) -> Replicated:
-    """An optimizer over the parameters of `model` along `axis`, at the step of the shards, with an empty memory.
+    """An optimizer over the parameters of `model` along `axis`, at the step of the shards, with an
+    empty memory.
 
     Collective over `axis`; see `Follower.join`.
     """
@@ -252,7 +259,8 @@ def joined_optimizer(
     assert saved is not None and before is not None
     if len(shards) > 1 and axis.size() > 1:
         raise ValueError(
-            f"training has {len(shards)} shards, this model is whole: make it with detonation.shard first"
+            f"training has {len(shards)} shards, this model is whole: make it with detonation.shard"
+            " first"
         )
     parameters = local_parameters(model)
     for name, parameter in parameters.items():
@@ -312,7 +320,8 @@ def _boxes(shards: Sequence[ShardFollower], name: str) -> list[Box | None]:
 
 
 def _whole(parts: Sequence[Any], boxes: Sequence[Box | None], like: Tensor) -> Any:
-    """The parts of a tensor as one, in memory of its own; other values are those of the first shard."""
+    """The parts of a tensor as one, in memory of its own; other values are those of the first
+    shard."""
     first, box = parts[0], boxes[0]
     if not isinstance(first, Tensor):
         return first

@@ -1,4 +1,5 @@
-"""The state that a follower begins with: how a feed describes and writes it, and how it is put into an optimizer."""
+"""The state that a follower begins with: how a feed describes and writes it, and how it is put into
+an optimizer."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -21,13 +22,16 @@ from detonation.feed.frames import encoded, table_of
 from detonation.log.writer import identity, rounding
 
 BUFFERS, NORM = 1 << 31, (1 << 32) - 1
-"""The places, among those of messages, of the model's buffers from the first one on, and of the norm for clipping."""
+"""The places, among those of messages, of the model's buffers from the first one on, and of the
+norm for clipping."""
 PRIVATE = ("residual", "server_residual", "generator", "taken", "local_steps")
-"""How the kinds of state begin that stay where they are: the memory of one replica, and who took which local steps."""
+"""How the kinds of state begin that stay where they are: the memory of one replica, and who took
+which local steps."""
 
 
 def require_followable(optimizer: Replicated) -> None:
-    """Raises `ValueError` where the messages of `optimizer` are not all that moves the weights of its replicas."""
+    """Raises `ValueError` where the messages of `optimizer` are not all that moves the weights of
+    its replicas."""
     if len(optimizer.levels) > 1:
         raise ValueError("a feed takes one level of replication, not several")
     if optimizer.settings.intra_node is not None:
@@ -35,7 +39,10 @@ def require_followable(optimizer: Replicated) -> None:
             "a feed takes no intra_node: its ranks share the messages of some parameters"
         )
     if optimizer.closeness is not None and (own := optimizer.coordinates.replica):
-        why = f"replica {own} of close replicas takes over parts of the weights of replica 0, which no message has"
+        why = (
+            f"replica {own} of close replicas takes over parts of the weights of replica 0, which"
+            " no message has"
+        )
         raise ValueError(f"{why}: serve the feed from replica 0, or use detonation.Feed.of_weights")
     ((_, scheme),) = optimizer.levels
     if scheme.signal == "nothing":
@@ -46,7 +53,8 @@ def require_followable(optimizer: Replicated) -> None:
         for each in built
     ]
     if scheme.round.delay and "owner" in (scheme.link, *ways):
-        # a copy waits for messages in flight, which would start the second collective on this replica alone
+        # a copy waits for messages in flight, which would start the second collective on this
+        # replica alone
         raise ValueError(
             f"{scheme.name} with a delay and owners cannot be followed: use link='all-gather'"
         )
@@ -97,7 +105,8 @@ def shared_content(snapshot: Snapshot) -> list[memoryview]:
 
 @torch.no_grad()
 def load_weights_of(saved: ShardReader, model: nn.Module) -> None:
-    """Copies the part of the weights that `saved` has into `model`, which is whole or sharded alike, or is refused."""
+    """Copies the part of the weights that `saved` has into `model`, which is whole or sharded
+    alike, or is refused."""
     targets = {f"model.{name}": tensor for name, tensor in weights(model).items()}
     for key, target in targets.items():
         tensor, whole = saved.tensor(key), tuple(target.shape)
@@ -108,7 +117,8 @@ def load_weights_of(saved: ShardReader, model: nn.Module) -> None:
         if part.shape != tensor.shape or part.dtype != tensor.dtype:
             here, there = f"{whole} {part.dtype}", f"{box.whole} {tensor.dtype}"
             raise ValueError(
-                f"{key.removeprefix('model.')} is {there} in training, is {here} here: another model"
+                f"{key.removeprefix('model.')} is {there} in training, is {here} here: another"
+                " model"
             )
         part.copy_(tensor)
     if extra := sorted(
@@ -139,7 +149,8 @@ def part_of(whole: Tensor, box: Box) -> Tensor:
 def load_shared_state(
     saved: ShardReader, optimizer: Replicated, parameters: Mapping[str, Tensor], step: int
 ) -> None:
-    """Puts the state of the base optimizer, and of the replicators, into an optimizer that took no step.
+    """Puts the state of the base optimizer, and of the replicators, into an optimizer that took no
+    step.
 
     Its memory stays empty. Raises `ValueError` where it is of another model or scheme.
     """
@@ -185,10 +196,11 @@ def options_of_group(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shard_views(saved: ShardReader, model: nn.Module, trained: Collection[str]) -> nn.Module:
-    """A module with the names of `model`, whose parameters are the parts that the shard of `saved` has of them.
+    """A module with the names of `model`, whose parameters are the parts that the shard of `saved`
+    has of them.
 
-    A step of an optimizer on it moves `model`. Neither the gradients nor `requires_grad` of `model` change; views of
-    `trained` parameters require gradients.
+    A step of an optimizer on it moves `model`. Neither the gradients nor `requires_grad` of `model`
+    change; views of `trained` parameters require gradients.
     """
     views: dict[str, Tensor] = {}
     parameters = local_parameters(model)
@@ -212,7 +224,8 @@ def require_elementwise(base: torch.optim.Optimizer, views: Mapping[str, Tensor]
         for state in base.state.get(view, {}).values():
             if isinstance(state, Tensor) and state.ndim and state.shape != view.shape:
                 raise ValueError(
-                    f"{name} keeps state of whole matrices: its shards cannot be followed in one process"
+                    f"{name} keeps state of whole matrices: its shards cannot be followed in one"
+                    " process"
                 )
     if name == "Muon":
         raise ValueError("Muon moves whole matrices: its shards cannot be followed in one process")

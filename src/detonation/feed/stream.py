@@ -1,4 +1,5 @@
-"""The stream of one shard: a thread that receives from a feed, and comes again where the connection ends."""
+"""The stream of one shard: a thread that receives from a feed, and comes again where the connection
+ends."""
 
 import shutil
 import socket
@@ -54,14 +55,18 @@ class Stepped:
 
 
 def introduced(connection: socket.socket, token: bytes) -> FrameSocket:
-    """Shows the token to a feed, which then waits for the follower to `WANT` its "state", or what it is "about"."""
+    """Shows the token to a feed, which then waits for the follower to `WANT` its "state", or what
+    it is "about"."""
     key = prove_to_feed(connection, token)
     connection.settimeout(SILENCE_S)
     return FrameSocket(connection, key, feeds=False)
 
 
 def read_about(address: str, token: bytes) -> dict[str, Any]:
-    """The description that the feed at `address` has for followers. Raises `Refused`, or `OSError` without a feed."""
+    """The description that the feed at `address` has for followers.
+
+    Raises `Refused`, or `OSError` without a feed.
+    """
     host, port = host_and_port(address.split(",")[0])
     with socket.create_connection((host, port), HANDSHAKE_S) as connection:
         (frames := introduced(connection, token)).send(WANT, encoded({"want": "about"}))
@@ -72,10 +77,11 @@ def read_about(address: str, token: bytes) -> dict[str, Any]:
 
 
 class Stream:
-    """Receives from the feed at `host`, `port` into `inbox`, whose changes it announces by `changed`.
+    """Receives from the feed at `host`, `port` into `inbox`, whose changes it announces by
+    `changed`.
 
-    A copy of the state, and the records of a step, have at most `most_bytes`. Where more than `most_waiting` steps wait
-    in `inbox`, the feed has to wait, and drops this follower.
+    A copy of the state, and the records of a step, have at most `most_bytes`. Where more than
+    `most_waiting` steps wait in `inbox`, the feed has to wait, and drops this follower.
     """
 
     def __init__(
@@ -109,7 +115,8 @@ class Stream:
     @property
     def gone(self) -> bool:
         """True where the feed is reached no more, and has not said that training has ended."""
-        # `failures` counts until the end of a connection: that of one that is up may be from before it.
+        # `failures` counts until the end of a connection: that of one that is up may be from before
+        # it.
         return not self.ended and self._frames is None and self.failures >= len(PAUSES_S)
 
     def close(self) -> None:
@@ -185,7 +192,8 @@ class Stream:
         size = about.get("state_bytes")
         if type(size) is not int or not 0 < size <= self._most_bytes:
             raise Refused(
-                f"its state has {str(size)[:30]} bytes, a model as this one at most {self._most_bytes:,}"
+                f"its state has {str(size)[:30]} bytes, a model as this one at most"
+                f" {self._most_bytes:,}"
             )
         joined = Joined(
             about, Path(tempfile.mkdtemp(prefix="detonation-follow-")) / "state.safetensors"

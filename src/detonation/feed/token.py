@@ -1,4 +1,5 @@
-"""The shared secret of a feed and its followers, and the handshake in which both prove that they know it."""
+"""The shared secret of a feed and its followers, and the handshake in which both prove that they
+know it."""
 
 import hmac
 import os
@@ -29,11 +30,13 @@ class LostFeed(DetonationError, ConnectionError):
 
 
 def read_token(env: Mapping[str, str] | None = None) -> bytes:
-    """The token in `DETONATION_TOKEN`, or in the file that `DETONATION_TOKEN_FILE` names, of `env` or this process.
+    """The token in `DETONATION_TOKEN`, or in the file that `DETONATION_TOKEN_FILE` names, of `env`
+    or this process.
 
     A token is never an argument of a command, which every user of a machine can read.
 
-    Raises `ValueError` where there is none, it is shorter than 16 bytes, or others may read its file.
+    Raises `ValueError` where there is none, it is shorter than 16 bytes, or others may read its
+    file.
 
     Example:
         >>> read_token({"DETONATION_TOKEN": "0123456789abcdef"})
@@ -47,19 +50,25 @@ def read_token(env: Mapping[str, str] | None = None) -> bytes:
         token = _file_content(Path(name)).strip()
     if not token:
         raise ValueError(
-            f"a feed and its followers need a token: set {TOKEN}, or {TOKEN_FILE} to a file; make one with "
-            "openssl rand -hex 16"
+            f"a feed and its followers need a token: set {TOKEN}, or {TOKEN_FILE} to a file; make"
+            " one with openssl rand -hex 16"
         )
     return _long_enough(token, f"the token in {where}")
 
 
 def checked_token(token: bytes | None) -> bytes:
-    """The token that was given, or that of `read_token`. Raises `ValueError` as that does, and below 16 bytes."""
+    """The token that was given, or that of `read_token`.
+
+    Raises `ValueError` as that does, and below 16 bytes.
+    """
     return read_token() if token is None else _long_enough(token, "the token")
 
 
 def prove_to_follower(connection: socket.socket, token: bytes) -> bytes:
-    """The feed's side of the handshake; returns the key of the frames that follow. Raises as `prove_to_feed`."""
+    """The feed's side of the handshake; returns the key of the frames that follow.
+
+    Raises as `prove_to_feed`.
+    """
     deadline = time.monotonic() + HANDSHAKE_S
     mine = secrets.token_bytes(_NONCE)
     connection.settimeout(HANDSHAKE_S)
@@ -76,7 +85,8 @@ def prove_to_follower(connection: socket.socket, token: bytes) -> bytes:
 def prove_to_feed(connection: socket.socket, token: bytes) -> bytes:
     """The follower's side of the handshake; returns the key of the frames that follow.
 
-    Raises `Refused` where the other end is no feed, or does not know the token, and `OSError` where it is gone.
+    Raises `Refused` where the other end is no feed, or does not know the token, and `OSError` where
+    it is gone.
     """
     deadline = time.monotonic() + HANDSHAKE_S
     connection.settimeout(HANDSHAKE_S)
@@ -95,7 +105,10 @@ def prove_to_feed(connection: socket.socket, token: bytes) -> bytes:
 
 
 def receive_exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
-    """The next `count` bytes. Raises `ConnectionError` at their end, and `TimeoutError` at the `deadline`."""
+    """The next `count` bytes.
+
+    Raises `ConnectionError` at their end, and `TimeoutError` at the `deadline`.
+    """
     found = b""
     while len(found) < count:
         rest = deadline - time.monotonic()

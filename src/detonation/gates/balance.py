@@ -1,4 +1,5 @@
-"""Balance: replicas of different speed end their rounds together, because the slower ones take fewer local steps."""
+"""Balance: replicas of different speed end their rounds together, because the slower ones take
+fewer local steps."""
 
 import statistics
 import time
@@ -14,12 +15,14 @@ _ODD = 4
 
 
 class Balance:
-    """Measures the local steps of this replica, and agrees with the others on how many each takes per round.
+    """Measures the local steps of this replica, and agrees with the others on how many each takes
+    per round.
 
-    A local step counts from the end of a call of `step()` to the end of the base optimizer's step in the next one:
-    loading, forward, backward. Their mean in a round counts, without those of over `_ODD` medians: an evaluation or a
-    checkpoint between two steps says nothing about their speed. Of the `shards` of a replica the slowest counts.
-    At the end of a round the replicas exchange 8 bytes each, which all wait for; an accelerator's host waits, too.
+    A local step counts from the end of a call of `step()` to the end of the base optimizer's step
+    in the next one: loading, forward, backward. Their mean in a round counts, without those of over
+    `_ODD` medians: an evaluation or a checkpoint between two steps says nothing about their speed.
+    Of the `shards` of a replica the slowest counts. At the end of a round the replicas exchange 8
+    bytes each, which all wait for; an accelerator's host waits, too.
     """
 
     def __init__(

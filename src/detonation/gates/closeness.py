@@ -1,8 +1,8 @@
 """Closeness: replicas that round differently stay within rounding of each other.
 
-They receive the same messages, so what they compute from them differs by rounding alone, and by as much as has added up
-since it was equal. So in each step all replicas take over a part of the agreed state of replica 0, another one each
-time, and a comparison measures distances in the place of bits.
+They receive the same messages, so what they compute from them differs by rounding alone, and by as
+much as has added up since it was equal. So in each step all replicas take over a part of the agreed
+state of replica 0, another one each time, and a comparison measures distances in the place of bits.
 """
 
 import math
@@ -31,10 +31,11 @@ _FP32 = torch.finfo(torch.float32).eps
 class Closeness:
     """Makes a part of the agreed state equal in each step, and compares all of it by distance.
 
-    A part is 1 / `PERIOD` of the numbers of each replicator's `replicated` tensors; under rounds of several steps as
-    many times more before the message of a round leaves. The number of the step says which, so nothing of it is saved.
-    Replica 0 sends, and the link counts the bytes; where an elastic axis has lost it, nobody takes anything over. So
-    the messages alone make the state of replica 0, and of no other. moved: The `movements` before a checkpoint.
+    A part is 1 / `PERIOD` of the numbers of each replicator's `replicated` tensors; under rounds of
+    several steps as many times more before the message of a round leaves. The number of the step
+    says which, so nothing of it is saved. Replica 0 sends, and the link counts the bytes; where an
+    elastic axis has lost it, nobody takes anything over. So the messages alone make the state of
+    replica 0, and of no other. moved: The `movements` before a checkpoint.
     """
 
     def __init__(self, moved: Mapping[str, float] | None = None) -> None:
@@ -84,7 +85,8 @@ class Closeness:
             name: each for name, each in replicator.replicated().items() if each.is_floating_point()
         }
         if replicator.stepped and not all(each.stepped for each in self._replicators):
-            # weights follow an anchor: to move them alone is a movement, which the outer momentum would multiply
+            # weights follow an anchor: to move them alone is a movement, which the outer momentum
+            # would multiply
             tensors = {
                 name: each for name, each in tensors.items() if name not in replicator.parameters
             }
@@ -103,7 +105,8 @@ class Closeness:
         device = replicator.channel.runtime.device
         mark = torch.ones(1, dtype=torch.uint8, device=device)
         sent = torch.cat([*(each.to(device).view(torch.uint8) for each in mine), mark])
-        # the others add zeros to its bytes, so that all get the same bits; the mark says whether it took part
+        # the others add zeros to its bytes, so that all get the same bits; the mark says whether it
+        # took part
         total = link.all_reduce(sent if link.replica == 0 else sent.zero_())()
         parts = torch.split(total[:-1], [each.nbytes for each in mine])
         mended = {}
@@ -125,7 +128,10 @@ class Closeness:
         device: torch.device,
         options: Mapping[str, str] | None = None,
     ) -> list[Difference]:
-        """As `differences`, but for tensors of fractions, which are compared by their distance. Collective."""
+        """As `differences`, but for tensors of fractions, which are compared by their distance.
+
+        Collective.
+        """
         floats = {name: each for name, each in tensors.items() if each.is_floating_point()}
         others = {name: each for name, each in tensors.items() if name not in floats}
         found = differences(link, others, device, {**(options or {}), **dict.fromkeys(floats, "")})
@@ -145,7 +151,8 @@ class Closeness:
         return found
 
     def _movement(self, link: Link, name: str, now: list[float]) -> float:
-        """How far a tensor moved in the last `PERIOD` steps, or since it was first seen; a new one came from zero."""
+        """How far a tensor moved in the last `PERIOD` steps, or since it was first seen; a new one
+        came from zero."""
         seen = self._seen.setdefault((link, name), [(self._step, [0.0] * _SIGNS)])
         while len(seen) > 1 and seen[1][0] <= self._step - PERIOD:
             del seen[0]
@@ -155,7 +162,8 @@ class Closeness:
         return max(distance(seen[0][1], now), before)
 
     def movements(self) -> dict[str, float]:
-        """How far each tensor moved of late, by name: a part of it is how far replicas may be apart."""
+        """How far each tensor moved of late, by name: a part of it is how far replicas may be
+        apart."""
         found = dict[str, float]()
         for link, name, tensor in self._fractions():
             moved = self._movement(link, name, projections(tensor).tolist())
@@ -163,7 +171,10 @@ class Closeness:
         return found
 
     def measure(self) -> float:
-        """The largest part of a tensor's norm between replicas; infinity where they are not close. Collective."""
+        """The largest part of a tensor's norm between replicas; infinity where they are not close.
+
+        Collective.
+        """
         self._apart = 0.0
         each = [
             self._compare(r.link, r.replicated(), r.channel.runtime.device)
@@ -173,7 +184,8 @@ class Closeness:
 
 
 def projections(tensor: Tensor) -> Tensor:
-    """Sums of the numbers of `tensor` with fixed random signs: their mean square is its squared norm, to about a half.
+    """Sums of the numbers of `tensor` with fixed random signs: their mean square is its squared
+    norm, to about a half.
 
     Shapes: any -> `[8]` fp64 on the CPU.
     """
@@ -216,11 +228,13 @@ def farthest(rows: Sequence[Sequence[float]]) -> float:
 
 
 def tolerance(norm: float, movement: float, eps: float) -> float:
-    """The distance that replicas may have in a tensor: what rounding can add up to in `PERIOD` steps.
+    """The distance that replicas may have in a tensor: what rounding can add up to in `PERIOD`
+    steps.
 
-    Once equal, a number is rounded once per step, in fp32, and stored in its type: an eps of fp32 per step and one of
-    the type, of the norm. The steps themselves come from the same messages, so that they differ by less than
-    `MOST_MOVED` of the movement, also where the step of a sign turns on a last bit.
+    Once equal, a number is rounded once per step, in fp32, and stored in its type: an eps of fp32
+    per step and one of the type, of the norm. The steps themselves come from the same messages, so
+    that they differ by less than `MOST_MOVED` of the movement, also where the step of a sign turns
+    on a last bit.
     """
     return (PERIOD * _FP32 + eps) * norm + MOST_MOVED * movement
 
@@ -228,7 +242,8 @@ def tolerance(norm: float, movement: float, eps: float) -> float:
 def _difference(
     name: str, rows: Sequence[Sequence[float]], eps: float, local_ranks: int
 ) -> Difference | None:
-    """The replicas whose rows, projections and movement of a tensor, are not close to those of the most."""
+    """The replicas whose rows, projections and movement of a tensor, are not close to those of the
+    most."""
     sums = [list(row[:_SIGNS]) for row in rows]
     norms = [distance(each, [0.0] * _SIGNS) for each in sums]
 

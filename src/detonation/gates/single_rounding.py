@@ -14,13 +14,14 @@ _FP64, _INT64 = 53, 63
 
 
 class SingleRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Takes compound operations apart within it, so that each multiplication, sum and quotient is rounded by itself.
+    """Takes compound operations apart within it, so that each multiplication, sum and quotient is
+    rounded by itself.
 
-    Torch's `a + s * b`, `addcmul`, `addcdiv` and `lerp` round once or twice, as the instructions of a processor have
-    it, and its fp32 roots are those of a library; IEEE 754 says what one operation alone rounds to. Products of
-    matrices and norms add up in any order: here they are exact sums of whole numbers, of the largest element and the
-    19 bits or more below it. So an optimizer of torch, and Muon, ends with the same bits on all kinds of processor,
-    unless it is `fused`.
+    Torch's `a + s * b`, `addcmul`, `addcdiv` and `lerp` round once or twice, as the instructions of
+    a processor have it, and its fp32 roots are those of a library; IEEE 754 says what one operation
+    alone rounds to. Products of matrices and norms add up in any order: here they are exact sums of
+    whole numbers, of the largest element and the 19 bits or more below it. So an optimizer of
+    torch, and Muon, ends with the same bits on all kinds of processor, unless it is `fused`.
 
     Example:
         >>> weight = torch.tensor([1.0, 2.0])
@@ -102,7 +103,8 @@ def _root(name: str, own: Any) -> Any:
 
 
 def _whole(tensor: Tensor, bits: int) -> tuple[Tensor, float]:
-    """Whole numbers of up to `bits` bits in fp64, and the power of two by which they are multiplied."""
+    """Whole numbers of up to `bits` bits in fp64, and the power of two by which they are
+    multiplied."""
     exponent = math.frexp(float(tensor.abs().amax()))[1] - bits
     return (tensor.double() * math.ldexp(1.0, -exponent)).round_(), math.ldexp(1.0, exponent)
 

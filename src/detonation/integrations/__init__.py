@@ -1,4 +1,6 @@
-"""The libraries that people train with, one file each: what they shard, step, save and log, replicated.
+"""The libraries that people train with, one file each: what they shard, step, save and log,
+replicated.
 
-Each file needs the extra of its library. They may import anything of the package, and nothing inside it imports them.
+Each file needs the extra of its library. They may import anything of the package, and nothing
+inside it imports them.
 """

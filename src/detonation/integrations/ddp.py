@@ -1,4 +1,5 @@
-"""`comm_hook`: a scheme as the communication hook of DistributedDataParallel, for models that are not sharded."""
+"""`comm_hook`: a scheme as the communication hook of DistributedDataParallel, for models that are
+not sharded."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -33,27 +34,30 @@ def comm_hook(
 ) -> "CommHook":
     """Makes `model` exchange gradients by `scheme`, in place of its dense all-reduce.
 
-    It registers itself as the communication hook, before the first backward. The optimizer and the loop stay as they
-    are: after `backward` each `p.grad` is the update that the replicas agreed on, with the bits of `replicate` over
-    the same replicas. One exchange follows each backward outside `no_sync`. All ranks save and load `state_dict`.
+    It registers itself as the communication hook, before the first backward. The optimizer and the
+    loop stay as they are: after `backward` each `p.grad` is the update that the replicas agreed on,
+    with the bits of `replicate` over the same replicas. One exchange follows each backward outside
+    `no_sync`. All ranks save and load `state_dict`.
 
     Args:
-        model: The wrapped model. Frozen and unused parameters, bf16 and autocast may be used. One that no rank used has
-            what memories have for it, else zeros, so that weight decay moves it; freeze it to keep it.
+        model: The wrapped model. Frozen and unused parameters, bf16 and autocast may be used. One
+            that no rank used has what memories have for it, else zeros, so that weight decay moves
+            it; freeze it to keep it.
         scheme: One that exchanges gradients without a delay, such as `loco()`, or its name.
-        mesh: The mesh of `init_mesh` over the ranks of `model`. The ranks of a node (`mesh["shard"]`) average their
-            gradients while backward computes, and each sends a part of their message to the other nodes. Without it
-            every rank is a replica of its own.
+        mesh: The mesh of `init_mesh` over the ranks of `model`. The ranks of a node
+            (`mesh["shard"]`) average their gradients while backward computes, and each sends a part
+            of their message to the other nodes. Without it every rank is a replica of its own.
         seed: Of the random selections; the same on all ranks.
         kernels: Use compiled kernels where they can be built (g++), on all ranks or none.
         safety: The reaction to gradients that are not finite, and to replicas out of sync.
 
     Raises:
         TypeError: The model is not wrapped in DistributedDataParallel.
-        ValueError: The scheme exchanges parameters, or has a delay; the model has a hook, or reduces in another
-            precision; the mesh has other ranks.
+        ValueError: The scheme exchanges parameters, or has a delay; the model has a hook, or
+            reduces in another precision; the mesh has other ranks.
         Mismatch: In the first backward, where ranks differ in a setting or a weight.
-        LargerThanDense: In the first backward, where the scheme would send more than DistributedDataParallel.
+        LargerThanDense: In the first backward, where the scheme would send more than
+            DistributedDataParallel.
 
     Example:
         >>> import torch.distributed as dist, detonation as dt
@@ -90,15 +94,17 @@ def comm_hook(
             mesh.mesh.flatten().tolist()
         ) != ranks:
             raise ValueError(
-                f'the mesh is {mesh}, must be ("replicate", "shard") over the ranks {ranks} of the model'
+                f'the mesh is {mesh}, must be ("replicate", "shard") over the ranks {ranks} of the'
+                " model"
             )
         axis, node = mesh["replicate"], mesh["shard"]
     levels = checked_levels([(axis, scheme)])
     chosen = levels[0][1]
     if not chosen.worth_overlapping:
         raise ValueError(
-            f"{chosen.name} exchanges no gradients that the same step waits for, and a hook can do nothing else: "
-            "take delay=0 if it has a delay, or replicate(optimizer, model, ...) without DistributedDataParallel"
+            f"{chosen.name} exchanges no gradients that the same step waits for, and a hook can do"
+            " nothing else: take delay=0 if it has a delay, or replicate(optimizer, model, ...)"
+            " without DistributedDataParallel"
         )
     base = _NoStep(
         p for name, p in model.module.named_parameters() if name not in model.parameters_to_ignore
@@ -114,8 +120,9 @@ def comm_hook(
 class CommHook:
     """The communication hook of a DistributedDataParallel model. Made by `comm_hook`.
 
-    `replicated` exchanges the gradients of all parameters in one step, and moves no weights. The ranks of `node`
-    average their gradients first. With `as_views` gradients are views of the buckets.
+    `replicated` exchanges the gradients of all parameters in one step, and moves no weights. The
+    ranks of `node` average their gradients first. With `as_views` gradients are views of the
+    buckets.
     """
 
     def __init__(self, replicated: Replicated, node: DeviceMesh | None, as_views: bool) -> None:
@@ -132,16 +139,21 @@ class CommHook:
 
     @property
     def stats(self) -> Stats:
-        """Bytes, waiting, and contributions that were left out, so far; bytes within a node do not count."""
+        """Bytes, waiting, and contributions that were left out, so far; bytes within a node do not
+        count."""
         return self._replicated.stats
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes that this rank would send between replicas in one step of full fp32 synchronisation."""
+        """Bytes that this rank would send between replicas in one step of full fp32
+        synchronisation."""
         return sum(self._replicated.dense_bytes_by_level)
 
     def verify(self) -> None:
-        """Compares the weights of all replicas, bit for bit, as every `safety.verify_every` steps. Collective."""
+        """Compares the weights of all replicas, bit for bit, as every `safety.verify_every` steps.
+
+        Collective.
+        """
         self._replicated.verify()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
@@ -149,7 +161,8 @@ class CommHook:
         return {self._replicated.coordinates.name: replica_state(self._replicated)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continues from the result of `state_dict` of this rank, after the model's weights were loaded. Collective.
+        """Continues from the result of `state_dict` of this rank, after the model's weights were
+        loaded. Collective.
 
         Raises `ValueError` for the state of another rank, model or scheme.
         """
@@ -158,9 +171,11 @@ class CommHook:
         )
 
     def reduce(self, state: None, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-        """Takes one bucket of gradients; with the last one, exchanges all. Called by DistributedDataParallel.
+        """Takes one bucket of gradients; with the last one, exchanges all. Called by
+        DistributedDataParallel.
 
-        The order and the content of the buckets change after the first step, those of the message do not.
+        The order and the content of the buckets change after the first step, those of the message
+        do not.
         """
         self._arrived.append(_Bucket(bucket, self._node))
         future = self._arrived[-1].future
@@ -183,7 +198,8 @@ class CommHook:
                 parameter.grad = view
             self._replicated.step()
             for _, view, own in found:
-                # DDP leaves the gradient of a parameter that no rank used; the memory may have had something for it
+                # DDP leaves the gradient of a parameter that no rank used; the memory may have had
+                # something for it
                 if own is not None and own.data_ptr() != view.data_ptr():
                     own.copy_(view)
         finally:
@@ -213,7 +229,8 @@ class _Bucket:
             self._work = dist.all_reduce(self.buffer, group=node.get_group(), async_op=True)
 
     def wait(self) -> list[tuple[Tensor, Tensor]]:
-        """Each parameter, and the part of the buffer with its gradient, laid out in memory as the parameter is."""
+        """Each parameter, and the part of the buffer with its gradient, laid out in memory as the
+        parameter is."""
         if self._work is not None:
             self._work.wait()
         # buckets keep the memory format of a parameter that is dense, such as channels last

@@ -1,7 +1,9 @@
-"""Accelerate, the Transformers Trainer, TRL and PEFT: FSDP2 inside a replica, a scheme between replicas.
+"""Accelerate, the Transformers Trainer, TRL and PEFT: FSDP2 inside a replica, a scheme between
+replicas.
 
-Accelerate shards a model, swaps the parameters of its optimizer, and wraps it. The optimizer is replicated after that,
-inside the wrapper. A directory `detonation` beside the libraries' own files holds the state that differs.
+Accelerate shards a model, swaps the parameters of its optimizer, and wraps it. The optimizer is
+replicated after that, inside the wrapper. A directory `detonation` beside the libraries' own files
+holds the state that differs.
 """
 
 import math
@@ -36,21 +38,24 @@ except ImportError as error:
     raise ImportError(f"{error}: pip install 'detonation-torch[hf]'") from error
 
 _PART_OF_REPLICAS = "detonation"
-"""The directory of a checkpoint with the exact state of every rank; the rest is the library's own."""
+"""The directory of a checkpoint with the exact state of every rank; the rest is the library's own.
+"""
 _NAME = re.compile(r"checkpoint-[0-9]+")
 """Of a checkpoint of the Trainer."""
 _USE = "parallelism_config=Replicas(dp_replicate_size=NODES, dp_shard_size=GPUS_PER_NODE)"
 
 
 class Replicas(ParallelismConfig):  # type: ignore[misc]
-    """Accelerate's `ParallelismConfig`, whose replicas are left to a scheme: FSDP2 shards inside each replica alone.
+    """Accelerate's `ParallelismConfig`, whose replicas are left to a scheme: FSDP2 shards inside
+    each replica alone.
 
-    Neighbouring ranks are the shards of one replica. Each rank reads data of its own, as with Accelerate's class.
+    Neighbouring ranks are the shards of one replica. Each rank reads data of its own, as with
+    Accelerate's class.
 
     Args:
         dp_replicate_size: Replicas, usually the number of nodes.
-        dp_shard_size: Ranks that share one replica, usually the GPUs of a node; 1 for a replica on one GPU. By default
-            both come from the environment of `accelerate launch`.
+        dp_shard_size: Ranks that share one replica, usually the GPUs of a node; 1 for a replica on
+            one GPU. By default both come from the environment of `accelerate launch`.
 
     Raises:
         ValueError: In `Accelerator`, where the sizes do not multiply to the number of ranks.
@@ -84,26 +89,29 @@ def prepare(
 ) -> tuple[Any, ...]:
     """`accelerator.prepare` with an optimizer whose step the replicas agree on, by `scheme`.
 
-    `save_state` and `load_state` then keep the state of the replicas, too. Under a scheme with rounds or a delay, call
-    `replicated(optimizer).synchronize()` before the model is used.
+    `save_state` and `load_state` then keep the state of the replicas, too. Under a scheme with
+    rounds or a delay, call `replicated(optimizer).synchronize()` before the model is used.
 
     Args:
         accelerator: With FSDP2 and `parallelism_config=Replicas(...)`.
         model: Not yet prepared.
-        optimizer: Over parameters of `model`; its step applies the updates that the replicas agreed on.
+        optimizer: Over parameters of `model`; its step applies the updates that the replicas agreed
+            on.
         others: Loaders and schedulers, prepared with them.
         scheme: How the replicas communicate, such as `loco()`.
-        clip: The largest global norm, above 0, of the gradients after the exchange. `accelerator.clip_grad_norm_` of
-            the same norm may stay in the loop: it returns the norm of this replica's gradients and changes nothing.
-        settings: As of `replicate`: seed, kernels, safety; and `axis`, such as that of `elastic` where each replica is
-            a world of its own.
+        clip: The largest global norm, above 0, of the gradients after the exchange.
+            `accelerator.clip_grad_norm_` of the same norm may stay in the loop: it returns the norm
+            of this replica's gradients and changes nothing.
+        settings: As of `replicate`: seed, kernels, safety; and `axis`, such as that of `elastic`
+            where each replica is a world of its own.
 
     Returns:
         The model, the optimizer and the others, as `accelerator.prepare` returns them.
 
     Raises:
-        ValueError: The accelerator does not shard inside the replicas by FSDP2, or scales gradients (fp16); in
-            `clip_grad_norm_`, where the norm is not `clip`; in `load_state`, where there is no state of the replicas.
+        ValueError: The accelerator does not shard inside the replicas by FSDP2, or scales gradients
+            (fp16); in `clip_grad_norm_`, where the norm is not `clip`; in `load_state`, where there
+            is no state of the replicas.
 
     Example, of which `examples/huggingface_accelerate.py` is the whole::
 
@@ -119,31 +127,36 @@ def prepare(
 
 
 def replicated(optimizer: Optimizer) -> Replicated:
-    """The replicated optimizer inside the `optimizer` that `prepare` returned, for its `stats` and `synchronize`.
+    """The replicated optimizer inside the `optimizer` that `prepare` returned, for its `stats` and
+    `synchronize`.
 
     Raises:
         TypeError: `prepare` did not return `optimizer`.
 
     Example, in a loop::
 
-        accelerator.log({"loss": loss.item(), "bytes_sent": replicated(optimizer).stats.bytes_sent}, step)
+        accelerator.log({"loss": loss.item(), "bytes_sent": replicated(optimizer).stats.bytes_sent},
+        step)
     """
     inside = getattr(optimizer, "optimizer", None)
     if not isinstance(inside, _ReplicatedStep):
         raise TypeError(
-            f"the {type(optimizer).__name__} is not replicated: pass the optimizer that prepare returned"
+            f"the {type(optimizer).__name__} is not replicated: pass the optimizer that prepare"
+            " returned"
         )
     return inside.replicated
 
 
 class Replicate(TrainerCallback):
-    """Callback by which a Trainer trains with replicas: `Trainer(..., callbacks=[Replicate(dt.loco())])`.
+    """Callback by which a Trainer trains with replicas: `Trainer(...,
+    callbacks=[Replicate(dt.loco())])`.
 
-    For the Trainer of Transformers and those that inherit from it, such as TRL's `SFTTrainer`, with PEFT or without.
-    `max_grad_norm` clips the gradients that the replicas agreed on, as in hybrid sharding. Each checkpoint of the
-    Trainer holds the state of the replicas, and `train(resume_from_checkpoint=...)` goes on bit for bit. Logs have
-    `bytes_sent`, of this rank so far, and `grad_norm` is that of the agreed gradients. Open rounds end with the last
-    step, so that the model that is evaluated and saved after it is the agreed one.
+    For the Trainer of Transformers and those that inherit from it, such as TRL's `SFTTrainer`, with
+    PEFT or without. `max_grad_norm` clips the gradients that the replicas agreed on, as in hybrid
+    sharding. Each checkpoint of the Trainer holds the state of the replicas, and
+    `train(resume_from_checkpoint=...)` goes on bit for bit. Logs have `bytes_sent`, of this rank so
+    far, and `grad_norm` is that of the agreed gradients. Open rounds end with the last step, so
+    that the model that is evaluated and saved after it is the agreed one.
 
     optimizer: replicated, for its `stats`; None until training begins.
 
@@ -152,8 +165,8 @@ class Replicate(TrainerCallback):
         settings: As of `prepare`: seed, kernels, safety, axis.
 
     Raises:
-        ValueError: When the Trainer is made, where its arguments do not shard inside the replicas by FSDP2
-            (`fsdp=True, parallelism_config=Replicas(...)`), or scale gradients (fp16).
+        ValueError: When the Trainer is made, where its arguments do not shard inside the replicas
+            by FSDP2 (`fsdp=True, parallelism_config=Replicas(...)`), or scale gradients (fp16).
 
     Example:
         >>> import detonation as dt
@@ -176,7 +189,8 @@ class Replicate(TrainerCallback):
         check_setup(AcceleratorState(), others["model"])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Replicates the optimizer, which is sharded and loaded by now, and loads the state of the replicas."""
+        """Replicates the optimizer, which is sharded and loaded by now, and loads the state of the
+        replicas."""
         trainer, checkpoint = _training()
         check_setup(
             trainer.accelerator.state, trainer.model
@@ -198,7 +212,8 @@ class Replicate(TrainerCallback):
             self._sent_before = int(extra["bytes_sent"]) - self.optimizer.stats.bytes_sent
         callbacks = trainer.callback_handler.callbacks
         rest = [each for each in callbacks if each is not self and not isinstance(each, _LastRound)]
-        # trackers come first otherwise, and would see logs without bytes_sent; and any callback may stop training
+        # trackers come first otherwise, and would see logs without bytes_sent; and any callback may
+        # stop training
         callbacks[:] = [self, *rest, _LastRound(self.optimizer)]
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -213,7 +228,8 @@ class Replicate(TrainerCallback):
         self._remove_elsewhere(args)
 
     def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Adds bytes to the logs, and puts the norm of the agreed gradients in the place of this replica's."""
+        """Adds bytes to the logs, and puts the norm of the agreed gradients in the place of this
+        replica's."""
         if self.optimizer:
             logs = others["logs"]
             found: dict[str, Any] = {"bytes_sent": self._bytes_sent}
@@ -255,7 +271,8 @@ class _LastRound(TrainerCallback):
 
 
 def check_setup(state: AcceleratorState, model: nn.Module) -> None:
-    """Raises `ValueError`, with the remedy, unless Accelerate shards `model` inside the replicas by FSDP2."""
+    """Raises `ValueError`, with the remedy, unless Accelerate shards `model` inside the replicas by
+    FSDP2."""
     if isinstance(model, DistributedDataParallel | FullyShardedDataParallel):
         raise ValueError(
             f"the model is wrapped in {type(model).__name__}: pass it bare, and let FSDP2 shard it"
@@ -269,7 +286,8 @@ def check_setup(state: AcceleratorState, model: nn.Module) -> None:
         raise ValueError("this is one rank alone: start several with torchrun or accelerate launch")
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise ValueError(
-            f"{kind.value} shards and steps by itself, which cannot be replicated: use FSDP2 and {_USE}"
+            f"{kind.value} shards and steps by itself, which cannot be replicated: use FSDP2 and"
+            f" {_USE}"
         )
     if plugin is not None and plugin.fsdp_version != 2:
         raise ValueError(
@@ -282,7 +300,8 @@ def check_setup(state: AcceleratorState, model: nn.Module) -> None:
     if plugin is None or kind != DistributedType.FSDP:
         remedy = f"pass an fsdp_plugin with fsdp_version=2 (Trainer: fsdp=True) and {_USE}"
         raise ValueError(
-            f"without FSDP2, DistributedDataParallel sends whole gradients between replicas: {remedy}"
+            "without FSDP2, DistributedDataParallel sends whole gradients between replicas:"
+            f" {remedy}"
         )
     if not isinstance(config, Replicas):
         raise ValueError(
@@ -290,12 +309,16 @@ def check_setup(state: AcceleratorState, model: nn.Module) -> None:
         )
     if state.mixed_precision == "fp16":
         raise ValueError(
-            "fp16 scales the loss on each replica apart, and replicas would skip other steps: use bf16"
+            "fp16 scales the loss on each replica apart, and replicas would skip other steps: use"
+            " bf16"
         )
 
 
 def _training() -> tuple[Any, str | None]:
-    """The Trainer whose `train` calls, and the checkpoint that it resumes from. It tells its callbacks neither."""
+    """The Trainer whose `train` calls, and the checkpoint that it resumes from.
+
+    It tells its callbacks neither.
+    """
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
@@ -310,8 +333,8 @@ def _training() -> tuple[Any, str | None]:
 class _ReplicatedStep(OptimizerWrapper):
     """Steps with the replicas, and is the base optimizer in all else.
 
-    So the libraries save the base optimizer's state alone. Of `Replicated.state_dict` they would copy the memory, and
-    then drop it or mix the replicas.
+    So the libraries save the base optimizer's state alone. Of `Replicated.state_dict` they would
+    copy the memory, and then drop it or mix the replicas.
     """
 
     def __init__(self, inside: Replicated) -> None:
@@ -343,7 +366,8 @@ def _replicate_inside(
     measure, clip = accelerator.clip_grad_norm_, settings["clip"]
 
     def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clipping comes after the exchange, in `step`; before it, each replica would scale by a norm of its own."""
+        """Clipping comes after the exchange, in `step`; before it, each replica would scale by a
+        norm of its own."""
         parameters = [parameters] if isinstance(parameters, Tensor) else [*parameters]
         mine = {id(parameter) for group in inside.param_groups for parameter in group["params"]}
         if not any(
@@ -351,7 +375,10 @@ def _replicate_inside(
         ):  # another model of this accelerator
             return measure(parameters, max_norm, norm_type)
         if math.isfinite(max_norm) and (max_norm, norm_type) != (clip, 2):
-            remedy = f"pass clip={max_norm} to prepare, for the 2-norm of the gradients that replicas agreed on"
+            remedy = (
+                f"pass clip={max_norm} to prepare, for the 2-norm of the gradients that replicas"
+                " agreed on"
+            )
             raise ValueError(
                 f"clip_grad_norm_({max_norm}) would clip each replica before the exchange: {remedy}"
             )
@@ -362,9 +389,11 @@ def _replicate_inside(
 
 
 def _keep_with_states(accelerator: Accelerator, wrapper: Any, model: nn.Module) -> None:
-    """Lets `save_state` and `load_state` keep the state of the replicated optimizer inside `wrapper`, too.
+    """Lets `save_state` and `load_state` keep the state of the replicated optimizer inside
+    `wrapper`, too.
 
-    The parts of an accelerator are numbered in the order of `prepare`: `detonation`, `detonation_1`, ...
+    The parts of an accelerator are numbered in the order of `prepare`: `detonation`,
+    `detonation_1`, ...
     """
 
     def parts(path: str) -> Iterator[Path]:
@@ -402,7 +431,8 @@ def _save_part(
 
 
 def _load_part(part: Path, model: nn.Module, optimizer: Replicated) -> dict[str, Any]:
-    """Loads the result of `_save_part` over what the library has loaded; returns `extra`. Collective.
+    """Loads the result of `_save_part` over what the library has loaded; returns `extra`.
+    Collective.
 
     Raises `ValueError` where there is no `part`, or it is of another model, optimizer or scheme.
     """

@@ -45,18 +45,20 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class ReplicaStrategy(ModelParallelStrategy):
-    """Trains a LightningModule sharded inside each replica (FSDP2), whose replicas communicate by `scheme`.
+    """Trains a LightningModule sharded inside each replica (FSDP2), whose replicas communicate by
+    `scheme`.
 
-    The module stays as it is. The whole of it is sharded, unless it has a `configure_model`, which then shards it over
-    `self.device_mesh["shard"]`. Optimizers, schedulers, accumulation and bf16 work as ever, and every rank gets its own
-    batches. `gradient_clip_val` clips by the global norm of the gradients that the replicas agreed on. The logs get
-    `bytes_sent` of this rank, counted on after a resume, and `waited_s` since the start of the process. At the end of
-    `fit` all replicas hold the same weights.
+    The module stays as it is. The whole of it is sharded, unless it has a `configure_model`, which
+    then shards it over `self.device_mesh["shard"]`. Optimizers, schedulers, accumulation and bf16
+    work as ever, and every rank gets its own batches. `gradient_clip_val` clips by the global norm
+    of the gradients that the replicas agreed on. The logs get `bytes_sent` of this rank, counted on
+    after a resume, and `waited_s` since the start of the process. At the end of `fit` all replicas
+    hold the same weights.
 
-    A checkpoint is a directory: Lightning's own, with the weights of replica 0 for evaluation and for other strategies,
-    and beside them the exact state of every rank. `fit(ckpt_path=...)` from a checkpoint that was saved during `fit`
-    goes on bit for bit, also in another process and in the middle of a round; with other numbers of replicas and shards
-    as `load_checkpoint` describes.
+    A checkpoint is a directory: Lightning's own, with the weights of replica 0 for evaluation and
+    for other strategies, and beside them the exact state of every rank. `fit(ckpt_path=...)` from a
+    checkpoint that was saved during `fit` goes on bit for bit, also in another process and in the
+    middle of a round; with other numbers of replicas and shards as `load_checkpoint` describes.
 
     Args:
         scheme: How the replicas communicate, such as `loco()`, or its name.
@@ -66,14 +68,16 @@ class ReplicaStrategy(ModelParallelStrategy):
         kernels: Use compiled kernels where they can be built (g++), on all replicas or none.
         safety: The reaction to gradients that are not finite, and to replicas out of sync.
         clip: As `gradient_clip_val`, which Lightning does not take under manual optimization.
-        axis: Between replicas that are worlds of their own, such as that of `elastic`; made after `init_mesh(1)`. Each
-            then saves to a directory of its own, and SIGTERM to a rank lets its replica leave: `ReplicaLeft` in `fit`.
+        axis: Between replicas that are worlds of their own, such as that of `elastic`; made after
+            `init_mesh(1)`. Each then saves to a directory of its own, and SIGTERM to a rank lets
+            its replica leave: `ReplicaLeft` in `fit`.
         process_group_backend, timeout: As in Lightning's own strategies.
 
     Raises:
-        ValueError: `replicas` and `axis` are both given; at `fit`, where Lightning would scale losses
-            (`precision="16-mixed"`) or clip by value, where a callback would average weights, where the optimizer is
-            replicated already, or where replicas x shards is not the number of ranks.
+        ValueError: `replicas` and `axis` are both given; at `fit`, where Lightning would scale
+            losses (`precision="16-mixed"`) or clip by value, where a callback would average
+            weights, where the optimizer is replicated already, or where replicas x shards is not
+            the number of ranks.
         ImportError: Lightning is not installed.
 
     Example:
@@ -163,7 +167,8 @@ class ReplicaStrategy(ModelParallelStrategy):
             )
         if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
             raise ValueError(
-                "StochasticWeightAveraging cannot write shards, its average would be lost: leave it out"
+                "StochasticWeightAveraging cannot write shards, its average would be lost: leave"
+                " it out"
             )
         self._clip = self._own_clip or trainer.gradient_clip_val or 0.0
         if self._clip and trainer.gradient_clip_algorithm == "value":
@@ -171,12 +176,14 @@ class ReplicaStrategy(ModelParallelStrategy):
         super().setup(trainer)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Replicates the optimizers that the module configures, after schedulers were attached to them."""
+        """Replicates the optimizers that the module configures, after schedulers were attached to
+        them."""
         super().setup_optimizers(trainer)
         assert self.model is not None
         if self.replicated:
             raise ValueError(
-                "the optimizer is replicated already: give the plain one, the strategy replicates it"
+                "the optimizer is replicated already: give the plain one, the strategy"
+                " replicates it"
             )
         axis, clip = self._axis or self.device_mesh["replicate"], self._clip or None
         self.optimizers = [
@@ -186,7 +193,8 @@ class ReplicaStrategy(ModelParallelStrategy):
         self.sent_before = 0
 
     def setup_precision_plugin(self) -> None:
-        """Takes clipping over from Lightning, which would clip each replica's gradients before the exchange."""
+        """Takes clipping over from Lightning, which would clip each replica's gradients before the
+        exchange."""
         super().setup_precision_plugin()
         self.precision_plugin.clip_grad_by_norm = self._leave_clipping  # type: ignore[method-assign]
         self.precision_plugin.clip_grad_by_value = _refuse_value  # type: ignore[method-assign]
@@ -207,7 +215,8 @@ class ReplicaStrategy(ModelParallelStrategy):
         return output
 
     def on_train_start(self) -> None:
-        """Lets SIGTERM ask this replica of an elastic axis to leave; Lightning's handler would wait for the others."""
+        """Lets SIGTERM ask this replica of an elastic axis to leave; Lightning's handler would wait
+        for the others."""
         super().on_train_start()
         if (depart := getattr(self._axis, "depart", None)) and current_thread() is main_thread():
             signal.signal(signal.SIGTERM, lambda *_: depart())
@@ -219,7 +228,8 @@ class ReplicaStrategy(ModelParallelStrategy):
             optimizer.synchronize()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The weights of replica 0, by its ranks; torch would mix those of several replicas under one name."""
+        """The weights of replica 0, by its ranks; torch would mix those of several replicas under
+        one name."""
         if self.device_mesh["replicate"].get_local_rank():
             return {}
         state = super().lightning_module_state_dict()
@@ -235,7 +245,10 @@ class ReplicaStrategy(ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Saves Lightning's own checkpoint, and with the state of training that of every rank. Collective."""
+        """Saves Lightning's own checkpoint, and with the state of training that of every rank.
+
+        Collective.
+        """
         path, trains = (
             Path(self.broadcast(filepath)),
             bool(checkpoint.pop("optimizer_states", None)),
@@ -271,7 +284,8 @@ class ReplicaStrategy(ModelParallelStrategy):
         """Loads the state of training, or for evaluation the weights alone. Collective.
 
         Raises:
-            ValueError: The checkpoint is of another model, optimizer or scheme, or the rest of it cannot be read.
+            ValueError: The checkpoint is of another model, optimizer or scheme, or the rest of it
+                cannot be read.
         """
         path = Path(self.broadcast(checkpoint_path))
         assert self.lightning_module is not None
@@ -279,7 +293,8 @@ class ReplicaStrategy(ModelParallelStrategy):
         if fits and self.replicated and self.broadcast((path / PART).is_dir()):
             return self._load_exactly(path, weights_only)
         try:
-            # those of an earlier fit are no part of an evaluation, and in `fit` the checkpoint is of another strategy
+            # those of an earlier fit are no part of an evaluation, and in `fit` the checkpoint is
+            # of another strategy
             self._optimizers = [each.base for each in self.replicated] if fits else []
             rest = super().load_checkpoint(path, weights_only)
         finally:
@@ -319,7 +334,8 @@ class ReplicaStrategy(ModelParallelStrategy):
         return rest
 
     def _shard(self, module: LightningModule) -> None:
-        """Shards the whole of a module without a `configure_model` of its own, whose steps are then its forward."""
+        """Shards the whole of a module without a `configure_model` of its own, whose steps are then
+        its forward."""
         if isinstance(module, FSDPModule):
             return
         shard(module.to(self.root_device), self.device_mesh)
@@ -329,8 +345,9 @@ class ReplicaStrategy(ModelParallelStrategy):
     def _leave_clipping(self, optimizer: Optimizer, clip_val: float) -> None:
         if clip_val != self._clip:
             raise ValueError(
-                f"the module clips to {clip_val}, before the exchange: set Trainer(gradient_clip_val={clip_val}), or "
-                f"under manual optimization ReplicaStrategy(..., clip={clip_val})"
+                f"the module clips to {clip_val}, before the exchange: set"
+                f" Trainer(gradient_clip_val={clip_val}), or under manual optimization"
+                f" ReplicaStrategy(..., clip={clip_val})"
             )
 
 

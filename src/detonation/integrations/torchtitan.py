@@ -1,8 +1,10 @@
 """torchtitan: FSDP2 inside a replica as torchtitan shards it, a scheme between replicas.
 
-torchtitan's command names a function that makes its configuration. Through this module the same function gets replicas:
+torchtitan's command names a function that makes its configuration. Through this module the same
+function gets replicas:
 
-    torchrun ... -m torchtitan.train --module detonation.integrations.torchtitan --config llama3.llama3_8b \
+    torchrun ... -m torchtitan.train --module detonation.integrations.torchtitan --config
+    llama3.llama3_8b \
         --optimizer.scheme loco --parallelism.data_parallel_replicate_degree 4
 
 The function `with_replicas` does the same for a configuration of one's own.
@@ -48,13 +50,15 @@ def with_replicas(
 ) -> Trainer.Config:
     """Makes the trainer of `config` train with replicas that communicate by `scheme`.
 
-    torchtitan shards inside each replica and reads its batches as ever. `training.max_norm` clips the gradients that
-    the replicas agreed on, as in hybrid sharding, and the logged norm is theirs. Metrics get `bytes_sent` and
-    `waited_s`, of the logging rank so far. Each checkpoint holds the exact state of every rank in a directory
-    `detonation`, and a run that loads it goes on bit for bit. Open rounds end with the last step.
+    torchtitan shards inside each replica and reads its batches as ever. `training.max_norm` clips
+    the gradients that the replicas agreed on, as in hybrid sharding, and the logged norm is theirs.
+    Metrics get `bytes_sent` and `waited_s`, of the logging rank so far. Each checkpoint holds the
+    exact state of every rank in a directory `detonation`, and a run that loads it goes on bit for
+    bit. Open rounds end with the last step.
 
     Args:
-        config: Changed in place. It needs `parallelism.data_parallel_replicate_degree`, the number of replicas.
+        config: Changed in place. It needs `parallelism.data_parallel_replicate_degree`, the number
+            of replicas.
         scheme: How the replicas communicate. The flag `--optimizer.scheme` takes its place.
         settings: As of `replicate`: seed, kernels, safety.
 
@@ -62,9 +66,10 @@ def with_replicas(
         `config`.
 
     Raises:
-        ValueError: A component of `config` is not torchtitan's own; in `Trainer`, where the replicas cannot be right:
-            one replica, several optimizers, pipeline, tensor, context or expert parallelism, another `spmd_backend`;
-            at load, where a checkpoint has no state of the replicas.
+        ValueError: A component of `config` is not torchtitan's own; in `Trainer`, where the
+            replicas cannot be right: one replica, several optimizers, pipeline, tensor, context or
+            expert parallelism, another `spmd_backend`; at load, where a checkpoint has no state of
+            the replicas.
 
     Example, a function of one's own for `--module` and `--config`::
 
@@ -92,7 +97,8 @@ def with_replicas(
 
 
 class _Sharding:
-    """The functions of a model's `ModelSpec`, with replicas: one shards the model, the other meets its optimizer."""
+    """The functions of a model's `ModelSpec`, with replicas: one shards the model, the other meets
+    its optimizer."""
 
     def __init__(self, spec: Any, scheme: Scheme | str, settings: dict[str, Any]) -> None:
         self._spec, self._scheme, self._settings = spec, scheme, settings
@@ -123,7 +129,8 @@ class _Sharding:
         )
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                # losses are divided by the tokens of all replicas, so a sum inside one of them is 1/R of its mean
+                # losses are divided by the tokens of all replicas, so a sum inside one of them is
+                # 1/R of its mean
                 module.set_gradient_divide_factor(1 / parallel_dims.dp_replicate)
                 if (
                     parallel_dims.world_mesh.device_type == "cpu"
@@ -156,9 +163,11 @@ class _InsideReplica(ParallelDims):  # type: ignore[misc]
 class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc]
     """torchtitan's container of optimizers, whose step the replicas take together.
 
-    The container holds the base optimizer, which schedulers move and checkpoints of torchtitan save.
+    The container holds the base optimizer, which schedulers move and checkpoints of torchtitan
+    save.
 
-    replicated: the replicated optimizer, for its `stats`. sent_before: bytes that this rank had sent before it resumed.
+    replicated: the replicated optimizer, for its `stats`. sent_before: bytes that this rank had
+    sent before it resumed.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -166,7 +175,10 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc]
         """torchtitan's configuration of optimizers, and the scheme."""
 
         scheme: str = ""
-        """How replicas communicate: loco, or with its arguments 'diloco={"every": 50}'. Empty for the one in code."""
+        """How replicas communicate: loco, or with its arguments 'diloco={"every": 50}'.
+
+        Empty for the one in code.
+        """
 
     replicated: Replicated
     sent_before = 0
@@ -178,11 +190,13 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc]
     def replicate(
         self, axis: DeviceMesh, scheme: Scheme | str, steps: int, options: dict[str, Any]
     ) -> None:
-        """Replicates the optimizer along `axis`; `scheme` is that of the code, and `steps` the length of training."""
+        """Replicates the optimizer along `axis`; `scheme` is that of the code, and `steps` the
+        length of training."""
         if len(self.optimizers) > 1:
             kinds = ", ".join(type(each).__name__ for each in self.optimizers)
             raise ValueError(
-                f"there are {len(self.optimizers)} optimizers ({kinds}), and replicas take one for all"
+                f"there are {len(self.optimizers)} optimizers ({kinds}), and replicas take one"
+                " for all"
             )
         chosen = parsed_scheme(self._scheme) if self._scheme else scheme
         watch_waiting()
@@ -204,7 +218,8 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc]
 
 
 class ReplicaMetrics(MetricsProcessor):  # type: ignore[misc]
-    """torchtitan's metrics with `bytes_sent`, `waited_s`, and the norm of the gradients that the replicas agreed on."""
+    """torchtitan's metrics with `bytes_sent`, `waited_s`, and the norm of the gradients that the
+    replicas agreed on."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):  # type: ignore[misc]
@@ -232,7 +247,8 @@ class ReplicaMetrics(MetricsProcessor):  # type: ignore[misc]
 class ReplicaCheckpoints(CheckpointManager):  # type: ignore[misc]
     """torchtitan's checkpoints, and beside each full one the exact state of every rank.
 
-    torchtitan's files hold the model and the optimizer of replica 0; torch would mix those of several replicas.
+    torchtitan's files hold the model and the optimizer of replica 0; torch would mix those of
+    several replicas.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -242,7 +258,8 @@ class ReplicaCheckpoints(CheckpointManager):  # type: ignore[misc]
     def __init__(self, config: Config, *, base_folder: str = "", **others: Any) -> None:
         if config.enable and "://" in (folder := str(filesystem.join(base_folder, config.folder))):
             raise ValueError(
-                f"checkpoint.folder is {folder}: replicas save to directories, not to remote storage"
+                f"checkpoint.folder is {folder}: replicas save to directories, not to remote"
+                " storage"
             )
         super().__init__(config, base_folder=base_folder, **others)
         if config.enable:
@@ -251,7 +268,8 @@ class ReplicaCheckpoints(CheckpointManager):  # type: ignore[misc]
     def dcp_save(
         self, state_dict: dict[str, Any], checkpoint_id: str, *others: Any, **options: Any
     ) -> Any:
-        """Saves the state of the replicas, then torchtitan's, whose metadata makes the checkpoint valid. Collective."""
+        """Saves the state of the replicas, then torchtitan's, whose metadata makes the checkpoint
+        valid. Collective."""
         if OPTIMIZER in state_dict:
             optimizers: ReplicaOptimizers = state_dict[OPTIMIZER]
             (model,), extra = optimizers.model_parts, {"bytes_sent": optimizers.bytes_sent}
@@ -267,7 +285,8 @@ class ReplicaCheckpoints(CheckpointManager):  # type: ignore[misc]
     ) -> None:
         """Loads torchtitan's part, and over it the state of the replicas. Collective.
 
-        Raises `ValueError` where the checkpoint has no such state, or that of another model, optimizer or scheme.
+        Raises `ValueError` where the checkpoint has no such state, or that of another model,
+        optimizer or scheme.
         """
         super().dcp_load(state_dict, checkpoint_id, *others, **options)
         if OPTIMIZER in state_dict:
@@ -277,7 +296,8 @@ class ReplicaCheckpoints(CheckpointManager):  # type: ignore[misc]
             if loaded is None:
                 remedy = "initial_load_path takes its model alone"
                 raise ValueError(
-                    f"{checkpoint_id} has no directory detonation, the state of the replicas: {remedy}"
+                    f"{checkpoint_id} has no directory detonation, the state of the replicas:"
+                    f" {remedy}"
                 )
             optimizers.sent_before = (
                 int(loaded.extra["bytes_sent"]) - optimizers.replicated.stats.bytes_sent
@@ -288,23 +308,25 @@ def check_dimensions(dims: ParallelDims) -> None:
     """Raises `ValueError` in one line where replicas of these dimensions cannot be right."""
     if dims.dp_replicate < 2:
         raise ValueError(
-            f"parallelism.data_parallel_replicate_degree is {dims.dp_replicate}, must be the number of replicas, "
-            "usually of nodes, and at least 2"
+            f"parallelism.data_parallel_replicate_degree is {dims.dp_replicate}, must be the number"
+            " of replicas, usually of nodes, and at least 2"
         )
     for name in ("pipeline", "tensor", "context", "expert"):
         if (degree := getattr(dims, f"{name[0]}p")) > 1:  # pp, tp, cp, ep
             raise ValueError(
-                f"parallelism.{name}_parallel_degree is {degree}, must be 1: FSDP alone shards replicas"
+                f"parallelism.{name}_parallel_degree is {degree}, must be 1: FSDP alone shards"
+                " replicas"
             )
     if dims.spmd_backend != "partial_dtensor":
         raise ValueError(
-            f"parallelism.spmd_backend is {dims.spmd_backend}, which makes parameters of all replicas one tensor: "
-            "leave it at partial_dtensor"
+            f"parallelism.spmd_backend is {dims.spmd_backend}, which makes parameters of all"
+            " replicas one tensor: leave it at partial_dtensor"
         )
 
 
 def parsed_scheme(text: str) -> Scheme:
-    """The scheme of `NAME` or `NAME={"argument": value}`, the spelling of torchtitan's own overrides, or `ValueError`.
+    """The scheme of `NAME` or `NAME={"argument": value}`, the spelling of torchtitan's own
+    overrides, or `ValueError`.
 
     Example:
         >>> parsed_scheme('demo={"topk": 2}').arguments["topk"]
@@ -325,7 +347,8 @@ def parsed_scheme(text: str) -> Scheme:
 if not TYPE_CHECKING:  # a type checker shall see a name that is not there
 
     def __getattr__(name: str) -> Callable[[], Trainer.Config]:
-        """For `--config MODULE.FUNCTION`: the function of torchtitan's or of one's own module, with replicas."""
+        """For `--config MODULE.FUNCTION`: the function of torchtitan's or of one's own module, with
+        replicas."""
         module, dot, function = name.rpartition(".")
         if not dot:
             raise AttributeError(

@@ -1,7 +1,9 @@
-"""The cache of the compiled library: a private directory, and files that appear whole and are checked before use.
+"""The cache of the compiled library: a private directory, and files that appear whole and are
+checked before use.
 
-Whoever can write a cached library runs code as its user. So the directory belongs to the user alone, nobody else can
-put another in its place, and a file is loaded only if the user owns it and its checksum, which ends it, is right.
+Whoever can write a cached library runs code as its user. So the directory belongs to the user
+alone, nobody else can put another in its place, and a file is loaded only if the user owns it and
+its checksum, which ends it, is right.
 """
 
 import contextlib
@@ -17,16 +19,18 @@ from pathlib import Path
 
 _log = logging.getLogger(__name__)
 _LOCK_S = 330.0
-"""How long to wait for another process that compiles the same, which may take 300 s; then this one compiles, too."""
+"""How long to wait for another process that compiles the same, which may take 300 s; then this one
+compiles, too."""
 _DIGEST_BYTES = 32
 
 
 def cached(name: str, make: Callable[[Path], None], usable: Callable[[Path], object]) -> object:
-    """The result of `usable(path)` for the file `name` of the cache; `make(path)` makes it where it is not there.
+    """The result of `usable(path)` for the file `name` of the cache; `make(path)` makes it where it
+    is not there.
 
-    Directories are tried in turn: the user's cache, a private one that all processes of the user share, and a new one
-    for this process alone. The log says in one line why the cache itself is not used. Raises `OSError` where `make` or
-    `usable` failed in each of them.
+    Directories are tried in turn: the user's cache, a private one that all processes of the user
+    share, and a new one for this process alone. The log says in one line why the cache itself is
+    not used. Raises `OSError` where `make` or `usable` failed in each of them.
     """
     reasons: list[str] = []
     for directory in _directories(reasons):
@@ -67,7 +71,8 @@ def _of_user() -> Path:
 def private_directory(path: Path) -> Path:
     """Makes `path` a directory that only this user can write; returns it without symbolic links.
 
-    Raises `OSError` where another user owns it, could put another directory in its place, or where it cannot be made.
+    Raises `OSError` where another user owns it, could put another directory in its place, or where
+    it cannot be made.
     """
     path = Path(os.path.realpath(path))
     for parent in reversed([path, *path.parents]):
@@ -88,7 +93,8 @@ def private_directory(path: Path) -> Path:
 
 
 def _system_users() -> set[int]:
-    """Root, and in a user namespace, such as a container's, the number under which the root outside appears."""
+    """Root, and in a user namespace, such as a container's, the number under which the root outside
+    appears."""
     users = Path("/proc/self/uid_map")
     if not users.exists() or users.read_text().split() == ["0", "0", "4294967295"]:
         return {0}
@@ -107,12 +113,14 @@ def _whole(path: Path) -> bool:
 
 
 def _make_once(path: Path, make: Callable[[Path], None]) -> None:
-    """Makes `path`: one process of those that want it, where the file system has locks; the others wait."""
+    """Makes `path`: one process of those that want it, where the file system has locks; the others
+    wait."""
     with path.with_suffix(".lock").open("w") as lock:
         _wait_for(lock.fileno())
         if _whole(path):
             return
-        # in a directory of its own: a compiler may write beside the file, and process ids repeat on another machine
+        # in a directory of its own: a compiler may write beside the file, and process ids repeat on
+        # another machine
         with tempfile.TemporaryDirectory(prefix=f"{path.stem}-", dir=path.parent) as folder:
             part = Path(folder) / path.name
             make(part)

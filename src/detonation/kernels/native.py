@@ -1,4 +1,5 @@
-"""Compiles the kernels with g++ on first use, caches the library per user, and calls it through ctypes."""
+"""Compiles the kernels with g++ on first use, caches the library per user, and calls it through
+ctypes."""
 
 from __future__ import annotations
 
@@ -62,9 +63,11 @@ _ARGUMENTS: dict[str, list[Any]] = {
 
 
 class Library:
-    """The compiled functions. All tensors are on the CPU and contiguous; the source says what each function does.
+    """The compiled functions. All tensors are on the CPU and contiguous; the source says what each
+    function does.
 
-    name: of the source, the compiler and the processor: replicas whose names differ may round differently.
+    name: of the source, the compiler and the processor: replicas whose names differ may round
+    differently.
     """
 
     def __init__(self, path: Path) -> None:
@@ -89,15 +92,18 @@ class Library:
         negative_zeros: bool,
         indices: Tensor,
     ) -> None:
-        """Adds the gradients to the decayed residual, and selects its `k` largest DCT coefficients per row.
+        """Adds the gradients to the decayed residual, and selects its `k` largest DCT coefficients
+        per row.
 
         Args:
             residual: Changed in place; the share `release` of what was selected leaves it at once.
             gradients: fp32, one per parameter; None is zero.
             width: Bits per index; 0 for a bitmap.
-            values, statistics, indices: Where what was selected goes; contiguous. Signs where there are `statistics`.
+            values, statistics, indices: Where what was selected goes; contiguous. Signs where there
+                are `statistics`.
 
-        Shapes: residual `[rows, chunk]`, basis `[chunk, chunk]`, values `[rows, k]` fp32; all else `[nbytes]` uint8.
+        Shapes: residual `[rows, chunk]`, basis `[chunk, chunk]`, values `[rows, k]` fp32; all else
+        `[nbytes]` uint8.
         """
         rows, chunk = residual.shape
         pointers = (ctypes.c_void_p * len(gradients))(
@@ -122,7 +128,8 @@ class Library:
         basis: Tensor,
     ) -> None:
         """Takes `share` of the values out of the residual; `few` and `basis` as in `decode`."""
-        # residual [rows, chunk], values [rows, k] fp32, indices [nbytes] uint8 as encode returns them
+        # residual [rows, chunk], values [rows, k] fp32, indices [nbytes] uint8 as encode returns
+        # them
         rows, chunk = residual.shape
         status = self._library.detonation_release(
             residual.data_ptr(), rows, chunk, numel, share, values.shape[1], width, values.data_ptr(),
@@ -143,17 +150,21 @@ class Library:
         basis: Tensor,
         rates: Sequence[SignRate] | None = None,
     ) -> None:
-        """Writes the mean of messages into `targets` or, with `rates`, moves `targets`, as weights, by its signs.
+        """Writes the mean of messages into `targets` or, with `rates`, moves `targets`, as weights,
+        by its signs.
 
         Args:
             targets: fp32, one per parameter.
             shape: Rows, coefficients of a row, and those of a message.
             magnitudes: Of each block, where the values are signs.
             few: Whether a row is one sum of its coefficients, at most `chunk`, of all replicas
-                (`scatter_sum.weighted_sum`); otherwise they are aggregated first (`scatter_sum.product_in_order`).
-            nonzero: Whether the mean is over the replicas that sent a coefficient other than 0, not over all.
+                (`scatter_sum.weighted_sum`); otherwise they are aggregated first
+                (`scatter_sum.product_in_order`).
+            nonzero: Whether the mean is over the replicas that sent a coefficient other than 0, not
+                over all.
 
-        Shapes: basis `[chunk, chunk]`, values `[rows, k]`, magnitudes `[blocks]` fp32; signs, indices `[nbytes]` uint8.
+        Shapes: basis `[chunk, chunk]`, values `[rows, k]`, magnitudes `[blocks]` fp32; signs,
+        indices `[nbytes]` uint8.
         """
         assert all(
             tensor.is_contiguous() for tensor in (*targets, *values, *(magnitudes or ()), *indices)
@@ -162,9 +173,11 @@ class Library:
         shrink = None if rates is None else (ctypes.c_float * count)(*[rate[0] for rate in rates])
         lr = None if rates is None else (ctypes.c_float * count)(*[rate[1] for rate in rates])
         into, sent, sizes, places = (
-            (ctypes.c_void_p * len(each))(*[t.data_ptr() for t in each])
-            if each is not None
-            else None
+            (
+                (ctypes.c_void_p * len(each))(*[t.data_ptr() for t in each])
+                if each is not None
+                else None
+            )
             for each in (targets, values, magnitudes, indices)
         )
         numel = (ctypes.c_int64 * count)(*[t.numel() for t in targets])
@@ -188,7 +201,8 @@ class Library:
         return found
 
     def product(self, coefficients: Tensor, basis: Tensor) -> Tensor:
-        """`coefficients @ basis`, whose vectors are added in order, one fused multiply-add after the other."""
+        """`coefficients @ basis`, whose vectors are added in order, one fused multiply-add after
+        the other."""
         # [rows, chunk] and [chunk, chunk] fp32, chunk one of KERNEL_CHUNKS -> [rows, chunk]
         (rows, chunk), out = coefficients.shape, torch.empty_like(coefficients)
         status = self._library.detonation_product(
@@ -198,7 +212,8 @@ class Library:
         return out
 
     def beyond(self, tensors: Sequence[Tensor], limit: float) -> int:
-        """The number of the first of `tensors` (fp32) that holds NaN or a magnitude above `limit`; -1 where none."""
+        """The number of the first of `tensors` (fp32) that holds NaN or a magnitude above `limit`;
+        -1 where none."""
         count = len(tensors)
         pointers = (ctypes.c_void_p * count)(*[t.data_ptr() for t in tensors])
         numel = (ctypes.c_int64 * count)(*[t.numel() for t in tensors])
@@ -211,7 +226,8 @@ class Library:
         )
 
     def pack(self, numbers: Tensor, width: int, nbytes: int) -> Tensor:
-        """Packs numbers of `width` bits, each line by itself."""  # [..., n] integer -> [..., nbytes] uint8
+        """Packs numbers of `width` bits, each line by itself."""
+        # [..., n] integer -> [..., nbytes] uint8
         (*lines, count), few = numbers.shape, width <= 8
         plain = numbers.to(torch.uint8 if few else torch.int64).contiguous()
         packed = torch.empty(*lines, nbytes, dtype=torch.uint8, device="cpu")
@@ -221,7 +237,8 @@ class Library:
         return packed
 
     def unpack(self, packed: Tensor, count: int, width: int) -> Tensor:
-        """The inverse of `pack`."""  # [..., nbytes] uint8 -> [..., count] uint8 or, above 8 bits, int64
+        """The inverse of `pack`."""
+        # [..., nbytes] uint8 -> [..., count] uint8 or, above 8 bits, int64
         lines, few = packed.unsqueeze(0).flatten(0, -2), width <= 8
         numbers = torch.empty(
             *packed.shape[:-1], count, dtype=torch.uint8 if few else torch.int64, device="cpu"
@@ -242,7 +259,8 @@ class Library:
         return bitmap
 
     def marked(self, bitmap: Tensor, rows: int, k: int, chunk: int) -> Tensor:
-        """The indices that are set in a bitmap, in order."""  # as `mark`; chunks up to 256 -> uint8, else int64
+        """The indices that are set in a bitmap, in order."""
+        # as `mark`; chunks up to 256 -> uint8, else int64
         lines, few = bitmap.unsqueeze(0).flatten(0, -2), chunk <= 256
         indices = torch.empty(
             *bitmap.shape[:-1], rows, k, dtype=torch.uint8 if few else torch.int64, device="cpu"
@@ -252,7 +270,8 @@ class Library:
         return indices
 
     def checksums(self, messages: Tensor, skipped: int = -1) -> Tensor:
-        """The sum of the 32-bit words of each message, each times an odd number that depends on the word's place.
+        """The sum of the 32-bit words of each message, each times an odd number that depends on the
+        word's place.
 
         From number `skipped` on, in the first line, eight bytes count as zeros; -1 for none.
         """
@@ -262,8 +281,8 @@ class Library:
         return found
 
     def check_indices(self, packed: Tensor, rows: int, k: int, chunk: int, width: int) -> Tensor:
-        """1 where a packed index is not below `chunk`, 2 where the indices of a row do not rise, else 0; of bitmaps,
-        with `width` 0, 2 where a row has not exactly `k` bits set."""  # [messages, nbytes] uint8 -> [messages] int64
+        """1 where a packed index is not below `chunk`, 2 where the indices of a row do not rise,
+        else 0; of bitmaps, with `width` 0, 2 where a row has not exactly `k` bits set."""  # [messages, nbytes] uint8 -> [messages] int64
         found = torch.empty(len(packed), dtype=torch.int64, device="cpu")
         at = packed.data_ptr(), len(packed), packed.stride(0)  # and the bytes from one to the next
         self._library.detonation_check_indices(*at, rows, k, chunk, width, found.data_ptr())
@@ -272,7 +291,8 @@ class Library:
 
 @lru_cache
 def load_library() -> Library | None:
-    """The library, compiled if it is not yet; None where there is no g++ or it fails (which is logged)."""
+    """The library, compiled if it is not yet; None where there is no g++ or it fails (which is
+    logged)."""
     compiler = shutil.which("g++")
     if compiler is None or os.name != "posix":
         _log.info("the kernels in plain torch: there is no g++")

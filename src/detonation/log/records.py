@@ -1,4 +1,5 @@
-"""The records of a log, each with a checksum, and the recorder: a tape that makes them of the messages of each step."""
+"""The records of a log, each with a checksum, and the recorder: a tape that makes them of the
+messages of each step."""
 
 import json
 import re
@@ -26,7 +27,8 @@ _HEADER = struct.Struct(
 )  # magic, kind, place, step, bytes, checksum of all before and of the bytes
 _CHECKED = struct.Struct("<4sB3xIQQ")
 START, MESSAGE, STEP, SYNCHRONIZE = range(4)
-"""The kinds of records: how the file was begun; messages; and what ends the messages of a step, or of `synchronize`."""
+"""The kinds of records: how the file was begun; messages; and what ends the messages of a step, or
+of `synchronize`."""
 
 
 class DamagedLog(DetonationError, ValueError):
@@ -37,8 +39,9 @@ class DamagedLog(DetonationError, ValueError):
 class LogRecord:
     """One record.
 
-    place: Of messages: the channel and bucket of which they are. step: Of messages: at which they were sent; else the
-    number of steps that were taken when it was written. content: The messages, or JSON.
+    place: Of messages: the channel and bucket of which they are. step: Of messages: at which they
+    were sent; else the number of steps that were taken when it was written. content: The messages,
+    or JSON.
     """
 
     kind: int
@@ -62,7 +65,10 @@ def noted(kind: int, step: int, table: dict[str, Any]) -> LogRecord:
 
 
 def record_of(octets: memoryview) -> tuple[LogRecord, memoryview]:
-    """The record that `octets` begin with, and the octets after it. Raises `DamagedLog` where it is not whole."""
+    """The record that `octets` begin with, and the octets after it.
+
+    Raises `DamagedLog` where it is not whole.
+    """
     if len(octets) >= _HEADER.size:
         magic, kind, place, step, count, checksum = _HEADER.unpack(octets[: _HEADER.size])
         content, rest = octets[_HEADER.size : _HEADER.size + count], octets[_HEADER.size + count :]
@@ -73,7 +79,8 @@ def record_of(octets: memoryview) -> tuple[LogRecord, memoryview]:
 
 
 def whole_records(path: Path) -> Iterator[LogRecord]:
-    """Yields the records of a file up to the first that is not whole, as a crash leaves one at the end.
+    """Yields the records of a file up to the first that is not whole, as a crash leaves one at the
+    end.
 
     Raises `DamagedLog` where whole records follow one that is damaged.
     """
@@ -86,12 +93,14 @@ def whole_records(path: Path) -> Iterator[LogRecord]:
             _found(rest[match.start() :]) for match in re.finditer(_MAGIC, rest) if match.start()
         ):
             raise DamagedLog(
-                f"{path} is damaged at byte {at:,}: whole records follow; restore it, or replay to before"
+                f"{path} is damaged at byte {at:,}: whole records follow; restore it, or replay to"
+                " before"
             )
 
 
 def _next(file: BinaryIO, size: int) -> LogRecord | None:
-    """The record where `file` stands; None, and back to where it stood, where there is no whole one."""
+    """The record where `file` stands; None, and back to where it stood, where there is no whole
+    one."""
     at, head = file.tell(), file.read(_HEADER.size)
     fits = len(head) == _HEADER.size and _HEADER.unpack(head)[4] <= size - at - len(
         head
@@ -147,10 +156,11 @@ class StepRecorder(Tape, ABC):
             self._late = int(message.device.type != "cpu")
 
     def take_messages(self, what: str, optimizer: Replicated) -> tuple[Copies, bool]:
-        """The messages of a step or call of `synchronize` that ends, and whether it follows the one that ended last.
+        """The messages of a step or call of `synchronize` that ends, and whether it follows the one
+        that ended last.
 
-        Where training went back to an earlier state in between, those that were then on their way are left out: the
-        steps that are taken anew have others.
+        Where training went back to an earlier state in between, those that were then on their way
+        are left out: the steps that are taken anew have others.
         """
         before, same = optimizer.step_count - (what == "step"), optimizer is self._optimizer
         messages = [copy for taken, copy in self._messages if taken == before or not same]

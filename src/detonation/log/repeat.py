@@ -1,4 +1,5 @@
-"""Replay: tapes that play back what was recorded, and the steps that a log has, taken again without other replicas."""
+"""Replay: tapes that play back what was recorded, and the steps that a log has, taken again without
+other replicas."""
 
 import json
 import logging
@@ -33,11 +34,15 @@ from detonation.log.writer import identity, round_like, segments
 _log = logging.getLogger("detonation")
 _PRIVATE = ("residual", "server_residual", "taken", "local_steps", "start", "share_")
 """How the kinds of state begin that are one replica's own."""
-_NEAR = "%s: %s, so replay ends near the weights of training: replay on a machine of its kind, from a later checkpoint"
+_NEAR = (
+    "%s: %s, so replay ends near the weights of training: replay on a machine of its kind, from a"
+    " later checkpoint"
+)
 
 
 def log_files(directory: Path) -> list[tuple[Path, int, int, str]]:
-    """Each file of a log: the first and the last of its steps, and its fault in words, "" where it is whole."""
+    """Each file of a log: the first and the last of its steps, and its fault in words, "" where it
+    is whole."""
     found = []
     for _, begun, path in segments(directory, ""):
         last, fault = begun, ""
@@ -51,7 +56,10 @@ def log_files(directory: Path) -> list[tuple[Path, int, int, str]]:
 
 
 class Player(Tape, ABC):
-    """Plays back records in the place of an exchange: one process is all replicas. `DamagedLog` where some lack."""
+    """Plays back records in the place of an exchange: one process is all replicas.
+
+    `DamagedLog` where some lack.
+    """
 
     plays = True
 
@@ -68,7 +76,8 @@ class Player(Tape, ABC):
         while not self._messages[place, step]:
             if not self._load():
                 raise DamagedLog(
-                    f"the record of step {step} has no message of place {place}: it is of another run"
+                    f"the record of step {step} has no message of place {place}: it is of"
+                    " another run"
                 )
         content = self._messages[place, step].popleft().content
         if not self._messages[place, step]:
@@ -93,9 +102,11 @@ class Player(Tape, ABC):
 
 
 class Playback(Player):
-    """Plays back the log of one shard in `directory`, after `first` and up to `to` steps, in the place of an exchange.
+    """Plays back the log of one shard in `directory`, after `first` and up to `to` steps, in the
+    place of an exchange.
 
-    Raises `ValueError` where there is no log of this shard from there on or it is of another run, later `DamagedLog`.
+    Raises `ValueError` where there is no log of this shard from there on or it is of another run,
+    later `DamagedLog`.
     """
 
     def __init__(
@@ -114,7 +125,8 @@ class Playback(Player):
             )
             none = f"there is no log of {self._rank} in {directory}"
             raise ValueError(
-                f"{known or none}, and replay would begin after {first}: it needs a checkpoint between"
+                f"{known or none}, and replay would begin after {first}: it needs a checkpoint"
+                " between"
             )
         self._identity, self._optimizer = identity(optimizer), optimizer
         ((self._axis, scheme),) = optimizer.levels
@@ -130,7 +142,8 @@ class Playback(Player):
         return next(self._records, None)
 
     def next_end(self) -> LogRecord | None:
-        """The end of the next step or call of `synchronize`; None after `to` steps, and at the end of the log."""
+        """The end of the next step or call of `synchronize`; None after `to` steps, and at the end
+        of the log."""
         try:
             end = super().next_end()
         except DamagedLog:
@@ -140,7 +153,8 @@ class Playback(Player):
         return None if end is None or end.step > self._to else end
 
     def reach(self) -> tuple[int, str]:
-        """The last step up to which the log has all that replicas agreed on, bit for bit, and why it is the last."""
+        """The last step up to which the log has all that replicas agreed on, bit for bit, and why
+        it is the last."""
         step, last, why, self._exact = self.first, self.first, "", True
         try:
             while (end := self.next_end()) is not None:
@@ -186,12 +200,16 @@ class Playback(Player):
         about = start.table()
         if about.get("version") != LOG_VERSION:
             raise ValueError(
-                f"{path} is in version {about.get('version')} of the format, here it is {LOG_VERSION}"
+                f"{path} is in version {about.get('version')} of the format, here it is"
+                f" {LOG_VERSION}"
             )
         mine = round_like(about, self._optimizer)
         theirs, why = about.get("selftest") or mine, ""
         if odd := next((key for key in mine if theirs.get(key) != mine[key]), ""):
-            why = f"training rounds otherwise than this process ({odd} is {theirs.get(odd)} there, {mine[odd]} here)"
+            why = (
+                f"training rounds otherwise than this process ({odd} is {theirs.get(odd)} there,"
+                f" {mine[odd]} here)"
+            )
         elif about.get("close") and (self._exact or about.get("taken_over")):
             why = "it is of one of several replicas, whose weights were close to its own"
         if why and self._exact:
@@ -216,26 +234,31 @@ class Playback(Player):
 
 
 def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) -> int:
-    """Takes the steps that a log has from `optimizer.step_count` on; returns the number of steps taken in all.
+    """Takes the steps that a log has from `optimizer.step_count` on; returns the number of steps
+    taken in all.
 
-    The weights and the state of the base optimizer that replicas agree on are then those of training, bit for bit.
-    Under schemes that exchange parameters that is so where a round ends, and for what the replicas agreed on last.
-    Memory private to a replica, as that of error feedback, is not in a log. Where other parameters are trained from a
-    step on, replay ends before it, and goes on from a checkpoint after it.
+    The weights and the state of the base optimizer that replicas agree on are then those of
+    training, bit for bit. Under schemes that exchange parameters that is so where a round ends, and
+    for what the replicas agreed on last. Memory private to a replica, as that of error feedback, is
+    not in a log. Where other parameters are trained from a step on, replay ends before it, and goes
+    on from a checkpoint after it.
 
-    All ranks of a world call it after `load_checkpoint`. The last step is then the last that all can take bit for bit,
-    the end of a round; memories are empty, and a warning says why no further. Over a `LoopbackCommunicator` one process
-    per shard stands for all replicas, as many as there were; of close ones it has the weights of replica 0. If it
-    rounds otherwise than training did, it comes near and warns.
+    All ranks of a world call it after `load_checkpoint`. The last step is then the last that all
+    can take bit for bit, the end of a round; memories are empty, and a warning says why no further.
+    Over a `LoopbackCommunicator` one process per shard stands for all replicas, as many as there
+    were; of close ones it has the weights of replica 0. If it rounds otherwise than training did,
+    it comes near and warns.
 
     Args:
         directory: Of the `UpdateLog`.
         optimizer: Made by `replicate`, with the scheme, the seed and the base optimizer of the run.
-        to: The number of steps after which to stop, before the next one begins; None for the end of the log.
+        to: The number of steps after which to stop, before the next one begins; None for the end of
+            the log.
 
     Raises:
         DamagedLog: The log is damaged, or ends before `to`. The steps up to there were taken.
-        ValueError: There is no log of these steps, or it is of another run. A world raises neither, but warns.
+        ValueError: There is no log of these steps, or it is of another run. A world raises neither,
+            but warns.
 
     Example:
         >>> import tempfile, torch, detonation as dt
@@ -275,7 +298,8 @@ def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) 
 
 
 def replay_together(directory: Path, optimizer: Replicated, to: int | None) -> tuple[int, str]:
-    """`replay` on all ranks of a world: each takes the steps alone, up to the last that all can; then all compare.
+    """`replay` on all ranks of a world: each takes the steps alone, up to the last that all can;
+    then all compare.
 
     Also returns why not more.
     """
@@ -302,7 +326,8 @@ def replay_together(directory: Path, optimizer: Replicated, to: int | None) -> t
 
 
 def _alone(directory: Path, optimizer: Replicated) -> Replicated:
-    """One replica in the place of all that wrote the log, on the weights and with the agreed state of `optimizer`."""
+    """One replica in the place of all that wrote the log, on the weights and with the agreed state
+    of `optimizer`."""
     (_, path), *_ = Playback(directory, optimizer, optimizer.step_count).files
     start, ((axis, scheme),) = next(whole_records(path), None), optimizer.levels
     like = LoopbackCommunicator(start.table()["replicas"] if start else axis.size())
@@ -340,7 +365,8 @@ def _repeat(directory: Path, optimizer: Replicated, to: int | None) -> None:
 
 
 def repeat_step(end: LogRecord, optimizer: Replicated) -> None:
-    """Takes the step that `end` ends again, or synchronizes again; the tape of `optimizer` plays its messages.
+    """Takes the step that `end` ends again, or synchronizes again; the tape of `optimizer` plays
+    its messages.
 
     Raises `DamagedLog` where it is not the next step.
     """
@@ -352,7 +378,8 @@ def repeat_step(end: LogRecord, optimizer: Replicated) -> None:
         return
     if end.step != optimizer.step_count + 1:
         raise DamagedLog(
-            f"the log goes on with step {end.step} after {optimizer.step_count} steps: a file is missing"
+            f"the log goes on with step {end.step} after {optimizer.step_count} steps: a file is"
+            " missing"
         )
     optimizer.zero_grad()
     optimizer.step()

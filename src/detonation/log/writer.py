@@ -26,27 +26,31 @@ _log = logging.getLogger("detonation")
 
 
 class UpdateLog(StepRecorder):
-    """Records each step's messages, as all replicas received them, and the options of the optimizer at that step.
+    """Records each step's messages, as all replicas received them, and the options of the optimizer
+    at that step.
 
-    A checkpoint and the log after it are any later step, bit for bit: see `replay`. The first replica records, one
-    file per shard; the others hold an `UpdateLog` that writes nothing. A step is in the log with all it needs or not at
-    all: a process that is killed loses the step that it was in. Its size is that of the messages of all replicas,
-    packed as they travelled.
+    A checkpoint and the log after it are any later step, bit for bit: see `replay`. The first
+    replica records, one file per shard; the others hold an `UpdateLog` that writes nothing. A step
+    is in the log with all it needs or not at all: a process that is killed loses the step that it
+    was in. Its size is that of the messages of all replicas, packed as they travelled.
 
-    A thread writes a large step (`full`, most rounds) while the next one computes, so a process that is killed may also
-    lose the step before; and the messages of two steps stay in host memory. `close` waits for it.
+    A thread writes a large step (`full`, most rounds) while the next one computes, so a process
+    that is killed may also lose the step before; and the messages of two steps stay in host memory.
+    `close` waits for it.
 
     Args:
         directory: Of the files, made if it is missing; of this run alone.
-        fsync_every: Steps after which the disk must have the log; 0 leaves that to the system, which loses nothing when
-            a process dies, and some seconds when the machine does.
+        fsync_every: Steps after which the disk must have the log; 0 leaves that to the system,
+            which loses nothing when a process dies, and some seconds when the machine does.
 
-    A log that can no longer be written, as on a full disk, ends after its last whole step, with one warning: training
-    goes on. Where training goes back to an earlier state, in a process or a new one, another file begins there, which
-    takes the place of the steps that were taken from there on.
+    A log that can no longer be written, as on a full disk, ends after its last whole step, with one
+    warning: training goes on. Where training goes back to an earlier state, in a process or a new
+    one, another file begins there, which takes the place of the steps that were taken from there
+    on.
 
     Raises:
-        ValueError: At `Replicated.record`: the optimizer has several levels, of which the log would need all.
+        ValueError: At `Replicated.record`: the optimizer has several levels, of which the log would
+            need all.
 
     Example:
         >>> import tempfile, torch, detonation as dt
@@ -109,7 +113,8 @@ class UpdateLog(StepRecorder):
                 os.fsync(self._file)
 
     def _keep(self, messages: Copies, what: str, optimizer: Replicated, another: bool) -> None:
-        """Keeps the latest steps of a file, which the first replica may not have written when it is lost."""
+        """Keeps the latest steps of a file, which the first replica may not have written when it is
+        lost."""
         if another:
             self.flush()
             self._kept.clear()
@@ -118,7 +123,8 @@ class UpdateLog(StepRecorder):
         self.add(messages, what, optimizer)
 
     def _write_kept(self, optimizer: Replicated) -> None:
-        """Writes the kept steps, in the place of the first replica before; those that it has written are the same."""
+        """Writes the kept steps, in the place of the first replica before; those that it has
+        written are the same."""
         self.flush()
         kept, self._kept = list(self._kept), deque(maxlen=_KEPT)
         end = kept[0][-1]
@@ -130,7 +136,8 @@ class UpdateLog(StepRecorder):
         self.close()
 
     def rotate(self, oldest: int = 0) -> None:
-        """Begins another file, as after a checkpoint; removes those whose steps are all among the first `oldest`."""
+        """Begins another file, as after a checkpoint; removes those whose steps are all among the
+        first `oldest`."""
         self.close()
         try:
             for (rank, _, path), (other, end, _) in pairwise(
@@ -191,8 +198,8 @@ class UpdateLog(StepRecorder):
         self.hand_on([noted(START, first, about)])
 
     def hand_on(self, records: Sequence[LogRecord]) -> None:
-        """Appends the records to the file, many bytes in a thread while the next step computes; keeps them where
-        another replica writes it.
+        """Appends the records to the file, many bytes in a thread while the next step computes;
+        keeps them where another replica writes it.
         """
         if self._file < 0:
             self._kept.append([*records])
@@ -223,7 +230,10 @@ class UpdateLog(StepRecorder):
 
 
 def identity(optimizer: Replicated) -> dict[str, Any]:
-    """The settings that a run must share with a log, to replay it. Raises `ValueError` for several levels."""
+    """The settings that a run must share with a log, to replay it.
+
+    Raises `ValueError` for several levels.
+    """
     if len(optimizer.levels) > 1:
         raise ValueError("an update log has one level of replication, not several")
     ((axis, scheme),) = optimizer.levels
@@ -260,7 +270,8 @@ def rounding(optimizer: Replicated) -> dict[str, Any]:
 
 
 def round_like(about: Mapping[str, Any], optimizer: Replicated) -> dict[str, str]:
-    """Takes the steps of `optimizer` in the way of a run that `about` describes; returns `arithmetic`."""
+    """Takes the steps of `optimizer` in the way of a run that `about` describes; returns
+    `arithmetic`."""
     optimizer.base_step.round_singly(about.get("rounds_singly", False))
     return arithmetic(optimizer)
 
@@ -270,7 +281,8 @@ def _settings(optimizer: Replicated) -> dict[str, Any]:
 
 
 def segments(directory: Path, rank: str) -> list[tuple[str, int, Path]]:
-    """The files of a log, in order: the rank that wrote each, the steps before, and its path; `rank` is "" for all."""
+    """The files of a log, in order: the rank that wrote each, the steps before, and its path;
+    `rank` is "" for all."""
     found = []
     for path in directory.glob(f"*{SUFFIX}"):
         name, _, first = path.name.removesuffix(SUFFIX).rpartition("-")

@@ -1,4 +1,5 @@
-"""Models by name, over transformers; `model(**batch)` returns `loss`, in nats and fp32, and `logits`.
+"""Models by name, over transformers; `model(**batch)` returns `loss`, in nats and fp32, and
+`logits`.
 
 The initial weights depend on `torch.manual_seed` alone. It imports nothing
 else of the package; `train` and the benchmarks may call it.
@@ -26,9 +27,11 @@ TASK_OF = {"olmo2": "text", "olmoe": "text", "t5": "translation", "vit": "images
 
 
 def model_function(name: str) -> Callable[..., nn.Module]:
-    """The function that builds the model called `name`; `ValueError` for a name that does not exist.
+    """The function that builds the model called `name`; `ValueError` for a name that does not
+    exist.
 
-    Besides `MODELS`, a name may be `hf:` and a directory or an id of the hub, or "package.module:function".
+    Besides `MODELS`, a name may be `hf:` and a directory or an id of the hub, or
+    "package.module:function".
     """
     if name.startswith(HUB_PREFIX):
         return transformers_model(name.removeprefix(HUB_PREFIX))
@@ -43,7 +46,8 @@ def model_function(name: str) -> Callable[..., nn.Module]:
 
 
 def image_arguments(name: str, arguments: Mapping[str, Any]) -> dict[str, int]:
-    """The `size` and `channels` that the model called `name` fixes for the images; empty where it takes any."""
+    """The `size` and `channels` that the model called `name` fixes for the images; empty where it
+    takes any."""
     if name.startswith(HUB_PREFIX):
         return image_size_of(name.removeprefix(HUB_PREFIX), dict(arguments))
     given = {"size": arguments.get("image_size"), "channels": arguments.get("channels")}
@@ -53,10 +57,12 @@ def image_arguments(name: str, arguments: Mapping[str, Any]) -> dict[str, int]:
 def build_model(name: str, arguments: Mapping[str, Any]) -> nn.Module:
     """Builds a model by name, in training mode and with random weights.
 
-    The arguments are those of the model's function: `olmo2`, `olmoe`, `t5`, `vit`, or as `transformers_model` lists.
+    The arguments are those of the model's function: `olmo2`, `olmoe`, `t5`, `vit`, or as
+    `transformers_model` lists.
 
     Raises:
-        ValueError: Unknown name or argument, sizes that do not fit together, or a function that makes no module.
+        ValueError: Unknown name or argument, sizes that do not fit together, or a function that
+            makes no module.
 
     Example:
         >>> build_model("vit", {"image_size": 28, "patch_size": 5})

@@ -8,10 +8,11 @@ from detonation.choices import needs
 
 
 def checked(dropout: float, **sizes: int) -> int:
-    """Returns the width of an attention head of a model with these `sizes`, `hidden_size` and `heads` among them.
+    """Returns the width of an attention head of a model with these `sizes`, `hidden_size` and
+    `heads` among them.
 
-    Raises `ValueError` for a size below 1, a `dropout` that is no probability below 1, and `heads` that do not divide
-    `hidden_size`.
+    Raises `ValueError` for a size below 1, a `dropout` that is no probability below 1, and `heads`
+    that do not divide `hidden_size`.
     """
     for name, size in sizes.items():
         if size < 1:
@@ -22,7 +23,8 @@ def checked(dropout: float, **sizes: int) -> int:
     width, left = divmod(hidden_size, heads)
     if left:
         raise ValueError(
-            f"heads {heads} does not divide hidden_size {hidden_size}: each head takes an equal share"
+            f"heads {heads} does not divide hidden_size {hidden_size}: each head takes an equal"
+            " share"
         )
     return width
 
@@ -79,7 +81,8 @@ def _causal(
     }
     if (width := checked(dropout, **sizes)) % 2:
         raise ValueError(
-            f"heads {heads} of hidden_size {hidden_size} are {width} wide: rotary positions need even"
+            f"heads {heads} of hidden_size {hidden_size} are {width} wide: rotary positions need"
+            " even"
         )
     return {
         "vocab_size": vocab, "hidden_size": hidden_size, "intermediate_size": feed_forward,
@@ -103,8 +106,8 @@ def olmoe(
 ) -> nn.Module:
     """Builds a causal language model with a mixture of experts.
 
-    The experts of a block are three matrices of `[experts, ...]`, which FSDP2 shards by expert. The gradient of an
-    expert to which no token of a replica went is zero on that replica.
+    The experts of a block are three matrices of `[experts, ...]`, which FSDP2 shards by expert. The
+    gradient of an expert to which no token of a replica went is zero on that replica.
 
     Args:
         vocab: Number of tokens; 256 for bytes.
@@ -114,8 +117,8 @@ def olmoe(
         experts: Of each block.
         active: Experts that work on a token.
         feed_forward: Width of the gated feed-forward layer of each expert.
-        balance: Weight of the loss that keeps experts equally busy; only in training, so that validation losses are in
-            nats, as those of other models are.
+        balance: Weight of the loss that keeps experts equally busy; only in training, so that
+            validation losses are in nats, as those of other models are.
         dropout: On attention weights.
 
     Shapes: `input_ids` and `labels` `[B, T]` int64, any T.
@@ -155,9 +158,10 @@ def t5(
 ) -> nn.Module:
     """Builds a sequence-to-sequence model.
 
-    The loss is the mean over the labels that are not -100. The model makes the decoder's input by shifting the labels
-    right, starting with id 0. Embedding and output matrix are the same tensor, as in T5. After initialisation the loss
-    is about one nat above ln(vocab), because a decoder with tied embeddings first predicts the byte that it has read.
+    The loss is the mean over the labels that are not -100. The model makes the decoder's input by
+    shifting the labels right, starting with id 0. Embedding and output matrix are the same tensor,
+    as in T5. After initialisation the loss is about one nat above ln(vocab), because a decoder with
+    tied embeddings first predicts the byte that it has read.
 
     Args:
         vocab: Number of ids; ByT5 has 384: 3 special ids, 256 bytes, 125 spare.
@@ -214,8 +218,8 @@ def vit(
 ) -> nn.Module:
     """Builds an image classifier.
 
-    The loss is the mean over B images. Compute grows with the square of `image_size / patch_size`. The defaults suit
-    Fashion-MNIST; for images of 32 pixels use patch_size 4.
+    The loss is the mean over B images. Compute grows with the square of `image_size / patch_size`.
+    The defaults suit Fashion-MNIST; for images of 32 pixels use patch_size 4.
 
     Args:
         image_size: Height and width of an image, in pixels.
@@ -251,14 +255,16 @@ def vit(
     )
     if image_size % patch_size:
         raise ValueError(
-            f"patch_size {patch_size} does not divide image_size {image_size}: the image is cut into whole patches"
+            f"patch_size {patch_size} does not divide image_size {image_size}: the image is cut"
+            " into whole patches"
         )
     transformers = needs("transformers", "models")
     config = transformers.ViTConfig(
         image_size=image_size, patch_size=patch_size, num_channels=channels, num_labels=classes,
         hidden_size=hidden_size, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=feed_forward,
         hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
-        # Without it transformers guesses the loss from the labels of each batch; one class would mean regression.
+        # Without it transformers guesses the loss from the labels of each batch; one class would
+        # mean regression.
         problem_type="single_label_classification", attn_implementation="sdpa",
     )  # fmt: skip
     model: nn.Module = transformers.ViTForImageClassification(config)

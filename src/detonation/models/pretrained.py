@@ -1,4 +1,5 @@
-"""Any causal, sequence-to-sequence or classifying model of transformers, by its directory or its id on the hub."""
+"""Any causal, sequence-to-sequence or classifying model of transformers, by its directory or its id
+on the hub."""
 
 import copy
 import functools
@@ -26,11 +27,12 @@ _BYTES = (256, 384)
 
 
 def transformers_model(name: str) -> Callable[..., nn.Module]:
-    """The function that builds the model `hf:NAME`, where NAME is a directory or an id on the Hugging Face hub.
+    """The function that builds the model `hf:NAME`, where NAME is a directory or an id on the
+    Hugging Face hub.
 
-    Code from the directory or the hub never runs. The function raises `ValueError` in one line for a name that is
-    neither there nor reachable, a model of another task, a key that the configuration has not, and weights that do
-    not fit.
+    Code from the directory or the hub never runs. The function raises `ValueError` in one line for
+    a name that is neither there nor reachable, a model of another task, a key that the
+    configuration has not, and weights that do not fit.
     """
 
     def build(
@@ -46,10 +48,10 @@ def transformers_model(name: str) -> Callable[..., nn.Module]:
         """Builds the model, in training mode.
 
         Args:
-            task: "text" (a causal model), "translation" (sequence to sequence), "images" or "labels" (a classifier);
-                filled in.
-            pretrained: Start from the weights there, instead of random ones. A classifier gets a new head where the
-                number of classes differs.
+            task: "text" (a causal model), "translation" (sequence to sequence), "images" or
+                "labels" (a classifier); filled in.
+            pretrained: Start from the weights there, instead of random ones. A classifier gets a
+                new head where the number of classes differs.
             dtype: Of the weights: "float32" or "bfloat16".
             vocab: Number of ids in the data, of which the model must know as many; filled in.
             image_size: Filled in from the data.
@@ -77,7 +79,8 @@ def transformers_model(name: str) -> Callable[..., nn.Module]:
 
 
 def image_size_of(name: str, settings: dict[str, Any]) -> dict[str, int]:
-    """The `size` and `channels` of the images that the model `hf:NAME` takes, as far as its configuration says."""
+    """The `size` and `channels` of the images that the model `hf:NAME` takes, as far as its
+    configuration says."""
     config = _configured(name, {}, {})
     size = settings.get("image_size", getattr(config, "image_size", None))
     channels = settings.get(

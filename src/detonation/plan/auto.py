@@ -40,27 +40,31 @@ def auto(
 ) -> Scheme:
     """Measures the links of `axis` and chooses the scheme that is expected to reach a loss first.
 
-    Collective: call it on every rank, after sharding and before `replicate`. It takes a few seconds. Rank 0 decides,
-    and all ranks return the same scheme, the one that `detonation plan --optimizer` puts first: full synchronisation
-    where it waits for the network at most `budget` of a step and nothing is sooner by more, else what reaches a loss
-    first, by losses that were measured with such an `optimizer`, or with AdamW where none was. The reason is logged at
-    INFO of "detonation".
+    Collective: call it on every rank, after sharding and before `replicate`. It takes a few
+    seconds. Rank 0 decides, and all ranks return the same scheme, the one that `detonation plan
+    --optimizer` puts first: full synchronisation where it waits for the network at most `budget` of
+    a step and nothing is sooner by more, else what reaches a loss first, by losses that were
+    measured with such an `optimizer`, or with AdamW where none was. The reason is logged at INFO of
+    "detonation".
 
     Args:
-        optimizer: The one that will be replicated. With a momentum of its own it needs schemes of dense gradients or of
-            rounds; `SignSGD`, and AdamW with betas=(0.0, 0.95), go with most.
+        optimizer: The one that will be replicated. With a momentum of its own it needs schemes of
+            dense gradients or of rounds; `SignSGD`, and AdamW with betas=(0.0, 0.95), go with most.
         model: The sharded model; its trained parameters give the sizes of the messages.
         axis: The axis between the replicas, such as `mesh["replicate"]` or that of `elastic`.
         step_seconds: Duration of a training step without the network; above 0.
-        budget: Share of a step that full synchronisation may spend waiting for the network; between 0 and 1.
+        budget: Share of a step that full synchronisation may spend waiting for the network; between
+            0 and 1.
         steps: Length of the training; at least 1.
-        recipe: Whose measured losses count: "quick-lm" (text), "vit-fashion" (images), "t5-translation" (translation).
+        recipe: Whose measured losses count: "quick-lm" (text), "vit-fashion" (images),
+            "t5-translation" (translation).
 
     Returns:
         The scheme, to be passed to `replicate`.
 
     Raises:
-        ValueError: `step_seconds`, `budget` or `steps` is out of range, or no losses of `recipe` were measured.
+        ValueError: `step_seconds`, `budget` or `steps` is out of range, or no losses of `recipe`
+            were measured.
         Mismatch: A rank makes another scheme of the name and arguments that rank 0 chose.
 
     Example:
@@ -73,12 +77,13 @@ def auto(
         >>> dt.leave()
 
     Reference:
-        docs/networks.md describes the prediction and how far it was from measurements; the measured losses are in
-        research/frontier.md and research/log.md.
+        docs/networks.md describes the prediction and how far it was from measurements; the measured
+        losses are in research/frontier.md and research/log.md.
     """
     if not 0 < step_seconds < float("inf"):
         raise ValueError(
-            f"step_seconds is {step_seconds}, must be the seconds of a step without the network, above 0"
+            f"step_seconds is {step_seconds}, must be the seconds of a step without the network,"
+            " above 0"
         )
     check_budget(budget)
     if steps < 1:
@@ -124,7 +129,10 @@ def broadcast_choice(choice: Scheme, everyone: Everyone) -> Scheme:
 
 
 def node_shapes(model: nn.Module, axis: Axis, everyone: Everyone) -> Sequence[Shapes]:
-    """Gathers the local shapes of the trained parameters on each rank of the first replica's node. Collective."""
+    """Gathers the local shapes of the trained parameters on each rank of the first replica's node.
+
+    Collective.
+    """
     shapes = {
         name: list(local(p).shape) for name, p in local_parameters(model).items() if p.requires_grad
     }

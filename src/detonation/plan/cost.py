@@ -19,7 +19,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 """Parameter shapes by name."""
 
 _WINDOW, _TIMER_S = 14480, 0.2
-"""Of TCP: the bytes that it sends at once after a long silence, and what its timer adds to a round trip."""
+"""Of TCP: the bytes that it sends at once after a long silence, and what its timer adds to a round
+trip."""
 _NOISE_S = 5e-3
 """What is expected to be shorter cannot be measured beside it."""
 
@@ -29,9 +30,10 @@ class Network:
     """The network between `replicas` nodes of `shards` ranks.
 
     Args:
-        operations: Time of each collective as one rank sees it while all ranks send: "all-reduce", "all-gather",
-            "all-to-all".
-        restart: The part of `restart_s` by which an exchange after a silence is longer; 0 where silence costs nothing.
+        operations: Time of each collective as one rank sees it while all ranks send: "all-reduce",
+            "all-gather", "all-to-all".
+        restart: The part of `restart_s` by which an exchange after a silence is longer; 0 where
+            silence costs nothing.
     """
 
     replicas: int
@@ -80,7 +82,8 @@ class Network:
         return replace(self, operations=operations)
 
     def seconds(self, kind: traffic.CollectiveKind, nbytes: float, silent_s: float = 0.0) -> float:
-        """Duration of an exchange in which each rank sends `nbytes`, `silent_s` after the one before."""
+        """Duration of an exchange in which each rank sends `nbytes`, `silent_s` after the one
+        before."""
         if self.replicas == 1:
             return 0.0
         again = self.restart * self.restart_s(nbytes, silent_s) if self.restart else 0.0
@@ -94,8 +97,9 @@ class Network:
     def restart_s(self, nbytes: float, silent_s: float) -> float:
         """Seconds that slow start adds to an exchange of `nbytes` after a silence.
 
-        TCP halves its window with each period of its timer without data, down to `_WINDOW`, and doubles it with each
-        round trip afterwards, until it holds the message or what is on the way at full rate.
+        TCP halves its window with each period of its timer without data, down to `_WINDOW`, and
+        doubles it with each round trip afterwards, until it holds the message or what is on the way
+        at full rate.
         """
         one = self.operations["all-to-all"]
         round_trip, rate = (
@@ -121,11 +125,14 @@ class Work:
     Args:
         shards: Local parameter shapes on each rank of a node.
         compute_s: Seconds of forward and backward.
-        steps: Seconds of the optimizer's step by scheme, as it is `spelled` or by its name; 0 for a missing scheme.
+        steps: Seconds of the optimizer's step by scheme, as it is `spelled` or by its name; 0 for a
+            missing scheme.
         overlap: Gradients are sent while backward still runs.
-        accumulate: Equal micro-batches that `compute_s` is of; gradients are sent in the last one's backward.
-        reports: Ranks agree on the loss of each step, as the trainer does (before a backward pass that sends, else
-            during it), and the host waits until they agree on what owners have refused.
+        accumulate: Equal micro-batches that `compute_s` is of; gradients are sent in the last one's
+            backward.
+        reports: Ranks agree on the loss of each step, as the trainer does (before a backward pass
+            that sends, else during it), and the host waits until they agree on what owners have
+            refused.
         on_accelerator: Gathered messages travel with padding, see `Scheme.aligned`.
     """
 
@@ -212,7 +219,8 @@ _STATE_BYTES = {"SignSGD": 0, "SGD": 4, "SGD without momentum": 0, "Muon": 4}
 
 
 def close_bytes(scheme: Scheme, optimizer: str, parameters: int, replicas: int) -> float:
-    """Bytes that a node sends more per step where replicas are kept close: of a thousandth of their agreed state."""
+    """Bytes that a node sends more per step where replicas are kept close: of a thousandth of their
+    agreed state."""
     if scheme.signal == "nothing":
         return 0.0
     state = (
@@ -232,7 +240,8 @@ def _round_bytes(scheme: Scheme, layout: Layout, work: Work, replicas: int) -> i
 
 
 def _optimizer_s(scheme: Scheme, work: Work) -> float:
-    """Seconds per step of the optimizer's own work, averaged over steps with and without an exchange."""
+    """Seconds per step of the optimizer's own work, averaged over steps with and without an
+    exchange."""
     step = work.steps.get(spelled(scheme), work.steps.get(scheme.name))
     if step is None:
         return 0.0
@@ -249,7 +258,8 @@ def report_s(scheme: Scheme, work: Work, network: Network) -> float:
 def _exposed_s(
     scheme: Scheme, layout: Layout, work: Work, step_s: float, network: Network
 ) -> float:
-    """Seconds per round in which a rank waits for messages; `step_s` is the part of a step beside its compute."""
+    """Seconds per round in which a rank waits for messages; `step_s` is the part of a step beside
+    its compute."""
     waits = 0.0
     silent = scheme.round.every / scheme.fragments * (work.compute_s + step_s)
     for fragment in scheme.divide(layout, work.sizes):
@@ -301,17 +311,20 @@ def _exposed_s(
 def _delayed_wait_s(scheme: Scheme, transfer_s: float, latency_s: float, local_s: float) -> float:
     """Seconds of waiting for a message that has `delay` steps of `local_s` to arrive.
 
-    In the long run a link takes messages no faster than it transfers them: the time between two is a bound, too.
+    In the long run a link takes messages no faster than it transfers them: the time between two is
+    a bound, too.
     """
     between = scheme.round.every / scheme.fragments * local_s
     return max(0.0, transfer_s - scheme.round.delay * local_s, transfer_s - latency_s - between)
 
 
 def _overlapped_wait_s(parts: Sequence[tuple[float, float]], compute_s: float) -> float:
-    """Seconds from the end of backward until the last of `parts` is sent; each leaves when its gradients are ready.
+    """Seconds from the end of backward until the last of `parts` is sent; each leaves when its
+    gradients are ready.
 
     Args:
-        parts: In sending order, the share of all gradients in each message, and the seconds that it takes.
+        parts: In sending order, the share of all gradients in each message, and the seconds that it
+            takes.
         compute_s: Seconds of forward and backward of the micro-batch.
 
     Example:

@@ -1,4 +1,5 @@
-"""Measured losses, and what they say about a run: its loss relative to a baseline, and the steps to a loss."""
+"""Measured losses, and what they say about a run: its loss relative to a baseline, and the steps to
+a loss."""
 
 import json
 import math
@@ -16,22 +17,25 @@ TEXT = "quick-lm"
 GOAL_STEPS = 1000
 """The length of a run of which nothing is said: that of the longest measured on text."""
 STEPS_EXPONENT = 0.205
-"""Loss falls as steps ** -0.205: AdamW with full synchronisation on quick-lm, seed 1, 300 and 1,200 steps
-(research/frontier.md). For a study whose baseline was validated on the way, its own curve counts."""
+"""Loss falls as steps ** -0.205: AdamW with full synchronisation on quick-lm, seed 1, 300 and 1,200
+steps (research/frontier.md). For a study whose baseline was validated on the way, its own curve
+counts."""
 HALVING = math.log10(10 / 3)
-"""A lead halves for each so many powers of ten of a longer goal: Muon's over AdamW from 300 to 1,000 steps,
--21.9 % to -10.9 % (docs/findings.md)."""
+"""A lead halves for each so many powers of ten of a longer goal: Muon's over AdamW from 300 to
+1,000 steps, -21.9 % to -10.9 % (docs/findings.md)."""
 PER_DECADE = 0.01
-"""How much wider an interval grows at both ends for each factor of ten in parameters: the largest change of a mean from
-0.6 to 4.3 million parameters (docs/findings.md)."""
+"""How much wider an interval grows at both ends for each factor of ten in parameters: the largest
+change of a mean from 0.6 to 4.3 million parameters (docs/findings.md)."""
 PER_LONGER = 0.04
-"""The same for each factor of ten in length: `random_sign` with eight replicas lost more than half of its lead from 300
-to 1,000 steps, -6.4 % to -1.2 % (docs/findings.md)."""
+"""The same for each factor of ten in length: `random_sign` with eight replicas lost more than half
+of its lead from 300 to 1,000 steps, -6.4 % to -1.2 % (docs/findings.md)."""
 PER_DOUBLING = 0.12
-"""The same for each factor of two in replicas: the largest change of a mean, AdamW every 300 (docs/findings.md)."""
+"""The same for each factor of two in replicas: the largest change of a mean, AdamW every 300
+(docs/findings.md)."""
 PER_FEWER_ROUNDS = 0.034
-"""The same for each factor of ten by which a run has fewer rounds, times log2(replicas): `muloco` every 30 over 100 and
-over 10 rounds, +1.0 and +4.4 % with two replicas, +6.2 and +17.9 % with eight (docs/findings.md)."""
+"""The same for each factor of ten by which a run has fewer rounds, times log2(replicas): `muloco`
+every 30 over 100 and over 10 rounds, +1.0 and +4.4 % with two replicas, +6.2 and +17.9 % with eight
+(docs/findings.md)."""
 SPREAD = 0.07
 """Half of a 95 % interval of three seeds on text (docs/findings.md), for a single seed."""
 # fmt: off
@@ -48,7 +52,8 @@ class Loss:
     """One measurement: the validation losses of a scheme and an optimizer at the end of their runs.
 
     Args:
-        scheme, arguments: Of the scheme that was measured; its other arguments do not change what is trained.
+        scheme, arguments: Of the scheme that was measured; its other arguments do not change what
+            is trained.
         optimizer: The class that trained under it, as `trained_by` names it.
         settings: Its arguments, at the best learning rate of those tried.
         study: Its runs have the same data, batch and validation.
@@ -82,7 +87,8 @@ class Loss:
         return self.study, self.recipe, self.parameters, self.steps
 
     def doublings(self, replicas: int) -> float:
-        """How often the replicas of the measurement double to `replicas`; 0 for full synchronisation at any number."""
+        """How often the replicas of the measurement double to `replicas`; 0 for full
+        synchronisation at any number."""
         return 0.0 if self.scheme == "full" else math.log2(replicas / self.replicas)
 
     def fits(self, scheme: Scheme) -> bool:
@@ -114,7 +120,8 @@ class Goal:
 
     @property
     def baseline(self) -> str:
-        """The optimizer whose full synchronisation everything is compared with: the one that stays, or AdamW."""
+        """The optimizer whose full synchronisation everything is compared with: the one that stays,
+        or AdamW."""
         known = any(loss.is_full and loss.optimizer == self.optimizer for loss in loss_table())
         return self.optimizer if known and self.optimizer else "AdamW"
 
@@ -124,7 +131,8 @@ class Estimate:
     """The expectation of a run from a measurement.
 
     Args:
-        cost: The loss of the run relative to that of the baseline at equal steps; below 0 for a lower loss.
+        cost: The loss of the run relative to that of the baseline at equal steps; below 0 for a
+            lower loss.
         interval: 95 % of `cost` over seeds, wider the farther the measurement is from the run.
         seeds: Pairs of runs that were compared.
         exponent: The baseline's loss falls as steps to the power of minus this.
@@ -166,10 +174,12 @@ class Estimate:
 
 
 def estimate(scheme: Scheme, optimizer: str, goal: Goal) -> Estimate | None:
-    """The expectation of `scheme` under `optimizer` in `run`; None where nothing comparable was measured.
+    """The expectation of `scheme` under `optimizer` in `run`; None where nothing comparable was
+    measured.
 
-    Of several measurements the nearest counts, never the best: first by replicas, then by steps, then the one of most
-    seeds, then by size, which changes least. Losses of another recipe than the run's do not count.
+    Of several measurements the nearest counts, never the best: first by replicas, then by steps,
+    then the one of most seeds, then by size, which changes least. Losses of another recipe than the
+    run's do not count.
     """
     found = [loss for loss in loss_table() if loss.optimizer == optimizer and loss.fits(scheme)]
     near = sorted(
@@ -192,7 +202,8 @@ def estimate(scheme: Scheme, optimizer: str, goal: Goal) -> Estimate | None:
 
 
 def task_of(model: str) -> str:
-    """The recipe whose losses count for a model by its name: of images, of translation, or else of text.
+    """The recipe whose losses count for a model by its name: of images, of translation, or else of
+    text.
 
     >>> task_of("hf:google-t5/t5-base"), task_of("vit"), task_of("olmo2")
     ('t5-translation', 'vit-fashion', 'quick-lm')
@@ -235,9 +246,11 @@ def loss_table() -> tuple[Loss, ...]:
 def relative(
     losses: Mapping[int, float], base: Mapping[int, float]
 ) -> tuple[float, tuple[float, float] | None, int]:
-    """The mean difference of `losses` to `base` on equal seeds, over the mean of `base`; its 95 % interval; the pairs.
+    """The mean difference of `losses` to `base` on equal seeds, over the mean of `base`; its 95 %
+    interval; the pairs.
 
-    Seed 0 chose learning rates, so it counts only where no other seed is common. Two pairs have no interval.
+    Seed 0 chose learning rates, so it counts only where no other seed is common. Two pairs have no
+    interval.
     """
     seeds = sorted(set(losses) & set(base) - {0}) or sorted(set(losses) & set(base))
     differences, mean = (

@@ -1,4 +1,5 @@
-"""Ranks schemes and optimizers by the expected time to a loss, and says why in plain values and sentences."""
+"""Ranks schemes and optimizers by the expected time to a loss, and says why in plain values and
+sentences."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +15,8 @@ from detonation.plan.losses import Estimate, Goal, estimate, loss_table, optimiz
 from detonation.report.words import duration
 
 BUDGET = 0.1
-"""Default share of a step that full synchronisation may spend waiting for the network and still come first."""
+"""Default share of a step that full synchronisation may spend waiting for the network and still
+come first."""
 
 _VALUES = {"precision": "fp32", "error_feedback": True}
 _SIGN = {"precision": "sign", "error_feedback": False}
@@ -36,7 +38,8 @@ Candidate = tuple[Scheme, str]
 
 @dataclass(frozen=True)
 class Option:
-    """A scheme with its optimizer, the predicted cost of a step, and what is expected of the loss, None if unknown."""
+    """A scheme with its optimizer, the predicted cost of a step, and what is expected of the loss,
+    None if unknown."""
 
     cost: Cost
     optimizer: str
@@ -60,7 +63,8 @@ class Option:
 
 
 def settings(name: str) -> list[dict[str, Any]]:
-    """Lists the arguments that are considered for a scheme: its defaults, `SETTINGS`, and all measured settings.
+    """Lists the arguments that are considered for a scheme: its defaults, `SETTINGS`, and all
+    measured settings.
 
     Those that were measured are whole, for they may be laid over a recipe that has others.
     """
@@ -75,7 +79,8 @@ def candidate_settings() -> list[Scheme]:
 
 
 def pairs(goal: Goal) -> list[Candidate]:
-    """Pairs each candidate with the optimizer that must stay, or else with each that it was measured with.
+    """Pairs each candidate with the optimizer that must stay, or else with each that it was
+    measured with.
 
     A scheme that nobody has measured comes once, with the optimizer of the baseline.
     """
@@ -93,12 +98,14 @@ def pairs(goal: Goal) -> list[Candidate]:
 def options(
     among: Iterable[Candidate], work: Work, network: Network, goal: Goal, budget: float = BUDGET
 ) -> list[Option]:
-    """Ranks the candidates, best first; without those that send more than full synchronisation, or only at the end.
+    """Ranks the candidates, best first; without those that send more than full synchronisation, or
+    only at the end.
 
-    Full synchronisation comes first where it waits at most `budget` of a step, and nothing is sooner by more than that.
-    Those with a known loss follow, by the expected time to the loss of the run's baseline, then full synchronisation of
-    an unknown loss, then the others by the time of a step, and schemes that exchange nothing. Of equal times the scheme
-    that sends less comes first.
+    Full synchronisation comes first where it waits at most `budget` of a step, and nothing is
+    sooner by more than that. Those with a known loss follow, by the expected time to the loss of
+    the run's baseline, then full synchronisation of an unknown loss, then the others by the time of
+    a step, and schemes that exchange nothing. Of equal times the scheme that sends less comes
+    first.
     """
     among = [(one, optimizer) for one, optimizer in among if one.round.every < max(2, goal.steps)]
     prices = {
@@ -118,10 +125,11 @@ def options(
 def one_machine(
     ranked: Sequence[Option], network: Network, goal: Goal
 ) -> tuple[str, Estimate, float] | None:
-    """The fastest way to the loss on one machine that takes all the examples of a step: the optimizer, and seconds.
+    """The fastest way to the loss on one machine that takes all the examples of a step: the
+    optimizer, and seconds.
 
-    Its steps take as many times longer as there are replicas, without a network. It may take each optimizer of the
-    options. None where nothing is known.
+    Its steps take as many times longer as there are replicas, without a network. It may take each
+    optimizer of the options. None where nothing is known.
     """
     full = next((option.cost for option in ranked if option.is_full), None)
     if network.replicas == 1 or full is None:
@@ -138,16 +146,18 @@ def check_budget(budget: float) -> float:
     """Returns `budget`; raises `ValueError` unless it is a number between 0 and 1, both excluded."""
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget < 1:
         raise ValueError(
-            f"budget is {budget!r}, must be a part of a step that may be waited for, between 0 and 1: 0.1"
+            f"budget is {budget!r}, must be a part of a step that may be waited for, between 0 and"
+            " 1: 0.1"
         )
     return float(budget)
 
 
 def largest_within(among: Iterable[Scheme], work: Work, network: Network, budget: float) -> Scheme:
-    """Picks the setting of one scheme that sends most among those that wait at most `budget` of a step.
+    """Picks the setting of one scheme that sends most among those that wait at most `budget` of a
+    step.
 
-    Where nothing fits, those count whose step is at most `budget` longer than the shortest: where the wait is latency,
-    fewer bytes gain nothing.
+    Where nothing fits, those count whose step is at most `budget` longer than the shortest: where
+    the wait is latency, fewer bytes gain nothing.
     """
     prices = [
         price for price in (_price(each, work, network) for each in among) if price is not None
@@ -189,9 +199,11 @@ def advise(
     budget: float = BUDGET,
     settings: Callable[[Scheme], Mapping[str, object]] = changed,
 ) -> dict[str, Any]:
-    """Describes the plan: every option, the reason for the first, and the first on a slower and a faster network.
+    """Describes the plan: every option, the reason for the first, and the first on a slower and a
+    faster network.
 
-    settings: The arguments that choose a scheme where it is trained. `rate_bits_per_s`: None where nothing limits it.
+    settings: The arguments that choose a scheme where it is trained. `rate_bits_per_s`: None where
+    nothing limits it.
     """
     best = ranked[0]
     among = [(option.cost.scheme, option.optimizer) for option in ranked]
@@ -220,9 +232,11 @@ def advise(
         "if_twice_the_rate": row(twice, goal),
         "replicas": network.replicas,
         "shards": network.shards,
-        "rate_bits_per_s": rate
-        if network.replicas > 1 and math.isfinite(rate := network.rate_bits_per_s)
-        else None,
+        "rate_bits_per_s": (
+            rate
+            if network.replicas > 1 and math.isfinite(rate := network.rate_bits_per_s)
+            else None
+        ),
         "budget": budget,
         "parameters": goal.parameters,
     }
@@ -271,18 +285,25 @@ def why(ranked: Sequence[Option], network: Network, goal: Goal, budget: float = 
     seconds = best.seconds(goal)
     if seconds is None:
         return f"{best}: {waits}; its loss is not measured here"
-    text = f"{best} reaches the loss of {goal.baseline} in full after {goal.steps:,} steps within {duration(seconds)}"
+    text = (
+        f"{best} reaches the loss of {goal.baseline} in full after {goal.steps:,} steps within"
+        f" {duration(seconds)}"
+    )
     full = next((each for each in ranked if each.is_full and each.optimizer == goal.baseline), None)
     if full is None or full is best:
         return f"{text}; {waits}"
     there = duration(goal.steps * full.cost.total_s)
-    return f"{text}, full() with {goal.baseline} in {there}, of which it would wait {full.cost.waiting:.0%}; {waits}"
+    return (
+        f"{text}, full() with {goal.baseline} in {there}, of which it would wait"
+        f" {full.cost.waiting:.0%}; {waits}"
+    )
 
 
 def _second_machine(
     ranked: Sequence[Option], network: Network, goal: Goal
 ) -> tuple[bool | None, str]:
-    """Says whether the other machines pay: against one with the same examples per step, and in the same seconds."""
+    """Says whether the other machines pay: against one with the same examples per step, and in the
+    same seconds."""
     alone, seconds = one_machine(ranked, network, goal), ranked[0].seconds(goal)
     if alone is None or seconds is None:
         return None, ""
@@ -312,7 +333,8 @@ def _help(ranked: Sequence[Option]) -> list[str]:
         best.cost.exposed_s / (best.cost.compute_s + best.cost.step_s)
     )  # accumulate is a whole number
     lines = [
-        f"more work per step: with {times:,} times the examples (train.accumulate) half of a step is waiting"
+        f"more work per step: with {times:,} times the examples (train.accumulate) half of a step"
+        " is waiting"
     ]
     known = [
         option
@@ -323,6 +345,7 @@ def _help(ranked: Sequence[Option]) -> list[str]:
         less = min(known, key=lambda option: option.cost.waiting)
         assert less.estimate
         lines.append(
-            f"fewer bytes: {less} waits {less.cost.waiting:.0%}, and its loss is {less.estimate.verdict}"
+            f"fewer bytes: {less} waits {less.cost.waiting:.0%}, and its loss is"
+            f" {less.estimate.verdict}"
         )
     return lines

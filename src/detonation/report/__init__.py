@@ -1,4 +1,5 @@
-"""Finished runs for people: `read` parses a run directory, `terminal` prints, `figures` draws, `page` writes the page.
+"""Finished runs for people: `read` parses a run directory, `terminal` prints, `figures` draws,
+`page` writes the page.
 
 `words` formats numbers and texts. Nothing here imports torch.
 """

@@ -11,9 +11,11 @@ from detonation.report.read import Run, agreeing_s
 from detonation.report.words import duration, shortened, size_text
 
 COLOURS = ("#1861cd", "#c94f00", "#006a50", "#a3508a", "#c8870b", "#3a9dd5")
-"""Colours of runs: the hues of Okabe and Ito, darkened to a contrast of 3 with the background, `PAPER`."""
+"""Colours of runs: the hues of Okabe and Ito, darkened to a contrast of 3 with the background,
+`PAPER`."""
 PART_COLOURS = ("#a9b4c4", "#b87400", "#1f6fd0", "#5e1f57")
-"""Parts of a step, light to dark: compute, the optimizer's own work, waiting for the slowest, for the network."""
+"""Parts of a step, light to dark: compute, the optimizer's own work, waiting for the slowest, for
+the network."""
 PAPER, _INK = "#ffffff", "#1a1c20"
 
 _DASHES = ("-", "--", "-.", ":")
@@ -39,7 +41,8 @@ _STYLE: dict[Any, Any] = {
     "text.parse_math": False,  # a name may hold dollar signs
 }
 _WIDTH, _HEIGHT = 4.0, 2.9
-"""Inches: near the width of a figure on a phone, so that its text is as large as the text around it."""
+"""Inches: near the width of a figure on a phone, so that its text is as large as the text around
+it."""
 _BUCKETS = 60
 _FAR = 8.0
 """Values that differ by more than this factor get a log axis."""
@@ -131,7 +134,8 @@ def keys(runs: Sequence[Run]) -> list[Key]:
 
 
 def charts(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
-    """Makes the figures of loss and those of cost per step; leaves out a figure that would be empty."""
+    """Makes the figures of loss and those of cost per step; leaves out a figure that would be
+    empty."""
     shown = list(zip(runs, keys(runs), strict=True))
     senders = [(run, key) for run, key in shown if run.bytes_so_far()[-1]]
     silent = ", ".join(run.name for run in runs if not run.bytes_so_far()[-1])
@@ -186,12 +190,16 @@ def frontier(runs: Sequence[tuple[Run, Key]]) -> Chart:
         axes.margins(0.14)
         axes.xaxis.set_major_formatter(_bytes_text)
 
-    note = "After the last step; beside each point the time of all steps. A line joins the runs that none beats."
+    note = (
+        "After the last step; beside each point the time of all steps. A line joins the runs that"
+        " none beats."
+    )
     return Chart("frontier", "Loss, bytes and time", note, [key for _, key in runs], draw)
 
 
 def breakdown(runs: Sequence[Run]) -> Chart:
-    """Stacked bars of the mean time of each part of a step, one bar per run; all runs must be `timed`."""
+    """Stacked bars of the mean time of each part of a step, one bar per run; all runs must be
+    `timed`."""
     parts = [
         ("compute: forward, backward", lambda r: r["seconds"] - r["step_s"] - agreeing_s(r)),
         ("encode, decode, update", lambda r: r["step_s"] - r["waited_s"]),
@@ -218,10 +226,16 @@ def breakdown(runs: Sequence[Run]) -> Chart:
         axes.locator_params(axis="x", nbins=5)
         axes.xaxis.set_major_formatter(lambda x, _: duration(x) if x else "0")
 
-    note = "Means over all steps. Only exposed communication counts: a transfer that backward hides costs no time."
+    note = (
+        "Means over all steps. Only exposed communication counts: a transfer that backward hides"
+        " costs no time."
+    )
     legend = [Key(text, colour) for (text, _), colour in zip(parts, PART_COLOURS, strict=True)]
     if any("agreeing_s" in record for run in runs for record in run.records):
-        note += " A replica whose loss is late counts as the slowest; one that is late in an exchange, as the network."
+        note += (
+            " A replica whose loss is late counts as the slowest; one that is late in an exchange,"
+            " as the network."
+        )
     else:
         del legend[2]  # which was not measured
     return Chart("step-time", "Time of a step by part", note, legend, draw, 0.57 + 0.44 * len(runs))
@@ -257,7 +271,8 @@ def _curves(
 def buckets(
     across: Sequence[float], loss: Sequence[float], log: bool
 ) -> tuple[list[float], list[float]]:
-    """Thins a long curve to 60 to 120 points, means of equally many neighbours; with `log`, drops points at x = 0."""
+    """Thins a long curve to 60 to 120 points, means of equally many neighbours; with `log`, drops
+    points at x = 0."""
     pairs = [(x, y) for x, y in zip(across, loss, strict=True) if x > 0 or not log]
     width = max(1, len(pairs) // _BUCKETS)
     groups = [pairs[i : i + width] for i in range(0, len(pairs), width)]

@@ -1,4 +1,5 @@
-"""The page of a run while it trains, for `train --web`: a process of its own serves it on 127.0.0.1.
+"""The page of a run while it trains, for `train --web`: a process of its own serves it on
+127.0.0.1.
 
 It draws when somebody looks, at most every two seconds, and ends with the process that started it.
 """

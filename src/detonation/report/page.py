@@ -1,4 +1,5 @@
-"""Writes one self-contained HTML page about one or several runs: no scripts, no fonts, nothing fetched."""
+"""Writes one self-contained HTML page about one or several runs: no scripts, no fonts, nothing
+fetched."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,17 +29,22 @@ _TILES = (
 
 @dataclass(frozen=True)
 class Grid:
-    """A table of the page; the first cell of each row is its header. Texts are escaped where the page is made."""
+    """A table of the page; the first cell of each row is its header.
+
+    Texts are escaped where the page is made.
+    """
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
 
 
 def write_page(directories: Sequence[Path], out: Path | None = None) -> Path:
-    """Writes the page about the runs in `directories` to `out`, or report.html (of one run: there); returns its path.
+    """Writes the page about the runs in `directories` to `out`, or report.html (of one run: there);
+    returns its path.
 
     Raises:
-        ValueError: A directory holds no finished run, a file is damaged, or matplotlib is not installed.
+        ValueError: A directory holds no finished run, a file is damaged, or matplotlib is not
+            installed.
     """
     if not directories:
         raise ValueError("report needs at least one run directory: detonation report DIR...")

@@ -37,7 +37,8 @@ _SUMMARY = {
 
 @dataclass(frozen=True)
 class Run:
-    """The files of one run directory, parsed. records: the lines of metrics.jsonl; settings: of config.toml."""
+    """The files of one run directory, parsed. records: the lines of metrics.jsonl; settings: of
+    config.toml."""
 
     name: str
     directory: Path
@@ -49,7 +50,10 @@ class Run:
 
     @property
     def timed(self) -> bool:
-        """True where the records split the time of a step. Virtual replicas that share a machine cannot tell."""
+        """True where the records split the time of a step.
+
+        Virtual replicas that share a machine cannot tell.
+        """
         split = all("step_s" in record and "waited_s" in record for record in self.records)
         return split and not self.summary.get("simulated")
 
@@ -65,19 +69,24 @@ class Run:
         return list(accumulate(self.series("seconds")))
 
     def validations(self) -> list[tuple[int, float]]:
-        """Index into the records and validation loss of each validation, but for those that are no number."""
+        """Index into the records and validation loss of each validation, but for those that are no
+        number."""
         found = [(i, record.get("val_loss", math.nan)) for i, record in enumerate(self.records)]
         return [(i, loss) for i, loss in found if math.isfinite(loss)]
 
 
 def agreeing_s(record: dict[str, Any]) -> float:
-    """The seconds of a step in which rank 0 waited for the losses of others; 0 where that was not measured."""
+    """The seconds of a step in which rank 0 waited for the losses of others; 0 where that was not
+    measured."""
     seconds: float = record.get("agreeing_s", 0.0)
     return seconds
 
 
 def read_all(directories: Sequence[Path]) -> list[Run]:
-    """Reads the runs in `directories` and gives them distinct names. Raises `ValueError` as `read_run` does."""
+    """Reads the runs in `directories` and gives them distinct names.
+
+    Raises `ValueError` as `read_run` does.
+    """
     runs = [read_run(directory) for directory in directories]
     names = map(printable, distinct_names([run.directory for run in runs]))
     return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
@@ -112,13 +121,17 @@ def read_begun(directory: Path) -> Run:
 
 
 def read_run(directory: Path) -> Run:
-    """Reads the run in `directory`. Raises `ValueError`, with the remedy, where it holds no finished run."""
+    """Reads the run in `directory`.
+
+    Raises `ValueError`, with the remedy, where it holds no finished run.
+    """
     _require_finished_run(directory)
     metrics, summary, config, environment = (directory / name for name in FILES)
     table, text = _table(summary), config.read_text(encoding="utf-8", errors="replace")
     if missing := sorted(_SUMMARY - table.keys()):
         raise ValueError(
-            f"{summary} is damaged, it lacks {', '.join(missing[:3])}: restore it, or leave this run out"
+            f"{summary} is damaged, it lacks {', '.join(missing[:3])}: restore it, or leave this"
+            " run out"
         )
     try:
         settings = _printable(tomllib.loads(text))
@@ -138,7 +151,10 @@ def read_run(directory: Path) -> Run:
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    """Parses a metrics file; a loss that is no number is NaN. Raises `ValueError` with the number of a damaged line."""
+    """Parses a metrics file; a loss that is no number is NaN.
+
+    Raises `ValueError` with the number of a damaged line.
+    """
     parsed = []
     for number, line in enumerate(
         path.read_text(encoding="utf-8", errors="replace").splitlines(), 1
@@ -198,7 +214,10 @@ def _require_finished_run(directory: Path) -> None:
         remedy = "give the directory of one, which detonation train names in its last line"
     elif not (directory / "metrics.jsonl").exists():
         found = "holds a run without its metrics"
-        remedy = "without a shared file system metrics and summary are on the node of rank 0: run report there"
+        remedy = (
+            "without a shared file system metrics and summary are on the node of rank 0: run report"
+            " there"
+        )
     else:
         found = "holds no finished run, but one that stopped or still trains"
         remedy = f"finish it with detonation train RECIPE.toml --out {directory} --resume"

@@ -1,4 +1,7 @@
-"""Lines and tables of a terminal, by rich: of a run, of several, of a plan and of a profile. They take plain values."""
+"""Lines and tables of a terminal, by rich: of a run, of several, of a plan and of a profile.
+
+They take plain values.
+"""
 
 import os
 import shlex
@@ -50,10 +53,12 @@ _WIDTH, _WIDE = 100, 180
 
 
 class PlainConsole(Console):
-    """Prints text as it is, in lines that reach a pipe whole, whatever its width; escapes what its encoding lacks.
+    """Prints text as it is, in lines that reach a pipe whole, whatever its width; escapes what its
+    encoding lacks.
 
-    Raises `BrokenPipeError` where nobody reads stdout any more, and drops its lines where nobody reads another stream.
-    rich would end the process, in the middle of a run, and with a code that says nothing.
+    Raises `BrokenPipeError` where nobody reads stdout any more, and drops its lines where nobody
+    reads another stream. rich would end the process, in the middle of a run, and with a code that
+    says nothing.
     """
 
     def __init__(self, stream: IO[str]) -> None:
@@ -68,7 +73,8 @@ class PlainConsole(Console):
         discard(self.file)
 
     def show_cursor(self, show: bool = True) -> bool:
-        """Called by rich around a bar; a process that is killed would leave a terminal without a cursor."""
+        """Called by rich around a bar; a process that is killed would leave a terminal without a
+        cursor."""
         return False
 
     def lines(self, texts: Iterable[str]) -> None:
@@ -96,7 +102,8 @@ def discard(stream: IO[str]) -> None:
 
 
 def show(summary: dict[str, Any], notes: Iterable[str], stream: IO[str]) -> None:
-    """Prints the summary of a run, `notes` and the run's directory; for a stopped run, how to continue."""
+    """Prints the summary of a run, `notes` and the run's directory; for a stopped run, how to
+    continue."""
     console, where = PlainConsole(stream), summary["directory"]
     if "stopped_after" in summary:
         stopped = f"stopped by {summary['stopped_by']} after step {summary['stopped_after']}"
@@ -110,7 +117,8 @@ def show(summary: dict[str, Any], notes: Iterable[str], stream: IO[str]) -> None
 
 
 def show_all(summaries: Sequence[dict[str, Any]], notes: Iterable[str], stream: IO[str]) -> None:
-    """Prints several runs in one table, one row per run, the errors of those that failed, and `notes`."""
+    """Prints several runs in one table, one row per run, the errors of those that failed, and
+    `notes`."""
     console, names = (
         PlainConsole(stream),
         [Path(summary["directory"]).name for summary in summaries],
@@ -126,7 +134,8 @@ def show_all(summaries: Sequence[dict[str, Any]], notes: Iterable[str], stream: 
 
 
 def results(summaries: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """The texts of a table of several runs, below `RESULTS`; the lowest loss is marked, and a failed run has none."""
+    """The texts of a table of several runs, below `RESULTS`; the lowest loss is marked, and a
+    failed run has none."""
     losses = [summary["val_loss"] for summary in summaries if summary.get("val_loss") is not None]
     lowest = min(filter(isfinite, losses), default=None)
     rows: list[tuple[str, ...]] = []
@@ -196,9 +205,11 @@ def run_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         (
             "skipped",
-            f"{sum(skipped.values()):,} contributions that were not finite, of {names}"
-            if skipped
-            else "",
+            (
+                f"{sum(skipped.values()):,} contributions that were not finite, of {names}"
+                if skipped
+                else ""
+            ),
         ),
         ("refused", if_there("refused", "{:,} messages")),
         ("replicas equal", equality(summary, "yes, bitwise")),
@@ -208,7 +219,8 @@ def run_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _waits(summary: dict[str, Any]) -> str:
-    r"""The replica for which the others waited longest since the last start, and the network; "" where nobody waited.
+    r"""The replica for which the others waited longest since the last start, and the network; ""
+    where nobody waited.
 
     >>> found = {"seconds": [[0.0, 5.0], [0.0, 0.0]], "network_s": [0.5, 0.5], "slowest": 1, "lasted_s": 20.0}
     >>> print(*_waits({"waits": found, "seconds": 100.0}).split("; "), sep="\n")
@@ -229,7 +241,10 @@ def _waits(summary: dict[str, Any]) -> str:
         "lasted_s", summary["seconds"]
     )  # waits of earlier starts are not in the summary
     share = mean / lasted_s
-    named = f"for replica {slowest}, the slowest: {mean:.1f} s ({share:.0%} of the time of the others); "
+    named = (
+        f"for replica {slowest}, the slowest: {mean:.1f} s ({share:.0%} of the time of the"
+        " others); "
+    )
     since = f"in {lasted_s:.1f} s of steps since the last start"
     return f"{named if share >= 0.01 else ''}for the network {network:.1f} s; {since}"
 
@@ -247,7 +262,8 @@ def _level(level: dict[str, Any]) -> str:
 
 
 def show_plan(plan: Mapping[str, Any], stream: IO[str], everything: bool = False) -> None:
-    """Prints the answer in a sentence, the first rows, the flags of the first, and what else is known of it.
+    """Prints the answer in a sentence, the first rows, the flags of the first, and what else is
+    known of it.
 
     everything: Print all rows, and all columns.
     """
@@ -296,7 +312,8 @@ def plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def plan_words(plan: Mapping[str, Any]) -> list[str]:
-    """The text beside the table, in lines: the reason, how to take the first, and what else is known of it."""
+    """The text beside the table, in lines: the reason, how to take the first, and what else is
+    known of it."""
     speed, first = plan["rate_bits_per_s"], plan["first"]
     tables = {"scheme": plan["settings"], "optimizer": plan.get("optimizer", {})}
     sets = [
@@ -327,7 +344,8 @@ def _toml(value: object) -> str:
 
 
 def show_profile(profile: Mapping[str, Any], stream: IO[str]) -> None:
-    """Prints each operation of each axis, what silence costs, the slowest pair of nodes, and the compute of a step."""
+    """Prints each operation of each axis, what silence costs, the slowest pair of nodes, and the
+    compute of a step."""
     console, rows, notes, slowest = PlainConsole(stream), [], list[str](), []
     for name, axis in profile["axes"].items():
         if jitter := [
@@ -336,7 +354,8 @@ def show_profile(profile: Mapping[str, Any], stream: IO[str]) -> None:
             notes.append(f"along {name} the shortest messages have a jitter of {max(jitter):.0%}")
         if axis["silence_s"]:
             notes.append(
-                f"after a second of silence a message along {name} takes {duration(axis['silence_s'])} more"
+                f"after a second of silence a message along {name} takes"
+                f" {duration(axis['silence_s'])} more"
             )
         for operation, line in axis["operations"].items():
             rates = [rate(line["rate_bits_per_s"] * ranks) for ranks in (1, axis["per_node"])]

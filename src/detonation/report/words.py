@@ -30,7 +30,8 @@ def factor(value: float | None) -> str:
 
 
 def loss_text(loss: float | None) -> str:
-    """Formats a loss; one that was not measured is "-", and one that is not finite says what happened.
+    """Formats a loss; one that was not measured is "-", and one that is not finite says what
+    happened.
 
     >>> loss_text(2.31), loss_text(None), loss_text(float("nan"))
     ('2.3100', '-', 'diverged')
@@ -41,7 +42,8 @@ def loss_text(loss: float | None) -> str:
 
 
 def equality(summary: Mapping[str, Any], yes: str = "yes", no: str = "no") -> str:
-    """Says whether the replicas of a run were equal at its end, and of close ones how far apart they were.
+    """Says whether the replicas of a run were equal at its end, and of close ones how far apart
+    they were.
 
     >>> equality({"replicas_equal": True}), equality({"replicas_equal": False, "replicas_apart": 2.5e-7})
     ('yes', 'close, 2.5e-07 of a norm apart')
@@ -98,7 +100,8 @@ def duration(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Escapes the characters of `text` that are not printed but done, and bytes of file names that are no text.
+    r"""Escapes the characters of `text` that are not printed but done, and bytes of file names that
+    are no text.
 
     A name from elsewhere must not move the cursor, turn the line round, or end it.
 

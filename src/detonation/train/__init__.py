@@ -1,1 +1,2 @@
-"""Training runs from recipes: a folder of recipe, output, loop, run, verbs imports from those before it alone."""
+"""Training runs from recipes: a folder of recipe, output, loop, run, verbs imports from those
+before it alone."""

@@ -1,1 +1,2 @@
-"""A shard axis that crosses a slow link: quantized all-gather of weights, error-fed reduce-scatter of gradients."""
+"""A shard axis that crosses a slow link: quantized all-gather of weights, error-fed reduce-scatter
+of gradients."""

@@ -1,5 +1,5 @@
-"""The collectives between nodes: quantized differences of weights to a reference that all nodes hold, and gradients as
-integers with a scale per block and error feedback, in one all-to-all."""
+"""The collectives between nodes: quantized differences of weights to a reference that all nodes
+hold, and gradients as integers with a scale per block and error feedback, in one all-to-all."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -26,12 +26,13 @@ from detonation.wire.wire import BLOCK
 
 @dataclass(frozen=True)
 class BlockIntegers:
-    """4 or 8 bits per number: evenly spaced levels from minus to plus the largest magnitude of a block of 128.
+    """4 or 8 bits per number: evenly spaced levels from minus to plus the largest magnitude of a
+    block of 128.
 
-    A message is its packed integers and then the scales of its blocks in bf16; the last block is filled up with zeros,
-    and on an accelerator the message, too, to a multiple of `ALIGNMENT` bytes.
-    A block that holds a number that is not finite decodes to numbers that are not finite. It is odd, as every
-    precision: see `codec.precision`.
+    A message is its packed integers and then the scales of its blocks in bf16; the last block is
+    filled up with zeros, and on an accelerator the message, too, to a multiple of `ALIGNMENT`
+    bytes. A block that holds a number that is not finite decodes to numbers that are not finite. It
+    is odd, as every precision: see `codec.precision`.
     """
 
     width: int
@@ -48,7 +49,8 @@ class BlockIntegers:
         blocks = lines.view(*lines.shape[:-1], -1, self.block)  # [..., blocks, block]
         largest = torch.maximum(blocks.amax(-1), blocks.amin(-1).neg_())  # [..., blocks]
         scales = (largest / self.largest).to(torch.bfloat16)
-        # a scale that is 0 or not finite makes numbers that are not finite of some; the mask keeps them in their block
+        # a scale that is 0 or not finite makes numbers that are not finite of some; the mask keeps
+        # them in their block
         per_step = (
             scales.float().clamp_(min=torch.finfo(torch.float32).tiny).reciprocal_().unsqueeze(-1)
         )
@@ -79,7 +81,8 @@ class BlockIntegers:
 
 
 def _aligned(octets: Tensor) -> Tensor:
-    """Messages of the length that a gathered buffer needs; see `ALIGNMENT`."""  # [..., bytes] -> [..., bytes or more]
+    """Messages of the length that a gathered buffer needs; see `ALIGNMENT`."""
+    # [..., bytes] -> [..., bytes or more]
     missing = -octets.shape[-1] % ALIGNMENT
     return pad(octets, (0, missing)) if missing and decides_on_device(octets.device) else octets
 
@@ -90,12 +93,13 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
     """The reduce-scatter of one FSDP unit, whose shards lie on several nodes.
 
-    Gradients are summed inside the node as they are. Each rank then sends the quantized sum for each other node to the
-    rank with the same place there; its own node's sum is not quantized. The rounding errors are added to the next sums.
+    Gradients are summed inside the node as they are. Each rank then sends the quantized sum for
+    each other node to the rank with the same place there; its own node's sum is not quantized. The
+    rounding errors are added to the next sums.
 
-    residual: `[nodes - 1, n]` fp32, the rounding errors for the other nodes in their order; None until the first use.
-    local: the ranks of this node; None for one. sizes: the numbers of each trained parameter in a shard, in the order
-    of messages.
+    residual: `[nodes - 1, n]` fp32, the rounding errors for the other nodes in their order; None
+    until the first use. local: the ranks of this node; None for one. sizes: the numbers of each
+    trained parameter in a shard, in the order of messages.
     """
 
     def __init__(
@@ -121,7 +125,8 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         # [n], [S * n]
         if op != dist.ReduceOp.SUM:
             raise ValueError(
-                f"the reduce-scatter between nodes sums, was asked for {op}: leave the divisor to FSDP2"
+                f"the reduce-scatter between nodes sums, was asked for {op}: leave the divisor to"
+                " FSDP2"
             )
         sums = self._summed_in_node(input_tensor.view(self._link.replicas, -1))  # [nodes, n]
         count, here = sums.shape[1], self._link.replica
@@ -132,7 +137,8 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         for_itself = encoded.new_zeros(1, encoded.shape[1])
         arriving = self._link.all_to_all(torch.cat([encoded[:here], for_itself, encoded[here:]]))
         signal.sub_(self._codec.decode(encoded, count))
-        # a gradient that is not finite is for those who receive it to refuse: the residual stays as it was
+        # a gradient that is not finite is for those who receive it to refuse: the residual stays as
+        # it was
         torch.where(signal.isfinite().all(), signal, residual, out=residual)
         (rows,), _ = self._link.wait([arriving])
         total = torch.zeros(count, dtype=torch.float32, device=sums.device)
@@ -143,7 +149,8 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         output_tensor.copy_(total)
 
     def by_parameter(self) -> dict[str, Tensor]:
-        """The residual of each parameter; empty before the first use."""  # -> [nodes - 1, size] fp32 each
+        """The residual of each parameter; empty before the first use."""
+        # -> [nodes - 1, size] fp32 each
         if self.residual is None:
             return {}
         return dict(
@@ -155,9 +162,11 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         )
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Takes the place of the residual; parameters that are missing, or of another shape, begin without one.
+        """Takes the place of the residual; parameters that are missing, or of another shape, begin
+        without one.
 
-        Shapes: as `by_parameter`; of a parameter that is frozen now, too, which may be trained again.
+        Shapes: as `by_parameter`; of a parameter that is frozen now, too, which may be trained
+        again.
         """
         fitting = {
             name: piece for name, piece in saved.items() if len(piece) == self._others
@@ -166,7 +175,8 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         self.residual = torch.cat([*fitting.values()], 1).float() if fitting else None
 
     def _residual_for(self, count: int, device: torch.device) -> Tensor:
-        """The residual, laid out for the parameters that are trained now."""  # -> [nodes - 1, count] fp32
+        """The residual, laid out for the parameters that are trained now."""
+        # -> [nodes - 1, count] fp32
         sizes = dict(self._sizes())
         if (
             sum(sizes.values()) != count
@@ -180,16 +190,19 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
             before = self.by_parameter()
             empty = torch.zeros(self._others, 0, dtype=torch.float32, device=device)
             pieces = [
-                before[n].to(device)
-                if n in before and before[n].shape[1] == size
-                else empty.new_zeros(self._others, size)
+                (
+                    before[n].to(device)
+                    if n in before and before[n].shape[1] == size
+                    else empty.new_zeros(self._others, size)
+                )
                 for n, size in sizes.items()
             ]
             self.residual, self._laid_out = torch.cat([empty, *pieces], 1), sizes
         return self.residual
 
     def _summed_in_node(self, parts: Tensor) -> Tensor:
-        """The sums over the ranks of this node of what the ranks with this rank's place in their nodes own."""
+        """The sums over the ranks of this node of what the ranks with this rank's place in their
+        nodes own."""
         # [nodes, local * n] -> [nodes, n]
         if self._local is None:
             return parts
@@ -221,7 +234,8 @@ WEIGHT_MOVES = WeightMoves()
 def watch_optimizers() -> None:
     """Announces each step of an optimizer of sharded weights from now on.
 
-    A model that one rank alone trains beside them is none: the other ranks would not know of an exchange.
+    A model that one rank alone trains beside them is none: the other ranks would not know of an
+    exchange.
     """
     register_optimizer_step_post_hook(_announce)
 
@@ -242,17 +256,19 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 class DifferenceGather(DefaultAllocMixin, AllGather):
     """The all-gather of one FSDP unit, whose shards lie on several nodes.
 
-    After an optimizer step each rank sends the difference between its shard and the reference to the other nodes, once.
-    All ranks add the same bytes to the same reference, so their copies stay bitwise equal. The output is the reference,
-    gathered inside the node; where no step was taken nothing else is sent.
+    After an optimizer step each rank sends the difference between its shard and the reference to
+    the other nodes, once. All ranks add the same bytes to the same reference, so their copies stay
+    bitwise equal. The output is the reference, gathered inside the node; where no step was taken
+    nothing else is sent.
 
-    reference: `[nodes, n]`, the shards of the ranks with this rank's place in their node, as all know them; None until
-    the first gather, which is exact.
+    reference: `[nodes, n]`, the shards of the ranks with this rank's place in their node, as all
+    know them; None until the first gather, which is exact.
 
     Args:
         codec: Of differences; None sends the weights as they are.
         resync_every: Exchanges after which one is exact; 0 for never.
-        is_trained: False where no step can move the weights; the last exchange, after they were frozen, is exact.
+        is_trained: False where no step can move the weights; the last exchange, after they were
+            frozen, is exact.
         version: Of this rank's weights: another number where they were written to.
     """
 
@@ -293,8 +309,8 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
             self._exchange(reference, input_tensor, exactly=not trained)
         elif self._seen == WEIGHT_MOVES.count and self._seen_version != self._version():
             raise RuntimeError(
-                "weights were changed, and by no optimizer, so that this rank alone knows of it: call "
-                "detonation.resync_weights(model) on all ranks after changing them"
+                "weights were changed, and by no optimizer, so that this rank alone knows of it:"
+                " call detonation.resync_weights(model) on all ranks after changing them"
             )
         self._seen, self._seen_version, self._was_trained = (
             WEIGHT_MOVES.count,
@@ -314,7 +330,8 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         self.reference = None
 
     def counts(self) -> Tensor:
-        """The exchanges since the last exact one, and whether a step was taken since the last gather."""
+        """The exchanges since the last exact one, and whether a step was taken since the last
+        gather."""
         # -> [2] int64
         return torch.tensor(
             [self._exchanges, self._seen != WEIGHT_MOVES.count], dtype=torch.int64, device="cpu"
@@ -334,7 +351,8 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         if self._codec and not own.is_floating_point() and not self._warned:
             self._warned = True
             _log.warning(
-                "a unit with parameters of several dtypes is sent as it is: give it a mixed_precision policy"
+                "a unit with parameters of several dtypes is sent as it is: give it a"
+                " mixed_precision policy"
             )
         exactly |= self._exchanges == self._resync_every or not own.is_floating_point()
         if self._codec is None or exactly:

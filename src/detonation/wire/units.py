@@ -28,10 +28,11 @@ _log = logging.getLogger("detonation")
 
 
 class ShardUnit:
-    """The collectives of one FSDP unit, `module`, between nodes; it becomes an attribute of the unit.
+    """The collectives of one FSDP unit, `module`, between nodes; it becomes an attribute of the
+    unit.
 
-    parameters: its own by name, in the order of FSDP2, without those of the units inside. in_node: the ranks of this
-    node; None for one.
+    parameters: its own by name, in the order of FSDP2, without those of the units inside. in_node:
+    the ranks of this node; None for one.
     """
 
     def __init__(
@@ -61,7 +62,8 @@ class ShardUnit:
         setattr(module, _UNIT, self)
 
     def state(self) -> dict[str, Tensor]:
-        """This rank's part of the state by `<kind>.<parameter>`: the reference of its shard, and its residual.
+        """This rank's part of the state by `<kind>.<parameter>`: the reference of its shard, and
+        its residual.
 
         The counts of exchanges have the name of the first parameter.
 
@@ -84,11 +86,15 @@ class ShardUnit:
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Continues from `state`; from exact weights and no residual where it does not fit. Collective."""
+        """Continues from `state`; from exact weights and no residual where it does not fit.
+
+        Collective.
+        """
         self.gather.forget()
         counts, own = saved.get(f"counts.{next(iter(self.parameters))}"), []
         for name, parameter in self.parameters.items():
-            # frozen weights may be left out of a checkpoint: nothing moves them, so nodes hold them exactly
+            # frozen weights may be left out of a checkpoint: nothing moves them, so nodes hold them
+            # exactly
             piece = saved.get(
                 f"reference.{name}", None if parameter.requires_grad else local(parameter.detach())
             )
@@ -126,7 +132,8 @@ class ShardUnit:
 
 
 def padded_numel(parameter: Tensor) -> int:
-    """The numbers that each rank's shard of `parameter` takes in FSDP2's messages: that of the largest shard."""
+    """The numbers that each rank's shard of `parameter` takes in FSDP2's messages: that of the
+    largest shard."""
     return math.prod(largest_local_shape(parameter))
 
 
@@ -137,7 +144,8 @@ def join_units(
     link: Link,
     in_node: dist.ProcessGroup | None,
 ) -> None:
-    """Gives each FSDP unit of `model`, those inside of others first, its collectives between nodes; see `ShardUnit`."""
+    """Gives each FSDP unit of `model`, those inside of others first, its collectives between nodes;
+    see `ShardUnit`."""
     names = {id(parameter): name for name, parameter in local_parameters(model).items()}
     for module in modules:
         own = [
@@ -157,9 +165,11 @@ def join_units(
 
 
 def resync_weights(model: nn.Module) -> None:
-    """Makes the next exchange of weights between nodes exact, after they were changed by something else than a step.
+    """Makes the next exchange of weights between nodes exact, after they were changed by something
+    else than a step.
 
-    All ranks call it. `model.load_state_dict` and `load_checkpoint` do; a model without a shard wire needs none.
+    All ranks call it. `model.load_state_dict` and `load_checkpoint` do; a model without a shard
+    wire needs none.
 
     Example:
         >>> resync_weights(nn.Linear(2, 2))
@@ -175,7 +185,8 @@ def shard_units(model: nn.Module) -> list[ShardUnit]:
 
 
 def shard_bytes_sent(model: nn.Module) -> int:
-    """Bytes that this rank has sent to other nodes of its replica, as its shard wire counts them; 0 without one.
+    """Bytes that this rank has sent to other nodes of its replica, as its shard wire counts them; 0
+    without one.
 
     Gradients in fp32 go through torch's own reduce-scatter and are not counted.
 
@@ -192,7 +203,8 @@ def shard_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_shard_state(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Continues from the result of `shard_state`, or exactly from the weights where it does not fit. Collective."""
+    """Continues from the result of `shard_state`, or exactly from the weights where it does not
+    fit. Collective."""
     for unit in shard_units(model):
         unit.load(
             {
@@ -205,10 +217,12 @@ def load_shard_state(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def mend_references(model: nn.Module) -> None:
-    """Compares the references of all nodes, and makes the next exchange of those that differ exact. Collective.
+    """Compares the references of all nodes, and makes the next exchange of those that differ exact.
+    Collective.
 
-    Weights lie in the shards, so a reference that memory or network damaged costs no more than an exact exchange. Also
-    announces a move of the weights: who calls this may have completed rounds, or repaired weights.
+    Weights lie in the shards, so a reference that memory or network damaged costs no more than an
+    exact exchange. Also announces a move of the weights: who calls this may have completed rounds,
+    or repaired weights.
 
     Sends 8 bytes per unit, which do not count as sent.
     """

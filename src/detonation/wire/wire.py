@@ -1,4 +1,5 @@
-"""The wire between the nodes of one replica: the choice that `shard_wire` makes, its bytes and its memory."""
+"""The wire between the nodes of one replica: the choice that `shard_wire` makes, its bytes and its
+memory."""
 
 from dataclasses import dataclass
 from typing import get_type_hints
@@ -26,7 +27,8 @@ class ShardWire:
                 isinstance(value, bool) and kind is not bool
             ):
                 raise TypeError(
-                    f"{name} of the shard wire is {value!r}, must be {getattr(kind, '__name__', kind)}"
+                    f"{name} of the shard wire is {value!r}, must be"
+                    f" {getattr(kind, '__name__', kind)}"
                 )
         for name, value in (("weights", self.weights), ("gradients", self.gradients)):
             if value not in WIDTHS:
@@ -56,27 +58,33 @@ def shard_wire(
 ) -> ShardWire:
     """Compresses the traffic of `shard` between nodes, for a model that is larger than one node.
 
-    Weights: each node keeps a reference copy of the gathered weights, split over its ranks. After a step each rank
-    sends the quantized difference between its shard and the reference, once; every rank applies the same differences to
-    the reference, so that gathered weights are bitwise equal on all ranks. A rounding error stays in the next
-    difference and does not grow. Gathers in between (backward, evaluation, further micro-batches) stay in the node.
+    Weights: each node keeps a reference copy of the gathered weights, split over its ranks. After a
+    step each rank sends the quantized difference between its shard and the reference, once; every
+    rank applies the same differences to the reference, so that gathered weights are bitwise equal
+    on all ranks. A rounding error stays in the next difference and does not grow. Gathers in
+    between (backward, evaluation, further micro-batches) stay in the node.
 
-    Gradients: summed inside the node as they are, then quantized and sent to the node of their owner. Each rank adds
-    the rounding error to its next gradients (error feedback).
+    Gradients: summed inside the node as they are, then quantized and sent to the node of their
+    owner. Each rank adds the rounding error to its next gradients (error feedback).
 
     Args:
-        weights: "4bit" or "8bit" differences in blocks of 128 with a bf16 scale, or "fp32": the weights as they are.
+        weights: "4bit" or "8bit" differences in blocks of 128 with a bf16 scale, or "fp32": the
+            weights as they are.
         gradients: "4bit" or "8bit" with error feedback, or "fp32": torch's own reduce-scatter.
-        nodes: nodes that the shards of a replica lie on, at least 2; by default as the launcher says.
-        resync_every: exchanges of weights after which the reference becomes exact again; 0 does so at the start only.
-        link: emulated speed of the link between the nodes, such as "100mbit,5ms"; "" leaves the network as it is.
+        nodes: nodes that the shards of a replica lie on, at least 2; by default as the launcher
+            says.
+        resync_every: exchanges of weights after which the reference becomes exact again; 0 does so
+            at the start only.
+        link: emulated speed of the link between the nodes, such as "100mbit,5ms"; "" leaves the
+            network as it is.
 
     Raises:
         TypeError: an argument of another kind.
-        ValueError: a precision that is not known, a number out of range, or a setting that would be ignored.
+        ValueError: a precision that is not known, a number out of range, or a setting that would be
+            ignored.
 
-    Memory per rank, for P parameters in S shards on N nodes of L ranks: the reference takes P / L numbers of the type
-    that is gathered, the error feedback 4 P (N - 1) / S bytes.
+    Memory per rank, for P parameters in S shards on N nodes of L ranks: the reference takes P / L
+    numbers of the type that is gathered, the error feedback 4 P (N - 1) / S bytes.
 
     Example:
         >>> import detonation as dt

@@ -1,1 +1,4 @@
-"""The files of a checkpoint, by key: shards, manifest, their directory. Nothing here knows a model or an optimizer."""
+"""The files of a checkpoint, by key: shards, manifest, their directory.
+
+Nothing here knows a model or an optimizer.
+"""

@@ -1,4 +1,5 @@
-"""Every change that saving makes to the file system, in small operations, so that a test can stop before each."""
+"""Every change that saving makes to the file system, in small operations, so that a test can stop
+before each."""
 
 import contextlib
 import errno
@@ -13,7 +14,10 @@ PROBE = ".volume-"
 """How the names of files begin that are there for a moment, to find out who sees a directory."""
 
 observer: Callable[[str, Path], None] | None = None
-"""For tests: called before each operation with its name and path. An exception of it stops the operation."""
+"""For tests: called before each operation with its name and path.
+
+An exception of it stops the operation.
+"""
 
 
 def make_directory(path: Path) -> None:
@@ -55,7 +59,10 @@ def write_file(path: Path, content: Iterable[memoryview]) -> tuple[int, str]:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Moves `source` to `target`, on the disk when it returns. After a crash it is at either path, never at both."""
+    """Moves `source` to `target`, on the disk when it returns.
+
+    After a crash it is at either path, never at both.
+    """
     _about_to("rename", source)
     source.rename(target)
     sync_directory(target.parent)
@@ -75,7 +82,8 @@ def sync_directory(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a directory with its contents, or a link to one without them; entries that cannot be removed stay."""
+    """Removes a directory with its contents, or a link to one without them; entries that cannot be
+    removed stay."""
     if path.is_symlink():
         _about_to("unlink", path)
         with contextlib.suppress(OSError):

@@ -1,4 +1,5 @@
-"""The manifest: the description of a checkpoint, written last, and believed only where every byte makes sense."""
+"""The manifest: the description of a checkpoint, written last, and believed only where every byte
+makes sense."""
 
 import hashlib
 import json
@@ -24,10 +25,10 @@ MOST_BYTES = 1 << 26
 class Manifest:
     """The description of a checkpoint after `step` steps of a world of `replicas` x `shards`.
 
-    levels: the schemes, innermost first, as `{"scheme": name, ...arguments}`. optimizer: the class of the base
-    optimizer. alike: all replicas held the same weights. files: by name. versions: of python, torch and detonation.
-    extra: JSON values of the caller. volumes: the directory that each file was written to, by number, in the order of
-    `files`; empty where it is one for all.
+    levels: the schemes, innermost first, as `{"scheme": name, ...arguments}`. optimizer: the class
+    of the base optimizer. alike: all replicas held the same weights. files: by name. versions: of
+    python, torch and detonation. extra: JSON values of the caller. volumes: the directory that each
+    file was written to, by number, in the order of `files`; empty where it is one for all.
     """
 
     step: int
@@ -43,7 +44,10 @@ class Manifest:
     volumes: list[int] = field(default_factory=list)
 
     def dumps(self) -> str:
-        """The manifest as JSON, its own checksum last. Raises `ValueError` where nothing would read it again."""
+        """The manifest as JSON, its own checksum last.
+
+        Raises `ValueError` where nothing would read it again.
+        """
         files = {
             name: {"bytes": file.bytes, "sha256": file.sha256} for name, file in self.files.items()
         }
@@ -58,7 +62,8 @@ class Manifest:
         return text
 
     def elsewhere(self, present: Callable[[str], bool]) -> list[str]:
-        """The files of directories of which nothing is `present` here: they are on other nodes, not missing.
+        """The files of directories of which nothing is `present` here: they are on other nodes, not
+        missing.
 
         Where nothing at all is present, all is missing, and nothing is elsewhere.
         """
@@ -81,12 +86,18 @@ def file_name(replica: int, shard: int) -> str:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Reads the manifest of the directory `checkpoint`. Raises `CorruptCheckpoint` where it is no valid manifest."""
+    """Reads the manifest of the directory `checkpoint`.
+
+    Raises `CorruptCheckpoint` where it is no valid manifest.
+    """
     return parse_manifest(manifest_bytes(checkpoint))
 
 
 def manifest_bytes(checkpoint: Path) -> bytes:
-    """The content of the manifest of the directory `checkpoint`. Raises `CorruptCheckpoint` where it cannot be read."""
+    """The content of the manifest of the directory `checkpoint`.
+
+    Raises `CorruptCheckpoint` where it cannot be read.
+    """
     try:
         with (checkpoint / MANIFEST_NAME).open("rb") as file:
             return file.read(MOST_BYTES + 1)
@@ -120,7 +131,10 @@ def parse_manifest(content: bytes) -> Manifest:
 
 
 def _signed(table: Mapping[str, Any]) -> str:
-    """`table` as JSON with the checksum of the rest added. Another spelling of the same table is refused."""
+    """`table` as JSON with the checksum of the rest added.
+
+    Another spelling of the same table is refused.
+    """
     checksum = hashlib.sha256(json.dumps(table, allow_nan=False).encode()).hexdigest()
     return json.dumps({**table, "sha256": checksum}, indent=1, allow_nan=False) + "\n"
 
@@ -132,14 +146,16 @@ _TYPES: dict[str, type] = {
 
 
 def _checked(table: dict[str, Any]) -> Manifest:
-    """Checks types, ranges and names one by one, because a stranger may write any JSON under a right checksum."""
+    """Checks types, ranges and names one by one, because a stranger may write any JSON under a
+    right checksum."""
     volumes = table.pop("volumes", [])
     if table.keys() != _TYPES.keys():
         raise CorruptCheckpoint(f"{MANIFEST_NAME} has other keys than {', '.join(_TYPES)}")
     for key, kind in _TYPES.items():
         if type(table[key]) is not kind:
             raise CorruptCheckpoint(
-                f"{key} in {MANIFEST_NAME} is {str(table[key])[:40]!r}, must be of type {kind.__name__}"
+                f"{key} in {MANIFEST_NAME} is {str(table[key])[:40]!r}, must be of type"
+                f" {kind.__name__}"
             )
     for key, least in (("step", 0), ("replicas", 1), ("shards", 1)):
         if not least <= table[key] < 2**53:

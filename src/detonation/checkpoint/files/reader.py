@@ -1,4 +1,5 @@
-"""Readers of a checkpoint and of its shard files, which return on request the boxes of tensors that a shard holds."""
+"""Readers of a checkpoint and of its shard files, which return on request the boxes of tensors that
+a shard holds."""
 
 import json
 import math
@@ -40,7 +41,8 @@ class Box:
 
     @classmethod
     def of_shard(cls, tensor: Tensor, shard: int, shards: int) -> "Box":
-        """The box of another rank's part of a parameter that FSDP2 deals out in equal runs of first indices."""
+        """The box of another rank's part of a parameter that FSDP2 deals out in equal runs of first
+        indices."""
         first, *rest = tensor.shape
         each = -(-first // shards)
         size = max(0, min(each, first - shard * each))
@@ -48,7 +50,10 @@ class Box:
 
     @classmethod
     def from_json(cls, value: Any) -> "Box":
-        """The box that a shard file spells as [whole, offset, shape]. Raises `CorruptCheckpoint`."""
+        """The box that a shard file spells as [whole, offset, shape].
+
+        Raises `CorruptCheckpoint`.
+        """
         if (
             isinstance(value, list)
             and len(value) == 3
@@ -65,7 +70,8 @@ class Box:
         )
 
     def overlap(self, other: "Box") -> tuple[slice, ...] | None:
-        """The part that both boxes share, in the coordinates of the whole; None where they share nothing."""
+        """The part that both boxes share, in the coordinates of the whole; None where they share
+        nothing."""
         starts = [max(a, b) for a, b in zip(self.offset, other.offset, strict=True)]
         ends = [min(a, b) for a, b in zip(self._ends, other._ends, strict=True)]
         return (
@@ -95,7 +101,10 @@ _REST: dict[str, type] = {
 
 
 class CheckpointReader:
-    """The files of one checkpoint, each opened at its first use. The caller has compared their checksums before."""
+    """The files of one checkpoint, each opened at its first use.
+
+    The caller has compared their checksums before.
+    """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path, self.manifest = path, manifest
@@ -195,7 +204,8 @@ class ShardReader:
 class ReplicaFiles:
     """The content of the files of several replicas together, but for the tensors themselves.
 
-    A replica may lack optimizer state that others have, of a parameter that has had no gradient there.
+    A replica may lack optimizer state that others have, of a parameter that has had no gradient
+    there.
     """
 
     def __init__(self, files: Sequence[ShardReader]) -> None:

@@ -1,4 +1,7 @@
-"""The directory that retains a run's newest checkpoints. Only one process of those that see it changes it."""
+"""The directory that retains a run's newest checkpoints.
+
+Only one process of those that see it changes it.
+"""
 
 import contextlib
 import logging
@@ -25,7 +28,8 @@ def partial_path(directory: Path, step: int) -> Path:
 def saved_checkpoints(directory: Path) -> list[Path]:
     """The checkpoints of `directory` by their names, newest first; their contents are not checked.
 
-    A partial directory with a manifest counts: a crash came between the manifest and the final name.
+    A partial directory with a manifest counts: a crash came between the manifest and the final
+    name.
     """
     found = [
         path for path in directory.glob("*step-*") if _NAME.fullmatch(path.name) and path.is_dir()
@@ -37,14 +41,16 @@ def saved_checkpoints(directory: Path) -> list[Path]:
 
 
 def newest_first(checkpoints: Iterable[Path]) -> list[Path]:
-    """In the order in which loading tries them: of one step, the partial directory first, which is newer."""
+    """In the order in which loading tries them: of one step, the partial directory first, which is
+    newer."""
     return sorted(
         checkpoints, key=lambda path: (step_of(path), path.name.startswith(".")), reverse=True
     )
 
 
 def committed(directory: Path, name: str) -> Path:
-    """The checkpoint `name` in `directory`: of a partial directory that has got its final name already, that one."""
+    """The checkpoint `name` in `directory`: of a partial directory that has got its final name
+    already, that one."""
     path = directory / name
     return path if (path / MANIFEST_NAME).is_file() else directory / checkpoint_name(step_of(path))
 
@@ -58,7 +64,8 @@ def step_of(path: Path) -> int:
 def begin(directory: Path, step: int) -> None:
     """Makes the partial directory for the checkpoint after `step` steps.
 
-    Leftovers of a crash get their final name where they are whole, and are removed where they are not.
+    Leftovers of a crash get their final name where they are whole, and are removed where they are
+    not.
     """
     if directory.is_dir():
         for probe in directory.glob(f"{disk.PROBE}*"):
@@ -73,7 +80,8 @@ def begin(directory: Path, step: int) -> None:
 
 
 def put_manifest(directory: Path, step: int, manifest: str) -> None:
-    """Writes the manifest beside the files of the partial directory, under a name that does not count yet."""
+    """Writes the manifest beside the files of the partial directory, under a name that does not
+    count yet."""
     disk.write_file(_unfinished(directory, step), [memoryview(manifest.encode())])
 
 
@@ -88,7 +96,10 @@ def commit(directory: Path, step: int) -> None:
 
 
 def retire(directory: Path, step: int, kept: Collection[int]) -> None:
-    """Removes the checkpoints of all steps up to `step` but those of `kept`. Checkpoints of later steps stay."""
+    """Removes the checkpoints of all steps up to `step` but those of `kept`.
+
+    Checkpoints of later steps stay.
+    """
     try:
         for old in [path for path in saved_checkpoints(directory) if step_of(path) <= step]:
             if step_of(old) not in kept:

@@ -1,5 +1,5 @@
-"""Safetensors files: a reader that needs torch alone, and the state of one rank, hashed while it is written and checked
-before it is read."""
+"""Safetensors files: a reader that needs torch alone, and the state of one rank, hashed while it is
+written and checked before it is read."""
 
 import hashlib
 import json
@@ -31,7 +31,10 @@ _MOST_ELEMENTS = 1 << 60
 
 
 class CorruptCheckpoint(DetonationError, ValueError):
-    """A checkpoint is damaged, or was never a checkpoint. The message says why, without the path."""
+    """A checkpoint is damaged, or was never a checkpoint.
+
+    The message says why, without the path.
+    """
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,8 @@ class Entry:
 class TensorFile:
     """The tensors of the file at `path`, each read when it is asked for.
 
-    metadata: texts by name. entries: the tensors by key. Raises `OSError` where it cannot be read, or is a link, and
-    `CorruptCheckpoint` where it is no safetensors file.
+    metadata: texts by name. entries: the tensors by key. Raises `OSError` where it cannot be read,
+    or is a link, and `CorruptCheckpoint` where it is no safetensors file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -92,7 +95,10 @@ class TensorFile:
 
 
 def header_length(begin: bytes, size: int) -> int:
-    """The bytes of the header of a file of `size` bytes, by its first 8. Raises `CorruptCheckpoint` if it is longer."""
+    """The bytes of the header of a file of `size` bytes, by its first 8.
+
+    Raises `CorruptCheckpoint` if it is longer.
+    """
     length = int.from_bytes(begin, "little")
     if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
         raise CorruptCheckpoint("the length of its header is wrong")
@@ -102,7 +108,8 @@ def header_length(begin: bytes, size: int) -> int:
 def tensors_in(text: bytes, size: int) -> tuple[dict[str, str], dict[str, Entry]]:
     """The metadata and the tensors that the header `text` describes, of a file of `size` bytes.
 
-    Raises `CorruptCheckpoint` where it is no header of such a file, and `ValueError` where it is no JSON.
+    Raises `CorruptCheckpoint` where it is no header of such a file, and `ValueError` where it is no
+    JSON.
     """
     header = json.loads(text)
     if not isinstance(header, dict):
@@ -164,7 +171,8 @@ class ShardSummary:
 def write_shard(path: Path, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> ShardSummary:
     """Writes contiguous host tensors, and `rest` as JSON in the header.
 
-    Raises `OSError` where the disk is full or fails, and `ValueError` where safetensors has no such dtype.
+    Raises `OSError` where the disk is full or fails, and `ValueError` where safetensors has no such
+    dtype.
     """
     return ShardSummary(*disk.write_file(path, shard_content(tensors, rest)))
 
@@ -172,7 +180,8 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor], rest: Mapping[str, An
 def shard_fault(path: Path, expected: ShardSummary) -> str | None:
     """The fault of the file at `path`, in words; None where it is as `expected`."""
     try:
-        # a stranger's checkpoint may hold a link to elsewhere, or something whose opening never returns
+        # a stranger's checkpoint may hold a link to elsewhere, or something whose opening never
+        # returns
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return f"{path.name} is missing"
@@ -199,7 +208,10 @@ def require_types(types: Mapping[str, torch.dtype]) -> None:
 
 
 def shard_content(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> Iterator[memoryview]:
-    """The bytes of a safetensors file: header length, header, tensors. Wide dtypes come first, so that all align."""
+    """The bytes of a safetensors file: header length, header, tensors.
+
+    Wide dtypes come first, so that all align.
+    """
     require_types({name: tensor.dtype for name, tensor in tensors.items()})
     header: dict[str, Any] = {"__metadata__": {"json": json.dumps(rest, allow_nan=False)}}
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())

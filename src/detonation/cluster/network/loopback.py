@@ -1,4 +1,5 @@
-"""Loopback: a communicator whose peers all send this replica's own messages, to time the work of a step alone."""
+"""Loopback: a communicator whose peers all send this replica's own messages, to time the work of a
+step alone."""
 
 from collections.abc import Callable
 
@@ -10,7 +11,8 @@ from detonation.core.link.elastic_communicator import RenumberedCommunicator
 
 
 class LoopbackCommunicator(RenumberedCommunicator):
-    """A communicator whose replicas all send the same, each under its own number. Nothing leaves this rank.
+    """A communicator whose replicas all send the same, each under its own number. Nothing leaves
+    this rank.
 
     next_size: The number of replicas from the next step on.
     """

@@ -1,4 +1,5 @@
-"""Measures latency, rate and what silence costs on a mesh axis, with the collectives of training and their load."""
+"""Measures latency, rate and what silence costs on a mesh axis, with the collectives of training
+and their load."""
 
 import math
 import statistics
@@ -29,7 +30,8 @@ Start = Callable[[int], Callable[[], object]]
 _SIZES = 2**10, 2**24
 """The smallest message, and the largest."""
 _HINTS, _SHOWS = 1.1, 1.5
-"""How many times longer than the shortest a message takes where a little larger ones, and it, show the rate."""
+"""How many times longer than the shortest a message takes where a little larger ones, and it, show
+the rate."""
 _REPEATS, _FEWEST = 5, 2
 _PAIR_SIZES = (1024, 2**18)
 _PAIR_REPEATS = 3
@@ -38,12 +40,14 @@ _NEAR_S = 1e-3
 
 
 class Everyone:
-    """All ranks, for agreement beside what is measured: of the default process group, or of the replicas along an
-    elastic `axis`, without one that is lost meanwhile. Its methods are collective.
+    """All ranks, for agreement beside what is measured: of the default process group, or of the
+    replicas along an elastic `axis`, without one that is lost meanwhile. Its methods are
+    collective.
 
     Args:
         device: Of tensors that the groups carry.
-        shards: The axes inside this replica of an elastic axis; ranks count by replica and then by shard.
+        shards: The axes inside this replica of an elastic axis; ranks count by replica and then by
+            shard.
     """
 
     def __init__(
@@ -68,7 +72,8 @@ class Everyone:
         )
 
     def barrier(self) -> None:
-        """Waits for all, who then go on at about the same time: each pair of replicas sends directly."""
+        """Waits for all, who then go on at about the same time: each pair of replicas sends
+        directly."""
         *shards, between = self._links
         for link in shards:
             link.send_to_all(None, self.device)
@@ -84,7 +89,8 @@ class Everyone:
         return [reduced(each) for each in zip(*self.send_to_all(times), strict=True)]
 
     def send_to_all(self, value: Any) -> list[Any]:
-        """Every rank's `value` (of JSON), in the order of ranks; in the place of one that is lost that of another."""
+        """Every rank's `value` (of JSON), in the order of ranks; in the place of one that is lost
+        that of another."""
         found = [value]
         for link in self._links:
             found = [each for theirs in link.send_to_all(found, self.device) for each in theirs]
@@ -101,11 +107,12 @@ class Everyone:
 def probe_axis(
     axis: Axis, device: torch.device, budget_s: float = 6.0, everyone: Everyone | None = None
 ) -> AxisProfile:
-    """Measures `axis` with messages of `device` in about `budget_s` seconds. Collective over all ranks, `everyone`.
+    """Measures `axis` with messages of `device` in about `budget_s` seconds. Collective over all
+    ranks, `everyone`.
 
-    All groups of the axis send at the same time, and each rank sends and receives at once, as in training. Sizes for
-    which the time is too short are left out, but not before one shows the rate, of one operation for all: over a long
-    latency it takes longer.
+    All groups of the axis send at the same time, and each rank sends and receives at once, as in
+    training. Sizes for which the time is too short are left out, but not before one shows the rate,
+    of one operation for all: over a long latency it takes longer.
     """
     everyone = everyone or Everyone(device, axis)
     per_node = everyone.size // axis.size()
@@ -130,7 +137,8 @@ def probe_axis(
 
 
 def fit_line(samples: Sequence[Sample]) -> Operation:
-    """Fits seconds = latency + 8 * bytes / rate with the smallest relative squared error and latency >= 0."""
+    """Fits seconds = latency + 8 * bytes / rate with the smallest relative squared error and
+    latency >= 0."""
     x = torch.tensor([s.bytes_sent for s in samples], dtype=torch.float64)
     y = torch.tensor([s.seconds for s in samples], dtype=torch.float64)
     latency, slope, scale = 0.0, 0.0, y
@@ -149,7 +157,8 @@ def fit_line(samples: Sequence[Sample]) -> Operation:
 
 
 def of_one_link(operations: Mapping[str, Operation]) -> dict[str, Operation]:
-    """Gives operations that ended at a quarter of the size of another, or less, its rate for larger messages."""
+    """Gives operations that ended at a quarter of the size of another, or less, its rate for larger
+    messages."""
     furthest = max(operations.values(), key=lambda line: line.samples[-1].bytes_sent)
     largest, found = furthest.samples[-1].bytes_sent, dict(operations)
     for name, line in operations.items():
@@ -164,7 +173,8 @@ def of_one_link(operations: Mapping[str, Operation]) -> dict[str, Operation]:
 def _samples(
     link: Link, start: Start, everyone: Everyone, budget_s: float, shown: bool
 ) -> list[Sample]:
-    """Times rising sizes until the budget is used up and the rate is `shown`; all ranks agree on the last size."""
+    """Times rising sizes until the budget is used up and the rate is `shown`; all ranks agree on
+    the last size."""
     samples: list[Sample] = []
     size, largest = _SIZES
     start(size)()  # the first exchange opens connections
@@ -194,9 +204,11 @@ def _samples(
 def _timed(
     start: Start, size: int, everyone: Everyone, repeats: int, silent_s: float = 0.0
 ) -> list[float]:
-    """The seconds of an exchange several times over, each after a silence, averaged over ranks. Collective.
+    """The seconds of an exchange several times over, each after a silence, averaged over ranks.
+    Collective.
 
-    One that begins late waits the less for it: on average over ranks this is the time that an exchange adds to a step.
+    One that begins late waits the less for it: on average over ranks this is the time that an
+    exchange adds to a step.
     """
     times = []
     for _ in range(repeats):
@@ -211,7 +223,10 @@ def _timed(
 
 
 def _silence(start: Start, everyone: Everyone) -> float:
-    """Seconds that a message of `SILENT_BYTES` takes longer after `SILENT_S` without any. Collective."""
+    """Seconds that a message of `SILENT_BYTES` takes longer after `SILENT_S` without any.
+
+    Collective.
+    """
     usual, late = (
         statistics.median(_timed(start, SILENT_BYTES, everyone, _PAIR_REPEATS, silent_s))
         for silent_s in (0.0, SILENT_S)
@@ -220,9 +235,11 @@ def _silence(start: Start, everyone: Everyone) -> float:
 
 
 def _pairs(axis: DeviceMesh, everyone: Everyone) -> list[LinkSample]:
-    """Measures every pair of replicas of the axis with a short and a long message, both ways at once.
+    """Measures every pair of replicas of the axis with a short and a long message, both ways at
+    once.
 
-    In rounds like those of a tournament, in which each replica sends to one other: as many rounds as replicas.
+    In rounds like those of a tournament, in which each replica sends to one other: as many rounds
+    as replicas.
     """
     replica, size, ranks = (
         axis.get_local_rank(),
@@ -251,7 +268,8 @@ def _pairs(axis: DeviceMesh, everyone: Everyone) -> list[LinkSample]:
 
 
 def _rounds(size: int) -> list[list[tuple[int, int]]]:
-    """All pairs of `size` replicas in rounds that use each replica at most once (the circle method).
+    """All pairs of `size` replicas in rounds that use each replica at most once (the circle
+    method).
 
     >>> _rounds(4)
     [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
@@ -269,7 +287,8 @@ def _rounds(size: int) -> list[list[tuple[int, int]]]:
 
 
 def _both_ways(peer: int | None, nbytes: int, axis: DeviceMesh, everyone: Everyone) -> float:
-    """Seconds to send `nbytes` to `peer` and receive as many from it at the same time; a rank without a peer waits."""
+    """Seconds to send `nbytes` to `peer` and receive as many from it at the same time; a rank
+    without a peer waits."""
     # gloo sends from host memory alone
     device = torch.device(
         "cpu" if dist.get_backend(axis.get_group()) == "gloo" else axis.device_type

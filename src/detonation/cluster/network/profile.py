@@ -13,7 +13,8 @@ SILENT_S, SILENT_BYTES = 1.0, 2**16
 
 @dataclass(frozen=True)
 class Sample:
-    """The time of one message size: a rank sends `bytes_sent` in `seconds` (mean; `spread` is IQR / median)."""
+    """The time of one message size: a rank sends `bytes_sent` in `seconds` (mean; `spread` is IQR /
+    median)."""
 
     bytes_sent: int
     seconds: float
@@ -22,10 +23,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Operation:
-    """A collective as one rank sees it, a straight line: seconds = latency_s + 8 * bytes_sent / rate_bits_per_s.
+    """A collective as one rank sees it, a straight line: seconds = latency_s + 8 * bytes_sent /
+    rate_bits_per_s.
 
-    All groups of the axis send at once, as in training, so a node sends at `per_node` times the rate.
-    spread: the largest relative distance of a sample from the line.
+    All groups of the axis send at once, as in training, so a node sends at `per_node` times the
+    rate. spread: the largest relative distance of a sample from the line.
     """
 
     latency_s: float
@@ -51,7 +53,8 @@ class LinkSample:
 class AxisProfile:
     """One axis of the mesh: `size` nodes, each with `per_node` ranks that share its link.
 
-    silence_s: how much longer an all-gather of `SILENT_BYTES` takes after `SILENT_S` without any; 0 was not measured.
+    silence_s: how much longer an all-gather of `SILENT_BYTES` takes after `SILENT_S` without any; 0
+    was not measured.
     """
 
     size: int
@@ -63,7 +66,8 @@ class AxisProfile:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of an optimizer's step with an exchange (encoding and decoding, no network), and without an exchange."""
+    """Seconds of an optimizer's step with an exchange (encoding and decoding, no network), and
+    without an exchange."""
 
     exchange_s: float
     local_s: float
@@ -73,9 +77,9 @@ class Step:
 class Compute:
     """One training step of a recipe on this machine, without the network.
 
-    parameters: that are trained. forward_backward_s: median. spread: its IQR / median. steps: the times of the
-    optimizer's step by scheme, each with the base optimizer that the recipe has for it. examples: per rank and step,
-    over all micro-batches; None in a profile that does not say.
+    parameters: that are trained. forward_backward_s: median. spread: its IQR / median. steps: the
+    times of the optimizer's step by scheme, each with the base optimizer that the recipe has for
+    it. examples: per rank and step, over all micro-batches; None in a profile that does not say.
     """
 
     recipe: str
@@ -105,7 +109,10 @@ class Profile:
 
     @classmethod
     def read(cls, path: Path) -> "Profile":
-        """Reads the profile at `path`. Raises `ValueError` where it is no profile, or of another version."""
+        """Reads the profile at `path`.
+
+        Raises `ValueError` where it is no profile, or of another version.
+        """
         try:
             table = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -115,7 +122,8 @@ class Profile:
         version = table.pop("format", None) if isinstance(table, dict) else None
         if version != PROFILE_FORMAT:
             raise ValueError(
-                f"{path} has format {version}, this version reads {PROFILE_FORMAT}: measure again with probe"
+                f"{path} has format {version}, this version reads {PROFILE_FORMAT}: measure again"
+                " with probe"
             )
         try:
             return cls.of(table)

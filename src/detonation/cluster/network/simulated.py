@@ -1,7 +1,9 @@
-"""Simulated replicas: many in one process, which run the code of real replicas over communicators without a network.
+"""Simulated replicas: many in one process, which run the code of real replicas over communicators
+without a network.
 
-Each replica is a thread, because its code waits in the middle of a step. Only one thread runs at a time: until it waits
-for a message that is not there yet, and then the next in replica order takes over. So a run is deterministic.
+Each replica is a thread, because its code waits in the middle of a step. Only one thread runs at a
+time: until it waits for a message that is not there yet, and then the next in replica order takes
+over. So a run is deterministic.
 """
 
 import threading
@@ -22,10 +24,11 @@ class Abandoned(RuntimeError):
 
 
 def simulate_replicas(act: Callable[["SimulatedCommunicator"], _T], replicas: int) -> list[_T]:
-    """Calls `act` for each of `replicas` simulated replicas with its communicator; returns the results.
+    """Calls `act` for each of `replicas` simulated replicas with its communicator; returns the
+    results.
 
-    `act` must start the same collectives in the same order on each replica. The random generators of the process are
-    shared: seed them before drawing.
+    `act` must start the same collectives in the same order on each replica. The random generators
+    of the process are shared: seed them before drawing.
 
     Raises the exception of the first replica that failed.
     """
@@ -73,8 +76,9 @@ def wait_until_gone(threads: list[threading.Thread]) -> None:
 
     They have ended, or are about to.
 
-    MKL holds a lock while a thread that multiplied matrices ends, also after `Thread.join`. A process that is forked in
-    that moment inherits the lock, and its first product of matrices waits for ever.
+    MKL holds a lock while a thread that multiplied matrices ends, also after `Thread.join`. A
+    process that is forked in that moment inherits the lock, and its first product of matrices waits
+    for ever.
     """
     until = time.monotonic() + 10.0
     for thread in threads:
@@ -83,7 +87,10 @@ def wait_until_gone(threads: list[threading.Thread]) -> None:
 
 
 class SimulatedCommunicator:
-    """One simulated replica's end of the axis. On a CPU all replicas share the tensors that it returns."""
+    """One simulated replica's end of the axis.
+
+    On a CPU all replicas share the tensors that it returns.
+    """
 
     def __init__(self, replica: int, scheduler: "_Scheduler") -> None:
         self.replica, self._scheduler = replica, scheduler
@@ -103,7 +110,10 @@ class SimulatedCommunicator:
         return lambda: gathered()[:, self.replica]
 
     def together(self, mine: _T, act: Callable[[list[_T]], object]) -> None:
-        """Calls `act` once with what all replicas bring, when all have come and before any goes on. It may not wait."""
+        """Calls `act` once with what all replicas bring, when all have come and before any goes on.
+
+        It may not wait.
+        """
         self._collective(mine, lambda brought: torch.tensor(act(brought) is None))()
 
     def _collective(
@@ -144,7 +154,8 @@ class _Collective:
 
 
 class _Scheduler:
-    """Lets one replica run at a time, and holds the collectives that not all replicas have started yet."""
+    """Lets one replica run at a time, and holds the collectives that not all replicas have started
+    yet."""
 
     def __init__(self, replicas: int) -> None:
         self.replicas = replicas
@@ -212,7 +223,10 @@ class _Scheduler:
 
 
 def _sum(tensors: list[Tensor]) -> Tensor:
-    """The sum in replica order. A real network may add in another order, and so round differently."""
+    """The sum in replica order.
+
+    A real network may add in another order, and so round differently.
+    """
     total = tensors[0] + tensors[1] if len(tensors) > 1 else tensors[0].clone()
     for tensor in tensors[2:]:
         total += tensor

@@ -1,4 +1,5 @@
-"""Throttled: a slow link between nodes that are processes of one machine, without root and on any system."""
+"""Throttled: a slow link between nodes that are processes of one machine, without root and on any
+system."""
 
 import fcntl
 import mmap
@@ -24,10 +25,11 @@ ELSEWHERE = "a link can be emulated between processes of one machine only: leave
 
 
 class NodeLink:
-    """The slow link of node `node`, which its ranks share: messages leave one after another, each after bytes / rate.
+    """The slow link of node `node`, which its ranks share: messages leave one after another, each
+    after bytes / rate.
 
-    Collective over the default process group, if there is one, whose ranks are those of `nodes` nodes. `speed` may be
-    set again between two steps.
+    Collective over the default process group, if there is one, whose ranks are those of `nodes`
+    nodes. `speed` may be set again between two steps.
     """
 
     def __init__(
@@ -45,7 +47,8 @@ class NodeLink:
         weakref.finalize(self, os.close, self._file)
 
     def leave(self, kind: str, sent: Tensor, replicas: int) -> float:
-        """Queues what a collective sends behind the messages that this node is sending; returns when all has left."""
+        """Queues what a collective sends behind the messages that this node is sending; returns
+        when all has left."""
         if kind == "all-to-all":
             nbytes = sent.nbytes // replicas * (replicas - 1)
         else:
@@ -67,12 +70,14 @@ class NodeLink:
 class ThrottledCommunicator(NodeLink):
     """Slows the link of `axis` down to `speed`; takes the place of the axis in `replicate`.
 
-    The ranks with the same coordinate on the axis are a node and share its link: their messages leave one after
-    another, each after bytes / rate. An exchange ends when the messages of all peers have left, plus a latency per hop.
-    Computation meanwhile counts, so overlap works as on a real link. Only the sending side is limited: in ring
-    collectives a node receives as much as it sends.
+    The ranks with the same coordinate on the axis are a node and share its link: their messages
+    leave one after another, each after bytes / rate. An exchange ends when the messages of all
+    peers have left, plus a latency per hop. Computation meanwhile counts, so overlap works as on a
+    real link. Only the sending side is limited: in ring collectives a node receives as much as it
+    sends.
 
-    Collective: all ranks construct it together. Raises `ValueError` where not all ranks are processes of this machine.
+    Collective: all ranks construct it together. Raises `ValueError` where not all ranks are
+    processes of this machine.
     """
 
     def __init__(self, axis: DeviceMesh, speed: LinkSpeed) -> None:

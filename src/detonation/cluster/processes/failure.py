@@ -31,9 +31,9 @@ ROOT_CAUSE_WAIT_S = 2.0
 class Failure:
     """The end of one rank.
 
-    kind: the class of the exception, or the name of the signal. text: the message. when: `time.time()`.
-    network: the end of a peer can cause this failure. bad_input: the user can mend it.
-    complete: the text names its subject, so that the rank need not be added.
+    kind: the class of the exception, or the name of the signal. text: the message. when:
+    `time.time()`. network: the end of a peer can cause this failure. bad_input: the user can mend
+    it. complete: the text names its subject, so that the rank need not be added.
     """
 
     rank: int
@@ -87,7 +87,8 @@ def failure_from_exit_code(rank: int, code: int) -> Failure:
         (each.name for each in signal.Signals if each == -code), f"signal {-code}"
     )  # real-time: no name
     hint = " (out of memory?)" if -code == signal.SIGKILL else ""
-    # gloo aborts the process when a peer is gone at the wrong moment, so SIGABRT may follow from another rank's end.
+    # gloo aborts the process when a peer is gone at the wrong moment, so SIGABRT may follow from
+    # another rank's end.
     return Failure(
         rank, time.time(), name, f"ended by {name}{hint}", network=-code == signal.SIGABRT
     )
@@ -99,7 +100,8 @@ def root_cause(failures: Sequence[Failure]) -> Failure | None:
 
 
 def describe(error: BaseException) -> str:
-    """One line for a person: the message, after the class of the error where the message alone is not clear."""
+    """One line for a person: the message, after the class of the error where the message alone is
+    not clear."""
     lines = str(error).strip().splitlines()
     if not lines:
         return type(error).__name__
@@ -120,5 +122,6 @@ def is_network_error(error: BaseException) -> bool:
 
 
 def write_result(path: Path, value: Any) -> None:
-    """Writes JSON values to a file that appears whole: its presence means that the result is complete."""
+    """Writes JSON values to a file that appears whole: its presence means that the result is
+    complete."""
     write_whole(path, json.dumps(value).encode())

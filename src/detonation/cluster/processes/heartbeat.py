@@ -1,9 +1,10 @@
-"""Heartbeat: each rank shows that it is alive and watches the next rank, so that no rank waits long for a lost rank.
+"""Heartbeat: each rank shows that it is alive and watches the next rank, so that no rank waits long
+for a lost rank.
 
-A process group cannot tell a slow peer from a dead peer, and gloo cannot be interrupted: a rank whose peer is stopped
-or cut off, or which is not the neighbour of a dead rank, waits for the whole timeout of the collective. So a thread
-counts on a heartbeat board. A rank whose count stands still for longer than the limit is lost; the rank that notices
-posts it on the board, and all ranks end.
+A process group cannot tell a slow peer from a dead peer, and gloo cannot be interrupted: a rank
+whose peer is stopped or cut off, or which is not the neighbour of a dead rank, waits for the whole
+timeout of the collective. So a thread counts on a heartbeat board. A rank whose count stands still
+for longer than the limit is lost; the rank that notices posts it on the board, and all ranks end.
 """
 
 import contextlib
@@ -29,8 +30,8 @@ _READING_S = 2.0
 class FileBoard:
     """A board in a folder, for ranks of one machine.
 
-    Each rank counts on a board, and the first rank that knows why the world must end posts a notice. Methods of boards
-    raise `RuntimeError` or `OSError` where the board is lost.
+    Each rank counts on a board, and the first rank that knows why the world must end posts a
+    notice. Methods of boards raise `RuntimeError` or `OSError` where the board is lost.
 
     where: the place that must be reachable for the board to work, in words.
     """
@@ -69,8 +70,9 @@ class FileBoard:
 class StoreBoard:
     """A board in the store of the rendezvous, over a connection of its own.
 
-    Whoever reaches the store can write to it. With a `token`, which only the ranks know, a notice of somebody else is
-    ignored, and does not end the run. `host` says in words which process hosts the store.
+    Whoever reaches the store can write to it. With a `token`, which only the ranks know, a notice
+    of somebody else is ignored, and does not end the run. `host` says in words which process hosts
+    the store.
     """
 
     def __init__(
@@ -157,7 +159,8 @@ EndProcess = Callable[[str, bool], NoReturn]
 class Heartbeat:
     """This rank's heartbeat, from construction until `stop`.
 
-    `end` is called in another thread when a rank is lost: the main thread may wait inside the network library.
+    `end` is called in another thread when a rank is lost: the main thread may wait inside the
+    network library.
     """
 
     def __init__(
@@ -171,7 +174,8 @@ class Heartbeat:
         self._leaving = self._cut_off = False
         self._reporting = threading.Lock()  # whoever holds it ends the process; never released
         self._board.write_count(rank, 1)
-        # A request to the board may never return once the network is cut, so two threads: one asks, one decides.
+        # A request to the board may never return once the network is cut, so two threads: one asks,
+        # one decides.
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         self._watcher = threading.Thread(target=self._watch, name="heartbeat watch", daemon=True)
         self._watcher.start()
@@ -187,21 +191,28 @@ class Heartbeat:
         self.stop()
 
     def stop(self) -> None:
-        """Stops the heartbeat. Does not return where another thread has begun to end the process."""
+        """Stops the heartbeat.
+
+        Does not return where another thread has begun to end the process.
+        """
         self._stopped.set()
         self._watcher.join()
 
     def explain(self, text: str) -> tuple[str, bool]:
-        """Finds out why this rank lost a connection, with the error `text`, and posts it on the board.
+        """Finds out why this rank lost a connection, with the error `text`, and posts it on the
+        board.
 
-        Waits a moment for missing heartbeats, and names the silent ranks where there are any. Returns the reason on the
-        board, and True where another rank posted it.
+        Waits a moment for missing heartbeats, and names the silent ranks where there are any.
+        Returns the reason on the board, and True where another rank posted it.
         """
         self._reporting.acquire()
         return self._explained(text, _MISSED * BEAT_S)
 
     def report(self, text: str) -> bool:
-        """Posts why this rank ends, so that all ranks end. True where another rank has posted a reason already."""
+        """Posts why this rank ends, so that all ranks end.
+
+        True where another rank has posted a reason already.
+        """
         self._reporting.acquire()
         try:
             return self._post(text)[1]
@@ -209,7 +220,10 @@ class Heartbeat:
             return False
 
     def close(self) -> None:
-        """Ends the use of the board after a failure. On return the other ranks have read the reason, or are lost."""
+        """Ends the use of the board after a failure.
+
+        On return the other ranks have read the reason, or are lost.
+        """
         if not self._cut_off:
             with contextlib.suppress(RuntimeError, OSError):
                 self._board.close(self._world_size - 1)
@@ -234,7 +248,8 @@ class Heartbeat:
             self._answered = time.monotonic()
 
     def _watch(self) -> None:
-        """Ends the process when the neighbour, or the board, is silent for too long, or when a notice is posted."""
+        """Ends the process when the neighbour, or the board, is silent for too long, or when a
+        notice is posted."""
         neighbour = (self._rank + 1) % self._world_size
         latest, last_beat, awake = 0, time.monotonic(), time.monotonic()
         while not self._stopped.wait(BEAT_S):
@@ -287,11 +302,15 @@ class Heartbeat:
             for rank in ranks
         ]
         who = f"rank {names[0]} has" if len(names) == 1 else f"ranks {', '.join(names)} have"
-        return f"{who} not been heard of for {seconds:.1f} s: ended, stopped or cut off; go on with --resume"
+        return (
+            f"{who} not been heard of for {seconds:.1f} s: ended, stopped or cut off; go on with"
+            " --resume"
+        )
 
 
 def silence_limit_s(silence_s: float, message_bytes: float, rate_bits_per_s: float) -> float:
-    """Seconds of silence until a rank counts as lost: heartbeats wait behind a message that fills a slow link.
+    """Seconds of silence until a rank counts as lost: heartbeats wait behind a message that fills a
+    slow link.
 
     >>> silence_limit_s(15, 1_000_000, 10e6)
     15.8

@@ -32,13 +32,15 @@ _RENDEZVOUS_TIMEOUT_S = 300.0
 
 
 def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> Store:
-    """Opens the store where all ranks meet: a file in `folder`, else at MASTER_ADDR:MASTER_PORT of the environment.
+    """Opens the store where all ranks meet: a file in `folder`, else at MASTER_ADDR:MASTER_PORT of
+    the environment.
 
-    torchrun's agent hosts that store, on all interfaces of its machine. Otherwise rank 0 hosts it, on one address alone
-    (see `_listen`). Keys that an earlier attempt left in a store of the agent are out of sight.
+    torchrun's agent hosts that store, on all interfaces of its machine. Otherwise rank 0 hosts it,
+    on one address alone (see `_listen`). Keys that an earlier attempt left in a store of the agent
+    are out of sight.
 
-    Raises `ValueError` where another process has the port, or MASTER_ADDR or MASTER_PORT is missing or wrong, and
-    `RunError` where the ranks did not meet within 300 s.
+    Raises `ValueError` where another process has the port, or MASTER_ADDR or MASTER_PORT is missing
+    or wrong, and `RunError` where the ranks did not meet within 300 s.
     """
     rank, world_size = position.rank, position.world_size
     if folder is not None:
@@ -46,7 +48,8 @@ def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> St
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise ValueError(
-            f"{' and '.join(missing)} not set: name the host of rank 0 and a free port there on all ranks"
+            f"{' and '.join(missing)} not set: name the host of rank 0 and a free port there on all"
+            " ranks"
         )
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     if not port.isdigit() or int(port) > 65_535:
@@ -59,7 +62,8 @@ def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> St
             store: Store = next(iter(rendezvous("env://", rank, world_size, timeout=timeout)))[0]
             if not _agent_hosts_store(os.environ):
                 return store
-            # of this attempt: after a restart the store still holds the addresses of ranks that are gone
+            # of this attempt: after a restart the store still holds the addresses of ranks that are
+            # gone
             name = name_of_first(
                 store, rank, world_size, secrets.token_hex(8), _RENDEZVOUS_TIMEOUT_S
             )
@@ -72,25 +76,33 @@ def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> St
             f"MASTER_ADDR is {address!r}, but no host has that name: name that of rank 0"
         ) from error
     except (DistError, TimeoutError) as error:
-        met = f"rank {rank} of {world_size} has not met the others at {address}:{port} in {_RENDEZVOUS_TIMEOUT_S:.0f} s"
+        met = (
+            f"rank {rank} of {world_size} has not met the others at {address}:{port} in"
+            f" {_RENDEZVOUS_TIMEOUT_S:.0f} s"
+        )
         raise RunError(
             f"{met}: start all, with one MASTER_ADDR and MASTER_PORT, and open that port at rank 0"
         ) from error
 
 
 def compare_devices(store: Store, position: LaunchPosition, device: torch.device) -> None:
-    """Raises `ValueError` on all ranks where two of them share a GPU, or only some have one. Collective."""
+    """Raises `ValueError` on all ranks where two of them share a GPU, or only some have one.
+
+    Collective.
+    """
     keys = [f"detonation/device/{rank}" for rank in range(position.world_size)]
     store.set(keys[position.rank], device_name(device, socket.gethostname()))
     require_own_devices([name.decode() for name in store.multi_get(keys)])
 
 
 def name_of_first(store: Store, rank: int, world_size: int, name: str, timeout_s: float) -> str:
-    """The name that rank 0 has given, on all ranks that came for it. Collective; `TimeoutError` where not all came.
+    """The name that rank 0 has given, on all ranks that came for it. Collective; `TimeoutError`
+    where not all came.
 
-    Counts of restarts differ between launchers, so the ranks greet each other: rank 0 answers each greeting with its
-    name, which no other start in this store had, until each rank has confirmed it; a rank believes an answer to its own
-    greeting alone. The store may hold what ranks that are gone have left.
+    Counts of restarts differ between launchers, so the ranks greet each other: rank 0 answers each
+    greeting with its name, which no other start in this store had, until each rank has confirmed
+    it; a rank believes an answer to its own greeting alone. The store may hold what ranks that are
+    gone have left.
     """
     token, awaited = secrets.token_hex(8), Awaited(f"rank {rank}", timeout_s)
     others = range(1, world_size)
@@ -129,11 +141,13 @@ def describe_store_host(env: Mapping[str, str]) -> str:
 def keep_to_one_interface(
     env: MutableMapping[str, str], one_machine: bool, interface: str = ""
 ) -> None:
-    """Sets the interface of torch's network libraries in `env`; `interface` takes precedence over what is there.
+    """Sets the interface of torch's network libraries in `env`; `interface` takes precedence over
+    what is there.
 
-    Between machines gloo would listen where the name of this machine leads, which may be loopback, so it gets the
-    interface towards MASTER_ADDR. On `one_machine` loopback serves. NCCL never chooses loopback between machines, and
-    may use several interfaces. Raises `ValueError` where this machine does not have the interface.
+    Between machines gloo would listen where the name of this machine leads, which may be loopback,
+    so it gets the interface towards MASTER_ADDR. On `one_machine` loopback serves. NCCL never
+    chooses loopback between machines, and may use several interfaces. Raises `ValueError` where
+    this machine does not have the interface.
     """
     known = [name for _, name in socket.if_nameindex()]
     named, wanted = (
@@ -157,8 +171,9 @@ def _agent_hosts_store(env: Mapping[str, str]) -> bool:
 def _listen(address: str, port: int, one_machine: bool) -> tuple[str, socket.socket]:
     """Listens on `address`; returns the address to connect to from here, and the socket.
 
-    `address` may not be this machine's own (behind a service or a router), or lead to loopback although other machines
-    must reach it. The socket then listens on the interface that gloo keeps to, and only without one on all interfaces.
+    `address` may not be this machine's own (behind a service or a router), or lead to loopback
+    although other machines must reach it. The socket then listens on the interface that gloo keeps
+    to, and only without one on all interfaces.
 
     Raises `ValueError` where another process has the port.
     """

@@ -1,4 +1,5 @@
-"""How a run is asked to stop, by signals, and how a rank ends, without waiting for the network library."""
+"""How a run is asked to stop, by signals, and how a rank ends, without waiting for the network
+library."""
 
 import contextlib
 import ctypes
@@ -15,7 +16,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Requests to save a checkpoint and end, from a scheduler that preempts or from a person."""
 
 SAME_REQUEST_S = 1.0
-"""A further signal within this time is the same request: a signal to all processes also comes from the launcher."""
+"""A further signal within this time is the same request: a signal to all processes also comes from
+the launcher."""
 
 
 class Stop:
@@ -47,9 +49,11 @@ _stop: Stop | None = None
 
 @contextmanager
 def stoppable() -> Iterator[Stop]:
-    """Records SIGTERM and SIGUSR1 in the `Stop` that it yields; a second signal ends the process with 128 + its number.
+    """Records SIGTERM and SIGUSR1 in the `Stop` that it yields; a second signal ends the process
+    with 128 + its number.
 
-    Ctrl-C ends the process too, unless it was ignored. Only the main thread may enter. Nested, it is the outer `Stop`.
+    Ctrl-C ends the process too, unless it was ignored. Only the main thread may enter. Nested, it
+    is the outer `Stop`.
     """
     global _stop
     if _stop is not None:
@@ -58,8 +62,9 @@ def stoppable() -> Iterator[Stop]:
     _stop = stop = Stop()
     receiver, sender = os.pipe()
     os.set_blocking(sender, False)
-    # Python runs handlers between two of its own instructions, and a rank may wait inside the network library for
-    # long. The C handler writes into the pipe at once, and another thread reads it.
+    # Python runs handlers between two of its own instructions, and a rank may wait inside the
+    # network library for long. The C handler writes into the pipe at once, and another thread reads
+    # it.
     watcher = threading.Thread(target=_watch, args=(receiver, stop), name="signals", daemon=True)
     ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     numbers = STOP_SIGNALS if ignored else (*STOP_SIGNALS, signal.SIGINT)
@@ -93,7 +98,10 @@ def _watch(receiver: int, stop: Stop) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Makes the kernel end this process as soon as its parent, process `parent`, ends. Linux only."""
+    """Makes the kernel end this process as soon as its parent, process `parent`, ends.
+
+    Linux only.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:  # the parent ended before the call above
@@ -101,10 +109,11 @@ def die_with_parent(parent: int) -> None:
 
 
 def die_with_agent(env: Mapping[str, str]) -> None:
-    """Applies `die_with_parent` to a rank of torchrun, whose agent leaves its ranks behind when it is killed.
+    """Applies `die_with_parent` to a rank of torchrun, whose agent leaves its ranks behind when it
+    is killed.
 
-    Not for srun: Linux watches the thread that started a process, and only torchrun is known to start ranks from its
-    main thread.
+    Not for srun: Linux watches the thread that started a process, and only torchrun is known to
+    start ranks from its main thread.
     """
     if "TORCHELASTIC_RUN_ID" in env:
         die_with_parent(os.getppid())
@@ -113,8 +122,8 @@ def die_with_agent(env: Mapping[str, str]) -> None:
 def end_now(code: int) -> NoReturn:
     """Flushes the output and ends this process with `code` at once, from any thread.
 
-    The network libraries have threads of their own, which may hold Python objects or wait for a peer that is gone. An
-    interpreter that shuts down around them may hang or abort.
+    The network libraries have threads of their own, which may hold Python objects or wait for a
+    peer that is gone. An interpreter that shuts down around them may hang or abort.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

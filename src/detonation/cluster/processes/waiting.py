@@ -1,8 +1,10 @@
-"""Who waits for whom: a line in the log where a rank stands still in a step to which others have not come.
+"""Who waits for whom: a line in the log where a rank stands still in a step to which others have
+not come.
 
-A collective cannot tell a slow network from a rank that never calls it. So every rank publishes in the store of its
-process group how far it has come, a few bytes when that has changed; nothing is added to a step. A rank that waits for
-ranks that have left ends: no network library can be told to stop waiting.
+A collective cannot tell a slow network from a rank that never calls it. So every rank publishes in
+the store of its process group how far it has come, a few bytes when that has changed; nothing is
+added to a step. A rank that waits for ranks that have left ends: no network library can be told to
+stop waiting.
 """
 
 import atexit
@@ -21,10 +23,11 @@ from detonation.cluster.processes.failure import is_network_error
 from detonation.core.runtime import PROGRESS
 
 MEET_LINE_S = 5.0
-"""A rank that has met only some of the others for this long names those that have not come, as `WAIT_LINE_S`."""
+"""A rank that has met only some of the others for this long names those that have not come, as
+`WAIT_LINE_S`."""
 WAIT_LINE_S = 30.0
-"""A rank that stands still for this long says so; again after twice the time, and so on. After twice the time it ends,
-where those for whom it waits have left."""
+"""A rank that stands still for this long says so; again after twice the time, and so on. After
+twice the time it ends, where those for whom it waits have left."""
 _INSIDE, _OUTSIDE, _LEFT = "inside", "outside", "left"
 _SAID = {
     _INSIDE: "is still in step {0}",
@@ -38,7 +41,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Standing:
-    """How far a rank has come. steps: that have begun. where: in or outside the last of them, saving, or left."""
+    """How far a rank has come. steps: that have begun. where: in or outside the last of them,
+    saving, or left."""
 
     steps: int
     where: str = _OUTSIDE
@@ -56,16 +60,19 @@ class Standing:
 
 
 def who_waits(rank: int, standings: Sequence[Standing], seconds: float) -> str:
-    """The line to log where `rank` has stood still for `seconds`; "" where it need not, or a lower rank says it.
+    """The line to log where `rank` has stood still for `seconds`; "" where it need not, or a lower
+    rank says it.
 
     >>> who_waits(0, [Standing(21, "inside"), Standing(20)], 30)
-    'rank 0 has waited for 30 s in step 21, to which others have not come: rank 1 is between steps 20 and 21'
+    'rank 0 has waited for 30 s in step 21, to which others have not come: rank 1 is between steps
+    20 and 21'
     """
     return "" if standings.index(standings[rank]) < rank else _waiting(rank, standings, seconds)
 
 
 def waits_in_vain(rank: int, standings: Sequence[Standing], partners: Collection[int]) -> bool:
-    """True where `rank` is in a step to which none of its partners that have not come can come: all of them have left.
+    """True where `rank` is in a step to which none of its partners that have not come can come: all
+    of them have left.
 
     >>> waits_in_vain(0, [Standing(21, "inside"), Standing(20, "left"), Standing(20)], {1})
     True
@@ -76,7 +83,8 @@ def waits_in_vain(rank: int, standings: Sequence[Standing], partners: Collection
 
 
 def partners_of(rank: int) -> set[int]:
-    """The ranks of all groups that `rank` is in, without the group of the whole world where there are others."""
+    """The ranks of all groups that `rank` is in, without the group of the whole world where there
+    are others."""
     world = distributed_c10d._world
     mine = [
         (group, {*ranks} - {rank})
@@ -95,13 +103,19 @@ def _waiting(rank: int, standings: Sequence[Standing], seconds: float) -> str:
     behind = [
         r for r, other in enumerate(standings) if other.steps < mine.steps or other.where == _LEFT
     ]
-    here = f"rank {rank} has waited for {seconds:.0f} s {'in' if mine.where == _INSIDE else 'after'} step {mine.steps}"
+    here = (
+        f"rank {rank} has waited for {seconds:.0f} s {'in' if mine.where == _INSIDE else 'after'}"
+        f" step {mine.steps}"
+    )
     if behind:
         more = f" and {len(behind) - _MOST_NAMED} more" if len(behind) > _MOST_NAMED else ""
         others = ", ".join(_described(r, standings[r]) for r in behind[:_MOST_NAMED])
         return f"{here}, to which others have not come: {others}{more}"
     if mine.where == _INSIDE and all(other == mine for other in standings):
-        return f"{here}, as all ranks have: the network between them is slow or cut off, or one is busy in a hook"
+        return (
+            f"{here}, as all ranks have: the network between them is slow or cut off, or one is"
+            " busy in a hook"
+        )
     return ""
 
 
@@ -111,7 +125,8 @@ def _described(rank: int, standing: Standing) -> str:
 
 
 class Awaited:
-    """Waits for ranks that have not come to where `who` is: says who they are, and after `limit_s` gives up."""
+    """Waits for ranks that have not come to where `who` is: says who they are, and after `limit_s`
+    gives up."""
 
     def __init__(self, who: str, limit_s: float) -> None:
         self._who, self._limit_s, self._began, self._due = (
@@ -140,10 +155,11 @@ class Awaited:
 
 
 class Watch:
-    """Publishes this rank's standing in `store`, and logs where it waits, until `stop`. Collective in no way.
+    """Publishes this rank's standing in `store`, and logs where it waits, until `stop`. Collective
+    in no way.
 
-    The first line comes after `line_s` seconds of standing still. `end` ends this process with its reason, from another
-    thread: the main thread waits inside the network library.
+    The first line comes after `line_s` seconds of standing still. `end` ends this process with its
+    reason, from another thread: the main thread waits inside the network library.
     """
 
     def __init__(
@@ -183,7 +199,8 @@ class Watch:
         atexit.unregister(self.stop)
 
     def explain(self, error: BaseException) -> None:
-        """Puts the ranks that have not come before the text of an error that a wait for them may have caused."""
+        """Puts the ranks that have not come before the text of an error that a wait for them may
+        have caused."""
         if self._text and is_network_error(error):
             error.args = (f"{self._text}: {error}",)
 
@@ -215,7 +232,8 @@ class Watch:
             if in_vain:
                 text = _waiting(self._rank, standings, now - since)
                 self._end(
-                    f"{text}: it ends, because nobody will come; give all ranks the same number of batches"
+                    f"{text}: it ends, because nobody will come; give all ranks the same number of"
+                    " batches"
                 )
             elif self._text and now - since >= due:
                 due *= 2

@@ -41,11 +41,12 @@ class ReplicaLeft(ReplicaLost):
 class RankReport:
     """How far a rank has come.
 
-    floor: it finished all collectives up to this number. beyond: those that it finished besides. absent: of finished
-    collectives that it still holds, the numbers of the replicas without a part in them. begun: the steps that it began.
-    users: the same for each optimizer on the axis. leaves: its replica was asked to leave. entered: the steps before
-    which it knows who leaves and who comes. departing: replicas that leave, each with the step before which it does;
-    coming: such a step, and the replica that comes.
+    floor: it finished all collectives up to this number. beyond: those that it finished besides.
+    absent: of finished collectives that it still holds, the numbers of the replicas without a part
+    in them. begun: the steps that it began. users: the same for each optimizer on the axis. leaves:
+    its replica was asked to leave. entered: the steps before which it knows who leaves and who
+    comes. departing: replicas that leave, each with the step before which it does; coming: such a
+    step, and the replica that comes.
     """
 
     floor: int
@@ -66,7 +67,8 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Agreement:
-    """The members of an epoch, by the numbers with which they began, and how far each of their ranks had come.
+    """The members of an epoch, by the numbers with which they began, and how far each of their
+    ranks had come.
 
     guest: A replica that may come in before the next step; -1 for none.
     """
@@ -122,7 +124,8 @@ def axis_store(base: Store, number: int) -> Store:
 
 
 def serve_one_axis(base: Store) -> None:
-    """Leaves `base` to one axis, so that its ranks need not agree on a part: any of them may end before they meet."""
+    """Leaves `base` to one axis, so that its ranks need not agree on a part: any of them may end
+    before they meet."""
     base.set(f"{_AXES}/latest", "0")
 
 
@@ -161,11 +164,12 @@ def axis_key(
     ],
     *numbers: int,
 ) -> str:
-    """A key of the store, by the numbers of a rank, of a guest, or of a guest and one of its shards or another rank.
+    """A key of the store, by the numbers of a rank, of a guest, or of a guest and one of its shards
+    or another rank.
 
-    Of a rank: its beat; that it has left together with the others, or because it was asked. Of a guest: that it asks to
-    come in; the step after which it gets its copy, and before which it comes in (admit). Of its shard: the address of
-    its feed; that it waits for a copy (coming), and has it (ready). at: that a rank, second, has come to the step of a
-    guest, first.
+    Of a rank: its beat; that it has left together with the others, or because it was asked. Of a
+    guest: that it asks to come in; the step after which it gets its copy, and before which it comes
+    in (admit). Of its shard: the address of its feed; that it waits for a copy (coming), and has it
+    (ready). at: that a rank, second, has come to the step of a guest, first.
     """
     return "/".join((kind, *map(str, numbers)))

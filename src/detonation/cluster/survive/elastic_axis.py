@@ -1,4 +1,5 @@
-"""The axis between replicas, of which some may be lost while the others train on: its store, the axis, its guests."""
+"""The axis between replicas, of which some may be lost while the others train on: its store, the
+axis, its guests."""
 
 import json
 import platform
@@ -43,7 +44,8 @@ _TIMEOUT = timedelta(seconds=300)
 
 @dataclass(frozen=True)
 class Survival:
-    """The wish of a launcher to go on when replicas of `shards` ranks are lost, while `min_replicas` are left.
+    """The wish of a launcher to go on when replicas of `shards` ranks are lost, while
+    `min_replicas` are left.
 
     address: "HOST:PORT" where the replicas meet; "" for a free port of this machine alone.
     """
@@ -71,7 +73,10 @@ def place() -> Place | None:
 
 
 class MeetingPoint:
-    """The store of a launcher. It listens at once, and answers from `serve` on: a process that forks has no threads."""
+    """The store of a launcher.
+
+    It listens at once, and answers from `serve` on: a process that forks has no threads.
+    """
 
     def __init__(self, survival: Survival, replicas: int) -> None:
         self._survival, self._replicas = survival, replicas
@@ -98,7 +103,8 @@ class MeetingPoint:
             serve_one_axis(self._store)
 
     def survives(self, failure: Failure) -> Collection[int]:
-        """The ranks of the replica that `failure` takes along, where the others go on; none where they cannot."""
+        """The ranks of the replica that `failure` takes along, where the others go on; none where
+        they cannot."""
         replica = failure.rank // self._survival.shards
         if (
             self._store is None
@@ -145,7 +151,8 @@ class MeetingPoint:
 
 
 def serve_meeting(address: str, tell: Callable[[str], None]) -> None:
-    """Serves a store at `address` until a signal ends this process; `tell` gets the address once it answers."""
+    """Serves a store at `address` until a signal ends this process; `tell` gets the address once it
+    answers."""
     point = MeetingPoint(Survival(1, 1, address), 0)
     point.serve()
     tell(f"{point.host}:{point.port}")
@@ -153,14 +160,16 @@ def serve_meeting(address: str, tell: Callable[[str], None]) -> None:
 
 
 def join_replicas(position: LaunchPosition, host: str, port: int, shards: int) -> None:
-    """Joins the process group of this rank's replica, whose launcher keeps the store at `host`, `port`."""
+    """Joins the process group of this rank's replica, whose launcher keeps the store at `host`,
+    `port`."""
     store = TCPStore(host, port, timeout=_TIMEOUT)
     init_replica(position, store, shards)
     take_place(store, position.rank // shards, position.world_size // shards)
 
 
 def meet_replicas(address: str, replica: int, replicas: int) -> None:
-    """Takes the place of replica `replica`, a world of its own, at the store that somebody keeps at `address`."""
+    """Takes the place of replica `replica`, a world of its own, at the store that somebody keeps at
+    `address`."""
     take_place(TCPStore(*host_and_port(address), timeout=_TIMEOUT), replica, replicas)
 
 
@@ -182,30 +191,37 @@ def elastic(
     end: Callable[[str], object] | None = None,
     link: str = "",
 ) -> SurvivingCommunicator:
-    """The axis between replicas for `replicate`: training goes on when some of them are lost. Collective.
+    """The axis between replicas for `replicate`: training goes on when some of them are lost.
+    Collective.
 
-    A replica is lost with any of its ranks: killed, stopped, or cut off from the store. The others notice, agree on who
-    is left, complete the interrupted exchange among themselves and go on in the same process, bitwise equal. From the
-    next step on, means, votes and owners are those of the replicas that are left. A replica that comes to life after it
-    was left out raises `ReplicaLost`.
+    A replica is lost with any of its ranks: killed, stopped, or cut off from the store. The others
+    notice, agree on who is left, complete the interrupted exchange among themselves and go on in
+    the same process, bitwise equal. From the next step on, means, votes and owners are those of the
+    replicas that are left. A replica that comes to life after it was left out raises `ReplicaLost`.
 
     Args:
-        mesh: ("replicate", "shard"), as of `init_mesh`; or the mesh of this replica alone, with `replica` and
-            `replicas`; None for a replica of one rank. A mesh of one's own may have the tiers of several nodes, which
-            levels inside this one join: they are lost together.
-        replica: The number of this replica, from 0 to below `replicas`, where each replica is a world of its own.
+        mesh: ("replicate", "shard"), as of `init_mesh`; or the mesh of this replica alone, with
+            `replica` and `replicas`; None for a replica of one rank. A mesh of one's own may have
+            the tiers of several nodes, which levels inside this one join: they are lost together.
+        replica: The number of this replica, from 0 to below `replicas`, where each replica is a
+            world of its own.
         replicas: How many there are then.
-        store: Where all ranks meet; by default the store of the default process group. Without it nobody can agree, so
-            the process that keeps it must not be lost: under torchrun the agent of the first node, otherwise rank 0.
+        store: Where all ranks meet; by default the store of the default process group. Without it
+            nobody can agree, so the process that keeps it must not be lost: under torchrun the
+            agent of the first node, otherwise rank 0.
         min_replicas: From 1 to the number of replicas; with fewer left all raise `ReplicaLost`.
-        silence_s: A rank that is silent for this long is lost, above 1. A killed rank's connections close at once.
+        silence_s: A rank that is silent for this long is lost, above 1. A killed rank's connections
+            close at once.
         timeout_s: Seconds for which a collective waits for a rank that is alive.
-        end: Called with the reason, in another thread, in a rank whose replica was left out and whose main thread waits
-            for something else; by default it logs, and ends the process with code 1.
-        link: Emulated speed of the links between replicas that are processes of one machine, such as "100mbit,5ms".
+        end: Called with the reason, in another thread, in a rank whose replica was left out and
+            whose main thread waits for something else; by default it logs, and ends the process
+            with code 1.
+        link: Emulated speed of the links between replicas that are processes of one machine, such
+            as "100mbit,5ms".
 
     Raises:
-        ValueError: An argument is out of range, there is neither a mesh nor a store, or `link` joins machines.
+        ValueError: An argument is out of range, there is neither a mesh nor a store, or `link`
+            joins machines.
         TimeoutError: Not all ranks came within the store's timeout.
 
     Example:
@@ -224,7 +240,8 @@ def elastic(
         replica, replicas = mesh["replicate"].get_local_rank(), mesh["replicate"].size()
     if replica is None or replicas is None or not 0 <= replica < replicas:
         raise ValueError(
-            f"replica is {replica} of {replicas}, must be from 0 to below replicas; or pass a whole mesh"
+            f"replica is {replica} of {replicas}, must be from 0 to below replicas; or pass a whole"
+            " mesh"
         )
     if not 1 <= min_replicas <= replicas:
         raise ValueError(
@@ -234,7 +251,8 @@ def elastic(
         raise ValueError(f"silence_s is {silence_s}, must be above 1")
     if store is None and mesh is None:
         raise ValueError(
-            "replicas without a common process group need a store, such as torch.distributed.TCPStore"
+            "replicas without a common process group need a store, such as"
+            " torch.distributed.TCPStore"
         )
     speed = LinkSpeed.parse(link) if link else None
     base = store or distributed_c10d._get_default_store()
@@ -254,7 +272,10 @@ def elastic(
 def _node_link(
     speed: LinkSpeed | None, membership: Membership, mesh: DeviceMesh | None
 ) -> NodeLink | None:
-    """The emulated link of this replica. Collective; raises `ValueError` where the first one is on another machine."""
+    """The emulated link of this replica.
+
+    Collective; raises `ValueError` where the first one is on another machine.
+    """
     if speed is None:
         return None
     if membership.first_text("machine", platform.node()) != platform.node():
@@ -271,13 +292,15 @@ _ALL = 2**62
 
 
 class Guest:
-    """A replica that comes in while others train, for `admitted`. All ranks of the replica construct it together.
+    """A replica that comes in while others train, for `admitted`. All ranks of the replica
+    construct it together.
 
     number: Of the replica; numbers are never used twice.
 
     Args:
         store: Where the replicas meet; see `elastic`.
-        mesh: ("replicate", "shard") of this replica alone, as of `init_mesh(replicas=1)`; None for one rank.
+        mesh: ("replicate", "shard") of this replica alone, as of `init_mesh(replicas=1)`; None for
+            one rank.
         min_replicas, silence_s, timeout_s, link: As in `elastic`, with the link of the others.
 
     Raises:
@@ -352,12 +375,16 @@ class Guest:
         self._store.set(axis_key("ready", self.number, self._shard), "1")
 
     def step(self) -> int | None:
-        """The number of steps after which this replica comes in; None until the others have agreed on it."""
+        """The number of steps after which this replica comes in; None until the others have agreed
+        on it."""
         key = axis_key("admit", self.number)
         return int(self._store.get(key)) if self._store.check([key]) else None
 
     def come_in(self, step: int, timeout_s: float = 60.0) -> SurvivingCommunicator:
-        """The axis between the replicas, this one among them, or `ReplicaLost`. Collective, before `step`."""
+        """The axis between the replicas, this one among them, or `ReplicaLost`.
+
+        Collective, before `step`.
+        """
         report, deadline = (
             RankReport(_ALL, [], {}, step, self.number, [step]),
             time.monotonic() + timeout_s,
@@ -391,7 +418,10 @@ class Guest:
         raise ReplicaLost(f"replica {self.number} could not form a process group with the others")
 
     def let_in(self, report: RankReport | None = None) -> Agreement | None:
-        """The agreement that lets this guest in, if there is one; `report` asks for it. `ReplicaLost` where without."""
+        """The agreement that lets this guest in, if there is one; `report` asks for it.
+
+        `ReplicaLost` where without.
+        """
         latest = int(self._store.get(EPOCH))
         for epoch in (
             latest,
@@ -406,7 +436,8 @@ class Guest:
                 raise ReplicaLost(
                     f"the others did not wait for replica {self.number} before step {self.step()}"
                 )
-        if report:  # never for an agreement after that which lets it in: it would be taken for that of a member
+        # never for an agreement after that which lets it in: it would be taken for that of a member
+        if report:
             self._store.set(f"{latest + 1}/report/{self.membership.rank}", json.dumps(vars(report)))
             time.sleep(_POLL_S)
         return None

@@ -1,5 +1,5 @@
-"""Process groups of gloo outside of torch's registry, made in milliseconds and left behind when a peer is lost; their
-collectives with a number, and the record of a loss."""
+"""Process groups of gloo outside of torch's registry, made in milliseconds and left behind when a
+peer is lost; their collectives with a number, and the record of a loss."""
 
 import threading
 import time
@@ -20,10 +20,11 @@ _POLL_S, _LOOK_S = 0.5, 0.05
 
 
 class Flight:
-    """A collective under way. A thread of the network library sets `ended`, and `good` where it did not fail.
+    """A collective under way. A thread of the network library sets `ended`, and `good` where it did
+    not fail.
 
-    That thread then waits for the lock of `notify`, and the work counts as under way until it has returned: nobody who
-    holds that lock may wait for the work itself.
+    That thread then waits for the lock of `notify`, and the work counts as under way until it has
+    returned: nobody who holds that lock may wait for the work itself.
     """
 
     def __init__(self, work: dist.Work, notify: Callable[[], None]) -> None:
@@ -42,7 +43,10 @@ class Flight:
 
 
 class Group:
-    """A process group of the replicas that are left. A collective waits `timeout_s` for a peer that is alive."""
+    """A process group of the replicas that are left.
+
+    A collective waits `timeout_s` for a peer that is alive.
+    """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
         self.size = size
@@ -52,7 +56,8 @@ class Group:
 
     @staticmethod
     def formed(make: Callable[[], "Group"], in_vain: Callable[[], bool]) -> "Group":
-        """The group that `make` makes in another thread: members have `FORM_S` to meet, and a lost one never comes.
+        """The group that `make` makes in another thread: members have `FORM_S` to meet, and a lost
+        one never comes.
 
         Raises `RuntimeError` where it fails, and as soon as it is `in_vain`.
         """
@@ -89,9 +94,9 @@ class Group:
     def abandon(self) -> None:
         """Ends the group without waiting for what is under way.
 
-        `abort` and `shutdown` of gloo do nothing, and its destructor waits for collectives under way, up to their
-        timeout. So another thread keeps the group until they have ended. Where none is under way the sockets close at
-        once, which wakes the peers that still wait.
+        `abort` and `shutdown` of gloo do nothing, and its destructor waits for collectives under
+        way, up to their timeout. So another thread keeps the group until they have ended. Where
+        none is under way the sockets close at once, which wakes the peers that still wait.
         """
         held = [(self._group, [work for work in self._works if not work.is_completed()])]
         self._group, self._works = None, []
@@ -118,7 +123,8 @@ NumberedKind = Literal["all_reduce", "all_gather", "all_to_all"]
 
 @dataclass(frozen=True)
 class SurvivedLoss:
-    """A loss that the replicas survived. recovered_s: from its notice until all collectives went on.
+    """A loss that the replicas survived. recovered_s: from its notice until all collectives went
+    on.
 
     replicas: those that were lost; came: one that came in. left: they were asked to leave.
     """
@@ -132,7 +138,10 @@ class SurvivedLoss:
     def text(self, left: int, before: int) -> str:
         """The loss in words, where `left` of `before` replicas go on."""
         names = f"replica{'s' * (len(self.replicas) > 1)} {', '.join(map(str, self.replicas))}"
-        end = f"with step {self.next_step} as the first without it; {self.recovered_s:.2f} s after the notice"
+        end = (
+            f"with step {self.next_step} as the first without it; {self.recovered_s:.2f} s after"
+            " the notice"
+        )
         return f"{names} {'has left' if self.left else 'lost'}: {left} of {before} go on, {end}"
 
 
@@ -140,8 +149,8 @@ class SurvivedLoss:
 class NumberedCollective:
     """A collective that this rank started; it is kept until every replica has surely finished it.
 
-    layout: the replicas that have a number now, by the numbers with which they began. floor: up to here this rank, and
-    so all others, had finished all collectives when it started this one.
+    layout: the replicas that have a number now, by the numbers with which they began. floor: up to
+    here this rank, and so all others, had finished all collectives when it started this one.
     """
 
     number: int

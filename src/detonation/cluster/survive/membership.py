@@ -1,7 +1,8 @@
-"""Membership: which replicas are left. Ranks beat in a store, and agree in it on the members and where they stand.
+"""Membership: which replicas are left. Ranks beat in a store, and agree in it on the members and
+where they stand.
 
-The store is the arbiter: of several proposals for an epoch it keeps the first (`compare_set`). So a rank that cannot
-reach the store takes no part, and two halves of a network never go on apart.
+The store is the arbiter: of several proposals for an epoch it keeps the first (`compare_set`). So a
+rank that cannot reach the store takes no part, and two halves of a network never go on apart.
 """
 
 import atexit
@@ -34,9 +35,11 @@ from detonation.cluster.survive.port import Port, refuses
 
 TICK_S = 0.05
 CONFIRM_S = 0.6
-"""The silence of a rank whose host does not answer: shorter, and a busy machine may lose replicas that are alive."""
+"""The silence of a rank whose host does not answer: shorter, and a busy machine may lose replicas
+that are alive."""
 STARTUP_S = 120.0
-"""The least limit of silence until a rank has taken its first steps: kernels are built and libraries are loaded."""
+"""The least limit of silence until a rank has taken its first steps: kernels are built and
+libraries are loaded."""
 ARRIVE_S = 10.0
 """How long all wait for a replica that comes in, once they have come to its first step."""
 LEAVE_S = 5.0
@@ -48,16 +51,20 @@ _log = logging.getLogger("detonation")
 class Membership:
     """One rank's view of the replicas that are left. Collective: all ranks construct it together.
 
-    members: replicas, by the numbers with which they began. called: a loss was noticed, so that `agree` is due.
-    under_way: the first steps are over: silence counts. guest: the next replica that may join; guest_asks: it asked.
-    leaves: this replica was asked to leave, and not all know yet.
+    members: replicas, by the numbers with which they began. called: a loss was noticed, so that
+    `agree` is due. under_way: the first steps are over: silence counts. guest: the next replica
+    that may join; guest_asks: it asked. leaves: this replica was asked to leave, and not all know
+    yet.
 
     Args:
         store: Reached by all ranks; it must outlive each of them.
-        silence_s: A rank that does not beat for this long is lost; with fewer than `min_replicas` left all end.
-        end: Called in another thread where this replica was left out and its main thread did not end.
+        silence_s: A rank that does not beat for this long is lost; with fewer than `min_replicas`
+            left all end.
+        end: Called in another thread where this replica was left out and its main thread did not
+            end.
         is_guest: This replica is no member yet: it beats, until `join`.
-        confirm_s: A rank that neither reports nor beats for so long after a loss is lost, too; None is `CONFIRM_S`.
+        confirm_s: A rank that neither reports nor beats for so long after a loss is lost, too; None
+            is `CONFIRM_S`.
     """
 
     def __init__(
@@ -129,7 +136,10 @@ class Membership:
             self._notice()
 
     def call_if_left(self) -> None:
-        """Notices a rank that has ended, where no collective is under way that would fail. Raises as `agree`."""
+        """Notices a rank that has ended, where no collective is under way that would fail.
+
+        Raises as `agree`.
+        """
         self.require_store()
         if self.some_left():
             self.call()
@@ -139,7 +149,8 @@ class Membership:
         return any(self._seen[rank][0] == GONE or self._has_left(rank) for rank in self._ranks())
 
     def agree(self, report: RankReport) -> Agreement:
-        """Waits until all ranks that are left have reported, and returns what all of them get. Collective.
+        """Waits until all ranks that are left have reported, and returns what all of them get.
+        Collective.
 
         Raises `ReplicaLost` where this replica is not a member any more, or too few are.
         """
@@ -178,7 +189,8 @@ class Membership:
         if len(self.members) < self.least:
             left = f"{len(self.members)} of the replicas are left, min_replicas is {self.least}"
             raise ReplicaLost(
-                f"lost replica {', '.join(map(str, missing))} before step {agreement.next_step}: {left}"
+                f"lost replica {', '.join(map(str, missing))} before step {agreement.next_step}:"
+                f" {left}"
             )
         return agreement
 
@@ -187,7 +199,8 @@ class Membership:
         return any(self._is_silent(rank) for rank in self._ranks())
 
     def leave(self, limit_s: float) -> None:
-        """Waits until all members leave or are lost, at most `limit_s`, and stops: the others do not wait for it."""
+        """Waits until all members leave or are lost, at most `limit_s`, and stops: the others do
+        not wait for it."""
         deadline = time.monotonic() + limit_s
         try:
             with suppress(
@@ -204,7 +217,8 @@ class Membership:
             self.stop()
 
     def await_shards(self, limit_s: float) -> None:
-        """Waits, at most `limit_s`, until all ranks of this replica are about to leave: each hands over by itself."""
+        """Waits, at most `limit_s`, until all ranks of this replica are about to leave: each hands
+        over by itself."""
         deadline, ranks = (
             time.monotonic() + limit_s,
             [self.replica * self.shards + n for n in range(self.shards)],
@@ -234,7 +248,8 @@ class Membership:
             self.is_guest = False
 
     def awaits(self, guest: int) -> bool:
-        """Notes that this rank stands at the step before which `guest` comes in; True once all members do."""
+        """Notes that this rank stands at the step before which `guest` comes in; True once all
+        members do."""
         self.store.set(axis_key("at", guest, self.rank), "1")
         return bool(self.store.check([axis_key("at", guest, rank) for rank in self._ranks()]))
 
@@ -251,7 +266,8 @@ class Membership:
         return rank != self.rank and (beat == GONE or (judges and now - since > limit_s))
 
     def _is_silent(self, rank: int) -> bool:
-        """True where `rank` is lost: it had `confirm_s` from the notice on to report, or it was what was noticed."""
+        """True where `rank` is lost: it had `confirm_s` from the notice on to report, or it was
+        what was noticed."""
         had_time = time.monotonic() - self.noticed_at > self._confirm_s
         return self._lost(
             rank, self._confirm_s if had_time else self._silence_s
@@ -296,7 +312,8 @@ class Membership:
         )
 
     def _look_for_guest(self) -> None:
-        """Notes that a replica asks to come in, and lets all agree on a step for it once it is ready."""
+        """Notes that a replica asks to come in, and lets all agree on a step for it once it is
+        ready."""
         guest = self.guest
         ranks = range(guest * self.shards, (guest + 1) * self.shards)
         if not self.guest_asks and self._beats.check([axis_key("ask", guest)]):
@@ -333,7 +350,10 @@ class Membership:
                 return
 
     def _beat(self, count: int) -> None:
-        """Beats, reads all beats, and notices a loss. `agree` and `join` change the members in another thread."""
+        """Beats, reads all beats, and notices a loss.
+
+        `agree` and `join` change the members in another thread.
+        """
         with self.changed:
             epoch, members, watched = (
                 self.epoch,
@@ -383,7 +403,8 @@ class Membership:
                 self._notice()
 
     def _knock(self, ranks: Iterable[int]) -> None:
-        """Notes the ports of `ranks` that answer: what may refuse them later is the end of the process alone."""
+        """Notes the ports of `ranks` that answer: what may refuse them later is the end of the
+        process alone."""
         for rank in ranks:
             if self._beats.check([key := axis_key("port", rank)]):
                 name = self._beats.get(key).decode()

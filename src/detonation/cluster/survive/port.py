@@ -11,7 +11,8 @@ KNOCK_S = 0.2
 
 
 class Port:
-    """A listening port on the way to the store. Its kernel answers for as long as the process lives, however busy.
+    """A listening port on the way to the store. Its kernel answers for as long as the process
+    lives, however busy.
 
     name: "HOST PORT" for the others; empty where the store is not reached over a network.
     """

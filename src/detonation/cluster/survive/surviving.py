@@ -32,12 +32,14 @@ _log = logging.getLogger("detonation")
 
 
 class SurvivingCommunicator(AxisEnd):
-    """One shard's end of the axis between replicas; `losses` lists what it survived, `host` lets others in.
+    """One shard's end of the axis between replicas; `losses` lists what it survived, `host` lets
+    others in.
 
-    All ranks start the same collectives in the same order, so a number names each. After a loss the ranks compare which
-    they have finished. One that some have finished and others not is copied from the one to the other, so that all go
-    on with the same bytes; one that nobody has finished is started again without the lost replica. An all-to-all gives
-    each replica bytes of its own, so there the others send once more.
+    All ranks start the same collectives in the same order, so a number names each. After a loss the
+    ranks compare which they have finished. One that some have finished and others not is copied
+    from the one to the other, so that all go on with the same bytes; one that nobody has finished
+    is started again without the lost replica. An all-to-all gives each replica bytes of its own, so
+    there the others send once more.
     """
 
     def __init__(
@@ -87,14 +89,17 @@ class SurvivingCommunicator(AxisEnd):
                 PrefixStore(f"alone/{membership.rank}", membership.store), 0, 1, timeout_s
             )
         self.error: Exception | None = None
-        # Not the main thread, which may wait inside the network library for another shard of its replica.
+        # Not the main thread, which may wait inside the network library for another shard of its
+        # replica.
         threading.Thread(target=self._watch, name="recovery", daemon=True).start()
 
     def refuse(self, levels: Sequence[tuple[Axis, Scheme]], *_: object) -> None:
-        """Raises `ValueError` where a level around this one would join what is left of it by ranks that may be lost."""
+        """Raises `ValueError` where a level around this one would join what is left of it by ranks
+        that may be lost."""
         if levels[-1][0] is not self:
             raise ValueError(
-                "only the outermost level may lose replicas: give the elastic axis to the last level"
+                "only the outermost level may lose replicas: give the elastic axis to the last"
+                " level"
             )
 
     def for_one(self) -> AxisUser:
@@ -117,11 +122,12 @@ class SurvivingCommunicator(AxisEnd):
         return self._membership.least
 
     def depart(self) -> None:
-        """Asks that this replica leave before one of the next steps, such as in a handler of SIGTERM.
+        """Asks that this replica leave before one of the next steps, such as in a handler of
+        SIGTERM.
 
-        All agree on the step. There open rounds end, what this replica has not sent goes to another one, and its step
-        raises `ReplicaLeft`; the others go on. One rank of a replica is enough. It has no effect where fewer than
-        `min_replicas` would be left.
+        All agree on the step. There open rounds end, what this replica has not sent goes to another
+        one, and its step raises `ReplicaLeft`; the others go on. One rank of a replica is enough.
+        It has no effect where fewer than `min_replicas` would be left.
         """
         self._membership.leaves = True
 
@@ -136,7 +142,10 @@ class SurvivingCommunicator(AxisEnd):
         return max([self._joined, *(user.begun for user in self.users)])
 
     def close(self, limit_s: float = 5.0) -> None:
-        """Leaves together with the replicas that are left, for which it waits at most `limit_s`. Collective."""
+        """Leaves together with the replicas that are left, for which it waits at most `limit_s`.
+
+        Collective.
+        """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -147,7 +156,8 @@ class SurvivingCommunicator(AxisEnd):
         self._group.abandon()
 
     def start(self, kind: NumberedKind, values: Tensor, user: AxisEnd) -> Callable[[], Tensor]:
-        """Starts a collective among the replicas that have a number for `user`; returns a function that waits."""
+        """Starts a collective among the replicas that have a number for `user`; returns a function
+        that waits."""
         link, name, size = self._link, kind.replace("_", "-"), user.size()
         if link is None:
             return self._start(kind, values, user)
@@ -305,7 +315,8 @@ class SurvivingCommunicator(AxisEnd):
             _log.warning("%s", self.losses[-1].text(len(membership.members), len(self.layout)))
 
     def _note(self, agreement: Agreement) -> None:
-        """Notes who leaves, where enough are left, and who comes: before a step for which no rank has asked yet.
+        """Notes who leaves, where enough are left, and who comes: before a step for which no rank
+        has asked yet.
 
         Who is noted already keeps that step.
         """
@@ -351,7 +362,8 @@ class SurvivingCommunicator(AxisEnd):
         )
 
     def _catch_up(self, agreement: Agreement) -> bool:
-        """Copies what only some have finished, and starts the rest again; False where one more replica is lost."""
+        """Copies what only some have finished, and starts the rest again; False where one more
+        replica is lost."""
         membership = self._membership
         ranks = [member * membership.shards + membership.shard for member in agreement.members]
         reports = [agreement.reports[rank] for rank in ranks]

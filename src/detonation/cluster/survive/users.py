@@ -1,4 +1,5 @@
-"""Who uses an elastic axis on a rank: the optimizers, and the host of a newcomer; and the texts between ranks."""
+"""Who uses an elastic axis on a rank: the optimizers, and the host of a newcomer; and the texts
+between ranks."""
 
 import math
 import time
@@ -19,8 +20,8 @@ _TEXT, _LOST = b"+", b"-"
 class StoreTexts:
     """Gathers texts of the ranks of some replicas; any thread may use it, one at a time.
 
-    The store keeps the first value of a key. So where a rank is lost, either all others have its text or none has.
-    No other texts had the name `channel`.
+    The store keeps the first value of a key. So where a rank is lost, either all others have its
+    text or none has. No other texts had the name `channel`.
     """
 
     def __init__(self, membership: Membership, members: Sequence[int], channel: str) -> None:
@@ -34,7 +35,10 @@ class StoreTexts:
         self.rank, self.world_size = self._ranks.index(membership.rank), len(self._ranks)
 
     def gather(self, text: str) -> list[str]:
-        """The texts of all ranks, by rank. Collective; raises `PeerLost` on all that are left where one is lost."""
+        """The texts of all ranks, by rank.
+
+        Collective; raises `PeerLost` on all that are left where one is lost.
+        """
         self._count += 1
         keys = [self._key(self._count, rank) for rank in self._ranks]
         self._first(keys[self.rank], _TEXT + text.encode(errors="surrogateescape"))
@@ -87,7 +91,8 @@ class Host:
         self.membership.store.set(axis_key("feed", guest, self.membership.shard), address)
 
     def copy_step(self, guest: int, step: int) -> float:
-        """The step after which all shards give their guest a copy; infinity until the guests of all are there.
+        """The step after which all shards give their guest a copy; infinity until the guests of all
+        are there.
 
         The shards of a replica are in the same step, or in two that follow each other.
         """
@@ -106,8 +111,9 @@ class Host:
 class AxisEnd(ElasticCommunicator):
     """An end of an elastic axis, for an optimizer or for what is none.
 
-    layout: the replicas that have a number for it, by the numbers with which they began. adopted: the step before which
-    it took them. pending: agreements on members that it has not adopted. name: of its texts.
+    layout: the replicas that have a number for it, by the numbers with which they began. adopted:
+    the step before which it took them. pending: agreements on members that it has not adopted.
+    name: of its texts.
     """
 
     axis: "SurvivingCommunicator"
@@ -148,9 +154,11 @@ class AxisEnd(ElasticCommunicator):
 
 
 class AxisUser(AxisEnd):
-    """One optimizer's end of an elastic axis: after a loss it takes the new numbers before a step of its own.
+    """One optimizer's end of an elastic axis: after a loss it takes the new numbers before a step
+    of its own.
 
-    Until then a lost replica is absent for it. Optimizers may be in different steps. All ranks make them in one order.
+    Until then a lost replica is absent for it. Optimizers may be in different steps. All ranks make
+    them in one order.
 
     begun: the steps that it began; entered: those for which it asked who leaves.
     """
@@ -204,14 +212,16 @@ class AxisUser(AxisEnd):
         return kept
 
     def _await_departure(self, step: int) -> None:
-        """Leaves where this replica is to leave before `step`; otherwise waits until all have agreed on who is left."""
+        """Leaves where this replica is to leave before `step`; otherwise waits until all have
+        agreed on who is left."""
         leaving = [self.layout[number] for number in self.leaving(step)]
         if self._membership.replica in leaving:
             self._membership.store.set(axis_key("asked", self._membership.rank), "1")
             self._membership.await_shards(self.axis.timeout_s)
             self.axis.close(0)
             raise ReplicaLeft(
-                f"replica {self._membership.replica} has left before step {step}, as it was asked to"
+                f"replica {self._membership.replica} has left before step {step}, as it was"
+                " asked to"
             )
         while any(member in self._membership.members for member in leaving):
             self._membership.call_if_left()

@@ -31,10 +31,11 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 class BufferSync:
-    """Makes the persistent buffers of a model equal on all replicas: the mean of those that are finite.
+    """Makes the persistent buffers of a model equal on all replicas: the mean of those that are
+    finite.
 
-    Each replica feeds its own data to BatchNorm, whose running statistics then differ. Training does not use them,
-    evaluation does. Buffers of whole numbers become those of the majority.
+    Each replica feeds its own data to BatchNorm, whose running statistics then differ. Training
+    does not use them, evaluation does. Buffers of whole numbers become those of the majority.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -42,7 +43,8 @@ class BufferSync:
 
     @torch.no_grad()
     def __call__(self, replicators: Sequence[Replicator]) -> None:
-        """Compares the buffers over the link of each level in turn, and averages those that differ. Collective.
+        """Compares the buffers over the link of each level in turn, and averages those that differ.
+        Collective.
 
         Sends 8 bytes per buffer, which do not count as sent, and the buffers that differ, which do.
         """
@@ -57,8 +59,9 @@ class BufferSync:
     def _warn(self, names: list[str], speaks: bool) -> None:
         if names and not self._warned and speaks:
             _log.warning(
-                "buffers differ between replicas, and become their mean at every comparison (verify_every) and "
-                "synchronize(); register_buffer(..., persistent=False) keeps one private: %s",
+                "buffers differ between replicas, and become their mean at every comparison"
+                " (verify_every) and synchronize(); register_buffer(..., persistent=False) keeps"
+                " one private: %s",
                 ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else ""),
             )
         self._warned |= bool(names)

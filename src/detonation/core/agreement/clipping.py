@@ -13,19 +13,23 @@ from detonation.core.link.communicator import Axis, Communicator, communicator_o
 from detonation.core.optim.signsgd import SignSGD
 
 Normed = tuple[list[Communicator], dict[str, Tensor]]
-"""Parameters or pieces of them, and the communicators between those who hold different parts of them."""
+"""Parameters or pieces of them, and the communicators between those who hold different parts of
+them."""
 
 
 class Clip:
-    """Scales all gradients down to a global norm of at most `max_norm`, as torch's `clip_grad_norm_` does.
+    """Scales all gradients down to a global norm of at most `max_norm`, as torch's
+    `clip_grad_norm_` does.
 
-    It runs between the exchange and the step of the base optimizer. Under a scheme of gradients it clips the update
-    that the replicas agreed on, which is what hybrid sharding clips; all replicas scale by the same bits. Under a
-    scheme of parameters, and under `none`, it clips the gradient of each replica.
+    It runs between the exchange and the step of the base optimizer. Under a scheme of gradients it
+    clips the update that the replicas agreed on, which is what hybrid sharding clips; all replicas
+    scale by the same bits. Under a scheme of parameters, and under `none`, it clips the gradient of
+    each replica.
 
-    The shards of a replica gather the norms of their gradients: one collective per mesh axis that parameters are
-    sharded over, of 4 bytes per tensor. Each rank adds them by itself, so that replicas agree however networks add.
-    SignSGD without momentum moves by signs, which clipping leaves as they are: nothing is computed then.
+    The shards of a replica gather the norms of their gradients: one collective per mesh axis that
+    parameters are sharded over, of 4 bytes per tensor. Each rank adds them by itself, so that
+    replicas agree however networks add. SignSGD without momentum moves by signs, which clipping
+    leaves as they are: nothing is computed then.
 
     norm: before clipping, `[]` fp32, of the last step; None where nothing was computed.
 
@@ -77,7 +81,8 @@ class Clip:
 
 
 def norms_of(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """The norm of each tensor in fp32, 0 for None: by torch, whose order does not depend on processor and threads.
+    """The norm of each tensor in fp32, 0 for None: by torch, whose order does not depend on
+    processor and threads.
 
     Shapes: n tensors of any shape -> `[n]` fp32.
     """
@@ -102,7 +107,8 @@ def _sharded_over(parameter: Tensor) -> tuple[Axis, ...]:
     ]
     if mesh.ndim > 1 and names is None:
         raise ValueError(
-            "a mesh of several dimensions needs names for clipping: mesh_dim_names of init_device_mesh"
+            "a mesh of several dimensions needs names for clipping: mesh_dim_names of"
+            " init_device_mesh"
         )
     return tuple(
         mesh if names is None or mesh.ndim == 1 else mesh[names[dim]]

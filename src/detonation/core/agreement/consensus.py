@@ -1,4 +1,5 @@
-"""The stop consensus: one rank's reason to stop ends all ranks at the same step, with the same error."""
+"""The stop consensus: one rank's reason to stop ends all ranks at the same step, with the same
+error."""
 
 import logging
 import math
@@ -58,17 +59,19 @@ _log = logging.getLogger("detonation")
 
 
 class HalfStep(DetonationError, RuntimeError):
-    """A step of this replica ended between its messages and its weights, so that the others are a step ahead."""
+    """A step of this replica ended between its messages and its weights, so that the others are a
+    step ahead."""
 
 
 class StopConsensus:
-    """The fault counts of all levels, and the links over which a reason to stop reaches ranks that do not see it.
+    """The fault counts of all levels, and the links over which a reason to stop reaches ranks that
+    do not see it.
 
-    Such ranks are the other shards of a replica and, with several levels or with messages that only their owner sees,
-    the replicas of each level.
+    Such ranks are the other shards of a replica and, with several levels or with messages that only
+    their owner sees, the replicas of each level.
 
-    On an accelerator the host does not wait for a reason: it reads the counts of a step when the next step begins, and
-    one step later where the reason must first reach such ranks.
+    On an accelerator the host does not wait for a reason: it reads the counts of a step when the
+    next step begins, and one step later where the reason must first reach such ranks.
     """
 
     def __init__(
@@ -95,7 +98,8 @@ class StopConsensus:
     def add_level(
         self, names: Sequence[str], link: Link, gradients: bool, level: int = 0
     ) -> FaultCounts:
-        """Adds a link of a level, and returns its fault counts. names: of all parameters of the model."""
+        """Adds a link of a level, and returns its fault counts. names: of all parameters of the
+        model."""
         signal = "the gradient" if gradients else "the change"
         repairs = self.safety.on_desync == "repair"
         self.counts.append(
@@ -114,7 +118,8 @@ class StopConsensus:
     def connect(
         self, levels: Sequence[tuple[Axis, Scheme]], replicators: Sequence[Replicator]
     ) -> None:
-        """Adds links to the replicas of each level, if the replicas of one level do not see every message."""
+        """Adds links to the replicas of each level, if the replicas of one level do not see every
+        message."""
         several = sum(scheme.signal != "nothing" for _, scheme in levels) > 1
         secluded = any(replicator.channel.exchange.secluded for replicator in replicators)
         links = (
@@ -134,8 +139,8 @@ class StopConsensus:
     def enter_step(self, step: int) -> None:
         """Begins a step, before its first message, in backward or in `step`.
 
-        Its messages tell the numbers among the options of the parameter groups, as they are now. Raises `HalfStep`
-        after a step that ended half-way.
+        Its messages tell the numbers among the options of the parameter groups, as they are now.
+        Raises `HalfStep` after a step that ended half-way.
         """
         if self.half_step:
             raise HalfStep(
@@ -163,7 +168,10 @@ class StopConsensus:
             counts.forget()
 
     def begin(self, step: int) -> None:
-        """Raises on all ranks for a fault of earlier steps, on a device that decides by itself. Collective."""
+        """Raises on all ranks for a fault of earlier steps, on a device that decides by itself.
+
+        Collective.
+        """
         self._raise_asked()
         fatal = self._gravest_here(step - 1)
         if fatal is not None and self._asks:
@@ -172,7 +180,10 @@ class StopConsensus:
             self._raise(fatal, step - 1)
 
     def end(self, step: int) -> None:
-        """Raises on all ranks for a fault of any rank, if that needs no wait for a device. Collective."""
+        """Raises on all ranks for a fault of any rank, if that needs no wait for a device.
+
+        Collective.
+        """
         arrived = not self.decides_on_device and self._arrived(step)
         if arrived and (self._others or any(counts.fatal for counts in self.counts)):
             self._settle(step)
@@ -180,7 +191,8 @@ class StopConsensus:
             self.balance.end(step)
 
     def conclude(self, step: int) -> None:
-        """Raises as `end` does, after `step` steps and with no message in flight; waits for a device. Collective."""
+        """Raises as `end` does, after `step` steps and with no message in flight; waits for a
+        device. Collective."""
         self._decide(step, math.inf)
 
     def announce(
@@ -188,9 +200,10 @@ class StopConsensus:
     ) -> None:
         """Raises on all ranks unless all begin or cease to train `name` before `step`. Collective.
 
-        An ordinary step carries no question about the trained parameters. A rank that changes them sends an empty
-        message in the place of its next one: of this step, or of the end of the round. A rank that changes nothing
-        meets it there with a message of the same size, and both know. Where all announce, the step has not begun.
+        An ordinary step carries no question about the trained parameters. A rank that changes them
+        sends an empty message in the place of its next one: of this step, or of the end of the
+        round. A rank that changes nothing meets it there with a message of the same size, and both
+        know. Where all announce, the step has not begun.
 
         Args:
             in_buckets: Whether the messages of this step leave in buckets.
@@ -246,7 +259,8 @@ class StopConsensus:
         self._decide(step, step - 1)
 
     def _drain(self, replicators: Sequence[Replicator], step: int) -> None:
-        """Waits for messages in flight; raises for announcements, whose senders take part in nothing after them."""
+        """Waits for messages in flight; raises for announcements, whose senders take part in
+        nothing after them."""
         for replicator in replicators:
             replicator.drain()
         for counts in self.counts:
@@ -257,8 +271,8 @@ class StopConsensus:
     def verify(
         self, replicators: Sequence[Replicator], step: int, options: Mapping[str, str]
     ) -> None:
-        """Compares the tensors that must be equal on all replicas after `step` steps; repairs them, or raises `Desync`.
-        Collective.
+        """Compares the tensors that must be equal on all replicas after `step` steps; repairs them,
+        or raises `Desync`. Collective.
 
         Args:
             options: Of the parameter groups, which must be equal, too; see `options_of`.
@@ -307,11 +321,13 @@ class StopConsensus:
             self._raise(fatal, step)
 
     def _gravest_here(self, until: float) -> int | None:
-        """The gravest reason of this rank's counts; None where nothing was to arrive at the steps up to `until`."""
+        """The gravest reason of this rank's counts; None where nothing was to arrive at the steps
+        up to `until`."""
         return self._gravest_known() if self._arrived(until) else None
 
     def _arrived(self, until: float) -> bool:
-        """True if a message was due at steps up to `until` since the last call; the same on all ranks."""
+        """True if a message was due at steps up to `until` since the last call; the same on all
+        ranks."""
         found = False
         for counts in self.counts:
             if counts.reports:

@@ -1,5 +1,5 @@
-"""Desync: tensors that must be equal on all replicas and are not, found by one checksum per tensor, and repaired from
-the majority."""
+"""Desync: tensors that must be equal on all replicas and are not, found by one checksum per tensor,
+and repaired from the majority."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +24,9 @@ class Difference:
 
     Args:
         odd: The replicas that differ.
-        source: A replica of the majority, or replica 0 where there is none, as with two replicas. With the name
-            `CHANGE` the replicas `odd` announced a change of the parameter with the number `source`.
+        source: A replica of the majority, or replica 0 where there is none, as with two replicas.
+            With the name `CHANGE` the replicas `odd` announced a change of the parameter with the
+            number `source`.
     """
 
     name: str
@@ -44,7 +45,8 @@ def differences(
     device: torch.device,
     options: Mapping[str, str] | None = None,
 ) -> list[Difference]:
-    """The `tensors` that are not bitwise equal on all replicas; the same list on all of them. Collective.
+    """The `tensors` that are not bitwise equal on all replicas; the same list on all of them.
+    Collective.
 
     Reads every tensor once and sends 8 bytes for each; not counted as sent.
 
@@ -74,7 +76,8 @@ def differences(
 
 
 def options_of(optimizer: Optimizer) -> dict[str, str]:
-    """The plain options of parameter groups (lr, betas, weight_decay, ...) as texts that are equal where they are.
+    """The plain options of parameter groups (lr, betas, weight_decay, ...) as texts that are equal
+    where they are.
 
     Reads the value of an lr that is a tensor.
 
@@ -99,15 +102,18 @@ def options_of(optimizer: Optimizer) -> dict[str, str]:
 
 
 def numbers_of(optimizer: Optimizer | None) -> Callable[[Mapping[str, Any]], str]:
-    """A reader, for one group, of the optimizer's own options that are numbers in all groups (lr, betas, ...).
+    """A reader, for one group, of the optimizer's own options that are numbers in all groups (lr,
+    betas, ...).
 
-    An lr that is a tensor is left out, because a step would wait for its device: `options_of` reads it. So is what
-    others keep in the groups, such as the first lr of a scheduler, which a newcomer may not have.
+    An lr that is a tensor is left out, because a step would wait for its device: `options_of` reads
+    it. So is what others keep in the groups, such as the first lr of a scheduler, which a newcomer
+    may not have.
 
     Example:
         >>> optimizer = torch.optim.Rprop([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
         >>> numbers_of(optimizer)(optimizer.param_groups[0])
-        'lr=0.1 etas=(0.5, 1.2) step_sizes=(1e-06, 50) maximize=False differentiable=False capturable=False'
+        'lr=0.1 etas=(0.5, 1.2) step_sizes=(1e-06, 50) maximize=False differentiable=False
+        capturable=False'
     """
     groups, private = (optimizer.param_groups, _private(optimizer)) if optimizer else ([], set())
     found = [key for key in (optimizer.defaults if optimizer else ()) if key not in private]
@@ -117,7 +123,8 @@ def numbers_of(optimizer: Optimizer | None) -> Callable[[Mapping[str, Any]], str
 
 
 def _private(optimizer: Optimizer) -> set[str]:
-    """The defaults that no argument of the constructor sets: state, such as the estimate of Prodigy."""
+    """The defaults that no argument of the constructor sets: state, such as the estimate of
+    Prodigy."""
     arguments = signature(type(optimizer).__init__).parameters
     takes_others = any(each.kind == each.VAR_KEYWORD for each in arguments.values())
     return (
@@ -134,8 +141,8 @@ def _is_number(value: object) -> bool:
 
 
 def announce_change(link: Link, number: int, device: torch.device) -> list[int]:
-    """The replicas that announce a change, this one of parameter `number`; the others are in `differences`.
-    Collective."""
+    """The replicas that announce a change, this one of parameter `number`; the others are in
+    `differences`. Collective."""
     everyone = (
         link.collect(torch.tensor([-1 - number], dtype=torch.int64, device=device))
         .view(-1)
@@ -145,13 +152,15 @@ def announce_change(link: Link, number: int, device: torch.device) -> list[int]:
 
 
 def _announced(link: Link, words: Sequence[int]) -> dict[int, int]:
-    """The replicas that announced a change, and the parameter's number: `Link.collect` mixes the ranks of a node."""
+    """The replicas that announced a change, and the parameter's number: `Link.collect` mixes the
+    ranks of a node."""
     numbers = {replica: -word // link.local_ranks**2 - 1 for replica, word in enumerate(words)}
     return {replica: number for replica, number in numbers.items() if 0 <= number < 2**31}
 
 
 def repaired(link: Link, difference: Difference, tensor: Tensor, device: torch.device) -> Tensor:
-    """The source's tensor, on every replica; the own one where the source was lost on the way. Collective.
+    """The source's tensor, on every replica; the own one where the source was lost on the way.
+    Collective.
 
     The others add zeros to its bytes, so that all get the same bits. device: that the link carries.
     """

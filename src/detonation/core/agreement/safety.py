@@ -14,19 +14,21 @@ EQUAL: tuple[str, ...] = get_args(Equal)
 
 @dataclass(frozen=True)
 class Safety:
-    """The reaction of `replicate` to gradients that are not finite, and to replicas that are out of sync.
+    """The reaction of `replicate` to gradients that are not finite, and to replicas that are out of
+    sync.
 
     Args:
-        non_finite: Where a replica's gradient is not finite: "stop", or "skip" its contribution. On an accelerator
-            "stop" skips it too, and stops one or two steps later.
-        verify_every: Steps after which the tensors that must be equal on all replicas are compared, and the options of
-            the parameter groups; 0 for never.
+        non_finite: Where a replica's gradient is not finite: "stop", or "skip" its contribution. On
+            an accelerator "stop" skips it too, and stops one or two steps later.
+        verify_every: Steps after which the tensors that must be equal on all replicas are compared,
+            and the options of the parameter groups; 0 for never.
         on_desync: Where these tensors differ: "stop", or "repair" them from the majority.
-        equal: What replicas must be. With "bits" those that round differently are refused at the first step. With
-            "close" they stay within rounding of each other: each step makes a thousandth of the agreed state equal, and
-            comparisons measure distances. With "auto" the self-test of the first step decides: "bits" where all
-            processes round alike, or do so once each operation of the optimizer is rounded by itself; otherwise
-            "close". A warning says so.
+        equal: What replicas must be. With "bits" those that round differently are refused at the
+            first step. With "close" they stay within rounding of each other: each step makes a
+            thousandth of the agreed state equal, and comparisons measure distances. With "auto" the
+            self-test of the first step decides: "bits" where all processes round alike, or do so
+            once each operation of the optimizer is rounded by itself; otherwise "close". A warning
+            says so.
 
     Raises:
         TypeError: verify_every is no whole number.

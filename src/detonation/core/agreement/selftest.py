@@ -1,5 +1,5 @@
-"""The self-test: hashes of how this process decodes fixed messages and steps the optimizer, because threads, processors
-and libraries round differently."""
+"""The self-test: hashes of how this process decodes fixed messages and steps the optimizer, because
+threads, processors and libraries round differently."""
 
 import platform
 from collections.abc import Sequence
@@ -29,17 +29,20 @@ TESTS = SELFTEST, STEP_SELFTEST, NORM_SELFTEST, CLOSE
 """Entries that may differ between replicas that need not have equal bits."""
 _SHAPE = (512, 512)
 _PROBED = SGD, Adam, AdamW, Muon, SignSGD
-"""The optimizers of which steps are taken; for others stand the operations that optimizers are made of."""
+"""The optimizers of which steps are taken; for others stand the operations that optimizers are made
+of."""
 
 
 def selftest(scheme: Scheme, runtime: Runtime, base: BaseStep | None) -> dict[str, str]:
-    """Hashes of two fixed messages, decoded as in training, and of steps of the optimizer with the settings in `base`.
+    """Hashes of two fixed messages, decoded as in training, and of steps of the optimizer with the
+    settings in `base`.
 
-    Two processes with equal hashes turn the same messages into the same weights, as far as 262,144 numbers can tell.
+    Two processes with equal hashes turn the same messages into the same weights, as far as 262,144
+    numbers can tell.
 
     Args:
-        base: The steps that must be alike; None where each replica steps by itself. Steps by signs round alike on all
-            processors.
+        base: The steps that must be alike; None where each replica steps by itself. Steps by signs
+            round alike on all processors.
     """
     with runtime.exact_arithmetic():
         layout = scheme.codec.layout({"selftest": _SHAPE})
@@ -55,7 +58,8 @@ def selftest(scheme: Scheme, runtime: Runtime, base: BaseStep | None) -> dict[st
         ):
             gradient = _ramp(update.numel(), runtime.device).view(_SHAPE).flip(0)
             with base.rounding:
-                # `before` is not zeros: to add to zero rounds alike with and without fused multiply-add
+                # `before` is not zeros: to add to zero rounds alike with and without fused
+                # multiply-add
                 before = _ramp(update.numel(), runtime.device).view(_SHAPE)
                 some = slice(
                     64 if isinstance(base.optimizer, Muon) else None
@@ -69,7 +73,8 @@ def selftest(scheme: Scheme, runtime: Runtime, base: BaseStep | None) -> dict[st
 def _message(
     scheme: Scheme, layout: Layout, number: int, shared: Tensor | None, device: torch.device
 ) -> Tensor:
-    """A message with the same bytes on all processors, which may select and encode a signal differently."""
+    """A message with the same bytes on all processors, which may select and encode a signal
+    differently."""
     codec, rows, indices = scheme.codec, layout.rows, shared
     chunk, k = codec.selection.chunk, codec.selection.k
     values = _ramp(rows * k, device)
@@ -85,7 +90,8 @@ def _message(
 
 
 def rounds_by_place(base: Optimizer, dtype: torch.dtype, device: torch.device) -> bool:
-    """True if a step of `base` rounds numbers at the end of a shard unlike others, as some loops of CPUs do.
+    """True if a step of `base` rounds numbers at the end of a shard unlike others, as some loops of
+    CPUs do.
 
     What Muon multiplies is whole; the operations around it are those of other optimizers.
     """
@@ -100,7 +106,8 @@ def rounds_by_place(base: Optimizer, dtype: torch.dtype, device: torch.device) -
 def _steps(
     before: Sequence[Tensor], updates: Sequence[Tensor], base: Optimizer | None
 ) -> list[Tensor]:
-    """Each tensor after two steps of an optimizer like `base`, or after the operations of which others are made."""
+    """Each tensor after two steps of an optimizer like `base`, or after the operations of which
+    others are made."""
     kind: Any = type(base)
     if base is not None and kind in _PROBED:
         weights = [torch.nn.Parameter(each.clone()) for each in before]
@@ -141,7 +148,8 @@ def selftest_conditions(device: torch.device) -> str:
 
 
 def _ramp(numel: int, device: torch.device) -> Tensor:
-    """Numbers of many magnitudes and both signs, the same everywhere: no generator, no function that may round."""
+    """Numbers of many magnitudes and both signs, the same everywhere: no generator, no function
+    that may round."""
     mixed = (
         torch.arange(numel, dtype=torch.int64, device=device) * 2654435761
     ) % 1048573  # a prime

@@ -23,14 +23,17 @@ if TYPE_CHECKING:
 
 
 class Aggregation(Protocol):
-    """A pure function from the coefficients of all replicas to one update, with the same bits on every replica.
+    """A pure function from the coefficients of all replicas to one update, with the same bits on
+    every replica.
 
-    Indices within a row are unique, so no two writes of one replica collide, and replicas are added in their order.
+    Indices within a row are unique, so no two writes of one replica collide, and replicas are added
+    in their order.
     """
 
     @property
     def rowwise(self) -> bool:
-        """True if each row of the result depends only on the same row of the messages; False for a `NormWeighing`."""
+        """True if each row of the result depends only on the same row of the messages; False for a
+        `NormWeighing`."""
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
         """Aggregates one message per replica.
@@ -40,7 +43,8 @@ class Aggregation(Protocol):
             indices: Of all replicas, or None where `values` are whole rows.
             chunk: Coefficients per row.
 
-        Shapes: values `[replicas, rows, k]` fp32, indices `[replicas, rows, k]` integer -> `[rows, chunk]` fp32.
+        Shapes: values `[replicas, rows, k]` fp32, indices `[replicas, rows, k]` integer -> `[rows,
+        chunk]` fp32.
         """
 
 
@@ -61,7 +65,8 @@ class Mean(_Rowwise):
 
 @dataclass(frozen=True)
 class MeanNonzero(_Rowwise):
-    """The mean over the replicas that sent a coefficient other than 0, as in the code published with DeMo."""
+    """The mean over the replicas that sent a coefficient other than 0, as in the code published
+    with DeMo."""
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
         senders = scatter_sum((values != 0).to(values.dtype), indices, chunk)
@@ -81,8 +86,8 @@ class MajorityVote(_Rowwise):
 class RescaledMean(_Rowwise):
     """The mean over all replicas, each row as long as those of the replicas are on average.
 
-    Messages that point in different directions have a mean shorter than each: by the square root of their number where
-    they have nothing in common. A row gets no longer than by that factor.
+    Messages that point in different directions have a mean shorter than each: by the square root of
+    their number where they have nothing in common. A row gets no longer than by that factor.
     """
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
@@ -97,7 +102,8 @@ class RescaledMean(_Rowwise):
 
 
 class NormWeighing(Aggregation, Protocol):
-    """An aggregation that weighs each message by the norms of all: one pass over the messages comes before it."""
+    """An aggregation that weighs each message by the norms of all: one pass over the messages comes
+    before it."""
 
     def weights(self, norms: Tensor) -> Tensor:
         """The weight of each replica.
@@ -108,7 +114,8 @@ class NormWeighing(Aggregation, Protocol):
 
 @dataclass(frozen=True)
 class ClippedMean:
-    """The mean over replicas, each scaled down to the median of their norms (SparseLoCo, arXiv 2508.15706).
+    """The mean over replicas, each scaled down to the median of their norms (SparseLoCo, arXiv
+    2508.15706).
 
     A replica whose values are far too large, or an attacker, does not dominate the others.
     """
@@ -186,8 +193,8 @@ class Coefficients:
 
     Args:
         values: `[replicas, rows, k]` fp32.
-        indices: `[replicas, rows, k]` integer; `[rows, k]` where all replicas sent the same ones; None where the values
-            are whole rows.
+        indices: `[replicas, rows, k]` integer; `[rows, k]` where all replicas sent the same ones;
+            None where the values are whole rows.
     """
 
     values: Tensor
@@ -206,12 +213,14 @@ class Coefficients:
         )
 
     def is_sparse(self, chunk: int) -> bool:
-        """True if the inverse of a basis is a sum over coefficients: of few, of which each replica chose its own."""
+        """True if the inverse of a basis is a sum over coefficients: of few, of which each replica
+        chose its own."""
         replicas, _, k = self.values.shape
         return not self.shared and replicas * k <= most_summed(chunk)
 
     def joined(self) -> tuple[Tensor, Tensor]:
-        """All coefficients, times one over the number of replicas, and their indices, in replica order.
+        """All coefficients, times one over the number of replicas, and their indices, in replica
+        order.
 
         An index that several replicas sent occurs several times.
 

@@ -23,12 +23,14 @@ _PI = 0x3243F6A8885A308D313198A2E037073
 class Basis(Protocol):
     """An orthonormal transform of every row. Pure; `inverse` undoes `forward` up to rounding.
 
-    `forward` may round as it likes, because its result travels. `inverse` must have the same bits on every processor.
+    `forward` may round as it likes, because its result travels. `inverse` must have the same bits
+    on every processor.
     """
 
     @property
     def tile(self) -> int:
-        """The side of the square tile that a row holds; 0 where a row is a run of neighbouring coordinates."""
+        """The side of the square tile that a row holds; 0 where a row is a run of neighbouring
+        coordinates."""
 
     def forward(self, chunks: Tensor) -> Tensor: ...  # [rows, chunk] -> [rows, chunk]
 
@@ -64,7 +66,8 @@ class DCT:
         return product_in_order(coefficients, dct_waves(coefficients.shape[1], coefficients.device))
 
     def inverse_sparse(self, values: Tensor, indices: Tensor, chunk: int) -> Tensor:
-        """The inverse of rows with few nonzero coefficients; coefficients with the same index add up.
+        """The inverse of rows with few nonzero coefficients; coefficients with the same index add
+        up.
 
         Shapes: values `[rows, k]` fp32, indices `[rows, k]` integer -> `[rows, chunk]` fp32.
         """
@@ -73,7 +76,8 @@ class DCT:
 
 @dataclass(frozen=True)
 class TileDCT:
-    """Orthonormal DCT-II of every tile along both sides, as in DeMo: two products with a matrix of side `tile`.
+    """Orthonormal DCT-II of every tile along both sides, as in DeMo: two products with a matrix of
+    side `tile`.
 
     The inverse transforms lines of coefficients first, and then columns.
     """
@@ -98,8 +102,8 @@ class TileDCT:
 def dct_matrix(size: int, device: torch.device) -> Tensor:
     """The matrix whose columns are the DCT-II basis vectors, the same bits on every machine.
 
-    Computed in whole numbers: a cosine of a library differs in its last bit between processors, and a basis computed by
-    an FFT between thread counts; replicas would diverge.
+    Computed in whole numbers: a cosine of a library differs in its last bit between processors, and
+    a basis computed by an FFT between thread counts; replicas would diverge.
 
     Shapes: -> `[size, size]` fp32.
     """
@@ -141,6 +145,7 @@ def _one_dnn() -> Callable[..., Tensor] | None:
 
 
 def _product(one: Tensor, other: Tensor) -> Tensor:
-    """`one @ other.T`, on a CPU by oneDNN: MKL, the default of torch, has half the throughput on AMD processors."""
+    """`one @ other.T`, on a CPU by oneDNN: MKL, the default of torch, has half the throughput on
+    AMD processors."""
     product = _one_dnn() if one.device.type == "cpu" and one.numel() and other.numel() else None
     return product(one, other, None, "none", [], "") if product else one @ other.T

@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BlockCodebook:
-    """The base of the codebooks: a packed code of `width` bits per value, and a few statistics per block of values.
+    """The base of the codebooks: a packed code of `width` bits per value, and a few statistics per
+    block of values.
 
-    The statistics are sent in bf16, and the sender decodes its own message from them as every receiver does.
+    The statistics are sent in bf16, and the sender decodes its own message from them as every
+    receiver does.
     """
 
     width: ClassVar[int]
@@ -88,13 +90,14 @@ class BlockCodebook:
             counts: The values of each block; those after them are padding, and zeros.
             negative_zeros: The sign of zeros, where no code stands for zero.
 
-        Shapes: blocks `[blocks, block]`, counts `[blocks, 1]` fp32 -> codes `[blocks, block]` integer, `[blocks,
-        statistics]` fp32.
+        Shapes: blocks `[blocks, block]`, counts `[blocks, 1]` fp32 -> codes `[blocks, block]`
+        integer, `[blocks, statistics]` fp32.
         """
         raise NotImplementedError
 
     def levels(self, statistics: Tensor) -> Tensor:
-        """The value that each code of a block stands for: the statistics themselves, unless a subclass says other.
+        """The value that each code of a block stands for: the statistics themselves, unless a
+        subclass says other.
 
         Shapes: `[blocks, statistics]` fp32 -> `[blocks, 2**width]` fp32.
         """
@@ -110,7 +113,8 @@ class BlockCodebook:
 
 @dataclass(frozen=True)
 class Sign(BlockCodebook):
-    """One bit: the sign, times the mean magnitude of its block (Karimireddy et al., arXiv 1901.09847)."""
+    """One bit: the sign, times the mean magnitude of its block (Karimireddy et al., arXiv
+    1901.09847)."""
 
     width = 1
     statistics = 1
@@ -127,10 +131,12 @@ class Sign(BlockCodebook):
 
 @dataclass(frozen=True)
 class TwoBit(BlockCodebook):
-    """Two bits: values are split at 0 and at one standard deviation, and each part is decoded as its mean.
+    """Two bits: values are split at 0 and at one standard deviation, and each part is decoded as
+    its mean.
 
-    MuLoCo (arXiv 2505.23725) finds that two bits need the means of the parts, not evenly spaced levels. The two parts
-    next to 0 share the mean of their magnitudes, so that a zero reads as one magnitude under either sign.
+    MuLoCo (arXiv 2505.23725) finds that two bits need the means of the parts, not evenly spaced
+    levels. The two parts next to 0 share the mean of their magnitudes, so that a zero reads as one
+    magnitude under either sign.
     """
 
     width = 2
@@ -164,7 +170,8 @@ class TwoBit(BlockCodebook):
 
 @dataclass(frozen=True)
 class E3M0(BlockCodebook):
-    """Four bits: a sign and seven powers of two, from the block's largest magnitude down (arXiv 2501.18512).
+    """Four bits: a sign and seven powers of two, from the block's largest magnitude down (arXiv
+    2501.18512).
 
     As in every floating-point format, the smallest exponent stands for zero.
     """
@@ -191,10 +198,11 @@ class E3M0(BlockCodebook):
 
 @dataclass(frozen=True)
 class Int8(BlockCodebook):
-    """Eight bits: 255 bins over six standard deviations on either side of 0, each decoded as its mean.
+    """Eight bits: 255 bins over six standard deviations on either side of 0, each decoded as its
+    mean.
 
-    As in INTELLECT-1 (arXiv 2412.01152), with one codebook per 65,536 values. The bins are centred on 0 instead of on
-    the mean of the values, and the bin that contains 0 is decoded as 0.
+    As in INTELLECT-1 (arXiv 2412.01152), with one codebook per 65,536 values. The bins are centred
+    on 0 instead of on the mean of the values, and the bin that contains 0 is decoded as 0.
     """
 
     width = 8
@@ -208,7 +216,8 @@ class Int8(BlockCodebook):
         bins = deviation.clamp_(min=1e-30) * (12 / 256)
         scaled = blocks / bins
         codes = scaled.round().clamp_(-127, 127).to(torch.int64).add_(128)
-        # a sum of whole numbers is exact, so its order, which an accelerator does not fix, does not matter
+        # a sum of whole numbers is exact, so its order, which an accelerator does not fix, does not
+        # matter
         sizes = torch.zeros(len(blocks), 256, dtype=torch.float32, device=blocks.device)
         sizes.scatter_add_(1, codes, ones(len(blocks), blocks.device).expand_as(codes))
         sizes[:, 128:129] -= self.block - counts  # padding is zeros
@@ -222,14 +231,16 @@ class Int8(BlockCodebook):
 
 
 _FIXED_POINT = 4096
-"""Units in the width of a bin: the sum of a block is at most 2**41 of them, and fp64 holds each up to 2**53."""
+"""Units in the width of a bin: the sum of a block is at most 2**41 of them, and fp64 holds each up
+to 2**53."""
 
 
 def is_negative(blocks: Tensor, scale: Tensor, negative_zeros: bool) -> Tensor:
-    """True where a value is sent as a negative number; the rounding error of values of size `scale` counts as zero.
+    """True where a value is sent as a negative number; the rounding error of values of size `scale`
+    counts as zero.
 
-    A row of a memory that gets no more signals never returns to 0: first the rounding errors of the basis stay, then
-    denormal numbers, which no decay makes smaller.
+    A row of a memory that gets no more signals never returns to 0: first the rounding errors of the
+    basis stay, then denormal numbers, which no decay makes smaller.
 
     Shapes: `[blocks, block]` and `[blocks, 1]` fp32 -> `[blocks, block]` bool.
     """
@@ -238,7 +249,8 @@ def is_negative(blocks: Tensor, scale: Tensor, negative_zeros: bool) -> Tensor:
 
 
 def blocked(lines: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """The values of several lines in blocks, the last one of a line zero-padded, and the number of values in each.
+    """The values of several lines in blocks, the last one of a line zero-padded, and the number of
+    values in each.
 
     Shapes: `[..., n]` -> `[blocks, block]` and `[blocks, 1]` fp32.
     """
@@ -277,7 +289,8 @@ def decoded(
         first: The block with which the rows begin.
         shape: Rows, and values of a row.
 
-    Shapes: packed `[..., nbytes]` uint8, levels `[..., blocks, 2**width]` fp32 -> `[..., rows, k]` fp32.
+    Shapes: packed `[..., nbytes]` uint8, levels `[..., blocks, 2**width]` fp32 -> `[..., rows, k]`
+    fp32.
     """
     messages, count = packed.shape[:-1], math.prod(shape)
     codes = unpack(packed, count, width, torch.uint8)

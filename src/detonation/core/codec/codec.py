@@ -1,4 +1,5 @@
-"""A codec is basis x selection x precision: pure functions between a flat matrix and the message that is sent."""
+"""A codec is basis x selection x precision: pure functions between a flat matrix and the message
+that is sent."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class Selected:
     """The coefficients that a message carries, before they are encoded.
 
     Args:
-        values: `[rows, k]` fp32; `[rows, 0]` where an engine has written them into a run, and nobody needs them.
+        values: `[rows, k]` fp32; `[rows, 0]` where an engine has written them into a run, and
+            nobody needs them.
         indices: Of the values, as many, or None where `values` are whole rows.
     """
 
@@ -40,7 +42,8 @@ class Selected:
 
 
 class PartLengths(dict[int, tuple[int, ...]]):
-    """`Codec.lengths`: computed once for each number of rows, because every step asks for the same few."""
+    """`Codec.lengths`: computed once for each number of rows, because every step asks for the same
+    few."""
 
     def __init__(self, codec: Codec) -> None:
         self._of = codec
@@ -53,7 +56,10 @@ class PartLengths(dict[int, tuple[int, ...]]):
 
 @dataclass(frozen=True)
 class Codec:
-    """Turns a signal into a message, and messages into an update. See `Scheme.aligned` for its `alignment`."""
+    """Turns a signal into a message, and messages into an update.
+
+    See `Scheme.aligned` for its `alignment`.
+    """
 
     basis: Basis
     selection: Selection
@@ -62,16 +68,19 @@ class Codec:
 
     @property
     def summable(self) -> bool:
-        """True if an all-reduce can add messages: all carry the same coordinates, in a type that can be added."""
+        """True if an all-reduce can add messages: all carry the same coordinates, in a type that
+        can be added."""
         return self.selection.shared and self.precision.summable
 
     @property
     def keeps_zeros(self) -> bool:
-        """True if the update of a coordinate that was zero on all replicas is zero, whatever stands beside it."""
+        """True if the update of a coordinate that was zero on all replicas is zero, whatever stands
+        beside it."""
         return isinstance(self.basis, Identity) and not isinstance(self.precision, Sign | TwoBit)
 
     def layout(self, shapes: Mapping[str, Sequence[int]]) -> Layout:
-        """The layout of the flat that this codec reads, for local shards of these `shapes` by parameter name."""
+        """The layout of the flat that this codec reads, for local shards of these `shapes` by
+        parameter name."""
         return Layout.of(shapes, self.selection.chunk, self.basis.tile)
 
     @cached_property
@@ -96,7 +105,8 @@ class Codec:
     def shared_indices(
         self, rows: int, step: int, seed: int, device: torch.device
     ) -> Tensor | None:
-        """The indices that a shared selection sends at `step`; None where the data decide, or whole rows are sent.
+        """The indices that a shared selection sends at `step`; None where the data decide, or whole
+        rows are sent.
 
         Shapes: -> `[rows, k]` int64.
         """
@@ -107,10 +117,12 @@ class Codec:
     def pick(
         self, coefficients: Tensor, shared: Tensor | Unpackable | None, out: Tensor | None = None
     ) -> Selected:
-        """The coefficients at the indices that all replicas share or, without them, at the indices of the selection.
+        """The coefficients at the indices that all replicas share or, without them, at the indices
+        of the selection.
 
         Args:
-            out: Where the values go; new memory when left out, and unused where whole rows are sent.
+            out: Where the values go; new memory when left out, and unused where whole rows are
+                sent.
 
         Shapes: `[rows, chunk]` fp32, shared `[rows, k]` integer -> values `[rows, k]`.
         """
@@ -156,11 +168,13 @@ class Codec:
         return run.body[0]
 
     def width(self, rows: int, room: int) -> int:
-        """The bytes of a message with `room` for its header: up to the end of a line of its checksum."""
+        """The bytes of a message with `room` for its header: up to the end of a line of its
+        checksum."""
         return -(-self.sent(rows, room) // LINE_BYTES) * LINE_BYTES
 
     def sent(self, rows: int, room: int) -> int:
-        """The bytes of a run of rows as it travels: with `room` for its header, and padding of any content."""
+        """The bytes of a run of rows as it travels: with `room` for its header, and padding of any
+        content."""
         return -(-(room + self.nbytes(rows)) // self.alignment) * self.alignment
 
     def write(self, selected: Selected, run: MessageRows) -> None:
@@ -195,7 +209,8 @@ class Codec:
         copy(targets, encoded)
 
     def _dealt(self, selected: Selected, owners: RowOwners) -> tuple[Tensor, Tensor | None]:
-        """The values and the indices of each owner; padding is zeros, at valid indices."""  # [owners, owned, k]
+        """The values and the indices of each owner; padding is zeros, at valid indices."""
+        # [owners, owned, k]
         if self.selection.shared or selected.indices is None:
             return owners.deal(selected.values), None
         sent = narrow(selected.indices)
@@ -238,13 +253,15 @@ class Codec:
 
     @cached_property
     def unit(self) -> int:
-        """The number of rows after which a message can be cut: whole blocks of the precision, and whole bytes."""
+        """The number of rows after which a message can be cut: whole blocks of the precision, and
+        whole bytes."""
         block = self.precision.block
         return math.lcm(block // math.gcd(block, self.selection.k), 8)
 
     @cached_property
     def lengths(self) -> Mapping[int, tuple[int, ...]]:
-        """The bytes of each part of a message, by its rows; between two aligned rows every part can be cut."""
+        """The bytes of each part of a message, by its rows; between two aligned rows every part can
+        be cut."""
         return PartLengths(self)
 
     def cut(self, parts: Sequence[Tensor], first: int, end: int) -> list[Tensor]:

@@ -1,4 +1,5 @@
-"""Indices: the encoding of the positions of a message's coefficients, in a size that is known in advance."""
+"""Indices: the encoding of the positions of a message's coefficients, in a size that is known in
+advance."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def marked_indices(bitmap: Tensor, rows: int, k: int, chunk: int, dtype: torch.d
         .expand(*messages, rows, k)
         .contiguous()
     )
-    # the place of the first bit at which so many are set; after the last one where there are not so many
+    # the place of the first bit at which so many are set; after the last one where there are not so
+    # many
     counted = marked.cumsum_(-1) if narrow == marked.dtype else marked.cumsum(-1, dtype=narrow)
     del marked
     found = torch.empty(wanted.shape, dtype=dtype, device=bitmap.device)
@@ -147,8 +149,8 @@ class IndexCoding:
     def faults(self, packed: PackedIndices) -> Tensor:
         """Checks that `encode` can produce the indices of each message.
 
-        Shapes: -> `[messages]` int64: 0 without a fault, 1 for an index that is not below `chunk`, 2 for indices of a
-        row that do not rise.
+        Shapes: -> `[messages]` int64: 0 without a fault, 1 for an index that is not below `chunk`,
+        2 for indices of a row that do not rise.
         """
         if self.bitmap:
             return bitmap_faults(packed.encoded, packed.rows, self.k, self.chunk)
@@ -166,7 +168,8 @@ class IndexCoding:
 
 @dataclass(frozen=True)
 class PackedIndices:
-    """The encoded indices of `rows` rows, of one message or of several; decoded on first use, and only once."""
+    """The encoded indices of `rows` rows, of one message or of several; decoded on first use, and
+    only once."""
 
     coding: IndexCoding
     encoded: Tensor  # [..., nbytes] uint8

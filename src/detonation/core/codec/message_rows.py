@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 class Workspace:
     """Buffers of messages, by name; new ones each time with a `depth` of 0.
 
-    A message lies in its buffer until the collective that carries it has ended. The next one is encoded on the same
-    stream, after that stream has waited for the collective; so there are as many buffers as messages may be in flight.
+    A message lies in its buffer until the collective that carries it has ended. The next one is
+    encoded on the same stream, after that stream has waited for the collective; so there are as
+    many buffers as messages may be in flight.
 
     Args:
         depth: The messages of one name that may be in flight together.
@@ -55,7 +56,8 @@ class Workspace:
 class MessageRows:
     """Consecutive rows of a message in memory, as they travel: every engine writes there.
 
-    With owners it is the same rows of as many messages, one for each owner. The memory is taken when it is written.
+    With owners it is the same rows of as many messages, one for each owner. The memory is taken
+    when it is written.
 
     Args:
         codec: The precision, the coding of the indices, and with them the parts.
@@ -111,8 +113,8 @@ class MessageRows:
 
     @property
     def padding(self) -> Tensor | None:
-        """Of rows with a header, on an accelerator: what follows the last one up to the end of a line, where checksums
-        read zeros.
+        """Of rows with a header, on an accelerator: what follows the last one up to the end of a
+        line, where checksums read zeros.
 
         Shapes: -> `[messages, n]` uint8.
         """
@@ -124,7 +126,8 @@ class MessageRows:
 
     @cached_property
     def numbers(self) -> Tensor | None:
-        """The values of one message as numbers, in place; None where they are codes, or dealt to several messages.
+        """The values of one message as numbers, in place; None where they are codes, or dealt to
+        several messages.
 
         Shapes: -> `[rows, k]` of the type of the precision.
         """
@@ -156,14 +159,15 @@ class MessageRows:
 
 
 def joined(runs: Sequence[Sequence[Tensor]], room: int, header: Tensor | None = None) -> Tensor:
-    """A header, and then part by part the bytes of all runs, and zeros up to whole lines of a checksum.
+    """A header, and then part by part the bytes of all runs, and zeros up to whole lines of a
+    checksum.
 
     Args:
         runs: The parts of each run, in the order of their rows.
         room: The bytes of the header, which are left free where it is None.
 
-    Shapes: parts `[messages, length]`, header `[messages, room]` -> `[messages, room + nbytes + padding]` uint8, whose
-    padding is zeros.
+    Shapes: parts `[messages, length]`, header `[messages, room]` -> `[messages, room + nbytes +
+    padding]` uint8, whose padding is zeros.
     """
     parts = [part for parts in zip(*runs, strict=True) for part in parts]
     lengths = [part.shape[1] for part in parts]
@@ -197,7 +201,8 @@ def indices_by_rule(
 
 @dataclass(frozen=True)
 class SharedIndices:
-    """The indices that a shared selection sends of some rows at one step; computed on first use, and only once.
+    """The indices that a shared selection sends of some rows at one step; computed on first use,
+    and only once.
 
     Kernels compute them where they need them, and ask for `step` alone.
     """

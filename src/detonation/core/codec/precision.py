@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 
 class Precision(Protocol):
-    """A pure encoding of values: receivers read `decode(encode(values), rows, k)`; of several messages at once, too.
+    """A pure encoding of values: receivers read `decode(encode(values), rows, k)`; of several
+    messages at once, too.
 
-    It is odd: the negated values, with the other sign of zeros, read as the negated result. Otherwise values that are
-    zero, or noise around zero, would move a parameter in one direction.
+    It is odd: the negated values, with the other sign of zeros, read as the negated result.
+    Otherwise values that are zero, or noise around zero, would move a parameter in one direction.
     """
 
     @property
@@ -33,7 +34,8 @@ class Precision(Protocol):
         """Encodes values.
 
         Args:
-            negative_zeros: The sign of zeros, where no code stands for zero: see `zeros_are_negative`.
+            negative_zeros: The sign of zeros, where no code stands for zero: see
+                `zeros_are_negative`.
 
         Shapes: `[..., rows, k]` fp32 -> one tensor that owns its memory.
         """
@@ -46,7 +48,8 @@ class Precision(Protocol):
     def nbytes(self, rows: int, k: int) -> int: ...
 
     def check(self, encoded: Tensor, rows: int, k: int) -> tuple[Tensor | None, Tensor]:
-        """True if `encode` can produce the statistics (None if there are none), and the norm of the values.
+        """True if `encode` can produce the statistics (None if there are none), and the norm of the
+        values.
 
         The norm may be an upper bound by the statistics. It is not finite where a value is not.
 
@@ -56,7 +59,8 @@ class Precision(Protocol):
 
 @dataclass(frozen=True)
 class Float:
-    """Values in a floating-point type of torch, of `size` bytes; named, so that bytes are known without torch."""
+    """Values in a floating-point type of torch, of `size` bytes; named, so that bytes are known
+    without torch."""
 
     name: str
     size: int

@@ -30,15 +30,17 @@ if TYPE_CHECKING:
     from detonation.core.flat.owners import RowOwners
 
 NORM_BLOCKS, NORM_BLOCK = 4, 2**18
-"""The most blocks of rows in which messages are read for their norms, and the least coefficients of a block."""
+"""The most blocks of rows in which messages are read for their norms, and the least coefficients of
+a block."""
 
 
 class Received:
     """The messages that all replicas received, wherever their coefficients come from.
 
-    rows: Of each message. aggregation: Makes one update of them. unit: The rows after which messages can be cut. width:
-    The coefficients of a row, of all replicas together; 0 if that is not known. release: Returns the receive buffer;
-    called once all of it is decoded. owners: Of the rows, where each message holds those of one owner.
+    rows: Of each message. aggregation: Makes one update of them. unit: The rows after which
+    messages can be cut. width: The coefficients of a row, of all replicas together; 0 if that is
+    not known. release: Returns the receive buffer; called once all of it is decoded. owners: Of the
+    rows, where each message holds those of one owner.
     """
 
     rows: int
@@ -54,11 +56,13 @@ class Received:
         return None
 
     def read(self, first: int, end: int) -> Coefficients:
-        """The coefficients of the rows from `first` to below `end`, both multiples of `unit`, or up to the last row."""
+        """The coefficients of the rows from `first` to below `end`, both multiples of `unit`, or up
+        to the last row."""
         raise NotImplementedError
 
     def weigh(self) -> None:
-        """Makes of the aggregation one of blocks of rows, which needs the norms of the whole messages."""
+        """Makes of the aggregation one of blocks of rows, which needs the norms of the whole
+        messages."""
         rows = max(-(-self.rows // NORM_BLOCKS), NORM_BLOCK // max(1, self.width))
         norms = message_norms((block.values for block in self._read_in(rows)), self.rows)
         self.aggregation = WeightedMean(cast(NormWeighing, self.aggregation).weights(norms))
@@ -74,7 +78,8 @@ class Received:
         return self.read(start, stop).part(first - start, end - start)
 
     def rows_of(self, first: int, rows: int) -> Received:
-        """The same messages, of which only `rows` rows are of interest, from row `first` on, where they can be cut."""
+        """The same messages, of which only `rows` rows are of interest, from row `first` on, where
+        they can be cut."""
         return Some(self, first, rows)
 
     def blocks(self, rows: int, read: int = 0) -> Iterator[Coefficients]:
@@ -130,7 +135,8 @@ class DecodedMessages(Received):
 
 @dataclass(eq=False)
 class Arrived(Received):
-    """The messages of all replicas, as bytes: decoded block of rows by block of rows, so that no copy is larger."""
+    """The messages of all replicas, as bytes: decoded block of rows by block of rows, so that no
+    copy is larger."""
 
     codec: Codec
     body: Tensor  # [replicas, nbytes] uint8
@@ -153,8 +159,8 @@ class Arrived(Received):
     def facts(self) -> tuple[Tensor, Tensor]:
         """The facts that decide whether a message may be used, computed on the device.
 
-        Shapes: -> faults `[replicas]` int64: those of `IndexCoding.faults`, or 3 for statistics that no encoder
-        produces; and the norm `[replicas]` fp32.
+        Shapes: -> faults `[replicas]` int64: those of `IndexCoding.faults`, or 3 for statistics
+        that no encoder produces; and the norm `[replicas]` fp32.
         """
         packed = None if self.codec.selection.shared else self._packed
         lawful, norms = self.codec.precision.check(self._encoded, self.rows, self.codec.selection.k)
@@ -211,7 +217,8 @@ class Arrived(Received):
 
     @cached_property
     def _encoded(self) -> Tensor:
-        """The values as they travelled."""  # [replicas, rows, k] of a floating-point type, or [replicas, nbytes] uint8
+        """The values as they travelled."""
+        # [replicas, rows, k] of a floating-point type, or [replicas, nbytes] uint8
         precision = self.codec.precision
         if isinstance(precision, Float):
             values = self.body[:, : self.codec.lengths[self.rows][0]]
@@ -272,10 +279,11 @@ class Sums(Received):
     """The sum of all replicas' messages, as the network has added it up.
 
     Args:
-        runs: The first row of each run of rows, and its values `[rows, k]`; in the order of the rows.
+        runs: The first row of each run of rows, and its values `[rows, k]`; in the order of the
+            rows.
         shared: The indices of all rows, None where the values are whole rows.
-        report: `[1 + digits]` fp32, whose first number is 1 where all values are finite; the sum counts as zeros where
-            it is 0. None where nobody needs to ask.
+        report: `[1 + digits]` fp32, whose first number is 1 where all values are finite; the sum
+            counts as zeros where it is 0. None where nobody needs to ask.
     """
 
     runs: Sequence[tuple[int, Tensor]]

@@ -1,6 +1,7 @@
 """Selections: which coefficients of every row are sent.
 
-A *shared* selection is a pure function of (seed, step, rows): every replica knows it, so no indices are sent.
+A *shared* selection is a pure function of (seed, step, rows): every replica knows it, so no indices
+are sent.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Selection(Protocol):
 
     @property
     def period(self) -> int:
-        """Steps after which every coordinate was sent at least once; 0 where there is no such number."""
+        """Steps after which every coordinate was sent at least once; 0 where there is no such
+        number."""
 
     def indices(
         self, coefficients: Tensor, step: int, seed: int
@@ -69,8 +71,8 @@ class Everything:
 class TopK:
     """The `topk` coefficients of largest magnitude of every chunk, in the order of their indices.
 
-    The choice among equal magnitudes is not specified. On a CPU, magnitudes that differ only in their lowest
-    log2(chunk) bits may count as equal.
+    The choice among equal magnitudes is not specified. On a CPU, magnitudes that differ only in
+    their lowest log2(chunk) bits may count as equal.
     """
 
     topk: int
@@ -109,11 +111,12 @@ SMALLEST_RATE = 1e-6
 
 @dataclass(frozen=True)
 class Rotation:
-    """The base of the data-independent selections: one of `shares` equal parts of a row at each step.
+    """The base of the data-independent selections: one of `shares` equal parts of a row at each
+    step.
 
-    `shares = ceil(1 / rate)`, so that no step sends more than `rate`; a rate that is not one over a whole number is
-    rounded down. The chunk is a multiple of it, so that every message has the same size. In `period` steps every
-    coordinate is sent exactly once.
+    `shares = ceil(1 / rate)`, so that no step sends more than `rate`; a rate that is not one over a
+    whole number is rounded down. The chunk is a multiple of it, so that every message has the same
+    size. In `period` steps every coordinate is sent exactly once.
     """
 
     rate: float
@@ -144,7 +147,8 @@ class Rotation:
         return self.shares * self.k
 
     def place(self, step: int, seed: int) -> tuple[int, int, int]:
-        """The cycle of `step`, the share of it that is sent, and the number that changes the rows' permutations."""
+        """The cycle of `step`, the share of it that is sent, and the number that changes the rows'
+        permutations."""
         return *divmod(step, self.shares), 0
 
     def indices(
@@ -160,12 +164,14 @@ class Rotation:
 class Random(Rotation):
     """A random subset, the same on every replica.
 
-    Each row walks through one of 64 permutations of its indices; each cycle of `shares` steps draws new permutations
-    and deals them to rows again. Work and memory per step grow with the coefficients sent, not with the flat.
+    Each row walks through one of 64 permutations of its indices; each cycle of `shares` steps draws
+    new permutations and deals them to rows again. Work and memory per step grow with the
+    coefficients sent, not with the flat.
 
     Args:
-        cycle: Whether a row stays with its permutation for a cycle, so that each coordinate is sent once in it. Without
-            a cycle each step deals the permutations anew, so that no time between two turns is the longest.
+        cycle: Whether a row stays with its permutation for a cycle, so that each coordinate is sent
+            once in it. Without a cycle each step deals the permutations anew, so that no time
+            between two turns is the longest.
         first: Of a bucket, the number of its first row in the flat.
         rows: Of a bucket, the rows of the flat; 0 for a selection of the whole flat.
     """
@@ -225,7 +231,8 @@ def random_start(*key: int) -> int:
 
 @lru_cache(maxsize=4)
 def _permutations(size: int, seed: int, cycle: int, device: torch.device) -> Tensor:
-    """Random permutations: the order of random words, whose low bits are the index, so that no two are equal."""
+    """Random permutations: the order of random words, whose low bits are the index, so that no two
+    are equal."""
     bits = (size - 1).bit_length()
     words = (
         _random_words(_TABLES * size, device, seed, cycle, 0).view(_TABLES, size) >> bits << bits
@@ -240,10 +247,11 @@ def _choices(rows: int, seed: int, cycle: int, device: torch.device) -> Tensor:
 
 
 def _random_words(count: int, device: torch.device, *key: int) -> Tensor:
-    """`count` random words that depend on `key` alone, so that a resumed run has no counter to restore.
+    """`count` random words that depend on `key` alone, so that a resumed run has no counter to
+    restore.
 
-    Splitmix64 (Steele, Lea & Flood, 2014) in integers: torch's generators give other numbers on other devices, even on
-    GPUs of other sizes, and replicas would select other coordinates.
+    Splitmix64 (Steele, Lea & Flood, 2014) in integers: torch's generators give other numbers on
+    other devices, even on GPUs of other sizes, and replicas would select other coordinates.
 
     Shapes: -> `[count]` int64.
     """

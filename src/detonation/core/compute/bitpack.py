@@ -161,9 +161,11 @@ def _places(width: int, count: int, dtype: torch.dtype, device: torch.device) ->
 
 @lru_cache(maxsize=16)
 def _moves(width: int, lane: int) -> list[tuple[int, int, int]]:
-    """The moves that place packed numbers of `width` bits `lane` bits apart in a word, all at once, half by half.
+    """The moves that place packed numbers of `width` bits `lane` bits apart in a word, all at once,
+    half by half.
 
-    Each move is the shift in bits, the mask of the bits that stay, and the mask of the bits that move up.
+    Each move is the shift in bits, the mask of the bits that stay, and the mask of the bits that
+    move up.
     """
     moves = []
     for half in (4, 2, 1) if lane == 8 else (2, 1):  # numbers that go together

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LINE_BYTES = 4096
-"""The bytes of a line: messages are summed line by line and column by column, without a temporary of their size."""
+"""The bytes of a line: messages are summed line by line and column by column, without a temporary
+of their size."""
 _WORDS = LINE_BYTES // 4
 _STRIDE = 0x9E3779B97F4A7C15
 
@@ -28,16 +29,20 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def checksums(messages: Tensor, skipped: int = -1, out: Tensor | None = None) -> Tensor:
-    """The checksum of each of `messages`: a sum of 32-bit words, each times an odd number for its place, modulo 2**64.
+    """The checksum of each of `messages`: a sum of 32-bit words, each times an odd number for its
+    place, modulo 2**64.
 
-    A message is zero-padded to whole lines of `LINE_BYTES`. The number of a place is the sum of an even number of its
-    line and an odd number of its column, so that lines and columns can be added up first, as words of 32 bits. It
-    detects every change within one word, and misses about one in four thousand million of all other changes. It does
-    not protect against an attacker, who can recompute it.
+    A message is zero-padded to whole lines of `LINE_BYTES`. The number of a place is the sum of an
+    even number of its line and an odd number of its column, so that lines and columns can be added
+    up first, as words of 32 bits. It detects every change within one word, and misses about one in
+    four thousand million of all other changes. It does not protect against an attacker, who can
+    recompute it.
 
     Args:
-        skipped: The first of eight bytes, in the first line, that count as zeros; a multiple of 4, or -1 for none.
-        out: Where the result goes; new memory when left out. It may be a part of `messages`, which is read before.
+        skipped: The first of eight bytes, in the first line, that count as zeros; a multiple of 4,
+            or -1 for none.
+        out: Where the result goes; new memory when left out. It may be a part of `messages`, which
+            is read before.
 
     Shapes: `[messages, nbytes]` uint8, contiguous within a message -> `[messages]` int64.
     """
@@ -71,7 +76,8 @@ def checksums(messages: Tensor, skipped: int = -1, out: Tensor | None = None) ->
 
 
 def _words(messages: Tensor) -> Tensor:
-    """The words of each message: in place, or of a copy with whole lines where torch cannot read them there.
+    """The words of each message: in place, or of a copy with whole lines where torch cannot read
+    them there.
 
     Shapes: `[messages, nbytes]` uint8 -> `[messages, words]` int32.
     """
@@ -84,7 +90,8 @@ def _words(messages: Tensor) -> Tensor:
 
 @lru_cache(maxsize=32)
 def _numbers(lines: int, device: torch.device) -> Tensor:
-    """Odd numbers of all columns, then even ones of all lines; neighbours are unrelated, so errors do not cancel."""
+    """Odd numbers of all columns, then even ones of all lines; neighbours are unrelated, so errors
+    do not cancel."""
     at = torch.arange(1, 1 + _WORDS + lines, dtype=torch.int64, device=device) * signed(
         _STRIDE
     )  # [columns, then lines]

@@ -1,4 +1,5 @@
-"""Detection of values that must not reach a memory: a NaN would win top-k for ever and freeze its chunk everywhere."""
+"""Detection of values that must not reach a memory: a NaN would win top-k for ever and freeze its
+chunk everywhere."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -10,13 +11,18 @@ from detonation.core.compute import kernel_library
 from detonation.core.runtime import Runtime
 
 LIMIT = 1e18
-"""The largest norm of a message: the square of a larger one overflows fp32, as in Adam's second moment."""
+"""The largest norm of a message: the square of a larger one overflows fp32, as in Adam's second
+moment."""
 SIGNAL_LIMIT = 1e12
-"""The largest value of a signal. The norm of a million of them is `LIMIT`, so that their sender learns of it first."""
+"""The largest value of a signal.
+
+The norm of a million of them is `LIMIT`, so that their sender learns of it first.
+"""
 
 
 def first_nonfinite(signals: Sequence[Tensor | None], runtime: Runtime) -> int | Tensor:
-    """1 + the number of the first signal that holds NaN or a magnitude above `SIGNAL_LIMIT`; 0 where none does.
+    """1 + the number of the first signal that holds NaN or a magnitude above `SIGNAL_LIMIT`; 0
+    where none does.
 
     Shapes: any -> an int, or `[]` int64 where the device decides and the host does not wait.
     """
@@ -49,7 +55,8 @@ def first_nonfinite(signals: Sequence[Tensor | None], runtime: Runtime) -> int |
 def signals_within(
     signals: Sequence[Tensor | None], device: torch.device
 ) -> tuple[list[int], Tensor]:
-    """The numbers of the signals that hold something, and of each whether all of it is within the limit.
+    """The numbers of the signals that hold something, and of each whether all of it is within the
+    limit.
 
     Shapes: any -> `[signals that hold something]` bool.
     """
@@ -66,7 +73,8 @@ def signals_within(
 
 
 def first_outside(numbers: Sequence[Sequence[int]], within: Sequence[Tensor]) -> Tensor:
-    """1 + the smallest of `numbers` whose signal is not within the limit, on the device; 0 where all are.
+    """1 + the smallest of `numbers` whose signal is not within the limit, on the device; 0 where
+    all are.
 
     Shapes: `[signals]` bool each -> `[]` int64.
     """

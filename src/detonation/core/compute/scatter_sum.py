@@ -14,16 +14,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ONE_PASS_CHUNK = 256
-"""The longest row whose coefficients an accelerator adds up in one pass, as weighted sums of unit vectors."""
+"""The longest row whose coefficients an accelerator adds up in one pass, as weighted sums of unit
+vectors."""
 
 
 LANES, PARTS = 4096, 128
-"""The numbers whose squares a program of an accelerator adds up side by side, and the programs; see `SumOfSquares`."""
+"""The numbers whose squares a program of an accelerator adds up side by side, and the programs; see
+`SumOfSquares`."""
 
 
 def most_summed(chunk: int) -> int:
-    """The most coefficients of a row, of all replicas together, whose inverse is one sum of basis vectors; of more they
-    are aggregated first, and then multiplied by the basis (`product_in_order`).
+    """The most coefficients of a row, of all replicas together, whose inverse is one sum of basis
+    vectors; of more they are aggregated first, and then multiplied by the basis
+    (`product_in_order`).
 
     All engines draw the line here, because the two round differently.
     """
@@ -33,8 +36,9 @@ def most_summed(chunk: int) -> int:
 class SumOfSquares:
     """Sums of the squares of fp32 numbers that arrive in blocks of any size.
 
-    Number n belongs to lane n modulo `LANES` of part n // `LANES` modulo `PARTS`. Each lane adds its squares in order;
-    then `added` adds the lanes of each part, and the parts. Products and sums are rounded one by one.
+    Number n belongs to lane n modulo `LANES` of part n // `LANES` modulo `PARTS`. Each lane adds
+    its squares in order; then `added` adds the lanes of each part, and the parts. Products and sums
+    are rounded one by one.
     """
 
     def __init__(self, sums: int, numbers: int, device: torch.device) -> None:
@@ -59,7 +63,8 @@ class SumOfSquares:
 
 
 def added(numbers: Tensor) -> Tensor:
-    """The sum over the last dim: a number and the one half of a power of two further on become one, until one is left.
+    """The sum over the last dim: a number and the one half of a power of two further on become one,
+    until one is left.
 
     Shapes: `[..., n]` -> `[...]`.
     """
@@ -73,7 +78,8 @@ def added(numbers: Tensor) -> Tensor:
 
 
 def square_root(numbers: Tensor) -> Tensor:
-    """The square root, rounded correctly; that of torch in fp32 differs between processors with AVX2 and AVX-512.
+    """The square root, rounded correctly; that of torch in fp32 differs between processors with
+    AVX2 and AVX-512.
 
     Shapes: any, fp32.
     """
@@ -85,14 +91,15 @@ def scatter_sum(
 ) -> Tensor:
     """The sum of all messages, added in replica order; it may share memory with `values`.
 
-    Shapes: values `[replicas, rows, k]`, indices `[replicas, rows, k]` integer, or None for whole rows; or one
-    `[rows, k]` each per replica -> `[rows, chunk]`.
+    Shapes: values `[replicas, rows, k]`, indices `[replicas, rows, k]` integer, or None for whole
+    rows; or one `[rows, k]` each per replica -> `[rows, chunk]`.
     """
     first = values[0]
     if indices is None or indices[0] is None:
         return _added(values)
     if len(values) > 1 and first.device.type != "cpu" and chunk <= ONE_PASS_CHUNK:
-        # in one pass and in replica order: atomic additions, on which writes could collide, come in any order
+        # in one pass and in replica order: atomic additions, on which writes could collide, come in
+        # any order
         sent, where = beside_each_other(list(values), [i for i in indices if i is not None])
         return weighted_sum(_units(chunk, first.device), sent, where)
     total = torch.zeros(len(first), chunk, dtype=first.dtype, device=first.device)
@@ -105,7 +112,8 @@ def scatter_sum(
 def beside_each_other(values: Sequence[Tensor], indices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The values and the indices of all messages row by row, in replica order, on an accelerator.
 
-    Shapes: per replica `[rows, k]` fp32 and `[rows, k]` integer -> `[rows, replicas * k]` fp32, and int32.
+    Shapes: per replica `[rows, k]` fp32 and `[rows, k]` integer -> `[rows, replicas * k]` fp32, and
+    int32.
     """
     shape = len(values[0]), len(values), values[0].shape[1]
     sent = torch.empty(shape, dtype=torch.float32, device=values[0].device)
@@ -117,10 +125,12 @@ def beside_each_other(values: Sequence[Tensor], indices: Sequence[Tensor]) -> tu
 def weighted_sum(vectors: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
     """For each row the sum of `vectors`, weighted; an index may occur several times.
 
-    It begins with zero and takes the weights in the order of the row, each by one fused multiply-add in fp32: what an
-    embedding bag does on x86-64 and CUDA, and what every engine must do.
+    It begins with zero and takes the weights in the order of the row, each by one fused
+    multiply-add in fp32: what an embedding bag does on x86-64 and CUDA, and what every engine must
+    do.
 
-    Shapes: vectors `[chunk, n]`, weights `[rows, sent]` fp32, indices `[rows, sent]` integer -> `[rows, n]`.
+    Shapes: vectors `[chunk, n]`, weights `[rows, sent]` fp32, indices `[rows, sent]` integer ->
+    `[rows, n]`.
     """
     where = indices if indices.dtype in (torch.int32, torch.int64) else indices.to(torch.int32)
     begins = _begins(*where.shape, where.dtype, where.device)
@@ -130,7 +140,8 @@ def weighted_sum(vectors: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
 
 
 def product_in_order(weights: Tensor, vectors: Tensor) -> Tensor:
-    """`weights @ vectors`, each element of which begins with zero and takes one fused multiply-add after the other.
+    """`weights @ vectors`, each element of which begins with zero and takes one fused multiply-add
+    after the other.
 
     Shapes: weights `[rows, n]`, vectors `[n, m]` fp32 -> `[rows, m]`.
     """
@@ -166,5 +177,6 @@ def _units(chunk: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _begins(rows: int, sent: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The offset of each row in the flattened indices; torch computes it at every call for a matrix."""
+    """The offset of each row in the flattened indices; torch computes it at every call for a
+    matrix."""
     return torch.arange(0, rows * sent, sent, dtype=dtype, device=device)  # [rows]

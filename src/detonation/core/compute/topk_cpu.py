@@ -14,10 +14,12 @@ _FEW = 8
 
 
 def topk_indices(coefficients: Tensor, count: int, some: int) -> Tensor:
-    """The indices of the `count` largest magnitudes of every row, rising; the chunk is one of `TOPK_CHUNKS`.
+    """The indices of the `count` largest magnitudes of every row, rising; the chunk is one of
+    `TOPK_CHUNKS`.
 
-    Magnitudes that differ only in their lowest log2(chunk) bits count as equal: in a key the index replaces these bits,
-    so that one comparison orders both. It takes `some` rows at a time, as many as fit in a cache.
+    Magnitudes that differ only in their lowest log2(chunk) bits count as equal: in a key the index
+    replaces these bits, so that one comparison orders both. It takes `some` rows at a time, as many
+    as fit in a cache.
 
     Shapes: `[rows, chunk]` fp32 -> `[rows, count]` int64.
     """

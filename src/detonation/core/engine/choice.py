@@ -12,13 +12,15 @@ ENGINES = [
     "detonation.engines.triton:triton_engine",
     "detonation.engines.native_engine:native_engine",
 ]
-"""Functions that make an engine, or None, of the arguments of `engine_for`, by module; the fastest first."""
+"""Functions that make an engine, or None, of the arguments of `engine_for`, by module; the fastest
+first."""
 
 
 def engine_for(
     codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime, room: Room | None = None
 ) -> ReferenceEngine:
-    """The fastest engine that can run `codec`, with temporaries in `room`; ordinary torch where no kernels are."""
+    """The fastest engine that can run `codec`, with temporaries in `room`; ordinary torch where no
+    kernels are."""
     for name in ENGINES:  # imported no earlier than here
         engine: ReferenceEngine | None = imported(name)(codec, layout, memory, runtime, room)
         if engine:

@@ -1,4 +1,5 @@
-"""The reference engine: the arithmetic of one replica's step in ordinary torch, the standard for all other engines."""
+"""The reference engine: the arithmetic of one replica's step in ordinary torch, the standard for
+all other engines."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
@@ -35,7 +36,8 @@ READS = 2
 
 
 class Replier(Protocol):
-    """Answers as an owner of rows, if it `reads` what it received: with what its memory and the update hold."""
+    """Answers as an owner of rows, if it `reads` what it received: with what its memory and the
+    update hold."""
 
     def reads(self, received: Received) -> bool: ...
 
@@ -43,11 +45,13 @@ class Replier(Protocol):
 
 
 class ReferenceEngine(Rule):
-    """Encodes signals, releases memory and decodes messages in ordinary torch, on any device, block by block."""
+    """Encodes signals, releases memory and decodes messages in ordinary torch, on any device, block
+    by block."""
 
     name = "torch"
     reads_status = False
-    """True if `bad` may be a status (see `Header`), because no operation then makes one of the other."""
+    """True if `bad` may be a status (see `Header`), because no operation then makes one of the
+    other."""
     guard: type[Guard] = Guard
     """Of the messages that this engine encodes."""
 
@@ -69,11 +73,14 @@ class ReferenceEngine(Rule):
         self._some, self._absorbed_rows, self._selected_rows = at_once  # rows of one operation
         self._block = cache(partial(Bucket.of, layout))  # messages cannot be cut everywhere
         self.is_heavy = not self._on_cpu and is_heavy(codec)
-        """True if what `encode` returns is so large that it is to be released before the message is sent."""
-        # signals that travel whole, in a floating-point type (fp64 by way of fp32), are written where they leave
+        """True if what `encode` returns is so large that it is to be released before the message is
+        sent."""
+        # signals that travel whole, in a floating-point type (fp64 by way of fp32), are written
+        # where they leave
         self._as_it_is = memory is None and codec.dense and isinstance(codec.basis, Identity)
         self._as_it_is = self._as_it_is and isinstance(codec.precision, Float) and not layout.tiled
-        # whether the part that leaves memory is known at selection: the others read it exactly, or all of it leaves
+        # whether the part that leaves memory is known at selection: the others read it exactly, or
+        # all of it leaves
         self._exact = codec.precision == FP32 or not (memory and memory.feedback.error_feedback)
         self.needs_own_values = not self._exact
         """True if `release` needs the sent values as every receiver decodes them."""
@@ -82,7 +89,8 @@ class ReferenceEngine(Rule):
             self._on_cpu and self._exact and not (layout.tiled or codec.selection.shared)
         )
         self.releases_at_once = memory is None or self._by_block
-        """True if `encode` already removes the sent values from memory, so that `release` has nothing to do."""
+        """True if `encode` already removes the sent values from memory, so that `release` has
+        nothing to do."""
 
     def encode(
         self,
@@ -94,8 +102,8 @@ class ReferenceEngine(Rule):
         """Adds a signal to the memory and selects the coefficients to send.
 
         Args:
-            bad: On a device that decides by itself, `[]` bool: where it is True zeros are selected, and the memory does
-                not change.
+            bad: On a device that decides by itself, `[]` bool: where it is True zeros are selected,
+                and the memory does not change.
             out: Where the values may go; new memory when left out.
 
         Shapes: one local shape per parameter -> values `[rows, k]`.
@@ -141,7 +149,8 @@ class ReferenceEngine(Rule):
     def _absorbed_parts(
         self, signals: Sequence[Tensor | None], bad: Tensor | None
     ) -> Iterator[tuple[int, Tensor, Memory | None]]:
-        """The memory with a signal, or the signal alone, in parts of rows, each with its first row and its memory."""
+        """The memory with a signal, or the signal alone, in parts of rows, each with its first row
+        and its memory."""
         rows, at_once = (
             self.layout.rows,
             self._absorbed_rows if self.memory else self._selected_rows,
@@ -183,7 +192,8 @@ class ReferenceEngine(Rule):
     def scan(
         self, signals: Sequence[Tensor | None], numbers: Sequence[int], found: Tensor | None = None
     ) -> Tensor:
-        """For an engine that reads a status: the status of signals with these rising `numbers`; see `Scanner.scan`.
+        """For an engine that reads a status: the status of signals with these rising `numbers`; see
+        `Scanner.scan`.
 
         Shapes: one local shape per parameter -> `[n]` int64.
         """
@@ -204,14 +214,16 @@ class ReferenceEngine(Rule):
         owners: RowOwners,
         owner: int,
     ) -> Replier | None:
-        """The engine of an owner, whose memory of coefficients is `residual`; None where ordinary torch answers.
+        """The engine of an owner, whose memory of coefficients is `residual`; None where ordinary
+        torch answers.
 
         Shapes: residual `[owned, chunk]` fp32.
         """
         return None
 
     def _narrow(self, selected: Selected, bad: Tensor | None) -> Selected:
-        """A selection without values that must not count, and with indices in the smallest type that holds them."""
+        """A selection without values that must not count, and with indices in the smallest type
+        that holds them."""
         values, indices = selected.values, selected.indices
         if bad is not None:
             values = values.masked_fill(bad, 0.0)
@@ -227,7 +239,8 @@ class ReferenceEngine(Rule):
         return self.codec.empty(self.layout.rows, step, self._seed, self.device)
 
     def release(self, selected: Selected, own: Tensor | None) -> None:
-        """Removes the sent values from memory: `own`, as every receiver decodes them, or the selected coefficients.
+        """Removes the sent values from memory: `own`, as every receiver decodes them, or the
+        selected coefficients.
 
         Shapes: own `[rows, k]` fp32.
         """
@@ -236,7 +249,8 @@ class ReferenceEngine(Rule):
             self.subtract(sent.blocks(self._some))
 
     def of_one(self, values: Tensor, selected: Selected) -> Received:
-        """A message with these values at the indices of `selected`, as the only one that was received.
+        """A message with these values at the indices of `selected`, as the only one that was
+        received.
 
         Shapes: `[rows, k]` fp32.
         """
@@ -319,7 +333,8 @@ class ReferenceEngine(Rule):
     def _decoded_tiles(
         self, received: Received, at_once: int | None = None
     ) -> Iterator[tuple[Bucket, Tensor]]:
-        """The update in lines of tiles, parameter by parameter: a line ends anywhere in a block of rows."""
+        """The update in lines of tiles, parameter by parameter: a line ends anywhere in a block of
+        rows."""
         for strip in Bucket.strips(self.layout, at_once or self._decoded_at_once(received)):
             yield (
                 strip,

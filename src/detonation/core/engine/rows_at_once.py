@@ -1,7 +1,9 @@
-"""Rows at once: how many an accelerator works on, so that temporaries take no more memory than one bucket.
+"""Rows at once: how many an accelerator works on, so that temporaries take no more memory than one
+bucket.
 
-A bucket of fp32 is a quarter of the flat or less. All figures are bytes for each row. Blocks cost launches, and owners
-and votes need most of them: there a flat that is not large is exchanged in fewer blocks, which take up to two buckets.
+A bucket of fp32 is a quarter of the flat or less. All figures are bytes for each row. Blocks cost
+launches, and owners and votes need most of them: there a flat that is not large is exchanged in
+fewer blocks, which take up to two buckets.
 """
 
 from __future__ import annotations
@@ -22,20 +24,22 @@ if TYPE_CHECKING:
 UNIT = 64
 """The rows that are always worked on together: a product of few rows may round differently."""
 LARGE = 2**28
-"""The coordinates from which memory counts more than launches where both cannot be had: a step then takes 10 ms or
-more, of which some 80 launches less would save 0.4."""
+"""The coordinates from which memory counts more than launches where both cannot be had: a step then
+takes 10 ms or more, of which some 80 launches less would save 0.4."""
 MOST_BLOCKS = 32
 """The most blocks of a bucket: each costs launches."""
 
 
 def kept_until_sent(codec: Codec) -> int:
-    """Of a row that is encoded: its values and indices, which leave the memory while the collective runs."""
+    """Of a row that is encoded: its values and indices, which leave the memory while the collective
+    runs."""
     k, indices = codec.selection.k, 0 if codec.dense else codec.index_coding.dtype.itemsize
     return k * (4 + indices)
 
 
 def is_heavy(codec: Codec) -> bool:
-    """True if what is kept of all rows takes more than half a bucket: it then leaves the memory before the message."""
+    """True if what is kept of all rows takes more than half a bucket: it then leaves the memory
+    before the message."""
     return 2 * BUCKETS * kept_until_sent(codec) > 4 * codec.selection.chunk
 
 
@@ -97,7 +101,8 @@ def decoded_at_once(codec: Codec, received: Received, room: Room, into_flat: boo
     """The rows of messages that are decoded at once.
 
     Args:
-        into_flat: Whether the result is one matrix: it is made in blocks only where that takes less.
+        into_flat: Whether the result is one matrix: it is made in blocks only where that takes
+            less.
     """
     line, width, source = (
         4 * codec.selection.chunk,
@@ -137,6 +142,7 @@ def _decoded(codec: Codec, width: int) -> int:
 
 
 def _rows(rows: int, cost: int, room: Room, free: int) -> int:
-    """`rows` in equal blocks, each of which costs no more than what is free for the rows of a bucket."""
+    """`rows` in equal blocks, each of which costs no more than what is free for the rows of a
+    bucket."""
     most = max(room.rows * free // cost, room.rows // MOST_BLOCKS, UNIT)
     return -(-max(1, rows) // (-(-rows // most) * UNIT)) * UNIT if rows > most else max(1, rows)

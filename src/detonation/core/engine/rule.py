@@ -6,7 +6,8 @@
     update  = inverse(mean of what all sent)     update, after the exchange (`core.exchange`)
     weights = base optimizer(update)             `Replicated`
 
-Every engine is held to it by tests; `ReferenceEngine` runs it as it stands, in blocks of rows where that saves memory.
+Every engine is held to it by tests; `ReferenceEngine` runs it as it stands, in blocks of rows where
+that saves memory.
 """
 
 from collections.abc import Iterable, Sequence
@@ -73,7 +74,8 @@ class Rule:
             self.memory.release(self.update(rows, Mean()) for rows in sent)
 
     def update(self, sent: Coefficients, aggregation: Aggregation) -> Tensor:
-        """The update: the coefficients that all replicas sent, as one, in the coordinates of the parameters.
+        """The update: the coefficients that all replicas sent, as one, in the coordinates of the
+        parameters.
 
         Of few coefficients the inverse is a sum over them (docs/design.md: one arithmetic).
 

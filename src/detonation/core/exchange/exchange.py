@@ -1,4 +1,5 @@
-"""The contract of all exchanges, what they share, and those of one collective: an all-reduce or an all-gather."""
+"""The contract of all exchanges, what they share, and those of one collective: an all-reduce or an
+all-gather."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -23,13 +24,15 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
 
 
 class Exchange(ABC):
-    """Sends messages of `rows` rows at most through one or two collectives, in the codec of the scheme.
+    """Sends messages of `rows` rows at most through one or two collectives, in the codec of the
+    scheme.
 
     All replicas call its methods in the same order.
     """
 
     secluded = False
-    """True if a replica receives messages that the others do not see, and answers them in a second collective."""
+    """True if a replica receives messages that the others do not see, and answers them in a second
+    collective."""
 
     def __init__(self, scheme: Scheme, link: Link, guard: Guard, rows: int) -> None:
         self._scheme, self._codec, self._link, self._guard, self._rows = (
@@ -39,19 +42,22 @@ class Exchange(ABC):
             guard,
             rows,
         )
-        # Gradients leave at every step. A round is rare, and its messages take memory only while they travel. A
-        # communicator that outlives replicas may send a message once more, long after it has arrived here; one of
-        # simulated replicas, on a CPU, hands a message itself to others, who may still read it.
+        # Gradients leave at every step. A round is rare, and its messages take memory only while
+        # they travel. A communicator that outlives replicas may send a message once more, long
+        # after it has arrived here; one of simulated replicas, on a CPU, hands a message itself to
+        # others, who may still read it.
         kept = guard.on_kernels and scheme.signal == "gradients" and link.elastic is None
         self._workspace = Workspace(scheme.round.delay + 1 if kept else 0)
-        # receive buffers go back, but where torch allocates on an accelerator: its allocator has others for them
+        # receive buffers go back, but where torch allocates on an accelerator: its allocator has
+        # others for them
         self.recycle = (
             link.recycle if guard.on_kernels or guard.usual.device.type == "cpu" else None
         )
 
     @abstractmethod
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
-        """Where engines write the `rows` rows of the flat from row `first` on, which the next collective carries.
+        """Where engines write the `rows` rows of the flat from row `first` on, which the next
+        collective carries.
 
         The rows from 0 on leave last, with the header.
         """
@@ -67,7 +73,8 @@ class Exchange(ABC):
         """
 
     def forward(self, message: Message) -> None:
-        """Starts the second collective, where `secluded`; called for all messages before the first `receive`."""
+        """Starts the second collective, where `secluded`; called for all messages before the first
+        `receive`."""
         return
 
     @abstractmethod
@@ -103,18 +110,21 @@ def zeros_are_negative(
 ) -> bool:
     """True where a replica sends zeros as negative numbers: over replicas and sendings they cancel.
 
-    One bit has no zero: a coordinate without a signal reads as one magnitude, and moves if its sign is always the same.
-    Successive sendings 2 n and 2 n + 1 have opposite signs. The order within a pair follows multiples of the golden
-    ratio, so that a coordinate that is zero only at every second or third sending is balanced, too.
+    One bit has no zero: a coordinate without a signal reads as one magnitude, and moves if its sign
+    is always the same. Successive sendings 2 n and 2 n + 1 have opposite signs. The order within a
+    pair follows multiples of the golden ratio, so that a coordinate that is zero only at every
+    second or third sending is balanced, too.
 
     Args:
-        sending: How often the coordinate was sent before, as far as that is independent of the data. The step does not
-            do: at an even period the coordinate is sent at steps of one parity.
+        sending: How often the coordinate was sent before, as far as that is independent of the
+            data. The step does not do: at an even period the coordinate is sent at steps of one
+            parity.
         replica: From 0 to below `replicas`.
-        cancel: Whether an even number of replicas cancels at once: right for votes, which tie, and where the update is
-            used in proportion. The magnitudes of replicas differ, so that under a mean an arbitrary small number
-            remains; an optimizer that looks at its sign would walk at random. With `cancel=False` one sign has the
-            majority among the replicas, and such an optimizer moves to and fro.
+        cancel: Whether an even number of replicas cancels at once: right for votes, which tie, and
+            where the update is used in proportion. The magnitudes of replicas differ, so that under
+            a mean an arbitrary small number remains; an optimizer that looks at its sign would walk
+            at random. With `cancel=False` one sign has the majority among the replicas, and such an
+            optimizer moves to and fro.
 
     Example:
         >>> [zeros_are_negative(sending) for sending in range(6)]
@@ -167,7 +177,8 @@ class AllReduce(Exchange):
         for at, count in message.rows or [(0, self._rows)]:
             (total,), absent = link.wait([message.arriving.pop(0)])
             if lost := len(absent):
-                # as if they had sent the mean of the others; of a copy, as another replica may still need the sum
+                # as if they had sent the mean of the others; of a copy, as another replica may
+                # still need the sum
                 total = total.clone()
                 total[: count * self._k] *= link.replicas / (link.replicas - lost)
             runs.append((at, total[: count * self._k].view(count, self._k)))

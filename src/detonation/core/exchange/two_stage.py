@@ -28,12 +28,12 @@ from detonation.core.schemes.traffic import collective_for
 
 
 class TwoStage(Exchange):
-    """A two-stage all-reduce: each replica owns some of the rows, receives them from all, aggregates them, and sends
-    the result to all.
+    """A two-stage all-reduce: each replica owns some of the rows, receives them from all,
+    aggregates them, and sends the result to all.
 
-    The bytes that a replica sends do not grow with the number of replicas. The result is selected and encoded again by
-    the codec of the reply; the rest stays in the server residual of the owner and is sent later, so that nothing is
-    lost (law 1) between the two stages.
+    The bytes that a replica sends do not grow with the number of replicas. The result is selected
+    and encoded again by the codec of the reply; the rest stays in the server residual of the owner
+    and is sent later, so that nothing is lost (law 1) between the two stages.
 
     Args:
         residual: The server residual of the rows that this replica owns, `[owned, chunk]` fp32.
@@ -153,7 +153,8 @@ class TwoStage(Exchange):
         return Collected(opened, self.owners)
 
     def _reply_to(self, message: Message) -> Message:
-        """The reply, with the indices that all replicas know: of all rows by their rule, or of those of each owner."""
+        """The reply, with the indices that all replicas know: of all rows by their rule, or of
+        those of each owner."""
         message.reply = reply = Message(message.step, self._answer, recycle=self.recycle)
         shared = message.indices if message.shared else None
         if isinstance(shared, Tensor) or (self._replier is None and shared is not None):
@@ -184,8 +185,9 @@ class TwoStage(Exchange):
 
 
 def room_of(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int) -> Room:
-    """The memory that the temporaries of a step may take, beside messages: that of a quarter of the flat, and half of
-    it at the end of a round, which has the movement of the parameters beside them."""
+    """The memory that the temporaries of a step may take, beside messages: that of a quarter of the
+    flat, and half of it at the end of a round, which has the movement of the parameters beside
+    them."""
     is_round, is_vote = (
         scheme.signal == "parameters",
         scheme.codec.selection.shared and not scheme.codec.summable,

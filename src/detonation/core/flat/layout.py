@@ -1,4 +1,5 @@
-"""Flat: the local shards of many parameters seen as one `[rows, chunk]` matrix, in chunks or in tiles."""
+"""Flat: the local shards of many parameters seen as one `[rows, chunk]` matrix, in chunks or in
+tiles."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The squares of `side` x `side` coordinates that cover a matrix, zero-padded at its lower and right edge.
+    """The squares of `side` x `side` coordinates that cover a matrix, zero-padded at its lower and
+    right edge.
 
     Tile [i, j] is row i * across + j, in row-major order.
     """
@@ -28,7 +30,8 @@ class Tiles:
 
     @classmethod
     def of(cls, shape: Sequence[int], side: int) -> Tiles | None:
-        """The tiles of a parameter, folded to [first, rest]; None for one that does not fill a single tile.
+        """The tiles of a parameter, folded to [first, rest]; None for one that does not fill a
+        single tile.
 
         >>> Tiles.of((65, 64), 64).rows, Tiles.of((128, 3, 5, 5), 64).rows, Tiles.of((63, 999), 64)
         (2, 4, None)
@@ -75,7 +78,8 @@ class Tiles:
 FragmentUnit = Literal["parameter", "block"]
 
 CACHE_BLOCK = 330_000
-"""Coordinates per operation of plain torch on a CPU: few enough for its cache, and enough to pay for the call.
+"""Coordinates per operation of plain torch on a CPU: few enough for its cache, and enough to pay
+for the call.
 
 Not a power of two: neighbouring lines would compete for the same places in the cache.
 """
@@ -83,7 +87,8 @@ Not a power of two: neighbouring lines would compete for the same places in the 
 
 @dataclass(frozen=True)
 class Slot:
-    """The position of one parameter's local shard: `rows` rows from row `row` on, in chunks or in tiles."""
+    """The position of one parameter's local shard: `rows` rows from row `row` on, in chunks or in
+    tiles."""
 
     name: str
     shape: tuple[int, ...]
@@ -97,7 +102,8 @@ class Slot:
         return math.prod(self.shape)
 
     def strips(self, rows: int) -> Iterator[tuple[int, Slot, int]]:
-        """The slot in parts, each as a slot of its own: lines of about `rows` tiles, or all of a parameter in chunks.
+        """The slot in parts, each as a slot of its own: lines of about `rows` tiles, or all of a
+        parameter in chunks.
 
         Yields the first row of each within this slot, the part, and its first coordinate.
         """
@@ -117,9 +123,10 @@ class Slot:
 class Layout:
     """The assignment of rows of the flat matrix to parameters.
 
-    A row is `chunk` neighbouring coordinates of one parameter or, with `tile`, a square of tile x tile coordinates of a
-    matrix that fills at least one such square; `chunk` is then tile * tile. The end of a parameter is zero-padded; the
-    chunk never shrinks to a divisor. An empty local shard has no rows, a scalar has one.
+    A row is `chunk` neighbouring coordinates of one parameter or, with `tile`, a square of tile x
+    tile coordinates of a matrix that fills at least one such square; `chunk` is then tile * tile.
+    The end of a parameter is zero-padded; the chunk never shrinks to a divisor. An empty local
+    shard has no rows, a scalar has one.
     """
 
     chunk: int
@@ -144,17 +151,18 @@ class Layout:
     def fragments(
         self, count: int, unit: FragmentUnit = "parameter", sizes: Mapping[str, int] | None = None
     ) -> list[Layout]:
-        """The layouts of `count` parts of nearly equal size: none exceeds the mean by more than the largest unit.
+        """The layouts of `count` parts of nearly equal size: none exceeds the mean by more than the
+        largest unit.
 
-        The units go to the lightest fragment, the largest first, and in the order of the model where they are equally
-        large. Equal layers are thus dealt out in turns.
+        The units go to the lightest fragment, the largest first, and in the order of the model
+        where they are equally large. Equal layers are thus dealt out in turns.
 
         Args:
             count: At least 1.
-            unit: "parameter", or "block" for the parameters whose names are equal up to the first number (layers.3),
-                which then stay together.
-            sizes: Coordinates of each parameter over all shards, by name, so that all shards divide alike; those of
-                this layout when left out.
+            unit: "parameter", or "block" for the parameters whose names are equal up to the first
+                number (layers.3), which then stay together.
+            sizes: Coordinates of each parameter over all shards, by name, so that all shards divide
+                alike; those of this layout when left out.
 
         >>> layout = Layout.of({"0.weight": (8, 8), "0.bias": (8,), "1.weight": (8, 8), "1.bias": (8,)}, chunk=4)
         >>> [[slot.name for slot in fragment.slots] for fragment in layout.fragments(2)]
@@ -200,7 +208,8 @@ class Layout:
         return torch.zeros(self.rows, self.chunk, dtype=torch.float32, device=device)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The parts of `flat` in the local shape of each parameter, sharing memory; not for a layout in tiles.
+        """The parts of `flat` in the local shape of each parameter, sharing memory; not for a
+        layout in tiles.
 
         Shapes: `[rows, chunk]` -> one local shape per parameter.
         """
@@ -211,7 +220,8 @@ class Layout:
         return [line[start:stop].view(slot.shape) for slot, start, stop in self._spans]
 
     def parts(self, flat: Tensor) -> list[Tensor]:
-        """The parts of `flat` to read in the local shape of each parameter: views, or copies of parameters in tiles.
+        """The parts of `flat` to read in the local shape of each parameter: views, or copies of
+        parameters in tiles.
 
         Shapes: `[rows, chunk]` -> one local shape per parameter.
         """
@@ -240,7 +250,8 @@ class Layout:
             del part, line, pairs  # before the next one is made
 
     def write(self, flat: Tensor, tensors: Sequence[Tensor | None]) -> None:
-        """Writes `tensors` into their parts of `flat`; the part of an absent tensor and the padding do not change.
+        """Writes `tensors` into their parts of `flat`; the part of an absent tensor and the padding
+        do not change.
 
         Shapes: one local shape per parameter -> `[rows, chunk]`.
         """
@@ -302,12 +313,15 @@ class Layout:
         ]
 
     def _row_views(self, flat: Tensor) -> list[Tensor]:
-        """The rows of each slot in tiles, and the coordinates of each other slot in the shape of its parameter."""
+        """The rows of each slot in tiles, and the coordinates of each other slot in the shape of
+        its parameter."""
         line = flat.view(-1)
         return [
-            flat[slot.row : slot.row + slot.rows]
-            if slot.tiles
-            else line[start:stop].view(slot.shape)
+            (
+                flat[slot.row : slot.row + slot.rows]
+                if slot.tiles
+                else line[start:stop].view(slot.shape)
+            )
             for slot, start, stop in self._spans
         ]
 

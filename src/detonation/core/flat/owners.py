@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RowOwners:
-    """Assigns `rows` rows to `replicas` in turns of `run` rows each; the remainder is split into equal parts.
+    """Assigns `rows` rows to `replicas` in turns of `run` rows each; the remainder is split into
+    equal parts.
 
     The rows up to the end of any turn therefore have the same owners alone as in the whole.
     """
@@ -87,7 +88,8 @@ class RowOwners:
     def _pairs(
         self, matrices: Sequence[Tensor], dealt: Sequence[Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
-        """The dealt and the undealt rows, in the same shape: those in turns, and the remainders of the owners."""
+        """The dealt and the undealt rows, in the same shape: those in turns, and the remainders of
+        the owners."""
         own, pairs = self._turns * self.run, []
         begin, rest = self.replicas * own, self.owned - own
         whole, left = divmod(self.rows - begin, rest) if rest else (0, 0)

@@ -15,13 +15,15 @@ if TYPE_CHECKING:
     T = TypeVar("T", Tensor, Tensor | None)
 
 BUCKETS, SMALL_BUCKETS = 4, 8
-"""The most buckets that a flat is cut into; the second where the network adds up the messages, or a round ends. Each
-costs an accelerator some launches: a sum the fewest, and rounds are rare. Small ones take less memory."""
+"""The most buckets that a flat is cut into; the second where the network adds up the messages, or a
+round ends. Each costs an accelerator some launches: a sum the fewest, and rounds are rare. Small
+ones take less memory."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """The coordinates from `start` to below `stop` of the flattened local shard of parameter number `index`."""
+    """The coordinates from `start` to below `stop` of the flattened local shard of parameter number
+    `index`."""
 
     index: int
     start: int
@@ -30,7 +32,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The rows of a layout from row `first` on: a layout of the pieces of parameters that lie in them."""
+    """The rows of a layout from row `first` on: a layout of the pieces of parameters that lie in
+    them."""
 
     first: int
     layout: Layout
@@ -64,7 +67,8 @@ class Bucket:
 
     @classmethod
     def strips(cls, layout: Layout, rows: int) -> list[Bucket]:
-        """The rows of `layout` parameter by parameter, a matrix in tiles in whole lines of about `rows` tiles."""
+        """The rows of `layout` parameter by parameter, a matrix in tiles in whole lines of about
+        `rows` tiles."""
         found = []
         for index, slot in enumerate(layout.slots):
             for first, strip, start in slot.strips(rows):
@@ -85,9 +89,11 @@ class Bucket:
         return frozenset(piece.index for piece in self.pieces)
 
     def cut(self, tensors: Sequence[T]) -> Sequence[T]:
-        """The pieces of `tensors` that lie in the bucket; a piece of a contiguous tensor shares its memory.
+        """The pieces of `tensors` that lie in the bucket; a piece of a contiguous tensor shares its
+        memory.
 
-        Shapes: one local shape per parameter -> one per piece: the local shape, or `[n]` for a part of it.
+        Shapes: one local shape per parameter -> one per piece: the local shape, or `[n]` for a part
+        of it.
         """
         if self.is_whole:
             return tensors

@@ -14,7 +14,8 @@ _WRAPPERS = re.compile(r'(?<![^."])(?:_orig_mod|_checkpoint_wrapped_module)\.')
 
 
 def bare_name(name: str) -> str:
-    """The name of a parameter or buffer without what wrappers put into it: torch.compile, activation checkpointing.
+    """The name of a parameter or buffer without what wrappers put into it: torch.compile,
+    activation checkpointing.
 
     Example:
         >>> bare_name("layers.0._orig_mod._checkpoint_wrapped_module.weight")
@@ -24,13 +25,15 @@ def bare_name(name: str) -> str:
 
 
 class Piece(Tensor):
-    """Rows of a parameter that replicate by themselves: a view of the local shard, and of its gradient.
+    """Rows of a parameter that replicate by themselves: a view of the local shard, and of its
+    gradient.
 
-    Replicas that cut a parameter at other rows have the same pieces, each on one rank of every replica.
+    Replicas that cut a parameter at other rows have the same pieces, each on one rank of every
+    replica.
 
-    whole: The parameter. ranks: Those that hold this piece, one of each replica. offset: Its first row in the
-    parameter. rows: Its rows in the local shard. largest_shape: That of the largest shard of any replica. cut: Cuts
-    other parameters alike, by those who hold their pieces.
+    whole: The parameter. ranks: Those that hold this piece, one of each replica. offset: Its first
+    row in the parameter. rows: Its rows in the local shard. largest_shape: That of the largest
+    shard of any replica. cut: Cuts other parameters alike, by those who hold their pieces.
     """
 
     whole: Tensor
@@ -47,7 +50,8 @@ class Piece(Tensor):
     def of(
         cls, whole: Tensor, ranks: tuple[int, ...], offset: int, rows: slice, largest: int
     ) -> "Piece":
-        """The `rows` of the local shard of `whole`; `largest` rows are in the largest shard of any replica.
+        """The `rows` of the local shard of `whole`; `largest` rows are in the largest shard of any
+        replica.
 
         Shapes: any with a first dimension -> `[len(rows), ...]`.
         """
@@ -77,7 +81,8 @@ def whole_of(parameter: Tensor) -> Tensor:
 
 
 def state_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """The tensors that `optimizer` keeps of a parameter, as they lie on this rank; of a `Piece` its rows of them."""
+    """The tensors that `optimizer` keeps of a parameter, as they lie on this rank; of a `Piece` its
+    rows of them."""
     state = optimizer.state.get(whole_of(parameter), {})
     found = {
         key: local(tensor) for key, tensor in sorted(state.items()) if isinstance(tensor, Tensor)
@@ -92,7 +97,8 @@ def state_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of `tensor` that lives on this rank: the local shard of a DTensor, any other tensor itself.
+    """The part of `tensor` that lives on this rank: the local shard of a DTensor, any other tensor
+    itself.
 
     Shapes: any -> the local shape.
     """
@@ -100,12 +106,14 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole_numel(tensor: Tensor) -> int:
-    """The elements of `tensor` over all shards: of a DTensor, or of a plain tensor that says so as `whole_numel`."""
+    """The elements of `tensor` over all shards: of a DTensor, or of a plain tensor that says so as
+    `whole_numel`."""
     return int(getattr(tensor, "whole_numel", tensor.numel()))
 
 
 def padding_row(tensor: Tensor) -> int | None:
-    """The row of this local shard that no gradient ever reaches, the padding of an embedding; None without one.
+    """The row of this local shard that no gradient ever reaches, the padding of an embedding; None
+    without one.
 
     Whoever knows the modules writes it to the tensor, as `padding_row`.
     """
@@ -113,7 +121,8 @@ def padding_row(tensor: Tensor) -> int | None:
 
 
 def largest_local_shape(tensor: Tensor) -> tuple[int, ...]:
-    """The local shape of `tensor` on the rank that holds the largest shard, which all ranks can tell."""
+    """The local shape of `tensor` on the rank that holds the largest shard, which all ranks can
+    tell."""
     if isinstance(tensor, Piece):
         return tensor.largest_shape
     shape = [*tensor.shape]
@@ -125,7 +134,10 @@ def largest_local_shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """The sha256 (hex) of the bytes of the local shards of `tensors`, in order. Waits for the device."""
+    """The sha256 (hex) of the bytes of the local shards of `tensors`, in order.
+
+    Waits for the device.
+    """
     content = hashlib.sha256()
     for tensor in tensors:
         raw = local(tensor.detach()).contiguous().view(-1).view(torch.uint8).cpu()

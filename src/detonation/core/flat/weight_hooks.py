@@ -1,7 +1,8 @@
-"""Hooks on weights: where a room outside of core hears of weights that moved, and of a comparison of the replicas.
+"""Hooks on weights: where a room outside of core hears of weights that moved, and of a comparison
+of the replicas.
 
-They are empty unless a room attaches: whoever moves weights beside the steps of optimizers calls `moved`, and whoever
-compares the replicas calls `compared`.
+They are empty unless a room attaches: whoever moves weights beside the steps of optimizers calls
+`moved`, and whoever compares the replicas calls `compared`.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,10 @@ from torch import nn
 ON_MOVE: list[Callable[[], object]] = []
 """Called, on all ranks alike, after weights moved without a step of an optimizer."""
 ON_COMPARISON: list[Callable[[nn.Module], object]] = []
-"""Called with the model where replicas are compared, and after rounds were completed. Collective."""
+"""Called with the model where replicas are compared, and after rounds were completed.
+
+Collective.
+"""
 
 
 def moved() -> None:

@@ -29,7 +29,8 @@ _log = logging.getLogger("detonation")
 
 
 class NonFiniteGradient(DetonationError, ArithmeticError):
-    """A gradient holds NaN, infinity or above `nonfinite.SIGNAL_LIMIT`: caught before it reached a memory."""
+    """A gradient holds NaN, infinity or above `nonfinite.SIGNAL_LIMIT`: caught before it reached a
+    memory."""
 
 
 class BadPeer(DetonationError, RuntimeError):
@@ -49,14 +50,15 @@ class Changed(str):
 class FaultCounts:
     """Counts the faults of the replicas of one level, from messages that all of them receive.
 
-    skipped: contributions left out because a gradient was not finite; by_parameter: the same for each parameter;
-    refused: messages that failed validation; each over all replicas.
-    fatal: 0, or a number for the reason why all must stop, which `error` decodes on any rank. due: steps at which
-    messages are due, until `StopConsensus` takes them. reports: those for which the host would have to wait, and which
-    `catch_up` counts. names: of all parameters of the model, for errors. changed: by replica, the parameter of which it
-    announced that it begins or ceases to train it. changing: how many replicas must announce that together; 0 where
-    this rank did not. options: of the parameter groups, whose digest messages carry.
-    number: of the level, below 16, by which ranks tell each other whose reason to stop they mean.
+    skipped: contributions left out because a gradient was not finite; by_parameter: the same for
+    each parameter; refused: messages that failed validation; each over all replicas. fatal: 0, or a
+    number for the reason why all must stop, which `error` decodes on any rank. due: steps at which
+    messages are due, until `StopConsensus` takes them. reports: those for which the host would have
+    to wait, and which `catch_up` counts. names: of all parameters of the model, for errors.
+    changed: by replica, the parameter of which it announced that it begins or ceases to train it.
+    changing: how many replicas must announce that together; 0 where this rank did not. options: of
+    the parameter groups, whose digest messages carry. number: of the level, below 16, by which
+    ranks tell each other whose reason to stop they mean.
     """
 
     def __init__(
@@ -77,7 +79,8 @@ class FaultCounts:
         self.forget()
 
     def forget(self) -> None:
-        """Forgets all that could end the next steps, because those before them were undone: a checkpoint was loaded."""
+        """Forgets all that could end the next steps, because those before them were undone: a
+        checkpoint was loaded."""
         self.fatal = self.changing = 0
         self.due, self.changed = set[int](), dict[int, str]()
         self.reports: list[tuple[int, Readback, Callable[[list[Any]], object]]] = []
@@ -87,7 +90,8 @@ class FaultCounts:
     def report_later(
         self, due: int, numbers: Readback, report: Callable[[list[Any]], object]
     ) -> None:
-        """Makes `catch_up` call `report` with `numbers`, which are about a message due at step `due`."""
+        """Makes `catch_up` call `report` with `numbers`, which are about a message due at step
+        `due`."""
         self.reports.append((due, numbers, report))
 
     def catch_up(self, until: float) -> None:
@@ -123,14 +127,16 @@ class FaultCounts:
 
     @staticmethod
     def announced_apart(announcements: Sequence[int]) -> int:
-        """The largest of the announcements of some ranks; a reason to stop unless all announced the same."""
+        """The largest of the announcements of some ranks; a reason to stop unless all announced the
+        same."""
         largest = max(announcements)
         if largest >> 56 == _CHANGING and len({each & ~_REPLICAS for each in announcements}) > 1:
             return largest & ~(_CHANGING << 56) | _CHANGED_APART << 56
         return largest
 
     def renumber(self, kept: Sequence[int], replica: int) -> None:
-        """Goes on with the counts of the replicas `kept`, by their old numbers, as the replicas 0, 1, ..."""
+        """Goes on with the counts of the replicas `kept`, by their old numbers, as the replicas 0,
+        1, ..."""
         number = {old: new for new, old in enumerate(kept)}
         self._replica = replica
         self._strikes = Counter(
@@ -144,13 +150,15 @@ class FaultCounts:
         )
 
     def accept(self, senders: Iterable[int], place: int) -> None:
-        """Records that a message of each of `senders` was used; place: which of a replica's messages per step."""
+        """Records that a message of each of `senders` was used; place: which of a replica's
+        messages per step."""
         for sender in senders:
             self._row[sender, place] = 0
             self._good[sender] += 1
 
     def skip(self, sender: int, place: int, name: str, step: int) -> None:
-        """Counts zeros from `sender`, in part of its message or all: its `name` is not finite, or has `Changed`."""
+        """Counts zeros from `sender`, in part of its message or all: its `name` is not finite, or
+        has `Changed`."""
         if isinstance(name, Changed):
             self.announced(sender, name)
             return
@@ -170,7 +178,10 @@ class FaultCounts:
         self.refused += 1
         self._strikes[sender] = 1 + (self._strikes[sender] if self._good[sender] < FORGIVEN else 0)
         self._good[sender] = 0
-        text = f"a message of {_sender(sender)} was refused at step {step}, and what it carried is lost: it {fault}"
+        text = (
+            f"a message of {_sender(sender)} was refused at step {step}, and what it carried is"
+            f" lost: it {fault}"
+        )
         self._warn(step, sender, text)
         if self._strikes[sender] >= STRIKES:
             self._stop(_REFUSED, sender)
@@ -186,14 +197,19 @@ class FaultCounts:
         self._stop(_MISPLACED, sender)
 
     def differ(self, digests: Mapping[int, int], step: int) -> None:
-        """Records which senders have other parameter groups than most at `step`, or received other messages before.
+        """Records which senders have other parameter groups than most at `step`, or received other
+        messages before.
 
         Args:
-            digests: By sender, of messages in the upper bits and of options in the lower 32 (`Header.received`).
+            digests: By sender, of messages in the upper bits and of options in the lower 32
+                (`Header.received`).
         """
         for sender in _odd({sender: digest & 0xFFFFFFFF for sender, digest in digests.items()}):
             here = self.options.decode()
-            text = f"replica {sender} has other {OPTIONS} (lr, betas, ...) than the others at step {step}, here "
+            text = (
+                f"replica {sender} has other {OPTIONS} (lr, betas, ...) than the others at step"
+                f" {step}, here "
+            )
             remedy = "set them alike on all replicas, such as by a loss that is averaged over them"
             self._warn(
                 step, sender, f"{text}{here if len(here) <= 200 else here[:200] + '...'}: {remedy}"
@@ -232,13 +248,13 @@ class FaultCounts:
             return BadPeer(f"{text}: the log says why")
         if kind == _MISPLACED:
             return Desync(
-                f"replica {sender} added a message of another step, level or optimizer to the sum of step {step}: "
-                "start the same collectives in the same order on all replicas"
+                f"replica {sender} added a message of another step, level or optimizer to the sum"
+                f" of step {step}: start the same collectives in the same order on all replicas"
             )
         if kind in (_CHANGING, _CHANGED_APART):
             return Desync(
-                f"{_replicas(sender)} began or ceased to train {name}, the others did not: freeze, unfreeze and add "
-                "parameters on all ranks between the same two steps"
+                f"{_replicas(sender)} began or ceased to train {name}, the others did not: freeze,"
+                " unfreeze and add parameters on all ranks between the same two steps"
             )
         return Desync(f"replica {sender} differs from the others in {name} after step {step}")
 

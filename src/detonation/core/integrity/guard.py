@@ -30,9 +30,11 @@ from detonation.core.integrity.message import Message, Tape
 from detonation.core.integrity.sums import SumGuard
 
 LOUDER = 1000.0
-"""The largest allowed ratio of a norm to the usual norm: a momentum at decay 0.999 is at most 1000 gradients."""
+"""The largest allowed ratio of a norm to the usual norm: a momentum at decay 0.999 is at most 1000
+gradients."""
 FORGET = 0.9999
-"""The share of the usual norm that stays from one exchange to the next, where most messages are quieter."""
+"""The share of the usual norm that stays from one exchange to the next, where most messages are
+quieter."""
 
 
 TOO_LARGE = f"has values that are not finite, or above {LIMIT:g}"
@@ -67,8 +69,8 @@ class Expected:
         header: Of replica 0; status and received digest are not compared.
         nbytes: The bytes after the header.
         parameters: The largest status.
-        signals: Whether each message carries its sender's own signal, so that all norms are of similar size; an
-            owner's aggregate is not.
+        signals: Whether each message carries its sender's own signal, so that all norms are of
+            similar size; an owner's aggregate is not.
     """
 
     header: Header
@@ -93,21 +95,23 @@ def decide_usable(
 ) -> tuple[Tensor, Tensor]:
     """Decides which messages are refused: the ones with a fault.
 
-    A message is too loud if its norm is more than `LOUDER` times that of most messages, now *and* before: replicas that
-    train sparsely are silent for long, but for the rounding that is left in their memory, and loud again as they were.
-    `usual` is the largest such median so far. It is forgotten slowly, and not at all while most are silent. Only a norm
-    that most messages reach counts, so that no single replica can raise it.
+    A message is too loud if its norm is more than `LOUDER` times that of most messages, now *and*
+    before: replicas that train sparsely are silent for long, but for the rounding that is left in
+    their memory, and loud again as they were. `usual` is the largest such median so far. It is
+    forgotten slowly, and not at all while most are silent. Only a norm that most messages reach
+    counts, so that no single replica can raise it.
 
     Args:
         words, added: Of the headers, and the checksums of the bytes that arrived; see `unsealed`.
         content, norms: See `Arrived.facts`.
         usual: The usual norm before this exchange, 0 at first; updated.
 
-    Returns the refused messages, and a table for `explain_faults`: the eight words of the header, the checksum, faults
-    of the content, the bits of the norm and of its bound in float64, and 1 where the message is refused.
+    Returns the refused messages, and a table for `explain_faults`: the eight words of the header,
+    the checksum, faults of the content, the bits of the norm and of its bound in float64, and 1
+    where the message is refused.
 
-    Shapes: words `[replicas, 8]`, added and content `[replicas]` int64, norms `[replicas]`, usual `[1]` fp32 ->
-    `[replicas]` bool, `[replicas, 13]` int64.
+    Shapes: words `[replicas, 8]`, added and content `[replicas]` int64, norms `[replicas]`, usual
+    `[1]` fp32 -> `[replicas]` bool, `[replicas, 13]` int64.
     """
     header = expected.header
     # the bits of numbers that are not negative rise as they do, and those of NaN are above all
@@ -140,8 +144,8 @@ def decide_usable(
 def _limits(
     schema: int, place: int, nbytes: int, parameters: int, replicas: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The least and the largest of the first columns of a right table, but for step and checksum; and 1 in the column
-    of the step."""  # [2, replicas, 11] and [11] int64
+    """The least and the largest of the first columns of a right table, but for step and checksum;
+    and 1 in the column of the step."""  # [2, replicas, 11] and [11] int64
     anything = torch.iinfo(torch.int64)
     loudest = struct.unpack("q", struct.pack("d", LIMIT))[0]
     lowest = [IDENTITY, schema, 0, place, nbytes, 0, anything.min, anything.min, 0, 0, 0]
@@ -174,7 +178,8 @@ def _infinity(device: torch.device) -> Tensor:
 
 
 def explain_faults(table: Sequence[Sequence[int]], expected: Expected) -> list[str]:
-    """The fault of each message of `table` (see `decide_usable`), in replica order; "" for a message without one."""
+    """The fault of each message of `table` (see `decide_usable`), in replica order; "" for a
+    message without one."""
     return [_fault(sender, row, expected) for sender, row in enumerate(table)]
 
 
@@ -206,23 +211,26 @@ def _fault(replica: int, row: Sequence[int], expected: Expected) -> str:
 class Guard(SumGuard):
     """Seals and validates the messages between one channel and its link.
 
-    The decision on a message is a function of its bytes and of the other messages of the exchange, so replicas that
-    received the same bytes decide the same. With its next message each replica sends a digest of the bytes that it
-    received. A refused message counts as zeros: the mean stays a mean over all replicas, so that no replica gains
-    weight because the message of another was lost.
+    The decision on a message is a function of its bytes and of the other messages of the exchange,
+    so replicas that received the same bytes decide the same. With its next message each replica
+    sends a digest of the bytes that it received. A refused message counts as zeros: the mean stays
+    a mean over all replicas, so that no replica gains weight because the message of another was
+    lost.
 
     A subclass may seal and inspect on the device: an engine brings it (`ReferenceEngine.guard`).
     """
 
     on_kernels = False
-    """True if kernels seal and inspect, so that the memory of messages is kept from step to step."""
+    """True if kernels seal and inspect, so that the memory of messages is kept from step to step.
+    """
 
     def seal(self, message: Message, status: int | Tensor | None, phase: int = 0) -> Tensor:
-        """The bytes of the run that waits, for its collective; the last one of its message begins with the header.
+        """The bytes of the run that waits, for its collective; the last one of its message begins
+        with the header.
 
         Args:
-            status: 0, or 1 + the number of the parameter because of which a part of the message is zeros; None if more
-                of this message follows.
+            status: 0, or 1 + the number of the parameter because of which a part of the message is
+                zeros; None if more of this message follows.
             phase: Which of the collectives of an exchange; the last is 0.
 
         Shapes: -> `[messages, Codec.sent]` uint8, the header among them.
@@ -236,7 +244,8 @@ class Guard(SumGuard):
             if len(runs) > 1:
                 runs = sorted(runs, key=attrgetter("first"))
             if not phase:
-                # of the exchange that all have surely opened, whoever looked at a message on its way
+                # of the exchange that all have surely opened, whoever looked at a message on its
+                # way
                 opened = self._received.get(self._sent - 1 - self._delay, 0)
                 received = opened >> 32 << 32 | crc32(self._counts.options)
                 self._sent += 1
@@ -268,7 +277,8 @@ class Guard(SumGuard):
         shared: Tensor | SharedIndices | None,
         tape: Tape | None = None,
     ) -> Arrived:
-        """Validates and counts the sealed messages that have arrived, one per replica; zeros replace unusable ones.
+        """Validates and counts the sealed messages that have arrived, one per replica; zeros
+        replace unusable ones.
 
         Args:
             shared: Their indices, where all replicas know them.
@@ -312,13 +322,15 @@ class Guard(SumGuard):
     def admit(
         self, message: Message, stage: Stage, whole: Tensor, content: tuple[Tensor, Tensor]
     ) -> Tensor | None:
-        """Decides which messages are refused, and counts the faults; not of absent replicas, whose messages are zeros.
+        """Decides which messages are refused, and counts the faults; not of absent replicas, whose
+        messages are zeros.
 
         Args:
             whole: The bytes of `message`, one sealed message per replica.
             content: The facts about each message, from `Arrived.facts`.
 
-        Shapes: whole `[replicas, 64 + nbytes + padding]` uint8 -> `[replicas]` bool, or None where none is.
+        Shapes: whole `[replicas, 64 + nbytes + padding]` uint8 -> `[replicas]` bool, or None where
+        none is.
         """
         header = Header(self._schema, message.step, self._place | stage.phase, 0)
         expected = Expected(
@@ -340,7 +352,8 @@ class Guard(SumGuard):
         last: bool,
         absent: Collection[int] = (),
     ) -> bool:
-        """Counts the faults of each row of the table of `decide_usable`; returns True if no message is refused."""
+        """Counts the faults of each row of the table of `decide_usable`; returns True if no message
+        is refused."""
         fine, step = not any(row[-1] for row in rows), expected.header.step
         faults = [""] * len(rows) if fine else explain_faults(rows, expected)
         if last:
@@ -364,7 +377,8 @@ class Guard(SumGuard):
     def _compare_received(
         self, rows: Sequence[Sequence[int]], faults: Sequence[str], step: int
     ) -> None:
-        """Compares the digests of all replicas, which reveal a message that was damaged on the way to some of them."""
+        """Compares the digests of all replicas, which reveal a message that was damaged on the way
+        to some of them."""
         self._received[self._opened] = hash63(
             repr([(row[7], fault) for row, fault in zip(rows, faults, strict=True)])
         )

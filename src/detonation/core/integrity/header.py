@@ -20,7 +20,8 @@ VERSION = 3
 IDENTITY = MAGIC | VERSION << 56
 HEADER_BYTES, CHECKSUM_AT = 64, 56
 DIGITS = 3
-"""The numbers below 256 that carry the status and the mark of a replica in an all-reduce; exact in bf16, too."""
+"""The numbers below 256 that carry the status and the mark of a replica in an all-reduce; exact in
+bf16, too."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,10 @@ class Header:
     Args:
         schema: A hash of all settings that sender and receiver must share to read the message.
         place: Which of its sender's messages of that step it is.
-        status: 0, or 1 + the number of the parameter because of which the message is empty; `[]` int64 where only
-            the device knows.
-        received: What must be the same on all replicas: a digest of the messages that its sender received earlier, and
-            in the lower 32 bits one of the options of its parameter groups.
+        status: 0, or 1 + the number of the parameter because of which the message is empty; `[]`
+            int64 where only the device knows.
+        received: What must be the same on all replicas: a digest of the messages that its sender
+            received earlier, and in the lower 32 bits one of the options of its parameter groups.
     """
 
     schema: int
@@ -51,9 +52,11 @@ class Header:
     def seal(self, messages: Tensor, nbytes: int) -> None:
         """Writes the header of each message before its `nbytes` bytes.
 
-        The numbers that change from step to step go to the device with a call; for a list the host would wait.
+        The numbers that change from step to step go to the device with a call; for a list the host
+        would wait.
 
-        Shapes: `[messages, 64 + nbytes + padding]` uint8, each at an address for int64, whose padding is zeros.
+        Shapes: `[messages, 64 + nbytes + padding]` uint8, each at an address for int64, whose
+        padding is zeros.
         """
         words, origin = messages[:, :HEADER_BYTES].view(torch.int64), self.sender << 32 | self.place
         device = messages.device
@@ -106,7 +109,8 @@ def constant(number: int, device: torch.device) -> Tensor:
 
 
 def resent(message: Tensor, sender: int) -> Tensor:
-    """The bytes of a sealed message as `sender` would have sent it, without a wait; other bytes without a change.
+    """The bytes of a sealed message as `sender` would have sent it, without a wait; other bytes
+    without a change.
 
     Shapes: `[bytes]` uint8 -> the same.
     """
@@ -126,7 +130,10 @@ def resent(message: Tensor, sender: int) -> Tensor:
 
 
 def put(place: Tensor, value: int | Tensor) -> None:
-    """Writes `value` to `place`. A number goes to the device with the call; for a list the host would wait."""
+    """Writes `value` to `place`.
+
+    A number goes to the device with the call; for a list the host would wait.
+    """
     if isinstance(value, torch.Tensor):
         place.copy_(value)
     else:

@@ -1,4 +1,5 @@
-"""The message of one step: runs of rows that engines write, that collectives carry, and that are joined again."""
+"""The message of one step: runs of rows that engines write, that collectives carry, and that are
+joined again."""
 
 from __future__ import annotations
 
@@ -43,15 +44,16 @@ class Tape:
         raise NotImplementedError("this tape records")
 
     def end(self, what: str, optimizer: Any) -> None:
-        """Ends what moved the weights of a `Replicated` with the messages before: a "step", or "synchronize"."""
+        """Ends what moved the weights of a `Replicated` with the messages before: a "step", or
+        "synchronize"."""
 
 
 @dataclass
 class Message:
     """The messages of one collective stage of a step: one for all replicas, or one for each.
 
-    The wire carries the bytes of one message with one header, however many collectives it takes: each carries a run of
-    rows, and the last one begins with the header, which speaks of all.
+    The wire carries the bytes of one message with one header, however many collectives it takes:
+    each carries a run of rows, and the last one begins with the header, which speaks of all.
 
     Args:
         waiting: The run that the next collective carries, if it has been made.
@@ -60,7 +62,8 @@ class Message:
         arriving: Waits for what arrives in each of those, such as `[replicas, nbytes]` uint8.
         arrived: What has arrived in each, until it is released.
         shared: The indices of the rows from each row on, where all replicas know them.
-        absent: Once all has arrived, the replicas whose messages did not arrive whole, because they were lost.
+        absent: Once all has arrived, the replicas whose messages did not arrive whole, because they
+            were lost.
         recycle: Takes back receive buffers; None where nobody has a use for them.
         reply: Of a stage that owners answer, their answer.
     """
@@ -94,7 +97,8 @@ class Message:
         return torch.cat([narrow(each) for each in found])
 
     def whole(self, end: int) -> Tensor:
-        """The bytes that have arrived, put together; `end` of them without the padding, which becomes zeros.
+        """The bytes that have arrived, put together; `end` of them without the padding, which
+        becomes zeros.
 
         Shapes: -> `[messages of all replicas, end + padding]` uint8.
         """

@@ -1,4 +1,5 @@
-"""Sums of the network: three numbers after the values say, in the place of a header, what a replica has to say."""
+"""Sums of the network: three numbers after the values say, in the place of a header, what a replica
+has to say."""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -20,10 +21,12 @@ class SumGuard:
     Args:
         schema: All settings that sender and receiver must share to read a message.
         delay: Steps that a message may be in flight.
-        on_device: Whether the device decides. Faulty messages are then never used either, but counts, warnings and
-            reasons to stop follow only in `FaultCounts.catch_up`.
-        usual: The usual norm of messages, see `decide_usable`; several guards may share it. `[1]` fp32.
-        forget: Empties the memory that messages come from: after one that was too loud, the next ones would be, too.
+        on_device: Whether the device decides. Faulty messages are then never used either, but
+            counts, warnings and reasons to stop follow only in `FaultCounts.catch_up`.
+        usual: The usual norm of messages, see `decide_usable`; several guards may share it. `[1]`
+            fp32.
+        forget: Empties the memory that messages come from: after one that was too loud, the next
+            ones would be, too.
     """
 
     def __init__(
@@ -54,10 +57,11 @@ class SumGuard:
         self._received: dict[int, int] = {}  # digests by number of the exchange
 
     def seal_sum(self, digits: Tensor, status: int | Tensor, step: int) -> None:
-        """Writes this replica's status after the values of an all-reduce, and a mark of schema, place and step.
+        """Writes this replica's status after the values of an all-reduce, and a mark of schema,
+        place and step.
 
-        Each replica writes three numbers for itself and zeros for the others, so that no header is needed. The last
-        number has room for the mark, which is never 0.
+        Each replica writes three numbers for itself and zeros for the others, so that no header is
+        needed. The last number has room for the mark, which is never 0.
 
         Shapes: `[3 * replicas]`, of any content.
         """
@@ -75,9 +79,10 @@ class SumGuard:
     def open_sum(
         self, values: Sequence[Tensor], digits: Tensor, step: int, absent: Collection[int] = ()
     ) -> bool | Tensor:
-        """Counts the statuses in a sum; False where zeros must replace the values: not all are finite, or the messages
-        do not belong together (`absent` ones may be missing). On an accelerator the device replaces what is not finite,
-        or who decodes the values asks the report (`Sums`) that is returned.
+        """Counts the statuses in a sum; False where zeros must replace the values: not all are
+        finite, or the messages do not belong together (`absent` ones may be missing). On an
+        accelerator the device replaces what is not finite, or who decodes the values asks the
+        report (`Sums`) that is returned.
 
         Shapes: values any, digits `[3 * replicas]` -> report `[1 + 3 * replicas]` fp32.
         """
@@ -108,7 +113,8 @@ class SumGuard:
         return self._report_sum(step, absent, [fine, *said])
 
     def _report_sum(self, step: int, absent: Collection[int], found: Sequence[float]) -> bool:
-        """Counts the status of each replica, and a sum that is not finite; False for that, and for another mark."""
+        """Counts the status of each replica, and a sum that is not finite; False for that, and for
+        another mark."""
         finite, *digits = found
         statuses = statuses_of_sum(
             digits, self._replica, self._marks[step % len(self._marks)], self._high, absent
@@ -133,11 +139,13 @@ class SumGuard:
 def statuses_of_sum(
     digits: Sequence[float], replica: int, mark: int, high: int, absent: Collection[int]
 ) -> list[int]:
-    """The status of each replica in the digits of an all-reduce; -1 where it has another mark, or none.
+    """The status of each replica in the digits of an all-reduce; -1 where it has another mark, or
+    none.
 
     Args:
         replica: The one that reads.
-        mark, high: Which is in the last digit of each, and below which the last digit of a status is.
+        mark, high: Which is in the last digit of each, and below which the last digit of a status
+            is.
         absent: The replicas that may have added nothing.
 
     >>> statuses_of_sum([0, 0, 9, 3, 1, 9, 0, 0, 8, 0, 0, 0], 0, 9, 1, [3])

@@ -1,4 +1,5 @@
-"""Communicators carry bytes between the replicas of one axis: a process group, or an emulation of one."""
+"""Communicators carry bytes between the replicas of one axis: a process group, or an emulation of
+one."""
 
 import weakref
 from abc import abstractmethod
@@ -19,8 +20,9 @@ from detonation.core.runtime import recorded
 class HostStaging:
     """Takes messages to the host and back, on the current stream.
 
-    Pinned memory lets the accelerator copy by itself. Torch keeps freed pinned blocks, and hands one out again only
-    after the copies that were started from it have ended, so that a buffer need not be held here.
+    Pinned memory lets the accelerator copy by itself. Torch keeps freed pinned blocks, and hands
+    one out again only after the copies that were started from it have ended, so that a buffer need
+    not be held here.
     """
 
     @staticmethod
@@ -42,7 +44,8 @@ class HostStaging:
         )
 
     def to_host(self, message: Tensor) -> tuple[Tensor, Any]:
-        """A copy of `message` that the network may read, and the event that is over when it is there, if any."""
+        """A copy of `message` that the network may read, and the event that is over when it is
+        there, if any."""
         if not self.needed(message):
             return message, None
         host = self.empty(tuple(message.shape), message)
@@ -54,7 +57,8 @@ class HostStaging:
         """Starts `collective` once the event `copied` is over; returns what waits for it.
 
         Args:
-            later: Whether a thread does, in the order of calls: whoever sends in backward gives the device more work.
+            later: Whether a thread does, in the order of calls: whoever sends in backward gives the
+                device more work.
         """
         if later:
             started = self._thread.submit(self.start, collective, copied, False)
@@ -68,7 +72,8 @@ class HostStaging:
         return ThreadPoolExecutor(1, "sends from host memory")
 
     def to_device(self, host: Tensor, like: Tensor) -> Tensor:
-        """The buffer `host` on the device of `like`; the copy runs on the current stream, and the host goes on."""
+        """The buffer `host` on the device of `like`; the copy runs on the current stream, and the
+        host goes on."""
         if not self.needed(like):
             return host
         message = torch.empty(host.shape, dtype=host.dtype, device=like.device)
@@ -82,8 +87,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class Communicator(Protocol):
     """One replica's end of an axis: three collectives, which all replicas start in the same order.
 
-    A tensor that is handed over belongs to the communicator from there on; each collective returns a function that
-    waits. Sizes are the same on all replicas. replica: the number of this one on the axis.
+    A tensor that is handed over belongs to the communicator from there on; each collective returns
+    a function that waits. Sizes are the same on all replicas. replica: the number of this one on
+    the axis.
     """
 
     replica: int
@@ -105,7 +111,8 @@ class Communicator(Protocol):
 
     @abstractmethod
     def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
-        """Slice r of `mine` goes to replica r; returns the slice that each replica has for this one.
+        """Slice r of `mine` goes to replica r; returns the slice that each replica has for this
+        one.
 
         Shapes: `[replicas * bytes]` -> `[replicas, bytes]` uint8.
         """
@@ -118,7 +125,8 @@ Axis = DeviceMesh | Communicator
 def divided(
     axis: Axis, parameters: Mapping[str, Tensor]
 ) -> list[tuple[int, Axis, Mapping[str, Tensor]]]:
-    """The parts of `parameters` that replicate by themselves, in the order in which all ranks exchange them.
+    """The parts of `parameters` that replicate by themselves, in the order in which all ranks
+    exchange them.
 
     Of each its number, its axis, and its tensors: all, unless the axis has a method `divide`.
     """
@@ -136,11 +144,13 @@ def carries(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def require_device(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raises `ValueError` where `group` carries no tensors of `device`, as NCCL carries none of the CPU."""
+    """Raises `ValueError` where `group` carries no tensors of `device`, as NCCL carries none of the
+    CPU."""
     if not carries(group, device):
         raise ValueError(
-            f"the model is on {device.type}, but the process group carries no such tensors (it is "
-            f"{dist.get_backend(group)}): initialise torch.distributed with 'cpu:gloo,cuda:nccl', or move the model"
+            f"the model is on {device.type}, but the process group carries no such tensors (it is"
+            f" {dist.get_backend(group)}): initialise torch.distributed with 'cpu:gloo,cuda:nccl',"
+            " or move the model"
         )
 
 
@@ -152,14 +162,16 @@ class ProcessGroupCommunicator:
     """The process group of one mesh axis.
 
     Args:
-        own: Whether this communicator has a process group of its own, so that others may use the axis in another order.
-            Its first collective makes that group, with all ranks of the axis.
+        own: Whether this communicator has a process group of its own, so that others may use the
+            axis in another order. Its first collective makes that group, with all ranks of the
+            axis.
     """
 
     def __init__(self, axis: DeviceMesh, own: bool = False) -> None:
         if axis.ndim != 1:
             raise ValueError(
-                f'the axis has {axis.ndim} dimensions {axis.mesh_dim_names}: pass one, mesh["replicate"]'
+                f"the axis has {axis.ndim} dimensions {axis.mesh_dim_names}: pass one,"
+                ' mesh["replicate"]'
             )
         self._of_axis = axis.get_group()
         self._size, self.replica = axis.size(), axis.get_local_rank()
@@ -236,7 +248,8 @@ class ProcessGroupCommunicator:
     def recycle(self, received: Tensor) -> None:
         """Takes back a buffer that a collective returned, for a later one of its size.
 
-        On a CPU new memory pages for a large message cost more than the message; there one buffer is kept.
+        On a CPU new memory pages for a large message cost more than the message; there one buffer
+        is kept.
 
         Shapes: `[replicas, bytes]` uint8.
         """
@@ -255,8 +268,8 @@ def communicator_of(axis: Axis, own: bool = False) -> Communicator:
 def _group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A new process group like `group`. Collective over its ranks alone, unlike `dist.new_group`.
 
-    `new_group` names local groups by the number of groups on a rank, which may differ between ranks. Here the name
-    counts, in the store of `group`, the groups that were made beside it.
+    `new_group` names local groups by the number of groups on a rank, which may differ between
+    ranks. Here the name counts, in the store of `group`, the groups that were made beside it.
     """
     world, everyone = distributed_c10d._world, distributed_c10d._get_default_group()
     (backend, store), ranks = world.pg_map[group], dist.get_process_group_ranks(group)

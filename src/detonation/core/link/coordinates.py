@@ -32,10 +32,12 @@ def coordinates_of(
     parameters: Iterable[Tensor],
     intra_node: DeviceMesh | None = None,
 ) -> Coordinates:
-    """This rank's coordinates: its replica by the axes of `levels`, its shard by the mesh of the parameters.
+    """This rank's coordinates: its replica by the axes of `levels`, its shard by the mesh of the
+    parameters.
 
-    Replicas are counted along the innermost level first. Ranks whose parameters are no DTensors are shard 0 of 1, or
-    with `intra_node` as many shards as the node has ranks, each of which holds the whole model.
+    Replicas are counted along the innermost level first. Ranks whose parameters are no DTensors are
+    shard 0 of 1, or with `intra_node` as many shards as the node has ranks, each of which holds the
+    whole model.
     """
     replica, replicas = 0, 1
     axes = dict(_axis(axis) for axis, _ in levels)  # two levels may share an axis
@@ -60,6 +62,7 @@ def _axis(axis: Axis) -> tuple[object, tuple[int, int]]:
 def alike(levels: Sequence[tuple[Axis, Scheme]]) -> bool:
     """True if replicas hold the same weights and base optimizer state between any two steps.
 
-    That needs levels of gradients alone; otherwise both are private to the replica until a round ends.
+    That needs levels of gradients alone; otherwise both are private to the replica until a round
+    ends.
     """
     return bool(levels) and all(scheme.signal == "gradients" for _, scheme in levels)

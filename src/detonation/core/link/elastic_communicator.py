@@ -37,14 +37,16 @@ class RenumberedCommunicator(Communicator):
 
     Those that stay take the numbers 0, 1, ... in their old order; those that come follow them.
 
-    absent: the replicas without a part in the collective that was waited for last; `size` counts them, too.
+    absent: the replicas without a part in the collective that was waited for last; `size` counts
+    them, too.
     """
 
     absent: Collection[int] = ()
 
     @property
     def shared(self) -> bool:
-        """True where several optimizers use the axis: each starts its collectives in `step` alone, in their order."""
+        """True where several optimizers use the axis: each starts its collectives in `step` alone,
+        in their order."""
         return False
 
     def for_one(self) -> "RenumberedCommunicator":
@@ -53,16 +55,20 @@ class RenumberedCommunicator(Communicator):
 
     @abstractmethod
     def enter_step(self, step: int) -> bool:
-        """Notes that this rank begins `step`, or is still in it. True, and nothing noted, where `adopt` comes first."""
+        """Notes that this rank begins `step`, or is still in it.
+
+        True, and nothing noted, where `adopt` comes first.
+        """
 
     def leaving(self, step: int) -> list[int]:
-        """The numbers of the replicas that leave before `step`, all ranks having agreed; they still take part."""
+        """The numbers of the replicas that leave before `step`, all ranks having agreed; they still
+        take part."""
         return []
 
     @abstractmethod
     def adopt(self, step: int) -> list[int]:
-        """Renumbers the replicas, on all of them before the same step, and begins it; returns the old numbers of those
-        that stay.
+        """Renumbers the replicas, on all of them before the same step, and begins it; returns the
+        old numbers of those that stay.
 
         Nothing is in flight then.
         """
@@ -71,13 +77,15 @@ class RenumberedCommunicator(Communicator):
 class ElasticCommunicator(RenumberedCommunicator):
     """A communicator that completes its collectives with the replicas that are left.
 
-    A replica that is lost in the middle of a step keeps its number until the next step that all agree on. Until then it
-    is *absent*: its row of an all-gather or all-to-all is zeros, and a sum goes without it.
+    A replica that is lost in the middle of a step keeps its number until the next step that all
+    agree on. Until then it is *absent*: its row of an all-gather or all-to-all is zeros, and a sum
+    goes without it.
     """
 
     @abstractmethod
     def expects(self, step: int) -> bool:
-        """True where a replica may come in before `step`; the same on all ranks that have come to it."""
+        """True where a replica may come in before `step`; the same on all ranks that have come to
+        it."""
 
     @abstractmethod
     def texts(self) -> TextExchange:
@@ -88,10 +96,11 @@ class ElasticCommunicator(RenumberedCommunicator):
 
 
 class AgreedCommunicator:
-    """An axis of replicas, seen by one of the ranks of a replica that must stay equal. They join replicas alike.
+    """An axis of replicas, seen by one of the ranks of a replica that must stay equal. They join
+    replicas alike.
 
-    A replica may be lost after its message has reached some of these ranks, and before it has reached all: then it is
-    absent on all of them, and a sum starts once more, without it.
+    A replica may be lost after its message has reached some of these ranks, and before it has
+    reached all: then it is absent on all of them, and a sum starts once more, without it.
 
     Args:
         beside: The axes that join these ranks.

@@ -11,8 +11,8 @@ from detonation.core.link.communicator import Communicator, ProcessGroupCommunic
 from detonation.core.link.elastic_communicator import present_rows
 
 SAME_START = (
-    "Start all with the same settings, versions and weights (detonation.same_weights(model, axis) makes them equal, "
-    "after the last change of weights)"
+    "Start all with the same settings, versions and weights (detonation.same_weights(model, axis)"
+    " makes them equal, after the last change of weights)"
 )
 
 
@@ -21,7 +21,10 @@ class Mismatch(DetonationError, ValueError):
 
 
 def send_to_all(communicator: Communicator, value: Any, device: torch.device) -> list[Any]:
-    """Every replica's `value` (of JSON), in replica order, in messages whose sizes all know. Collective."""
+    """Every replica's `value` (of JSON), in replica order, in messages whose sizes all know.
+
+    Collective.
+    """
 
     def gathered(content: bytes) -> list[bytes]:
         rows = communicator.all_gather(
@@ -47,8 +50,9 @@ def require_same(
 
     Raises `ValueError` where a process group carries no tensors of `device`.
 
-    All ranks of a node must have the same description, too. Messages of different sizes would end the receiver's
-    process inside the network library, so this comes before the first of them, in messages whose sizes all know.
+    All ranks of a node must have the same description, too. Messages of different sizes would end
+    the receiver's process inside the network library, so this comes before the first of them, in
+    messages whose sizes all know.
 
     Args:
         description: Compared entry by entry.

@@ -1,4 +1,5 @@
-"""Hierarchical collectives: a message that all ranks of a node hold crosses the slow link once per node."""
+"""Hierarchical collectives: a message that all ranks of a node hold crosses the slow link once per
+node."""
 
 from collections.abc import Callable, Mapping
 
@@ -12,10 +13,12 @@ from detonation.core.link.communicator import Communicator
 
 
 class HierarchicalCommunicator:
-    """Sends one message per node: each rank of the node sends a part over the slow link, then all exchange parts.
+    """Sends one message per node: each rank of the node sends a part over the slow link, then all
+    exchange parts.
 
-    A message must be the same on all ranks of the node. The result is that of `inter_node` alone, bit for bit where
-    that adds two numbers only (an all-reduce among more may add in another order).
+    A message must be the same on all ranks of the node. The result is that of `inter_node` alone,
+    bit for bit where that adds two numbers only (an all-reduce among more may add in another
+    order).
 
     Args:
         inter_node: Between the nodes.
@@ -51,13 +54,15 @@ class HierarchicalCommunicator:
         )
 
     def _own_part(self, lines: Tensor) -> Tensor:
-        """The part of every line that this rank sends: an equal share, zero-padded."""  # [lines, n] -> [lines, share]
+        """The part of every line that this rank sends: an equal share, zero-padded."""
+        # [lines, n] -> [lines, share]
         share = -(-lines.shape[1] // self._fast.size())
         padded = torch.nn.functional.pad(lines, (0, share * self._fast.size() - lines.shape[1]))
         return padded[:, self._fast.replica * share : (self._fast.replica + 1) * share]
 
     def _joined(self, arriving: Callable[[], Tensor], nbytes: int) -> Callable[[], Tensor]:
-        """Waits for this rank's part of every replica's message, and returns the whole."""  # -> [replicas, nbytes]
+        """Waits for this rank's part of every replica's message, and returns the whole."""
+        # -> [replicas, nbytes]
 
         def wait() -> Tensor:
             part = arriving()  # [replicas, share]
@@ -72,9 +77,11 @@ class HierarchicalCommunicator:
 def split_by_sharding(
     parameters: Mapping[str, Tensor], intra_node: DeviceMesh | None
 ) -> list[tuple[dict[str, Tensor], int]]:
-    """Splits `parameters`: first the parameters of which each rank of the node holds a shard, then all others.
+    """Splits `parameters`: first the parameters of which each rank of the node holds a shard, then
+    all others.
 
-    With each part comes the number of local ranks that share one message: 1, or as many as `intra_node` has.
+    With each part comes the number of local ranks that share one message: 1, or as many as
+    `intra_node` has.
     """
     if intra_node is None:
         return [(dict(parameters), 1)]

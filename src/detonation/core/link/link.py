@@ -1,4 +1,7 @@
-"""A link is one axis of the cluster: it starts collectives and counts their bytes. It knows no algorithm."""
+"""A link is one axis of the cluster: it starts collectives and counts their bytes.
+
+It knows no algorithm.
+"""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,15 +29,18 @@ from detonation.core.schemes.traffic import bytes_per_rank, ring_bytes
 class Link:
     """The replicas along one mesh axis, as one of them sees it.
 
-    bytes_sent: bytes that this rank has sent to the other replicas, by the arithmetic of ring collectives; over the
-    axis itself, not inside the node. waited_s: seconds for which the host was blocked by an unfinished exchange. A
-    network library that waits on the device (NCCL) does not block the host, and the device's waiting is not counted.
-    recycle: Takes back a receive buffer, `[replicas, bytes]` uint8, that nobody reads any more.
-    tape: Where received messages are recorded, or played back from.
+    bytes_sent: bytes that this rank has sent to the other replicas, by the arithmetic of ring
+    collectives; over the axis itself, not inside the node. waited_s: seconds for which the host was
+    blocked by an unfinished exchange. A network library that waits on the device (NCCL) does not
+    block the host, and the device's waiting is not counted. recycle: Takes back a receive buffer,
+    `[replicas, bytes]` uint8, that nobody reads any more. tape: Where received messages are
+    recorded, or played back from.
 
     Args:
-        intra_node: The axis inside the node, where all its ranks hold the same message: each then sends a part of it.
-        own: Whether a mesh axis gets a process group of its own, for collectives that start while others use the axis.
+        intra_node: The axis inside the node, where all its ranks hold the same message: each then
+            sends a part of it.
+        own: Whether a mesh axis gets a process group of its own, for collectives that start while
+            others use the axis.
         inside: The axes of the levels inside this one, whose ranks stay equal.
     """
 
@@ -100,7 +106,8 @@ class Link:
         return self._communicator.all_to_all(messages.view(-1))
 
     def wait(self, arriving: list[Callable[[], Tensor]]) -> tuple[list[Tensor], set[int]]:
-        """The tensors that arrive in collectives, and the replicas that had no part in one; that time is waiting.
+        """The tensors that arrive in collectives, and the replicas that had no part in one; that
+        time is waiting.
 
         Empties `arriving`, which would hold what has arrived.
         """
@@ -119,8 +126,8 @@ class Link:
     def collect(self, words: Tensor, apart: bool = False) -> Tensor:
         """Every replica's `words`, equally many on each, in replica order. Not counted as sent.
 
-        The ranks of a node may differ here, unlike in messages: their words are mixed into one, so that all ranks
-        notice a difference; or they come `apart`, in the order of these ranks.
+        The ranks of a node may differ here, unlike in messages: their words are mixed into one, so
+        that all ranks notice a difference; or they come `apart`, in the order of these ranks.
 
         Shapes: `[n]` int64 -> `[replicas, n]` int64; apart `[replicas, local ranks * n]`.
         """
@@ -141,7 +148,8 @@ class Link:
 
 
 def links_of_shards(parameters: Iterable[Tensor]) -> tuple[Link, ...]:
-    """The links to the other shards of this replica: one per mesh axis of `parameters` that has several ranks."""
+    """The links to the other shards of this replica: one per mesh axis of `parameters` that has
+    several ranks."""
     meshes = dict.fromkeys(
         p.device_mesh for p in map(whole_of, parameters) if isinstance(p, DTensor)
     )
@@ -155,7 +163,8 @@ def links_of_shards(parameters: Iterable[Tensor]) -> tuple[Link, ...]:
 
 @contextmanager
 def mismatch_on_all(shards: Sequence[Link], device: torch.device) -> Iterator[None]:
-    """Raises the `Mismatch` that one shard of a replica finds on all shards, of which each compares its own part.
+    """Raises the `Mismatch` that one shard of a replica finds on all shards, of which each compares
+    its own part.
 
     Collective over `shards`.
     """
@@ -169,7 +178,10 @@ def mismatch_on_all(shards: Sequence[Link], device: torch.device) -> Iterator[No
 
 
 def first_text(links: Iterable[Link], text: str, device: torch.device) -> str:
-    """The first text that is not empty among those of all ranks along `links`; the same on all. Collective."""
+    """The first text that is not empty among those of all ranks along `links`; the same on all.
+
+    Collective.
+    """
     for link in links:
         text = next(filter(None, link.send_to_all(text, device)), "")
     return text

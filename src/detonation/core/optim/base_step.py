@@ -21,10 +21,12 @@ class Clipping(Protocol):
 
 
 class BaseStep:
-    """Steps a base optimizer on the gradients that are agreed on; raises where somebody else steps it.
+    """Steps a base optimizer on the gradients that are agreed on; raises where somebody else steps
+    it.
 
-    clip: runs before each step, if set; see `Clip`. overflow: a GradScaler's finding about gradients that nobody
-    replaces by an agreed update; where it is not 0 the step is left out. rounding: the context of each step.
+    clip: runs before each step, if set; see `Clip`. overflow: a GradScaler's finding about
+    gradients that nobody replaces by an agreed update; where it is not 0 the step is left out.
+    rounding: the context of each step.
 
     Args:
         optimizer: The base optimizer. It gets a hook, which looks at every step of it.
@@ -58,7 +60,8 @@ class BaseStep:
         return not isinstance(self.rounding, nullcontext)
 
     def round_singly(self, on: bool = True) -> None:
-        """Takes steps whose every operation is rounded by itself from now on, or steps as torch takes them."""
+        """Takes steps whose every operation is rounded by itself from now on, or steps as torch
+        takes them."""
         self.rounding = (
             imported("detonation.gates.single_rounding:SingleRounding")() if on else nullcontext()
         )
@@ -77,7 +80,8 @@ class BaseStep:
 
 
 class _Lookout:
-    """A hook after each step of an optimizer: a step that no `BaseStep` takes moves one replica alone.
+    """A hook after each step of an optimizer: a step that no `BaseStep` takes moves one replica
+    alone.
 
     is_away: within a step of a `BaseStep`.
 
@@ -94,8 +98,8 @@ class _Lookout:
         )  # else torch's helpers make state
         if self.users and moves and not self.is_away:
             raise RuntimeError(
-                f"the {type(optimizer).__name__} inside was stepped, which moves this replica alone: call step() of "
-                "the optimizer that detonation.replicate returned"
+                f"the {type(optimizer).__name__} inside was stepped, which moves this replica"
+                " alone: call step() of the optimizer that detonation.replicate returned"
             )
 
 

@@ -15,15 +15,17 @@ from detonation.core.optim.wrapper import evaluated
 
 
 class Muon(Optimizer):
-    """`m = momentum * m + (1 - momentum) * gradient`; a matrix moves by `lr * 0.2 * sqrt(longer side) * orthogonal(m)`.
+    """`m = momentum * m + (1 - momentum) * gradient`; a matrix moves by `lr * 0.2 * sqrt(longer
+    side) * orthogonal(m)`.
 
-    The momentum is Nesterov's, and with the scale one lr serves matrices and all other parameters. AdamW moves the
-    parameters that are not matrices, and all parameters of groups with `orthogonal=False` (embeddings and the output
-    layer belong there).
+    The momentum is Nesterov's, and with the scale one lr serves matrices and all other parameters.
+    AdamW moves the parameters that are not matrices, and all parameters of groups with
+    `orthogonal=False` (embeddings and the output layer belong there).
 
-    The orthogonal direction depends on the whole matrix: each step gathers every sharded matrix inside the node, and
-    every rank of the node computes the whole direction. `torch.optim.Muon` and `AdamW` side by side take the same steps
-    on whole matrices; on shards torch 2.13 fails for a matrix with a single row and starts 8 collectives per matrix.
+    The orthogonal direction depends on the whole matrix: each step gathers every sharded matrix
+    inside the node, and every rank of the node computes the whole direction. `torch.optim.Muon` and
+    `AdamW` side by side take the same steps on whole matrices; on shards torch 2.13 fails for a
+    matrix with a single row and starts 8 collectives per matrix.
 
     Args:
         params: Parameters or groups of them, as in torch; a group may set `orthogonal`.
@@ -44,7 +46,8 @@ class Muon(Optimizer):
         >>> weight.mul(10).round().tolist()
         [[-2.0, 0.0], [0.0, -2.0]]
 
-    Reference: Jordan et al., Muon, 2024 (kellerjordan.github.io/posts/muon); the scale of Liu et al., arXiv 2502.16982.
+    Reference: Jordan et al., Muon, 2024 (kellerjordan.github.io/posts/muon); the scale of Liu et
+    al., arXiv 2502.16982.
     """
 
     def __init__(
@@ -132,10 +135,11 @@ class Muon(Optimizer):
 
 
 def _newton_schulz(matrix: Tensor) -> Tensor:
-    """About U V^T of the matrix U S V^T: five rounds of Jordan's quintic; singular values come near 1.
+    """About U V^T of the matrix U S V^T: five rounds of Jordan's quintic; singular values come near
+    1.
 
-    In bf16 on accelerators. In fp32 on every CPU: one without instructions for bf16 multiplies in it 16 to 35 times
-    more slowly, and replicas on different CPUs must compute the same direction.
+    In bf16 on accelerators. In fp32 on every CPU: one without instructions for bf16 multiplies in
+    it 16 to 35 times more slowly, and replicas on different CPUs must compute the same direction.
     """
     x = matrix.to(torch.float32 if matrix.device.type == "cpu" else torch.bfloat16)
     x = x / x.norm().clamp(min=1e-7)

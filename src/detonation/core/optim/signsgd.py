@@ -14,7 +14,8 @@ from detonation.core.flat.tensors import local
 from detonation.core.optim.wrapper import evaluated
 
 GROUPS, SMALLEST_GROUP = 4, 2**18
-"""The groups of neighbouring coordinates whose signs are in memory in turn, and the least coordinates of a group."""
+"""The groups of neighbouring coordinates whose signs are in memory in turn, and the least
+coordinates of a group."""
 
 
 class SignEngine(Protocol):
@@ -30,7 +31,8 @@ class SignEngine(Protocol):
 
 
 class SignedUpdate(Protocol):
-    """The messages received, of which `engine` makes an update; None where it lies in memory already."""
+    """The messages received, of which `engine` makes an update; None where it lies in memory
+    already."""
 
     @property
     def engine(self) -> SignEngine | None: ...
@@ -40,7 +42,8 @@ class SignedUpdate(Protocol):
 
 
 class SignSGD(Optimizer):
-    """`p = (1 - lr * weight_decay) * p - lr * sign(m)`, where `m = momentum * m + gradient`: the optimizer of DeMo.
+    """`p = (1 - lr * weight_decay) * p - lr * sign(m)`, where `m = momentum * m + gradient`: the
+    optimizer of DeMo.
 
     DeMo's momentum lives in the scheme: leave `momentum` 0 there.
 
@@ -92,7 +95,8 @@ class SignSGD(Optimizer):
     def take(self, parameters: Sequence[Tensor], update: SignedUpdate) -> bool:
         """Moves `parameters` by `update` in the next step, and ignores their gradients.
 
-        Returns False, and does nothing, where a momentum or a step hook needs gradients or the update cannot.
+        Returns False, and does nothing, where a momentum or a step hook needs gradients or the
+        update cannot.
 
         Shapes: any, each parameter as in its layer.
         """
@@ -171,7 +175,8 @@ def _sign_step(
 def _groups(
     weights: list[Tensor], directions: list[Tensor], most: int
 ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Weights and directions in groups of up to `most` coordinates; a larger tensor is cut where it is contiguous."""
+    """Weights and directions in groups of up to `most` coordinates; a larger tensor is cut where it
+    is contiguous."""
     moved, against, room = list[Tensor](), list[Tensor](), most
     for weight, direction in zip(weights, directions, strict=True):
         if weight.numel() > most and weight.is_contiguous() and direction.is_contiguous():

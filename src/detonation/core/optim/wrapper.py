@@ -11,10 +11,12 @@ from detonation.core.flat.tensors import local
 
 
 class OptimizerWrapper(Optimizer):
-    """Passes on all that schedulers and tools ask of an optimizer to `base`; its subclasses take the steps."""
+    """Passes on all that schedulers and tools ask of an optimizer to `base`; its subclasses take
+    the steps."""
 
-    # torch's GradScaler then calls `step` with its scale and its finding as attributes, whatever it found. Without this
-    # it would leave the step out where a gradient overflowed, and the other replicas would wait for this one.
+    # torch's GradScaler then calls `step` with its scale and its finding as attributes, whatever it
+    # found. Without this it would leave the step out where a gradient overflowed, and the other
+    # replicas would wait for this one.
     _step_supports_amp_scaling = True
     grad_scale: Tensor | None
     found_inf: Tensor | None
@@ -30,13 +32,15 @@ class OptimizerWrapper(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
-            "this optimizer holds links of its process and cannot be copied or pickled: use state_dict()"
+            "this optimizer holds links of its process and cannot be copied or pickled: use"
+            " state_dict()"
         )
 
     def unscale(self) -> Tensor | None:
         """Divides the gradients by the scale of a GradScaler, if one calls this step.
 
-        Shapes: -> `[]` fp32 of a GradScaler's finding, not 0 where a gradient overflowed; None without a GradScaler.
+        Shapes: -> `[]` fp32 of a GradScaler's finding, not 0 where a gradient overflowed; None
+        without a GradScaler.
         """
         if (scale := vars(self).get("grad_scale")) is not None:
             gradients = [
@@ -72,7 +76,8 @@ class OptimizerWrapper(Optimizer):
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:
-    """Calls `closure` with gradients enabled, as torch's optimizers do in a step; None without a closure."""
+    """Calls `closure` with gradients enabled, as torch's optimizers do in a step; None without a
+    closure."""
     if closure is None:
         return None
     with torch.enable_grad():

@@ -1,4 +1,5 @@
-"""`replicate` and the optimizer that it returns: building levels, their state, statistics and reconfiguration.
+"""`replicate` and the optimizer that it returns: building levels, their state, statistics and
+reconfiguration.
 
 The top of core. Users call it through `detonation`; checkpoint, plan and train call it here.
 """

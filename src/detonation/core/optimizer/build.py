@@ -53,7 +53,8 @@ from detonation.version import __version__
 
 Level = tuple[Axis, Scheme]
 Route = tuple[Link, FaultCounts]
-"""The link of a level, and the counts of its faults: there are two where a node's ranks hold some parameters whole."""
+"""The link of a level, and the counts of its faults: there are two where a node's ranks hold some
+parameters whole."""
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -63,7 +64,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 class Settings:
     """The choices of `replicate` that all levels share.
 
-    products: how the caller's matrix products in fp32 round; a step's own are exact (`Runtime.exact_arithmetic`).
+    products: how the caller's matrix products in fp32 round; a step's own are exact
+    (`Runtime.exact_arithmetic`).
     """
 
     intra_node: DeviceMesh | None
@@ -83,10 +85,11 @@ def build_levels(
     settings: Settings,
     routes: dict[tuple[int, int], Route],
 ) -> tuple[list[list[Replicator]], StopConsensus]:
-    """The replicators of each level over the local shards of `parameters`: one, or one per fragment, or none.
+    """The replicators of each level over the local shards of `parameters`: one, or one per
+    fragment, or none.
 
-    With `intra_node` there may be two of each: for parameters that are sharded over the ranks of a node, and for
-    parameters that each rank holds whole.
+    With `intra_node` there may be two of each: for parameters that are sharded over the ranks of a
+    node, and for parameters that each rank holds whole.
 
     Raises `LargerThanDense` where a scheme would send more than full synchronisation.
 
@@ -101,13 +104,14 @@ def build_levels(
     devices = {local(parameter).device for parameter in parameters.values()}
     if len(devices) != 1:
         raise ValueError(
-            f"the trained parameters are on {len(devices)} devices {sorted(map(str, devices))}, must be 1"
+            f"the trained parameters are on {len(devices)} devices {sorted(map(str, devices))},"
+            " must be 1"
         )
     for name, parameter in parameters.items():
         if parameter.dtype not in _DTYPES:
             raise ValueError(
-                f"{name} is {parameter.dtype}: updates go through fp32 and back, so trained parameters must be fp32, "
-                "bf16 or fp64 (compute in fp16 under torch.autocast)"
+                f"{name} is {parameter.dtype}: updates go through fp32 and back, so trained"
+                " parameters must be fp32, bf16 or fp64 (compute in fp16 under torch.autocast)"
             )
     local_steps = (
         LocalSteps(levels[0][1].round.every, levels[0][0].size()) if settings.balance else None
@@ -163,7 +167,8 @@ def build_levels(
 def _ways(
     axis: Axis, scheme: Scheme, parameters: Mapping[str, Tensor], intra_node: DeviceMesh | None
 ) -> Iterator[tuple[int, Axis, dict[str, Tensor], int]]:
-    """The parameters that replicate together: the number of the part, its axis, and `split_by_sharding` of it."""
+    """The parameters that replicate together: the number of the part, its axis, and
+    `split_by_sharding` of it."""
     for part, on, mine in divided(axis, parameters) if scheme.signal != "nothing" else []:
         for group, local_ranks in split_by_sharding(mine, intra_node):
             yield part, on, group, local_ranks
@@ -199,17 +204,20 @@ def compare_replicas(
     close: bool = False,
     again: bool = False,
 ) -> str:
-    """Raises `Mismatch` on all replicas where one differs in a setting that must be the same. Collective.
+    """Raises `Mismatch` on all replicas where one differs in a setting that must be the same.
+    Collective.
 
     Args:
         optimizer: The base optimizer, for the options of its parameter groups.
         joining: The parameters whose weights are compared, where the rest was compared before.
         frozen: Weights that no step moves, which are compared too.
-        begun: Whether steps were taken, so that weights may differ where replicas round differently.
+        begun: Whether steps were taken, so that weights may differ where replicas round
+            differently.
         close: Whether this replica knows that they do.
         again: Whether they found before that they do, and now round steps singly.
 
-    Returns: how they round differently, in words that are the same on all ranks; empty where they round alike.
+    Returns: how they round differently, in words that are the same on all ranks; empty where they
+    round alike.
     """
     if not replicators:
         return ""
@@ -286,7 +294,8 @@ def compare_replicas(
 
 
 def _cut_like(replicator: Replicator, frozen: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The part of `frozen` that the replicas of `replicator` hold: all, or pieces where its parameters are some."""
+    """The part of `frozen` that the replicas of `replicator` hold: all, or pieces where its
+    parameters are some."""
     piece = next(iter(replicator.parameters.values()), None)
     if not isinstance(piece, Piece):
         return frozen

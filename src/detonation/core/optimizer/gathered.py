@@ -1,7 +1,8 @@
-"""Gathered copies of parameters, which FSDP2 shows in the place of the shards after a forward pass without a backward
-pass.
+"""Gathered copies of parameters, which FSDP2 shows in the place of the shards after a forward pass
+without a backward pass.
 
-What is written to shards is not seen by the next forward pass then, nor is `requires_grad` of the copies by the shards.
+What is written to shards is not seen by the next forward pass then, nor is `requires_grad` of the
+copies by the shards.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,10 +21,12 @@ _Place = tuple[dict[str, nn.Parameter | None], str]
 
 
 class ShownUnit:
-    """The parameters of one FSDP unit as it shows them: the shards, or copies of all shards together.
+    """The parameters of one FSDP unit as it shows them: the shards, or copies of all shards
+    together.
 
-    place: Of one sharded parameter. shard: The shard of it, shown there unless the unit is gathered; None where the
-    unit has no sharded parameter. copies: Those that were seen last, each with its shard; FSDP2 fills the same again.
+    place: Of one sharded parameter. shard: The shard of it, shown there unless the unit is
+    gathered; None where the unit has no sharded parameter. copies: Those that were seen last, each
+    with its shard; FSDP2 fills the same again.
 
     Args:
         module: The unit; gets this as an attribute, and a hook before its forward pass.
@@ -49,7 +52,8 @@ class ShownUnit:
         self._hook_methods(hook)
 
     def _hook_methods(self, hook: Callable[[], None]) -> None:
-        """Calls `hook` before other methods, too: those of `register_fsdp_forward_method` run no hooks of modules."""
+        """Calls `hook` before other methods, too: those of `register_fsdp_forward_method` run no
+        hooks of modules."""
         state: Any = self._module._get_fsdp_state()  # type: ignore[operator]
         gather = state._pre_forward
 
@@ -66,7 +70,8 @@ class ShownUnit:
         return self.shard is not None and parameters.get(name) is not self.shard
 
     def settle(self) -> None:
-        """Gives shards and copies the `requires_grad` that somebody set on either since both had the same.
+        """Gives shards and copies the `requires_grad` that somebody set on either since both had
+        the same.
 
         FSDP2 itself passes it from shards to copies, when it gathers them, and never back.
         """
@@ -107,7 +112,8 @@ class ShownUnit:
 
 
 def shown_units(model: nn.Module) -> list[ShownUnit]:
-    """The FSDP units of `model` that have sharded parameters of their own; none of a model that is not sharded."""
+    """The FSDP units of `model` that have sharded parameters of their own; none of a model that is
+    not sharded."""
     units = [
         getattr(m, _UNIT, None) or ShownUnit(m)
         for m in model.modules()
@@ -117,7 +123,8 @@ def shown_units(model: nn.Module) -> list[ShownUnit]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Shows the shards, for whoever reads or writes weights by their names in `model`, or writes to shards.
+    """Shows the shards, for whoever reads or writes weights by their names in `model`, or writes to
+    shards.
 
     A backward pass that comes later gathers the copies once more. On other models it does nothing.
     """
@@ -129,7 +136,8 @@ def reshard(model: nn.Module) -> None:
 
 
 def local_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters of `model` by name, as shards; a name is that in the bare model, without wrappers."""
+    """The parameters of `model` by name, as shards; a name is that in the bare model, without
+    wrappers."""
     reshard(model)
     return {bare_name(name): parameter for name, parameter in model.named_parameters()}
 

@@ -1,5 +1,5 @@
-"""Reconfiguration: other settings of a scheme, or other trained parameters, between two steps, without a loss of
-state."""
+"""Reconfiguration: other settings of a scheme, or other trained parameters, between two steps,
+without a loss of state."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -25,13 +25,16 @@ from detonation.core.schemes.traffic import require_below_dense
 def reconfigured(
     old: Sequence[Replicator], was: Scheme, scheme: Scheme, base: BaseStep
 ) -> list[Replicator]:
-    """The replicators of a synchronized level under `scheme`, with the links, fault counts and memories of `old`.
+    """The replicators of a synchronized level under `scheme`, with the links, fault counts and
+    memories of `old`.
 
-    Raises `ValueError` where a memory would be lost, and `LargerThanDense`; nothing has changed then.
+    Raises `ValueError` where a memory would be lost, and `LargerThanDense`; nothing has changed
+    then.
     """
     if (scheme.name, *_division(scheme)) != (was.name, *_division(was)):
         raise ValueError(
-            f"a run goes on with the scheme {was.name} that it began with, other settings of it alone"
+            f"a run goes on with the scheme {was.name} that it began with, other settings of it"
+            " alone"
         )
     for first in range(0, len(old), scheme.fragments):
         of_fragments = [each.parameters for each in old[first : first + scheme.fragments]]
@@ -71,7 +74,8 @@ def agree_on_parameters(
     step: int,
     in_buckets: bool,
 ) -> None:
-    """Raises on all ranks unless all train the parameters `now` from `step` on; ends open rounds then. Collective.
+    """Raises on all ranks unless all train the parameters `now` from `step` on; ends open rounds
+    then. Collective.
 
     Args:
         before: The parameters in the layouts of `replicators`.
@@ -119,14 +123,16 @@ def ends_for_one(levels: Sequence[Level]) -> tuple[Level, ...]:
 
 
 def lost_before(levels: Sequence[Level], step: int) -> bool:
-    """Begins `step`; True, and it has not begun, where `renumber` comes first because replicas were lost."""
+    """Begins `step`; True, and it has not begun, where `renumber` comes first because replicas were
+    lost."""
     return any(
         axis.enter_step(step) for axis, _ in levels if isinstance(axis, RenumberedCommunicator)
     )
 
 
 def shared(levels: Sequence[Level]) -> bool:
-    """True where gradients leave in `step` alone, because another optimizer uses an axis, or it divides parameters."""
+    """True where gradients leave in `step` alone, because another optimizer uses an axis, or it
+    divides parameters."""
     return any(getattr(axis, "shared", False) for axis, _ in levels)
 
 
@@ -136,7 +142,10 @@ def complete(
     buffers: Callable[[Sequence[Replicator]], None],
     step: int,
 ) -> None:
-    """Completes open rounds and updates in flight before `step`, and lets `buffers` become equal. Collective."""
+    """Completes open rounds and updates in flight before `step`, and lets `buffers` become equal.
+
+    Collective.
+    """
     if consensus.decides_on_device:
         consensus.begin(step)
     for replicator in replicators:
@@ -146,7 +155,8 @@ def complete(
 
 
 def needs_all(levels: Sequence[Level], step: int) -> bool:
-    """True where a newcomer would lack messages on their way, or one that leaves has moved in an open round."""
+    """True where a newcomer would lack messages on their way, or one that leaves has moved in an
+    open round."""
     rounds = [scheme.round for _, scheme in levels]
     late, opens = (
         any(round.delay > 0 for round in rounds),
@@ -157,7 +167,8 @@ def needs_all(levels: Sequence[Level], step: int) -> bool:
 
 
 def hand_over_memory(replicators: Sequence[Replicator], leaving: Sequence[int]) -> None:
-    """Gives the memories of the replicas `leaving`, of all levels, to the first that stays. Collective.
+    """Gives the memories of the replicas `leaving`, of all levels, to the first that stays.
+    Collective.
 
     The sum of all memories, divided by the number of replicas, stays (law 1).
     """
@@ -168,7 +179,8 @@ def hand_over_memory(replicators: Sequence[Replicator], leaving: Sequence[int]) 
         memory, link = channel.memory, channel.link if channel.link.elastic else between[-1]
         assert memory is not None
         leaves = link.replica in leaving
-        # what owners inside a replica hold back is a part of its mean alone, which becomes another part of all
+        # what owners inside a replica hold back is a part of its mean alone, which becomes another
+        # part of all
         if isinstance(channel.exchange, TwoStage) and (leaves or not channel.link.elastic):
             _return_residual(channel, channel.exchange)
         handed = link.all_reduce(
@@ -187,11 +199,13 @@ def hand_over_memory(replicators: Sequence[Replicator], leaving: Sequence[int]) 
 def renumber(
     levels: Sequence[Level], replicators: Sequence[Replicator], routes: Iterable[Route], step: int
 ) -> bool:
-    """Gives the replicas that are left the numbers 0, 1, ... in links and counts, on all of them before `step`.
+    """Gives the replicas that are left the numbers 0, 1, ... in links and counts, on all of them
+    before `step`.
 
-    Messages in flight are received first, by the old numbers. The replicators must be built anew afterwards: owners,
-    layouts of messages and means are those of the old replicas. Returns True where another replica has come in, for
-    `Replicated.welcome`. Its memory is empty, so that those of the others grow: the mean stays (law 1).
+    Messages in flight are received first, by the old numbers. The replicators must be built anew
+    afterwards: owners, layouts of messages and means are those of the old replicas. Returns True
+    where another replica has come in, for `Replicated.welcome`. Its memory is empty, so that those
+    of the others grow: the mean stays (law 1).
     """
     grown = False
     for each in replicators:
@@ -244,11 +258,13 @@ def hand_over_by_name(
     new: Sequence[Sequence[Replicator]],
     joining: Collection[str] = (),
 ) -> None:
-    """Moves the portable state of each level into replicators for other parameters, or among other replicas.
+    """Moves the portable state of each level into replicators for other parameters, or among other
+    replicas.
 
-    The state of parameters that left is gone; the `joining` begin with an empty memory, and an anchor where they are.
-    The server residual goes into the memory, because rows get other owners; without a memory it is gone. What is of no
-    parameter, such as the steps until a message lands, goes from a fragment to the same fragment.
+    The state of parameters that left is gone; the `joining` begin with an empty memory, and an
+    anchor where they are. The server residual goes into the memory, because rows get other owners;
+    without a memory it is gone. What is of no parameter, such as the steps until a message lands,
+    goes from a fragment to the same fragment.
     """
     for before, after in zip(old, new, strict=True):
         of_links: dict[Link, list[dict[str, Tensor]]] = {each.link: [] for each in after}
@@ -281,13 +297,14 @@ def _require_room(old: Replicator, new: Replicator) -> None:
     forgets = isinstance(old.channel.exchange, TwoStage) and old.channel.memory is None
     if kept[0] != kept[1] or (forgets and _owners(old) != _owners(new)):
         raise ValueError(
-            f"{new.scheme.name} cannot go on with these settings: what its replicas remember has no place there"
+            f"{new.scheme.name} cannot go on with these settings: what its replicas remember has no"
+            " place there"
         )
 
 
 def _hand_over(old: Replicator, new: Replicator) -> None:
-    """Moves the state of `old` into `new`; the server residual of rows that get another owner, or none, goes into its
-    memory."""
+    """Moves the state of `old` into `new`; the server residual of rows that get another owner, or
+    none, goes into its memory."""
     exchange = old.channel.exchange
     same_owners = _owners(old) == _owners(new)
     if isinstance(exchange, TwoStage) and not same_owners:
@@ -305,7 +322,8 @@ def _owners(replicator: Replicator) -> RowOwners | None:
 def _return_residual(channel: Channel, exchange: TwoStage) -> None:
     """Moves the server residual into this replica's memory, scaled by the number of replicas.
 
-    It is a part of a mean over replicas, and so will be the message that carries it: nothing is lost.
+    It is a part of a mean over replicas, and so will be the message that carries it: nothing is
+    lost.
     """
     assert channel.memory is not None
     replicas, mine = channel.link.replicas, exchange.replica

@@ -39,40 +39,50 @@ def replicate(
 ) -> Replicated:
     """Makes `optimizer` train `model` together with its replicas along `axis`, by `scheme`.
 
-    The result is an optimizer for schedulers and state-dict helpers, too. Collectives run at `step()` only, so all
-    ranks must call it. At the first step the replicas compare settings, shapes and weights.
+    The result is an optimizer for schedulers and state-dict helpers, too. Collectives run at
+    `step()` only, so all ranks must call it. At the first step the replicas compare settings,
+    shapes and weights.
 
     Args:
-        optimizer: Any torch optimizer over parameters of `model`, sharded or not (FSDP2 on the mesh *inside* the node
-            only); its own step applies the updates that the replicas agreed on.
+        optimizer: Any torch optimizer over parameters of `model`, sharded or not (FSDP2 on the mesh
+            *inside* the node only); its own step applies the updates that the replicas agreed on.
         model: The trained model.
         axis: Between the replicas, such as mesh["replicate"].
-        scheme: How the replicas communicate, such as `demo()`; a name such as "demo" stands for its defaults.
-        levels: Instead of axis and scheme, pairs of them from the innermost tier of the network to the outermost; the
-            output of one level is the signal of the next. Levels of gradients come before levels of parameters.
-        intra_node: The axis inside the node, such as mesh["shard"], where some parameters are held whole by each of its
-            ranks (not sharded, or replicated DTensors) and their gradients are made equal there (by DDP, or as
-            DTensors). Each rank then sends a part of their messages, which cross `axis` once per node.
-        clip: The largest global norm of the gradients that `optimizer` steps on, above 0; None does not clip. It clips
-            after the exchange, like hybrid sharding: the agreed update under a scheme of gradients, and the gradient of
-            each replica under a scheme of parameters. torch's `clip_grad_norm_` before `step()` clips the gradient of
-            each replica before the exchange.
-        balance: Under a scheme of parameters, let slow replicas take fewer local steps per round, so that all end it
-            together: see `Replicated.idle`. Replicas measure their local steps, agree on the counts at the end of each
-            round, and their movements are averaged by weights that follow the counts.
+        scheme: How the replicas communicate, such as `demo()`; a name such as "demo" stands for its
+            defaults.
+        levels: Instead of axis and scheme, pairs of them from the innermost tier of the network to
+            the outermost; the output of one level is the signal of the next. Levels of gradients
+            come before levels of parameters.
+        intra_node: The axis inside the node, such as mesh["shard"], where some parameters are held
+            whole by each of its ranks (not sharded, or replicated DTensors) and their gradients are
+            made equal there (by DDP, or as DTensors). Each rank then sends a part of their
+            messages, which cross `axis` once per node.
+        clip: The largest global norm of the gradients that `optimizer` steps on, above 0; None does
+            not clip. It clips after the exchange, like hybrid sharding: the agreed update under a
+            scheme of gradients, and the gradient of each replica under a scheme of parameters.
+            torch's `clip_grad_norm_` before `step()` clips the gradient of each replica before the
+            exchange.
+        balance: Under a scheme of parameters, let slow replicas take fewer local steps per round,
+            so that all end it together: see `Replicated.idle`. Replicas measure their local steps,
+            agree on the counts at the end of each round, and their movements are averaged by
+            weights that follow the counts.
         seed: Of the random selections; the same on all replicas.
-        kernels: Use compiled kernels where they can be built (g++); they round differently: on all replicas, or none.
+        kernels: Use compiled kernels where they can be built (g++); they round differently: on all
+            replicas, or none.
         safety: The reaction to gradients that are not finite, and to replicas out of sync.
 
     Returns:
         An optimizer that shares `param_groups` and `state` with `optimizer`.
 
     Raises:
-        TypeError: An argument is of another kind, such as the name of an axis in the place of the axis.
-        ValueError: The levels contradict each other, or the optimizer cannot be replicated; at the first step, where
-            replicas share a sharded parameter, or ranks of a replica hold one whole that `intra_node` does not join.
+        TypeError: An argument is of another kind, such as the name of an axis in the place of the
+            axis.
+        ValueError: The levels contradict each other, or the optimizer cannot be replicated; at the
+            first step, where replicas share a sharded parameter, or ranks of a replica hold one
+            whole that `intra_node` does not join.
         Mismatch: At the first step, where replicas differ in a setting or a weight.
-        LargerThanDense: At the first step, where the scheme would send more than full synchronisation.
+        LargerThanDense: At the first step, where the scheme would send more than full
+            synchronisation.
 
     Example:
         >>> import torch, detonation as dt
@@ -101,7 +111,8 @@ def replicate(
         )
     if isinstance(optimizer, Replicated):
         raise ValueError(
-            "the optimizer is replicated already: pass all levels at once, levels=[(axis, scheme), ...]"
+            "the optimizer is replicated already: pass all levels at once, levels=[(axis, scheme),"
+            " ...]"
         )
     check_arguments(optimizer, model)
     check_options({"balance": balance, "kernels": kernels}, {"clip": clip}, safety)
@@ -124,7 +135,8 @@ def replicate(
 
 
 def check_order(schemes: Sequence[Scheme]) -> None:
-    """Raises `ValueError` if `schemes` cannot be levels in this order, from the innermost to the outermost."""
+    """Raises `ValueError` if `schemes` cannot be levels in this order, from the innermost to the
+    outermost."""
     signals = [scheme.signal for scheme in schemes]
     if "parameters" in signals and "gradients" in signals[signals.index("parameters") :]:
         raise ValueError(
@@ -136,6 +148,7 @@ def check_order(schemes: Sequence[Scheme]) -> None:
     for scheme in [scheme for scheme in schemes if isinstance(scheme, ParameterScheme)][:-1]:
         if not scheme.averages:
             raise ValueError(
-                f"{scheme.name} is a level of rounds inside another one, whose moves its anchor would undo: take a "
-                "scheme there that averages at once and in fp32, such as local_sgd()"
+                f"{scheme.name} is a level of rounds inside another one, whose moves its anchor"
+                " would undo: take a scheme there that averages at once and in fp32, such as"
+                " local_sgd()"
             )

@@ -32,9 +32,10 @@ from detonation.core.schemes.scheme import Scheme
 class Replicated(OptimizerWrapper):
     """A torch optimizer whose step is agreed on by all replicas. Made by `replicate`.
 
-    It shares `param_groups` and `state` with the base optimizer. Parameters may be frozen, unfrozen and added
-    (`add_param_group`) on all ranks between the same two steps; the next step makes it and ends open rounds. One that
-    joins begins with an empty memory, and one that leaves loses its own. `step_count`: the steps taken.
+    It shares `param_groups` and `state` with the base optimizer. Parameters may be frozen, unfrozen
+    and added (`add_param_group`) on all ranks between the same two steps; the next step makes it
+    and ends open rounds. One that joins begins with an empty memory, and one that leaves loses its
+    own. `step_count`: the steps taken.
 
     Raises:
         ValueError: The parameters are on several devices, or not all in the model.
@@ -65,7 +66,8 @@ class Replicated(OptimizerWrapper):
             False  # until a step: a loaded state dict had no replica state, which may still come
         )
         self._routes: dict[tuple[int, int], Route] = {}
-        self._held_back = False  # whether gradients did not leave in `overlap`, because the trained parameters changed
+        # whether gradients did not leave in `overlap`, because the trained parameters changed
+        self._held_back = False
         self._consensus: StopConsensus | None = None
         self._by_level: list[list[Replicator]] = [[] for _ in levels]
         self._replicators: list[Replicator] | None = (
@@ -88,7 +90,8 @@ class Replicated(OptimizerWrapper):
 
     @property
     def dense_bytes_by_level(self) -> list[int]:
-        """Bytes that this rank would send in one step of full fp32 synchronisation, for each of `levels`."""
+        """Bytes that this rank would send in one step of full fp32 synchronisation, for each of
+        `levels`."""
         return dense_bytes_by_level(self._trained.by_name(), self.levels, self.settings.intra_node)
 
     @property
@@ -109,7 +112,8 @@ class Replicated(OptimizerWrapper):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one step of training, on all ranks at once; returns the value of `closure`, None where it is `idle`."""
+        """Takes one step of training, on all ranks at once; returns the value of `closure`, None
+        where it is `idle`."""
         loss = evaluated(closure) if closure and not self.idle else None
         overlapping = any(replicator.overlapping for replicator in self._replicators or [])
         without_state = not overlapping and not self.base.state
@@ -143,7 +147,9 @@ class Replicated(OptimizerWrapper):
                     self._replicators or [],
                 )
                 signals = [scheme.signal for _, scheme in self.levels]
-                sent = True  # from here to the weights an error of this replica alone would part it from the others
+                # from here to the weights an error of this replica alone would part it from the
+                # others
+                sent = True
                 for replicator in (each for each in replicators if each.acts_before):
                     replicator.before(step)
                 if "gradients" in signals:  # before the weights move
@@ -174,12 +180,14 @@ class Replicated(OptimizerWrapper):
 
     @contextmanager
     def overlap(self) -> Iterator[None]:
-        """Context in which gradients are sent while `loss.backward()` still computes others; `step()` waits for them.
+        """Context in which gradients are sent while `loss.backward()` still computes others;
+        `step()` waits for them.
 
-        For the last backward before each step, on all replicas or none. The results are those of a step without it,
-        bit for bit where the network itself does not add more than two messages; so are the bytes, except for one
-        header per bucket. Only the innermost level of gradients overlaps, and not in the first step. A gradient that
-        changes before `step()` (clipping, unscaling), a second backward, or a missing `step()` is an `OverlapError`.
+        For the last backward before each step, on all replicas or none. The results are those of a
+        step without it, bit for bit where the network itself does not add more than two messages;
+        so are the bytes, except for one header per bucket. Only the innermost level of gradients
+        overlaps, and not in the first step. A gradient that changes before `step()` (clipping,
+        unscaling), a second backward, or a missing `step()` is an `OverlapError`.
         """
         if self._consensus is not None:  # no set-up: FSDP2 shows whole parameters
             self._consensus.enter_step(self.step_count)
@@ -195,12 +203,13 @@ class Replicated(OptimizerWrapper):
 
     @torch.no_grad()
     def verify(self) -> None:
-        """Compares the tensors that must be equal on all replicas: weights, anchors, optimizer states; bit for bit, or
-        by their distance where replicas round differently.
+        """Compares the tensors that must be equal on all replicas: weights, anchors, optimizer
+        states; bit for bit, or by their distance where replicas round differently.
 
-        The options of the parameter groups must be equal, too. Buffers that differ, such as the running statistics of
-        BatchNorm, become their mean. Raises `Desync` on all ranks, which names parameter and replica, or repairs the
-        difference, according to `safety`. Collective; reads all of it once and sends 8 bytes per tensor.
+        The options of the parameter groups must be equal, too. Buffers that differ, such as the
+        running statistics of BatchNorm, become their mean. Raises `Desync` on all ranks, which
+        names parameter and replica, or repairs the difference, according to `safety`. Collective;
+        reads all of it once and sends 8 bytes per tensor.
         """
         if self._consensus is not None:
             self._consensus.verify(self.build(), self.step_count, options_of(self.base))
@@ -208,8 +217,9 @@ class Replicated(OptimizerWrapper):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Completes open rounds and updates in flight, so that all replicas hold the same weights and buffers.
-        Collective. The schedule does not change: after a round that ended early, the next one ends as planned."""
+        """Completes open rounds and updates in flight, so that all replicas hold the same weights
+        and buffers. Collective. The schedule does not change: after a round that ended early, the
+        next one ends as planned."""
         self.refuse_overlap()
         if self._consensus is not None:
             with self._consensus.runtime.exact_arithmetic():
@@ -218,11 +228,13 @@ class Replicated(OptimizerWrapper):
 
     @torch.no_grad()
     def reconfigure(self, scheme: Scheme, level: int = -1) -> None:
-        """Continues with other settings of a level's scheme (topk, rate, every, ...) from the next step on.
+        """Continues with other settings of a level's scheme (topk, rate, every, ...) from the next
+        step on.
 
-        The state of the replicas stays: memories, anchors, momenta. Open rounds are synchronized first. All
-        ranks call it between the same two steps; they compare settings as at the first step. Raises `ValueError` for
-        another scheme and for settings that would lose state, and `LargerThanDense`; the old settings then stay.
+        The state of the replicas stays: memories, anchors, momenta. Open rounds are synchronized
+        first. All ranks call it between the same two steps; they compare settings as at the first
+        step. Raises `ValueError` for another scheme and for settings that would lose state, and
+        `LargerThanDense`; the old settings then stay.
         """
         self.set_up()
         self.synchronize()
@@ -234,14 +246,16 @@ class Replicated(OptimizerWrapper):
         self._compare()
 
     def record(self, tape: Tape | None) -> None:
-        """Records one level's agreed messages from the next step on, as in a `detonation.UpdateLog`; None ends that."""
+        """Records one level's agreed messages from the next step on, as in a
+        `detonation.UpdateLog`; None ends that."""
         if tape and len(self.levels) > 1:
             raise ValueError(
                 f"one level of replication can be recorded, this optimizer has {len(self.levels)}"
             )
         if tape and hasattr(self.levels[0][0], "divide"):
             raise ValueError(
-                "nodes of different numbers of ranks keep no log and publish nothing: start equally many"
+                "nodes of different numbers of ranks keep no log and publish nothing: start equally"
+                " many"
             )
         self.tape = tape
         for link, _ in self._routes.values():
@@ -250,19 +264,21 @@ class Replicated(OptimizerWrapper):
             tape.begin(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """The base optimizer's state, and under "replication" the state private to this replica and shard.
+        """The base optimizer's state, and under "replication" the state private to this replica and
+        shard.
 
-        State that differs between replicas has a key that names the replica, as torch.distributed.checkpoint takes
-        equal keys on different ranks for one tensor; under schemes that exchange parameters the base optimizer's, too.
-        Save one file per rank. Helpers of torch leave "replication" out; see `detonation.TrainingState`.
+        State that differs between replicas has a key that names the replica, as
+        torch.distributed.checkpoint takes equal keys on different ranks for one tensor; under
+        schemes that exchange parameters the base optimizer's, too. Save one file per rank. Helpers
+        of torch leave "replication" out; see `detonation.TrainingState`.
         """
         return states.to_state_dict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the result of `state_dict` on this rank, with or without the "replication" part.
 
-        Without it the memory of the replicas is lost: the next step warns, unless `load_replica_state` came.
-        Raises `ValueError` for the state of another replica or shard.
+        Without it the memory of the replicas is lost: the next step warns, unless
+        `load_replica_state` came. Raises `ValueError` for the state of another replica or shard.
         """
         states.from_state_dict(self, state_dict)
 
@@ -273,7 +289,10 @@ class Replicated(OptimizerWrapper):
 
     @torch.no_grad()
     def resume_at(self, step: int) -> None:
-        """Continues after `step` steps, the state of everything in `build` having been replaced. Collective."""
+        """Continues after `step` steps, the state of everything in `build` having been replaced.
+
+        Collective.
+        """
         self.step_count = step
         if self._consensus is not None:
             self._consensus.forget()
@@ -284,7 +303,10 @@ class Replicated(OptimizerWrapper):
 
     @torch.no_grad()
     def set_up(self) -> list[Replicator]:
-        """Builds the levels, and compares the replicas; otherwise the first step does. Collective."""
+        """Builds the levels, and compares the replicas; otherwise the first step does.
+
+        Collective.
+        """
         if self._replicators is None:
             self.build()
             self._compare(frozen=self._trained.frozen)
@@ -292,14 +314,18 @@ class Replicated(OptimizerWrapper):
 
     @torch.no_grad()
     def welcome(self, newcomer: bool = False) -> None:
-        """Compares the replicas after another one has come in. Collective; raises `Mismatch` where they differ."""
+        """Compares the replicas after another one has come in.
+
+        Collective; raises `Mismatch` where they differ.
+        """
         changes.take_options(self.build(), self.param_groups, newcomer)
         self._compare()
 
     @torch.no_grad()
     def build(self, saved: Collection[str] = ()) -> list[Replicator]:
-        """Builds the levels if they do not exist yet, without a comparison of the replicas, and shows the shards. With
-        `saved`, they are for the parameters of a saved state: the next step changes to those trained now."""
+        """Builds the levels if they do not exist yet, without a comparison of the replicas, and
+        shows the shards. With `saved`, they are for the parameters of a saved state: the next step
+        changes to those trained now."""
         self._trained.show_shards()
         parameters = self._trained.named(saved) if saved else None
         if self._replicators is not None and (
@@ -309,7 +335,8 @@ class Replicated(OptimizerWrapper):
         return self._lay_out(parameters or self._trained.by_name())
 
     def forget_levels(self) -> None:
-        """Drops the levels and all that they remember; the next step builds them for the weights of then."""
+        """Drops the levels and all that they remember; the next step builds them for the weights of
+        then."""
         if self._consensus is not None:
             self._consensus.forget()
         self._by_level, self._replicators, self._consensus = [[] for _ in self.levels], None, None
@@ -339,7 +366,10 @@ class Replicated(OptimizerWrapper):
 
     @torch.no_grad()
     def renumber(self) -> None:
-        """Goes on without replicas that were lost, or with one that came, on all at once. Collective."""
+        """Goes on without replicas that were lost, or with one that came, on all at once.
+
+        Collective.
+        """
         if not changes.lost_before(self.levels, self.step_count):
             return
         if self._consensus and changes.needs_all(self.levels, self.step_count):
@@ -378,7 +408,8 @@ class Replicated(OptimizerWrapper):
     def _compare(
         self, joining: Collection[str] | None = None, frozen: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Compares the replicas; where they round differently, they round steps singly or stay close. Collective."""
+        """Compares the replicas; where they round differently, they round steps singly or stay
+        close. Collective."""
         made, begun, close = (
             self._replicators or [],
             self.step_count > 0,

@@ -31,19 +31,23 @@ _INSIDE = 'fully_shard(model, mesh=mesh["shard"]) or detonation.shard(model, mes
 
 
 def check_arguments(optimizer: object, model: object) -> None:
-    """Raises `TypeError` unless `replicate` got an optimizer and a model; `ValueError` if they cannot be replicated."""
+    """Raises `TypeError` unless `replicate` got an optimizer and a model; `ValueError` if they
+    cannot be replicated."""
     if isinstance(optimizer, type):
         raise TypeError(
-            f"the optimizer is the class {(n := optimizer.__name__)}: make one, {n}(model.parameters())"
+            f"the optimizer is the class {(n := optimizer.__name__)}: make one,"
+            f" {n}(model.parameters())"
         )
     if not (hasattr(optimizer, "param_groups") and isinstance(model, nn.Module)):
         kinds = f"got {type(optimizer).__name__} and {type(model).__name__}"
         raise TypeError(
-            f"replicate takes an optimizer and then its model, {kinds}: replicate(optimizer, model, ...)"
+            f"replicate takes an optimizer and then its model, {kinds}: replicate(optimizer, model,"
+            " ...)"
         )
     if isinstance(optimizer, LBFGS):
         raise ValueError(
-            "LBFGS evaluates the loss several times in a step, which cannot be replicated: take another"
+            "LBFGS evaluates the loss several times in a step, which cannot be replicated: take"
+            " another"
         )
     for name, module in model.named_modules():
         sparse = (
@@ -53,14 +57,16 @@ def check_arguments(optimizer: object, model: object) -> None:
         )
         if sparse and isinstance(module.weight, DTensor):
             raise ValueError(
-                f"the gradient of {name}.weight is sparse, which cannot be replicated: use sparse=False"
+                f"the gradient of {name}.weight is sparse, which cannot be replicated: use"
+                " sparse=False"
             )
 
 
 def check_options(
     switches: Mapping[str, object], numbers: Mapping[str, object], safety: object
 ) -> None:
-    """Raises `TypeError` where a switch is no bool, a number neither a number nor None, or `safety` no `Safety`."""
+    """Raises `TypeError` where a switch is no bool, a number neither a number nor None, or `safety`
+    no `Safety`."""
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} is {value!r}, must be True or False")
@@ -88,11 +94,13 @@ def _checked_axis(axis: object) -> Axis:
         raise TypeError(f'the axis is the name {axis!r}: pass the axis itself, mesh["{axis}"]')
     if isinstance(axis, dist.ProcessGroup):
         raise TypeError(
-            'the axis is a process group: pass mesh["replicate"], or DeviceMesh.from_group(group, "cuda")'
+            'the axis is a process group: pass mesh["replicate"], or DeviceMesh.from_group(group,'
+            ' "cuda")'
         )
     if not isinstance(axis, DeviceMesh) and not hasattr(axis, "all_gather"):
         raise TypeError(
-            f'the axis is a {type(axis).__name__}, must be an axis of a device mesh, mesh["replicate"]'
+            f"the axis is a {type(axis).__name__}, must be an axis of a device mesh,"
+            ' mesh["replicate"]'
         )
     return axis  # type: ignore[return-value]
 
@@ -113,7 +121,8 @@ def check_balance(schemes: Sequence[Scheme], intra_node: DeviceMesh | None) -> N
     if len(schemes) > 1 or not isinstance(schemes[0], ParameterScheme):
         names = "+".join(scheme.name for scheme in schemes)
         raise ValueError(
-            f"balance=True needs one level of rounds, such as diloco(): replicas of {names} step together"
+            f"balance=True needs one level of rounds, such as diloco(): replicas of {names} step"
+            " together"
         )
     if schemes[0].round.every == 1:
         raise ValueError(
@@ -121,7 +130,8 @@ def check_balance(schemes: Sequence[Scheme], intra_node: DeviceMesh | None) -> N
         )
     if schemes[0].resume_from == "sent":
         raise ValueError(
-            f"balance=True is not for {schemes[0].name}, whose parameters follow what was sent as it is"
+            f"balance=True is not for {schemes[0].name}, whose parameters follow what was sent as"
+            " it is"
         )
     if intra_node is not None:
         raise ValueError("balance=True takes no intra_node: shard the model inside the node")
@@ -130,8 +140,8 @@ def check_balance(schemes: Sequence[Scheme], intra_node: DeviceMesh | None) -> N
 def warn_of_losses(optimizer: Optimizer, levels: Sequence[Level]) -> None:
     """Warns, on one replica, of two set-ups that train with a far higher loss (docs/findings.md).
 
-    One is `warn_of_second_momentum`. Or the errors of signs stay in the memory of a top-k: they are as large as the
-    values, and are selected again.
+    One is `warn_of_second_momentum`. Or the errors of signs stay in the memory of a top-k: they are
+    as large as the values, and are selected again.
     """
     warn_of_second_momentum(optimizer, levels)
     for _, scheme in levels if _is_first(levels) else ():
@@ -140,8 +150,8 @@ def warn_of_losses(optimizer: Optimizer, levels: Sequence[Level]) -> None:
         kept = scheme.feedback is not None and scheme.feedback.error_feedback
         if kept and isinstance(scheme.codec.precision, Sign) and not scheme.codec.selection.shared:
             _log.warning(
-                "%s keeps the errors of its signs, which are as large as its values and make the loss far higher: "
-                "pass error_feedback=False",
+                "%s keeps the errors of its signs, which are as large as its values and make the"
+                " loss far higher: pass error_feedback=False",
                 scheme.name,
             )
 
@@ -149,9 +159,11 @@ def warn_of_losses(optimizer: Optimizer, levels: Sequence[Level]) -> None:
 def warn_of_second_momentum(
     optimizer: Optimizer, levels: Sequence[Level], since: bool = False
 ) -> None:
-    """Warns once, on one replica, where the optimizer has a momentum on top of the one that a scheme remembers.
+    """Warns once, on one replica, where the optimizer has a momentum on top of the one that a
+    scheme remembers.
 
-    Sent coordinates leave the memory at once, and such an optimizer spreads them over the steps that follow.
+    Sent coordinates leave the memory at once, and such an optimizer spreads them over the steps
+    that follow.
 
     Args:
         since: Whether it had none when it was replicated: OneCycleLR and CyclicLR set one.
@@ -166,27 +178,36 @@ def warn_of_second_momentum(
     if not sparse or not own or optimizer in _warned:
         return
     _warned.add(optimizer)
-    remedy = "set it to 0, for Adam by betas=(0.0, 0.95), or take detonation.loco(), which leaves it as it is"
+    remedy = (
+        "set it to 0, for Adam by betas=(0.0, 0.95), or take detonation.loco(), which leaves it as"
+        " it is"
+    )
     if since:
         remedy = "it was set later, as OneCycleLR and CyclicLR do without cycle_momentum=False"
     if _is_first(levels):
-        text = "%s remembers a momentum, and that of %s (%s) on top of it makes the loss far higher: %s"
+        text = (
+            "%s remembers a momentum, and that of %s (%s) on top of it makes the loss far"
+            " higher: %s"
+        )
         _log.warning(text, sparse[0].name, type(optimizer).__name__, own, remedy)
 
 
 def warn_of_rounding(found: str, here: Coordinates, closely: bool) -> None:
-    """Warns on the first rank that replicas round differently, as `found` says, and how they train then."""
+    """Warns on the first rank that replicas round differently, as `found` says, and how they train
+    then."""
     if (here.replica, here.shard) == (0, 0):
         _log.warning(_CLOSE if closely else _SINGLY, found)
 
 
 _CLOSE = (
-    "replicas round differently, so their weights stay close, not equal to the last bit: %s. Each step makes a part of "
-    'them equal to those of replica 0; Safety(equal="bits") refuses such replicas'
+    "replicas round differently, so their weights stay close, not equal to the last bit: %s. Each"
+    ' step makes a part of them equal to those of replica 0; Safety(equal="bits") refuses such'
+    " replicas"
 )
 _SINGLY = (
-    "replicas round differently: %s. Each operation of the optimizer's steps is rounded by itself now, which takes "
-    'longer and keeps the replicas equal to the last bit; with Safety(equal="close") torch takes the steps'
+    "replicas round differently: %s. Each operation of the optimizer's steps is rounded by itself"
+    " now, which takes longer and keeps the replicas equal to the last bit; with"
+    ' Safety(equal="close") torch takes the steps'
 )
 _warned: WeakSet[Optimizer] = WeakSet()
 
@@ -217,8 +238,9 @@ def check_layout(
 ) -> None:
     """Raises `ValueError` where `parameters` span the replicas of `levels`, or cannot be seen.
 
-    Replicas that share a sharded or averaged parameter would exchange its whole gradient over the slow link, and the
-    scheme would run on top of that. Warns where ranks of the world are joined by nothing.
+    Replicas that share a sharded or averaged parameter would exchange its whole gradient over the
+    slow link, and the scheme would run on top of that. Warns where ranks of the world are joined by
+    nothing.
     """
     axes = [axis for axis, _ in levels if isinstance(axis, DeviceMesh)]
     if not axes:
@@ -238,8 +260,8 @@ def check_layout(
     for name, parameter in parameters.items():
         if parameter.device.type == "meta":
             raise ValueError(
-                f"{name} is on the meta device, and has no weights yet: model.to_empty(device=...), initialise them, "
-                'detonation.same_weights(model, mesh["replicate"])'
+                f"{name} is on the meta device, and has no weights yet: model.to_empty(device=...),"
+                ' initialise them, detonation.same_weights(model, mesh["replicate"])'
             )
         if isinstance(parameter, DTensor):
             ranks = parameter.device_mesh.mesh.flatten().tolist()
@@ -250,7 +272,8 @@ def check_layout(
                     else "or the axis is the wrong one"
                 )
                 raise ValueError(
-                    f"{name} lies on ranks {_listed(ranks)}, so replicas share it ({kind}): shard inside the replica, "
+                    f"{name} lies on ranks {_listed(ranks)}, so replicas share it ({kind}): shard"
+                    " inside the replica, "
                     f'{_INSIDE}, and pass the axis between replicas, mesh["replicate"]'
                 )
     if any(scheme.signal != "nothing" for _, scheme in levels):
@@ -259,9 +282,11 @@ def check_layout(
 
 
 def _check_whole(parameters: Mapping[str, Tensor], intra_node: DeviceMesh | None) -> None:
-    """Raises `ValueError` where ranks of a replica hold some parameters whole, and `intra_node` does not say so.
+    """Raises `ValueError` where ranks of a replica hold some parameters whole, and `intra_node`
+    does not say so.
 
-    Each would send messages of its own about them, beside those of its shards, and the copies would drift apart.
+    Each would send messages of its own about them, beside those of its shards, and the copies would
+    drift apart.
     """
     joined = (
         set(dist.get_process_group_ranks(intra_node.get_group()))
@@ -280,9 +305,10 @@ def _check_whole(parameters: Mapping[str, Tensor], intra_node: DeviceMesh | None
         for name, parameter in parameters.items():
             if not others <= joined and not is_sharded_over(parameter, others):
                 raise ValueError(
-                    f"{name} is held whole by the ranks {_listed(sorted(ranks))}, over which {example} is sharded: "
-                    "shard it, too (dt.shard(model, mesh), or fully_shard at the root); or, where its gradient is "
-                    'equal on them, as under tensor parallelism, replicate(..., intra_node=mesh["tensor"])'
+                    f"{name} is held whole by the ranks {_listed(sorted(ranks))}, over which"
+                    f" {example} is sharded: shard it, too (dt.shard(model, mesh), or fully_shard"
+                    " at the root); or, where its gradient is equal on them, as under tensor"
+                    ' parallelism, replicate(..., intra_node=mesh["tensor"])'
                 )
 
 
@@ -292,15 +318,15 @@ def _check_averaged(
     ranks = dist.get_process_group_ranks(module.process_group)
     if others & set(ranks):
         raise ValueError(
-            f"DistributedDataParallel averages gradients over ranks {_listed(ranks)}, which are of several replicas: "
-            "pass the plain model, whose gradients the scheme exchanges, or call comm_hook(model, scheme) in place of "
-            "replicate, or give DistributedDataParallel the process group inside the node, and replicate "
-            'intra_node=mesh["shard"]'
+            f"DistributedDataParallel averages gradients over ranks {_listed(ranks)}, which are of"
+            " several replicas: pass the plain model, whose gradients the scheme exchanges, or"
+            " call comm_hook(model, scheme) in place of replicate, or give DistributedDataParallel"
+            ' the process group inside the node, and replicate intra_node=mesh["shard"]'
         )
     if intra_node is None and len(ranks) > 1:
         _log.warning(
-            "DistributedDataParallel makes the ranks of a node equal, and each sends the same messages: with "
-            'intra_node=mesh["shard"] they cross the slow link once per node'
+            "DistributedDataParallel makes the ranks of a node equal, and each sends the same"
+            ' messages: with intra_node=mesh["shard"] they cross the slow link once per node'
         )
 
 
@@ -312,8 +338,8 @@ def _warn_alone(axes: Sequence[DeviceMesh], parameters: Mapping[str, Tensor]) ->
     if all(axis.size() == 1 for axis in axes) and shards < world and dist.get_rank() == 0:
         one = "one rank" if shards == 1 else f"{shards} ranks"
         _log.warning(
-            "the axis joins no other replica, so the %d ranks of the world train apart, %s at a time: pass the axis "
-            'between replicas, mesh["replicate"]',
+            "the axis joins no other replica, so the %d ranks of the world train apart, %s at a"
+            ' time: pass the axis between replicas, mesh["replicate"]',
             world,
             one,
         )

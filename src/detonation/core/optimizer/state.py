@@ -1,7 +1,8 @@
 """The state of a replicated optimizer: its replica's private part, and how other tools may save it.
 
-Memory and, in DiLoCo, mid-round parameters and inner optimizer state differ per replica. torch.distributed.checkpoint
-takes equal keys on different ranks for one tensor and silently saves one of them, so these keys are never equal.
+Memory and, in DiLoCo, mid-round parameters and inner optimizer state differ per replica.
+torch.distributed.checkpoint takes equal keys on different ranks for one tensor and silently saves
+one of them, so these keys are never equal.
 """
 
 import logging
@@ -26,7 +27,8 @@ _log = logging.getLogger("detonation")
 
 
 def replica_state(optimizer: "Replicated") -> dict[str, Tensor]:
-    """Copies of the state that is private to this replica and shard: flat keys such as `0.residual.<parameter>`.
+    """Copies of the state that is private to this replica and shard: flat keys such as
+    `0.residual.<parameter>`.
 
     Together with the model's and the base optimizer's state of the same rank it resumes exactly.
 
@@ -114,10 +116,12 @@ def parameters_of(keys: Iterable[str]) -> set[str]:
 
 
 def only_creates_state() -> bool:
-    """True in the call of `step()` by which torch's state-dict helpers create the base optimizer's state.
+    """True in the call of `step()` by which torch's state-dict helpers create the base optimizer's
+    state.
 
-    It is not a step of training: it must not communicate, count or decay. Who calls is the same on all ranks; lr 0 and
-    zero gradients, which the helpers set, may also come from data, on some ranks alone. So lr 0 is no proof.
+    It is not a step of training: it must not communicate, count or decay. Who calls is the same on
+    all ranks; lr 0 and zero gradients, which the helpers set, may also come from data, on some
+    ranks alone. So lr 0 is no proof.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None:
@@ -144,8 +148,8 @@ def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> N
     optimizer.refuse_overlap()
     rest = {key: value for key, value in state_dict.items() if key != "replication"}
     coordinates = optimizer.coordinates
-    mark = (
-        f"replica{coordinates.replica}."  # none where replicas were alike, or replicated by nothing
+    mark = (  # none where replicas were alike, or replicated by nothing
+        f"replica{coordinates.replica}."
     )
     for other in (key for values in rest["state"].values() for key in values):
         if _MARKED.match(str(other)) and not other.startswith(mark):
@@ -172,14 +176,16 @@ def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> N
 
 
 def warn_of_lost_memory(optimizer: "Replicated") -> None:
-    """Warns once where a loaded state had no "replication" part, as the checkpoints of other frameworks have none."""
+    """Warns once where a loaded state had no "replication" part, as the checkpoints of other
+    frameworks have none."""
     lost, optimizer.memory_lost = optimizer.memory_lost, False
     if lost and (optimizer.coordinates.replica, optimizer.coordinates.shard) == (0, 0):
         schemes = ", ".join(scheme.name for _, scheme in optimizer.levels)
         _log.warning(
-            'the optimizer state that was loaded has no part "replication": what the replicas of %s remember is lost, '
-            "and their steps count from %d; save and load with detonation.save_checkpoint and load_checkpoint, with "
-            "TrainingState, or with replica_state and load_replica_state beside the framework's own",
+            'the optimizer state that was loaded has no part "replication": what the replicas of %s'
+            " remember is lost, and their steps count from %d; save and load with"
+            " detonation.save_checkpoint and load_checkpoint, with TrainingState, or with"
+            " replica_state and load_replica_state beside the framework's own",
             schemes,
             optimizer.step_count,
         )

@@ -24,8 +24,9 @@ class Stats:
         links: Of each level, from the innermost tier of the network to the outermost.
         consensus: None before the first step.
         step: How many steps were taken.
-        grad_norm: The global norm of the gradients of the last step before clipping, `[]` fp32 on their device; None
-            without `clip`, and where the base optimizer takes signs alone. Reading its value waits for the device.
+        grad_norm: The global norm of the gradients of the last step before clipping, `[]` fp32 on
+            their device; None without `clip`, and where the base optimizer takes signs alone.
+            Reading its value waits for the device.
     """
 
     def __init__(
@@ -112,7 +113,8 @@ def described(
     except ValueError:  # which the first step explains
         return "Replicated, with parameters that are not in the model"
     lines = [
-        f"Replicated, {sum(local(p).numel() for p in parameters.values()):,} parameters on this rank"
+        f"Replicated, {sum(local(p).numel() for p in parameters.values()):,} parameters on this"
+        " rank"
     ]
     dense = dense_bytes_by_level(parameters, levels, intra_node)
     on_device = any(decides_on_device(local(p).device) for p in parameters.values())

@@ -1,5 +1,5 @@
-"""The trained parameters: the ones of the optimizer that require a gradient, and whether they changed since the last
-layout."""
+"""The trained parameters: the ones of the optimizer that require a gradient, and whether they
+changed since the last layout."""
 
 import weakref
 from collections import Counter
@@ -14,7 +14,8 @@ from detonation.core.flat.tensors import local
 from detonation.core.optimizer.gathered import local_parameters, reshard, shown_units
 
 _TRAINED = weakref.WeakKeyDictionary["TrainedParameters", None]()
-"""Of all replicated optimizers of this process, as keys: another thread may make one while this one reads them."""
+"""Of all replicated optimizers of this process, as keys: another thread may make one while this one
+reads them."""
 
 
 class TrainedParameters:
@@ -51,18 +52,20 @@ class TrainedParameters:
         if len(found) < len(wanted):
             odd = [p for p in wanted.values() if all(p is not mine for mine in found.values())]
             raise ValueError(
-                f"{len(odd)} parameters of the optimizer are not in the model, such as one of shape "
-                f"{tuple(odd[0].shape)}: {_cause(odd, self.model)}"
+                f"{len(odd)} parameters of the optimizer are not in the model, such as one of shape"
+                f" {tuple(odd[0].shape)}: {_cause(odd, self.model)}"
             )
         note_padding(self.model)
         return found
 
     @property
     def frozen(self) -> dict[str, Tensor]:
-        """The parameters of the model that nobody trains, by name; those without memory are left out.
+        """The parameters of the model that nobody trains, by name; those without memory are left
+        out.
 
-        One that another replicated optimizer trains may be frozen for the moment, as Lightning's `toggle_optimizer`
-        does; one that requires a gradient may belong to a plain optimizer, and differ between replicas.
+        One that another replicated optimizer trains may be frozen for the moment, as Lightning's
+        `toggle_optimizer` does; one that requires a gradient may belong to a plain optimizer, and
+        differ between replicas.
         """
         trained = {id(p) for each in _TRAINED.keyrefs() if (one := each()) for p in one.everyone}
         return {
@@ -79,7 +82,8 @@ class TrainedParameters:
         return {name: p for name, p in parameters.items() if name in names and id(p) in everyone}
 
     def _take_shards(self) -> None:
-        """Puts shards in the place of copies, of which an optimizer or a group is made after an evaluation."""
+        """Puts shards in the place of copies, of which an optimizer or a group is made after an
+        evaluation."""
         shards = {
             id(copy): shard for unit in shown_units(self.model) for copy, shard in unit.copies
         }
@@ -104,7 +108,8 @@ class TrainedParameters:
     def show_shards(self) -> bool:
         """Shows the shards where a forward pass without a backward pass left copies of them.
 
-        Called at every step; returns whether other parameters require a gradient than the layouts hold.
+        Called at every step; returns whether other parameters require a gradient than the layouts
+        hold.
         """
         for unit in self._units:
             parameters, name = unit.place
@@ -120,14 +125,16 @@ class TrainedParameters:
         return {id(p) for p in self.everyone if p.requires_grad} != self._ids
 
     def forget_frozen_gradients(self) -> None:
-        """Removes the gradients of frozen parameters: the base optimizer would follow them on this replica alone."""
+        """Removes the gradients of frozen parameters: the base optimizer would follow them on this
+        replica alone."""
         for parameter in self.everyone:
             if not parameter.requires_grad:
                 parameter.grad = None
 
 
 def note_padding(model: nn.Module) -> None:
-    """Notes the `padding_row` of each embedding that has a `padding_idx`, on the shard that holds it.
+    """Notes the `padding_row` of each embedding that has a `padding_idx`, on the shard that holds
+    it.
 
     Not where another module uses the weights, too: an output layer gives that row a gradient.
     """
@@ -152,7 +159,10 @@ def _cause(odd: Sequence[Tensor], model: nn.Module) -> str:
         isinstance(p, DTensor) for p in odd
     ):
         return (
-            "the model is sharded and they are not: make the optimizer after detonation.shard or fully_shard (in "
-            "Lightning, in configure_optimizers)"
+            "the model is sharded and they are not: make the optimizer after detonation.shard or"
+            " fully_shard (in Lightning, in configure_optimizers)"
         )
-    return "replicate gets the model whose parameters the optimizer has, as they are after sharding, loading and moving"
+    return (
+        "replicate gets the model whose parameters the optimizer has, as they are after sharding,"
+        " loading and moving"
+    )

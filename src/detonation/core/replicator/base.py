@@ -26,7 +26,8 @@ class Replicator(ABC):
     def __init__(self, parameters: Mapping[str, Tensor], channel: Channel) -> None:
         self.parameters, self.channel = parameters, channel
         self.round = channel.scheme.round
-        self.overlapping = False  # whether gradients were sent, or are to be, in buckets, and their step has not come
+        # whether gradients were sent, or are to be, in buckets, and their step has not come
+        self.overlapping = False
         self.scheme, self.layout, self.link, self.counts = (
             channel.scheme,
             channel.layout,
@@ -44,10 +45,11 @@ class Replicator(ABC):
 
     @abstractmethod
     def announce(self, step: int, at: int, name: str, in_buckets: bool) -> list[Transfer]:
-        """Sends `Channel.announce` in the place of the message of step `at`, if there is one; all before it have left.
+        """Sends `Channel.announce` in the place of the message of step `at`, if there is one; all
+        before it have left.
 
-        Starts and waits for the same collectives as an ordinary step `at`, so that a replica that announces nothing
-        meets it there. Nothing of the step happens.
+        Starts and waits for the same collectives as an ordinary step `at`, so that a replica that
+        announces nothing meets it there. Nothing of the step happens.
 
         Args:
             step: The next step, up to `at`.
@@ -73,7 +75,8 @@ class Replicator(ABC):
 
     @abstractmethod
     def synchronize(self, step: int) -> None:
-        """Completes open rounds and transfers after `step` steps, so that the replicas hold the same weights."""
+        """Completes open rounds and transfers after `step` steps, so that the replicas hold the
+        same weights."""
 
     @contextmanager
     def overlap(self, step: int) -> Iterator[None]:

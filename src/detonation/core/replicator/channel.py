@@ -30,7 +30,8 @@ from detonation.core.schemes.traffic import buckets_of
 
 @dataclass(frozen=True)
 class BucketPipeline:
-    """A bucket, the engine that encodes it into its rows of a message, and the exchange that sends this message."""
+    """A bucket, the engine that encodes it into its rows of a message, and the exchange that sends
+    this message."""
 
     bucket: Bucket
     engine: ReferenceEngine
@@ -39,13 +40,15 @@ class BucketPipeline:
 
 @dataclass
 class Transfer:
-    """The message of one replica at one step, encoded bucket by bucket, in flight until it becomes an update.
+    """The message of one replica at one step, encoded bucket by bucket, in flight until it becomes
+    an update.
 
-    However many collectives it takes, it is one message with one header: all replicas decide once whether to use it.
-    pipeline: of the bucket that is the message, which may be the whole. own: the update of each bucket if all replicas
-    had sent what this one did, for a scheme that needs it. is_empty: True if a part of it is zeros because of values
-    that are not finite; `[]` bool on a device that decides. unreleased: the selections that are still to leave the
-    memory, with their values as every receiver decodes them, if these differ.
+    However many collectives it takes, it is one message with one header: all replicas decide once
+    whether to use it. pipeline: of the bucket that is the message, which may be the whole. own: the
+    update of each bucket if all replicas had sent what this one did, for a scheme that needs it.
+    is_empty: True if a part of it is zeros because of values that are not finite; `[]` bool on a
+    device that decides. unreleased: the selections that are still to leave the memory, with their
+    values as every receiver decodes them, if these differ.
     """
 
     pipeline: BucketPipeline
@@ -73,7 +76,8 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Update:
-    """The messages that all replicas received, decoded where the update is needed: the same bits on every replica."""
+    """The messages that all replicas received, decoded where the update is needed: the same bits on
+    every replica."""
 
     engine: ReferenceEngine
     received: Received
@@ -103,7 +107,8 @@ class Update:
 
 
 class Channel:
-    """Sends one replica's signals, encoded bucket by bucket, in one collective or in one per bucket: the same bits.
+    """Sends one replica's signals, encoded bucket by bucket, in one collective or in one per
+    bucket: the same bits.
 
     Args:
         scheme: The codec, the memory, the round and the collective.
@@ -138,7 +143,8 @@ class Channel:
         self._usual = torch.zeros(
             1, dtype=torch.float32, device=runtime.device
         )  # of all guards: norms are alike
-        # whether messages carry no indices, because all know them; where whole rows are sent, kernels alone ask
+        # whether messages carry no indices, because all know them; where whole rows are sent,
+        # kernels alone ask
         self._knows = scheme.codec.selection.shared and (
             not scheme.codec.dense or self.engine.guard.on_kernels
         )
@@ -157,7 +163,8 @@ class Channel:
 
     @cached_property
     def pipelines(self) -> list[BucketPipeline]:
-        """One per bucket, in the order in which all replicas send them: backward computes the last rows first."""
+        """One per bucket, in the order in which all replicas send them: backward computes the last
+        rows first."""
         sizes, few = (self.link.replicas, self.link.local_ranks), self.engine.reads_status
         buckets = buckets_of(self.scheme, self.layout, *sizes, few)
         if len(buckets) == 1:
@@ -175,18 +182,21 @@ class Channel:
         return one.new_zeros(len(self.pipelines), len(one))
 
     def start(self, step: int, pipeline: BucketPipeline | None = None) -> Transfer:
-        """The transfer of `step`, with nothing in it yet: of the whole, or of a bucket that is a message of its own."""
+        """The transfer of `step`, with nothing in it yet: of the whole, or of a bucket that is a
+        message of its own."""
         self.counts.due.add(step + self.scheme.round.delay)
         return Transfer(pipeline or self._whole, self._message(step))
 
     def send(
         self, signals: Sequence[Tensor | None], step: int, pipeline: BucketPipeline | None = None
     ) -> Transfer:
-        """Sends a signal in one collective. If any of it is not finite, an empty message is sent, with the reason.
+        """Sends a signal in one collective. If any of it is not finite, an empty message is sent,
+        with the reason.
 
         Args:
-            pipeline: Of a bucket that is a message of its own, one in memory at a time: `signals` are its pieces. All
-                buckets of a step are sent like this, in one order on all replicas, or none.
+            pipeline: Of a bucket that is a message of its own, one in memory at a time: `signals`
+                are its pieces. All buckets of a step are sent like this, in one order on all
+                replicas, or none.
 
         Shapes: one local shape per parameter, or one per piece of the bucket.
         """
@@ -205,7 +215,8 @@ class Channel:
             transfer.is_empty = bad = status > 0
         exchange = transfer.pipeline.exchange
         run = exchange.run(transfer.message, 0, transfer.pipeline.bucket.layout.rows)
-        # engines on a CPU work in blocks of their own, which fit into its caches, and kernels need no temporaries
+        # engines on a CPU work in blocks of their own, which fit into its caches, and kernels need
+        # no temporaries
         at_once = pipeline or self.runtime.device.type == "cpu" or self.engine.reads_status
         for each in [transfer.pipeline] if at_once else self.pipelines:
             part = run if at_once else run.of_rows(each.bucket.first, each.bucket.layout.rows)
@@ -225,8 +236,9 @@ class Channel:
     ) -> bool | Tensor:
         """Encodes the bucket's part of a signal, sends it and removes it from memory.
 
-        A part that is not finite does not enter the memory, and zeros are sent; the last bucket tells the reason.
-        Returns True for such a part; where only the device knows, numbers of which one is not 0.
+        A part that is not finite does not enter the memory, and zeros are sent; the last bucket
+        tells the reason. Returns True for such a part; where only the device knows, numbers of
+        which one is not 0.
 
         Shapes: one per piece of the bucket -> any.
         """
@@ -269,10 +281,12 @@ class Channel:
         return bad
 
     def announce(self, step: int, name: str, in_buckets: bool) -> list[Transfer]:
-        """Sends zeros in the place of all messages of `step`: this rank began or ceased to train `name`.
+        """Sends zeros in the place of all messages of `step`: this rank began or ceased to train
+        `name`.
 
         Args:
-            in_buckets: Whether the other replicas send gradients of this step in one collective per bucket.
+            in_buckets: Whether the other replicas send gradients of this step in one collective per
+                bucket.
         """
         self.counts.changing, number = self.link.replicas, self.counts.names.index(name)
         if self.scheme.divides_messages:
@@ -310,7 +324,8 @@ class Channel:
     def _play(
         self, transfer: Transfer, pipelines: Sequence[BucketPipeline], is_last: bool = True
     ) -> None:
-        """Takes the message from the tape, once its last bucket comes, in the place of all collectives."""
+        """Takes the message from the tape, once its last bucket comes, in the place of all
+        collectives."""
         for pipeline in pipelines if self._knows else ():
             self._know(transfer, pipeline, pipeline.engine.empty(transfer.message.step))
         if is_last:
@@ -348,7 +363,8 @@ class Channel:
         pieces: Sequence[Tensor | None],
         bad: bool | Tensor,
     ) -> None:
-        """Encodes a signal into `run`, or zeros where `bad` is True, and keeps what is needed later."""
+        """Encodes a signal into `run`, or zeros where `bad` is True, and keeps what is needed
+        later."""
         engine, step, sent = pipeline.engine, transfer.message.step, bad is not True
         if sent:
             selected = engine.encode_into(

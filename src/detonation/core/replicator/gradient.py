@@ -1,5 +1,5 @@
-"""GradientReplicator: every step's gradients, replaced by the update that the replicas agreed on, before the local
-step."""
+"""GradientReplicator: every step's gradients, replaced by the update that the replicas agreed on,
+before the local step."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +30,8 @@ from detonation.core.schemes.scheme import GradientScheme
 
 @dataclass(frozen=True)
 class Flat:
-    """An update that lies in memory, `[rows, chunk]` fp32: zeros before the first message, or of a checkpoint."""
+    """An update that lies in memory, `[rows, chunk]` fp32: zeros before the first message, or of a
+    checkpoint."""
 
     layout: Layout
     of_rows: Tensor
@@ -48,7 +49,8 @@ class Flat:
 
 
 class Pending:
-    """The updates of the last `delay` steps, oldest first, as their messages; zeros before the first ones arrive."""
+    """The updates of the last `delay` steps, oldest first, as their messages; zeros before the
+    first ones arrive."""
 
     def __init__(self, layout: Layout, delay: int, device: torch.device) -> None:
         self._layout, self._device = layout, device
@@ -77,7 +79,8 @@ class Pending:
         return [self.wait(index) for index in range(len(self._updates))]
 
     def step_on(self, parameters: Mapping[str, Tensor], base: BaseStep) -> None:
-        """Lets `base` step on each update, and on `parameters` only, and replaces all updates by zeros.
+        """Lets `base` step on each update, and on `parameters` only, and replaces all updates by
+        zeros.
 
         The gradients do not change, because a backward pass may come next and add to them.
         """
@@ -101,14 +104,16 @@ class Pending:
 
 
 class GradientReplicator(Replicator):
-    """Replaces each gradient by the update that all replicas agreed on, before the base optimizer sees it.
+    """Replaces each gradient by the update that all replicas agreed on, before the base optimizer
+    sees it.
 
-    With a delay it is the update of an earlier step. A parameter that requires a gradient and has none counts as zero,
-    on every replica alike.
+    With a delay it is the update of an earlier step. A parameter that requires a gradient and has
+    none counts as zero, on every replica alike.
 
     Args:
-        last: Whether no later level exchanges gradients. SignSGD then takes the update straight from the messages where
-            it can, and gradients stay this replica's own: storing the update and reading it costs more than decoding.
+        last: Whether no later level exchanges gradients. SignSGD then takes the update straight
+            from the messages where it can, and gradients stay this replica's own: storing the
+            update and reading it costs more than decoding.
     """
 
     def __init__(
@@ -186,12 +191,13 @@ class GradientReplicator(Replicator):
             raise
 
     def refuse_overlap(self) -> None:
-        """Raises `OverlapError` between `overlap` and its step, or where gradients changed after they were sent."""
+        """Raises `OverlapError` between `overlap` and its step, or where gradients changed after
+        they were sent."""
         self._refuse_unequal()
         if self._overlap:
             raise OverlapError(
-                f"gradients of step {self._overlap.step} left within overlap(), but no step() followed: call it once "
-                "after every overlap()"
+                f"gradients of step {self._overlap.step} left within overlap(), but no step()"
+                " followed: call it once after every overlap()"
             )
 
     def shared_weights(self) -> list[Tensor]:

@@ -7,7 +7,8 @@ from detonation.core.schemes.scheme import Outer
 
 
 class OuterSGD:
-    """A flat, and the SGD that moves it by the updates that arrive, some rows at a time; its momentum begins with zero.
+    """A flat, and the SGD that moves it by the updates that arrive, some rows at a time; its
+    momentum begins with zero.
 
     Its arithmetic is that of `torch.optim.SGD`, in place, without fused multiply-add.
 
@@ -35,7 +36,8 @@ class OuterSGD:
         return {} if self._momentum is None else {"momentum_buffer": self._momentum}
 
     def _direction(self, rows: slice, gradient: Tensor) -> Tensor:
-        """The direction for a gradient of some rows, which is changed, to read."""  # [len(rows), chunk] -> the same
+        """The direction for a gradient of some rows, which is changed, to read."""
+        # [len(rows), chunk] -> the same
         if self._momentum is None:
             return gradient
         momentum = self._momentum[rows].mul_(self._outer.momentum).add_(gradient)

@@ -18,14 +18,16 @@ SAMPLED_VALUES = 1024
 
 
 class OverlapError(DetonationError, RuntimeError):
-    """Gradients that were sent during backward have changed since, came twice, or never had their step."""
+    """Gradients that were sent during backward have changed since, came twice, or never had their
+    step."""
 
 
 class CommStream:
     """The stream of an accelerator on which buckets are encoded and sent; nothing on a CPU.
 
-    Hooks run on the stream that computed the gradient (FSDP2 has its own), so this stream waits for each of them. It
-    orders the buckets, and their use of the memory that they share with the previous step.
+    Hooks run on the stream that computed the gradient (FSDP2 has its own), so this stream waits for
+    each of them. It orders the buckets, and their use of the memory that they share with the
+    previous step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,9 +59,10 @@ class CommStream:
 class Overlap:
     """The gradients of one step, sent bucket by bucket as backward computes them.
 
-    The order is that of the channel's pipelines on every rank, in whatever order hooks fire: a bucket that is complete
-    waits for the buckets before it, so that no two ranks ever start collectives in different orders. `finish` sends the
-    rest after backward; a gradient that did not come is zero.
+    The order is that of the channel's pipelines on every rank, in whatever order hooks fire: a
+    bucket that is complete waits for the buckets before it, so that no two ranks ever start
+    collectives in different orders. `finish` sends the rest after backward; a gradient that did not
+    come is zero.
     """
 
     def __init__(
@@ -102,7 +105,10 @@ class Overlap:
                 hook.remove()
 
     def finish(self) -> tuple[Transfer, runtime.Readback | None]:
-        """Sends the rest. Raises `OverlapError` for changed gradients, or returns the numbers for `refuse_unequal`."""
+        """Sends the rest.
+
+        Raises `OverlapError` for changed gradients, or returns the numbers for `refuse_unequal`.
+        """
         for name, seen in self._versions.items():
             gradient = self._parameters[name].grad
             if gradient is not seen[0] or _versions(gradient) != seen[1]:
@@ -120,8 +126,9 @@ class Overlap:
     def _on_gradient(self, index: int, parameter: Tensor) -> None:
         if index in self._arrived:
             raise OverlapError(
-                f"the gradient of {self._names[index]} came twice within overlap(): put one backward into it, the last "
-                "before step(); a model that runs a sharded module twice cannot overlap"
+                f"the gradient of {self._names[index]} came twice within overlap(): put one"
+                " backward into it, the last before step(); a model that runs a sharded module"
+                " twice cannot overlap"
             )
         self._arrived.add(index)
         self._stream.wait_for_current()
@@ -169,5 +176,6 @@ def _changed(which: str) -> OverlapError:
 
 
 def _versions(gradient: Tensor | None) -> tuple[int, ...]:
-    """The version counters of a tensor and of its local shard, which torch counts separately for a DTensor."""
+    """The version counters of a tensor and of its local shard, which torch counts separately for a
+    DTensor."""
     return () if gradient is None else (gradient._version, local(gradient)._version)

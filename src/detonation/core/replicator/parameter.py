@@ -19,8 +19,9 @@ from detonation.core.round import Round
 from detonation.core.schemes.scheme import ParameterScheme
 
 Unsent = Tensor | tuple[Update, float] | None
-"""The part of a bucket's movement that was not sent, if the parameters keep it: as it is, or the message and the weight
-of the movement, from which it can be computed as long as the parameters stay where they were."""
+"""The part of a bucket's movement that was not sent, if the parameters keep it: as it is, or the
+message and the weight of the movement, from which it can be computed as long as the parameters stay
+where they were."""
 Part = tuple[BucketPipeline, Unsent]
 """A bucket of a message in flight, and the part of its movement that was not sent."""
 
@@ -28,10 +29,10 @@ Part = tuple[BucketPipeline, Unsent]
 class ParameterReplicator(Replicator):
     """Lets the replicas train alone for a round, then moves all of them to a common anchor.
 
-    The signal is start of the round, in the parameters' type, - parameters; the update that all agree on is the
-    gradient of an outer SGD on the anchor. The anchor is fp32 and bitwise equal on all replicas. With a delay the
-    message has that many steps to arrive. The scheme's `resume_from` and `keep` decide how far the parameters then
-    follow the anchor.
+    The signal is start of the round, in the parameters' type, - parameters; the update that all
+    agree on is the gradient of an outer SGD on the anchor. The anchor is fp32 and bitwise equal on
+    all replicas. With a delay the message has that many steps to arrive. The scheme's `resume_from`
+    and `keep` decide how far the parameters then follow the anchor.
     """
 
     acts_before = False
@@ -150,8 +151,8 @@ class ParameterReplicator(Replicator):
     def _exchange(self, step: int, delay: int) -> None:
         """Sends the movement in this round, bucket by bucket.
 
-        Without a delay each bucket that is a message of its own lands while the next one is on its way, so that no more
-        than two are in memory.
+        Without a delay each bucket that is a message of its own lands while the next one is on its
+        way, so that no more than two are in memory.
         """
         self._arrived = None
         self._steps_left.fill_(delay)
@@ -193,7 +194,8 @@ class ParameterReplicator(Replicator):
         unsent: Unsent = None
         if transfer.own:
             own = transfer.own.pop()
-            # an accelerator has less memory and more time: it subtracts once more when the message lands
+            # an accelerator has less memory and more time: it subtracts once more when the message
+            # lands
             kept = delay > 0 or not self.channel.runtime.decides_on_device
             unsent = (
                 torch.sub(moved, self._decoded(pipeline.bucket, own), out=moved)
@@ -215,7 +217,8 @@ class ParameterReplicator(Replicator):
     def _rest(
         self, bucket: Bucket, unsent: Tensor | tuple[Update, float], weights: Sequence[Tensor]
     ) -> Tensor:
-        """The part of a bucket's movement that was not sent, before the anchor moves."""  # [rows of the bucket, chunk]
+        """The part of a bucket's movement that was not sent, before the anchor moves."""
+        # [rows of the bucket, chunk]
         if isinstance(unsent, Tensor):
             return unsent
         own, weight = unsent
@@ -259,7 +262,8 @@ class ParameterReplicator(Replicator):
     ) -> None:
         """Moves the anchor of a bucket by `update`, and the parameters after it.
 
-        Shapes: update and unsent `[rows of the bucket, chunk]`; weights one local shape per parameter.
+        Shapes: update and unsent `[rows of the bucket, chunk]`; weights one local shape per
+        parameter.
         """
         self._anchor.step(bucket.rows, update)
         target = anchor = self._anchor.flat[bucket.rows]
@@ -279,7 +283,8 @@ class ParameterReplicator(Replicator):
         copy(bucket.cut(weights), bucket.layout.parts(target))
 
     def _arriving(self) -> Tensor:
-        """The update in flight, after waiting for it; zeros where there is none."""  # [rows, chunk]
+        """The update in flight, after waiting for it; zeros where there is none."""
+        # [rows, chunk]
         if self._arrived is None:
             self._arrived = self.layout.zeros(self.channel.runtime.device)
             for transfer, _ in self._in_flight:
@@ -294,7 +299,8 @@ class ParameterReplicator(Replicator):
         return bucket.layout.flatten(bucket.cut(weights), self.channel.runtime.device)
 
     def _rounded(self, flat: Tensor, bucket: Bucket, weights: Sequence[Tensor]) -> Tensor:
-        """The rows of a bucket as the parameters hold them: rounding is no movement, and need not be sent."""
+        """The rows of a bucket as the parameters hold them: rounding is no movement, and need not
+        be sent."""
         rows, types = flat[bucket.rows], [weight.dtype for weight in bucket.cut(weights)]
         parts = [
             part.to(dtype) for part, dtype in zip(bucket.layout.parts(rows), types, strict=True)
@@ -302,8 +308,8 @@ class ParameterReplicator(Replicator):
         return bucket.layout.flatten(parts, rows.device)
 
     def _weights(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The local parameters, and the same contiguous, so that a piece of one can be written to: to be copied back
-        where they are others."""
+        """The local parameters, and the same contiguous, so that a piece of one can be written to:
+        to be copied back where they are others."""
         found = locals_of(self.parameters)
         return found, found if all(each.is_contiguous() for each in found) else [
             each.contiguous() for each in found
@@ -311,7 +317,8 @@ class ParameterReplicator(Replicator):
 
 
 class HoldingReplicator(ParameterReplicator):
-    """Rounds after which the padding rows of embeddings are where they were, though the codec moves them a little."""
+    """Rounds after which the padding rows of embeddings are where they were, though the codec moves
+    them a little."""
 
     def _follow(
         self, bucket: Bucket, update: Tensor, unsent: Tensor | None, weights: Sequence[Tensor]

@@ -1,6 +1,8 @@
-"""Schemes: frozen descriptions of messages and their schedule, their registry, and the arithmetic of their bytes.
+"""Schemes: frozen descriptions of messages and their schedule, their registry, and the arithmetic
+of their bytes.
 
-Importing the room registers every scheme of the package. Everything above may call it; it knows no link.
+Importing the room registers every scheme of the package. Everything above may call it; it knows no
+link.
 """
 
 # ruff: noqa: I001  the order of registration is the order in lists

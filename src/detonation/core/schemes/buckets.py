@@ -13,7 +13,8 @@ SMALLEST = 2**20
 
 
 def aligned_rows(*codecs: Codec) -> int:
-    """The number of rows after which messages of all `codecs` may be cut without a change of any bit.
+    """The number of rows after which messages of all `codecs` may be cut without a change of any
+    bit.
 
     64 rows at least, because a matrix product of few rows may round differently.
     """
@@ -26,10 +27,11 @@ def rows_of_a_turn(scheme: Scheme, replicas: int) -> int:
 
 
 def cut_into_buckets(layout: Layout, scheme: Scheme, unit: int, few: bool = False) -> list[Bucket]:
-    """The buckets of `layout`, in the order of their rows: together they send the bytes of the whole, bit for bit.
+    """The buckets of `layout`, in the order of their rows: together they send the bytes of the
+    whole, bit for bit.
 
-    Each but the last is a multiple of `unit` rows (`traffic.buckets_of`). There is one bucket for a layout in tiles,
-    because such a multiple ends within a line of tiles.
+    Each but the last is a multiple of `unit` rows (`traffic.buckets_of`). There is one bucket for a
+    layout in tiles, because such a multiple ends within a line of tiles.
 
     Args:
         few: See `block_rows`.
@@ -46,8 +48,9 @@ def block_rows(scheme: Scheme, rows: int, few: bool = False) -> int:
     """About the rows of a bucket.
 
     Args:
-        few: Whether all but messages of their own leave in `BUCKETS`: Triton kernels need no temporaries, each bucket
-            costs them as much as any other, and they read a message in so many parts at most.
+        few: Whether all but messages of their own leave in `BUCKETS`: Triton kernels need no
+            temporaries, each bucket costs them as much as any other, and they read a message in so
+            many parts at most.
     """
     small = scheme.divides_messages if few else scheme.summable or scheme.signal == "parameters"
     return max(1, -(-rows // (SMALL_BUCKETS if small else BUCKETS)))

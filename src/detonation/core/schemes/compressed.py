@@ -1,4 +1,5 @@
-"""Schemes that exchange once per round in fewer bytes: a selection or few bits of the movement of the parameters."""
+"""Schemes that exchange once per round in fewer bytes: a selection or few bits of the movement of
+the parameters."""
 
 from dataclasses import replace
 
@@ -9,7 +10,8 @@ from detonation.core.schemes.registry import register
 from detonation.core.schemes.scheme import LinkKind, ParameterScheme
 
 ROW = 256
-"""Coefficients of a row of `muloco`, where rows matter: enough for a length, and few enough for small parameters."""
+"""Coefficients of a row of `muloco`, where rows matter: enough for a length, and few enough for
+small parameters."""
 
 
 @register
@@ -24,15 +26,17 @@ def muloco(
 ) -> ParameterScheme:
     """`diloco` for Muon inside, in few bits with error feedback.
 
-    Orthogonal steps are equally long on all replicas, so their sum tolerates few bits and needs less outer momentum.
-    The scheme does not choose the inner optimizer: use it with `Muon`.
+    Orthogonal steps are equally long on all replicas, so their sum tolerates few bits and needs
+    less outer momentum. The scheme does not choose the inner optimizer: use it with `Muon`.
 
-    The replicas' movements differ, so their mean is shorter than each. `outer_lr` above 1 makes up for it, or
-    `aggregate="rescaled_mean"` with `outer_lr=1`, in which each row of 256 values gets their mean length.
+    The replicas' movements differ, so their mean is shorter than each. `outer_lr` above 1 makes up
+    for it, or `aggregate="rescaled_mean"` with `outer_lr=1`, in which each row of 256 values gets
+    their mean length.
 
     Args:
         every, outer_lr, outer_momentum, precision: As in `diloco`.
-        decay: Of the rounding error of the precision, which is sent in the next round; from 0 (lost) to 1.
+        decay: Of the rounding error of the precision, which is sent in the next round; from 0
+            (lost) to 1.
         aggregate, link: As in `demo`.
 
     Raises:
@@ -61,17 +65,19 @@ def muloco(
 
 @register
 def sparta(rate: float = 1 / 200, precision: str = "fp32") -> ParameterScheme:
-    """Averages a random subset of the parameters themselves after every step, the same subset on all replicas.
+    """Averages a random subset of the parameters themselves after every step, the same subset on
+    all replicas.
 
-    Any local optimizer works; between steps no two replicas are equal. An anchor holds the last agreed value of each
-    coordinate, bitwise equal on all replicas; `synchronize()` averages every coordinate once, in one whole cycle of
-    messages, after which all replicas are equal. In the paper the mask is drawn at random and broadcast; here every
-    replica knows it, and each coordinate has its turn once in 1 / rate steps. As a level before `diloco` on the same
-    axis it holds replicas together over long rounds.
+    Any local optimizer works; between steps no two replicas are equal. An anchor holds the last
+    agreed value of each coordinate, bitwise equal on all replicas; `synchronize()` averages every
+    coordinate once, in one whole cycle of messages, after which all replicas are equal. In the
+    paper the mask is drawn at random and broadcast; here every replica knows it, and each
+    coordinate has its turn once in 1 / rate steps. As a level before `diloco` on the same axis it
+    holds replicas together over long rounds.
 
     Args:
-        rate: The share of the parameters averaged per step, above 0 and at most 1, rounded down to one over a whole
-            number.
+        rate: The share of the parameters averaged per step, above 0 and at most 1, rounded down to
+            one over a whole number.
         precision: As in `diloco`.
 
     Raises:
@@ -99,10 +105,11 @@ def sparseloco(
     aggregate: str = "clipped_mean",
     link: LinkKind = "auto",
 ) -> ParameterScheme:
-    """`diloco` that sends only the largest coordinates of the movement, in two bits, and leaves the rest in memory.
+    """`diloco` that sends only the largest coordinates of the movement, in two bits, and leaves the
+    rest in memory.
 
-    Top-k of each chunk without a transform, error feedback in the place of an outer momentum, every replica clipped to
-    the median norm. With the defaults about 0.002 bytes per parameter and step.
+    Top-k of each chunk without a transform, error feedback in the place of an outer momentum, every
+    replica clipped to the median norm. With the defaults about 0.002 bytes per parameter and step.
 
     Args:
         every, outer_lr, precision: As in `diloco`.

@@ -39,8 +39,8 @@ def momentum(
         error_feedback: Whether the rounding error of the precision stays in the momentum.
         aggregate: One of `AGGREGATIONS`.
         delay: Steps that a message may be in flight while training goes on, at least 0.
-        link: "all-reduce", "all-gather", "owner", or "auto" for the one with the fewest bytes among those without a
-            loss of quality.
+        link: "all-reduce", "all-gather", "owner", or "auto" for the one with the fewest bytes among
+            those without a loss of quality.
 
     Raises:
         ValueError: A value is out of range.
@@ -63,7 +63,8 @@ def full(precision: str = "fp32") -> GradientScheme:
     """Averages all gradients over all replicas at every step, as hybrid-sharded data parallel does.
 
     Args:
-        precision: One of "fp32", "bf16", "int8", "4bit", "2bit", "sign"; below fp32 gradients are rounded to it.
+        precision: One of "fp32", "bf16", "int8", "4bit", "2bit", "sign"; below fp32 gradients are
+            rounded to it.
 
     Raises:
         ValueError: The precision does not exist.
@@ -81,11 +82,12 @@ def full(precision: str = "fp32") -> GradientScheme:
 def loco(
     precision: str = "4bit", decay: float = 1.0, delay: int = 0, link: LinkKind = "auto"
 ) -> GradientScheme:
-    """`full` in few bits with error feedback: every coordinate at every step, its rounding error in the next one.
+    """`full` in few bits with error feedback: every coordinate at every step, its rounding error in
+    the next one.
 
-    For optimizers that need dense gradients, as AdamW and Muon do. The rounding errors add up to nothing: with decay 1
-    the updates of many steps have the sum of the gradients. The paper averages the error over steps and keeps it in 8
-    bits; here it is kept in fp32, as it is.
+    For optimizers that need dense gradients, as AdamW and Muon do. The rounding errors add up to
+    nothing: with decay 1 the updates of many steps have the sum of the gradients. The paper
+    averages the error over steps and keeps it in 8 bits; here it is kept in fp32, as it is.
 
     Args:
         precision: One of "bf16", "int8", "4bit", "2bit", "sign".
@@ -130,28 +132,33 @@ def demo(
     delay: int = 0,
     link: LinkKind = "auto",
 ) -> GradientScheme:
-    """Decoupled momentum: sends the `topk` largest DCT coefficients of every chunk of the momentum at every step.
+    """Decoupled momentum: sends the `topk` largest DCT coefficients of every chunk of the momentum
+    at every step.
 
-    With more than one shard per replica this is FlexDeMo. The papers step with the sign of the update: use `SignSGD`.
-    Any other optimizer works, too.
+    With more than one shard per replica this is FlexDeMo. The papers step with the sign of the
+    update: use `SignSGD`. Any other optimizer works, too.
 
     Args:
-        topk: Coefficients sent per chunk, from 1 to chunk; per tile with `tiles`, from 1 to chunk * chunk.
+        topk: Coefficients sent per chunk, from 1 to chunk; per tile with `tiles`, from 1 to chunk *
+            chunk.
         chunk: Neighbouring coordinates that are transformed together, at least 1.
-        tiles: Cut matrices into tiles of chunk x chunk, transformed along both sides, as the paper does. A parameter
-            that fills no tile (a bias, a norm) is cut into rows as long as a tile.
+        tiles: Cut matrices into tiles of chunk x chunk, transformed along both sides, as the paper
+            does. A parameter that fills no tile (a bias, a norm) is cut into rows as long as a
+            tile.
         decay: Of the momentum, from 0 to 1; the longer the run, the closer to 1.
-        alpha: The share of the sent coefficients that leaves the momentum, from 0 to 1; 1 in DeMo v1, 0.2 is best in
-            v2.
+        alpha: The share of the sent coefficients that leaves the momentum, from 0 to 1; 1 in DeMo
+            v1, 0.2 is best in v2.
         precision: One of "fp32", "bf16", "int8", "4bit", "2bit", "sign" (DisTrO's single bit).
-        error_feedback: Whether the rounding error of the precision stays in the momentum. False removes the whole
-            coefficient, as DisTrO does; take it with "sign", whose errors are as large as its values.
-        aggregate: "mean" over all replicas as in the paper, "mean_nonzero" over the replicas that sent a coefficient as
-            in the authors' package, "majority_vote", "clipped_mean" or "rescaled_mean".
-        delay: Steps that a message may be in flight while training goes on, at least 0. It costs much loss
-            (docs/findings.md); `Replicated.overlap` costs none.
-        link: "all-gather", "owner" (bytes that do not grow with the replicas), or "auto" for the one with fewer bytes,
-            from 8 replicas on.
+        error_feedback: Whether the rounding error of the precision stays in the momentum. False
+            removes the whole coefficient, as DisTrO does; take it with "sign", whose errors are as
+            large as its values.
+        aggregate: "mean" over all replicas as in the paper, "mean_nonzero" over the replicas that
+            sent a coefficient as in the authors' package, "majority_vote", "clipped_mean" or
+            "rescaled_mean".
+        delay: Steps that a message may be in flight while training goes on, at least 0. It costs
+            much loss (docs/findings.md); `Replicated.overlap` costs none.
+        link: "all-gather", "owner" (bytes that do not grow with the replicas), or "auto" for the
+            one with fewer bytes, from 8 replicas on.
 
     Raises:
         ValueError: A value is out of range.
@@ -160,7 +167,8 @@ def demo(
         >>> demo(topk=1, precision="sign", error_feedback=False).arguments["topk"]
         1
 
-    Reference: Peng, Quesnelle & Kingma, DeMo, arXiv 2411.19870; From et al., FlexDeMo, arXiv 2502.06728.
+    Reference: Peng, Quesnelle & Kingma, DeMo, arXiv 2411.19870; From et al., FlexDeMo, arXiv
+    2502.06728.
     """
     if tiles and chunk < 1:
         raise ValueError(f"chunk is {chunk}, must be at least 1")
@@ -186,9 +194,10 @@ def decoupled_adamw(
 ) -> GradientScheme:
     """`demo` under its name with AdamW, whose two moments no replica ever sends.
 
-    The moments are computed from the update that all replicas agreed on, and so are equal everywhere. The update is not
-    reduced to its sign, as in the published code, which would make AdamW a smoothed `SignSGD`. The scheme does not
-    choose the optimizer: use it with `torch.optim.AdamW`, and so `random` and `striding`.
+    The moments are computed from the update that all replicas agreed on, and so are equal
+    everywhere. The update is not reduced to its sign, as in the published code, which would make
+    AdamW a smoothed `SignSGD`. The scheme does not choose the optimizer: use it with
+    `torch.optim.AdamW`, and so `random` and `striding`.
 
     Args:
         topk, chunk, tiles, decay, alpha, precision, error_feedback, aggregate, link: As in `demo`.

@@ -1,4 +1,5 @@
-"""Schemes that exchange once per round: the movement of the parameters since the last common weights."""
+"""Schemes that exchange once per round: the movement of the parameters since the last common
+weights."""
 
 from dataclasses import replace
 
@@ -46,8 +47,8 @@ def outer_sgd(
         decay: Of the memory of the unsent part, from 0 to 1; without it the unsent part is lost.
         aggregate: One of `AGGREGATIONS`.
         delay: Steps that a message may be in flight, from 0 to below every.
-        link: "all-reduce", "all-gather", "owner", or "auto" for the one with the fewest bytes among those without a
-            loss of quality.
+        link: "all-reduce", "all-gather", "owner", or "auto" for the one with the fewest bytes among
+            those without a loss of quality.
 
     Raises:
         ValueError: A value is out of range.
@@ -74,17 +75,19 @@ def diloco(
     nesterov: bool = True,
     precision: str = "fp32",
 ) -> ParameterScheme:
-    """Local steps with any optimizer; every `every` steps the replicas average the movement of their parameters.
+    """Local steps with any optimizer; every `every` steps the replicas average the movement of
+    their parameters.
 
-    The mean of anchor - parameters is the gradient of an outer SGD that moves the anchor, from which all replicas start
-    the next round, bitwise equal. The inner optimizer's state stays private. With outer_lr 1 and outer_momentum 0 this
-    is plain averaging.
+    The mean of anchor - parameters is the gradient of an outer SGD that moves the anchor, from
+    which all replicas start the next round, bitwise equal. The inner optimizer's state stays
+    private. With outer_lr 1 and outer_momentum 0 this is plain averaging.
 
     Args:
         every: Local steps per round, at least 1.
         outer_lr: Of the outer SGD, above 0.
-        outer_momentum: Of the outer SGD, from 0 to below 1. The paper has 0.9, for hundreds of rounds of 500 steps;
-            over a hundred rounds of ten steps that was far worse (docs/findings.md).
+        outer_momentum: Of the outer SGD, from 0 to below 1. The paper has 0.9, for hundreds of
+            rounds of 500 steps; over a hundred rounds of ten steps that was far worse
+            (docs/findings.md).
         nesterov: Whether that momentum is Nesterov's.
         precision: One of "fp32", "bf16", "int8", "4bit", "2bit", "sign".
 
@@ -114,18 +117,19 @@ def streaming_diloco(
 ) -> ParameterScheme:
     """`diloco` in fragments that take turns, so that the load on the network is even.
 
-    The fragments are equally large, as nearly as their units allow. Fragment number f (from 1) follows its anchor after
-    f * every / fragments steps and then every `every` steps, except for the share `keep` of its own movement; its
-    message leaves `delay` steps before. So does torchft. The anchors are bitwise equal on all replicas; the parameters
-    are after `synchronize()`.
+    The fragments are equally large, as nearly as their units allow. Fragment number f (from 1)
+    follows its anchor after f * every / fragments steps and then every `every` steps, except for
+    the share `keep` of its own movement; its message leaves `delay` steps before. So does torchft.
+    The anchors are bitwise equal on all replicas; the parameters are after `synchronize()`.
 
     Args:
         every, outer_lr, outer_momentum, precision: As in `diloco`.
         fragments: From 1 to every.
         delay: Steps, from 0 to below every.
-        keep: From 0 to 1. With the paper's 0.5 replicas part in long rounds; with 1, until `synchronize()`.
-        unit: "parameter", or "block" to keep the parameters of a numbered layer (layers.3) in one fragment, as the
-            paper does; layers of equal size take turns.
+        keep: From 0 to 1. With the paper's 0.5 replicas part in long rounds; with 1, until
+            `synchronize()`.
+        unit: "parameter", or "block" to keep the parameters of a numbered layer (layers.3) in one
+            fragment, as the paper does; layers of equal size take turns.
         link: As in `demo`.
 
     Raises:

@@ -19,12 +19,13 @@ SCHEMES: dict[str, Callable[..., Scheme]] = {}
 def register(function: Callable[P, S]) -> Callable[P, S]:
     """Registers the scheme that `function` makes, under the function's name.
 
-    Recipes, `--help`, `compare` and `plan` then know it, and `detonation.testing.check_scheme` checks it against the
-    laws. The decorator records name and arguments, defaults included, and checks each argument's type.
+    Recipes, `--help`, `compare` and `plan` then know it, and `detonation.testing.check_scheme`
+    checks it against the laws. The decorator records name and arguments, defaults included, and
+    checks each argument's type.
 
     Args:
-        function: Returns a `GradientScheme` or a `ParameterScheme`; every parameter is annotated with `int`, `float`,
-            `bool`, `str` or a `Literal`, and has a default.
+        function: Returns a `GradientScheme` or a `ParameterScheme`; every parameter is annotated
+            with `int`, `float`, `bool`, `str` or a `Literal`, and has a default.
 
     Returns:
         The function, which now raises `ValueError` for an argument of another type.
@@ -62,7 +63,8 @@ def _recorded(function: Callable[P, S], name: str) -> Callable[P, S]:
         found = function(*args, **kwargs)
         if not isinstance(found, Scheme):
             raise ValueError(
-                f"scheme {name} is {found!r}, must be made by momentum(...), outer_sgd(...) or the like"
+                f"scheme {name} is {found!r}, must be made by momentum(...), outer_sgd(...) or the"
+                " like"
             )
         return replace(found, name=name, arguments=dict(bound.arguments))
 
@@ -77,7 +79,8 @@ def scheme(name: str, arguments: Mapping[str, Any] | None = None) -> Scheme:
         arguments: The function's own arguments; the rest take their defaults.
 
     Raises:
-        ValueError: A name or an argument does not exist (the message lists the valid ones), or a value is out of range.
+        ValueError: A name or an argument does not exist (the message lists the valid ones), or a
+            value is out of range.
 
     Example:
         >>> scheme("demo", {"topk": 2}).arguments["chunk"]
@@ -94,7 +97,8 @@ def scheme(name: str, arguments: Mapping[str, Any] | None = None) -> Scheme:
 
 
 def _require_type(name: str, value: object, hint: Any) -> None:
-    """Raises `ValueError` unless `value` is one of a `Literal`, or has a plain type that `hint` names."""
+    """Raises `ValueError` unless `value` is one of a `Literal`, or has a plain type that `hint`
+    names."""
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
             raise ValueError(

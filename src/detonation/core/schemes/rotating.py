@@ -18,11 +18,12 @@ def random(
     delay: int = 0,
     link: LinkKind = "auto",
 ) -> GradientScheme:
-    """Sends a random subset of the momentum, the same on all replicas and fresh at every step, without indices.
+    """Sends a random subset of the momentum, the same on all replicas and fresh at every step,
+    without indices.
 
     Args:
-        rate: The share of the coordinates sent per step, above 0 and at most 1, rounded down to one over a whole
-            number. Every coordinate is sent once in a cycle of ceil(1 / rate) steps.
+        rate: The share of the coordinates sent per step, above 0 and at most 1, rounded down to one
+            over a whole number. Every coordinate is sent once in a cycle of ceil(1 / rate) steps.
         decay, alpha, precision, error_feedback, aggregate, delay, link: As in `demo`.
 
     Raises:
@@ -50,17 +51,19 @@ def random_sign(
     delay: int = 0,
     link: LinkKind = "auto",
 ) -> GradientScheme:
-    """`random` in one bit per value and a vote: replicas send signs, and the majority's sign is taken.
+    """`random` in one bit per value and a vote: replicas send signs, and the majority's sign is
+    taken.
 
     Neither indices nor magnitudes are sent: 1 / 32 of the bytes of `random`.
 
     Args:
-        rate: The share of the coordinates sent per step, above 0 and at most 1, rounded down to one over a whole
-            number.
+        rate: The share of the coordinates sent per step, above 0 and at most 1, rounded down to one
+            over a whole number.
         decay, alpha, error_feedback, delay, link: As in `demo`.
-        cycle: Whether every coordinate is sent once in ceil(1 / rate) steps, as in `random`. Without a cycle each step
-            draws a subset on its own. The loss is lower then (docs/findings.md), but a coordinate may wait long, and
-            one that gets no gradient walks at random by single steps if the number of replicas is odd.
+        cycle: Whether every coordinate is sent once in ceil(1 / rate) steps, as in `random`.
+            Without a cycle each step draws a subset on its own. The loss is lower then
+            (docs/findings.md), but a coordinate may wait long, and one that gets no gradient walks
+            at random by single steps if the number of replicas is odd.
 
     Raises:
         ValueError: A value is out of range.
@@ -69,8 +72,8 @@ def random_sign(
         >>> random_sign(rate=1 / 8).codec.nbytes(rows=1024)
         1040
 
-    Reference: Bernstein et al., signSGD with majority vote, arXiv 1810.05291; Park and Lee, sparse signSGD with
-    majority vote, arXiv 2302.07475; the selection of arXiv 2502.06728.
+    Reference: Bernstein et al., signSGD with majority vote, arXiv 1810.05291; Park and Lee, sparse
+    signSGD with majority vote, arXiv 2302.07475; the selection of arXiv 2502.06728.
     """
     selection = Random(rate, cycle)
     return momentum(
@@ -91,7 +94,8 @@ def striding(
 ) -> GradientScheme:
     """Sends every n-th coordinate of the momentum; the comb moves on by one at each step.
 
-    The rotation covers every coordinate; in the published code it stands still at power-of-two rates.
+    The rotation covers every coordinate; in the published code it stands still at power-of-two
+    rates.
 
     Args:
         rate, decay, alpha, precision, error_feedback, aggregate, delay, link: As in `random`.

@@ -1,4 +1,7 @@
-"""A scheme is a frozen, serialisable description of one level of replication. It knows codec and round, but no link."""
+"""A scheme is a frozen, serialisable description of one level of replication.
+
+It knows codec and round, but no link.
+"""
 
 import math
 from collections.abc import Mapping
@@ -17,7 +20,8 @@ from detonation.core.round import Round
 LinkKind = Literal["auto", "all-reduce", "all-gather", "owner"]
 LINKS: tuple[str, ...] = get_args(LinkKind)
 ALIGNMENT = 16
-"""The bytes that NCCL and kernels move at once where every message begins at a multiple of them, and else one."""
+"""The bytes that NCCL and kernels move at once where every message begins at a multiple of them,
+and else one."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +57,14 @@ class Scheme:
         feedback: The memory of the unsent part of the signal; None for no memory.
         aggregation: Makes one update of the messages of all replicas.
         round: The steps at which messages are sent, and when their update is applied.
-        link: The collective; "auto" for the one with the fewest bytes among those without a loss of quality.
+        link: The collective; "auto" for the one with the fewest bytes among those without a loss of
+            quality.
         name: The name in a recipe; `register` sets it.
         arguments: The arguments in a recipe, defaults included; `register` sets them.
 
     Raises:
-        ValueError: The link does not exist, is "all-reduce" for messages that cannot be added, or is "owner" for an
-            aggregation of whole messages.
+        ValueError: The link does not exist, is "all-reduce" for messages that cannot be added, or
+            is "owner" for an aggregation of whole messages.
 
     Example:
         >>> scheme = Scheme(round=Round(every=10))
@@ -95,23 +100,27 @@ class Scheme:
         """The layout of each fragment of `layout`.
 
         Args:
-            sizes: Coordinates of each parameter over all shards, by name; those of `layout` when left out.
+            sizes: Coordinates of each parameter over all shards, by name; those of `layout` when
+                left out.
         """
         return [layout]
 
     @property
     def worth_overlapping(self) -> bool:
-        """True if sending during backward hides the exchange: for gradients that the same step waits for."""
+        """True if sending during backward hides the exchange: for gradients that the same step
+        waits for."""
         return self.signal == "gradients" and not self.round.delay
 
     @property
     def divides_messages(self) -> bool:
-        """True if each bucket is a message of its own; else buckets are pieces of one message, with one header."""
+        """True if each bucket is a message of its own; else buckets are pieces of one message, with
+        one header."""
         return self.signal == "parameters" and self.aggregation.rowwise
 
     @property
     def needs_own_update(self) -> bool:
-        """True if the replicator needs the update for the case that every replica had sent this replica's message."""
+        """True if the replicator needs the update for the case that every replica had sent this
+        replica's message."""
         return False
 
     def __post_init__(self) -> None:
@@ -119,39 +128,45 @@ class Scheme:
             raise ValueError(f"link is {self.link!r}, must be one of {', '.join(LINKS)}")
         if self.link == "all-reduce" and not self.summable:
             raise ValueError(
-                "link is 'all-reduce', which needs fp32 or bf16 at shared indices and aggregate='mean'"
+                "link is 'all-reduce', which needs fp32 or bf16 at shared indices and"
+                " aggregate='mean'"
             )
         if not (self.aggregation.rowwise or hasattr(self.aggregation, "weights")):
             raise TypeError(
-                f"{type(self.aggregation).__name__} is not rowwise: it needs `weights`, see NormWeighing"
+                f"{type(self.aggregation).__name__} is not rowwise: it needs `weights`, see"
+                " NormWeighing"
             )
         if self.link == "owner" and not self.aggregation.rowwise:
             raise ValueError(
-                "link is 'owner', which shows an owner some rows of each message; aggregate='clipped_mean' needs the "
-                "norm of the whole: use link='all-gather'"
+                "link is 'owner', which shows an owner some rows of each message;"
+                " aggregate='clipped_mean' needs the norm of the whole: use link='all-gather'"
             )
 
     @property
     def summable(self) -> bool:
-        """True if an all-reduce computes the update: for summable messages and a mean over all replicas."""
+        """True if an all-reduce computes the update: for summable messages and a mean over all
+        replicas."""
         return self.codec.summable and isinstance(self.aggregation, Mean)
 
     def aligned(self, local_ranks: int = 1) -> Self:
-        """As an accelerator sends: each of the ranks that share a gathered message pads to whole `ALIGNMENT` bytes."""
+        """As an accelerator sends: each of the ranks that share a gathered message pads to whole
+        `ALIGNMENT` bytes."""
         return replace(self, codec=replace(self.codec, alignment=ALIGNMENT * local_ranks))
 
     def reply_codec(self, replicas: int) -> Codec:
         """The codec in which owners among `replicas` answer.
 
-        Where the selection is the sender's own, the messages hold other coefficients each. An answer of one message's
-        size would leave most of them in the server residual, to be sent when they are old, which costs up to a third of
-        loss. The answer therefore holds as many coefficients per row as may have arrived, at most a quarter of the row
-        or four messages, in two bits each (research/log.md). Under a shared selection it is like a message.
+        Where the selection is the sender's own, the messages hold other coefficients each. An
+        answer of one message's size would leave most of them in the server residual, to be sent
+        when they are old, which costs up to a third of loss. The answer therefore holds as many
+        coefficients per row as may have arrived, at most a quarter of the row or four messages, in
+        two bits each (research/log.md). Under a shared selection it is like a message.
 
         Example:
             >>> from detonation import demo
             >>> demo(topk=1).reply_codec(replicas=4).selection, demo(topk=4).reply_codec(4).selection
-            (TopK(topk=4, chunk=64, shared=False, period=0), TopK(topk=16, chunk=64, shared=False, period=0))
+            (TopK(topk=4, chunk=64, shared=False, period=0), TopK(topk=16, chunk=64, shared=False,
+            period=0))
         """
         k, chunk, shared = (
             self.codec.selection.k,
@@ -180,9 +195,11 @@ class ParameterScheme(Scheme):
         outer: The optimizer that moves the anchor.
         fragments: Parts of the parameters whose rounds take turns; from 1 to `every`.
         unit: The part of the model that stays in one fragment; see `Layout.fragments`.
-        keep: The share of their own movement that stays when parameters follow the anchor; from 0 to 1.
-        resume_from: Where parameters go when the anchor has moved. "anchor": to it, except for `keep`. "sent": to the
-            anchor in the coordinates that were sent; the rest stays. Needs a round without a delay.
+        keep: The share of their own movement that stays when parameters follow the anchor; from 0
+            to 1.
+        resume_from: Where parameters go when the anchor has moved. "anchor": to it, except for
+            `keep`. "sent": to the anchor in the coordinates that were sent; the rest stays. Needs a
+            round without a delay.
     """
 
     signal = "parameters"

@@ -1,4 +1,5 @@
-"""The bytes that a scheme sends: arithmetic on layouts, so that they are known without a model in memory."""
+"""The bytes that a scheme sends: arithmetic on layouts, so that they are known without a model in
+memory."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -15,10 +16,12 @@ from detonation.core.schemes.scheme import Scheme
 CollectiveKind = Literal["all-reduce", "all-gather", "owner"]
 
 MANY_REPLICAS = 8
-"""From so many on the answers of owners cost at most 0.7 % of loss, among 4 up to 1.0 % (research/log.md)."""
+"""From so many on the answers of owners cost at most 0.7 % of loss, among 4 up to 1.0 %
+(research/log.md)."""
 
 WORTH_A_ROUND = 0.9
-"""Owners must send less than this share of an all-gather: they take a second round, and round again."""
+"""Owners must send less than this share of an all-gather: they take a second round, and round
+again."""
 
 
 class LargerThanDense(DetonationError, ValueError):
@@ -28,11 +31,13 @@ class LargerThanDense(DetonationError, ValueError):
 def collective_for(
     scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1
 ) -> CollectiveKind:
-    """The collective of the scheme or, for "auto", the one that sends the fewest bytes and costs no loss.
+    """The collective of the scheme or, for "auto", the one that sends the fewest bytes and costs no
+    loss.
 
-    An all-reduce where the network can add messages. Otherwise an all-gather or, once that sends more, a two-stage
-    all-reduce through the owners of rows. Among few replicas with a selection of their own a small answer costs loss:
-    owners are then the last resort, where an all-gather would send more than full synchronisation.
+    An all-reduce where the network can add messages. Otherwise an all-gather or, once that sends
+    more, a two-stage all-reduce through the owners of rows. Among few replicas with a selection of
+    their own a small answer costs loss: owners are then the last resort, where an all-gather would
+    send more than full synchronisation.
     """
     if scheme.link != "auto":
         return scheme.link
@@ -62,9 +67,9 @@ def exchange_bytes(
 ) -> int:
     """Bytes that one of `replicas` sends if all send messages of `rows` rows, on a ring.
 
-    all-reduce 2 n (R - 1) / R and all-gather n (R - 1) of n bytes; through owners R - 1 slices, and as many replies.
-    Where `local_ranks` of a node carry one message, n is the share of each. bare: without the header of a message, or
-    the status numbers that replace it in an all-reduce.
+    all-reduce 2 n (R - 1) / R and all-gather n (R - 1) of n bytes; through owners R - 1 slices, and
+    as many replies. Where `local_ranks` of a node carry one message, n is the share of each. bare:
+    without the header of a message, or the status numbers that replace it in an all-reduce.
     """
     codec = scheme.codec
     if kind == "owner":
@@ -136,8 +141,8 @@ def bytes_sent(
 def message_bytes(
     scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1, bare: bool = False
 ) -> int:
-    """Bytes that one rank sends in one exchange of the parameters of `layout`: gradients in one message, the movement
-    of parameters bucket by bucket."""
+    """Bytes that one rank sends in one exchange of the parameters of `layout`: gradients in one
+    message, the movement of parameters bucket by bucket."""
     way, others, last = (
         collective_for(scheme, layout, replicas, local_ranks),
         list[int](),
@@ -172,8 +177,9 @@ def buckets_of(
 ) -> list[Bucket]:
     """The buckets in which `layout` is sent while backward computes, or at the end of a round.
 
-    Each but the last is a multiple of the rows after which each of the ranks (replicas x local ranks) that carry a
-    message may cut it, so that owners have whole turns and no share has a remainder.
+    Each but the last is a multiple of the rows after which each of the ranks (replicas x local
+    ranks) that carry a message may cut it, so that owners have whole turns and no share has a
+    remainder.
 
     Args:
         few: See `block_rows`.
@@ -184,7 +190,8 @@ def buckets_of(
 
 
 def overlapped_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1) -> int:
-    """`message_bytes` of gradients with overlap: the same but for rounding, as all buckets share one header."""
+    """`message_bytes` of gradients with overlap: the same but for rounding, as all buckets share
+    one header."""
     way = collective_for(scheme, layout, replicas, local_ranks)
     last, *others = [
         bucket.layout.rows for bucket in buckets_of(scheme, layout, replicas, local_ranks)
@@ -204,7 +211,8 @@ def overlapped_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks:
 def require_below_dense(
     scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1
 ) -> None:
-    """Raises `LargerThanDense`, with both numbers, where `scheme` would send more than full synchronisation.
+    """Raises `LargerThanDense`, with both numbers, where `scheme` would send more than full
+    synchronisation.
 
     Headers do not count: they matter only for models of a few hundred parameters.
     """
@@ -212,8 +220,9 @@ def require_below_dense(
     dense = dense_bytes(layout.numel, replicas, local_ranks)
     if ours > dense:
         raise LargerThanDense(
-            f"{scheme.name} with {arguments_text(scheme)} would send {ours:,.0f} bytes per step over {replicas} "
-            f"replicas, full synchronisation sends {dense:,}: choose a smaller topk or rate, or scheme full"
+            f"{scheme.name} with {arguments_text(scheme)} would send {ours:,.0f} bytes per step"
+            f" over {replicas} replicas, full synchronisation sends {dense:,}: choose a smaller"
+            " topk or rate, or scheme full"
         )
 
 

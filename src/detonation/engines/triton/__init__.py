@@ -1,4 +1,5 @@
-"""The engine of an accelerator: Triton kernels encode, decode, seal and inspect whole messages, each in one launch."""
+"""The engine of an accelerator: Triton kernels encode, decode, seal and inspect whole messages,
+each in one launch."""
 
 import logging
 from functools import cache
@@ -20,7 +21,8 @@ _log = logging.getLogger("detonation")
 def triton_engine(
     codec: "Codec", layout: "Layout", memory: "Memory | None", runtime: Runtime, room: "Room | None"
 ) -> "TritonEngine | None":
-    """The engine for an accelerator whose kernels know `codec`; None for all else, and the log says once why."""
+    """The engine for an accelerator whose kernels know `codec`; None for all else, and the log says
+    once why."""
     if not runtime.decides_on_device:
         return None
     reason = why_not(runtime)
@@ -46,7 +48,8 @@ def why_not(runtime: Runtime) -> str:
     launches, reason = _launches()
     if runtime.device.type == "cuda" and launches is not None and launches.INTERPRETED:
         raise RuntimeError(
-            "TRITON_INTERPRET=1 would run the kernels on the CPU, with addresses of the GPU: unset it"
+            "TRITON_INTERPRET=1 would run the kernels on the CPU, with addresses of the GPU:"
+            " unset it"
         )
     return reason
 

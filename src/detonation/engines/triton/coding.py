@@ -1,4 +1,5 @@
-"""A codec as the Triton kernels see it: which ones they know, and the part that is compiled into a kernel."""
+"""A codec as the Triton kernels see it: which ones they know, and the part that is compiled into a
+kernel."""
 
 from torch import Tensor
 
@@ -20,8 +21,8 @@ from detonation.kernels.gpu.inspection import RowRun
 from detonation.kernels.gpu.launching import Coding, Places
 
 LONGEST_TRANSFORM, LONGEST_ROW, LONGEST_SHARED = 128, 256, 1024
-"""The longest rows whose matrix of a basis, and whose coordinates, the registers of a program hold; and those of a
-selection that all replicas share, of which no index has to fit into a byte."""
+"""The longest rows whose matrix of a basis, and whose coordinates, the registers of a program hold;
+and those of a selection that all replicas share, of which no index has to fit into a byte."""
 AGGREGATION_NAMES: dict[type[Aggregation], str] = {
     Mean: "mean", MeanNonzero: "nonzero", MajorityVote: "majority", WeightedMean: "weighted",
 }  # fmt: skip
@@ -31,7 +32,8 @@ _ROTATIONS: dict[type, str] = {Random: "random", Striding: "striding", Everythin
 
 
 def why_not_triton(codec: Codec, aggregation: Aggregation | None = None) -> str:
-    """The reason why no kernel encodes for `codec`, or decodes for `aggregation`; "" where kernels do."""
+    """The reason why no kernel encodes for `codec`, or decodes for `aggregation`; "" where kernels
+    do."""
     if aggregation is not None and type(aggregation) not in AGGREGATION_NAMES:
         return f"no kernel aggregates by {type(aggregation).__name__}"
     basis, selection = type(codec.basis), codec.selection
@@ -84,7 +86,8 @@ def coding_of(codec: Codec) -> Coding:
 
 
 def places_of(codec: Codec, rows: int, owners: RowOwners | None = None) -> Places:
-    """The bytes of a message of `rows` rows, as kernels read them (`Places`); of one for each owner of rows."""
+    """The bytes of a message of `rows` rows, as kernels read them (`Places`); of one for each owner
+    of rows."""
     lengths = codec.precision.lengths(rows, codec.selection.k)
     dealt = (owners.replicas, owners.in_turns, owners.run) if owners else (1, 0, 1)
     return Places(lengths[0], sum(lengths), *dealt, rows)

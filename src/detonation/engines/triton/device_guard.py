@@ -62,7 +62,8 @@ class TritonGuard(Guard):
         return Arrived(codec, body, stage.rows, shared, aggregation, stage.unit, message.release)
 
     def _inspected(self, message: Message, stage: Stage) -> Tensor:
-        """The messages that arrived run by run, put together; zeros replace unusable ones."""  # [replicas, nbytes]
+        """The messages that arrived run by run, put together; zeros replace unusable ones."""
+        # [replicas, nbytes]
         codec, step, octets, rows = stage.codec, message.step, message.arrived, stage.rows
         nbytes, phase = codec.nbytes(rows), stage.phase
         pairs = sorted(zip(message.rows, octets, strict=True), key=lambda pair: pair[0])
@@ -120,5 +121,6 @@ class TritonGuard(Guard):
 
 
 def _readback(numbers: Tensor) -> runtime.Readback:
-    """The readback of numbers over which a later inspection writes: of a CPU that plays an accelerator, of a copy."""
+    """The readback of numbers over which a later inspection writes: of a CPU that plays an
+    accelerator, of a copy."""
     return runtime.Readback(numbers.clone() if numbers.device.type == "cpu" else numbers)

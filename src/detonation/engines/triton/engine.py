@@ -1,4 +1,5 @@
-"""The Triton engine: a replica's encode and decode on an accelerator, each in one launch over all rows."""
+"""The Triton engine: a replica's encode and decode on an accelerator, each in one launch over all
+rows."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -37,12 +38,13 @@ from detonation.engines.triton.device_guard import TritonGuard
 from detonation.kernels.gpu import inspection, launches, launching
 
 OwnerRows = tuple[int, int, int, int, int, int]
-"""The number of an owner; the owners, and the rows of each: in turns, of one turn, and all (`addressing.dealt_row`);
-the rows of the flat."""
+"""The number of an owner; the owners, and the rows of each: in turns, of one turn, and all
+(`addressing.dealt_row`); the rows of the flat."""
 
 
 class TritonEngine(ReferenceEngine):
-    """The operations of `ReferenceEngine`, each in one launch; ordinary torch does what no kernel does.
+    """The operations of `ReferenceEngine`, each in one launch; ordinary torch does what no kernel
+    does.
 
     of_owner: the owner whose rows these are.
     """
@@ -119,7 +121,8 @@ class TritonEngine(ReferenceEngine):
         selection, rows = self.codec.selection, self.layout.rows
         if not selection.shared:
             return super().empty(step)
-        # by their rule, so that kernels decode here what they decode on the replicas that send something
+        # by their rule, so that kernels decode here what they decode on the replicas that send
+        # something
         shared = SharedIndices(selection, rows, step, self._seed, self.device)
         return Selected(
             torch.zeros(rows, selection.k, dtype=torch.float32, device=self.device), shared

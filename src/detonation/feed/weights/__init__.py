@@ -1,1 +1,2 @@
-"""The weights of any training as files that any number of readers follow: bases, and exact differences."""
+"""The weights of any training as files that any number of readers follow: bases, and exact
+differences."""

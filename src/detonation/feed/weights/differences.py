@@ -1,9 +1,10 @@
 """Differences of weights: bit patterns as integers, whose difference is exact, and its few bytes.
 
-A pattern has 16 bits; a wider element has several, and an element of one byte has one, which is widened. A difference
-is the gaps between the positions that changed and the deltas there, in planes of bytes that zlib compresses. The low
-bytes of gaps follow a geometric distribution, for which Huffman's code is close to the entropy; deltas are almost all
-+1 and -1, a bit each. Planes that are almost all 0 vanish as runs. One form serves 0.01 % and 100 % alike.
+A pattern has 16 bits; a wider element has several, and an element of one byte has one, which is
+widened. A difference is the gaps between the positions that changed and the deltas there, in planes
+of bytes that zlib compresses. The low bytes of gaps follow a geometric distribution, for which
+Huffman's code is close to the entropy; deltas are almost all +1 and -1, a bit each. Planes that are
+almost all 0 vanish as runs. One form serves 0.01 % and 100 % alike.
 """
 
 import zlib
@@ -22,7 +23,8 @@ MOST_PLANES = {"gaps": 5, "deltas": 2}
 
 
 def patterns_of(tensor: Tensor) -> Tensor:
-    """The bits of `tensor`: a view of it where it is contiguous and has more than one byte per element, else a copy.
+    """The bits of `tensor`: a view of it where it is contiguous and has more than one byte per
+    element, else a copy.
 
     Shapes: any -> `[patterns]` int16.
 
@@ -39,14 +41,16 @@ def patterns_of(tensor: Tensor) -> Tensor:
 
 
 def tensor_of(patterns: Tensor, like: Tensor) -> Tensor:
-    """The tensor that has these bits, with the type and shape of `like`; a view of `patterns` where it can be."""
+    """The tensor that has these bits, with the type and shape of `like`; a view of `patterns` where
+    it can be."""
     # [patterns] int16, any -> that of like
     bits = patterns.to(torch.uint8) if like.element_size() == 1 else patterns
     return bits.view(like.dtype).view(like.shape)
 
 
 def starts(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Where the patterns of each tensor begin, when all stand one after another; under "" their number."""
+    """Where the patterns of each tensor begin, when all stand one after another; under "" their
+    number."""
     counts = [tensor.nbytes // min(2, tensor.element_size()) for tensor in tensors.values()]
     return dict(zip([*tensors, ""], accumulate(counts, initial=0), strict=True))
 
@@ -54,7 +58,8 @@ def starts(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 def changes(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
     """Where two rows of patterns differ, and by how much, modulo 2**16.
 
-    Shapes: `[patterns]` int16, `[patterns]` int16 -> `[changed]` int64 in rising order, `[changed]` int16.
+    Shapes: `[patterns]` int16, `[patterns]` int16 -> `[changed]` int64 in rising order, `[changed]`
+    int16.
 
     Example:
         >>> new, old = torch.tensor([5, 6, 9], dtype=torch.int16), torch.tensor([5, 7, 3], dtype=torch.int16)
@@ -70,7 +75,8 @@ def changes(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _changes_in(new: Tensor, old: Tensor, room: Tensor) -> tuple[Tensor, Tensor]:
-    """Four patterns are looked at as one word first: most of them have not changed, and a subtraction is vectorised."""
+    """Four patterns are looked at as one word first: most of them have not changed, and a
+    subtraction is vectorised."""
     torch.sub(new, old, out=room[: len(new)])
     room[len(new) :] = 0
     words = room.view(torch.int64)
@@ -93,7 +99,8 @@ def move(tensor: Tensor, positions: Tensor, deltas: Tensor) -> None:
 def encode_difference(positions: Tensor, deltas: Tensor) -> dict[str, Tensor]:
     """The planes of a difference, by name; none where nothing changed.
 
-    Shapes: `[changed]` int64 in rising order, `[changed]` int16 -> `[bytes]` uint8 each, on the host.
+    Shapes: `[changed]` int64 in rising order, `[changed]` int16 -> `[bytes]` uint8 each, on the
+    host.
 
     Example:
         >>> coded = encode_difference(torch.tensor([3, 700]), torch.tensor([1, -1], dtype=torch.int16))
@@ -115,7 +122,8 @@ def encode_difference(positions: Tensor, deltas: Tensor) -> dict[str, Tensor]:
 def decode_difference(
     planes: Mapping[str, Tensor], count: int, patterns: int
 ) -> tuple[Tensor, Tensor]:
-    """The positions and deltas of a difference of `count` among `patterns` patterns, which a stranger may have made.
+    """The positions and deltas of a difference of `count` among `patterns` patterns, which a
+    stranger may have made.
 
     Raises `ValueError` where the planes do not hold `count` positions below `patterns`.
 
@@ -131,13 +139,15 @@ def decode_difference(
 
 
 def _planes(numbers: Tensor) -> list[Tensor]:
-    """The bytes of numbers that are not negative, the lowest first, up to the last that any of them has."""
+    """The bytes of numbers that are not negative, the lowest first, up to the last that any of them
+    has."""
     count = max(1, -(-int(numbers.max()).bit_length() // 8))
     return list(numbers.view(torch.uint8).view(len(numbers), -1)[:, :count].t().contiguous().cpu())
 
 
 def _compressed(plane: Tensor) -> Tensor:
-    # runs and Huffman's code: a search for longer repetitions takes 4 times as long, and finds nothing in noise
+    # runs and Huffman's code: a search for longer repetitions takes 4 times as long, and finds
+    # nothing in noise
     coder = zlib.compressobj(1, zlib.DEFLATED, 15, 9, zlib.Z_RLE)
     return torch.frombuffer(
         bytearray(coder.compress(octets(plane)) + coder.flush()), dtype=torch.uint8

@@ -1,4 +1,5 @@
-"""The files of a weight feed, and where they are: a directory, or a folder of any file system that fsspec knows."""
+"""The files of a weight feed, and where they are: a directory, or a folder of any file system that
+fsspec knows."""
 
 import contextlib
 import hashlib
@@ -18,7 +19,10 @@ from detonation.whole_files import write_whole
 
 
 class Folder(Protocol):
-    """Files by name. Whoever lists or reads sees a file whole or not at all. All methods raise `OSError`."""
+    """Files by name.
+
+    Whoever lists or reads sees a file whole or not at all. All methods raise `OSError`.
+    """
 
     def names(self) -> list[str]: ...
 
@@ -119,7 +123,8 @@ def folder_at(target: "Path | str | Folder") -> Folder:
 
 
 BASE, DIFFERENCE, END = "base", "difference", "end"
-"""Kinds: all weights at a step; the change from the step before; and that training ended at a step."""
+"""Kinds: all weights at a step; the change from the step before; and that training ended at a step.
+"""
 _NAME = re.compile(r"(\d{6})-(\d{12})-([0-9a-f]{16})\.(base|difference|end)\.safetensors")
 
 
@@ -150,7 +155,8 @@ class WeightFile:
 def read_content(file: WeightFile, content: bytearray) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Reads back the arguments of `shard_content`; the tensors are views of `content`.
 
-    Raises `CorruptCheckpoint` where the content is another than that of which the name was made, or no such file.
+    Raises `CorruptCheckpoint` where the content is another than that of which the name was made, or
+    no such file.
     """
     if _checksum([memoryview(content)]) != file.checksum:
         raise CorruptCheckpoint(f"{file.name} is damaged: its checksum differs")

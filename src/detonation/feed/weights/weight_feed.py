@@ -1,4 +1,5 @@
-"""The weight feed: what any training loop calls after a step, so that readers elsewhere have its exact weights."""
+"""The weight feed: what any training loop calls after a step, so that readers elsewhere have its
+exact weights."""
 
 import logging
 import secrets
@@ -35,10 +36,11 @@ _log = logging.getLogger("detonation.feed")
 
 
 class WeightFeed(AbstractContextManager["WeightFeed"]):
-    """Publishes the weights of a model as files: bases, and exact differences between them. See `Feed.of_weights`.
+    """Publishes the weights of a model as files: bases, and exact differences between them. See
+    `Feed.of_weights`.
 
-    step: The last that was published; -1 before. bytes_written: Of all files. trouble: In words, why the last call did
-    not write a file; "" where it wrote all.
+    step: The last that was published; -1 before. bytes_written: Of all files. trouble: In words,
+    why the last call did not write a file; "" where it wrote all.
     """
 
     def __init__(
@@ -69,13 +71,16 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
 
     @torch.no_grad()
     def publish(self, step: int) -> int:
-        """Writes what has changed since the last call, after `step` steps were taken; returns the bytes written.
+        """Writes what has changed since the last call, after `step` steps were taken; returns the
+        bytes written.
 
-        Each rank of a sharded model calls it, because the shards are gathered. Where the folder takes no file, as a
-        full disk does, training goes on: a warning is logged, `trouble` says why, this returns 0, and the next call
-        publishes the changes of both. Where `step` is not above the last one, training went back: readers get a base.
+        Each rank of a sharded model calls it, because the shards are gathered. Where the folder
+        takes no file, as a full disk does, training goes on: a warning is logged, `trouble` says
+        why, this returns 0, and the next call publishes the changes of both. Where `step` is not
+        above the last one, training went back: readers get a base.
 
-        Raises `ValueError` where `step` is negative, or a tensor has a type that safetensors lacks, as complex128.
+        Raises `ValueError` where `step` is negative, or a tensor has a type that safetensors lacks,
+        as complex128.
         """
         if step < 0:
             raise ValueError(f"step is {step}, must be at least 0")
@@ -97,7 +102,8 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         return self.bytes_written - before
 
     def close(self, ended: bool = True) -> None:
-        """Tells readers that training has come to its end, unless `ended` is false; there is nothing else to close."""
+        """Tells readers that training has come to its end, unless `ended` is false; there is
+        nothing else to close."""
         if ended and self._folder is not None and self.step >= 0:
             try:
                 self._write(self._folder, self._run, END, self.step, {}, {})
@@ -109,7 +115,8 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         self.close(ended=error is None)
 
     def _published(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The types and shapes of what is published, without memory, in the order of a file: wide types come first."""
+        """The types and shapes of what is published, without memory, in the order of a file: wide
+        types come first."""
         kinds = {
             k: self._dtype if self._dtype and v.is_floating_point() else v.dtype
             for k, v in tensors.items()
@@ -198,7 +205,8 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         return file, size
 
     def _remove_old(self, folder: Folder, run: int) -> None:
-        """Keeps the two newest bases of this run and what comes after the older: a reader of it has time to finish."""
+        """Keeps the two newest bases of this run and what comes after the older: a reader of it has
+        time to finish."""
         try:
             names = folder.names()
             bases = [
@@ -226,6 +234,9 @@ def _layout(tensors: Mapping[str, Tensor]) -> list[tuple[str, torch.dtype, torch
 
 
 def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in a type, whole: a collective where it is sharded. Shards are rounded before they travel."""
+    """The tensor in a type, whole: a collective where it is sharded.
+
+    Shards are rounded before they travel.
+    """
     cast = tensor.detach().to(dtype)
     return cast.full_tensor() if isinstance(cast, DTensor) else cast

@@ -1,4 +1,5 @@
-"""The reader of a weight feed: it brings the weights of a model to a step, bit for bit, from files alone."""
+"""The reader of a weight feed: it brings the weights of a model to a step, bit for bit, from files
+alone."""
 
 import hashlib
 import time
@@ -30,9 +31,11 @@ POLL_S = 0.1
 
 @dataclass(frozen=True)
 class WeightPatch:
-    """New values of one tensor, with the fields of vLLM's `CheckpointWeightPatch`; three are its `SparseWeightPatch`.
+    """New values of one tensor, with the fields of vLLM's `CheckpointWeightPatch`; three are its
+    `SparseWeightPatch`.
 
-    name: In the model. indices: `[changed]` int64 in rising order, of the flattened tensor. values: `[changed]`.
+    name: In the model. indices: `[changed]` int64 in rising order, of the flattened tensor. values:
+    `[changed]`.
     """
 
     name: str
@@ -43,12 +46,14 @@ class WeightPatch:
 
 
 class WeightFollower(AbstractContextManager["WeightFollower"]):
-    """Holds the weights of a training in a model of this process, from the files of a `WeightFeed`. Made by `follow`.
+    """Holds the weights of a training in a model of this process, from the files of a `WeightFeed`.
+    Made by `follow`.
 
-    The model changes within `update` and `patches` alone, and only after all of a file has been checked.
+    The model changes within `update` and `patches` alone, and only after all of a file has been
+    checked.
 
-    model: As it was given to `follow`. step: Of the training; -1 before the first base. joins: Bases that were taken.
-    trouble: In words, why a file could not be used; "" where none was.
+    model: As it was given to `follow`. step: Of the training; -1 before the first base. joins:
+    Bases that were taken. trouble: In words, why a file could not be used; "" where none was.
     """
 
     def __init__(self, model: nn.Module, folder: Folder) -> None:
@@ -77,14 +82,17 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
 
     @property
     def fingerprint(self) -> str:
-        """The sha256 (hex) of the parameters, as `detonation.fingerprint` makes it of a replica of one shard."""
+        """The sha256 (hex) of the parameters, as `detonation.fingerprint` makes it of a replica of
+        one shard."""
         return hashlib.sha256(bytes.fromhex(digest(self.model.parameters()))).hexdigest()
 
     def update(self, to: int | None = None, wait_s: float | None = None) -> int:
-        """Takes the steps that are there; returns `step`. The arguments are those of `Follower.update`.
+        """Takes the steps that are there; returns `step`. The arguments are those of
+        `Follower.update`.
 
-        Where training went back to an earlier step, so does the model. A file that is missing or damaged is never used:
-        the model stays where it is until the next base, and `trouble` says why.
+        Where training went back to an earlier step, so does the model. A file that is missing or
+        damaged is never used: the model stays where it is until the next base, and `trouble` says
+        why.
 
         Raises:
             LostFeed: Training ended before `to`, or has passed it and its files are gone.
@@ -110,11 +118,12 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
             time.sleep(rest_s)
 
     def patches(self, to: int | None = None, wait_s: float | None = None) -> list[WeightPatch]:
-        """Takes steps as `update` does; returns what they have changed, for a server that has weights of its own.
+        """Takes steps as `update` does; returns what they have changed, for a server that has
+        weights of its own.
 
-        A base that is taken makes patches as well, of all that differs from what the model had before. A server that
-        began with the same weights as `model` has the same ones after each call, unless an error ended one, or `update`
-        was called between.
+        A base that is taken makes patches as well, of all that differs from what the model had
+        before. A server that began with the same weights as `model` has the same ones after each
+        call, unless an error ended one, or `update` was called between.
 
         Example:
             >>> import tempfile
@@ -209,14 +218,15 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         odd = sorted(tensors.keys() ^ self._tensors.keys())
         if odd:
             raise ValueError(
-                f"training has another model: {odd[0]} and {len(odd) - 1} more are in one of them alone"
+                f"training has another model: {odd[0]} and {len(odd) - 1} more are in one of them"
+                " alone"
             )
         for name, new in tensors.items():
             own = self._tensors[name]
             if (new.dtype, new.shape) != (own.dtype, own.shape):
                 raise ValueError(
-                    f"training publishes {name} as {new.dtype} {tuple(new.shape)}, this model has {own.dtype} "
-                    f"{tuple(own.shape)}"
+                    f"training publishes {name} as {new.dtype} {tuple(new.shape)}, this model has"
+                    f" {own.dtype} {tuple(own.shape)}"
                 )
         self._run = self.step = -1  # whoever is interrupted from here on needs a base
         for name, new in tensors.items():

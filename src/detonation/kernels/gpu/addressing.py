@@ -1,4 +1,5 @@
-"""Rows inside a kernel: where they are in tensors and in dealt messages, and which coefficients of them are sent."""
+"""Rows inside a kernel: where they are in tensors and in dealt messages, and which coefficients of
+them are sent."""
 
 import triton
 import triton.language as tl
@@ -9,13 +10,15 @@ FP32, BF16, FP16 = 1, 2, 4
 
 @triton.jit
 def wide(number):
-    """A number as int64, `[1]`: products of it do not overflow, and the interpreter's loops count in plain integers."""
+    """A number as int64, `[1]`: products of it do not overflow, and the interpreter's loops count
+    in plain integers."""
     return tl.zeros([1], dtype=tl.int64) + number
 
 
 @triton.jit
 def bf16_bits(numbers):
-    """The bits of fp32 numbers as bf16, rounded to nearest, ties to even: integers round alike everywhere."""
+    """The bits of fp32 numbers as bf16, rounded to nearest, ties to even: integers round alike
+    everywhere."""
     bits = numbers.to(tl.int32, bitcast=True)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
     return tl.where(numbers == numbers, rounded, 0x7FC0)  # a NaN would overflow to a zero
@@ -38,7 +41,8 @@ def status_of(status, statuses, STATUSES: tl.constexpr):
 
 @triton.jit
 def searched(starts, rows, slots, SEARCH: tl.constexpr):
-    """The last slot that begins at or before each row; slots of no rows precede the one they share a start with."""
+    """The last slot that begins at or before each row; slots of no rows precede the one they share
+    a start with."""
     low = tl.zeros_like(rows).to(tl.int32)
     high = low + slots
     for _ in tl.static_range(SEARCH):
@@ -51,7 +55,8 @@ def searched(starts, rows, slots, SEARCH: tl.constexpr):
 
 @triton.jit
 def slot_of(starts, numels, slots, first, last, CHUNK: tl.constexpr, SEARCH: tl.constexpr):
-    """The slot of row `first`, and whether it has all coordinates of all rows up to `last`, fewer than 2**31."""
+    """The slot of row `first`, and whether it has all coordinates of all rows up to `last`, fewer
+    than 2**31."""
     slot = searched(starts, first, slots, SEARCH)
     left = tl.load(numels + slot) - (first - tl.load(starts + slot)) * CHUNK
     return slot, tl.minimum(left, 1 << 31) >= (last + 1 - first) * CHUNK
@@ -62,12 +67,15 @@ def rows_of_tile(
     starts, numels, slots, slot, first, last, row, present, column, CHUNK: tl.constexpr, SEARCH: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Rows from `first` up to `last`, of which `slot` mostly holds all: their numbers, their slots, where they begin in
-    the flattened tensors of these, whether they exist, and which coordinates do.
+    """Rows from `first` up to `last`, of which `slot` mostly holds all: their numbers, their slots,
+    where they begin in the flattened tensors of these, whether they exist, and which coordinates
+    do.
 
-    WHOLE: All are as `slot_of` says: then nothing is read for each of them, and masks are constants.
+    WHOLE: All are as `slot_of` says: then nothing is read for each of them, and masks are
+    constants.
 
-    Shapes: row, present `[rows]` -> row `[rows]`, slot `[1]` or `[rows]`, twice `[rows]`, and `[rows, columns]` bool.
+    Shapes: row, present `[rows]` -> row `[rows]`, slot `[1]` or `[rows]`, twice `[rows]`, and
+    `[rows, columns]` bool.
     """
     if WHOLE:
         found, present = tl.zeros([1], dtype=tl.int32) + slot, tl.zeros_like(row) == 0
@@ -86,7 +94,8 @@ def rows_of_tile(
 
 @triton.jit
 def load_coordinates(table, slot, slots, begin, column, inside, KINDS: tl.constexpr):
-    """The numbers of some rows, from `begin` on in the tensors of `table`, as fp32; 0 outside, and of absent ones."""
+    """The numbers of some rows, from `begin` on in the tensors of `table`, as fp32; 0 outside, and
+    of absent ones."""
     address = tl.load(table + slot)
     kind = tl.load(table + slots + slot)
     there = inside & (address != 0)[:, None]
@@ -131,10 +140,11 @@ def rounded_as(numbers, kind, KINDS: tl.constexpr):
 
 @triton.jit
 def dealt_row(message, begin, item, messages, turns, run, owned):
-    """The row of the flat that is row `begin + item` of message number `message`: see `RowOwners.deal`.
+    """The row of the flat that is row `begin + item` of message number `message`: see
+    `RowOwners.deal`.
 
-    item: int32, so that what is divided for each row has 32 bits. turns: The rows of each message that are dealt in
-    turns of `run` rows; the remainder is split into equal parts.
+    item: int32, so that what is divided for each row has 32 bits. turns: The rows of each message
+    that are dealt in turns of `run` rows; the remainder is split into equal parts.
     """
     row = wide(begin + item)
     if messages > 1:
@@ -147,7 +157,8 @@ def dealt_row(message, begin, item, messages, turns, run, owned):
 
 @triton.jit
 def message_of_row(begin, item, messages, turns, run, owned):
-    """The message that row `begin + item` of the flat was dealt to, and its row there; the inverse of `dealt_row`."""
+    """The message that row `begin + item` of the flat was dealt to, and its row there; the inverse
+    of `dealt_row`."""
     of_turn = (begin % run).to(tl.int32) + item
     turn = (begin // run % messages).to(tl.int32) + of_turn // run
     rest = begin + item - wide(turns) * messages  # below `messages * run` where it counts
@@ -159,7 +170,8 @@ def message_of_row(begin, item, messages, turns, run, owned):
 
 @triton.jit
 def largest_of(size, column, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """The `K` largest magnitudes of each row, by their bits; of equal ones those with the smallest indices."""
+    """The `K` largest magnitudes of each row, by their bits; of equal ones those with the smallest
+    indices."""
     # size [rows, COLUMNS] int32, below 0 at the padding -> [rows, COLUMNS] int32, 1 where chosen
     chosen = tl.zeros_like(size)
     if K <= 8:  # one after the other
@@ -184,7 +196,8 @@ def largest_of(size, column, K: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def mixed(word):
-    """One output of splitmix64 (Steele, Lea & Flood, 2014): `selection._random_words` does the same."""
+    """One output of splitmix64 (Steele, Lea & Flood, 2014): `selection._random_words` does the
+    same."""
     word = (
         word ^ ((word >> 30) & 0x3FFFFFFFF)
     ) * -4658895280553007687  # 0xBF58476D1CE4E5B9 as int64
@@ -209,10 +222,11 @@ def permutation_of_row(start, row):
 def places_of_row(
     table, turn, first_row, row, rows, column, CHUNK: tl.constexpr, K: tl.constexpr, SELECTION: tl.constexpr
 ):  # fmt: skip
-    """The place of each coefficient of some rows among those that all replicas send, -1 for one that is not sent.
+    """The place of each coefficient of some rows among those that all replicas send, -1 for one
+    that is not sent.
 
-    table, turn: The output of `rotation_kernel`. first_row: The number of row 0 among those of the whole flat. rows: Of
-    the flat; later ones are padding, of which the first coefficients are sent.
+    table, turn: The output of `rotation_kernel`. first_row: The number of row 0 among those of the
+    whole flat. rows: Of the flat; later ones are padding, of which the first coefficients are sent.
     """
     permutation = tl.zeros_like(row)
     if SELECTION == "random":
@@ -227,17 +241,21 @@ def rotation_kernel(
     table, turn, words, choices, share, deal, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr,
     BITS: tl.constexpr, KIND: tl.constexpr, EACH: tl.constexpr, SOME: tl.constexpr
 ):  # fmt: skip
-    """Writes for each coordinate of a row its place among those sent at this step, or -1; `EACH` permutations each.
+    """Writes for each coordinate of a row its place among those sent at this step, or -1; `EACH`
+    permutations each.
 
     share, deal: See `selection.Rotation.place`. Permutation n takes the place of number n ^ deal.
-    Shapes: table `[permutations, CHUNK]` int32, turn `[1]` int64: `choices`, for `permutation_of_row`.
+    Shapes: table `[permutations, CHUNK]` int32, turn `[1]` int64: `choices`, for
+    `permutation_of_row`.
     """
     which = tl.program_id(0) * EACH + tl.arange(0, EACH)
     column = tl.arange(0, COLUMNS)
     place = tl.zeros([EACH, COLUMNS], dtype=tl.int32) + column[None, :]
     if (
         KIND == "random"
-    ):  # the rank of a word among those of its permutation: low bits are the index, no two are equal
+        # the rank of a word among those of its permutation: low bits are the index, no two are
+        # equal
+    ):
         mine = word_of(words, which[:, None] * CHUNK, column[None, :], BITS)
         rank = tl.zeros([EACH, COLUMNS], dtype=tl.int32)
         for first in range(0, CHUNK, SOME):

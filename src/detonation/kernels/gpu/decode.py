@@ -34,7 +34,8 @@ def coefficients_of(
     Args:
         values, statistics, indices: Where they begin, for each row.
         local: The number of each row in its message.
-        at: The place of each coefficient among those of its row, -1 for one that is not sent; for a shared selection.
+        at: The place of each coefficient among those of its row, -1 for one that is not sent; for a
+            shared selection.
 
     Shapes: `[rows, 1]` pointers and int64 -> `[rows, columns]` fp32.
     """
@@ -76,7 +77,8 @@ def aggregated(
 
     Args:
         weights: `[replicas]` fp32, for the `AGGREGATION` "weighted".
-        values: Where the values of the first message begin, for each row; those of the next are `stride` bytes further.
+        values: Where the values of the first message begin, for each row; those of the next are
+            `stride` bytes further.
 
     Shapes: values `[rows, 1]` pointers, and as in `coefficients_of` -> `[rows, columns]` fp32.
     """
@@ -108,8 +110,8 @@ def sum_of_vectors(
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
     WIDTH: tl.constexpr, BITMAP: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """The inverse of the mean of messages: basis vectors times coefficients times `share`, one fused multiply-add after
-    the other, in the order of replicas and of their coefficients.
+    """The inverse of the mean of messages: basis vectors times coefficients times `share`, one
+    fused multiply-add after the other, in the order of replicas and of their coefficients.
 
     Args:
         vectors: `[COLUMNS, COLUMNS]` fp32.
@@ -161,17 +163,21 @@ def decode_kernel(
     ALIGNED: tl.constexpr, AGGREGATION: tl.constexpr, INTO: tl.constexpr, KINDS: tl.constexpr, SEARCH: tl.constexpr,
     ROWS: tl.constexpr, RUNS: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """Decodes and aggregates the messages of `replicas`, in replica order, and does with the update what `INTO` says.
+    """Decodes and aggregates the messages of `replicas`, in replica order, and does with the update
+    what `INTO` says.
 
     Args:
-        message: The first byte of the values of the first message; `stride` bytes further those of the next one.
-        replicas: Whose messages hold all rows; with `count` above 1 it is one, in as many messages of `owned` rows.
-        address0: For the `AGGREGATION` "sum", in the place of messages: where the first of `RUNS` runs of the sum of
-            all replicas begins; at `address1` the one from row `row1` on, and so on.
+        message: The first byte of the values of the first message; `stride` bytes further those of
+            the next one.
+        replicas: Whose messages hold all rows; with `count` above 1 it is one, in as many messages
+            of `owned` rows.
+        address0: For the `AGGREGATION` "sum", in the place of messages: where the first of `RUNS`
+            runs of the sum of all replicas begins; at `address1` the one from row `row1` on, and so
+            on.
         report: The output of `inspect_sum_kernel`; a sum that is not finite counts as zeros.
         flat: `[rows, CHUNK]` fp32, for the `INTO` "flat" (the update is stored).
-        targets: A table as in `encode_kernel`, for the `INTO` "tensors" (the update is stored) and "signs" (weights
-            move by its signs).
+        targets: A table as in `encode_kernel`, for the `INTO` "tensors" (the update is stored) and
+            "signs" (weights move by its signs).
         rates: `[slots, 2]` fp32, shrink and lr of each weight.
         weights: See `aggregated`.
         share: See `sum_of_vectors`, which makes the update with `SUMMED`.
@@ -247,10 +253,12 @@ def weigh_kernel(
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr,
     PARTS: tl.constexpr, REPLICAS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the weights of `aggregate.ClippedMean`; `programs` read a message, and the last of all weighs.
+    """Writes the weights of `aggregate.ClippedMean`; `programs` read a message, and the last of all
+    weighs.
 
     Args:
-        numbers: The values of each message, whose squares are added in the order of `scatter_sum.SumOfSquares`.
+        numbers: The values of each message, whose squares are added in the order of
+            `scatter_sum.SumOfSquares`.
         squares, arrivals: `[replicas, parts]` fp32 and `[1]` int32, see `is_last`.
         weights: `[replicas]` fp32.
     """

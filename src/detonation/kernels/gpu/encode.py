@@ -1,4 +1,5 @@
-"""Encode: a signal enters the memory, and the selected coefficients become a message, in one pass over the rows."""
+"""Encode: a signal enters the memory, and the selected coefficients become a message, in one pass
+over the rows."""
 
 import triton
 import triton.language as tl
@@ -32,11 +33,12 @@ def rows_of_message(
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, SELECTION: tl.constexpr, SEARCH: tl.constexpr,
     ROWS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The rows from row `part` of a unit on: which of them the message has, what `rows_of_tile` says of them, and the
-    places of the coefficients that all replicas send.
+    """The rows from row `part` of a unit on: which of them the message has, what `rows_of_tile`
+    says of them, and the places of the coefficients that all replicas send.
 
-    reach: The message, its row where the unit begins, the first and last row of the flat, and the slot of the first.
-    flat, dealing, shared: The arguments of `encode_kernel` from `starts`, `count` and `table` on.
+    reach: The message, its row where the unit begins, the first and last row of the flat, and the
+    slot of the first. flat, dealing, shared: The arguments of `encode_kernel` from `starts`,
+    `count` and `table` on.
     """
     which, begin, first, last, slot = reach
     starts, numels, slots, rows = flat
@@ -85,26 +87,32 @@ def encode_kernel(
     RELEASE: tl.constexpr, MEMORY: tl.constexpr, KINDS: tl.constexpr, SEARCH: tl.constexpr, STATUSES: tl.constexpr,
     UNIT: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Encodes units of `UNIT` rows, so that no two programs write a byte or a block of the precision.
+    """Encodes units of `UNIT` rows, so that no two programs write a byte or a block of the
+    precision.
 
-    A program that works on values of a whole block keeps them in its own part of `scratch`, which stays in a cache.
+    A program that works on values of a whole block keeps them in its own part of `scratch`, which
+    stays in a cache.
 
     Args:
-        residual: `[rows, CHUNK]` fp32, decayed and added to; without `MEMORY` the signal takes its place.
-        signals: A table of addresses and kinds, `[2, slots]` int64; see `addressing.load_coordinates`.
-        status: `[statuses]` int64; where any is not 0 the residual stays as it is, and zeros are sent.
-        message: The first byte of the values of the first message; `stride` bytes further those of the next one.
+        residual: `[rows, CHUNK]` fp32, decayed and added to; without `MEMORY` the signal takes its
+            place.
+        signals: A table of addresses and kinds, `[2, slots]` int64; see
+            `addressing.load_coordinates`.
+        status: `[statuses]` int64; where any is not 0 the residual stays as it is, and zeros are
+            sent.
+        message: The first byte of the values of the first message; `stride` bytes further those of
+            the next one.
         statistics_at, indices_at: Where statistics and indices begin, after the values.
         count, turns, run, owned: The messages, and the rows of each: see `addressing.dealt_row`.
         table, turn: The output of `rotation_kernel`, for a selection that all replicas share.
-        first_row: The number of the first row, among those of the whole flat; of the rows of one owner `owner` to
-            `owner_owned` say which of `flat_rows` they are, as in `dealt_row`.
-        arrived: With an `AGGREGATION` the signal is what the messages of `replicas` make, in coefficients; these
-            describe them as the arguments above do the message that is written.
+        first_row: The number of the first row, among those of the whole flat; of the rows of one
+            owner `owner` to `owner_owned` say which of `flat_rows` they are, as in `dealt_row`.
+        arrived: With an `AGGREGATION` the signal is what the messages of `replicas` make, in
+            coefficients; these describe them as the arguments above do the message that is written.
         scratch, numbers: `[programs, UNIT * K]` fp32, for int8 with 256 int64 after each; and
             `[programs, UNIT * max(K, CHUNK)]` uint8.
-        RELEASE: How the sent part leaves the residual: "exact", "rounded" to bf16, or "read" from the message, as every
-            receiver does; "" where it stays.
+        RELEASE: How the sent part leaves the residual: "exact", "rounded" to bf16, or "read" from
+            the message, as every receiver does; "" where it stays.
     """
     # the sent part is a few basis vectors, but for a coefficient that was rounded on the way alone
     SPARSE: tl.constexpr = (BASIS == "dct" and SELECTION == "topk" and WIDTH > 0 and not BITMAP
@@ -200,7 +208,8 @@ def encode_kernel(
                     if RELEASE == "exact" or RELEASE == "rounded":
                         value = as_bf16(value) if RELEASE == "rounded" else value
                         if SPARSE:
-                            tl.debug_barrier()  # other threads of this program wrote what is read now
+                            # other threads of this program wrote what is read now
+                            tl.debug_barrier()
                             octets = scratch.to(tl.pointer_type(tl.uint8), bitcast=True) - begin * (
                                 4 * K
                             )
@@ -250,7 +259,8 @@ def encode_kernel(
                     packed.to(tl.uint8),
                     mask=used,
                 )
-        tl.debug_barrier()  # all have read them: the next unit may overwrite them; and the message is written
+        # all have read them: the next unit may overwrite them; and the message is written
+        tl.debug_barrier()
         if RELEASE == "read":
             for WHOLE in tl.static_range(2):
                 for part in range(0, tl.where(whole == (WHOLE == 1), here, 0), ROWS):

@@ -1,4 +1,5 @@
-"""Inspection: messages sealed before they leave, and inspected where they arrive, in a few launches for all of them."""
+"""Inspection: messages sealed before they leave, and inspected where they arrive, in a few launches
+for all of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,18 +30,21 @@ LINE_BYTES, HEADER_BYTES, CHECKSUM_WORD = 4096, 64, 14
 PARTS = 2 if INTERPRETED else 128
 """The programs that read one message."""
 NORM_LANES, NORM_PARTS = 4096, 128
-"""The lanes and parts of the squares of a norm that weighs a message; those of `scatter_sum.SumOfSquares`."""
+"""The lanes and parts of the squares of a norm that weighs a message; those of
+`scatter_sum.SumOfSquares`."""
 OCTETS = 4096
 """The values that a program looks at together."""
 ROW, SCANNING = 1024, 512
-"""The coordinates that are looked at together, and the most programs, which look at one row after the other."""
+"""The coordinates that are looked at together, and the most programs, which look at one row after
+the other."""
 RUNS = 4
 """The most runs of rows in which a message may lie."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The constants of `guard.decide_usable`: what a norm may be, and how the usual norm is remembered."""
+    """The constants of `guard.decide_usable`: what a norm may be, and how the usual norm is
+    remembered."""
 
     limit: float
     louder: float
@@ -51,8 +55,8 @@ class Limits:
 class RowRun:
     """Some rows of several messages, which begin at any address.
 
-    octets: `[messages, bytes]` uint8, of each `room` bytes and then its values, statistics and indices, of which
-    `lengths` are the bytes.
+    octets: `[messages, bytes]` uint8, of each `room` bytes and then its values, statistics and
+    indices, of which `lengths` are the bytes.
     """
 
     octets: Tensor
@@ -83,7 +87,8 @@ class Inspector:
         self, runs: Sequence[RowRun], nbytes: int, identity: int, schema: int, step: int, origin: int, status: Tensor,
         received: int,
     ) -> None:  # fmt: skip
-        """Writes the header of each message before the one of its runs that has room for it; rows rise with runs.
+        """Writes the header of each message before the one of its runs that has room for it; rows
+        rise with runs.
 
         Shapes: status `[n]` int64, see `status_of`.
         """
@@ -99,12 +104,13 @@ class Inspector:
         self, runs: Sequence[RowRun], whole: Tensor, nbytes: int, coding: Coding, places: Places, identity: int,
         schema: int, step: int, place: int, parameters: int, usual: Tensor, signals: bool, limits: Limits,
       ) -> Tensor:  # fmt: skip
-        """Joins messages, decides which of them are refused, replaces these by zeros, and returns the table of
-        `decide_usable`.
+        """Joins messages, decides which of them are refused, replaces these by zeros, and returns
+        the table of `decide_usable`.
 
         Args:
             runs: As in `seal`.
-            whole: Where the messages are joined; the octets of the only run, if they are whole and aligned already.
+            whole: Where the messages are joined; the octets of the only run, if they are whole and
+                aligned already.
 
         Shapes: whole `[count, 64 + nbytes + padding]` uint8 -> `[count, 13]` int64.
         """
@@ -134,7 +140,8 @@ class Inspector:
         )  # fmt: skip
 
     def _lines(self, runs: Sequence[RowRun]) -> tuple[Tensor, int]:
-        """Where the parts of runs lie in the whole, as `read_message` reads it, and its lines."""  # [runs, 16] int64
+        """Where the parts of runs lie in the whole, as `read_message` reads it, and its lines."""
+        # [runs, 16] int64
         key = tuple(number for run in runs for number in (run.room, run.rows, *run.lengths))
         if key not in self._runs:
             lines, begin = (
@@ -172,7 +179,8 @@ class SumInspector:
         )  # zero again after every launch
 
     def seal(self, status: Tensor, digits: Tensor, first: int, each: int, mark: int) -> None:
-        """Writes a status, with `mark` added to its last digit, as `each` digits from digit `first` on, and else zeros.
+        """Writes a status, with `mark` added to its last digit, as `each` digits from digit `first`
+        on, and else zeros.
 
         Shapes: status `[n]` int64, see `status_of`; digits `[digits]` fp32 or bf16.
         """
@@ -182,9 +190,11 @@ class SumInspector:
         )  # fmt: skip
 
     def inspect(self, runs: Sequence[Tensor], digits: Tensor, report: Tensor) -> None:
-        """Writes to `report` whether the values of all `runs`, at most `RUNS`, are finite, and then the digits.
+        """Writes to `report` whether the values of all `runs`, at most `RUNS`, are finite, and then
+        the digits.
 
-        Shapes: runs any, fp32 or bf16; digits `[digits]` of the same type; report `[1 + digits]` fp32.
+        Shapes: runs any, fp32 or bf16; digits `[digits]` of the same type; report `[1 + digits]`
+        fp32.
         """
         given = [*runs, *[runs[0]] * (RUNS - len(runs))]
         programs = (
@@ -203,7 +213,8 @@ class SumInspector:
 class Scanner:
     """Looks for values that are not finite in tensors of the same sizes, step after step.
 
-    numbers: Of the tensors, rising. addresses: The table of the tensors, for an encoder that reads it, too.
+    numbers: Of the tensors, rising. addresses: The table of the tensors, for an encoder that reads
+    it, too.
     """
 
     def __init__(
@@ -229,8 +240,8 @@ class Scanner:
     def scan(
         self, signals: Sequence[Tensor | None], limit: float, found: Tensor | None = None
     ) -> Tensor:
-        """A status: the smallest of the numbers that is not 0 is 1 + the number of the first signal with a value that
-        is not finite or above `limit`; all are 0 where none has.
+        """A status: the smallest of the numbers that is not 0 is 1 + the number of the first signal
+        with a value that is not finite or above `limit`; all are 0 where none has.
 
         Args:
             found: Zeros at first; memory of the scanner when left out.
@@ -251,7 +262,8 @@ class Scanner:
 
 
 def is_aligned(messages: Tensor, unit: int, room: int = 0) -> bool:
-    """True if each message begins, after `room` bytes, at an address that `unit` divides."""  # [messages, bytes] uint8
+    """True if each message begins, after `room` bytes, at an address that `unit` divides."""
+    # [messages, bytes] uint8
     return not (
         (messages.data_ptr() + room) % unit or (len(messages) > 1 and messages.stride(0) % unit)
     )

@@ -1,4 +1,7 @@
-"""Launches: the host's side of the Triton kernels. Nothing here reads from a device, or waits for it."""
+"""Launches: the host's side of the Triton kernels.
+
+Nothing here reads from a device, or waits for it.
+"""
 
 import math
 from collections.abc import Callable, Hashable, Sequence
@@ -16,12 +19,14 @@ from detonation.kernels.gpu.inspection import RUNS, is_aligned, power
 from detonation.kernels.gpu.launching import INTERPRETED, Addresses, Coding, Places, Slots, launch
 
 PROGRAMS = 1024
-"""The most programs of a launch whose programs work on one piece after the other: a few for each multiprocessor."""
+"""The most programs of a launch whose programs work on one piece after the other: a few for each
+multiprocessor."""
 TILE = 65536 if INTERPRETED else 1024
-"""About the coordinates that a program holds in registers at once: with more of them, they spill. The interpreter takes
-as long for few as for many."""
+"""About the coordinates that a program holds in registers at once: with more of them, they spill.
+The interpreter takes as long for few as for many."""
 WORKED_ON = 2**24
-"""The most values that programs work on at once, beyond their registers: 64 MiB, about what a cache holds."""
+"""The most values that programs work on at once, beyond their registers: 64 MiB, about what a cache
+holds."""
 PERMUTATIONS = 64
 """The permutations of a random selection, as in `selection.Random`."""
 
@@ -35,7 +40,8 @@ def padded_matrix(matrix: Tensor, columns: int) -> Tensor:
 
 @dataclass
 class Rotations:
-    """The places of the coefficients that all replicas send at a step, in device memory: one table for all rows, or 64.
+    """The places of the coefficients that all replicas send at a step, in device memory: one table
+    for all rows, or 64.
 
     Args:
         table: `[permutations, chunk]` int32.
@@ -55,7 +61,8 @@ class Rotations:
         return cls(table, torch.empty(1, dtype=torch.int64, device=device))
 
     def rotate(self, coding: Coding, words: int, choices: int, share: int, deal: int) -> None:
-        """Writes the rotation of one step; see `rotation_kernel`, and `Rotation.place` for `share` and `deal`.
+        """Writes the rotation of one step; see `rotation_kernel`, and `Rotation.place` for `share`
+        and `deal`.
 
         words, choices: Where the random words of permutations and of rows start, as int64.
         """
@@ -72,8 +79,8 @@ class Rotations:
 class Arrivals:
     """Messages whose aggregate is the signal of a message: those that the owner of rows received.
 
-    message: `[replicas, nbytes]` uint8, from the first value on. aggregation: "mean", "nonzero", "majority", "" for
-    none.
+    message: `[replicas, nbytes]` uint8, from the first value on. aggregation: "mean", "nonzero",
+    "majority", "" for none.
     """
 
     message: Tensor
@@ -94,11 +101,12 @@ class Coder:
 
     Args:
         rotations: Of a selection that all replicas share.
-        shared: Keeps the memory in which programs work, for all launches that never run side by side
-            (`Runtime.shared`).
-        of_owner: Whose rows these are: the arguments `owner` to `flat_rows` of `encode_kernel`; all rows when left
-            out.
-        forward, inverse: The matrices of the basis, `[chunk, chunk]` fp32; `forward` is multiplied from the right.
+        shared: Keeps the memory in which programs work, for all launches that never run side by
+            side (`Runtime.shared`).
+        of_owner: Whose rows these are: the arguments `owner` to `flat_rows` of `encode_kernel`; all
+            rows when left out.
+        forward, inverse: The matrices of the basis, `[chunk, chunk]` fp32; `forward` is multiplied
+            from the right.
     """
 
     def __init__(
@@ -126,7 +134,8 @@ class Coder:
         self._rows = max(least, TILE // coding.columns)
         if INTERPRETED:  # which takes its time for rows that do not exist, too
             self._rows = min(self._rows, max(16, power(slots.rows)))
-        # rows share what a product reads of its matrix: encode takes four times as many, in twice as many warps
+        # rows share what a product reads of its matrix: encode takes four times as many, in twice
+        # as many warps
         self._together = self._rows * (
             4 if coding.basis == "dct" and coding.columns <= 64 and not INTERPRETED else 1
         )
@@ -157,9 +166,11 @@ class Coder:
         negative_zeros: bool,
         arrived: Arrivals | None = None,
     ) -> None:
-        """Writes the messages of a signal, or of that which the messages `arrived` make; see `encode_kernel`.
+        """Writes the messages of a signal, or of that which the messages `arrived` make; see
+        `encode_kernel`.
 
-        Shapes: message `[count, nbytes]` uint8, from the first value on; residual `[rows, chunk]` fp32.
+        Shapes: message `[count, nbytes]` uint8, from the first value on; residual `[rows, chunk]`
+        fp32.
         """
         units = places.count * -(-places.owned // self._unit)
         if not units:
@@ -202,12 +213,15 @@ class Coder:
         """Decodes messages and does with the update what `into` says; see `decode_kernel`.
 
         Args:
-            aggregation: "mean", "nonzero", "majority" or "weighted"; "sum" for the sum of all messages.
-            runs: Of the sum: the first row of each run, and its values from there on; at most `RUNS`.
+            aggregation: "mean", "nonzero", "majority" or "weighted"; "sum" for the sum of all
+                messages.
+            runs: Of the sum: the first row of each run, and its values from there on; at most
+                `RUNS`.
             report: Of the sum, see `SumInspector.inspect`.
             summed: For the mean in the basis "dct": whether its inverse is a sum of basis vectors.
 
-        Shapes: message `[messages, nbytes]` uint8, flat `[rows, chunk]`, rates `[slots, 2]`, weights `[messages]` fp32.
+        Shapes: message `[messages, nbytes]` uint8, flat `[rows, chunk]`, rates `[slots, 2]`,
+        weights `[messages]` fp32.
         """
         slots = self.slots
         if not slots.rows:

@@ -16,7 +16,8 @@ from detonation.kernels.gpu.addressing import BF16, FP16, FP32, wide
 INTERPRETED = not isinstance(
     wide, triton.JITFunction
 )  # as TRITON_INTERPRET asks, in any of its spellings
-"""True where Triton's interpreter runs the kernels, which takes as long for few numbers as for many."""
+"""True where Triton's interpreter runs the kernels, which takes as long for few numbers as for
+many."""
 KIND_OF = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 """The types of tensors that kernels read and write."""
 _DIRECT = (
@@ -26,16 +27,18 @@ _compiled: dict[
     Hashable, tuple[Any, list[Any]]
 ] = {}  # with the constants that follow the arguments
 launch_counts: Counter[str] = Counter()
-"""How often each kernel was launched, and how often a table of addresses was copied to the device."""
+"""How often each kernel was launched, and how often a table of addresses was copied to the device.
+"""
 
 
 @dataclass(frozen=True)
 class Coding:
     """The part of a codec that is compiled into a kernel.
 
-    basis: "dct" or "none". selection: "topk", "random", "striding" or "everything". precision: "fp32", "bf16", "sign",
-    "2bit", "4bit" or "int8". block: the values that are encoded together. width: bits of an index; 0 where none is
-    sent. With `bitmap` a row has a bit for each coefficient.
+    basis: "dct" or "none". selection: "topk", "random", "striding" or "everything". precision:
+    "fp32", "bf16", "sign", "2bit", "4bit" or "int8". block: the values that are encoded together.
+    width: bits of an index; 0 where none is sent. With `bitmap` a row has a bit for each
+    coefficient.
     """
 
     chunk: int
@@ -70,7 +73,8 @@ class Coding:
 
 @dataclass(frozen=True)
 class Places:
-    """The bytes of a message from its first value on, and how rows are dealt to messages; see `dealt_row`."""
+    """The bytes of a message from its first value on, and how rows are dealt to messages; see
+    `dealt_row`."""
 
     statistics_at: int
     indices_at: int
@@ -81,7 +85,8 @@ class Places:
 
 
 class Slots:
-    """The rows of each of many tensors in a flat, on the device: the first row of each, and its coordinates."""
+    """The rows of each of many tensors in a flat, on the device: the first row of each, and its
+    coordinates."""
 
     def __init__(
         self, starts: Sequence[int], numels: Sequence[int], rows: int, device: torch.device
@@ -94,7 +99,8 @@ class Slots:
 
 
 class Addresses:
-    """A table of the addresses and kinds of some tensors on their device, copied there again only where one changed."""
+    """A table of the addresses and kinds of some tensors on their device, copied there again only
+    where one changed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -103,7 +109,8 @@ class Addresses:
         self.table = torch.zeros(0, dtype=torch.int64, device=device)  # [2, tensors]
 
     def update(self, tensors: Sequence[Tensor | None]) -> "Addresses":
-        """The table of `tensors`, contiguous and each of one of the types of `KIND_OF`; None is absent."""
+        """The table of `tensors`, contiguous and each of one of the types of `KIND_OF`; None is
+        absent."""
         here = [None if t is None or not t.numel() else t for t in tensors]
         addresses = [0 if t is None else t.data_ptr() for t in here]
         kinds = [0 if t is None else KIND_OF[t.dtype] for t in here]
@@ -117,7 +124,8 @@ class Addresses:
 
 
 def uploaded(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`numbers` on `device`, without a wait: by way of pinned memory, which torch keeps until the copy is over."""
+    """`numbers` on `device`, without a wait: by way of pinned memory, which torch keeps until the
+    copy is over."""
     # -> [numbers]
     launch_counts["upload"] += 1
     if device.type == "meta":
@@ -129,7 +137,8 @@ def uploaded(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -
 def launch(kernel: Any, programs: int, *arguments: Any, warps: int = 8, **constants: Any) -> None:
     """Starts `programs` programs of `warps` warps each; on the device `meta` it counts them alone.
 
-    Products and sums are rounded one by one, as torch does, but in `tl.dot`, where every target fuses them.
+    Products and sums are rounded one by one, as torch does, but in `tl.dot`, where every target
+    fuses them.
     """
     launch_counts[kernel.__name__] += 1
     device = next(each.device for each in arguments if isinstance(each, Tensor))
@@ -166,4 +175,7 @@ def _kind(value: int) -> int:
 
 
 _COMPILED_FOR: dict[type, Callable[[Any], Hashable]] = {int: _kind, float: type, bool: type}
-"""The kind of an argument that the JIT compiles for: too many kinds are harmless, too few not. Others are tensors."""
+"""The kind of an argument that the JIT compiles for: too many kinds are harmless, too few not.
+
+Others are tensors.
+"""

@@ -1,5 +1,6 @@
-"""Inspection: checksums and headers written, and everything inspected that decides whether values may be used: of
-messages, of sums that the network has added up, and of signals before they enter a memory."""
+"""Inspection: checksums and headers written, and everything inspected that decides whether values
+may be used: of messages, of sums that the network has added up, and of signals before they enter a
+memory."""
 
 import triton
 import triton.language as tl
@@ -22,14 +23,16 @@ _ADDRESSES = ["address0", "address1", "address2", "address3"]
 
 @triton.jit
 def place_number(index):
-    """The number of a column, or of a line after all columns, before its lowest bit is set: see `checksum._numbers`."""
+    """The number of a column, or of a line after all columns, before its lowest bit is set: see
+    `checksum._numbers`."""
     at = (index + 1).to(tl.int64) * -7046029254386353131  # 0x9E3779B97F4A7C15
     return at ^ ((at >> 32) & 0xFFFFFFFF)
 
 
 @triton.jit
 def add_run(words, octets, run, line):
-    """Adds to the words of a line the bytes that one run of rows has of it, part by part; see `read_message`."""
+    """Adds to the words of a line the bytes that one run of rows has of it, part by part; see
+    `read_message`."""
     octet = (
         wide(line) * LINE_BYTES + 4 * tl.arange(0, LINE_WORDS)[:, None] + tl.arange(0, 4)[None, :]
     )
@@ -52,18 +55,20 @@ def read_message(
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
     WIDTH: tl.constexpr, BITMAP: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
-    """Reads messages that lie in up to four runs of rows: sums for the checksum, and facts; `parts` programs a message.
+    """Reads messages that lie in up to four runs of rows: sums for the checksum, and facts; `parts`
+    programs a message.
 
-    A run holds its own header, values, statistics and indices; in the whole message each of these is joined from all
-    runs. The checksum is that of the whole.
+    A run holds its own header, values, statistics and indices; in the whole message each of these
+    is joined from all runs. The checksum is that of the whole.
 
     Args:
-        address0: Where the first run of the first message begins; `stride0` bytes further that of the next message.
-        runs: `[RUNS, 16]` int64: of each of the four parts where it begins and ends in the whole message, and where it
-            begins in the run; then the rows of the run.
+        address0: Where the first run of the first message begins; `stride0` bytes further that of
+            the next message.
+        runs: `[RUNS, 16]` int64: of each of the four parts where it begins and ends in the whole
+            message, and where it begins in the run; then the rows of the run.
         target: With `JOIN` the whole messages are written here, zero-padded to lines.
-        columns, sums: `[messages, parts, 1024]` int32, the sums of each column over some of the lines; and
-            `[messages, parts]` int64, those of the lines, weighted.
+        columns, sums: `[messages, parts, 1024]` int32, the sums of each column over some of the
+            lines; and `[messages, parts]` int64, those of the lines, weighted.
         firsts: `[messages]` int32, the sum of the first line, whose weight comes later.
         squares, faults: See `facts_of`.
         SKIPPED: The first of the words of the header that count as zeros.
@@ -116,12 +121,14 @@ def read_message(
 
 @triton.jit
 def is_last(arrivals, programs):
-    """True in the last of `programs` programs that come here; it sees what all of them have written before.
+    """True in the last of `programs` programs that come here; it sees what all of them have written
+    before.
 
-    arrivals: A counter, 0 at first and 0 again afterwards. The order in which programs come decides who goes on, and
-    nothing that is computed.
+    arrivals: A counter, 0 at first and 0 again afterwards. The order in which programs come decides
+    who goes on, and nothing that is computed.
     """
-    tl.debug_barrier()  # all threads of this program have written; the addition makes that visible to the others
+    # all threads of this program have written; the addition makes that visible to the others
+    tl.debug_barrier()
     last = tl.atomic_add(arrivals, 1, sem="acq_rel") == programs - 1
     if last:
         tl.store(arrivals, 0)
@@ -131,7 +138,8 @@ def is_last(arrivals, programs):
 
 @triton.jit
 def checksum_of(which, columns, sums, firsts, parts, header, of_header):
-    """The checksum of a message from the output of `read_message` and the words of its header, `[1024]` int32."""
+    """The checksum of a message from the output of `read_message` and the words of its header,
+    `[1024]` int32."""
     column = tl.arange(0, LINE_WORDS)
     total = header
     weighted = tl.zeros([1], dtype=tl.int64)
@@ -172,7 +180,8 @@ def seal_kernel(
     `parts` programs read a message, see `read_message`; the last of them writes.
 
     Args:
-        message: The first byte of the run with the header of the first message, `stride` bytes before the next one's.
+        message: The first byte of the run with the header of the first message, `stride` bytes
+            before the next one's.
         arrivals: `[messages]` int32, see `is_last`.
     """
     read_message(
@@ -225,10 +234,12 @@ def inspect_kernel(
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
     WIDTH: tl.constexpr, BITMAP: tl.constexpr, SOME: tl.constexpr, REPLICAS: tl.constexpr, SIGNALS: tl.constexpr,
 ):  # fmt: skip
-    """Reads the messages of all replicas, `parts` programs each: its last inspects a message, the last of all decides.
+    """Reads the messages of all replicas, `parts` programs each: its last inspects a message, the
+    last of all decides.
 
     Args:
-        message: The whole messages, which are joined here with `JOIN`; see `read_message` and `decide_messages`.
+        message: The whole messages, which are joined here with `JOIN`; see `read_message` and
+            `decide_messages`.
         arrivals: `[replicas + 1]` int32, see `is_last`.
     """
     read_message(
@@ -251,7 +262,8 @@ def inspect_message(
     replica, message, stride, columns, sums, firsts, squares, faults, parts, scale,
     identity, schema, step, place, nbytes, parameters, limit, table,
 ):  # fmt: skip
-    """Writes a line of the table of `decide_messages`; the norm is the root of the squares, times `scale`."""
+    """Writes a line of the table of `decide_messages`; the norm is the root of the squares, times
+    `scale`."""
     which = tl.zeros([1], dtype=tl.int64) + replica
     head = (message + wide(replica) * stride).to(tl.pointer_type(tl.int64), bitcast=True)
     found = checksum_of(
@@ -293,7 +305,8 @@ def decide_messages(
     REPLICAS: tl.constexpr,
     SIGNALS: tl.constexpr,
 ):
-    """Decides which messages are refused, as `guard.decide_usable` and `Arrived.facts`, and replaces these by zeros.
+    """Decides which messages are refused, as `guard.decide_usable` and `Arrived.facts`, and
+    replaces these by zeros.
 
     Args:
         usual: `[1]` fp32, updated; louder, forget: constants of `validate`.
@@ -336,8 +349,8 @@ def scan_kernel(
     signals, starts, numels, numbers, slots, rows, limit, found,
     ROW: tl.constexpr, ROWS: tl.constexpr, KINDS: tl.constexpr, SEARCH: tl.constexpr
 ):  # fmt: skip
-    """Writes for each program 1 + the number of the first tensor with a value that is not finite or above `limit`; 0
-    where none has.
+    """Writes for each program 1 + the number of the first tensor with a value that is not finite or
+    above `limit`; 0 where none has.
 
     numbers: Of the tensors, rising, `[slots]` int64.
     """
@@ -372,8 +385,8 @@ def scan_kernel(
 @triton.jit(do_not_specialize=["statuses", "count", "first", "mark"])
 def seal_sum_kernel(status, statuses, digits, count, first, mark, EACH: tl.constexpr, STATUSES: tl.constexpr,
                     SOME: tl.constexpr):  # fmt: skip
-    """Writes a status and a mark after the values of an all-reduce: `EACH` numbers below 256 from number `first` on,
-    and zeros in the places of the other replicas.
+    """Writes a status and a mark after the values of an all-reduce: `EACH` numbers below 256 from
+    number `first` on, and zeros in the places of the other replicas.
 
     Shapes: digits `[count]` fp32 or bf16, which holds such numbers exactly.
     """
@@ -390,7 +403,8 @@ def inspect_sum_kernel(
     arrivals,
     RUNS: tl.constexpr, PRECISION: tl.constexpr, SOME: tl.constexpr, PARTS: tl.constexpr, DIGITS: tl.constexpr,
 ):  # fmt: skip
-    """Reads the sum of an all-reduce, which lies in up to four runs; the last of `parts` programs writes the report.
+    """Reads the sum of an all-reduce, which lies in up to four runs; the last of `parts` programs
+    writes the report.
 
     Args:
         address0: Where the first run begins, of `count0` values.

@@ -1,4 +1,5 @@
-"""Numbers of a message: values, packed numbers and statistics, read, written and inspected at any address."""
+"""Numbers of a message: values, packed numbers and statistics, read, written and inspected at any
+address."""
 
 import triton
 import triton.language as tl
@@ -19,8 +20,8 @@ def halves_of(numbers):
 
 @triton.jit
 def sum_of_halves(numbers):
-    """The sum of each row in the order of `scatter_sum.added`, where that of `tl.sum` is the compiler's, which lays
-    numbers out for each target anew: `[rows, n]` -> `[rows]`."""
+    """The sum of each row in the order of `scatter_sum.added`, where that of `tl.sum` is the
+    compiler's, which lays numbers out for each target anew: `[rows, n]` -> `[rows]`."""
     if numbers.shape[1] > 1:
         first, last = halves_of(numbers)
         found = sum_of_halves(first + last)
@@ -31,10 +32,12 @@ def sum_of_halves(numbers):
 
 @triton.jit
 def product_of(numbers, matrix, COLUMNS: tl.constexpr):
-    """The product of rows with a matrix, each element one fused multiply-add after the other, from zero on
-    (`scatter_sum.product_in_order`). A row that is longer than 64 is read in quarters: a whole one spills.
+    """The product of rows with a matrix, each element one fused multiply-add after the other, from
+    zero on (`scatter_sum.product_in_order`). A row that is longer than 64 is read in quarters: a
+    whole one spills.
 
-    Shapes: numbers `[rows, COLUMNS]` fp32, matrix `[COLUMNS, COLUMNS]` in memory -> `[rows, COLUMNS]` fp32.
+    Shapes: numbers `[rows, COLUMNS]` fp32, matrix `[COLUMNS, COLUMNS]` in memory -> `[rows,
+    COLUMNS]` fp32.
     """
     some: tl.constexpr = COLUMNS if COLUMNS <= 64 else COLUMNS // 4
     places = matrix + tl.arange(0, some)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -61,7 +64,8 @@ def load_bf16(octets, index, mask):
 
 @triton.jit
 def store_bf16(octets, index, numbers, mask):
-    """Writes `numbers` in bf16 as number `index` from `octets` on, at any address; returns them as they are read."""
+    """Writes `numbers` in bf16 as number `index` from `octets` on, at any address; returns them as
+    they are read."""
     bits = bf16_bits(numbers)
     tl.store(octets + 2 * index, (bits & 255).to(tl.uint8), mask=mask)
     tl.store(octets + 2 * index + 1, (bits >> 8).to(tl.uint8), mask=mask)
@@ -98,9 +102,11 @@ def load_packed(octets, index, mask, WIDTH: tl.constexpr):
 
 @triton.jit
 def store_packed(octets, numbers, count, total, WIDTH: tl.constexpr, BYTES: tl.constexpr):
-    """Packs `total` numbers of one byte each, of which the first `count` are real, into whole bytes.
+    """Packs `total` numbers of one byte each, of which the first `count` are real, into whole
+    bytes.
 
-    Each byte is put together from the numbers that have a bit in it, so that no two programs or threads write one.
+    Each byte is put together from the numbers that have a bit in it, so that no two programs or
+    threads write one.
     """
     for first in range(0, (tl.minimum(count, total) * WIDTH + 7) // 8, BYTES):
         byte = first + tl.arange(0, BYTES)
@@ -166,7 +172,8 @@ def load_value(
 
 @triton.jit
 def negative_of(values, scale, negative_zeros):
-    """True where a value is sent as a negative number; the rounding error of values of size `scale` counts as zero."""
+    """True where a value is sent as a negative number; the rounding error of values of size `scale`
+    counts as zero."""
     zero = scale * 3.814697265625e-06  # 2**-18
     return tl.where(negative_zeros != 0, values <= zero, values < -zero)
 
@@ -182,7 +189,8 @@ def quantised(
     PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Encodes the block number `block` of a message: writes its statistics, and returns the code of each value."""
+    """Encodes the block number `block` of a message: writes its statistics, and returns the code of
+    each value."""
     # values and real [BLOCK], the second False at the padding
     values = tl.where(real, values, 0.0)
     size = tl.abs(values)
@@ -229,13 +237,15 @@ def rounded(numbers):
 
 @triton.jit
 def write_int8(octets, statistics, values, count, block, totals, SOME: tl.constexpr):
-    """Encodes the block number `block` of a message, of `count` values: its codes and statistics (`precision.Int8`).
+    """Encodes the block number `block` of a message, of `count` values: its codes and statistics
+    (`precision.Int8`).
 
     The only additions of values whose order is open: of whole numbers, so that it changes no bit.
 
     Args:
         octets: Where the code of the first value goes.
-        totals: `[256]` int64, in which the program works: 2**17 times the sum of a bin, and the number of its values.
+        totals: `[256]` int64, in which the program works: 2**17 times the sum of a bin, and the
+            number of its values.
     """
     item, bin_number = tl.arange(0, SOME), tl.arange(0, 256)
     square = tl.zeros([SOME], dtype=tl.float32)
@@ -285,14 +295,16 @@ def ranks_of(size, number):
 
 @triton.jit
 def square_of(value):
-    """The square of fp32 numbers, above 0 unless they are 0: a norm of 0 says that nothing was sent."""
+    """The square of fp32 numbers, above 0 unless they are 0: a norm of 0 says that nothing was
+    sent."""
     square = value * value
     return tl.where(value == 0, 0.0, tl.where(square < 1.2e-38, 1.2e-38, square))
 
 
 @triton.jit
 def finite_size(statistic):
-    """The magnitudes of fp32 numbers, infinite of what is not a number: a maximum would pass over it."""
+    """The magnitudes of fp32 numbers, infinite of what is not a number: a maximum would pass over
+    it."""
     size = tl.abs(statistic)
     return tl.where(size <= LARGEST, size, float("inf"))
 
@@ -305,8 +317,9 @@ def facts_of(
 ):  # fmt: skip
     """Adds the facts that decide about the content of a message, over some rows of one run.
 
-    square: `[SOME]` fp32, whose sum is that of the squares that make the norm. found: `[SOME]` int32: 1 for an index
-    outside of its row, 2 for one out of order, 4 for a statistic that no encoder produces.
+    square: `[SOME]` fp32, whose sum is that of the squares that make the norm. found: `[SOME]`
+    int32: 1 for an index outside of its row, 2 for one out of order, 4 for a statistic that no
+    encoder produces.
     """
     values = octets + tl.load(run + 5)
     statistics_at = tl.load(run + 8) - tl.load(run + 5)

@@ -34,7 +34,8 @@ def save_async(
 ) -> None:
     """Starts saving; all ranks call it.
 
-    Beside the state are the faults `before` this start and, in a run that follows its link, the state of its adapter.
+    Beside the state are the faults `before` this start and, in a run that follows its link, the
+    state of its adapter.
     """
     _, outermost = session.optimizer.levels[-1]
     extra = {
@@ -109,7 +110,8 @@ def resume(
 
 
 def _restore_setting(session: Session, setting: object) -> None:
-    """Reconfigures the optimizer to the saved `setting`, which a run that adapts has moved from its configuration."""
+    """Reconfigures the optimizer to the saved `setting`, which a run that adapts has moved from its
+    configuration."""
     _, outermost = session.optimizer.levels[-1]
     if isinstance(setting, dict) and setting != outermost.arguments:
         try:
@@ -120,7 +122,8 @@ def _restore_setting(session: Session, setting: object) -> None:
 
 
 def compare_settings(path: Path, saved: Table, config: Config, since: str) -> list[str]:
-    """A line about the settings that are others than in `path`, as of a checkpoint, and count from now on.
+    """A line about the settings that are others than in `path`, as of a checkpoint, and count from
+    now on.
 
     Raises `ValueError` where one is another that must be the same.
     """
@@ -131,7 +134,8 @@ def compare_settings(path: Path, saved: Table, config: Config, since: str) -> li
             raise ValueError(
                 f"{path} was written with {key} {was}, this run has {now}: resume with the same"
             )
-    # The checkpoint has the options of the optimizer, too, and they count; only the schedule sets lr anew in each step.
+    # The checkpoint has the options of the optimizer, too, and they count; only the schedule sets
+    # lr anew in each step.
     was, now = (table.get("optimizer", {}) for table in (saved, here))
     for key in was.keys() | now.keys() if was.get("name") == now["name"] else ():
         if key != "lr" and was.get(key) != now.get(key):
@@ -148,7 +152,8 @@ def compare_settings(path: Path, saved: Table, config: Config, since: str) -> li
 
 
 def _data_mark(data: Data) -> list[object]:
-    """The number of training examples, and a hash of three of them; of a stream, those that it holds out."""
+    """The number of training examples, and a hash of three of them; of a stream, those that it
+    holds out."""
     examples = data.validation if isinstance(data.train, Streamed) else data.train
     count = len(examples)
     few = examples[torch.tensor([0, count // 2, count - 1])]
@@ -167,5 +172,6 @@ def _other_data(saved: object, data: Data) -> list[str]:
         else f"other examples, {now[0]} as before"
     )
     return [
-        f"the data have changed since the checkpoint: {counts}; the order of examples is another from now on"
+        f"the data have changed since the checkpoint: {counts}; the order of examples is another"
+        " from now on"
     ]

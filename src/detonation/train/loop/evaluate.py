@@ -15,7 +15,10 @@ from detonation.train.loop.session import Session
 
 @torch.no_grad()
 def validate(session: Session) -> dict[str, float]:
-    """Mean `val_loss` over all predictions and, for classes, `val_accuracy`. Collective; each rank takes its share."""
+    """Mean `val_loss` over all predictions and, for classes, `val_accuracy`.
+
+    Collective; each rank takes its share.
+    """
     train = session.config.train
     session.model.eval()
     sums = torch.zeros(
@@ -28,7 +31,8 @@ def validate(session: Session) -> dict[str, float]:
     )
     rounds = -(-len(held_out) // session.world_size)
     for i in range(rounds):
-        # FSDP gathers weights in every forward pass: a rank without a batch takes part with one that does not count.
+        # FSDP gathers weights in every forward pass: a rank without a batch takes part with one
+        # that does not count.
         index = i * session.world_size + session.rank
         batch = to(held_out[index % len(held_out)], session.device)
         with autocast(session):
@@ -54,7 +58,8 @@ def validate(session: Session) -> dict[str, float]:
 
 @torch.no_grad()
 def translate(session: Session) -> dict[str, float]:
-    """The `val_bleu` of greedy translations of held-out sentences, from 0 to 100. Collective; ranks share them.
+    """The `val_bleu` of greedy translations of held-out sentences, from 0 to 100. Collective; ranks
+    share them.
 
     Each id takes a forward pass, and all ranks make as many, because FSDP gathers weights in each.
     """
@@ -96,7 +101,8 @@ def greedy(session: Session, batch: dict[str, Tensor]) -> Tensor:
         with autocast(session):
             output = model(**given, decoder_input_ids=ids[-1][:, None], use_cache=True)
         ids.append(output.logits[:, -1].argmax(-1))
-        # The sentence was read, and the keys and values of the ids so far are there: the next pass reads one id only.
+        # The sentence was read, and the keys and values of the ids so far are there: the next pass
+        # reads one id only.
         given["encoder_outputs"] = (output.encoder_last_hidden_state,)
         cached = (
             "cache" if hasattr(output, "cache") else "past_key_values"
@@ -106,7 +112,8 @@ def greedy(session: Session, batch: dict[str, Tensor]) -> Tensor:
 
 
 def autocast(session: Session) -> AbstractContextManager[object]:
-    """bf16 arithmetic where the recipe asks for it, on an accelerator: most CPUs multiply in it far more slowly."""
+    """bf16 arithmetic where the recipe asks for it, on an accelerator: most CPUs multiply in it far
+    more slowly."""
     if session.config.train.autocast != "bf16" or session.device.type == "cpu":
         return nullcontext()
     return torch.autocast(session.device.type, dtype=torch.bfloat16)

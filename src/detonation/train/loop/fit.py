@@ -1,4 +1,5 @@
-"""The training loop of one rank: a step is forward and backward, agreement on loss and signals, and the update."""
+"""The training loop of one rank: a step is forward and backward, agreement on loss and signals, and
+the update."""
 
 import math
 import signal
@@ -22,15 +23,18 @@ from detonation.wire.units import shard_bytes_sent
 
 
 class Unsafe(RunError):
-    """The optimizer refuses to go on: non-finite gradients, refused messages or desync; raised on all ranks."""
+    """The optimizer refuses to go on: non-finite gradients, refused messages or desync; raised on
+    all ranks."""
 
 
 class NonFiniteLoss(RunError):
-    """A replica's loss is NaN or infinite; raised on all ranks, before the step that would have spread it."""
+    """A replica's loss is NaN or infinite; raised on all ranks, before the step that would have
+    spread it."""
 
 
 class Stopped(RunError):
-    """A signal has asked some rank to stop; raised on all ranks at the end of the same step, `after` steps in all."""
+    """A signal has asked some rank to stop; raised on all ranks at the end of the same step,
+    `after` steps in all."""
 
     def __init__(self, number: int, after: int) -> None:
         self.signal, self.after = signal.Signals(number).name, after
@@ -42,8 +46,9 @@ def fit(
 ) -> None:
     """Trains from `done` finished steps to `until`. Collective.
 
-    After the last step of the recipe the optimizer synchronizes, so that all replicas hold the same weights. Every rank
-    hands `report` the record of each step. Where a signal sets `stop`, all stop after the same step.
+    After the last step of the recipe the optimizer synchronizes, so that all replicas hold the same
+    weights. Every rank hands `report` the record of each step. Where a signal sets `stop`, all stop
+    after the same step.
 
     Raises:
         NonFiniteLoss: On all ranks, with the weights that the step began with.
@@ -102,7 +107,8 @@ def fit(
             **held_out,
         )
         if session.device.type == "cpu" and not isinstance(session.world, Alone):
-            # An accelerator computes while its host waits, and the replicas of a simulation compute in turns.
+            # An accelerator computes while its host waits, and the replicas of a simulation compute
+            # in turns.
             record = replace(record, agreeing_s=agreeing)
         if session.config.mesh.shard_wire:
             shard_sent, before_it = shard_bytes_sent(session.model), shard_sent
@@ -129,11 +135,12 @@ def _taking(session: Session) -> int | None:
 
 
 class UnevenRounds:
-    """Gradients where each replica takes the steps for which it has time, and all agree on losses once per round.
+    """Gradients where each replica takes the steps for which it has time, and all agree on losses
+    once per round.
 
-    A replica whose loss is not finite takes no more steps until the end of the round, where all hear of it; so do they
-    of a signal to stop. The loss of a step is the mean over all ranks in the round before, and in the first round the
-    latest loss of this rank.
+    A replica whose loss is not finite takes no more steps until the end of the round, where all
+    hear of it; so do they of a signal to stop. The loss of a step is the mean over all ranks in the
+    round before, and in the first round the latest loss of this rank.
     """
 
     def __init__(self, session: Session, until: int) -> None:
@@ -148,7 +155,8 @@ class UnevenRounds:
         return (step + 1) % self._every == 0 or step + 1 == self._until
 
     def gradients(self, step: int) -> tuple[float, int, float]:
-        """Computes the gradients of one step's examples, unless this replica sits it out; as `_gradients`."""
+        """Computes the gradients of one step's examples, unless this replica sits it out; as
+        `_gradients`."""
         session = self._session
         if not session.optimizer.idle and not self._lost_at:
             total = 0.0
@@ -167,7 +175,8 @@ class UnevenRounds:
         return self._loss, 0, 0.0
 
     def agreed(self, stop: Stop) -> tuple[float, int, float]:
-        """The mean loss of the round over all ranks, the signal as `_agreed` returns it, and the seconds of waiting."""
+        """The mean loss of the round over all ranks, the signal as `_agreed` returns it, and the
+        seconds of waiting."""
         own = [
             sum(self._losses),
             len(self._losses),
@@ -198,8 +207,9 @@ class UnevenRounds:
 def _gradients(session: Session, step: int, stop: Stop) -> tuple[float, int, float]:
     """Computes the gradients of one step's examples.
 
-    Returns the mean loss and the signal as `_agreed` does, and the seconds for which this rank waited for them.
-    Gradients that leave during backward cannot be taken back, so ranks agree on the loss before, otherwise during it.
+    Returns the mean loss and the signal as `_agreed` does, and the seconds for which this rank
+    waited for them. Gradients that leave during backward cannot be taken back, so ranks agree on
+    the loss before, otherwise during it.
     """
     losses: list[torch.Tensor] = []
     for loss in _losses(session, step):
@@ -231,8 +241,9 @@ def _gradients(session: Session, step: int, stop: Stop) -> tuple[float, int, flo
 def _losses(session: Session, step: int) -> Iterator[torch.Tensor]:
     """Yields the loss of each micro-batch of this rank, as a share of their mean."""
     train = session.config.train
-    # Dropout is a function of seed, step and rank, so that a resumed run draws what an uninterrupted one does.
-    # On a CPU its generator alone: `torch.manual_seed` queues a call, with a stack trace, for each absent accelerator.
+    # Dropout is a function of seed, step and rank, so that a resumed run draws what an
+    # uninterrupted one does. On a CPU its generator alone: `torch.manual_seed` queues a call, with
+    # a stack trace, for each absent accelerator.
     seeded = torch.default_generator if session.device.type == "cpu" else torch
     seeded.manual_seed((session.config.seed * 1_000_003 + step) * session.world_size + session.rank)
     for micro in range(train.accumulate):
@@ -253,7 +264,10 @@ def _losses(session: Session, step: int) -> Iterator[torch.Tensor]:
                     if not isinstance(loss, torch.Tensor)
                     else f"has the shape {[*loss.shape]}"
                 )
-                said = f"model {session.config.model.name} returns a {type(output).__name__} whose .loss {is_now}"
+                said = (
+                    f"model {session.config.model.name} returns a {type(output).__name__} whose"
+                    f" .loss {is_now}"
+                )
                 raise ValueError(f"{said}, must return .loss, a tensor of one number (and .logits)")
             loss = loss / train.accumulate
         yield loss
@@ -267,14 +281,16 @@ def _agreed(session: Session, step: int, reports: list[list[float]]) -> float:
     for rank, (value, *_) in enumerate(reports):
         if not math.isfinite(value):
             raise NonFiniteLoss(
-                f"the loss is {value} at step {step + 1} on {rank_in_words(rank, session.world.sizes)}"
+                f"the loss is {value} at step {step + 1} on"
+                f" {rank_in_words(rank, session.world.sizes)}"
             )
     return sum(value for value, *_ in reports) / len(reports)
 
 
 @contextmanager
 def _safely() -> Iterator[None]:
-    """Turns the errors with which the optimizer refuses to go on into `Unsafe`; accelerators raise in backward, too."""
+    """Turns the errors with which the optimizer refuses to go on into `Unsafe`; accelerators raise
+    in backward, too."""
     try:
         yield
     except (NonFiniteGradient, BadPeer, Desync) as error:  # on all ranks at once, in the same words

@@ -1,4 +1,5 @@
-"""The session of one rank: model, optimizer and data, made from the configuration in the same order on all ranks."""
+"""The session of one rank: model, optimizer and data, made from the configuration in the same order
+on all ranks."""
 
 import functools
 import importlib.util
@@ -49,7 +50,8 @@ from detonation.train.recipe.tables import REPLICATE
 
 @dataclass(frozen=True)
 class Session:
-    """One rank of a run: its shard of the model, the replicating optimizer, and the data set that all ranks share."""
+    """One rank of a run: its shard of the model, the replicating optimizer, and the data set that
+    all ranks share."""
 
     config: Config
     world: World
@@ -75,7 +77,8 @@ def check_config(config: Config) -> Config:
     Needs no processes and writes nothing.
 
     Raises:
-        ValueError: Anything that would fail later: names, arguments, ranges, missing data, sizes that do not fit.
+        ValueError: Anything that would fail later: names, arguments, ranges, missing data, sizes
+            that do not fit.
     """
     check_types("model", model_function(config.model.name), config.model.arguments)
     check_types("data", dataset_function(config.data.name), config.data.arguments)
@@ -90,7 +93,8 @@ def check_config(config: Config) -> Config:
     loaded = load_data(config.data)
     if not isinstance(loaded, Data):
         raise ValueError(
-            f"data {config.data.name} makes a {type(loaded).__name__}, must make a detonation.data.Data"
+            f"data {config.data.name} makes a {type(loaded).__name__}, must make a"
+            " detonation.data.Data"
         )
     if not len(loaded.validation):  # the run would train, and then have no loss
         raise ValueError(f"data {config.data.name} holds no example out: validation needs one")
@@ -98,8 +102,8 @@ def check_config(config: Config) -> Config:
     if task != loaded.kind:
         fitting = " or ".join(name for name, kind in TASK_OF.items() if kind == loaded.kind)
         raise ValueError(
-            f"model {config.model.name} is for {task}, but the data {loaded.name} are {loaded.kind}: take {fitting}, "
-            "or other data"
+            f"model {config.model.name} is for {task}, but the data {loaded.name} are"
+            f" {loaded.kind}: take {fitting}, or other data"
         )
     model = Choice(config.model.name, _agreeing(config.model, loaded))
     with torch.device("meta"):
@@ -129,7 +133,8 @@ def check_translates(model: Any, data: Data) -> None:
         )
     if getattr(getattr(model, "config", None), "decoder_start_token_id", None) is None:
         raise ValueError(
-            "train.bleu_sentences needs a model with config.decoder_start_token_id, as transformers' have"
+            "train.bleu_sentences needs a model with config.decoder_start_token_id, as"
+            " transformers' have"
         )
     if not importlib.util.find_spec("sacrebleu"):
         raise ValueError(
@@ -151,7 +156,8 @@ def _with_steps(config: Config, loaded: Data) -> TrainConfig:
 
 
 def check_sizes(config: Config) -> None:
-    """Raises `LargerThanDense`, as the first step would, where a level would send more than full synchronisation."""
+    """Raises `LargerThanDense`, as the first step would, where a level would send more than full
+    synchronisation."""
     shards = shard_shapes(config)
     for level in config.levels:
         chosen = scheme(level.scheme.name, level.scheme.arguments)
@@ -196,21 +202,23 @@ def misfits(config: Config) -> list[str]:
         and not optimizer.arguments.get("momentum")
     ):
         found.append(
-            "train.clip changes nothing for SignSGD without momentum, which moves by signs: leave it out"
+            "train.clip changes nothing for SignSGD without momentum, which moves by signs: leave"
+            " it out"
         )
     for level in config.levels:
         chosen = scheme(level.scheme.name, level.scheme.arguments)
         every = chosen.round.every
         if every > steps:
             found.append(
-                f"{chosen.name} exchanges every {every} steps, but there are {steps}: replicas meet at the end alone; "
-                "choose a smaller every"
+                f"{chosen.name} exchanges every {every} steps, but there are {steps}: replicas meet"
+                " at the end alone; choose a smaller every"
             )
     return found
 
 
 def start_session(config: Config, device: torch.device, axis: Axis | None = None) -> Session:
-    """The session of this rank. Collective; raises `ValueError` where replicas or sizes do not agree.
+    """The session of this rank. Collective; raises `ValueError` where replicas or sizes do not
+    agree.
 
     `axis` takes the place of the outermost one, such as that of `surviving_axis` in an elastic run.
     """
@@ -278,10 +286,11 @@ def _with_layers(model: nn.Module, train: TrainConfig) -> nn.Module:
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Keeps the inputs of each layer alone for backward, which computes the rest again. In place; names stay.
+    """Keeps the inputs of each layer alone for backward, which computes the rest again. In place;
+    names stay.
 
-    After `compile_layers` and before `shard`, whose hooks gather a layer's weights around both computations. Raises
-    `ValueError` where the model has no layers.
+    After `compile_layers` and before `shard`, whose hooks gather a layer's weights around both
+    computations. Raises `ValueError` where the model has no layers.
     """
     for layer in _some_layers(model, "train.checkpoint_activations"):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
@@ -290,8 +299,8 @@ def checkpoint_activations(model: nn.Module) -> None:
 def compile_layers(model: nn.Module, backend: str) -> None:
     """Compiles each layer by itself: layers of one shape are compiled once. In place; names stay.
 
-    The hooks of `shard` stay outside of the compiled code. Raises `ValueError` where the model has no layers, or torch
-    no such backend.
+    The hooks of `shard` stay outside of the compiled code. Raises `ValueError` where the model has
+    no layers, or torch no such backend.
     """
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
@@ -312,7 +321,8 @@ def _some_layers(model: nn.Module, setting: str) -> list[nn.Module]:
 
 
 def check_levels(levels: Sequence[LevelConfig], balance: bool = False) -> tuple[LevelConfig, ...]:
-    """`levels` with the defaults of their schemes. Raises `ValueError` for a bad name, argument or order.
+    """`levels` with the defaults of their schemes. Raises `ValueError` for a bad name, argument or
+    order.
 
     With `balance` replicas are to take different numbers of steps.
     """
@@ -336,7 +346,8 @@ def scheme_of(level: LevelConfig) -> Scheme:
 
 
 def axes(config: Config, mesh: DeviceMesh, between: Axis | None = None) -> list[Axis]:
-    """The axis of each level, from the innermost outwards; an emulated link slows the outermost down. Collective.
+    """The axis of each level, from the innermost outwards; an emulated link slows the outermost
+    down. Collective.
 
     With `between`, that is the outermost, and `mesh` is what is inside it.
     """
@@ -369,7 +380,8 @@ def slowed(axis: DeviceMesh, link: str) -> Axis:
 
 
 def check_types(key: str, function: Callable[..., object], arguments: Mapping[str, object]) -> None:
-    """Raises `ValueError` for an argument of another type than `function` is annotated with, where that is plain."""
+    """Raises `ValueError` for an argument of another type than `function` is annotated with, where
+    that is plain."""
     try:
         hints = get_type_hints(function.__init__ if inspect.isclass(function) else function)
     except NameError:  # annotations of another package that only a type checker can resolve
@@ -405,6 +417,7 @@ def _agreeing(model: Choice, loaded: Data) -> dict[str, object]:
         given = model.arguments.get(key, value)
         if given != value and not (key == "vocab" and isinstance(given, int) and given > value):
             raise ValueError(
-                f"model.{key} is {given!r}, but the data {loaded.name} has {key} {value}: leave it out"
+                f"model.{key} is {given!r}, but the data {loaded.name} has {key} {value}: leave"
+                " it out"
             )
     return {**needed, **model.arguments}

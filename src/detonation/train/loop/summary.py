@@ -1,4 +1,5 @@
-"""The summary of a finished run, as `summary.json` holds it, and the faults that are counted over all its starts."""
+"""The summary of a finished run, as `summary.json` holds it, and the faults that are counted over
+all its starts."""
 
 import math
 import statistics
@@ -19,7 +20,8 @@ _LATEST = 20
 
 @dataclass(frozen=True)
 class Counts:
-    """Contributions `skipped` because a gradient was not finite, by parameter, and messages `refused`."""
+    """Contributions `skipped` because a gradient was not finite, by parameter, and messages
+    `refused`."""
 
     skipped: dict[str, int] = field(default_factory=dict)
     refused: int = 0
@@ -47,7 +49,8 @@ def counted(session: Session, before: Counts) -> Counts:
     )
     if len({*session.world.sizes}) > 1:  # which cut a parameter at other rows
         replicas = tuple(each.sum(0, keepdim=True) for each in replicas)
-    # All replicas see the faults of a shard, except those that its owner alone sees: the maximum over replicas counts.
+    # All replicas see the faults of a shard, except those that its owner alone sees: the maximum
+    # over replicas counts.
     *here, refused = torch.stack(replicas).amax(0).sum(0).tolist()
     together = Counter(before.skipped) + Counter(dict(zip(names, here, strict=True)))
     return Counts(dict(together.most_common()), before.refused + refused)
@@ -58,12 +61,13 @@ def summarise(
 ) -> dict[str, Any]:
     """The run in numbers, the same on every rank. Collective; `records` are those of all steps.
 
-    `train_loss` is the mean of the last 20 steps; `seconds` is the time spent in steps, without validation.
-    `bytes_sent_per_step` is the mean over steps of the bytes that one replica sends, all its shards together.
-    `shard_bytes_per_step` is what the replica sends between the nodes that its shards lie on.
-    `peak_memory` is that of the rank that needed most.
-    `waits` is `Waits.table` of the steps since the last start, `local_steps` those that replicas agreed on last.
-    `adapted_to` is the last scheme of a run that followed its link. `replicas_apart` is how far apart close ones are.
+    `train_loss` is the mean of the last 20 steps; `seconds` is the time spent in steps, without
+    validation. `bytes_sent_per_step` is the mean over steps of the bytes that one replica sends,
+    all its shards together. `shard_bytes_per_step` is what the replica sends between the nodes that
+    its shards lie on. `peak_memory` is that of the rank that needed most. `waits` is `Waits.table`
+    of the steps since the last start, `local_steps` those that replicas agreed on last.
+    `adapted_to` is the last scheme of a run that followed its link. `replicas_apart` is how far
+    apart close ones are.
     """
     config, last = session.config, records[-1]
     full_sync = session.world.over_shards(sum(session.optimizer.dense_bytes_by_level))
@@ -117,7 +121,10 @@ def summarise(
 
 
 def _apart(session: Session) -> float | None:
-    """The largest part of a tensor's norm between close replicas; None where they are not close. Collective."""
+    """The largest part of a tensor's norm between close replicas; None where they are not close.
+
+    Collective.
+    """
     gate = session.optimizer.closeness
     if not isinstance(gate, Closeness):
         return None
@@ -127,7 +134,8 @@ def _apart(session: Session) -> float | None:
 
 
 def _shard_wire(session: Session, records: Sequence[Record]) -> dict[str, Any]:
-    """The precisions between the nodes of one replica, and the bytes that it sent between them per step."""
+    """The precisions between the nodes of one replica, and the bytes that it sent between them per
+    step."""
     wire = session.config.mesh.shard_wire
     if wire is None:
         return {}
@@ -155,7 +163,8 @@ def _examples(session: Session) -> int:
 
 
 def _levels(session: Session, records: Sequence[Record]) -> dict[str, Any]:
-    """The arguments of the scheme; of several levels, those of each, and the bytes that it sent per step."""
+    """The arguments of the scheme; of several levels, those of each, and the bytes that it sent per
+    step."""
     levels = session.config.levels
     if len(levels) == 1:
         return {"scheme_arguments": dict(levels[0].scheme.arguments)}

@@ -1,4 +1,5 @@
-"""The world of a run, as one rank sees it: the collectives of the training loop, and who waits for whom."""
+"""The world of a run, as one rank sees it: the collectives of the training loop, and who waits for
+whom."""
 
 import json
 import signal
@@ -29,12 +30,16 @@ Gathered = Callable[[], list[list[Any]]]
 
 class _Together:
     def stopped_by(self, numbers: Sequence[float], mine: int) -> int:
-        """The signal that ends the run after this step, 0 for none, where each rank got one of `numbers`."""
+        """The signal that ends the run after this step, 0 for none, where each rank got one of
+        `numbers`."""
         return int(max(numbers))
 
 
 class Ranks(_Together):
-    """The processes of a mesh ("replicate", "shard"), and how many each replica has. The methods are collective."""
+    """The processes of a mesh ("replicate", "shard"), and how many each replica has.
+
+    The methods are collective.
+    """
 
     def __init__(self, mesh: DeviceMesh, device: torch.device, sizes: list[int]) -> None:
         self.rank, self.size, self.sizes = dist.get_rank(), dist.get_world_size(), sizes
@@ -52,7 +57,8 @@ class Ranks(_Together):
             )
 
     def all_gather(self, values: Tensor) -> Gathered:
-        """The `values` of all ranks. Until they are asked for, neither host nor device waits."""  # [n]
+        """The `values` of all ranks. Until they are asked for, neither host nor device waits."""
+        # [n]
         self._comm.wait_for_current(values)
         with self._comm.active():
             everyone = [torch.empty_like(values) for _ in range(self.size)]
@@ -69,7 +75,8 @@ class Ranks(_Together):
         return int(total)
 
     def fingerprint(self, model: nn.Module) -> tuple[str, bool]:
-        """A hash of the first replica's parameters, and whether all replicas are bitwise equal to it."""
+        """A hash of the first replica's parameters, and whether all replicas are bitwise equal to
+        it."""
         return fingerprint(model, self._mesh)
 
     def texts(self) -> TextExchange:
@@ -78,7 +85,8 @@ class Ranks(_Together):
 
 
 class ElasticRanks:
-    """The processes of the replicas that are left; each replica, of one node or more, is a process group of its own."""
+    """The processes of the replicas that are left; each replica, of one node or more, is a process
+    group of its own."""
 
     _asked = False  # to leave, in the step before
 
@@ -204,7 +212,8 @@ def settings_of_run(membership: Membership) -> dict[str, Any]:
 
 
 def require_same_settings(membership: Membership, config: Config) -> None:
-    """Raises `ValueError` where this replica of an elastic run would train otherwise than the one that came first."""
+    """Raises `ValueError` where this replica of an elastic run would train otherwise than the one
+    that came first."""
     own = json.loads(json.dumps(dict(settings_of(to_table(config)))))  # lists, as those of a text
     own = {key: value for key, value in own.items() if key.startswith(_ALIKE) and key not in _OWN}
     first = json.loads(membership.first_text(_SETTINGS, json.dumps(own)))
@@ -230,9 +239,10 @@ _OWN = {
 class Waits:
     """The seconds of waiting between replicas, summed since the start; the same on every rank.
 
-    Ranks send what they were busy and waited since their last report along with their losses, so it costs no message.
-    Between two reports all wait for the replica that was busy for longest: no longer than it was busy beyond them. The
-    rest of their waiting is the network's. Where the number of replicas changes the sums begin anew.
+    Ranks send what they were busy and waited since their last report along with their losses, so it
+    costs no message. Between two reports all wait for the replica that was busy for longest: no
+    longer than it was busy beyond them. The rest of their waiting is the network's. Where the
+    number of replicas changes the sums begin anew.
 
     >>> waits = Waits()
     >>> waits.meet([[1.0, 2.5], [1.0, 3.0]], [1, 1])
@@ -271,10 +281,11 @@ class Waits:
         self.own, self._lasted = (0.0, 0.0), self._lasted + float((busy + waited).mean())
 
     def table(self, most: int = 1_000_000) -> dict[str, Any]:
-        """The sums by name; {} before the first report, and where there is one replica or more than `most`.
+        """The sums by name; {} before the first report, and where there is one replica or more than
+        `most`.
 
-        `seconds[i][j]` that replica i waited for replica j, `network_s` of each replica, the `slowest`, and `lasted_s`,
-        the mean over replicas of the seconds of the steps.
+        `seconds[i][j]` that replica i waited for replica j, `network_s` of each replica, the
+        `slowest`, and `lasted_s`, the mean over replicas of the seconds of the steps.
         """
         seconds, network = self._waited[:, :-1], self._waited[:, -1].tolist()
         if not 2 <= len(network) <= most:

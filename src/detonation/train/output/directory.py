@@ -1,4 +1,5 @@
-"""The run directory: its lock, files that are written whole or not at all, and the environment of the run."""
+"""The run directory: its lock, files that are written whole or not at all, and the environment of
+the run."""
 
 import fcntl
 import hashlib
@@ -54,7 +55,8 @@ _SINGLY = " rounded singly"
 
 
 def bits_of_steps() -> dict[str, str]:
-    """A hash of three steps of each optimizer on fixed numbers, by name: what rounds alike trains replicas together."""
+    """A hash of three steps of each optimizer on fixed numbers, by name: what rounds alike trains
+    replicas together."""
     import torch
 
     from detonation.gates.single_rounding import SingleRounding
@@ -86,7 +88,8 @@ def bits_of_steps() -> dict[str, str]:
 
 
 def compare_machines(here: dict[str, Any], there: dict[str, Any]) -> list[str]:
-    """Differences between the environments of two machines, with their `bits_of_steps`, and what to expect of them."""
+    """Differences between the environments of two machines, with their `bits_of_steps`, and what to
+    expect of them."""
     mine, theirs = ({**found, **found["packages"]} for found in (here, there))
     own, other = here["steps"], there["steps"]
     lines = [
@@ -108,7 +111,10 @@ def compare_machines(here: dict[str, Any], there: dict[str, Any]) -> list[str]:
     slower = [name for name in names if name not in same and name + _SINGLY in same]
     rest = [name for name in names if name not in same and name not in slower]
     scope = "on their CPUs; the first step compares their GPUs" if any(kinds) else "bit for bit"
-    last = f"Under schemes of gradients they will train alike with {', '.join(alike) or 'none'} ({scope})"
+    last = (
+        f"Under schemes of gradients they will train alike with {', '.join(alike) or 'none'}"
+        f" ({scope})"
+    )
     last += f"; with {', '.join(slower)} in steps that take longer" if slower else ""
     last += f"; closely, not alike, with {', '.join(rest)}" if rest else ""
     return [
@@ -143,7 +149,8 @@ class InUse(ValueError):
 
 
 def log_starts(path: Path) -> list[int]:
-    """The steps after which files of the run's log begin, by their names, as one does with each checkpoint."""
+    """The steps after which files of the run's log begin, by their names, as one does with each
+    checkpoint."""
     return [
         int(n)
         for each in (path / UPDATES).glob("*-*.updates")
@@ -154,16 +161,19 @@ def log_starts(path: Path) -> list[int]:
 def check_free(
     path: Path, resume: bool, may_start: bool = False, train: TrainConfig | None = None
 ) -> None:
-    """Raises `ValueError` unless a run can start in `path`, or continue there with `resume`. Changes nothing.
+    """Raises `ValueError` unless a run can start in `path`, or continue there with `resume`.
+    Changes nothing.
 
     may_start: with `resume`, a run may start from the beginning where no checkpoint was saved yet.
-    train: with `resume`, a finished run of fewer steps goes on, and one that keeps a log from its first step alone.
+    train: with `resume`, a finished run of fewer steps goes on, and one that keeps a log from its
+    first step alone.
     """
     if path.exists() and not path.is_dir():
         raise ValueError(f"the run directory {str(path)!r} is a file: choose another --out")
     if path.is_symlink() and not path.exists():
         raise ValueError(
-            f"the run directory {str(path)!r} is a link to nowhere: make its target, or choose another --out"
+            f"the run directory {str(path)!r} is a link to nowhere: make its target, or choose"
+            " another --out"
         )
     entries = [entry.name for entry in path.iterdir()] if path.is_dir() else []
     if (
@@ -211,14 +221,16 @@ def steps_finished(path: Path) -> int:
 
 
 def steps_of_epochs(path: Path, epochs: float) -> int:
-    """The number of steps that so many epochs took when the run in `path` began; 0 where it says none."""
+    """The number of steps that so many epochs took when the run in `path` began; 0 where it says
+    none."""
     train = config_in(path).get("train")
     steps = train.get("steps") if isinstance(train, dict) and train.get("epochs") == epochs else 0
     return steps if type(steps) is int else 0
 
 
 def config_in(path: Path) -> dict[str, Any]:
-    """The configuration with which the run in `path` began or went on, as a table; {} where it cannot be read."""
+    """The configuration with which the run in `path` began or went on, as a table; {} where it
+    cannot be read."""
     try:
         return tomllib.loads((path / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -226,7 +238,8 @@ def config_in(path: Path) -> dict[str, Any]:
 
 
 def fresh_directory(name: str) -> Path:
-    """A directory in `runs` that was not there before, so that runs that start at once get one each."""
+    """A directory in `runs` that was not there before, so that runs that start at once get one
+    each."""
     now, name = time.time(), name.replace(":", ".")
     while True:
         path = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
@@ -240,7 +253,8 @@ def fresh_directory(name: str) -> Path:
 
 
 class RunDirectory:
-    """A run's files. Makes the directory and holds its lock until closed, or until the process ends, however it ends.
+    """A run's files. Makes the directory and holds its lock until closed, or until the process
+    ends, however it ends.
 
     Raises `InUse` when another process holds the lock, and `Unwritable`.
     """

@@ -1,4 +1,5 @@
-"""The measurements of a run: one record per step in `metrics.jsonl`, and the same in words for people."""
+"""The measurements of a run: one record per step in `metrics.jsonl`, and the same in words for
+people."""
 
 import contextlib
 import errno
@@ -23,15 +24,18 @@ class Record:
         bytes_sent: By one replica, all its shards together.
         waited_s: The part of `seconds` in which rank 0 waited for an exchange.
         step_s: The part spent in the optimizer's step, `waited_s` included.
-        agreeing_s: The part, outside `step_s`, in which rank 0 waited for the losses of all: for the slowest one.
+        agreeing_s: The part, outside `step_s`, in which rank 0 waited for the losses of all: for
+            the slowest one.
         levels: `bytes_sent` over each axis.
-        grad_norm: The global norm before clipping, where the run clips; measured where a line is shown, as is `memory`.
+        grad_norm: The global norm before clipping, where the run clips; measured where a line is
+            shown, as is `memory`.
         memory: The bytes that the process of rank 0 has held at most, see `peak_memory`.
         waits: Who has waited for whom, `Waits.table`; where a line is shown, of up to 16 replicas.
         setting: The scheme from the next step on, where it changes.
-        taking: The replicas that took this step, where their number may change: slow ones sit steps out, and `loss` is
-            then that of the last round; or replicas may be lost, and come.
-        shard_bytes_sent: By one replica between the nodes that its shards lie on, since the last step.
+        taking: The replicas that took this step, where their number may change: slow ones sit steps
+            out, and `loss` is then that of the last round; or replicas may be lost, and come.
+        shard_bytes_sent: By one replica between the nodes that its shards lie on, since the last
+            step.
     """
 
     step: int
@@ -54,7 +58,8 @@ class Record:
     waits: dict[str, Any] | None = None
 
     def values(self) -> dict[str, Any]:
-        """The values by name, without those that were not measured, and without `levels` where there is only one."""
+        """The values by name, without those that were not measured, and without `levels` where
+        there is only one."""
         found = {key: value for key, value in asdict(self).items() if value is not None}
         if len(self.levels) < 2:
             del found["levels"]
@@ -65,7 +70,8 @@ class Record:
 
 
 class MetricsFile:
-    """Records in a file, each line whole or absent: those `kept` of an earlier start, then those that are written."""
+    """Records in a file, each line whole or absent: those `kept` of an earlier start, then those
+    that are written."""
 
     def __init__(self, path: Path, kept: Sequence[Record] = ()) -> None:
         self.path = path
@@ -77,13 +83,19 @@ class MetricsFile:
         self._waiting = b""
 
     def write(self, record: Record) -> None:
-        """Appends one line. While the disk is full the line waits for the next one: no run should stop for it."""
+        """Appends one line.
+
+        While the disk is full the line waits for the next one: no run should stop for it.
+        """
         self._waiting += record.line().encode()
         with contextlib.suppress(OSError):
             self._append()
 
     def close(self) -> None:
-        """Closes the file. Raises `Unwritable` when lines still wait, or the file was removed meanwhile."""
+        """Closes the file.
+
+        Raises `Unwritable` when lines still wait, or the file was removed meanwhile.
+        """
         try:
             self._append()
             if not os.fstat(self._file.fileno()).st_nlink:
@@ -112,7 +124,8 @@ def read_metrics(path: Path) -> list[Record]:
 
 
 def parse_metrics(text: str) -> tuple[list[Record], int]:
-    """The records of the content of a metrics file, and the number of its damaged lines, as a loss of power leaves."""
+    """The records of the content of a metrics file, and the number of its damaged lines, as a loss
+    of power leaves."""
     found = [_record(line) for line in text.split("\n") if line]
     return [record for record in found if record is not None], found.count(None)
 
@@ -164,7 +177,8 @@ class Portion:
 
 
 def log_line(records: Sequence[Record], steps: int, full_sync: int, portion: Portion) -> str:
-    """One line about `records`, the steps since the last such line: latest loss and lr, mean bytes and mean time."""
+    """One line about `records`, the steps since the last such line: latest loss and lr, mean bytes
+    and mean time."""
     last, count = records[-1], len(records)
     sent = sum(record.bytes_sent for record in records) / count
     seconds = sum(record.seconds for record in records) / count

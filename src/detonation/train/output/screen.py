@@ -1,4 +1,5 @@
-"""The screen of a run: plain lines, and under them on a terminal a bar of rich: steps, time left, loss and waiting."""
+"""The screen of a run: plain lines, and under them on a terminal a bar of rich: steps, time left,
+loss and waiting."""
 
 import os
 import sys
@@ -17,7 +18,8 @@ _ERASE = b"\r\x1b[J"
 
 
 class Screen(AbstractContextManager["Screen"]):
-    """Prints lines to stdout, or to stderr with `to_stderr`; a `silent` one (any rank but 0) prints nothing."""
+    """Prints lines to stdout, or to stderr with `to_stderr`; a `silent` one (any rank but 0) prints
+    nothing."""
 
     def __init__(self, silent: bool, to_stderr: bool) -> None:
         self._console, self._silent = PlainConsole(sys.stderr if to_stderr else sys.stdout), silent
@@ -40,7 +42,8 @@ class Screen(AbstractContextManager["Screen"]):
             TimeRemainingColumn(compact=True, table_column=cropped),
             TextColumn("left{task.fields[latest]}", style="cyan", table_column=cropped),
         )
-        # No thread of rich: it would not be there in a fork. The speed is that of all steps, however long they take.
+        # No thread of rich: it would not be there in a fork. The speed is that of all steps,
+        # however long they take.
         quiet = {"auto_refresh": False, "redirect_stdout": False, "redirect_stderr": False}
         self._bar = Progress(
             *columns, console=self._console, transient=True, expand=True, speed_estimate_period=1e9,
@@ -64,7 +67,8 @@ class Screen(AbstractContextManager["Screen"]):
     def line(self, text: str) -> None:
         """Prints one line, above the bar where there is one; names in it may come from elsewhere.
 
-        Once nobody reads the lines any more, as after `| head`, or their disk is full, the run goes on without them.
+        Once nobody reads the lines any more, as after `| head`, or their disk is full, the run goes
+        on without them.
         """
         if self._silent:
             return
@@ -93,5 +97,6 @@ def clear(on_stderr: bool) -> None:
 
 
 def _can_live(console: PlainConsole) -> bool:
-    # rich takes a pipe for a terminal where FORCE_COLOR is set, as many systems of continuous integration do.
+    # rich takes a pipe for a terminal where FORCE_COLOR is set, as many systems of continuous
+    # integration do.
     return console.is_terminal and console.file.isatty() and not console.is_dumb_terminal

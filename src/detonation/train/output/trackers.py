@@ -1,4 +1,5 @@
-"""Trackers: TensorBoard, trackio, Weights & Biases, a page, your own: behind one protocol, besides `metrics.jsonl`."""
+"""Trackers: TensorBoard, trackio, Weights & Biases, a page, your own: behind one protocol, besides
+`metrics.jsonl`."""
 
 import contextlib
 import errno
@@ -35,7 +36,8 @@ class Logger(Protocol):
 
 
 Opener = Callable[[Path, Config, int], Logger]
-"""Opens a logger on rank 0 for the run in a directory; the number is that of the steps that were logged before."""
+"""Opens a logger on rank 0 for the run in a directory; the number is that of the steps that were
+logged before."""
 
 
 class TensorBoard:
@@ -44,7 +46,8 @@ class TensorBoard:
     def __init__(self, path: Path, config: Config, done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Steps that are done again replace their first values. A run that is killed loses ten seconds.
+        # Steps that are done again replace their first values. A run that is killed loses ten
+        # seconds.
         folder, again = str(path / "tensorboard"), done + 1 if done else None
         self._writer: Any = SummaryWriter(folder, purge_step=again, flush_secs=10)
 
@@ -57,7 +60,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases, in `wandb/` of the run directory, for `wandb sync`; offline, but for WANDB_MODE."""
+    """A run of Weights & Biases, in `wandb/` of the run directory, for `wandb sync`; offline, but
+    for WANDB_MODE."""
 
     def __init__(self, path: Path, config: Config, done: int) -> None:
         self._run = self._opened(path.name, path, to_table(config))
@@ -82,7 +86,8 @@ class WeightsAndBiases:
 
 
 class Trackio(WeightsAndBiases):
-    """A run of trackio, kept where trackio keeps its projects, for `trackio show --project detonation`."""
+    """A run of trackio, kept where trackio keeps its projects, for `trackio show --project
+    detonation`."""
 
     def _opened(self, name: str, path: Path, config: Table) -> Any:
         import trackio
@@ -99,7 +104,8 @@ class Trackio(WeightsAndBiases):
         import trackio
 
         with contextlib.redirect_stdout(io.StringIO()):
-            trackio.finish()  # the module's finish: after the run's own, trackio finishes again at exit, aloud
+            # the module's finish: after the run's own, trackio finishes again at exit, aloud
+            trackio.finish()
 
 
 class Web:
@@ -163,11 +169,15 @@ OPENERS: dict[str, Opener] = {
     "wandb": WeightsAndBiases,
     "web": Web,
 }
-"""By name; each needs the package of that name. Any other opener is named "package.module:function"."""
+"""By name; each needs the package of that name.
+
+Any other opener is named "package.module:function".
+"""
 
 
 class Forgiving:
-    """A logger that drops the logger inside it, with one warning, when that raises: no run should stop for it."""
+    """A logger that drops the logger inside it, with one warning, when that raises: no run should
+    stop for it."""
 
     def __init__(
         self, name: str, open_it: Callable[[], Logger], warn: Callable[[str], None]
@@ -201,12 +211,14 @@ class Forgiving:
             lines = str(error).splitlines()
             reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
             self._warn(
-                f"logger {self._name} failed and gets no more ({reason}); metrics.jsonl has every step"
+                f"logger {self._name} failed and gets no more ({reason}); metrics.jsonl has every"
+                " step"
             )
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises `ValueError` for a logger that does not exist, whose package is not installed, or whose port is taken."""
+    """Raises `ValueError` for a logger that does not exist, whose package is not installed, or
+    whose port is taken."""
     for name in names:
         if (port := port_of(name)) is not None:
             if importlib.util.find_spec("matplotlib") is None:
@@ -223,7 +235,8 @@ def check_trackers(names: Sequence[str]) -> None:
 def open_trackers(
     path: Path, config: Config, done: int, warn: Callable[[str], None]
 ) -> list[Forgiving]:
-    """The loggers that `config` names, for the run in `path`; `warn` gets a line for each that fails."""
+    """The loggers that `config` names, for the run in `path`; `warn` gets a line for each that
+    fails."""
 
     def opened(name: str) -> Callable[[], Logger]:
         return lambda: _opener(name)(path, config, done)

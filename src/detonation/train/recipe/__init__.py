@@ -1,1 +1,2 @@
-"""Recipes: from a TOML file, `--set` and flags to one frozen `Config`, checked before anything starts."""
+"""Recipes: from a TOML file, `--set` and flags to one frozen `Config`, checked before anything
+starts."""

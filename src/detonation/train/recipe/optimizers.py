@@ -14,7 +14,10 @@ from detonation.core.optim.signsgd import SignSGD
 from detonation.train.recipe.schema import OptimizerConfig, ScheduleConfig
 
 REFUSED = {
-    "LBFGS": "it evaluates the loss several times per step, and replicas would not take the same number of evaluations",
+    "LBFGS": (
+        "it evaluates the loss several times per step, and replicas would not take the same number"
+        " of evaluations"
+    ),
     "SparseAdam": "it takes sparse gradients only, and sharded gradients are dense",
     **dict.fromkeys(("Adafactor", "Rprop"), "torch has no step of it for shards"),
 }
@@ -22,7 +25,8 @@ REFUSED = {
 
 
 def optimizer_classes() -> dict[str, Callable[..., torch.optim.Optimizer]]:
-    """The usable optimizers by name: classes of torch.optim, SignSGD, and a Muon that takes all shapes."""
+    """The usable optimizers by name: classes of torch.optim, SignSGD, and a Muon that takes all
+    shapes."""
     classes = {
         name: value
         for name, value in vars(torch.optim).items()
@@ -35,7 +39,8 @@ def optimizer_classes() -> dict[str, Callable[..., torch.optim.Optimizer]]:
 
 
 def require_optimizer(name: str) -> None:
-    """Raises `ValueError` for an optimizer that does not exist or cannot be used; imports none of one's own."""
+    """Raises `ValueError` for an optimizer that does not exist or cannot be used; imports none of
+    one's own."""
     if name in REFUSED:
         raise ValueError(f"optimizer {name} cannot be used: {REFUSED[name]}")
     if ":" not in name:
@@ -50,8 +55,8 @@ def check_optimizer(chosen: OptimizerConfig) -> None:
 def build_optimizer(chosen: OptimizerConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
     """The optimizer that `chosen` describes, over all parameters of `model`.
 
-    Besides `optimizer_classes`, a name may be "package.module:function" for a class or a function that takes parameter
-    groups and `lr`. Raises `ValueError` for a wrong name or argument.
+    Besides `optimizer_classes`, a name may be "package.module:function" for a class or a function
+    that takes parameter groups and `lr`. Raises `ValueError` for a wrong name or argument.
     """
     arguments = {
         key: tuple(value) if isinstance(value, list) else value
@@ -69,13 +74,15 @@ def build_optimizer(chosen: OptimizerConfig, model: torch.nn.Module) -> torch.op
         raise ValueError(f"optimizer {chosen.name} does not accept {arguments}: {error}") from error
     if not isinstance(made, torch.optim.Optimizer):
         raise ValueError(
-            f"optimizer {chosen.name} makes a {type(made).__name__}, must make a torch.optim.Optimizer"
+            f"optimizer {chosen.name} makes a {type(made).__name__}, must make a"
+            " torch.optim.Optimizer"
         )
     return made
 
 
 def _groups(chosen: OptimizerConfig, model: torch.nn.Module) -> list[dict[str, Any]]:
-    """All parameters in one group; for Muon, embeddings and the output layer in another, which AdamW updates."""
+    """All parameters in one group; for Muon, embeddings and the output layer in another, which
+    AdamW updates."""
     tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     head = getattr(model, "get_output_embeddings", lambda: None)()
     apart = {id(p) for module in [*tables, head] if module is not None for p in module.parameters()}
@@ -89,7 +96,8 @@ def _groups(chosen: OptimizerConfig, model: torch.nn.Module) -> list[dict[str, A
 
 
 def lr_factor(schedule: ScheduleConfig, steps: int) -> Callable[[int], float]:
-    """The factor of lr at step 0 .. steps - 1; never 0 at the first step; `floor` at the last of "linear" and "cosine".
+    """The factor of lr at step 0 .. steps - 1; never 0 at the first step; `floor` at the last of
+    "linear" and "cosine".
 
     >>> [round(lr_factor(ScheduleConfig("linear", warmup=2, floor=0.0), 5)(step), 2) for step in range(5)]
     [0.5, 1.0, 0.67, 0.33, 0.0]

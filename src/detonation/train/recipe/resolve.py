@@ -1,4 +1,5 @@
-"""From a recipe file, the launcher's world, `--set` and flags to one configuration; trust in code that it names."""
+"""From a recipe file, the launcher's world, `--set` and flags to one configuration; trust in code
+that it names."""
 
 import itertools
 import tomllib
@@ -57,7 +58,8 @@ class Layers:
         return resolve(self.tables, self.overrides)
 
     def under(self, name: str, arguments: Mapping[str, Any]) -> Config:
-        """The configuration under another scheme, with the settings that the recipe has tuned for it."""
+        """The configuration under another scheme, with the settings that the recipe has tuned for
+        it."""
         return resolve(self.tables, {**self.overrides, "scheme": {"name": name, **arguments}})
 
 
@@ -73,7 +75,8 @@ def read_layers(
     Args:
         recipe: The TOML file.
         sets: Assignments as `--set` takes them.
-        place: This process's place in a launcher's world, which decides on the mesh where the command line does not.
+        place: This process's place in a launcher's world, which decides on the mesh where the
+            command line does not.
         mesh: Flags that set keys of [mesh]; `None` leaves a key as it is.
 
     Raises:
@@ -102,8 +105,9 @@ def read_layers(
 class Request:
     """A run that a user asks for; the fields are named like the flags of `detonation train`.
 
-    `overrides` are those of --set, and of flags that stand for a setting. `replicas` and `shards` are those of the
-    recipe, or of the launcher, when None. `web` adds the page to the loggers of the recipe.
+    `overrides` are those of --set, and of flags that stand for a setting. `replicas` and `shards`
+    are those of the recipe, or of the launcher, when None. `web` adds the page to the loggers of
+    the recipe.
 
     Raises:
         ValueError: `stop_after` is out of range, or `resume` comes without `out`.
@@ -165,7 +169,8 @@ def from_plain(kind: type[_R], table: Mapping[str, Any]) -> _R:
 
 
 def fill_mesh(mesh: Mapping[str, Any], place: LaunchPosition | None) -> Table:
-    """`mesh` with the replicas and shards of a launcher's world: a replica per node, unless `mesh` has other numbers.
+    """`mesh` with the replicas and shards of a launcher's world: a replica per node, unless `mesh`
+    has other numbers.
 
     Raises `ValueError` where they do not come to the number of processes that the launcher started.
     """
@@ -192,13 +197,17 @@ def fill_mesh(mesh: Mapping[str, Any], place: LaunchPosition | None) -> Table:
         replicas = place.nodes if replicas is None else replicas
     if shards is None:
         raise ValueError(
-            "the launcher does not say how many ranks a machine has: give --shards, or LOCAL_WORLD_SIZE"
+            "the launcher does not say how many ranks a machine has: give --shards, or"
+            " LOCAL_WORLD_SIZE"
         )
     if replicas is None:
         replicas = place.world_size // shards
     if replicas * shards != place.world_size:
         product = f"{replicas} replicas x {shards} shards are {replicas * shards} processes"
-        remedy = "leave both out, and start as many on each node, or name the ranks of each: --set mesh.nodes=[4,2]"
+        remedy = (
+            "leave both out, and start as many on each node, or name the ranks of each: --set"
+            " mesh.nodes=[4,2]"
+        )
         raise ValueError(f"{product}, but the launcher started {place.world_size}: {remedy}")
     return {**mesh, "replicas": replicas, "shards": shards}
 
@@ -206,9 +215,9 @@ def fill_mesh(mesh: Mapping[str, Any], place: LaunchPosition | None) -> Table:
 def resolve(recipe: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
     """The configuration of `recipe` with `overrides`, both nested tables.
 
-    The scheme is chosen first; the recipe's `[tuned.<scheme>]` is then laid over the recipe, and `overrides` over both.
-    A table that chooses another name keeps nothing of the arguments below it. Raises `ValueError` for a key, a name in
-    [tuned], or a value that is not valid.
+    The scheme is chosen first; the recipe's `[tuned.<scheme>]` is then laid over the recipe, and
+    `overrides` over both. A table that chooses another name keeps nothing of the arguments below
+    it. Raises `ValueError` for a key, a name in [tuned], or a value that is not valid.
     """
     table = {key: value for key, value in recipe.items() if key != "tuned"}
     if isinstance(table.get("scheme"), list):
@@ -226,7 +235,8 @@ def resolve(recipe: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
-    """`base` with `over` laid on top, table by table; a table with another choice replaces the whole table.
+    """`base` with `over` laid on top, table by table; a table with another choice replaces the
+    whole table.
 
     >>> merge({"optimizer": {"name": "SGD", "lr": 1}}, {"optimizer": {"lr": 2}})
     {'optimizer': {'name': 'SGD', 'lr': 2}}
@@ -246,7 +256,8 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
 
 
 def merge_levels(levels: Sequence[Any], over: Mapping[str, Any]) -> list[Any]:
-    """`levels` with the tables of `over` laid over them, by axis; another scheme keeps axis and replicas alone.
+    """`levels` with the tables of `over` laid over them, by axis; another scheme keeps axis and
+    replicas alone.
 
     >>> merge_levels([{"axis": "rack", "replicas": 2, "name": "full"}], {"rack": {"name": "demo", "topk": 1}})
     [{'axis': 'rack', 'replicas': 2, 'name': 'demo', 'topk': 1}]
@@ -299,7 +310,8 @@ def read_recipe(path: Path) -> Table:
 
 
 def parse_sets(assignments: Iterable[str]) -> Table:
-    """The nested tables that `a.b=value` assignments spell; a value is TOML, and a bare word is text.
+    """The nested tables that `a.b=value` assignments spell; a value is TOML, and a bare word is
+    text.
 
     >>> parse_sets(["scheme.topk=4", "scheme.name=demo", "seed=1"])
     {'scheme': {'topk': 4, 'name': 'demo'}, 'seed': 1}
@@ -324,7 +336,8 @@ def parse_sets(assignments: Iterable[str]) -> Table:
 
 
 def require_scheme(kind: str, name: str) -> None:
-    """Raises `ValueError` unless `name` is a registered scheme, or spells a function of some module."""
+    """Raises `ValueError` unless `name` is a registered scheme, or spells a function of some
+    module."""
     if ":" not in name and name not in SCHEMES:
         raise unknown(kind, name, SCHEMES)
 
@@ -358,9 +371,11 @@ Section = Literal["model", "data", "optimizer", "scheme"]
 
 
 def require_trust(trusted: bool, config: Config, where: str, verb: str, *sections: Section) -> None:
-    """Raises `ValueError` where `verb` would run code of `sections` of `config`, from `where`, unless `trusted`."""
+    """Raises `ValueError` where `verb` would run code of `sections` of `config`, from `where`,
+    unless `trusted`."""
     named = {
-        # No code of a model of transformers runs. The prefix means nothing elsewhere: `hf:build` is of a module `hf`.
+        # No code of a model of transformers runs. The prefix means nothing elsewhere: `hf:build` is
+        # of a module `hf`.
         "model": [config.model.name] if not config.model.name.startswith(HUB_PREFIX) else [],
         "data": [config.data.name],
         "optimizer": [config.optimizer.name],
@@ -369,7 +384,8 @@ def require_trust(trusted: bool, config: Config, where: str, verb: str, *section
     code = [name for section in sections for name in named[section] if ":" in name]
     if code and not trusted:
         raise ValueError(
-            f"{where} names the code {code[0]}, which {verb} would run: say --trust-code if you trust it"
+            f"{where} names the code {code[0]}, which {verb} would run: say --trust-code if you"
+            " trust it"
         )
 
 

@@ -11,7 +11,8 @@ from detonation.wire.wire import ShardWire
 Table = dict[str, Any]
 
 LOGGERS = ("tensorboard", "trackio", "wandb", "web")
-"""Valid names in `train.loggers`, besides "web:PORT" and "package.module:function"; `output/trackers.py` opens them."""
+"""Valid names in `train.loggers`, besides "web:PORT" and "package.module:function";
+`output/trackers.py` opens them."""
 
 
 def require(holds: bool, setting: str, value: object, allowed: str) -> None:
@@ -47,13 +48,15 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The schedule of lr: rises linearly over `warmup` steps, then falls to `floor` * lr at the last step.
+    """The schedule of lr: rises linearly over `warmup` steps, then falls to `floor` * lr at the
+    last step.
 
     Args:
         name: "cosine", "linear", "step" (falls at the `milestones` only) or "constant".
         warmup: Steps of the rise.
         floor: The part of lr that is left at the last step, from 0 to 1; for "cosine" and "linear".
-        milestones: Shares of the run after which "step" multiplies lr by `gamma`, rising, each above 0 and below 1.
+        milestones: Shares of the run after which "step" multiplies lr by `gamma`, rising, each
+            above 0 and below 1.
         gamma: The factor at each milestone, above 0 and below 1.
     """
 
@@ -87,30 +90,37 @@ class TrainConfig:
     Args:
         batch_size: Examples per process and micro-batch.
         steps: Steps of the optimizer; 0 for as many as `epochs` take.
-        epochs: Passes over the training examples, in the place of `steps`; the run keeps the steps that they take.
+        epochs: Passes over the training examples, in the place of `steps`; the run keeps the steps
+            that they take.
         accumulate: Micro-batches per step.
-        init_from: Directory of a run, a checkpoint or an exported model whose weights the run begins with; the
-            optimizer and the memories of the replicas are new. "" begins with those of the model.
+        init_from: Directory of a run, a checkpoint or an exported model whose weights the run
+            begins with; the optimizer and the memories of the replicas are new. "" begins with
+            those of the model.
         clip: Largest global norm of the gradient after the exchange; 0 turns clipping off.
-        balance: Slow replicas take fewer local steps per round, so that all end it together: for schemes of rounds.
-        autocast: "bf16" computes forward and backward in it, on accelerators; "" in the precision of the weights.
-        checkpoint_activations: Keep the inputs of each layer alone, and compute the rest again in backward: less memory
-            for about a third more time.
-        compile: A backend of torch.compile for the layers, such as "inductor"; "" runs them as they are.
+        balance: Slow replicas take fewer local steps per round, so that all end it together: for
+            schemes of rounds.
+        autocast: "bf16" computes forward and backward in it, on accelerators; "" in the precision
+            of the weights.
+        checkpoint_activations: Keep the inputs of each layer alone, and compute the rest again in
+            backward: less memory for about a third more time.
+        compile: A backend of torch.compile for the layers, such as "inductor"; "" runs them as they
+            are.
         log_every: Steps between lines on the screen.
         validate_every: Steps between validations; 0 validates at the end only.
         validation_batches: Batches of `batch_size` that a validation takes.
-        bleu_sentences: Held-out sentences that the end of the run translates, greedily, for `val_bleu`; 0 for none.
-            Needs sacrebleu.
+        bleu_sentences: Held-out sentences that the end of the run translates, greedily, for
+            `val_bleu`; 0 for none. Needs sacrebleu.
         checkpoint_every: Steps between checkpoints; 0 saves at the end only.
         keep: Checkpoints that stay, the newest.
-        non_finite: "stop" the run where a replica's gradient is not finite, or "skip" its contribution.
+        non_finite: "stop" the run where a replica's gradient is not finite, or "skip" its
+            contribution.
         verify_every: Steps between comparisons of the state that replicas share; 0 never compares.
         on_desync: "stop" the run where replicas differ in it, or "repair" it.
         loggers: Trackers that get each step, besides `metrics.jsonl`.
-        log_updates: Keep each step's agreed messages since the last two checkpoints, for --resume and `follow DIR`.
-        publish: "HOST:PORT" at which `detonation follow` finds the weights in training, shard s at PORT + s; it needs
-            a token in the environment. "" publishes nothing.
+        log_updates: Keep each step's agreed messages since the last two checkpoints, for --resume
+            and `follow DIR`.
+        publish: "HOST:PORT" at which `detonation follow` finds the weights in training, shard s at
+            PORT + s; it needs a token in the environment. "" publishes nothing.
 
     Raises:
         ValueError: A value is out of range.
@@ -186,16 +196,22 @@ class MeshConfig:
     Args:
         replicas: Copies of the model, usually nodes.
         shards: Parts of each copy, usually the accelerators of a node.
-        link: Emulated speed of the links between nodes, such as "100mbit,5ms"; "" leaves the network as it is.
-        shard_nodes: Nodes that the shards of one copy lie on; above 1 their traffic crosses a link between nodes.
-        shard_weights: Weights between those nodes: "4bit" or "8bit" differences, or "fp32" as they are.
-        shard_gradients: Gradients between those nodes: "4bit" or "8bit" with error feedback, or "fp32".
-        slow_backend: "gloo" carries messages between replicas over TCP, from host memory, where NCCL cannot; NCCL
-            serves the ranks of a node all the same. "" takes the backend of the device.
+        link: Emulated speed of the links between nodes, such as "100mbit,5ms"; "" leaves the
+            network as it is.
+        shard_nodes: Nodes that the shards of one copy lie on; above 1 their traffic crosses a link
+            between nodes.
+        shard_weights: Weights between those nodes: "4bit" or "8bit" differences, or "fp32" as they
+            are.
+        shard_gradients: Gradients between those nodes: "4bit" or "8bit" with error feedback, or
+            "fp32".
+        slow_backend: "gloo" carries messages between replicas over TCP, from host memory, where
+            NCCL cannot; NCCL serves the ranks of a node all the same. "" takes the backend of the
+            device.
         elastic: Train on without a replica that is lost, in the same processes, over gloo.
         min_replicas: The run ends when fewer are left.
         meet: "HOST:PORT" where the replicas of an elastic run meet; "" on this machine alone.
-        nodes: Ranks of each node where nodes have different numbers, such as [4, 2]; each is then a replica.
+        nodes: Ranks of each node where nodes have different numbers, such as [4, 2]; each is then a
+            replica.
 
     Raises:
         ValueError: A value is out of range, or a setting would be ignored.
@@ -287,7 +303,8 @@ class PeersConfig:
 
     Args:
         silence_s: Seconds, at least 1; the time of the largest message comes on top.
-        lowest_bits_per_s: The rate at which that time is reckoned: the slowest link that is still acceptable.
+        lowest_bits_per_s: The rate at which that time is reckoned: the slowest link that is still
+            acceptable.
     """
 
     silence_s: float = 15.0
@@ -318,7 +335,8 @@ class LevelConfig:
 class Config:
     """One run, fully resolved.
 
-    `levels` go from the innermost tier of the network to the outermost; `mesh.replicas` is the product of theirs.
+    `levels` go from the innermost tier of the network to the outermost; `mesh.replicas` is the
+    product of theirs.
     """
 
     model: Choice

@@ -42,7 +42,8 @@ def from_table(table: Mapping[str, Any]) -> Config:
     """The configuration that a recipe's tables spell.
 
     Raises:
-        ValueError: A key is unknown, missing or mistyped, or a value is out of range; the message names it.
+        ValueError: A key is unknown, missing or mistyped, or a value is out of range; the message
+            names it.
     """
     for key in table:
         if key not in (*TABLES, "seed"):
@@ -98,7 +99,8 @@ def settings_of(table: Table, before: str = "") -> Iterator[tuple[str, object]]:
 
 
 def _require_kept(setting: str, value: object) -> None:
-    """Raises `ValueError` for what checkpoints and files of a run cannot hold: dates, and bytes that are no text."""
+    """Raises `ValueError` for what checkpoints and files of a run cannot hold: dates, and bytes
+    that are no text."""
 
     def refuse(date: object) -> NoReturn:
         raise ValueError(f"{setting} has {date}, which TOML takes for a date or a time: quote it")
@@ -116,7 +118,8 @@ def _spelled(chooser: str, chosen: Choice | OptimizerConfig) -> Table:
 
 
 def _levels(spelled: Any, mesh: MeshConfig, given: bool) -> tuple[LevelConfig, ...]:
-    """`[scheme]` is one level over all replicas of the mesh; each `[[scheme]]` is a level with its own `replicas`.
+    """`[scheme]` is one level over all replicas of the mesh; each `[[scheme]]` is a level with its
+    own `replicas`.
 
     given: [mesh] has a number of replicas, too.
     """
@@ -131,7 +134,8 @@ def _levels(spelled: Any, mesh: MeshConfig, given: bool) -> tuple[LevelConfig, .
     levels = tuple(_level(dict(level)) for level in spelled)
     if given:
         raise ValueError(
-            "mesh.replicas is given, but the levels say how many: set scheme.<axis>.replicas of each"
+            "mesh.replicas is given, but the levels say how many: set scheme.<axis>.replicas of"
+            " each"
         )
     axes = [level.axis for level in levels]
     require(len({*axes}) == len(axes), "scheme.axis", axes, "another for each level")
@@ -186,7 +190,8 @@ def _plain(key: str, kind: type[_T], table: Mapping[str, Any]) -> _T:
 def _needed(key: str, name: str, values: Table) -> Any:
     if name not in values:
         raise ValueError(
-            f"{key}.{name} is missing: give it in [{key}] of the recipe, or with --set {key}.{name}=..."
+            f"{key}.{name} is missing: give it in [{key}] of the recipe, or with --set"
+            f" {key}.{name}=..."
         )
     return values.pop(name)
 

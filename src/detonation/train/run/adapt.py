@@ -33,7 +33,8 @@ _MOVED: dict[str, Sequence[int | float]] = {
 
 @dataclass(frozen=True)
 class Followed:
-    """The state of an adapter: the link, and a step without it. A checkpoint holds it for a run that is resumed.
+    """The state of an adapter: the link, and a step without it. A checkpoint holds it for a run
+    that is resumed.
 
     network: as it was at first; it is now `times` as fast, and its latency `later` times as long.
     """
@@ -61,7 +62,10 @@ class Followed:
 
     @classmethod
     def of(cls, table: Mapping[str, Any], replicas: int, shards: int) -> "Followed":
-        """Reads a `table()` back, for a world of that shape. Raises `ValueError` for anything else."""
+        """Reads a `table()` back, for a world of that shape.
+
+        Raises `ValueError` for anything else.
+        """
         try:
             operations = {
                 name: Operation(latency, rate, 0.0)
@@ -83,11 +87,13 @@ class Followed:
 
 
 class Adapter:
-    """Watches the waiting of `session`, and moves the setting of its scheme to stay within a budget of waiting.
+    """Watches the waiting of `session`, and moves the setting of its scheme to stay within a budget
+    of waiting.
 
-    The exchanges themselves are the measurement. Reports of losses are so short that their wait is latency. The plan
-    predicts the wait for a message at any rate: what is left of it gives the rate. The replica that comes last waits
-    for the link alone: the least wait of all replicas counts. `after` is collective at steps that all ranks know.
+    The exchanges themselves are the measurement. Reports of losses are so short that their wait is
+    latency. The plan predicts the wait for a message at any rate: what is left of it gives the
+    rate. The replica that comes last waits for the link alone: the least wait of all replicas
+    counts. `after` is collective at steps that all ranks know.
     """
 
     def __init__(self, session: Session, followed: Followed) -> None:
@@ -104,7 +110,8 @@ class Adapter:
         self._reports: list[float] = []
 
     def after(self, record: Record) -> list[str]:
-        """Takes in one more step on all ranks, and follows the link where it has changed; returns the lines to show."""
+        """Takes in one more step on all ranks, and follows the link where it has changed; returns
+        the lines to show."""
         self._waits.append(record.waited_s)
         self._reports.append(record.agreeing_s or 0.0)
         every = _present(self._session).round.every
@@ -121,7 +128,8 @@ class Adapter:
     def _decide(
         self, waits: Sequence[float], reports: Sequence[float]
     ) -> tuple[float, float, Table] | None:
-        """Factors of rate and latency, and the arguments of the scheme from now on; None where all is as it was."""
+        """Factors of rate and latency, and the arguments of the scheme from now on; None where all
+        is as it was."""
         now, followed, shards = (
             _present(self._session),
             self.followed,
@@ -139,7 +147,8 @@ class Adapter:
 
         times, later = 1 / followed.times, 1 / followed.later
         (w1, r1), (w0, r0) = expected(times, later), expected(1.0, 1.0)
-        # Back at the first link, if waits are nearer to its: the nearest link that explains them is only on the way.
+        # Back at the first link, if waits are nearer to its: the nearest link that explains them is
+        # only on the way.
         back = max(abs(w1 - w0), abs(r1 - r0)) > max(
             certain, 2 * abs(w1 - waited), 2 * abs(r1 - reported)
         )
@@ -164,7 +173,8 @@ class Adapter:
         return times, later, dict((self._first if back else there).arguments)
 
     def _settings(self) -> list[Scheme]:
-        """The schemes that the run can move to: its first, its present one, and the first at other values."""
+        """The schemes that the run can move to: its first, its present one, and the first at other
+        values."""
         now = _present(self._session)
         key = next((key for key in _MOVED if key in now.arguments), None)
         found = {spelled(scheme): scheme for scheme in (self._first, now)}
@@ -178,7 +188,8 @@ class Adapter:
         return list(found.values())
 
     def _way(self, scheme: Scheme) -> list[str]:
-        """The collective of each shard, which stays: without a memory a server residual has no place in another."""
+        """The collective of each shard, which stays: without a memory a server residual has no
+        place in another."""
         replicas = self._session.config.mesh.replicas
         return [
             collective_for(scheme, scheme.codec.layout(shapes), replicas)
@@ -199,9 +210,11 @@ class Adapter:
 
 
 def explained(waited_s: float, predicted: Callable[[float], float], certain_s: float) -> float:
-    """The factor of the rate that explains a wait, as near to 1 as possible; 1 where no rate explains it.
+    """The factor of the rate that explains a wait, as near to 1 as possible; 1 where no rate
+    explains it.
 
-    `predicted` is the wait at a factor of the rate; a difference in waiting below `certain_s` is noise.
+    `predicted` is the wait at a factor of the rate; a difference in waiting below `certain_s` is
+    noise.
 
     >>> explained(0.1, lambda times: 0.2 / times, 0.001), explained(0.2, lambda times: 0.2 / times, 0.001)
     (2.0, 1.0)

@@ -1,4 +1,5 @@
-"""`[scheme] name = "auto"`: what a recipe asks for, and the choice for the links that are there, alike on all ranks."""
+"""`[scheme] name = "auto"`: what a recipe asks for, and the choice for the links that are there,
+alike on all ranks."""
 
 import json
 import logging
@@ -61,8 +62,8 @@ class Auto:
     """The arguments of scheme "auto" in a recipe.
 
     Args:
-        budget: The part of a step that full synchronisation, or the adapted setting, may spend waiting for the network,
-            between 0 and 1.
+        budget: The part of a step that full synchronisation, or the adapted setting, may spend
+            waiting for the network, between 0 and 1.
         adapt: Let the setting of the chosen scheme follow the link during the run.
 
     Raises:
@@ -78,7 +79,10 @@ class Auto:
 
     @classmethod
     def of(cls, config: Config) -> "Auto | None":
-        """The arguments in `config`; None where it names its scheme. Raises `ValueError` for bad arguments."""
+        """The arguments in `config`; None where it names its scheme.
+
+        Raises `ValueError` for bad arguments.
+        """
         names = [level.scheme.name for level in config.levels]
         if AUTO not in names:
             return None
@@ -97,7 +101,8 @@ class Asked:
     layers: Layers
 
     def candidates(self) -> dict[str, Config]:
-        """The recipe under every scheme, by spelling: as it is tuned, and at other settings that go with that.
+        """The recipe under every scheme, by spelling: as it is tuned, and at other settings that go
+        with that.
 
         `none` is left out where the recipe's replicas must agree.
         """
@@ -120,7 +125,10 @@ class Asked:
         return check_config(self.layers.under(scheme["name"], arguments))
 
     def check(self) -> Config:
-        """The recipe under full synchronisation. Raises `ValueError` for anything that would fail under some scheme."""
+        """The recipe under full synchronisation.
+
+        Raises `ValueError` for anything that would fail under some scheme.
+        """
         for config in self.candidates().values():
             check_levels(config.levels)
             optimizers.check_optimizer(config.optimizer)
@@ -149,20 +157,23 @@ def goal_of(config: Config, work: Work) -> Goal:
 
 
 def settings_in(layers: Layers, chosen: Scheme) -> dict[str, object]:
-    """The arguments that a recipe must be given to train under `chosen`: those that it has otherwise under its name."""
+    """The arguments that a recipe must be given to train under `chosen`: those that it has
+    otherwise under its name."""
     own = scheme_of(layers.under(chosen.name, {}).levels[-1]).arguments
     return {key: value for key, value in chosen.arguments.items() if value != own[key]}
 
 
 def standing(layers: Layers) -> Config:
-    """The configuration, with full synchronisation in the place of a scheme that is still to be chosen."""
+    """The configuration, with full synchronisation in the place of a scheme that is still to be
+    chosen."""
     config = layers.config()
     return config if Auto.of(config) is None else layers.under("full", {})
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The choice: its configuration, a line to show, the `plan` of the run directory, an adapter's first state."""
+    """The choice: its configuration, a line to show, the `plan` of the run directory, an adapter's
+    first state."""
 
     config: Config
     line: str
@@ -171,7 +182,8 @@ class Chosen:
 
 
 def again(asked: Asked, path: Path, everyone: Everyone) -> Config | None:
-    """The configuration that the run in `path` has chosen before; None where rank 0 cannot read it. Collective.
+    """The configuration that the run in `path` has chosen before; None where rank 0 cannot read it.
+    Collective.
 
     No other rank needs to see the directory yet.
     """
@@ -222,10 +234,12 @@ def _search(
     network: Network,
     work: Work,
 ) -> tuple[Option, list[Option], Work]:
-    """The choice, the options that it was made from, and the work with the optimizer steps measured for it.
+    """The choice, the options that it was made from, and the work with the optimizer steps measured
+    for it.
 
-    The step of a scheme is measured only when it would be chosen: its time changes the share that is spent waiting. Its
-    steps without an exchange are the same at every setting, so the quickest that was measured counts for all.
+    The step of a scheme is measured only when it would be chosen: its time changes the share that
+    is spent waiting. Its steps without an exchange are the same at every setting, so the quickest
+    that was measured counts for all.
     """
     pairs, goal = trained(candidates), goal_of(session.config, work)
     steps: dict[str, Step] = {}
@@ -256,14 +270,16 @@ def _search(
 
 
 def forward_backward(session: Session, everyone: Everyone) -> tuple[float, float]:
-    """The median time of the forward and backward passes of a step, and their spread (IQR / median). Collective."""
+    """The median time of the forward and backward passes of a step, and their spread (IQR /
+    median). Collective."""
     backward(session, 0)
     low, median, high = statistics.quantiles(_times(lambda: backward(session, 0), everyone), n=4)
     return median, (high - low) / median
 
 
 def optimizer_step(session: Session, everyone: Everyone, config: Config) -> Step | None:
-    """The time of the optimizer's step of `config` on the model of `session`, over a loopback. Collective.
+    """The time of the optimizer's step of `config` on the model of `session`, over a loopback.
+    Collective.
 
     None where the optimizer refuses it, such as a scheme that is larger than dense.
     """
@@ -296,7 +312,8 @@ def optimizer_step(session: Session, everyone: Everyone, config: Config) -> Step
 
 
 def _times(function: Callable[[], object], everyone: Everyone) -> list[float]:
-    """The seconds that `function` takes, several times over; of all ranks, which begin together, the slowest counts."""
+    """The seconds that `function` takes, several times over; of all ranks, which begin together,
+    the slowest counts."""
     times = []
     for _ in range(_REPEATS):
         everyone.barrier()

@@ -1,4 +1,5 @@
-"""A run among replicas that may be lost, or come: where it may start, those that come in, and those it has lost."""
+"""A run among replicas that may be lost, or come: where it may start, those that come in, and those
+it has lost."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -44,7 +45,8 @@ def check_place(
         )
     if mesh.elastic and place is not None and number is None and not request.join:
         raise ValueError(
-            "under a launcher an elastic run is one world for each replica: give --replica and --meet"
+            "under a launcher an elastic run is one world for each replica: give --replica and"
+            " --meet"
         )
     if request.join and request.out is None:
         raise ValueError("--join needs --out: the run directory, for checkpoints")
@@ -55,10 +57,11 @@ def check_place(
 def joined_session(
     config: Config, asked: Asked | None, device: torch.device, address: str
 ) -> Session:
-    """The session of a replica that comes in while others train, at the store of `address`. Collective.
+    """The session of a replica that comes in while others train, at the store of `address`.
+    Collective.
 
-    Where it is to be chosen, the scheme is that of the run. Its weights and the state of its optimizer are
-    those of the others; `optimizer.step_count` is the step.
+    Where it is to be chosen, the scheme is that of the run. Its weights and the state of its
+    optimizer are those of the others; `optimizer.step_count` is the step.
     """
     host, port = host_and_port(address)
     store = TCPStore(host, port, timeout=timedelta(seconds=_WAIT_S))
@@ -101,7 +104,10 @@ class Losses:
         self._losses: list[Table] = []
 
     def news(self, path: Path, recorder: Recorder) -> list[str]:
-        """The losses since the last call, in lines. The first replica that is left takes over the run directory."""
+        """The losses since the last call, in lines.
+
+        The first replica that is left takes over the run directory.
+        """
         if self._world is None:
             return []
         if recorder.take_over():
@@ -123,7 +129,10 @@ class Losses:
             if change.left:
                 self._losses.append({**found, "left": True})
                 where = "what it had not sent is with the others"
-                yield f"replica {_numbers(change.replicas)} left after step {change.next_step}, as asked; {where}"
+                yield (
+                    f"replica {_numbers(change.replicas)} left after step {change.next_step}, as"
+                    f" asked; {where}"
+                )
                 return
             self._losses.append({**found, "memory_norm": norm})
             went_on = f"the others went on {seconds:.2f} s after the notice"

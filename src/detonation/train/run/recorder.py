@@ -67,7 +67,8 @@ class Recorder:
         self.show([logger.said for logger in opened if logger.said])
 
     def take_over(self) -> bool:
-        """Writes and shows in the place of a first rank that was lost; True where this rank begins to."""
+        """Writes and shows in the place of a first rank that was lost; True where this rank begins
+        to."""
         if self._session.rank or self._loggers:
             return False
         self.records = self._earlier() + self.records
@@ -79,7 +80,8 @@ class Recorder:
         return True
 
     def _earlier(self) -> list[metrics.Record]:
-        """The records in the run directory of the steps before those that this rank knows, as one that came in does."""
+        """The records in the run directory of the steps before those that this rank knows, as one
+        that came in does."""
         file, first = (
             self._path / directory.METRICS,
             self.records[0].step if self.records else self._done + 1,
@@ -106,7 +108,8 @@ class Recorder:
             self._logged = len(self.records)
 
     def _measured(self) -> dict[str, Any]:
-        """The measurements for which the host may wait for a device, and which are therefore not of every step."""
+        """The measurements for which the host may wait for a device, and which are therefore not of
+        every step."""
         norm, memory = self._session.optimizer.stats.grad_norm, peak_memory(self._session.device)
         waits = self._session.waits.table(most=_MOST_REPLICAS) or None
         return {
@@ -149,7 +152,8 @@ def _title(session: Session, path: Path) -> str:
 class Recording:
     """Logs and publishes a run, as its configuration says, under the name `run`.
 
-    Each rank of the first replica has a feed. Where that replica is lost, those of the next one take its place.
+    Each rank of the first replica has a feed. Where that replica is lost, those of the next one
+    take its place.
     """
 
     def __init__(self, session: Session, path: Path, run: str = "") -> None:
@@ -171,7 +175,8 @@ class Recording:
             self._door = Admission(session.model, session.optimizer, own)
 
     def after_step(self) -> list[str]:
-        """Lets in who asks for it, and publishes in the place of a replica that was lost; returns lines about it."""
+        """Lets in who asks for it, and publishes in the place of a replica that was lost; returns
+        lines about it."""
         if self._door is not None:
             self._door.after_step()
         publish, replica = (
@@ -191,7 +196,8 @@ class Recording:
         return []
 
     def saved(self, step: int) -> None:
-        """Begins another file of the log with the checkpoint of `step`; files before the last whole one go."""
+        """Begins another file of the log with the checkpoint of `step`; files before the last whole
+        one go."""
         whole = [
             retention.step_of(found) for found in retention.saved_checkpoints(self._checkpoints)
         ]
@@ -216,10 +222,11 @@ class Recording:
 
 
 def replay_rest(session: Session, path: Path, log: list[int], may_start: bool) -> list[str]:
-    """Takes the steps that the run's log has after the checkpoint or the start, but not the last; returns lines.
+    """Takes the steps that the run's log has after the checkpoint or the start, but not the last;
+    returns lines.
 
-    Files of the `log` begin after these steps. Collective. Raises `ValueError` where, without a checkpoint, the log is
-    of another run, unless it `may_start` anew.
+    Files of the `log` begin after these steps. Collective. Raises `ValueError` where, without a
+    checkpoint, the log is of another run, unless it `may_start` anew.
     """
     step = session.optimizer.step_count
     if step not in log:
@@ -236,5 +243,8 @@ def replay_rest(session: Session, path: Path, log: list[int], may_start: bool) -
         raise ValueError(
             f"cannot go on from the log: {why}; resume as the run began, or choose another --out"
         )
-    line = f"{reached - step} steps of the log follow: training goes on after step {reached}, with empty memories"
+    line = (
+        f"{reached - step} steps of the log follow: training goes on after step {reached}, with"
+        " empty memories"
+    )
     return [*lines, line] if reached > step else []

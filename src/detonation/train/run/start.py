@@ -31,7 +31,8 @@ _W = TypeVar("_W")
 def run_training(request: Request, fail: Callable[[Exception], int]) -> Table:
     """Trains in the world that a launcher started, or in one of its own; returns the summary.
 
-    Where the main thread of a rank waits for a lost one, `fail` shows the error and returns the exit code.
+    Where the main thread of a rank waits for a lost one, `fail` shows the error and returns the
+    exit code.
 
     Raises:
         ValueError: Bad input, before any process starts.
@@ -49,7 +50,8 @@ def run_training(request: Request, fail: Callable[[Exception], int]) -> Table:
         )
 
     def on_this_rank() -> Table:
-        # what launcher and directory say on rank 0 counts: nodes may be restarted apart, and share no file system
+        # what launcher and directory say on rank 0 counts: nodes may be restarted apart, and share
+        # no file system
         said: list[Any] = []
         if place.rank == 0:
             environment = (restarted(os.environ), restartable(os.environ))
@@ -71,7 +73,8 @@ def run_training(request: Request, fail: Callable[[Exception], int]) -> Table:
 
 
 def _steps_begun(request: Request, place: LaunchPosition | None) -> int:
-    """The steps that the epochs of a resumed run took at its start: a world of another size keeps them.
+    """The steps that the epochs of a resumed run took at its start: a world of another size keeps
+    them.
 
     0 for a run that begins, and where the recipe says how many steps.
     """
@@ -90,12 +93,14 @@ def _with_steps(request: Request, steps: int) -> Request:
 
 
 def compute_with_one_thread() -> None:
-    """Makes this process fit to be forked: a fork of one with several threads would wait for those it lacks."""
+    """Makes this process fit to be forked: a fork of one with several threads would wait for those
+    it lacks."""
     torch.set_num_threads(1)
 
 
 def make_task(request: Request, place: LaunchPosition | None) -> RunTask:
-    """Reads the recipe once, and checks everything that needs neither processes nor the run directory.
+    """Reads the recipe once, and checks everything that needs neither processes nor the run
+    directory.
 
     Raises `ValueError` for bad input.
     """
@@ -125,7 +130,8 @@ def make_task(request: Request, place: LaunchPosition | None) -> RunTask:
 def run_task(task: RunTask) -> Table:
     """Trains in a world on this machine; returns the summary.
 
-    Raises `ValueError` where the run cannot start in its directory, and `WorldError` when a rank fails.
+    Raises `ValueError` where the run cannot start in its directory, and `WorldError` when a rank
+    fails.
     """
     if not task.request.replica and not task.request.join:
         _check_directory(task)
@@ -146,7 +152,8 @@ def run_task(task: RunTask) -> Table:
 
 
 def train_afresh(request: Table, may_start: bool) -> Table:
-    """Trains on a rank that shares no memory with the process that started it: it reads the recipe by itself."""
+    """Trains on a rank that shares no memory with the process that started it: it reads the recipe
+    by itself."""
     task = make_task(from_plain(Request, request), None)  # the world is that of the recipe
     return train_on_rank(replace(task, may_start=may_start))
 
@@ -159,10 +166,11 @@ def on_ranks(
     mesh: MeshConfig,
     nodes_inside: int = 1,
 ) -> list[Any]:
-    """The results of each rank of a world on this machine, of which an elastic run loses `nodes_inside` together.
+    """The results of each rank of a world on this machine, of which an elastic run loses
+    `nodes_inside` together.
 
-    Ranks on CPU are forks, and do `work(task)` on the task in memory. Ranks with a GPU each start afresh: they do
-    `afresh(*plain)`, with the request in plain values.
+    Ranks on CPU are forks, and do `work(task)` on the task in memory. Ranks with a GPU each start
+    afresh: they do `afresh(*plain)`, with the request in plain values.
     """
     size = sum(mesh.sizes)
     survival = (
@@ -174,7 +182,8 @@ def on_ranks(
 
 
 def is_first() -> bool:
-    """True on the process that reports the result: rank 0 under a launcher, or the one that started the ranks."""
+    """True on the process that reports the result: rank 0 under a launcher, or the one that started
+    the ranks."""
     place = launch_position(os.environ)
     return place is None or place.rank == 0
 
@@ -198,7 +207,8 @@ def _finished(request: Request, place: LaunchPosition | None) -> Table | None:
 
 
 def restarted(env: Mapping[str, str]) -> bool:
-    """True from the second start on: torchrun counts its restarts, SLURM the times it has queued the job again."""
+    """True from the second start on: torchrun counts its restarts, SLURM the times it has queued
+    the job again."""
     return _count(env, "TORCHELASTIC_RESTART_COUNT") > 0 or _count(env, "SLURM_RESTART_COUNT") > 0
 
 

@@ -45,10 +45,12 @@ class RunTask:
     """A run that is read and checked; forked ranks get it in memory.
 
     Args:
-        request: The user's words, for the run directory and the screen; its None means a new directory in `runs`.
+        request: The user's words, for the run directory and the screen; its None means a new
+            directory in `runs`.
         config: The configuration; with `asked`, that of another scheme in the place of the choice.
         asked: How to choose the scheme, where that is still to be done.
-        resume: Continue the run in the directory: asked for, or because the launcher has started it again.
+        resume: Continue the run in the directory: asked for, or because the launcher has started it
+            again.
         may_start: `resume` starts from the beginning where no checkpoint was saved yet.
     """
 
@@ -62,8 +64,8 @@ class RunTask:
 def train_on_rank(task: RunTask) -> Table:
     """Runs `task` on this rank; returns the summary and, as `directory`, the path of the run.
 
-    A run that `stop_after` or a signal ended has no summary: it returns `stopped_after`, `stopped_by` (the signal's
-    name) and `directory` alone; and `left`, where the others train on.
+    A run that `stop_after` or a signal ended has no summary: it returns `stopped_after`,
+    `stopped_by` (the signal's name) and `directory` alone; and `left`, where the others train on.
     """
     with stoppable() as stop:
         mesh, device, axis, inside = task.config.mesh, local_device(), None, list[DeviceMesh]()
@@ -120,7 +122,8 @@ def _train_in_directory(
     stop: Stop,
     losses: Losses,
 ) -> Table:
-    """Goes on from what the run directory has, and trains; returns the summary as `train_on_rank` does."""
+    """Goes on from what the run directory has, and trains; returns the summary as `train_on_rank`
+    does."""
     screen = Screen(session.rank != 0, task.request.to_stderr)
     stop.last_act = screen.wipe
     with _run_directory(session, task) as (path, volumes), screen:
@@ -128,8 +131,9 @@ def _train_in_directory(
             screen.line(line)
         if not volumes.shared:
             screen.line(
-                f"no shared file system: each node keeps the checkpoints of its own ranks in its own {path}"
-                f" ({volumes.ranks_text()}); metrics, summary and report are on the node of rank 0"
+                "no shared file system: each node keeps the checkpoints of its own ranks in its"
+                f" own {path} ({volumes.ranks_text()}); metrics, summary and report are on the node"
+                " of rank 0"
             )
         loaded, resumed = None, list[str]()
         if task.resume:
@@ -163,7 +167,8 @@ def _train_in_directory(
 
 
 def _train_with_others(task: RunTask, session: Session, stop: Stop) -> Table:
-    """Trains from where the others are, whose run directory is theirs; returns the summary as `train_on_rank` does."""
+    """Trains from where the others are, whose run directory is theirs; returns the summary as
+    `train_on_rank` does."""
     done, path, losses = session.optimizer.step_count, task.request.out or Path(), Losses(session)
     _expect(session)
     screen = Screen(session.optimizer.coordinates.shard != 0, task.request.to_stderr)
@@ -181,7 +186,8 @@ def _train_with_others(task: RunTask, session: Session, stop: Stop) -> Table:
 
 
 def _earlier(task: RunTask, everyone: Everyone) -> tuple[bool, list[int]]:
-    """True where any rank sees a checkpoint of a run that goes on, and the steps after which logs begin. Collective."""
+    """True where any rank sees a checkpoint of a run that goes on, and the steps after which logs
+    begin. Collective."""
     if not task.resume or (out := task.request.out) is None:
         return False, []
     starts = directory.log_starts(out) if task.config.train.log_updates else []
@@ -192,21 +198,26 @@ def _earlier(task: RunTask, everyone: Everyone) -> tuple[bool, list[int]]:
 def _adapter(
     session: Session, task: RunTask, chosen: Chosen | None, loaded: Loaded | None
 ) -> tuple[Adapter | None, list[str]]:
-    """The adapter of a run that follows its link, from the choice or from a checkpoint, and the lines to show."""
+    """The adapter of a run that follows its link, from the choice or from a checkpoint, and the
+    lines to show."""
     if task.asked is None or not task.asked.auto.adapt:
         return None, []
     if session.device.type != "cpu":
         return None, [
-            "adapt: on accelerators the host does not see how long an exchange takes; the setting stays"
+            "adapt: on accelerators the host does not see how long an exchange takes; the setting"
+            " stays"
         ]
     if chosen is not None:
         return Adapter(session, chosen.followed), []
     saved = loaded.extra.get("followed") if loaded else None
     if saved is None:
         return None, ["adapt: this run began without it, and keeps its setting"]
-    return Adapter(
-        session, Followed.of(saved, session.config.mesh.replicas, session.config.mesh.shards)
-    ), []
+    return (
+        Adapter(
+            session, Followed.of(saved, session.config.mesh.replicas, session.config.mesh.shards)
+        ),
+        [],
+    )
 
 
 def _expect(session: Session) -> None:
@@ -233,7 +244,8 @@ def _train(
     adapter: Adapter | None,
     losses: Losses,
 ) -> Table:
-    """Trains to the end, or to `stop_after`, with checkpoints, and feeds named `run`; returns as `train_on_rank`."""
+    """Trains to the end, or to `stop_after`, with checkpoints, and feeds named `run`; returns as
+    `train_on_rank`."""
     recording, steps = Recording(session, path, run), session.config.train.steps
     until = max(done, min(steps, stop_after or steps))
     kept = path / directory.CHECKPOINTS
@@ -295,7 +307,8 @@ def _train(
 def _kept(
     session: Session, file: Path, done: int, volumes: Volumes
 ) -> tuple[list[metrics.Record], list[str]]:
-    """The records of the first `done` steps, on all ranks, and a warning where some are damaged or lost. Collective.
+    """The records of the first `done` steps, on all ranks, and a warning where some are damaged or
+    lost. Collective.
 
     Raises `ValueError` where no step is left, neither to take nor to sum up.
     """
@@ -327,7 +340,8 @@ def _kept(
 def _run_directory(session: Session, task: RunTask) -> Iterator[tuple[Path, Volumes]]:
     """The run's directory on this node, and who shares it.
 
-    Nodes without a shared file system have one each, under one name or their own --out; its leader makes and locks it.
+    Nodes without a shared file system have one each, under one name or their own --out; its leader
+    makes and locks it.
     """
     texts, path = session.world.texts(), task.request.out or Path()
     with contextlib.ExitStack() as held:

@@ -30,12 +30,13 @@ _COMMA = re.compile(r",(?![^\[{]*[\]}])")
 def compare_runs(
     request: Request, schemes: Sequence[str], varied: Sequence[str] = ()
 ) -> list[Table]:
-    """Trains under each of `schemes` (or the recipe's own), at the settings that the recipe has for it, with each
-    choice of `varied`, such as "optimizer.lr=1e-3,2e-3".
+    """Trains under each of `schemes` (or the recipe's own), at the settings that the recipe has for
+    it, with each choice of `varied`, such as "optimizer.lr=1e-3,2e-3".
 
-    Each run has a directory of its own in `request.out`, named after its scheme and settings. Runs that are finished
-    there are not run again, and runs that were stopped go on. Returns the summaries; of a run that failed its
-    `directory`, `scheme` and `optimizer`, the `error`, and whether it has `diverged`.
+    Each run has a directory of its own in `request.out`, named after its scheme and settings. Runs
+    that are finished there are not run again, and runs that were stopped go on. Returns the
+    summaries; of a run that failed its `directory`, `scheme` and `optimizer`, the `error`, and
+    whether it has `diverged`.
 
     Raises:
         ValueError: Bad input for any of the runs, before the first one starts.
@@ -82,7 +83,8 @@ def compare_runs(
     if any(finished) or any(task.resume for task in left):
         kept, stopped = sum(map(bool, finished)), sum(task.resume for task in left)
         screen.line(
-            f"in {out}: {kept} of {len(tasks)} runs are finished and kept, {stopped} were stopped and go on"
+            f"in {out}: {kept} of {len(tasks)} runs are finished and kept, {stopped} were stopped"
+            " and go on"
         )
     return _one_after_another(left, finished, screen)
 
@@ -127,7 +129,10 @@ def _one_after_another(
 
 
 def _run(task: RunTask) -> Table:
-    """The summary of a run, or its error. Raises `RunError` where a signal has ended it: no other is to start then."""
+    """The summary of a run, or its error.
+
+    Raises `RunError` where a signal has ended it: no other is to start then.
+    """
     try:
         summary = run_task(task)
     except WorldError as error:
@@ -140,7 +145,10 @@ def _run(task: RunTask) -> Table:
         return {**about, "diverged": diverged, "error": describe(error)}
     if "stopped_after" in summary:
         by, step, where = summary["stopped_by"], summary["stopped_after"], summary["directory"]
-        remedy = f"the same command with --out {_directory(task).parent} continues it and keeps finished runs"
+        remedy = (
+            f"the same command with --out {_directory(task).parent} continues it and keeps finished"
+            " runs"
+        )
         raise RunError(f"stopped by {by} after step {step} of {where}: {remedy}")
     return summary
 
@@ -174,7 +182,8 @@ def _finished(task: RunTask) -> Table | None:
 
 
 def _continued(task: RunTask) -> RunTask:
-    """`task`, going on where a run with the same configuration was stopped; without checkpoints from the beginning.
+    """`task`, going on where a run with the same configuration was stopped; without checkpoints
+    from the beginning.
 
     Raises `ValueError` where its directory holds anything else.
     """

@@ -1,4 +1,5 @@
-"""`detonation export`: the whole model of a checkpoint, in the format of transformers or as a state dict."""
+"""`detonation export`: the whole model of a checkpoint, in the format of transformers or as a state
+dict."""
 
 import os
 from collections.abc import Sequence
@@ -25,17 +26,20 @@ _MODEL = "model."
 
 @torch.no_grad()
 def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, Any]:
-    """Writes the model of the newest whole checkpoint of the run in `directory` to `out`, for `from_pretrained`.
+    """Writes the model of the newest whole checkpoint of the run in `directory` to `out`, for
+    `from_pretrained`.
 
-    The tokenizer lies beside it, also that of bytes. A module that is not of transformers is written as a state dict,
-    for `safetensors.torch.load_model`, and so is that of a loop of one's own, whose checkpoint names no model.
+    The tokenizer lies beside it, also that of bytes. A module that is not of transformers is
+    written as a state dict, for `safetensors.torch.load_model`, and so is that of a loop of one's
+    own, whose checkpoint names no model.
 
-    In the middle of a round it is the mean of the replicas, as far as their files are on this node. `trust_code` lets
-    it call a model function that the checkpoint names as "package.module:function".
+    In the middle of a round it is the mean of the replicas, as far as their files are on this node.
+    `trust_code` lets it call a model function that the checkpoint names as
+    "package.module:function".
 
     Raises:
-        ValueError: There is no whole checkpoint, its replicas trained alone, `out` is not empty, the code is not
-            trusted, or the model or its tokenizer cannot be built here.
+        ValueError: There is no whole checkpoint, its replicas trained alone, `out` is not empty,
+            the code is not trusted, or the model or its tokenizer cannot be built here.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is not empty: choose another --out")
@@ -66,14 +70,16 @@ def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, An
 
 
 def _config(manifest: Manifest) -> Config | None:
-    """The recipe in a checkpoint; None for one of somebody's own loop, whose values may have any name."""
+    """The recipe in a checkpoint; None for one of somebody's own loop, whose values may have any
+    name."""
     extra = manifest.extra
     ours = isinstance(extra.get("config"), dict) and "setting" in extra
     return from_table(extra["config"]) if ours else None
 
 
 def _write_model(config: Config, source: Elastic, out: Path) -> tuple[int, bool]:
-    """Writes a recipe's model and tokenizer; returns the number of parameters, and True for a model of transformers."""
+    """Writes a recipe's model and tokenizer; returns the number of parameters, and True for a model
+    of transformers."""
     with torch.device("meta"):
         planned = weights(build_model(config.model.name, config.model.arguments))
     # a parameter may be cut; a buffer is whole on every shard

@@ -1,4 +1,5 @@
-"""`detonation follow`: a run again from its updates, of one that trains elsewhere or from a log that is here."""
+"""`detonation follow`: a run again from its updates, of one that trains elsewhere or from a log
+that is here."""
 
 import contextlib
 import tomllib
@@ -68,7 +69,8 @@ class Following:
 
 
 def follow_run(request: Following) -> Table:
-    """Follows until the run ends, or step `to`; returns step, fingerprint and the path of the last checkpoint.
+    """Follows until the run ends, or step `to`; returns step, fingerprint and the path of the last
+    checkpoint.
 
     Raises `ValueError` for a run that cannot be followed, and `LostFeed` where it ends before `to`.
     """
@@ -94,7 +96,8 @@ def follow_run(request: Following) -> Table:
 
 
 def _about(address: str) -> Table:
-    """The description that the feed at `address` has for followers; raises `RunError` where none answers."""
+    """The description that the feed at `address` has for followers; raises `RunError` where none
+    answers."""
     token = read_token()
     try:
         return read_about(address, token)
@@ -147,10 +150,11 @@ def _saved(out: Path, model: nn.Module, optimizer: Any, config: Config, keep: in
 
 
 def _replay_run(request: Following) -> Table:
-    """Replays in processes on this machine, one per shard; returns step, fingerprint and, with `out`, its path.
+    """Replays in processes on this machine, one per shard; returns step, fingerprint and, with
+    `out`, its path.
 
-    It begins with the newest checkpoint before `to`, or with the weights of the start. Raises `ValueError` for a run
-    without a log, and `DamagedLog` where the log ends before `to`.
+    It begins with the newest checkpoint before `to`, or with the weights of the start. Raises
+    `ValueError` for a run without a log, and `DamagedLog` where the log ends before `to`.
     """
     run, out = Path(request.source), request.out
     config = _config_of(run)
@@ -191,7 +195,8 @@ def _config_of(run: Path) -> Config:
         return from_table(tomllib.loads((run / directory.CONFIG).read_text(encoding="utf-8")))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"{run} holds no run: {directory.CONFIG}: {error}; give the --out of one that trained with --log"
+            f"{run} holds no run: {directory.CONFIG}: {error}; give the --out of one that trained"
+            " with --log"
         ) from error
 
 

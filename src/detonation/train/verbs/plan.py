@@ -1,4 +1,5 @@
-"""`detonation plan`: schemes ranked for a recipe, or a number of parameters, over links measured or given."""
+"""`detonation plan`: schemes ranked for a recipe, or a number of parameters, over links measured or
+given."""
 
 import math
 import re
@@ -25,7 +26,8 @@ _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
 @dataclass(frozen=True)
 class Question:
-    """A recipe or `parameters`, and a profile or a `link` with `step_time`; fields are named like the flags."""
+    """A recipe or `parameters`, and a profile or a `link` with `step_time`; fields are named like
+    the flags."""
 
     recipe: Path | None = None
     overrides: tuple[str, ...] = ()
@@ -40,12 +42,16 @@ class Question:
 
 
 def plan(question: Question) -> dict[str, Any]:
-    """The ranked schemes with their costs, in plain values. Raises `ValueError` for a question that is not complete."""
+    """The ranked schemes with their costs, in plain values.
+
+    Raises `ValueError` for a question that is not complete.
+    """
     if (question.recipe is None) == (question.parameters is None):
         raise ValueError("plan needs a recipe or --parameters, one of the two")
     if (question.profile is None) == (question.link is None):
         raise ValueError(
-            "plan needs --profile (made by detonation probe) or --link RATE[,LATENCY], one of the two"
+            "plan needs --profile (made by detonation probe) or --link RATE[,LATENCY], one of"
+            " the two"
         )
     profile = Profile.read(question.profile) if question.profile else None
     if profile is not None:
@@ -98,9 +104,11 @@ def count(text: str) -> int:
 
 
 def _same_world(question: Question, profile: Profile) -> None:
-    """Raises `ValueError` where the question has another number of replicas or shards than the profile.
+    """Raises `ValueError` where the question has another number of replicas or shards than the
+    profile.
 
-    Another number of shards shares a node's link, and of replicas a network, in ways that nobody has measured.
+    Another number of shards shares a node's link, and of replicas a network, in ways that nobody
+    has measured.
     """
     asked = {
         "replicas": (question.replicas, profile.replicas),
@@ -110,7 +118,8 @@ def _same_world(question: Question, profile: Profile) -> None:
         if given not in (None, measured):
             was = f"{question.profile} was measured with {measured}"
             raise ValueError(
-                f"--{name} is {given}, but {was}: measure again with detonation probe, or say --link"
+                f"--{name} is {given}, but {was}: measure again with detonation probe, or say"
+                " --link"
             )
 
 
@@ -123,7 +132,8 @@ class _Training:
         examples: Of a rank in a step; 0 where nothing is said of them.
         steps, losses_of: Its length, and the recipe whose losses count for it.
         tuned: Each scheme with the optimizer that trains with it in the recipe; empty without one.
-        settings: The arguments that choose a scheme: those that the recipe has otherwise, all where it is not known.
+        settings: The arguments that choose a scheme: those that the recipe has otherwise, all where
+            it is not known.
     """
 
     replicas: int
@@ -203,7 +213,8 @@ def _work(question: Question, profile: Profile | None, training: _Training) -> W
             seconds *= training.examples / measured.examples
     if seconds is None:
         raise ValueError(
-            "plan needs --step-time, the seconds of forward and backward, or a profile of the recipe"
+            "plan needs --step-time, the seconds of forward and backward, or a profile of the"
+            " recipe"
         )
     require(0 < seconds < math.inf, "--step-time", seconds, "above 0")
     steps, reports = measured.steps if measured else {}, question.recipe is not None
@@ -212,13 +223,17 @@ def _work(question: Question, profile: Profile | None, training: _Training) -> W
 
 
 def _same_model(question: Question, measured: Compute, parameters: int) -> None:
-    """Raises `ValueError` where the question is about another model than the one whose step was measured."""
+    """Raises `ValueError` where the question is about another model than the one whose step was
+    measured."""
     if question.recipe is None:
         same = math.isclose(parameters, measured.parameters, rel_tol=_ROUNDED)
     else:
         same = (question.recipe.stem, parameters) == (measured.recipe, measured.parameters)
     if not same:
-        was = f"{question.profile} is of the recipe {measured.recipe} with {measured.parameters:,} parameters"
+        was = (
+            f"{question.profile} is of the recipe {measured.recipe} with {measured.parameters:,}"
+            " parameters"
+        )
         raise ValueError(
             f"{was}, and this model has {parameters:,}: probe again, or say --step-time"
         )

@@ -1,4 +1,5 @@
-"""`detonation probe`: measures every axis of the world, and a recipe's training step without the network."""
+"""`detonation probe`: measures every axis of the world, and a recipe's training step without the
+network."""
 
 import os
 from collections.abc import Callable
@@ -38,7 +39,8 @@ _OFF: Table = {
 
 @dataclass(frozen=True)
 class ProbeRequest:
-    """A probe that a user asks for, of a world alone or of a recipe too; fields are named like the flags."""
+    """A probe that a user asks for, of a world alone or of a recipe too; fields are named like the
+    flags."""
 
     recipe: Path | None = None
     overrides: tuple[str, ...] = ()
@@ -59,7 +61,8 @@ class ProbeTask:
 
 
 def probe(request: ProbeRequest, fail: Callable[[Exception], int]) -> Profile | None:
-    """Measures in the world that a launcher started, or in one of its own; None on all ranks but the first.
+    """Measures in the world that a launcher started, or in one of its own; None on all ranks but
+    the first.
 
     `fail` and errors are those of `train.run.start.run_training`.
     """
@@ -100,7 +103,8 @@ def _prepare(request: ProbeRequest, place: LaunchPosition | None) -> ProbeTask:
 
 
 def probe_afresh(request: Table) -> Table:
-    """Measures on a rank that shares no memory with the process that started it: it reads the recipe by itself."""
+    """Measures on a rank that shares no memory with the process that started it: it reads the
+    recipe by itself."""
     return probe_on_rank(_prepare(from_plain(ProbeRequest, request), None))
 
 

@@ -1,4 +1,5 @@
-"""`detonation simulate`: any number of replicas, trained in one process by the code that trains real ones."""
+"""`detonation simulate`: any number of replicas, trained in one process by the code that trains
+real ones."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -37,12 +38,14 @@ _LEFT_OUT = {
     "mesh": ("elastic", "slow_backend"),
     "train": ("publish", "log_updates", "checkpoint_every", "compile", "checkpoint_activations"),
 }
-"""Settings that a simulation has nothing for: it has no network, no checkpoints and no compiled layers."""
+"""Settings that a simulation has nothing for: it has no network, no checkpoints and no compiled
+layers."""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """A simulation that a user asks for; the fields are named like the flags of `detonation simulate`.
+    """A simulation that a user asks for; the fields are named like the flags of `detonation
+    simulate`.
 
     total_batch: Examples per step over all replicas; `train.batch_size` for each replica when None.
     """
@@ -58,8 +61,9 @@ class Simulation:
 def simulate(request: Simulation) -> Table:
     """Trains in this process; returns the summary and, as `directory`, the path of the run.
 
-    It equals a real run of as many replicas of one shard each, bit for bit, except where a network sums more than two
-    numbers in another order. Raises `ValueError` for bad input before anything is written.
+    It equals a real run of as many replicas of one shard each, bit for bit, except where a network
+    sums more than two numbers in another order. Raises `ValueError` for bad input before anything
+    is written.
     """
     config = configured(request)
     trackers.check_trackers(config.train.loggers)
@@ -78,7 +82,8 @@ def simulate(request: Simulation) -> Table:
 
     def act(communicator: SimulatedCommunicator) -> Table:
         session = virtual(config, communicator)
-        session.optimizer.set_up()  # replicas compare their schemes, and sizes are checked, before anything is written
+        # replicas compare their schemes, and sizes are checked, before anything is written
+        session.optimizer.set_up()
         if communicator.replica:
             return train_virtual(session, None)
         name = f"{request.recipe.stem}-{config.scheme.name}-{config.mesh.replicas}"
@@ -132,7 +137,8 @@ def configured(request: Simulation) -> Config:
 
 
 def batch_share(config: Config, total: int) -> Config:
-    """`config` with a `batch_size` that makes `total` examples per step, validated on as many examples as before."""
+    """`config` with a `batch_size` that makes `total` examples per step, validated on as many
+    examples as before."""
     train, parts = config.train, config.mesh.replicas * config.train.accumulate
     allowed = f"a multiple of {parts} (replicas x train.accumulate), at least {parts}"
     require(total >= parts and total % parts == 0, "--total-batch", total, allowed)
@@ -160,7 +166,10 @@ def virtual(config: Config, communicator: SimulatedCommunicator) -> Session:
 
 
 def train_virtual(session: Session, recorder: Recorder | None = None) -> dict[str, Any]:
-    """Trains one virtual replica to the end; `recorder` takes in each step. Returns the summary. Collective."""
+    """Trains one virtual replica to the end; `recorder` takes in each step.
+
+    Returns the summary. Collective.
+    """
     records: list[metrics.Record] = []
     add = recorder.add if recorder else records.append
 
@@ -175,9 +184,11 @@ def train_virtual(session: Session, recorder: Recorder | None = None) -> dict[st
 
 
 def _share_steps(session: Session) -> None:
-    """Lets replicas that agree at every step share the weights of the first, which decodes and steps for all.
+    """Lets replicas that agree at every step share the weights of the first, which decodes and
+    steps for all.
 
-    They begin alike and receive the same messages, as the digests in these tell, so each would do the same. Collective.
+    They begin alike and receive the same messages, as the digests in these tell, so each would do
+    the same. Collective.
     """
     replicators, ((axis, scheme),) = session.optimizer.set_up(), session.optimizer.levels
     if scheme.signal != "gradients" or not isinstance(axis, SimulatedCommunicator):
