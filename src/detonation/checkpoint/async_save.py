@@ -169,7 +169,9 @@ def save_checkpoint(
 
     Args:
         directory: of the checkpoints; nodes without a shared file system each have one, with the files of their ranks.
-        extra: JSON values that loading returns, such as a scheduler's state; those of rank 0 count.
+        extra: Values that loading returns equal in value and type, such as a scheduler's state:
+            numbers, texts, bytes, the containers of Python and of `collections`, tensors, numpy
+            arrays, enums, dates and paths. Those of rank 0 count.
         keep: how many of the newest checkpoints stay.
         frozen: False leaves out the parameters that require no gradient, such as the model under a LoRA adapter;
             loading then leaves them as they are.
@@ -179,7 +181,8 @@ def save_checkpoint(
 
     Raises:
         NotSaved: one of the ranks could not write; raised on all ranks. Earlier checkpoints are as they were.
-        ValueError: `keep` is below 1, or the state or `extra` holds something that a checkpoint cannot hold.
+        ValueError: `keep` is below 1, or the state or `extra` holds something that a checkpoint
+            cannot hold; the message has its key.
 
     Example:
         >>> import tempfile, torch, torch.distributed as dist, detonation as dt

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from detonation.checkpoint.files import retention, shard_file
+from detonation.checkpoint.files.extra_values import encoded_extra
 from detonation.checkpoint.files.manifest import MOST_BYTES, Manifest, file_name, versions
 from detonation.checkpoint.files.shard_file import ShardSummary
 from detonation.checkpoint.gather import Volumes, survey
@@ -36,7 +37,10 @@ class NotSaved(DetonationError, OSError):
 
 @dataclass(frozen=True)
 class SaveJob:
-    """The data that one rank of `ranks` has to write, by shard. bytes: about its size. identity: see `run_identity`."""
+    """The data that one rank of `ranks` has to write, by shard.
+
+    bytes: about its size. identity: see `run_identity`. extra: as `encoded_extra` writes it.
+    """
 
     step: int
     coordinates: Coordinates
@@ -79,7 +83,7 @@ def make_save_job(
     model: nn.Module, optimizer: Replicated, extra: Mapping[str, Any] | None, frozen: bool = True
 ) -> SaveJob:
     """Copies the state of this rank. Raises `ValueError` for state, or for `extra`, that a checkpoint cannot hold."""
-    copied_extra = _copied(dict(extra or {}))
+    values = encoded_extra(extra or {}, MOST_BYTES)
     snapshot = take_snapshot(model, optimizer, frozen)
     shard_file.require_types({name: tensor.dtype for name, tensor in snapshot.tensors.items()})
     own, held = held_shards(model, optimizer)
@@ -93,23 +97,8 @@ def make_save_job(
         ),  # about what the file will need
         alike(optimizer.levels),
         run_identity(optimizer),
-        copied_extra,
+        values,
     )
-
-
-def _copied(extra: dict[str, Any]) -> dict[str, Any]:
-    """A copy of `extra` by way of JSON. Raises `ValueError` where a manifest cannot hold it."""
-    try:
-        text = json.dumps({"extra": extra}, indent=1, allow_nan=False)  # as in the manifest
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"extra must hold JSON values: {error}") from error
-    if len(text) > MOST_BYTES:
-        more = f"more than the {MOST_BYTES:,} that a manifest may have"
-        raise ValueError(
-            f"extra has {len(text):,} bytes as JSON, {more}: write large values to a file of your own"
-        )
-    copied: dict[str, Any] = json.loads(text)["extra"]
-    return copied
 
 
 _log = logging.getLogger("detonation.checkpoint")

@@ -286,6 +286,8 @@ def _export(verb: of.Export) -> dict[str, Any]:
     from detonation.train.verbs.export import export
 
     exported = export(verb.directory, verb.out, verb.trust_code)
+    for line in exported["rejected"]:
+        say(verb, f"warning: {line}")
     mean = (
         f", the mean of the {exported['replicas']} replicas that are here"
         if "replicas" in exported

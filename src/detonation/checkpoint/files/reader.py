@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from detonation.checkpoint.files.extra_values import decoded_value
 from detonation.checkpoint.files.manifest import Manifest, file_name
 from detonation.checkpoint.files.shard_file import CorruptCheckpoint, TensorFile
 from detonation.core.flat.tensors import Piece, bare_name
@@ -146,8 +147,8 @@ class ShardReader:
             raise CorruptCheckpoint(f"{path.name} needs {', '.join(_REST)} besides its tensors")
         self.boxes = {key: Box.from_json(value) for key, value in rest["boxes"].items()}
         self.wrapped, self.on_host = set(map(str, rest["wrapped"])), set(map(str, rest["on_host"]))
-        self.values: dict[str, Any] = rest["values"]
-        self.groups: list[Any] = rest["groups"]
+        self.values: dict[str, Any] = decoded_value(rest["values"])
+        self.groups: list[Any] = decoded_value(rest["groups"])
         self._path = path
 
     def __contains__(self, key: str) -> bool:

@@ -37,7 +37,7 @@ def save_async(
     Beside the state are the faults `before` this start and, in a run that follows its link, the state of its adapter.
     """
     _, outermost = session.optimizer.levels[-1]
-    extra = {
+    extra: Table = {
         "config": to_table(session.config),
         "setting": dict(outermost.arguments),
         "followed": followed,
@@ -49,7 +49,12 @@ def save_async(
             extra["positions"] = [
                 json.loads(text) for text in session.world.texts().gather(json.dumps(position))
             ]
-    checkpoints.save({**extra, **asdict(counted(session, before))})
+    checkpoints.save(as_json({**extra, **asdict(counted(session, before))}))
+
+
+def as_json(extra: Table) -> Table:
+    """`extra` with lists for tuples, as the files of a run spell them."""
+    return dict(json.loads(json.dumps(extra)))
 
 
 def save_now(
@@ -91,11 +96,11 @@ def resume(
         raise NoCheckpoint(
             f"there is no checkpoint in {directory}: start without --resume in another --out"
         )
-    extra = found.manifest.extra
+    extra = found.manifest.given
     was = extra["config"] if isinstance(extra.get("config"), dict) else {}
     changed = compare_settings(found.path, was, session.config, "checkpoint")
     changed += _other_data(extra.get("data"), session.data)
-    _restore_setting(session, found.manifest.extra.get("setting"))
+    _restore_setting(session, extra.get("setting"))
     loaded = load_found(found, session.model, session.optimizer)
     positions = extra.get("positions")
     if isinstance(session.data.train, Streamed) and isinstance(positions, list):
