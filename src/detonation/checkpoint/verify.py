@@ -48,6 +48,11 @@ class VerifyReport:
     apart: float | None = None
 
     @property
+    def step(self) -> int:
+        """The step of the checkpoint by its name; 0 for any other name."""
+        return max(retention.step_of(self.path), 0)
+
+    @property
     def good(self) -> bool:
         return not self.faults and not self.differences
 

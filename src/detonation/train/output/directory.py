@@ -18,8 +18,8 @@ import tomli_w
 
 from detonation.cluster.processes.failure import RunError
 from detonation.train.recipe.schema import TrainConfig
+from detonation.whole_files import open_lock, read_text, write_whole
 from detonation.whole_files import read_json as read_json
-from detonation.whole_files import write_whole
 
 _PACKAGES = (
     "detonation-torch", "torch", "transformers", "safetensors", "numpy", "tyro", "rich", "tomli-w", "matplotlib",
@@ -169,8 +169,11 @@ def check_free(
     if (
         path / LOCK
     ).exists():  # looked at last: whoever made these entries and still runs has it by now
-        with (path / LOCK).open("r+") as file:
-            _take(file, path)
+        try:
+            with open_lock(path / LOCK) as file:
+                _take(file, path)
+        except OSError as error:
+            raise unwritable(path / LOCK, error) from error
     held = [
         name
         for name in entries
@@ -220,7 +223,7 @@ def steps_of_epochs(path: Path, epochs: float) -> int:
 def config_in(path: Path) -> dict[str, Any]:
     """The configuration with which the run in `path` began or went on, as a table; {} where it cannot be read."""
     try:
-        return tomllib.loads((path / CONFIG).read_text(encoding="utf-8"))
+        return tomllib.loads(read_text(path / CONFIG))
     except (OSError, ValueError):
         return {}
 
@@ -249,7 +252,7 @@ class RunDirectory:
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._lock = (path / LOCK).open("a+")
+            self._lock = open_lock(path / LOCK)
             _take(self._lock, path)
         except OSError as error:
             raise unwritable(path, error) from error

@@ -11,6 +11,7 @@ from typing import Any
 
 from detonation.report.words import duration, less_text, size_text
 from detonation.train.output.directory import unwritable, write_text
+from detonation.whole_files import MOST_RECORDS, opened, read_text
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,11 @@ class MetricsFile:
         write_text(
             path, "".join(record.line() for record in kept)
         )  # it replaces a file: whole or not at all
-        self._file = path.open("ab", buffering=0)
-        self._length = path.stat().st_size
+        try:
+            self._file = os.fdopen(opened(path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)
+        except OSError as error:
+            raise unwritable(path, error) from error
+        self._length = os.fstat(self._file.fileno()).st_size
         self._waiting = b""
 
     def write(self, record: Record) -> None:
@@ -108,7 +112,7 @@ class MetricsFile:
 
 def read_metrics(path: Path) -> list[Record]:
     """The records of a metrics file, as far as its lines are whole."""
-    return parse_metrics(path.read_text(encoding="utf-8", errors="replace"))[0]
+    return parse_metrics(read_text(path, errors="replace", most=MOST_RECORDS))[0]
 
 
 def parse_metrics(text: str) -> tuple[list[Record], int]:
