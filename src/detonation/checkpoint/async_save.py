@@ -141,7 +141,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self._outcome = saver.save(job)
             return
         except NotSaved as error:  # agreed on by all ranks
-            text = str(error)
+            text, number = str(error), error.errno
         except (
             Exception
         ) as error:  # of this rank: gloo gives up for good once a rank is late or gone
@@ -149,8 +149,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             still = "the checkpoints before it are as they were"
             text = f"checkpoint {checkpoint_name(job.step)} failed: {reason}; {still}"
+            number = getattr(error, "errno", None)
         # the text alone: frames in the traceback of the error hold the copy of the state
-        self._outcome = NotSaved(text)
+        self._outcome = NotSaved(text, number)
         self._news.append(text)
         _log.warning("%s", text)
 

@@ -1,6 +1,7 @@
 """One rank's save: what it has to save, its file, and the agreement of all ranks that their files are a checkpoint."""
 
 import contextlib
+import errno
 import json
 import logging
 import platform
@@ -32,7 +33,14 @@ from detonation.core.optimizer.replicated import Replicated
 
 
 class NotSaved(DetonationError, OSError):
-    """A checkpoint could not be written. The message names it, the reason, and what is still whole."""
+    """A checkpoint could not be written. The message names it, the reason, and what is still whole.
+
+    errno: The number of the error of the system, if one was the reason.
+    """
+
+    def __init__(self, text: str, number: int | None = None) -> None:
+        super().__init__(text)
+        self.errno = number
 
 
 @dataclass(frozen=True)
@@ -101,6 +109,8 @@ def make_save_job(
     )
 
 
+_OF_SIZE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, 0)
+"""Errors of the system after which it helps to know the sizes; 0 is one that has no number."""
 _log = logging.getLogger("detonation.checkpoint")
 
 
@@ -158,7 +168,11 @@ class ShardSaver:
         try:
             volumes = survey(self._directory, self._texts)
         except OSError as error:
-            report = {"failure": error.strerror, "free": _free(self._directory)}
+            report = {
+                "failure": error.strerror,
+                "errno": error.errno,
+                "free": _free(self._directory),
+            }
             raise self._failure(job, report, job.bytes) from error
         if not volumes.shared and self._texts.rank == 0:
             ranks = volumes.ranks_text()
@@ -204,9 +218,9 @@ class ShardSaver:
         except (OSError, ValueError, TypeError, RecursionError) as error:
             where = "" if volumes.shared else f" on {platform.node()}"
             text = f"{getattr(error, 'strerror', None) or error}{where}"
-            report |= {"failure": text} | (
-                {"free": _free(self._directory)} if isinstance(error, OSError) else {}
-            )
+            report["failure"] = text
+            if isinstance(error, OSError):
+                report |= {"errno": error.errno, "free": _free(self._directory)}
         reports = [json.loads(text) for text in self._texts.gather(json.dumps(report))]
         failed = next((rank for rank, report in enumerate(reports) if "failure" in report), None)
         if failed is None:
@@ -231,11 +245,13 @@ class ShardSaver:
             if before
             else "there is none before it"
         )
-        sizes = (
-            f" (need {_amount(need)}, {_amount(report['free'])} free)" if "free" in report else ""
-        )
+        sizes = ""
+        if report.get("errno") in _OF_SIZE:
+            sizes = f" (need {_amount(need)}, {_amount(report['free'])} free)"
         name = retention.checkpoint_name(job.step)
-        return NotSaved(f"checkpoint {name} failed: {report['failure']}{sizes}; {still}")
+        return NotSaved(
+            f"checkpoint {name} failed: {report['failure']}{sizes}; {still}", report.get("errno")
+        )
 
 
 def _commit(directory: Path, step: int) -> dict[str, Any]:

@@ -41,11 +41,12 @@ def explain(verb: of.Common, error: Exception) -> int:
     bad_input = world.failure.bad_input if world else isinstance(error, ValueError)
     out, name = getattr(verb, "out", None), getattr(error, "filename", None)
     unwritable = isinstance(name, str) and out and _is_part(Path(name).absolute(), out.absolute())
-    full = out and os.strerror(errno.ENOSPC) in str(error)
+    said = "choose another --out" in str(error)
+    full = out and not said and os.strerror(errno.ENOSPC) in str(error)
     remedy = (
         ": free some space, or choose another --out"
         if full
-        else ": choose another --out" * bool(unwritable)
+        else ": choose another --out" * bool(unwritable and not said)
     )
     return fail(describe(error) + remedy, 2 if bad_input else 1, verb.json)
 

@@ -18,7 +18,7 @@ from detonation.core.schemes.registry import scheme
 from detonation.data import Data, Streamed
 from detonation.train.loop.session import Session
 from detonation.train.loop.summary import Counts, counted
-from detonation.train.output.directory import Unwritable
+from detonation.train.output.directory import Unwritable, remedy_of
 from detonation.train.recipe.schema import Config, Table
 from detonation.train.recipe.tables import settings_of, to_table
 
@@ -70,9 +70,7 @@ def save_now(
             return save_now(session, checkpoints, before, followed)
         path = checkpoints.directory / checkpoint_name(session.optimizer.step_count)
         reason = str(error).partition(" failed: ")[2]
-        raise Unwritable(
-            f"cannot write {path}: {reason}; free some space or choose another --out"
-        ) from error
+        raise Unwritable(f"cannot write {path}: {reason}; {remedy_of(error)}") from error
     assert saved is not None
     return saved
 

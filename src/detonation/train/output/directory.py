@@ -1,5 +1,6 @@
 """The run directory: its lock, files that are written whole or not at all, and the environment of the run."""
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -252,6 +253,7 @@ class RunDirectory:
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
+            _refuse_links(path)
             self._lock = open_lock(path / LOCK)
             _take(self._lock, path)
         except OSError as error:
@@ -267,6 +269,16 @@ class RunDirectory:
 
     def close(self) -> None:
         self._lock.close()
+
+
+def _refuse_links(path: Path) -> None:
+    """Raises `ValueError` where a folder in which a run writes and removes is a link."""
+    for folder in (path / CHECKPOINTS, path / UPDATES):
+        if folder.is_symlink():
+            raise ValueError(
+                f"{folder} is a link to {folder.readlink()}, and a run writes in its own directory "
+                f"alone: make {path} itself the link, or choose another --out"
+            )
 
 
 def write_text(path: Path, text: str) -> None:
@@ -288,10 +300,24 @@ class Unwritable(RunError):
 
 def unwritable(path: Path, error: Exception) -> Unwritable:
     """The error for a file that cannot be written, in one line with the remedy."""
-    remedy = "free some space or choose another --out; what was written before is whole"
+    remedy = f"{remedy_of(error)}; what was written before is whole"
     return Unwritable(
         f"cannot write {path}: {getattr(error, 'strerror', None) or error} ({remedy})"
     )
+
+
+def remedy_of(error: Exception) -> str:
+    """What to do where a file of a run cannot be written, by the error of the system."""
+    number = getattr(error, "errno", None)
+    if number in (errno.EMFILE, errno.ENFILE):
+        return "raise the limit of open files (ulimit -n)"
+    if number == errno.EROFS:
+        return "mount the disk to be written to, or choose another --out"
+    if number in (errno.EACCES, errno.EPERM):
+        return "make it yours to write, or choose another --out"
+    if number in (errno.ELOOP, errno.ENXIO, errno.EINVAL, errno.EISDIR):
+        return "remove that entry, or choose another --out"
+    return "free some space or choose another --out"
 
 
 def begin_run(path: Path, config: dict[str, Any], environment: Any, plan: Any) -> None:

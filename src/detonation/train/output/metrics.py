@@ -86,11 +86,16 @@ class MetricsFile:
         with contextlib.suppress(OSError):
             self._append()
 
+    @property
+    def removed(self) -> bool:
+        """True where the file has lost its name, as where its directory was removed."""
+        return not os.fstat(self._file.fileno()).st_nlink
+
     def close(self) -> None:
         """Closes the file. Raises `Unwritable` when lines still wait, or the file was removed meanwhile."""
         try:
             self._append()
-            if not os.fstat(self._file.fileno()).st_nlink:
+            if self.removed:
                 raise FileNotFoundError(errno.ENOENT, "it was removed while the run wrote it")
         except OSError as error:
             raise unwritable(self.path, error) from error
