@@ -23,7 +23,7 @@ _ODD = "it is no ordinary file"
 
 
 def opened(
-    path: Path, flags: int = os.O_RDONLY, links: bool = False, permissions: int = 0o644
+    path: Path, flags: int = os.O_RDONLY, links: bool = False, permissions: int = 0o666
 ) -> int:
     """A descriptor of the ordinary file at `path`, as of `os.open`.
 

@@ -23,7 +23,8 @@ import detonation as dt
 import worlds
 from detonation.checkpoint.files.extra_values import decoded_extra, encoded_extra
 from detonation.checkpoint.files.manifest import MOST_BYTES
-from detonation.checkpoint.files.shard_file import CorruptCheckpoint
+from detonation.checkpoint.files.reader import ShardReader
+from detonation.checkpoint.files.shard_file import CorruptCheckpoint, write_shard
 from detonation.cluster.network.loopback import LoopbackCommunicator
 
 pytestmark = pytest.mark.usefixtures("lasting_worlds")
@@ -299,6 +300,24 @@ DAMAGED = [
 def test_a_damaged_table_is_refused(table):
     with pytest.raises(CorruptCheckpoint):
         decoded_extra(table)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"$type": "tuple", "value": 3},
+        {"$type": "enum", "value": ["os", "environ", "PATH"]},
+        json.loads('{"a":' * 600 + "1" + "}" * 600),
+    ],
+    ids=["damaged", "no enum", "deep"],
+)
+def test_a_damaged_value_of_a_shard_file_is_refused(tmp_path, value):
+    rest = {"boxes": {}, "wrapped": [], "on_host": [], "values": {"optimizer.w.best": value}}
+    path = tmp_path / "replica0-shard0.safetensors"
+    write_shard(path, {}, {**rest, "groups": []})
+    with pytest.raises(CorruptCheckpoint) as caught:
+        ShardReader(path)
+    assert "replica0-shard0.safetensors has a value that cannot be read" in str(caught.value)
 
 
 def test_a_file_makes_nobody_import_a_module():

@@ -147,9 +147,19 @@ class ShardReader:
             raise CorruptCheckpoint(f"{path.name} needs {', '.join(_REST)} besides its tensors")
         self.boxes = {key: Box.from_json(value) for key, value in rest["boxes"].items()}
         self.wrapped, self.on_host = set(map(str, rest["wrapped"])), set(map(str, rest["on_host"]))
-        self.values: dict[str, Any] = decoded_value(rest["values"])
-        self.groups: list[Any] = decoded_value(rest["groups"])
         self._path = path
+        self.values: dict[str, Any] = {
+            key: self._decoded(value) for key, value in rest["values"].items()
+        }
+        self.groups: list[Any] = [self._decoded(group) for group in rest["groups"]]
+
+    def _decoded(self, value: Any) -> Any:
+        try:
+            return decoded_value(value)
+        except (CorruptCheckpoint, RecursionError) as error:
+            raise CorruptCheckpoint(
+                f"{self._path.name} has a value that cannot be read ({str(error)[:80]})"
+            ) from error
 
     def __contains__(self, key: str) -> bool:
         return key in self._saved_as
