@@ -5,6 +5,9 @@ from pathlib import Path
 from detonation.log.continuity import LogFile, log_faults, log_files
 from detonation.train.output import directory, metrics
 
+_MOST_SHARDS = 1 << 12
+"""A configuration of a stranger may name any number."""
+
 
 def checked_log(run: Path, saved: int) -> tuple[list[LogFile], list[str]]:
     """The files of the log in the directory `run`, and in words what it lacks.
@@ -18,7 +21,7 @@ def checked_log(run: Path, saved: int) -> tuple[list[LogFile], list[str]]:
     updates = run / directory.UPDATES
     files = log_files(updates)
     measured, faults = _measured(run / directory.METRICS) if logs else (0, [])
-    expected = shards if logs and type(shards) is int else 0
+    expected = shards if logs and type(shards) is int and shards <= _MOST_SHARDS else 0
     return files, faults + log_faults(updates, files, expected, measured, saved)
 
 
