@@ -313,6 +313,8 @@ def remedy_of(error: Exception) -> str:
         return "raise the limit of open files (ulimit -n)"
     if number == errno.EROFS:
         return "mount the disk to be written to, or choose another --out"
+    if number == errno.ENOENT:
+        return "leave the directory of a run that trains, or choose another --out"
     if number in (errno.EACCES, errno.EPERM):
         return "make it yours to write, or choose another --out"
     if number in (errno.ELOOP, errno.ENXIO, errno.EINVAL, errno.EISDIR):
