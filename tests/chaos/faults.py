@@ -176,7 +176,7 @@ def disk_full(folder: Path, whole: Run, sizes: int) -> list[Row]:
     """
     if whole.steps != (steps := 15 * sizes + 60):
         whole = uninterrupted(folder / "whole", steps)
-    saved = [file.bytes for file in newest(whole.out / "checkpoints")[1].files.values()]
+    saved = [file.bytes for file in newest(whole.out / "checkpoints").manifest.files.values()]
     files, disk = Row("disk full: no file may grow"), Row("disk full: a file system of 64 MB")
     widen = partial(_limit, resource.RLIM_INFINITY)
     _squeezed(

@@ -102,10 +102,10 @@ def refused(mesh, folder):
         "model": error_of(lambda: load(kind=Menagerie)),
         "keep": error_of(lambda: dt.Checkpoints(folder, model, optimizer, keep=0)),
         "extra": error_of(
-            lambda: dt.save_checkpoint(folder, model, optimizer, {"x": float("nan")})
+            lambda: dt.save_checkpoint(folder, model, optimizer, {"x": [{"y": object()}]})
         ),
         "kind": error_of(
-            lambda: dt.save_checkpoint(folder, model, optimizer, {"x": torch.zeros(1)})
+            lambda: dt.save_checkpoint(folder, model, optimizer, {"x": model.state_dict()})
         ),
         "size": error_of(
             lambda: dt.save_checkpoint(folder, model, optimizer, {"x": "a" * manifest.MOST_BYTES})
@@ -122,8 +122,8 @@ MESSAGES = {
     "model": "was written with other parameters: layers.0.weight, layers.0.bias, layers.1.weight and 1 more, which "
     "this one lacks, and without single, frozen, unused and 7 more: resume the same model",
     "keep": "keep is 0, must be at least 1",
-    "extra": "Out of range float values are not JSON compliant",
-    "kind": "extra must hold JSON values: Object of type Tensor is not JSON serializable",
+    "extra": "extra['x'][0]['y'] is a value of type object, which is not saved: give numbers",
+    "kind": "extra['x']['layers.0.weight'] is a DTensor, of which this rank has a part: give",
     "size": " bytes as JSON, more than the 67,108,864 that a manifest may have",
     "state": "optimizer.layers.0.weight.strange is <object object at",
 }

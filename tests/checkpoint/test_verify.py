@@ -321,6 +321,17 @@ def test_a_file_that_lies_about_itself_is_refused(copy, lie):
     assert not verify(copy).good
 
 
+def test_who_takes_an_older_checkpoint_names_it(copy, tmp_path, capsys):
+    newer = tmp_path / "step-000003"
+    newer.mkdir()
+    os.mkfifo(newer / "manifest.json")
+    why = "step-000003 rejected: manifest.json cannot be read (it is no ordinary file)"
+    said = load_weights(tmp_path, built(Plain))
+    assert said == f"weights of {copy}; {why}; using step-000002"
+    assert main(["export", str(tmp_path), "--out", str(tmp_path / "model")]) == 0
+    assert f"warning: {why}; using step-000002\n" in capsys.readouterr().out
+
+
 def test_only_ordinary_files_are_opened(copy, tmp_path):
     name = manifest.file_name(0, 0)
     expected = manifest.read_manifest(copy).files[name]
@@ -331,6 +342,10 @@ def test_only_ordinary_files_are_opened(copy, tmp_path):
     (copy / name).unlink()
     os.mkfifo(copy / name)
     assert "is no ordinary file" in shard_fault(copy / name, expected)
+    (copy / manifest.MANIFEST_NAME).unlink()
+    (copy / manifest.MANIFEST_NAME).symlink_to("/dev/zero")
+    with pytest.raises(CorruptCheckpoint, match=r"it is a link, which is not followed"):
+        manifest.read_manifest(copy)
 
 
 @pytest.mark.parametrize("parts", [1, 2])

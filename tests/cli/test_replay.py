@@ -2,14 +2,18 @@
 
 import json
 import shutil
+from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
 
 from commands import Command, write_recipe
-from detonation.log.repeat import log_files
+from detonation.log import continuity
+from detonation.log.continuity import log_files
+from detonation.log.records import STEP, whole_records
 from detonation.train.output import directory
 from detonation.train.run import recorder
+from detonation.train.run.log_check import checked_log
 
 
 def detonation(folder, *arguments):
@@ -64,6 +68,72 @@ def test_verify_reads_logs_too(run, tmp_path):
     assert done.code == 1 and f"{path} is damaged at byte" in done.stdout
 
 
+def emptied(updates):
+    (updates / "replica0-shard0-4.updates").write_bytes(b"")
+
+
+def shortened(updates):
+    path = updates / "replica0-shard1-4.updates"
+    first, *_ = whole_records(path)
+    path.write_bytes(path.read_bytes()[: first.size])
+
+
+def missing(updates):
+    (updates / "replica0-shard0-4.updates").unlink()
+
+
+def all_missing(updates):
+    for path in updates.glob("replica0-shard1-*"):
+        path.unlink()
+
+
+def with_a_gap(updates):
+    path = updates / "replica0-shard0-2.updates"
+    ends = list(accumulate(record.size for record in whole_records(path)))
+    steps = [record.step for record in whole_records(path) if record.kind == STEP]
+    assert steps == [3, 4]
+    path.write_bytes(path.read_bytes()[: ends[len(ends) // 2 - 1]])
+
+
+def a_link(updates):
+    path = updates / "replica0-shard0-4.updates"
+    path.rename(updates.parent / "elsewhere")
+    path.symlink_to(updates.parent / "elsewhere")
+
+
+LACKING = {
+    emptied: "shard0 in {} ends after step 4, and 6 steps were measured: replica0-shard0-4",
+    shortened: "shard1 in {} ends after step 4, and 6 steps were measured: replica0-shard1-4",
+    missing: "shard0 in {} ends after step 4, and 6 steps were measured",
+    all_missing: "the log of replica0-shard1 in {} is missing: 6 steps were measured",
+    with_a_gap: "replica0-shard0 in {} lacks the steps 3 to 4: replica0-shard0-2.updates was",
+    a_link: "replica0-shard0-4.updates cannot be read: it is a link, which is not followed",
+}
+
+
+@pytest.mark.parametrize("damage", LACKING, ids=lambda damage: damage.__name__)
+def test_verify_tells_what_a_log_lacks(run, tmp_path, damage, monkeypatch):
+    monkeypatch.setattr(continuity, "LATE_STEPS", 1)  # a run of six steps has no more to lose
+    copied = shutil.copytree(run[2], tmp_path / "run")
+    damage(copied / "updates")
+    faults = said_by_verify(copied)
+    assert any(LACKING[damage].format(copied / "updates") in fault for fault in faults), faults
+
+
+def said_by_verify(run):
+    files, faults = checked_log(run, saved=6)
+    return [*filter(None, (file.fault for file in files)), *faults]
+
+
+def test_the_torn_end_of_a_kill_is_no_fault(run, tmp_path):
+    copied = shutil.copytree(run[2], tmp_path / "run")
+    path = copied / "updates" / "replica0-shard0-4.updates"
+    path.write_bytes(path.read_bytes()[:-3])
+    assert said_by_verify(copied) == []
+    done = detonation(run[0], "verify", copied)
+    assert done.code == 0 and "bytes of a step that was not finished" in done.stdout
+
+
 def test_the_checkpoint_that_it_writes_is_whole_and_goes_on(run, tmp_path):
     folder, recipe, out, summary = run
     done = detonation(folder, "follow", out, "--to", 5, "--out", tmp_path / "at-5")
@@ -113,9 +183,7 @@ def test_a_run_that_lost_all_its_machines_goes_on_after_the_last_step_of_its_log
     steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert steps == [*range(1, 7)] and last_line(done.stdout)["replicas_equal"]
     logged = [
-        (first, last)
-        for path, first, last, _ in log_files(out / "updates")
-        if "shard0" in path.name
+        (log.begun + 1, log.last) for log in log_files(out / "updates") if "shard0" in log.path.name
     ]
     assert logged == ([(3, 4), (5, 6)] if rounds else [(3, 4), (5, 5), (6, 6)])
 

@@ -151,7 +151,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self._outcome = saver.save(job)
             return
         except NotSaved as error:  # agreed on by all ranks
-            text = str(error)
+            text, number = str(error), error.errno
         except (
             Exception
         ) as error:  # of this rank: gloo gives up for good once a rank is late or gone
@@ -159,8 +159,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             still = "the checkpoints before it are as they were"
             text = f"checkpoint {checkpoint_name(job.step)} failed: {reason}; {still}"
+            number = getattr(error, "errno", None)
         # the text alone: frames in the traceback of the error hold the copy of the state
-        self._outcome = NotSaved(text)
+        self._outcome = NotSaved(text, number)
         self._news.append(text)
         _log.warning("%s", text)
 
@@ -180,7 +181,9 @@ def save_checkpoint(
     Args:
         directory: of the checkpoints; nodes without a shared file system each have one, with the
             files of their ranks.
-        extra: JSON values that loading returns, such as a scheduler's state; those of rank 0 count.
+        extra: Values that loading returns equal in value and type, such as a scheduler's state:
+            numbers, texts, bytes, the containers of Python and of `collections`, tensors, numpy
+            arrays, enums, dates and paths. Those of rank 0 count.
         keep: how many of the newest checkpoints stay.
         frozen: False leaves out the parameters that require no gradient, such as the model under a
             LoRA adapter; loading then leaves them as they are.
@@ -192,7 +195,7 @@ def save_checkpoint(
         NotSaved: one of the ranks could not write; raised on all ranks. Earlier checkpoints are as
             they were.
         ValueError: `keep` is below 1, or the state or `extra` holds something that a checkpoint
-            cannot hold.
+            cannot hold; the message has its key.
 
     Example:
         >>> import tempfile, torch, torch.distributed as dist, detonation as dt

@@ -193,8 +193,9 @@ class Found:
 class Loaded:
     """A checkpoint that was loaded.
 
-    step: the step after which it was taken. extra: the JSON values that were saved with it. merged:
-    in words, how its world was merged into this one.
+    step: the step after which it was taken. extra: the values that were saved with it, equal in
+    value and type; tensors are on the host. merged: in words, how its
+    world was merged into this one.
     """
 
     path: Path
@@ -282,12 +283,13 @@ def load_found(found: Found, model: nn.Module, optimizer: Replicated) -> Loaded:
     """
     texts = texts_between(model, optimizer)
     with _refused_together(found, texts):
+        extra = found.manifest.given
         merged, complete = restore(CheckpointReader(found.path, found.manifest), model, optimizer)
     with _refused_together(found, texts):
         merged += complete() + _other_versions(found.manifest)
     optimizer.resume_at(found.manifest.step)
     _log.info("%s: %s", found.path, merged)
-    return Loaded(found.path, found.manifest.step, found.manifest.extra, merged)
+    return Loaded(found.path, found.manifest.step, extra, merged)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from detonation.checkpoint.files.manifest import Manifest
 from detonation.checkpoint.files.reader import Box, CheckpointReader, ReplicaFiles, ShardReader
 from detonation.checkpoint.files.shard_file import CorruptCheckpoint
 from detonation.checkpoint.snapshot import (
+    entry_of,
     frozen_weights,
     generators,
     groups,
@@ -249,11 +250,11 @@ def load_base_state(
     that are no tensors."""
     prefix = f"optimizer.{name}."
     state: dict[str, Any] = {
-        k.removeprefix(prefix): v for k, v in file.values.items() if _is_entry(k, prefix)
+        _entry(k, prefix): v for k, v in file.values.items() if k.startswith(prefix)
     }
     if not all(isinstance(value, int | float | None) for value in state.values()):
         raise CorruptCheckpoint(f"the state of {name} holds {str(state)[:60]}, must be numbers")
-    for key in [key for key in file.keys if _is_entry(key, prefix)]:
+    for key in [key for key in file.keys if key.startswith(prefix)]:
         if isinstance(source, ShardReader):
             tensor, box = source.tensor(key), source.boxes.get(key)
             whole = box.whole if box else ()
@@ -277,19 +278,27 @@ def load_base_state(
         # state of a plain parameter is plain, of a DTensor mostly a DTensor: a model may be sharded
         # since it was saved
         wrapped = key in file.wrapped or (key in file.boxes and f"model.{name}" not in file.wrapped)
-        state[key.removeprefix(prefix)] = (
-            _as_dtensor(parameter, tensor, whole) if wrapped else tensor
-        )
+        state[_entry(key, prefix)] = _as_dtensor(parameter, tensor, whole) if wrapped else tensor
     if state:
         optimizer.base.state[parameter] = state
     else:
         optimizer.base.state.pop(parameter, None)
 
 
-def _is_entry(key: str, prefix: str) -> bool:
-    """True for the keys of one parameter; false for those of a parameter whose name begins with its
-    name."""
-    return key.startswith(prefix) and "." not in key.removeprefix(prefix)
+def _entry(key: str, prefix: str) -> str:
+    """The optimizer's own key of a saved entry.
+
+    No parameter's name continues that of another after a dot.
+
+    Raises `ValueError` for a key with a dot, as versions wrote it that did not read it again.
+    """
+    spelled = key.removeprefix(prefix)
+    if "." in spelled:
+        raise ValueError(
+            f"{key} is the state {spelled!r} of an optimizer, saved by a version that does not "
+            "tell such keys from names: save again with this version, or rename the state"
+        )
+    return entry_of(spelled)
 
 
 def _as_dtensor(parameter: Tensor, tensor: Tensor, whole: tuple[int, ...]) -> Tensor:

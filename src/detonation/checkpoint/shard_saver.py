@@ -2,6 +2,7 @@
 are a checkpoint."""
 
 import contextlib
+import errno
 import json
 import logging
 import platform
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from detonation.checkpoint.files import retention, shard_file
+from detonation.checkpoint.files.extra_values import encoded_extra
 from detonation.checkpoint.files.manifest import MOST_BYTES, Manifest, file_name, versions
 from detonation.checkpoint.files.shard_file import ShardSummary
 from detonation.checkpoint.gather import Volumes, survey
@@ -32,16 +34,22 @@ from detonation.core.optimizer.replicated import Replicated
 
 
 class NotSaved(DetonationError, OSError):
-    """A checkpoint could not be written.
+    """A checkpoint could not be written. The message names it, the reason, and what is still whole.
 
-    The message names it, the reason, and what is still whole.
+    errno: The number of the error of the system, if one was the reason.
     """
+
+    def __init__(self, text: str, number: int | None = None) -> None:
+        super().__init__(text)
+        self.errno = number
 
 
 @dataclass(frozen=True)
 class SaveJob:
-    """The data that one rank of `ranks` has to write, by shard. bytes: about its size. identity:
-    see `run_identity`."""
+    """The data that one rank of `ranks` has to write, by shard.
+
+    bytes: about its size. identity: see `run_identity`. extra: as `encoded_extra` writes it.
+    """
 
     step: int
     coordinates: Coordinates
@@ -87,7 +95,7 @@ def make_save_job(
 
     Raises `ValueError` for state, or for `extra`, that a checkpoint cannot hold.
     """
-    copied_extra = _copied(dict(extra or {}))
+    values = encoded_extra(extra or {}, MOST_BYTES)
     snapshot = take_snapshot(model, optimizer, frozen)
     shard_file.require_types({name: tensor.dtype for name, tensor in snapshot.tensors.items()})
     own, held = held_shards(model, optimizer)
@@ -101,26 +109,12 @@ def make_save_job(
         ),  # about what the file will need
         alike(optimizer.levels),
         run_identity(optimizer),
-        copied_extra,
+        values,
     )
 
 
-def _copied(extra: dict[str, Any]) -> dict[str, Any]:
-    """A copy of `extra` by way of JSON. Raises `ValueError` where a manifest cannot hold it."""
-    try:
-        text = json.dumps({"extra": extra}, indent=1, allow_nan=False)  # as in the manifest
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"extra must hold JSON values: {error}") from error
-    if len(text) > MOST_BYTES:
-        more = f"more than the {MOST_BYTES:,} that a manifest may have"
-        raise ValueError(
-            f"extra has {len(text):,} bytes as JSON, {more}: write large values to a file of"
-            " your own"
-        )
-    copied: dict[str, Any] = json.loads(text)["extra"]
-    return copied
-
-
+_OF_SIZE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, 0)
+"""Errors of the system after which it helps to know the sizes; 0 is one that has no number."""
 _log = logging.getLogger("detonation.checkpoint")
 
 
@@ -179,7 +173,11 @@ class ShardSaver:
         try:
             volumes = survey(self._directory, self._texts)
         except OSError as error:
-            report = {"failure": error.strerror, "free": _free(self._directory)}
+            report = {
+                "failure": error.strerror,
+                "errno": error.errno,
+                "free": _free(self._directory),
+            }
             raise self._failure(job, report, job.bytes) from error
         if not volumes.shared and self._texts.rank == 0:
             ranks = volumes.ranks_text()
@@ -228,9 +226,9 @@ class ShardSaver:
         except (OSError, ValueError, TypeError, RecursionError) as error:
             where = "" if volumes.shared else f" on {platform.node()}"
             text = f"{getattr(error, 'strerror', None) or error}{where}"
-            report |= {"failure": text} | (
-                {"free": _free(self._directory)} if isinstance(error, OSError) else {}
-            )
+            report["failure"] = text
+            if isinstance(error, OSError):
+                report |= {"errno": error.errno, "free": _free(self._directory)}
         reports = [json.loads(text) for text in self._texts.gather(json.dumps(report))]
         failed = next((rank for rank, report in enumerate(reports) if "failure" in report), None)
         if failed is None:
@@ -258,11 +256,13 @@ class ShardSaver:
             if before
             else "there is none before it"
         )
-        sizes = (
-            f" (need {_amount(need)}, {_amount(report['free'])} free)" if "free" in report else ""
-        )
+        sizes = ""
+        if report.get("errno") in _OF_SIZE:
+            sizes = f" (need {_amount(need)}, {_amount(report['free'])} free)"
         name = retention.checkpoint_name(job.step)
-        return NotSaved(f"checkpoint {name} failed: {report['failure']}{sizes}; {still}")
+        return NotSaved(
+            f"checkpoint {name} failed: {report['failure']}{sizes}; {still}", report.get("errno")
+        )
 
 
 def _commit(directory: Path, step: int) -> dict[str, Any]:

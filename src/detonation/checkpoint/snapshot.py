@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from detonation.checkpoint.files.extra_values import encoded_number
 from detonation.checkpoint.files.reader import MOVED, Box
 from detonation.core.agreement.buffers import persistent_buffers
 from detonation.core.flat.tensors import Piece, local
@@ -75,8 +76,10 @@ def generators(model: nn.Module) -> dict[str, torch.Generator]:
 
 
 def plain(key: str, value: Any) -> Any:
-    """`value` with tuples as lists. Raises `ValueError` where it is no JSON value."""
-    if value is None or isinstance(value, bool | int | float | str):
+    """`value` with tuples as lists. Raises `ValueError` where it is no plain value."""
+    if value is None or isinstance(value, bool | int | float):
+        return encoded_number(value)
+    if isinstance(value, str):
         return value
     if isinstance(value, list | tuple):
         return [plain(key, inner) for inner in value]
@@ -137,11 +140,11 @@ def take_snapshot(model: nn.Module, optimizer: Replicated, frozen: bool = True) 
     values: dict[str, Any] = {}
     for name, parameter in local_parameters(model).items():
         for key, value in optimizer.base.state.get(parameter, {}).items():
-            full_key = f"optimizer.{name}.{key}"
+            full_key = state_key(name, key)
             if isinstance(value, Tensor):
                 found[full_key] = value
             elif isinstance(value, int | float | None):
-                values[full_key] = value
+                values[full_key] = encoded_number(value)
             else:
                 raise ValueError(
                     f"{full_key} is {str(value)[:60]}: a checkpoint holds tensors and numbers of"
@@ -290,6 +293,27 @@ def _boxes(model: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Box]:
             by_layout[layout] = Box.of(like)
         boxes[key] = by_layout[layout]
     return boxes
+
+
+def state_key(name: str, key: object) -> str:
+    """The key of an entry of the base optimizer's state: a dot in its own key is spelled otherwise.
+
+    Raises `ValueError` where the entry's key is no text, which would come back as one.
+
+    >>> state_key("layers.0.weight", "ema.fast"), entry_of("ema%2Efast")
+    ('optimizer.layers.0.weight.ema%2Efast', 'ema.fast')
+    """
+    if not isinstance(key, str):
+        raise ValueError(
+            f"the optimizer keeps a state of {name} under {key!r} of type {type(key).__name__}: "
+            "a checkpoint holds texts as keys, so rename it in the optimizer"
+        )
+    return f"optimizer.{name}.{key.replace('%', '%25').replace('.', '%2E')}"
+
+
+def entry_of(spelled: str) -> str:
+    """The inverse of the spelling in `state_key`."""
+    return spelled.replace("%2E", ".").replace("%25", "%")
 
 
 def _parameter_of(key: str) -> str:

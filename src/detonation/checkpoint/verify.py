@@ -2,11 +2,13 @@
 beginning of a run."""
 
 import json
+import logging
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -17,11 +19,14 @@ from detonation.checkpoint.files import manifest, retention
 from detonation.checkpoint.files.manifest import Manifest, file_name
 from detonation.checkpoint.files.reader import Box, CheckpointReader, ShardReader
 from detonation.checkpoint.files.shard_file import CorruptCheckpoint, TensorFile, shard_fault
-from detonation.checkpoint.snapshot import weights
+from detonation.checkpoint.newest import Found
+from detonation.checkpoint.snapshot import entry_of, weights
 from detonation.core.flat.tensors import local
 from detonation.core.link.coordinates import Coordinates
 from detonation.gates.closeness import tolerance
+from detonation.whole_files import read_text
 
+_log = logging.getLogger("detonation.checkpoint")
 _AGREED = re.compile(r"replica\.\d+\.(?P<kind>anchor|momentum_buffer|arriving)\.(?P<parameter>.+)")
 
 
@@ -43,6 +48,11 @@ class VerifyReport:
     uncompared: str = ""
     elsewhere: Sequence[str] = ()
     apart: float | None = None
+
+    @property
+    def step(self) -> int:
+        """The step of the checkpoint by its name; 0 for any other name."""
+        return max(retention.step_of(self.path), 0)
 
     @property
     def good(self) -> bool:
@@ -125,29 +135,45 @@ def whole_replicas(checkpoint: Path, described: Manifest) -> list[int]:
     return [replica for replica, files in enumerate(names) if not set(files) & set(elsewhere)]
 
 
-def newest(directory: Path) -> tuple[Path, Manifest]:
-    """The newest whole checkpoint of `directory` and its manifest.
+def newest(directory: Path) -> Found:
+    """The newest whole checkpoint of `directory`, and a line for each newer one that is not whole.
 
     Raises `ValueError` where none is whole.
     """
-    found = checkpoints(directory)
-    for path in found:
-        if not verify(path).faults:
-            return path, manifest.read_manifest(path)
-    raise ValueError(f"no checkpoint in {directory} is whole: {verify(found[0]).line()}")
+    paths, rejected = checkpoints(directory), list[str]()
+    for path, older in zip_longest(paths, paths[1:]):
+        found = verify(path)
+        if not found.faults:
+            return Found(path, manifest.read_manifest(path), rejected)
+        alternative = f"using {older.name}" if older else "there is none before it"
+        rejected.append(f"{path.name} rejected: {'; '.join(found.faults)}; {alternative}")
+    raise ValueError(f"no checkpoint in {directory} is whole: {rejected[0]}")
 
 
-def newest_model(directory: Path) -> tuple[CheckpointReader, list[int], Elastic]:
-    """The newest whole checkpoint of `directory`, its replicas that are all here, and the one model
-    that they make.
+@dataclass(frozen=True)
+class WholeModel:
+    """The one model that the replicas `here` of a checkpoint make.
+
+    rejected: A line for each newer checkpoint that is not whole.
+    """
+
+    reader: CheckpointReader
+    here: list[int]
+    source: Elastic
+    rejected: list[str]
+
+
+def newest_model(directory: Path) -> WholeModel:
+    """The model of the newest whole checkpoint of `directory`.
 
     Raises `ValueError` where none is whole, no replica is here, or the replicas trained alone.
     """
-    path, described = newest(directory)
+    found = newest(directory)
+    path, described = found.path, found.manifest
     if described.replicas > 1 and any(level["scheme"] == "none" for level in described.levels[-1:]):
         raise ValueError(
-            f"{path} is of {described.replicas} replicas that trained alone: there is no one model"
-            " in it"
+            f"{path} is of {described.replicas} replicas that trained alone: "
+            "there is no one model in it"
         )
     here = whole_replicas(path, described)
     if not here:
@@ -155,7 +181,8 @@ def newest_model(directory: Path) -> tuple[CheckpointReader, list[int], Elastic]
             f"{path} has no replica with all its shards: copy the other nodes' files into it first"
         )
     reader = CheckpointReader(path, described)
-    return reader, here, Elastic(reader, Coordinates(0, 1, 0, 1), here)
+    source = Elastic(reader, Coordinates(0, 1, 0, 1), here)
+    return WholeModel(reader, here, source, found.rejected)
 
 
 def _why_uncompared(described: Manifest, here: Collection[str]) -> str:
@@ -228,7 +255,8 @@ def _name_in_training(key: str) -> str:
     """
     part, _, name = key.partition(".")
     if part == "optimizer":
-        return "{} ({})".format(*name.rpartition(".")[::2])
+        parameter, _, entry = name.rpartition(".")
+        return f"{parameter} ({entry_of(entry)})"
     _, kind, name = name.split(".", 2) if part == "replica" else ("", "anchor", name)
     return name if kind == "anchor" else f"{name} ({kind})"
 
@@ -291,11 +319,15 @@ def load_weights(directory: Path, model: nn.Module) -> str:
 
 
 def _saved(directory: Path) -> tuple[_Read, str]:
-    saved, _, source = newest_model(directory)
-    return (
-        lambda name, box: source.agreed(f"model.{name}", box, saved.manifest.alike),
-        f"weights of {saved.path}",
-    )
+    found = newest_model(directory)
+    saved, source = found.reader, found.source
+    for line in found.rejected:
+        _log.warning("%s", line)
+
+    def read(name: str, box: Box | None) -> Tensor:
+        return source.agreed(f"model.{name}", box, saved.manifest.alike)
+
+    return read, "; ".join([f"weights of {saved.path}", *found.rejected])
 
 
 def _exported(directory: Path) -> tuple[_Read, str]:
@@ -303,11 +335,7 @@ def _exported(directory: Path) -> tuple[_Read, str]:
         names = [EXPORTED]
         if not (directory / EXPORTED).is_file():
             names = sorted(
-                {
-                    *json.loads((directory / _INDEX).read_text(encoding="utf-8"))[
-                        "weight_map"
-                    ].values()
-                }
+                {*json.loads(read_text(directory / _INDEX, links=True))["weight_map"].values()}
             )
         # a snapshot in the cache of Hugging Face consists of links
         files = [TensorFile((directory / Path(name).name).resolve()) for name in names]

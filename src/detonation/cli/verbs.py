@@ -45,11 +45,12 @@ def explain(verb: of.Common, error: Exception) -> int:
     bad_input = world.failure.bad_input if world else isinstance(error, ValueError)
     out, name = getattr(verb, "out", None), getattr(error, "filename", None)
     unwritable = isinstance(name, str) and out and _is_part(Path(name).absolute(), out.absolute())
-    full = out and os.strerror(errno.ENOSPC) in str(error)
+    said = "choose another --out" in str(error)
+    full = out and not said and os.strerror(errno.ENOSPC) in str(error)
     remedy = (
         ": free some space, or choose another --out"
         if full
-        else ": choose another --out" * bool(unwritable)
+        else ": choose another --out" * bool(unwritable and not said)
     )
     return fail(describe(error) + remedy, 2 if bad_input else 1, verb.json)
 
@@ -271,29 +272,32 @@ def _report(verb: of.Report) -> dict[str, Any]:
 
 def _verify(verb: of.Verify) -> dict[str, Any]:
     from detonation.checkpoint.verify import checkpoints, verify
-    from detonation.log.repeat import log_files
-    from detonation.train.output.directory import UPDATES
+    from detonation.train.run.log_check import checked_log
 
     checked = [verify(path) for path in checkpoints(verb.directory)]
     for one in checked:
         say(verb, one.line())
     keys = ("good", "faults", "differences", "elsewhere", "apart")
     found = [{"path": str(one.path), **{key: getattr(one, key) for key in keys}} for one in checked]
-    logs = log_files(verb.directory / UPDATES)
-    for path, first, last, fault in logs:
-        say(verb, fault or f"{path}: steps {first} to {last}, whole")
-    good = all(one.good for one in checked) and not any(fault for *_, fault in logs)
+    saved = max((one.step for one in checked if not one.faults), default=0)
+    logs, faults = checked_log(verb.directory, saved)
+    for line in [*(log.line() for log in logs), *faults]:
+        say(verb, line)
+    whole = not faults and not any(log.fault for log in logs)
     files = [
-        {"path": str(path), "first": first, "last": last, "fault": fault}
-        for path, first, last, fault in logs
+        {"path": str(log.path), "first": log.begun + 1, "last": log.last, "fault": log.fault}
+        for log in logs
     ]
-    return {"good": good, "checkpoints": found, "updates": files}
+    good = whole and all(one.good for one in checked)
+    return {"good": good, "checkpoints": found, "updates": files, "log_faults": faults}
 
 
 def _export(verb: of.Export) -> dict[str, Any]:
     from detonation.train.verbs.export import export
 
     exported = export(verb.directory, verb.out, verb.trust_code)
+    for line in exported["rejected"]:
+        say(verb, f"warning: {line}")
     mean = (
         f", the mean of the {exported['replicas']} replicas that are here"
         if "replicas" in exported

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from detonation.cluster.devices import choose_device, look_for_gpus, require_gpu_each
 from detonation.cluster.position import LaunchPosition as LaunchPosition
 from detonation.cluster.position import launch_position as launch_position
+from detonation.cluster.processes.descriptors import allow_open_files
 from detonation.cluster.processes.heartbeat import (
     EndProcess,
     FileBoard,
@@ -129,6 +130,7 @@ def join_world(asked: str | None = None) -> torch.device:
     the device, whose type is `asked`, or chosen. A GPU that the caller made current stays current.
     Raises `ValueError` as `meet`.
     """
+    allow_open_files()
     position = launch_position(os.environ)
     if dist.is_initialized():
         in_group = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}

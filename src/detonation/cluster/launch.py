@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 from detonation.cluster.init import LaunchPosition, gpus_for, init_rank, leave
+from detonation.cluster.processes.descriptors import allow_open_files
 from detonation.cluster.processes.failure import (
     ROOT_CAUSE_WAIT_S,
     Failure,
@@ -97,6 +98,7 @@ def run_local(
         SystemExit: SIGTERM or SIGUSR1, which pass on to all ranks, came twice or ended ranks that
             do not handle them.
     """
+    allow_open_files()  # before the ranks start, which inherit it
     folder = Path(tempfile.mkdtemp(prefix="detonation-"))
     pids: dict[int, int] = {}
     meeting = None
@@ -347,6 +349,7 @@ def run_under_launcher(
 
     heartbeat: Heartbeat | None = None
     try:
+        allow_open_files()
         check()
     # the ranks of a machine read the same: those that are not its first leave it to that
     except ValueError as error:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from detonation.choices import first_line, needs
 from detonation.data.packages import cache_dir
-from detonation.whole_files import write_whole
+from detonation.whole_files import open_lock, write_whole
 
 TEXT_VOCAB = 256
 _PIECE = 1 << 18
@@ -122,7 +122,7 @@ def all_ids(documents: Sequence[bytes], tokenizer: str) -> Tensor:
     path = cache_dir() / "tokens" / f"{_digest(documents, tokenizer)}.int32"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.with_suffix(".lock").open("w") as lock:
+        with open_lock(path.with_suffix(".lock")) as lock:
             fcntl.flock(
                 lock, fcntl.LOCK_EX
             )  # the ranks of a machine all come here: one encodes, the others wait

@@ -1,6 +1,7 @@
 """The stream of one shard: a thread that receives from a feed, and comes again where the connection
 ends."""
 
+import os
 import shutil
 import socket
 import tempfile
@@ -29,6 +30,7 @@ from detonation.feed.frames import (
 )
 from detonation.feed.token import HANDSHAKE_S, Refused, prove_to_feed
 from detonation.log.records import DamagedLog, LogRecord
+from detonation.whole_files import new_file
 
 SILENCE_S = 30.0
 """Seconds without a sign of life after which a feed counts as lost."""
@@ -198,7 +200,7 @@ class Stream:
         joined = Joined(
             about, Path(tempfile.mkdtemp(prefix="detonation-follow-")) / "state.safetensors"
         )
-        with joined.path.open("wb") as file:
+        with os.fdopen(new_file(joined.path), "wb") as file:
             while size:
                 before = frames.bytes_moved
                 kind, content = frames.receive(min(LONGEST_PIECE, size))

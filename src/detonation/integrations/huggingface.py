@@ -345,10 +345,10 @@ class _ReplicatedStep(OptimizerWrapper):
         return self.replicated.step(closure)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.base.state_dict()
+        return self.with_saving_hooks(self.base.state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.base.load_state_dict(state_dict)
+        self.with_loading_hooks(state_dict, self.base.load_state_dict)
 
 
 def _replicate_inside(

@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from detonation.whole_files import open_lock, opened, read_bytes
+
 _log = logging.getLogger(__name__)
 _LOCK_S = 330.0
 """How long to wait for another process that compiles the same, which may take 300 s; then this one
@@ -107,7 +109,7 @@ def _whole(path: Path) -> bool:
         found = path.lstat()
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
             return False
-        content = path.read_bytes()
+        content = read_bytes(path)
         return content[-_DIGEST_BYTES:] == hashlib.sha256(content[:-_DIGEST_BYTES]).digest()
     return False
 
@@ -115,7 +117,7 @@ def _whole(path: Path) -> bool:
 def _make_once(path: Path, make: Callable[[Path], None]) -> None:
     """Makes `path`: one process of those that want it, where the file system has locks; the others
     wait."""
-    with path.with_suffix(".lock").open("w") as lock:
+    with open_lock(path.with_suffix(".lock")) as lock:
         _wait_for(lock.fileno())
         if _whole(path):
             return
@@ -125,8 +127,8 @@ def _make_once(path: Path, make: Callable[[Path], None]) -> None:
             part = Path(folder) / path.name
             make(part)
             part.chmod(0o600)
-            with part.open("ab") as file:
-                file.write(hashlib.sha256(part.read_bytes()).digest())
+            with os.fdopen(opened(part, os.O_WRONLY | os.O_APPEND), "ab") as file:
+                file.write(hashlib.sha256(read_bytes(part)).digest())
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(path)

@@ -2,6 +2,7 @@
 messages of each step."""
 
 import json
+import os
 import re
 import struct
 import zlib
@@ -19,6 +20,7 @@ from detonation.core.flat.tensors import octets
 from detonation.core.integrity.message import Tape
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.runtime import Readback
+from detonation.whole_files import reading
 
 LOG_VERSION = 1
 _MAGIC = b"DTLG"
@@ -48,6 +50,11 @@ class LogRecord:
     place: int
     step: int
     content: bytes | bytearray | memoryview
+
+    @property
+    def size(self) -> int:
+        """Its bytes in a file."""
+        return _HEADER.size + len(self.content)
 
     def parts(self) -> list[bytes | bytearray | memoryview]:
         head = _CHECKED.pack(_MAGIC, self.kind, self.place, self.step, len(self.content))
@@ -84,8 +91,8 @@ def whole_records(path: Path) -> Iterator[LogRecord]:
 
     Raises `DamagedLog` where whole records follow one that is damaged.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with reading(path) as file:
+        size = os.fstat(file.fileno()).st_size
         while (record := _next(file, size)) is not None:
             yield record
         at, rest = file.tell(), memoryview(file.read())

@@ -40,21 +40,6 @@ _NEAR = (
 )
 
 
-def log_files(directory: Path) -> list[tuple[Path, int, int, str]]:
-    """Each file of a log: the first and the last of its steps, and its fault in words, "" where it
-    is whole."""
-    found = []
-    for _, begun, path in segments(directory, ""):
-        last, fault = begun, ""
-        try:
-            for record in whole_records(path):
-                last = max(last, record.step if record.kind != MESSAGE else last)
-        except DamagedLog as error:
-            fault = str(error)
-        found.append((path, begun + 1, last, fault))
-    return found
-
-
 class Player(Tape, ABC):
     """Plays back records in the place of an exchange: one process is all replicas.
 

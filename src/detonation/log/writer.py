@@ -16,6 +16,7 @@ from detonation.core.flat.tensors import digest
 from detonation.core.link.elastic_communicator import ElasticCommunicator
 from detonation.core.optimizer.replicated import Replicated
 from detonation.log.records import LOG_VERSION, START, STEP, Copies, LogRecord, StepRecorder, noted
+from detonation.whole_files import replaced
 
 SUFFIX = ".updates"
 AT_ONCE_BYTES = 1 << 16
@@ -193,7 +194,7 @@ class UpdateLog(StepRecorder):
             ):  # training went back to before them: a replay would take their steps for its own
                 later.unlink(missing_ok=True)
         path = self.directory / f"{rank.name}-{first}{SUFFIX}"
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
+        self._file = replaced(path)
         self._options, self._length = [], 0
         self.hand_on([noted(START, first, about)])
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from detonation.report.words import printable
+from detonation.whole_files import MOST_RECORDS, read_text
 
 FILES = ("metrics.jsonl", "summary.json", "config.toml", "environment.json")
 """The raw data of a run; the last may be missing."""
@@ -95,7 +96,7 @@ def read_all(directories: Sequence[Path]) -> list[Run]:
 def read_begun(directory: Path) -> Run:
     """Reads the configuration of the run in `directory`, which trains still."""
     config, path = (
-        (directory / "config.toml").read_text(encoding="utf-8", errors="replace"),
+        read_text(directory / "config.toml", errors="replace"),
         directory.resolve(),
     )
     settings = _printable(tomllib.loads(config))
@@ -127,7 +128,7 @@ def read_run(directory: Path) -> Run:
     """
     _require_finished_run(directory)
     metrics, summary, config, environment = (directory / name for name in FILES)
-    table, text = _table(summary), config.read_text(encoding="utf-8", errors="replace")
+    table, text = _table(summary), read_text(config, errors="replace")
     if missing := sorted(_SUMMARY - table.keys()):
         raise ValueError(
             f"{summary} is damaged, it lacks {', '.join(missing[:3])}: restore it, or leave this"
@@ -157,7 +158,7 @@ def records(path: Path) -> list[dict[str, Any]]:
     """
     parsed = []
     for number, line in enumerate(
-        path.read_text(encoding="utf-8", errors="replace").splitlines(), 1
+        read_text(path, errors="replace", most=MOST_RECORDS).splitlines(), 1
     ):
         try:
             record = json.loads(line)
@@ -226,7 +227,7 @@ def _require_finished_run(directory: Path) -> None:
 
 def _table(path: Path) -> dict[str, Any]:
     try:
-        table = _printable(json.loads(path.read_text(encoding="utf-8", errors="replace")))
+        table = _printable(json.loads(read_text(path, errors="replace")))
     except (ValueError, RecursionError):
         table = None
     if not isinstance(table, dict):

@@ -2,12 +2,13 @@
 before each."""
 
 import contextlib
-import errno
 import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
+
+from detonation.whole_files import new_file, sync_entries
 
 WRITE_BLOCK = 1 << 20
 PROBE = ".volume-"
@@ -28,7 +29,7 @@ def make_directory(path: Path) -> None:
 def touch(path: Path) -> None:
     """Makes an empty file. Raises `OSError` where there is one."""
     _about_to("create", path)
-    path.touch(exist_ok=False)
+    os.close(new_file(path))
 
 
 def write_file(path: Path, content: Iterable[memoryview]) -> tuple[int, str]:
@@ -38,7 +39,7 @@ def write_file(path: Path, content: Iterable[memoryview]) -> tuple[int, str]:
     """
     digest, count = hashlib.sha256(), 0
     _about_to("create", path)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    descriptor = new_file(path)
     try:
         for block in (
             part[at : at + WRITE_BLOCK]
@@ -71,14 +72,7 @@ def rename(source: Path, target: Path) -> None:
 def sync_directory(path: Path) -> None:
     """Waits until the entries of the directory `path` are on the disk."""
     _about_to("fsync", path)
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # of a file system that does that for files alone
-            raise
-    finally:
-        os.close(descriptor)
+    sync_entries(path)
 
 
 def remove(path: Path) -> None:

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from detonation.checkpoint.files.extra_values import decoded_extra
 from detonation.checkpoint.files.shard_file import CorruptCheckpoint, ShardSummary
 from detonation.version import __version__
+from detonation.whole_files import reading
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_FORMAT = 2
@@ -27,8 +29,9 @@ class Manifest:
 
     levels: the schemes, innermost first, as `{"scheme": name, ...arguments}`. optimizer: the class
     of the base optimizer. alike: all replicas held the same weights. files: by name. versions: of
-    python, torch and detonation. extra: JSON values of the caller. volumes: the directory that each
-    file was written to, by number, in the order of `files`; empty where it is one for all.
+    python, torch and detonation. extra: The caller's values, as `encoded_extra` writes them;
+    `given` has the values. volumes: the directory that each file was written to, by number, in the
+    order of `files`; empty where it is one for all.
     """
 
     step: int
@@ -60,6 +63,11 @@ class Manifest:
                 f"{MANIFEST_NAME} would have {len(text):,} bytes, must have at most {MOST_BYTES:,}"
             )
         return text
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The caller's values, as they were given. Raises `ValueError` where they are damaged."""
+        return decoded_extra(self.extra)
 
     def elsewhere(self, present: Callable[[str], bool]) -> list[str]:
         """The files of directories of which nothing is `present` here: they are on other nodes, not
@@ -99,7 +107,7 @@ def manifest_bytes(checkpoint: Path) -> bytes:
     Raises `CorruptCheckpoint` where it cannot be read.
     """
     try:
-        with (checkpoint / MANIFEST_NAME).open("rb") as file:
+        with reading(checkpoint / MANIFEST_NAME) as file:
             return file.read(MOST_BYTES + 1)
     except OSError as error:
         raise CorruptCheckpoint(f"{MANIFEST_NAME} cannot be read ({error.strerror})") from error

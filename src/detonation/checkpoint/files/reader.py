@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from detonation.checkpoint.files.extra_values import decoded_value
 from detonation.checkpoint.files.manifest import Manifest, file_name
 from detonation.checkpoint.files.shard_file import CorruptCheckpoint, TensorFile
 from detonation.core.flat.tensors import Piece, bare_name
@@ -155,9 +156,19 @@ class ShardReader:
             raise CorruptCheckpoint(f"{path.name} needs {', '.join(_REST)} besides its tensors")
         self.boxes = {key: Box.from_json(value) for key, value in rest["boxes"].items()}
         self.wrapped, self.on_host = set(map(str, rest["wrapped"])), set(map(str, rest["on_host"]))
-        self.values: dict[str, Any] = rest["values"]
-        self.groups: list[Any] = rest["groups"]
         self._path = path
+        self.values: dict[str, Any] = {
+            key: self._decoded(value) for key, value in rest["values"].items()
+        }
+        self.groups: list[Any] = [self._decoded(group) for group in rest["groups"]]
+
+    def _decoded(self, value: Any) -> Any:
+        try:
+            return decoded_value(value)
+        except (CorruptCheckpoint, RecursionError) as error:
+            raise CorruptCheckpoint(
+                f"{self._path.name} has a value that cannot be read ({str(error)[:80]})"
+            ) from error
 
     def __contains__(self, key: str) -> bool:
         return key in self._saved_as

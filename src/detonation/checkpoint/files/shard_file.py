@@ -5,7 +5,6 @@ import hashlib
 import json
 import math
 import os
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,6 +17,7 @@ from torch import Tensor
 from detonation.checkpoint.files import disk
 from detonation.core.base_error import DetonationError
 from detonation.core.flat.tensors import octets
+from detonation.whole_files import opened, reading
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -55,7 +55,7 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        descriptor = self._open()
+        descriptor = opened(path)
         try:
             size = os.fstat(descriptor).st_size
             length = header_length(os.pread(descriptor, 8, 0), size)
@@ -80,7 +80,7 @@ class TensorFile:
 
     def _fill(self, tensor: Tensor, at: int) -> None:
         rest = octets(tensor)
-        descriptor = self._open()
+        descriptor = opened(self._path)
         try:
             while rest:
                 count = os.preadv(descriptor, [rest], at)
@@ -89,9 +89,6 @@ class TensorFile:
                 rest, at = rest[count:], at + count
         finally:
             os.close(descriptor)
-
-    def _open(self) -> int:
-        return os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW)
 
 
 def header_length(begin: bytes, size: int) -> int:
@@ -180,17 +177,13 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor], rest: Mapping[str, An
 def shard_fault(path: Path, expected: ShardSummary) -> str | None:
     """The fault of the file at `path`, in words; None where it is as `expected`."""
     try:
-        # a stranger's checkpoint may hold a link to elsewhere, or something whose opening never
-        # returns
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        file = reading(path)
     except FileNotFoundError:
         return f"{path.name} is missing"
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror})"
-    with os.fdopen(descriptor, "rb") as file:
+    with file:
         status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            return f"{path.name} is no ordinary file"
         if status.st_size != expected.bytes:
             return f"{path.name} has {status.st_size:,} bytes, not {expected.bytes:,}"
         try:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from detonation.core.link.communicator import ProcessGroupCommunicator
 from detonation.core.schemes.traffic import ring_bytes
 from detonation.link_speed import LinkSpeed, hops
+from detonation.whole_files import opened
 
 _WINDOW = 4096
 """The most exchanges of one rank that may be under way at once."""
@@ -137,7 +138,7 @@ def _shared_memory(nbytes: int, device: torch.device) -> tuple[int, Tensor]:
     if rank >= 0:
         dist.broadcast(path, 0)
     name = bytes(path.tolist()).rstrip(b"\0").decode()
-    descriptor = os.open(name, os.O_RDWR)
+    descriptor = opened(Path(name), os.O_RDWR)
     memory = mmap.mmap(descriptor, nbytes)
     if rank >= 0:
         dist.barrier()

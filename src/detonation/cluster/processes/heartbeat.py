@@ -20,6 +20,8 @@ from typing import NoReturn
 
 from torch.distributed.distributed_c10d import Store
 
+from detonation.whole_files import opened, read_text, replaced
+
 _log = logging.getLogger(__name__)
 _BYTES = 8
 _NOTHING = "-"
@@ -39,7 +41,7 @@ class FileBoard:
     def __init__(self, folder: Path) -> None:
         self.where = str(folder)
         self._notice = folder / "notice"
-        self._counts = os.open(folder / "counts", os.O_RDWR | os.O_CREAT, 0o600)
+        self._counts = opened(folder / "counts", os.O_RDWR | os.O_CREAT, permissions=0o600)
 
     def write_count(self, rank: int, count: int) -> None:
         """Sets the count of `rank`, above 0."""
@@ -54,14 +56,15 @@ class FileBoard:
     def post_notice(self, notice: str) -> str:
         """Posts `notice` unless there is one already; returns the notice on the board."""
         draft = self._notice.with_name(f"notice-{os.getpid()}")
-        draft.write_text(notice, encoding="utf-8")
+        with os.fdopen(replaced(draft), "wb") as file:
+            file.write(notice.encode())
         with contextlib.suppress(FileExistsError):
             self._notice.hardlink_to(draft)  # atomic: whole or absent, and only the first succeeds
         return self.read_notice()
 
     def read_notice(self) -> str:
         """The notice on the board; "" for none."""
-        return self._notice.read_text(encoding="utf-8") if self._notice.exists() else ""
+        return read_text(self._notice) if self._notice.exists() else ""
 
     def close(self, others: int) -> None:
         """Ends the use of the board after a failure: the files stay for the others to read."""

@@ -68,6 +68,28 @@ class OptimizerWrapper(Optimizer):
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         return self.base.defaults
 
+    def with_saving_hooks(self, made: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What `made` returns, between the hooks that were registered around `state_dict`."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        found = made()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, found)
+            found = found if changed is None else changed
+        return found
+
+    def with_loading_hooks(
+        self, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """Calls `load`, between the hooks that were registered around `load_state_dict`."""
+        given = dict(state_dict)  # a hook may change it in place
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, given)
+            given = given if changed is None else changed
+        load(given)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.base.zero_grad(set_to_none)
 

@@ -272,7 +272,7 @@ class Replicated(OptimizerWrapper):
         schemes that exchange parameters the base optimizer's, too. Save one file per rank. Helpers
         of torch leave "replication" out; see `detonation.TrainingState`.
         """
-        return states.to_state_dict(self)
+        return self.with_saving_hooks(lambda: states.to_state_dict(self))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the result of `state_dict` on this rank, with or without the "replication" part.
@@ -280,7 +280,7 @@ class Replicated(OptimizerWrapper):
         Without it the memory of the replicas is lost: the next step warns, unless
         `load_replica_state` came. Raises `ValueError` for the state of another replica or shard.
         """
-        states.from_state_dict(self, state_dict)
+        self.with_loading_hooks(state_dict, lambda given: states.from_state_dict(self, given))
 
     def local_state(self) -> dict[str, Tensor]:
         """The state private to this replica and shard, to read; waits for messages in flight."""

@@ -157,7 +157,7 @@ def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> N
                 f"the saved optimizer state has {other}, not {mark}...: it is of another replica"
             )
     own = {
-        p: {key.removeprefix(mark): value for key, value in v.items()}
+        p: {_without(mark, key): value for key, value in v.items()}
         for p, v in rest["state"].items()
     }
     optimizer.base.load_state_dict({**rest, "state": own})
@@ -173,6 +173,11 @@ def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> N
         optimizer.memory_lost = any(
             s.feedback or s.round.delay or s.signal == "parameters" for s in schemes
         )
+
+
+def _without(mark: str, key: Any) -> Any:
+    """`key` without `mark`, where the optimizer's own key is a text."""
+    return key.removeprefix(mark) if isinstance(key, str) else key
 
 
 def warn_of_lost_memory(optimizer: "Replicated") -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from detonation.checkpoint.files.shard_file import CorruptCheckpoint, header_length, tensors_in
-from detonation.whole_files import write_whole
+from detonation.whole_files import reading, write_whole
 
 
 class Folder(Protocol):
@@ -46,7 +46,7 @@ class LocalFolder:
         return [path.name for path in self._path.iterdir()] if self._path.exists() else []
 
     def read(self, name: str) -> bytearray:
-        with (self._path / name).open("rb") as file:
+        with reading(self._path / name) as file:
             content = bytearray(os.fstat(file.fileno()).st_size)
             del content[file.readinto(content) :]
         return content

@@ -18,7 +18,7 @@ from detonation.core.schemes.registry import scheme
 from detonation.data import Data, Streamed
 from detonation.train.loop.session import Session
 from detonation.train.loop.summary import Counts, counted
-from detonation.train.output.directory import Unwritable
+from detonation.train.output.directory import Unwritable, remedy_of
 from detonation.train.recipe.schema import Config, Table
 from detonation.train.recipe.tables import settings_of, to_table
 
@@ -38,7 +38,7 @@ def save_async(
     state of its adapter.
     """
     _, outermost = session.optimizer.levels[-1]
-    extra = {
+    extra: Table = {
         "config": to_table(session.config),
         "setting": dict(outermost.arguments),
         "followed": followed,
@@ -50,7 +50,12 @@ def save_async(
             extra["positions"] = [
                 json.loads(text) for text in session.world.texts().gather(json.dumps(position))
             ]
-    checkpoints.save({**extra, **asdict(counted(session, before))})
+    checkpoints.save(as_json({**extra, **asdict(counted(session, before))}))
+
+
+def as_json(extra: Table) -> Table:
+    """`extra` with lists for tuples, as the files of a run spell them."""
+    return dict(json.loads(json.dumps(extra)))
 
 
 def save_now(
@@ -66,9 +71,7 @@ def save_now(
             return save_now(session, checkpoints, before, followed)
         path = checkpoints.directory / checkpoint_name(session.optimizer.step_count)
         reason = str(error).partition(" failed: ")[2]
-        raise Unwritable(
-            f"cannot write {path}: {reason}; free some space or choose another --out"
-        ) from error
+        raise Unwritable(f"cannot write {path}: {reason}; {remedy_of(error)}") from error
     assert saved is not None
     return saved
 
@@ -92,11 +95,11 @@ def resume(
         raise NoCheckpoint(
             f"there is no checkpoint in {directory}: start without --resume in another --out"
         )
-    extra = found.manifest.extra
+    extra = found.manifest.given
     was = extra["config"] if isinstance(extra.get("config"), dict) else {}
     changed = compare_settings(found.path, was, session.config, "checkpoint")
     changed += _other_data(extra.get("data"), session.data)
-    _restore_setting(session, found.manifest.extra.get("setting"))
+    _restore_setting(session, extra.get("setting"))
     loaded = load_found(found, session.model, session.optimizer)
     positions = extra.get("positions")
     if isinstance(session.data.train, Streamed) and isinstance(positions, list):

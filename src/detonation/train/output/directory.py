@@ -1,6 +1,7 @@
 """The run directory: its lock, files that are written whole or not at all, and the environment of
 the run."""
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -19,8 +20,8 @@ import tomli_w
 
 from detonation.cluster.processes.failure import RunError
 from detonation.train.recipe.schema import TrainConfig
+from detonation.whole_files import open_lock, read_text, write_whole
 from detonation.whole_files import read_json as read_json
-from detonation.whole_files import write_whole
 
 _PACKAGES = (
     "detonation-torch", "torch", "transformers", "safetensors", "numpy", "tyro", "rich", "tomli-w", "matplotlib",
@@ -179,8 +180,11 @@ def check_free(
     if (
         path / LOCK
     ).exists():  # looked at last: whoever made these entries and still runs has it by now
-        with (path / LOCK).open("r+") as file:
-            _take(file, path)
+        try:
+            with open_lock(path / LOCK) as file:
+                _take(file, path)
+        except OSError as error:
+            raise unwritable(path / LOCK, error) from error
     held = [
         name
         for name in entries
@@ -232,7 +236,7 @@ def config_in(path: Path) -> dict[str, Any]:
     """The configuration with which the run in `path` began or went on, as a table; {} where it
     cannot be read."""
     try:
-        return tomllib.loads((path / CONFIG).read_text(encoding="utf-8"))
+        return tomllib.loads(read_text(path / CONFIG))
     except (OSError, ValueError):
         return {}
 
@@ -263,7 +267,8 @@ class RunDirectory:
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._lock = (path / LOCK).open("a+")
+            _refuse_links(path)
+            self._lock = open_lock(path / LOCK)
             _take(self._lock, path)
         except OSError as error:
             raise unwritable(path, error) from error
@@ -278,6 +283,16 @@ class RunDirectory:
 
     def close(self) -> None:
         self._lock.close()
+
+
+def _refuse_links(path: Path) -> None:
+    """Raises `ValueError` where a folder in which a run writes and removes is a link."""
+    for folder in (path / CHECKPOINTS, path / UPDATES):
+        if folder.is_symlink():
+            raise ValueError(
+                f"{folder} is a link to {folder.readlink()}, and a run writes in its own directory "
+                f"alone: make {path} itself the link, or choose another --out"
+            )
 
 
 def write_text(path: Path, text: str) -> None:
@@ -299,10 +314,26 @@ class Unwritable(RunError):
 
 def unwritable(path: Path, error: Exception) -> Unwritable:
     """The error for a file that cannot be written, in one line with the remedy."""
-    remedy = "free some space or choose another --out; what was written before is whole"
+    remedy = f"{remedy_of(error)}; what was written before is whole"
     return Unwritable(
         f"cannot write {path}: {getattr(error, 'strerror', None) or error} ({remedy})"
     )
+
+
+def remedy_of(error: Exception) -> str:
+    """What to do where a file of a run cannot be written, by the error of the system."""
+    number = getattr(error, "errno", None)
+    if number in (errno.EMFILE, errno.ENFILE):
+        return "raise the limit of open files (ulimit -n)"
+    if number == errno.EROFS:
+        return "mount the disk to be written to, or choose another --out"
+    if number == errno.ENOENT:
+        return "leave the directory of a run that trains, or choose another --out"
+    if number in (errno.EACCES, errno.EPERM):
+        return "make it yours to write, or choose another --out"
+    if number in (errno.ELOOP, errno.ENXIO, errno.EINVAL, errno.EISDIR):
+        return "remove that entry, or choose another --out"
+    return "free some space or choose another --out"
 
 
 def begin_run(path: Path, config: dict[str, Any], environment: Any, plan: Any) -> None:

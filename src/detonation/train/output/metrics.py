@@ -12,6 +12,7 @@ from typing import Any
 
 from detonation.report.words import duration, less_text, size_text
 from detonation.train.output.directory import unwritable, write_text
+from detonation.whole_files import MOST_RECORDS, opened, read_text
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,11 @@ class MetricsFile:
         write_text(
             path, "".join(record.line() for record in kept)
         )  # it replaces a file: whole or not at all
-        self._file = path.open("ab", buffering=0)
-        self._length = path.stat().st_size
+        try:
+            self._file = os.fdopen(opened(path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)
+        except OSError as error:
+            raise unwritable(path, error) from error
+        self._length = os.fstat(self._file.fileno()).st_size
         self._waiting = b""
 
     def write(self, record: Record) -> None:
@@ -91,6 +95,11 @@ class MetricsFile:
         with contextlib.suppress(OSError):
             self._append()
 
+    @property
+    def removed(self) -> bool:
+        """True where the file has lost its name, as where its directory was removed."""
+        return not os.fstat(self._file.fileno()).st_nlink
+
     def close(self) -> None:
         """Closes the file.
 
@@ -98,7 +107,7 @@ class MetricsFile:
         """
         try:
             self._append()
-            if not os.fstat(self._file.fileno()).st_nlink:
+            if self.removed:
                 raise FileNotFoundError(errno.ENOENT, "it was removed while the run wrote it")
         except OSError as error:
             raise unwritable(self.path, error) from error
@@ -120,7 +129,7 @@ class MetricsFile:
 
 def read_metrics(path: Path) -> list[Record]:
     """The records of a metrics file, as far as its lines are whole."""
-    return parse_metrics(path.read_text(encoding="utf-8", errors="replace"))[0]
+    return parse_metrics(read_text(path, errors="replace", most=MOST_RECORDS))[0]
 
 
 def parse_metrics(text: str) -> tuple[list[Record], int]:

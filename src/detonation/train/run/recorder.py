@@ -49,6 +49,8 @@ class Recorder:
         self._full_sync = session.world.over_shards(sum(session.optimizer.dense_bytes_by_level))
         self.records, self._path, self._done = list(kept), path, done
         self._loggers: list[trackers.Logger] = []
+        self._metrics: metrics.MetricsFile | None = None
+        self._gone = False
         self._logged = len(self.records)
         screen.line(_title(session, path))
         self._portion = portion(session)
@@ -59,7 +61,8 @@ class Recorder:
 
     def _open(self, done: int) -> None:
         """Writes from now on, after `done` steps."""
-        self._loggers = [metrics.MetricsFile(self._path / directory.METRICS, self.records)]
+        self._metrics = metrics.MetricsFile(self._path / directory.METRICS, self.records)
+        self._loggers = [self._metrics]
         opened = trackers.open_trackers(
             self._path, self._session.config, done, lambda line: self.warn([line])
         )
@@ -106,6 +109,19 @@ class Recorder:
                 metrics.log_line(latest, self._train.steps, self._full_sync, self._portion)
             )
             self._logged = len(self.records)
+            self._warn_of_removal()
+
+    def _warn_of_removal(self) -> None:
+        """Says once that the run directory was removed under the run, and what follows."""
+        if self._gone or not self._metrics or not self._metrics.removed:
+            return
+        self._gone = True
+        self.warn(
+            [
+                f"{self._metrics.path} was removed while the run writes it: checkpoints go into "
+                "a new directory of that name, measurements are lost, the run ends with an error"
+            ]
+        )
 
     def _measured(self) -> dict[str, Any]:
         """The measurements for which the host may wait for a device, and which are therefore not of

@@ -37,7 +37,9 @@ from detonation.train.recipe.tables import to_table
 from detonation.train.run.adapt import Adapter, Followed
 from detonation.train.run.decide import Asked, Chosen, again, decide
 from detonation.train.run.elastic_run import Losses, joined_session
+from detonation.train.run.log_check import checked_log
 from detonation.train.run.recorder import Recorder, Recording, replay_rest
+from detonation.whole_files import MOST_RECORDS, read_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +157,8 @@ def _train_in_directory(
             else ""
         )
         kept, damage = _kept(session, path / directory.METRICS, done, volumes)
+        if task.resume and session.config.train.log_updates and session.rank == 0:
+            damage += checked_log(path, loaded.step if loaded else 0)[1]
         if volumes.leads(session.rank):  # only now: what is refused leaves the directory as it was
             plan = chosen.plan if chosen is not None and session.rank == 0 else None
             directory.begin_run(path, to_table(session.config), environment(), plan)
@@ -315,7 +319,7 @@ def _kept(
     if not done:
         return [], []
     reads = (volumes.shared or session.rank == 0) and file.exists()
-    text = file.read_text(encoding="utf-8", errors="replace") if reads else ""
+    text = read_text(file, errors="replace", most=MOST_RECORDS) if reads else ""
     if volumes.shared:
         session.world.texts().gather("")  # all have read before rank 0 writes
     else:

@@ -22,6 +22,7 @@ from detonation.train.recipe.tables import to_table
 from detonation.train.run.decide import AUTO
 from detonation.train.run.start import compute_with_one_thread, make_task, run_task
 from detonation.train.run.worker import RunTask
+from detonation.whole_files import read_text
 
 _COMMA = re.compile(r",(?![^\[{]*[\]}])")
 """A comma between values, not one inside a list or a table."""
@@ -161,7 +162,7 @@ def _directory(task: RunTask) -> Path:
 def _is_of(task: RunTask) -> bool:
     """True where the run's directory holds a run with the same configuration."""
     try:
-        return (_directory(task) / directory.CONFIG).read_text(encoding="utf-8") == tomli_w.dumps(
+        return read_text(_directory(task) / directory.CONFIG) == tomli_w.dumps(
             to_table(task.config)
         )
     except (OSError, ValueError):

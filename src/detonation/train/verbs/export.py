@@ -43,7 +43,8 @@ def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, An
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is not empty: choose another --out")
-    saved, here, source = newest_model(directory)
+    found = newest_model(directory)
+    saved, here, source = found.reader, found.here, found.source
     manifest = saved.manifest
     config = _config(manifest)
     if config is None:
@@ -65,6 +66,7 @@ def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, An
         "step": manifest.step,
         "num_parameters": numel,
         "for_transformers": for_transformers,
+        "rejected": found.rejected,
         **({"replicas": mean} if mean else {}),
     }
 
@@ -72,7 +74,7 @@ def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, An
 def _config(manifest: Manifest) -> Config | None:
     """The recipe in a checkpoint; None for one of somebody's own loop, whose values may have any
     name."""
-    extra = manifest.extra
+    extra = manifest.given
     ours = isinstance(extra.get("config"), dict) and "setting" in extra
     return from_table(extra["config"]) if ours else None
 

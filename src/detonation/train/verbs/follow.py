@@ -22,13 +22,14 @@ from detonation.feed.stream import read_about
 from detonation.feed.token import Refused, read_token
 from detonation.log.repeat import replay
 from detonation.models import build_model
-from detonation.train.loop.checkpoints import resume
+from detonation.train.loop.checkpoints import as_json, resume
 from detonation.train.loop.session import Session, check_config, replicated_run, start_session
 from detonation.train.output import directory, metrics
 from detonation.train.output.screen import Screen
 from detonation.train.recipe.resolve import require_trust
 from detonation.train.recipe.schema import Config, Table, require
 from detonation.train.recipe.tables import from_table, to_table
+from detonation.whole_files import read_text
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def _saved(out: Path, model: nn.Module, optimizer: Any, config: Config, keep: in
     """A checkpoint of one replica, whose memory is empty."""
     ((_, scheme),) = optimizer.levels
     extra = {"config": to_table(config), "setting": dict(scheme.arguments), "followed": None}
-    return save_checkpoint(out / directory.CHECKPOINTS, model, optimizer, extra, keep)
+    return save_checkpoint(out / directory.CHECKPOINTS, model, optimizer, as_json(extra), keep)
 
 
 def _replay_run(request: Following) -> Table:
@@ -192,7 +193,7 @@ def replay_on_rank(run: str, to: int | None, out: str | None) -> Table:
 
 def _config_of(run: Path) -> Config:
     try:
-        return from_table(tomllib.loads((run / directory.CONFIG).read_text(encoding="utf-8")))
+        return from_table(tomllib.loads(read_text(run / directory.CONFIG)))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(
             f"{run} holds no run: {directory.CONFIG}: {error}; give the --out of one that trained"

@@ -81,7 +81,7 @@ def simulate(request: Simulation) -> Table:
         screen.line(f"not simulated: {', '.join(left_out)}")
 
     def act(communicator: SimulatedCommunicator) -> Table:
-        session = virtual(config, communicator)
+        session = virtual(config, communicator, None if communicator.replica else screen.line)
         # replicas compare their schemes, and sizes are checked, before anything is written
         session.optimizer.set_up()
         if communicator.replica:
@@ -147,11 +147,20 @@ def batch_share(config: Config, total: int) -> Config:
     return replace(config, train=replace(train, batch_size=size, validation_batches=batches))
 
 
-def virtual(config: Config, communicator: SimulatedCommunicator) -> Session:
-    """The session of one virtual replica: a model, a memory and data of its own."""
+def virtual(
+    config: Config,
+    communicator: SimulatedCommunicator,
+    show: Callable[[str], object] | None = None,
+) -> Session:
+    """The session of one virtual replica: a model, a memory and data of its own.
+
+    show: Takes a line about the weights that it begins with.
+    """
     model = seeded_model(config)
     if config.train.init_from:
-        load_weights(Path(config.train.init_from), model)
+        begin = load_weights(Path(config.train.init_from), model)
+        if show is not None:
+            show(begin)
     base = optimizers.build_optimizer(config.optimizer, model)
     optimizer = replicated_run(config, base, model, [communicator])
     return Session(

@@ -1,0 +1,107 @@
+"""What a log lacks of the steps that a run has measured, but for the torn end of a kill."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from detonation.log.records import MESSAGE, DamagedLog, whole_records
+from detonation.log.writer import segments
+
+LATE_STEPS = 2
+"""The steps that a process may have measured and not logged when it was killed.
+
+A thread writes a large step while the next one computes, and an accelerator hands a step on late.
+"""
+
+
+@dataclass(frozen=True)
+class LogFile:
+    """One file of a log.
+
+    rank: Of which it is. begun: The steps that were taken before it. last: Its last whole step,
+    `begun` for none. torn: The bytes after its last whole record, of a step that was not finished.
+    fault: In words, "" where it is whole.
+    """
+
+    path: Path
+    rank: str
+    begun: int
+    last: int
+    torn: int = 0
+    fault: str = ""
+
+    def line(self) -> str:
+        """What is in the file, in words."""
+        if self.fault:
+            return self.fault
+        steps = f"steps {self.begun + 1} to {self.last}, whole"
+        torn = f", and {self.torn:,} bytes of a step that was not finished" if self.torn else ""
+        return f"{self.path}: {steps if self.last > self.begun else 'no whole step'}{torn}"
+
+
+def log_files(directory: Path) -> list[LogFile]:
+    """Each file of the log in `directory`, in order."""
+    return [_read(rank, begun, path) for rank, begun, path in segments(directory, "")]
+
+
+def _read(rank: str, begun: int, path: Path) -> LogFile:
+    last, count = begun, 0
+    try:
+        size = path.stat().st_size
+        for record in whole_records(path):
+            last = max(last, record.step if record.kind != MESSAGE else last)
+            count += record.size
+    except DamagedLog as error:
+        return LogFile(path, rank, begun, last, fault=str(error))
+    except OSError as error:
+        return LogFile(path, rank, begun, last, fault=f"{path} cannot be read: {error.strerror}")
+    return LogFile(path, rank, begun, last, size - count)
+
+
+def log_faults(
+    directory: Path, files: Sequence[LogFile], shards: int, measured: int, saved: int
+) -> list[str]:
+    """What the log in `directory` lacks, in words; the torn end that a kill leaves is no fault.
+
+    Args:
+        files: The result of `log_files`.
+        shards: The number of ranks that must have one; 0 where that is not known.
+        measured: The last step that the run has measured; 0 where that is not known.
+        saved: The step of its newest whole checkpoint; 0 where there is none.
+    """
+    found = []
+    expected = [f"replica0-shard{shard}" for shard in range(shards)]
+    for rank in sorted({file.rank for file in files}.union(expected)):
+        own = [file for file in files if file.rank == rank]
+        found += _lacks(f"the log of {rank} in {directory}", own, measured, saved)
+    return found
+
+
+def _lacks(name: str, files: Sequence[LogFile], measured: int, saved: int) -> list[str]:
+    if not files:
+        return (
+            [f"{name} is missing: {measured} steps were measured"] if measured > LATE_STEPS else []
+        )
+    found = [
+        f"{name} lacks the steps {one.last + 1} to {other.begun}: {one.path.name} was shortened, "
+        "or a file is missing"
+        for one, other in pairwise(files)
+        if one.last < other.begun and not one.fault
+    ]
+    first, last = files[0], files[-1]
+    if first.begun > saved:
+        found.append(
+            f"{name} begins after step {first.begun}, and no checkpoint leads to it: the newest is "
+            f"of step {saved}"
+        )
+    if last.fault:
+        return found
+    if last.last == last.begun and not measured:
+        found.append(f"{name} ends with {last.path.name}, which holds no whole step")
+    if measured > last.last + LATE_STEPS:
+        found.append(
+            f"{name} ends after step {last.last}, and {measured} steps were measured: "
+            f"{last.path.name} was emptied or shortened, or a file after it is missing"
+        )
+    return found

@@ -1,0 +1,119 @@
+"""A run directory may be a stranger's: no link in it is followed, and nothing hangs."""
+
+import errno
+import os
+import resource
+from types import SimpleNamespace
+
+import pytest
+
+from detonation.checkpoint.shard_saver import NotSaved
+from detonation.cluster.processes import descriptors
+from detonation.report.read import read_begun, read_run, records
+from detonation.train.output import directory, metrics
+from detonation.train.output.directory import RunDirectory, Unwritable, remedy_of
+from detonation.train.run.recorder import Recorder
+
+WRITTEN = [directory.CONFIG, directory.ENVIRONMENT, directory.SUMMARY, directory.METRICS]
+
+
+def write_all(run):
+    directory.begin_run(run, {"a": 1}, {}, {"plan": 1})
+    directory.write_json(run / directory.SUMMARY, {"steps": 1})
+    metrics.MetricsFile(run / directory.METRICS).close()
+
+
+@pytest.mark.parametrize("ending", ["", ".part"])
+@pytest.mark.parametrize("name", [*WRITTEN, directory.PLAN])
+def test_no_file_of_a_run_is_written_through_a_link(tmp_path, name, ending):
+    (tmp_path / "victim").write_text("precious")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / f"{name}{ending}").symlink_to(tmp_path / "victim")
+    write_all(run)
+    assert (tmp_path / "victim").read_text() == "precious"
+    assert (run / name).is_file() and not (run / name).is_symlink()
+
+
+@pytest.mark.parametrize("kind", ["link", "link to nowhere", "fifo"])
+def test_a_lock_is_an_ordinary_file(tmp_path, kind):
+    (tmp_path / "victim").write_text("precious")
+    lock, run = tmp_path / "run" / directory.LOCK, tmp_path / "run"
+    run.mkdir()
+    if kind == "fifo":
+        os.mkfifo(lock)
+    else:
+        lock.symlink_to(tmp_path / ("victim" if kind == "link" else "none"))
+    with pytest.raises(Unwritable, match=r"remove that entry, or choose another --out"):
+        RunDirectory(run)
+    assert (tmp_path / "victim").read_text() == "precious" and not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("name", [directory.CHECKPOINTS, directory.UPDATES])
+def test_a_run_writes_into_no_folder_elsewhere(tmp_path, name):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path / "theirs")
+    with pytest.raises(ValueError, match=r"is a link to .*: make .*run itself the link, or choose"):
+        RunDirectory(tmp_path / "run")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_read_of_a_run_never_hangs(tmp_path, make):
+    for name in WRITTEN:
+        make(tmp_path / name)
+    for read in (read_begun, read_run):
+        with pytest.raises((OSError, ValueError)):
+            read(tmp_path)
+    with pytest.raises(OSError):
+        records(tmp_path / directory.METRICS)
+    assert directory.config_in(tmp_path) == {} and directory.steps_finished(tmp_path) == 0
+
+
+REMEDIES = {
+    errno.ENOSPC: "free some space or choose another --out",
+    errno.EROFS: "mount the disk to be written to, or choose another --out",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.EACCES: "make it yours to write, or choose another --out",
+    errno.ELOOP: "remove that entry, or choose another --out",
+}
+
+
+@pytest.mark.parametrize("number", REMEDIES, ids=errno.errorcode.get)
+def test_each_error_of_the_system_has_its_own_remedy(number):
+    assert remedy_of(OSError(number, os.strerror(number))) == REMEDIES[number]
+    assert remedy_of(NotSaved("checkpoint step-000001 failed", number)) == REMEDIES[number]
+    assert str(NotSaved("checkpoint step-000001 failed", number)).endswith("step-000001 failed")
+
+
+def test_a_run_whose_directory_is_removed_says_so_once(tmp_path):
+    file, said = metrics.MetricsFile(tmp_path / "metrics.jsonl"), []
+    recorder = SimpleNamespace(_gone=False, _metrics=file, warn=said.extend)
+    Recorder._warn_of_removal(recorder)
+    assert said == []
+    file.path.unlink()
+    for _ in range(2):
+        Recorder._warn_of_removal(recorder)
+    (line,) = said
+    assert "metrics.jsonl was removed while the run writes it: checkpoints go into" in line
+    with pytest.raises(Unwritable):
+        file.close()
+
+
+def limited(monkeypatch, soft, hard):
+    """What the process asks for under these limits."""
+    asked = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
+    descriptors.allow_open_files()
+    return asked
+
+
+def test_a_rank_may_open_as_many_files_as_the_system_lets_it(monkeypatch):
+    assert limited(monkeypatch, 1024, 524288) == [(524288, 524288)]
+    assert limited(monkeypatch, 1024, resource.RLIM_INFINITY) == [(1 << 20, -1)]
+    assert limited(monkeypatch, 4096, 4096) == [] == limited(monkeypatch, 1 << 21, 1 << 22)
+    with pytest.raises(
+        ValueError, match=r"may open 24 files here, .*: raise the limit with ulimit"
+    ):
+        limited(monkeypatch, 24, 24)
