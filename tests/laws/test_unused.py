@@ -8,7 +8,6 @@ import pytest
 import torch
 from test_follow import TOKEN, held
 from test_survive import survivors
-from torch import nn
 
 import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
@@ -19,11 +18,9 @@ from detonation.core.integrity.missing import MOST_KNOWN
 from detonation.core.schemes import buckets
 from detonation.core.schemes.traffic import ring_bytes
 from steps import unsent
-from zoo import GRADIENT, KINDS, built
+from zoo import GRADIENT, HEADS, KINDS, Heads, built
 
 REPLICAS = 2
-PARTS = "trunk", "a", "b", "c", "d"
-"""Of the model; nobody ever uses the last."""
 PLAN = [
     ("ab", "b"),
     ("a", "a"),
@@ -43,21 +40,6 @@ OPTIMIZERS = {
     "muon": partial(dt.Muon, lr=1e-2, weight_decay=0.1),
 }
 STATELESS = partial(torch.optim.SGD, lr=1e-2, weight_decay=0.1)
-
-
-class Heads(nn.Module):
-    """Heads over a trunk, of which a batch uses some."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for part in PARTS:
-            self.add_module(part, nn.Linear(24, 24))
-
-    def forward(self, x, heads):  # [batch, 24] -> []
-        hidden = self.trunk(x).tanh()
-        return sum(
-            (self.get_submodule(head)(hidden).square().mean() for head in heads), hidden.mean()
-        )
 
 
 MODEL = built(Heads)  # threads share a random generator
@@ -94,7 +76,7 @@ def everything(model, optimizer, delayed=False):
     """By part, the bits of all that a step may change."""
     (replicator,) = optimizer.build()
     memory = replicator.channel.memory
-    found = {part: [] for part in PARTS}
+    found = {part: [] for part in HEADS}
     for name, parameter in model.named_parameters():
         part = name.partition(".")[0]
         found[part].append(digest([parameter]))
@@ -120,7 +102,7 @@ def changed_parts(communicator, scheme, base):
         before = everything(model, optimizer, delayed)
         advance(model, optimizer, communicator.replica, [step])
         after = everything(model, optimizer, delayed)
-        changed = {part for part in PARTS if before[part] != after[part]}
+        changed = {part for part in HEADS if before[part] != after[part]}
         found.append((changed, digest(model.parameters())))
     return found
 
@@ -250,7 +232,7 @@ def bytes_by_step(communicator, plan):
 def test_bits_travel_once_for_each_set_of_parameters_and_only_where_all_lack_some():
     plan = [("abcd", "abcd"), ("abcd", "a"), *[("a", "a"), ("b", "b")] * 3, ("a", "b"), ("ab", "b")]
     (sent, _) = simulate_replicas(lambda c: bytes_by_step(c, plan), REPLICAS)
-    bits = ring_bytes("all-gather", -(-2 * len(PARTS) // 8), REPLICAS)
+    bits = ring_bytes("all-gather", -(-2 * len(HEADS) // 8), REPLICAS)
     assert [each - sent[0] for each in sent] == [0, 0, bits, bits, 0, 0, 0, 0, 0, bits]
 
 
@@ -261,7 +243,7 @@ def many_sets(communicator):
     for step in range(6 * MOST_KNOWN):
         picked = torch.randint(0, 2, (5,), generator=generator).tolist()
         model(batch(communicator.replica, step), "abcd").backward()
-        for part, keep in zip(PARTS, picked, strict=True):
+        for part, keep in zip(HEADS, picked, strict=True):
             for parameter in model.get_submodule(part).parameters():
                 parameter.grad = parameter.grad if keep else None
         optimizer.step()
@@ -294,12 +276,12 @@ def accumulated(communicator):
     model, optimizer = started(communicator, dt.loco())
     found = []
     for step, micro in enumerate([("a", "b"), ("a", "a"), ("c", "")]):
-        before = {part: digest(model.get_submodule(part).parameters()) for part in PARTS}
+        before = {part: digest(model.get_submodule(part).parameters()) for part in HEADS}
         for number, heads in enumerate(micro):
             model(batch(communicator.replica, 10 * step + number), heads).backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append({p for p in PARTS if before[p] != digest(model.get_submodule(p).parameters())})
+        found.append({p for p in HEADS if before[p] != digest(model.get_submodule(p).parameters())})
     return found
 
 

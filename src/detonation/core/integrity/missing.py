@@ -23,7 +23,7 @@ RECEIVED_BITS = 59
 """Where a header says what is missing, the lower bits of its seventh word stay the digest of received messages."""
 NO_PARAMETERS: frozenset[int] = frozenset()
 
-Sets = Sequence[bytes]
+MissingSets = Sequence[bytes]
 """The set of missing gradients of each replica, one bit per parameter."""
 
 
@@ -44,7 +44,7 @@ class Missing:
     step: int
     octets: bytes
     says: int
-    known: Sequence[Sets]
+    known: Sequence[MissingSets]
     rows: Tensor
     kept: list[KeptRows] = field(default_factory=list)
     said: Callable[[], Mapping[int, int]] | None = None

@@ -16,7 +16,7 @@ from detonation.core.integrity.missing import (
     NONE_MISSING,
     UNUSED_PLACE,
     Missing,
-    Sets,
+    MissingSets,
     in_all,
     packed,
 )
@@ -53,7 +53,7 @@ class Unused:
         self._guard = guard
         self._late = late
         self._most_known = min(guard.most_known, MOST_KNOWN)
-        self._known: list[Sets] = []
+        self._known: list[MissingSets] = []
         self._next = 0
 
     def forget(self) -> None:
@@ -122,7 +122,7 @@ class Unused:
             return in_all(self._exchanged(missing))
         return in_all(missing.known[says - FIRST_KNOWN][sender] for sender, says in said.items())
 
-    def _exchanged(self, missing: Missing) -> Sets:
+    def _exchanged(self, missing: Missing) -> MissingSets:
         """The sets of all replicas, but for those that are lost."""
         mine = torch.frombuffer(bytearray(missing.octets), dtype=torch.uint8)
         arriving = self._link.all_gather(mine.to(self._guard.usual.device))
