@@ -1,4 +1,4 @@
-"""A parameter that no replica used is left alone: its weights, its optimizer state and memories of it."""
+"""A parameter that no replica used is left alone: weights, optimizer state and memories."""
 
 import copy
 from contextlib import nullcontext
@@ -134,7 +134,7 @@ def weights_of_full(communicator, base):
 
 @pytest.mark.parametrize("base", ["adamw", "sgd"])
 def test_law_6_full_is_one_process_that_averages(base):
-    """There a gradient is missing where no batch uses the parameter, and the mean of what there is otherwise."""
+    """There a gradient is missing if no batch uses the parameter, and else a mean with zeros."""
     found = simulate_replicas(lambda c: weights_of_full(c, OPTIMIZERS[base]), REPLICAS)
     model = built(Heads)
     optimizer = OPTIMIZERS[base](model.parameters())
@@ -272,7 +272,7 @@ def test_gradients_that_leave_in_backward_give_the_same_bits(name, monkeypatch):
 
 
 def accumulated(communicator):
-    """Heads of which two micro-batches use one each, and then none: by step the parts that moved."""
+    """By step, the parts that two micro-batches moved."""
     model, optimizer = started(communicator, dt.loco())
     found = []
     for step, micro in enumerate([("a", "b"), ("a", "a"), ("c", "")]):

@@ -72,7 +72,7 @@ def test_law_6_full_is_torch_hybrid_sharding(replicas, shards):
 
 
 def unused_against_hsdp(mesh, make):
-    """Heads that all ranks use in turn, and one that nobody does: whether weights and state are those of torch."""
+    """Heads that all use in turn, one that nobody uses: whether all is equal to torch's."""
     found = []
     for ours in (True, False):
         model = built(Heads)

@@ -1,4 +1,4 @@
-"""Parameters that nobody used, in real worlds: over levels, in nodes of different sizes, and in one replica alone."""
+"""Parameters that nobody used, in real worlds: over levels, in unequal nodes, on empty shards."""
 
 import pytest
 import torch

@@ -115,8 +115,8 @@ def take_snapshot(
 ) -> Snapshot:
     """Copies weights as the replicas last agreed on them, optimizer, local state and random generators of this rank.
 
-    Without `frozen`, parameters that require no gradient stay out. Waits for messages that are on their way. `alone`:
-    whether no other replica takes one; see `Replicator.local_state`.
+    Without `frozen`, parameters that require no gradient stay out. Waits for messages that are on
+    their way. `alone`: whether no other replica takes one; see `Replicator.local_state`.
 
     Raises:
         ValueError: the optimizer holds something that is neither a tensor nor a number, or belongs to no parameter.

@@ -38,8 +38,8 @@ def comm_hook(
     the same replicas. One exchange follows each backward outside `no_sync`. All ranks save and load `state_dict`.
 
     Args:
-        model: The wrapped model. Frozen and unused parameters, bf16 and autocast may be used. The gradient of a
-            parameter that no rank used stays as it was, as under DistributedDataParallel alone.
+        model: The wrapped model. Frozen and unused parameters, bf16 and autocast may be used. The
+            gradient of a parameter that no rank used stays as it was, as without the hook.
         scheme: One that exchanges gradients without a delay, such as `loco()`, or its name.
         mesh: The mesh of `init_mesh` over the ranks of `model`. The ranks of a node (`mesh["shard"]`) average their
             gradients while backward computes, and each sends a part of their message to the other nodes. Without it
@@ -115,9 +115,9 @@ def comm_hook(
 class CommHook:
     """The communication hook of a DistributedDataParallel model. Made by `comm_hook`.
 
-    `replicated` exchanges the gradients of all parameters in one step, and moves no weights. The ranks of `node`
-    average their gradients first. With `as_views` gradients are views of the buckets. `may_miss`: whether backward may
-    leave parameters out.
+    `replicated` exchanges the gradients of all parameters in one step, and moves no weights. The
+    ranks of `node` average their gradients first. With `as_views` gradients are views of the
+    buckets. `may_miss`: whether backward may leave parameters out.
     """
 
     def __init__(

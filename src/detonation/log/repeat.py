@@ -76,7 +76,7 @@ class Player(Tape, ABC):
         return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
     def find(self, place: int, step: int) -> Tensor | None:
-        """The same, of a step whose end was read; None where nothing was put in."""  # -> [bytes] uint8
+        """The same, of a step whose end was read; None if it has none."""  # -> [bytes] uint8
         return self.take(place, step) if (place, step) in self._messages else None
 
     def next_end(self) -> LogRecord | None:

@@ -1,4 +1,4 @@
-"""Kept rows: rows of a memory as they were before a step, for parameters for which the step may not happen."""
+"""Kept rows: rows of a memory as they were before a step that may have to be undone there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class KeptRows:
 
     Args:
         memory: `[rows, n]`.
-        numbers: Of the parameter whose row each is, below 0 for a row that is not kept; `[rows]` int64 on the host.
+        numbers: The number of the parameter of each row, below 0 for a row that is not kept;
+            `[rows]` int64 on the host.
     """
 
     def __init__(self, memory: Tensor, numbers: Tensor) -> None:
@@ -27,7 +28,7 @@ class KeptRows:
         self._is_change = False
 
     def become_change(self) -> None:
-        """Keeps what has changed in the rows since, because the memory changes further until `restore`."""
+        """Keeps what has changed in the rows since: other steps change them before `restore`."""
         self._kept = self._kept - self._memory[self._rows.to(self._memory.device)]
         self._is_change = True
 

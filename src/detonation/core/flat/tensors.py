@@ -171,7 +171,8 @@ def gradients_to_fill(
 ) -> list[Tensor]:
     """The local gradient of each parameter, to write into; created with zeros where there is none.
 
-    The parameters whose numbers are in `unused` have no gradient afterwards; what is written for them is of no use.
+    The parameters whose numbers are in `unused` have no gradient afterwards: what is written for
+    them goes to spare memory.
     """
     found = []
     for number, parameter in enumerate(parameters.values()):

@@ -345,7 +345,7 @@ class Guard(SumGuard):
         return None if report(table.tolist()) else refused
 
     def hear(self, missing: Missing, table: runtime.Readback, absent: Collection[int] = ()) -> None:
-        """Notes where it is written what the messages of the others say of missing gradients."""
+        """Lets `missing` read what the messages of a table of `decide_usable` say."""
 
         def said() -> dict[int, int]:
             rows = enumerate(table.read())

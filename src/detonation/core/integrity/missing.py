@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 UNUSED_PLACE = 1 << 30
 """Added to a place of messages on a tape: the parameters that nobody used in a step."""
 NONE_MISSING, NEW_SET, FIRST_KNOWN = range(3)
-"""What a message says: no gradient is missing; a new set of them is; the set of the first known exchange is."""
+"""What a message says: nothing is missing; a new set is; its set of the first known exchange is."""
 MOST_KNOWN = 14
-"""The most exchanges of sets that all replicas remember, so that a message can name one by its number."""
+"""The most exchanges of sets that all replicas remember, and a message can name."""
 RECEIVED_BITS = 59
-"""Where a header says what is missing, the lower bits of its seventh word stay the digest of received messages."""
+"""The bits that stay a digest in the seventh word of a header that says what is missing."""
 NO_PARAMETERS: frozenset[int] = frozenset()
 
 MissingSets = Sequence[bytes]
@@ -52,7 +52,7 @@ class Missing:
 
 
 def with_said(received: int, says: int) -> int:
-    """The seventh word of a header that says what is missing: below 0, where that of any other header is not.
+    """The seventh word of a header that says what is missing: below 0, unlike that of others.
 
     >>> with_said(7, NONE_MISSING), said_in(with_said(7, 3)), with_said(7, 3) & 7
     (7, 3, 7)

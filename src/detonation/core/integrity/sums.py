@@ -141,7 +141,7 @@ class SumGuard:
     def hear_sum(
         self, missing: Missing, digits: Tensor, step: int, absent: Collection[int]
     ) -> None:
-        """Notes where it is written what the others say of missing gradients in the sum of `step`.
+        """Lets `missing` read what the statuses in the sum of `step` say.
 
         Shapes: `[3 * replicas]`.
         """

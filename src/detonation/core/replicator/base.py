@@ -107,6 +107,6 @@ class Replicator(ABC):
         """The state that is private to this replica. Waits for messages in flight.
 
         Args:
-            alone: Whether no other replica asks. Who used which parameters in the steps of these messages may then
-                stay unsettled.
+            alone: Whether no other replica asks. Which parameters nobody used in the steps of these
+                messages may then stay open.
         """

@@ -32,10 +32,10 @@ from detonation.core.schemes.scheme import GradientScheme
 
 @dataclass(frozen=True)
 class Flat:
-    """An update that lies in memory, `[rows, chunk]` fp32: zeros before the first message, or of a checkpoint.
+    """An update in memory, `[rows, chunk]` fp32: zeros before the first message, or of a checkpoint.
 
-    Once all agree on the parameters that nobody used, their rows are infinite, which no other update is: so they are in
-    checkpoints, and move with them to other layouts.
+    Once all agree on the parameters that nobody used, the rows of these are infinite, which no
+    other update is. So they are saved, and move to other layouts with the rest.
     """
 
     layout: Layout

@@ -132,7 +132,10 @@ class Overlap:
             self._send_next()
 
     def _needed(self) -> frozenset[int]:
-        """The parameters whose gradients the next bucket needs; the last one, whose header tells of all, needs all."""
+        """The parameters whose gradients the next bucket needs.
+
+        The last one needs all, because its header says what is missing.
+        """
         if len(self._left) == 1:
             return frozenset(range(len(self._names)))
         return self._left[0].bucket.parameters

@@ -1,4 +1,4 @@
-"""Unused parameters: those of which no replica had a gradient in a step, which the base optimizer leaves alone."""
+"""Unused parameters: those for which no replica had a gradient in a step."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ if TYPE_CHECKING:
 class Unused:
     """Agreement of the replicas of a channel on the parameters that none of them used.
 
-    A replica with all gradients knows that every parameter was used, and does nothing. Messages say whether a gradient
-    is missing, so those that lack one know at the same moment whether all do. Only then each sends its set, one bit per
-    parameter. All remember the sets of such an exchange: a later message names the set of its sender by the number of
-    the exchange, and where all do, nothing more is sent.
+    A replica with all gradients knows that every parameter was used, and does nothing. Messages say
+    whether a gradient is missing, so the replicas that lack one learn in the same step whether all
+    do. Only then each sends its set, one bit per parameter. All remember the sets of such an
+    exchange: a later message names its sender's set by the number of the exchange. Where all
+    messages do, nothing more is sent.
 
-    For a parameter that nobody used the step did not happen: memories have their rows of it back.
+    The step is undone for a parameter that nobody used: memories get their rows of it back, and the
+    base optimizer sees no gradient.
 
     Args:
         guard: Of the channel's messages.
@@ -62,7 +64,7 @@ class Unused:
         self._next = 0
 
     def miss(self, message: Message, numbers: Sequence[int]) -> None:
-        """Notes which gradients are missing, before any row of theirs is encoded and before the message is sealed."""
+        """Notes missing gradients, before their rows are encoded and the message is sealed."""
         octets = packed(numbers, len(self._layout.slots))
         own = [sets[self._link.replica] for sets in self._known]
         says = FIRST_KNOWN + own.index(octets) if octets in own else NEW_SET
@@ -73,13 +75,13 @@ class Unused:
         message.missing = missing
 
     def agreed(self, unused: Sequence[int]) -> Missing:
-        """The missing gradients of a step before, of which all agree that nobody used the parameters `unused`."""
+        """The missing gradients of a step for which all agree that nobody used `unused`."""
         octets = packed(unused, len(self._layout.slots))
         rows = self._layout.row_numbers(unused)
         return Missing(-1, octets, NEW_SET, (), rows, unused=frozenset(unused))
 
     def sent(self, message: Message) -> None:
-        """Notes that all rows of a message with missing gradients were encoded, and what was sent left the memory."""
+        """Notes that what the message holds has left the memory."""
         if self._late and message.missing:
             for kept in message.missing.kept:
                 kept.become_change()

@@ -82,7 +82,8 @@ class TritonGuard(Guard):
             parts, whole, nbytes, coding_of(codec), places_of(codec, rows), IDENTITY, header.schema, step, header.place,
             expected.parameters, self.usual, stage.signals, inspection.Limits(LIMIT, LOUDER, FORGET),
         )  # fmt: skip
-        report, found = partial(self._report, expected=expected, last=not phase), _readback(table)
+        report = partial(self._report, expected=expected, last=not phase)
+        found = _readback(table)
         self._counts.report_later(step + self._delay, found, report)
         if message.missing and not phase:
             self.hear(message.missing, found)

@@ -172,7 +172,7 @@ class SumInspector:
         )  # zero again after every launch
 
     def seal(self, status: Tensor, digits: Tensor, first: int, each: int, added: int) -> None:
-        """Writes a status, to which a number is `added`, as `each` digits from digit `first` on, and else zeros.
+        """Writes a status, and a number `added` to it, as `each` digits from `first` on; else zeros.
 
         Shapes: status `[n]` int64, see `status_of`; digits `[digits]` fp32 or bf16.
         """

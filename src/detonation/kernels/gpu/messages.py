@@ -370,10 +370,11 @@ def scan_kernel(
 
 
 @triton.jit(do_not_specialize=["statuses", "count", "first", "added"])
-def seal_sum_kernel(status, statuses, digits, count, first, added, EACH: tl.constexpr, STATUSES: tl.constexpr,
-                    SOME: tl.constexpr):  # fmt: skip
-    """Writes a status, and what is `added` to it, after the values of an all-reduce: `EACH` numbers below 256 from
-    number `first` on, and zeros in the places of the other replicas.
+def seal_sum_kernel(status, statuses, digits, count, first, added, EACH: tl.constexpr,
+                    STATUSES: tl.constexpr, SOME: tl.constexpr):  # fmt: skip
+    """Writes a status, and a number `added` to it, after the values of an all-reduce.
+
+    These are `EACH` numbers below 256 from number `first` on, and zeros for the other replicas.
 
     Shapes: digits `[count]` fp32 or bf16, which holds such numbers exactly.
     """
