@@ -14,6 +14,7 @@ from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.exchange.two_stage import TwoStage
 from detonation.core.flat.tensors import digest
+from detonation.core.integrity.fault_counts import Desync
 from detonation.core.integrity.missing import MOST_KNOWN
 from detonation.core.schemes import buckets
 from detonation.core.schemes.traffic import ring_bytes
@@ -254,6 +255,27 @@ def many_sets(communicator):
 def test_replicas_agree_on_more_sets_than_they_remember():
     first, second = simulate_replicas(many_sets, REPLICAS)
     assert first == second and not first[1]
+
+
+def misheard(communicator):
+    """A flipped bit in the sets that the second replica receives."""
+    model, optimizer = started(communicator, dt.demo(topk=4, chunk=16))
+    optimizer.set_up()
+    gather = communicator.all_gather
+
+    def all_gather(mine):
+        arriving = gather(mine)
+        if communicator.replica == 0 or len(mine) != -(-2 * len(HEADS) // 8):
+            return arriving
+        return lambda: arriving() ^ 1
+
+    communicator.all_gather = all_gather
+    advance(model, optimizer, communicator.replica, range(3))
+
+
+def test_replicas_that_heard_of_other_sets_stop_at_their_next_message():
+    with pytest.raises(Desync, match="differs from the others"):
+        simulate_replicas(misheard, REPLICAS)
 
 
 def overlapped(communicator, scheme, overlap):

@@ -34,6 +34,8 @@ class KeptRows:
 
     def restore(self, parameters: Collection[int]) -> None:
         """Undoes what was done since in the rows of `parameters`."""
+        if not parameters:
+            return
         chosen = torch.isin(self._numbers, torch.tensor(sorted(parameters), dtype=torch.int64))
         rows = self._rows[chosen].to(self._memory.device)
         kept = self._kept[chosen.to(self._memory.device)]
