@@ -130,6 +130,25 @@ class Padded(Plain):
         return super().forward(x + self.words((x > 0).sum(1)))
 
 
+HEADS = "trunk", "a", "b", "c", "d"
+"""The parts of `Heads`."""
+
+
+class Heads(nn.Module):
+    """Heads over a trunk, of which a batch uses some, and none uses the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for part in HEADS:
+            self.add_module(part, nn.Linear(24, 24))
+
+    def forward(self, x, heads):  # [batch, 24] -> []
+        hidden = self.trunk(x).tanh()
+        return sum(
+            (self.get_submodule(head)(hidden).square().mean() for head in heads), hidden.mean()
+        )
+
+
 def encode(scheme: dt.schemes.Scheme, flat: Tensor, step: int, seed: int) -> Tensor:
     return scheme.codec.encode(scheme.codec.select(flat, step, seed))
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import detonation as dt
 import worlds
 from covering import some
-from zoo import GRADIENT, KINDS
+from zoo import GRADIENT, KINDS, Heads
 
 pytestmark = pytest.mark.usefixtures("own_worlds")
 
@@ -205,7 +205,7 @@ class Skipping(nn.Module):
 
 
 def unused(mesh):
-    """The gradients of a part that is used in the first step alone, by how gradients are kept."""
+    """The gradients of a part that is used in the first step alone, by how they are kept."""
     found = {}
     for as_views in (False, True):
         for to_none in (True, False):
@@ -217,7 +217,8 @@ def unused(mesh):
             found[as_views, to_none] = []
             for step in range(3):
                 model(data(mesh.get_rank(), step)[:, :16], step == 0).square().mean().backward()
-                found[as_views, to_none].append(model.module.second.weight.grad.clone())
+                gradient = model.module.second.weight.grad
+                found[as_views, to_none].append(None if gradient is None else gradient.clone())
                 model.zero_grad(set_to_none=to_none)
     return found
 
@@ -242,17 +243,44 @@ def decayed(mesh):
     return found
 
 
-def test_a_parameter_that_no_rank_uses_has_an_update_of_zeros_as_under_replicate():
-    for by_the_hook, by_replicate in worlds.run(decayed, 2, 1):
-        assert by_the_hook == by_replicate and by_the_hook[0] < 1
+def test_a_parameter_that_no_rank_uses_is_left_alone_as_under_replicate():
+    for found in worlds.run(decayed, 2, 1):
+        assert found == [[1.0] * 5] * 2
 
 
-def test_an_unused_parameter_gets_what_the_memory_has_however_gradients_are_zeroed():
+def test_an_unused_parameter_has_no_gradient_and_zeros_that_were_kept_are_one():
     for found in worlds.run(unused, 2, 1):
-        expected = found[False, True]
-        assert all(gradient.any() for gradient in expected)
-        for kept in found.values():
-            assert all(torch.equal(*pair) for pair in zip(kept, expected, strict=True))
+        for as_views in (False, True):
+            first, *later = found[as_views, True]
+            assert first.any() and later == [None, None]
+            assert all(gradient.any() for gradient in found[as_views, False])  # of the memory
+
+
+def against_ddp(mesh, node, as_views):
+    """Heads that ranks use in turn: whether the weights are those of DDP alone."""
+    plan = [("a", "a"), ("ab", "b"), ("b", "b"), ("", "a"), ("a", "b"), ("c", "")]
+    found = []
+    for hooked in (True, False):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(
+            Heads(), find_unused_parameters=True, gradient_as_bucket_view=as_views
+        )
+        if hooked:
+            dt.comm_hook(model, dt.full(), mesh if node else None)
+        adam = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+        for step, heads in enumerate(plan):
+            rank = dist.get_rank()
+            model(data(rank, step)[:, :24], heads[rank % 2]).backward()
+            adam.step()
+            adam.zero_grad()
+        found.append(weights(model))
+    return torch.equal(*found) if dist.get_world_size() == 2 else torch.allclose(*found, atol=1e-6)
+
+
+@pytest.mark.parametrize("as_views", [False, True])
+@pytest.mark.parametrize("node", [False, True])
+def test_full_is_ddp_alone_where_parameters_are_unused(node, as_views):
+    assert all(worlds.run(against_ddp, *((2, 2) if node else (2, 1)), node, as_views))
 
 
 def faulty(mesh):

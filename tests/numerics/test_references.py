@@ -1,6 +1,7 @@
 """Every scheme against plain torch that says the same in a few lines. Laws 6, 7 and sharding invariance."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 import detonation as dt
 import worlds
 from detonation.core.flat.tensors import local
-from zoo import Plain, batch, built
+from zoo import Heads, Plain, batch, built
 
 pytestmark = pytest.mark.usefixtures("lasting_worlds")
 
@@ -68,6 +69,45 @@ def full_against_hsdp(mesh):
 @pytest.mark.parametrize("replicas, shards", [(2, 1), (2, 2)])
 def test_law_6_full_is_torch_hybrid_sharding(replicas, shards):
     worlds.run(full_against_hsdp, replicas, shards)
+
+
+def unused_against_hsdp(mesh, make):
+    """Heads that all use in turn, one that nobody uses: whether all is equal to torch's."""
+    found = []
+    for ours in (True, False):
+        model = built(Heads)
+        for part in model.children():
+            fully_shard(part, mesh=mesh["shard"] if ours else mesh)
+        fully_shard(model, mesh=mesh["shard"] if ours else mesh)
+        optimizer = make(model.parameters())
+        base = optimizer
+        if ours:
+            optimizer = dt.replicate(base, model, mesh["replicate"], dt.full())
+        for step, heads in enumerate(["a", "a", "b", "a", "ab", "", "b"]):
+            model(batch(mesh.get_rank(), step, 24), heads).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        tensors = [local(p).detach() for p in model.parameters()]
+        for parameter in model.parameters():
+            state = base.state.get(parameter, {})
+            tensors += [local(state[key]) for key in sorted(state)]
+        found.append(tensors)
+    assert len(found[0]) == len(found[1])
+    return all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+UNUSED = {
+    "adamw": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("make", UNUSED.values(), ids=UNUSED)
+@pytest.mark.parametrize("replicas, shards", [(2, 1), (2, 2)])
+def test_law_6_full_is_hybrid_sharding_bit_for_bit_where_parameters_are_unused(
+    replicas, shards, make
+):
+    assert all(worlds.run(unused_against_hsdp, replicas, shards, make))
 
 
 def none_against_fsdp(mesh):

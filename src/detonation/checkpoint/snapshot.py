@@ -116,12 +116,14 @@ class Snapshot:
 
 
 @torch.no_grad()
-def take_snapshot(model: nn.Module, optimizer: Replicated, frozen: bool = True) -> Snapshot:
+def take_snapshot(
+    model: nn.Module, optimizer: Replicated, frozen: bool = True, alone: bool = False
+) -> Snapshot:
     """Copies weights as the replicas last agreed on them, optimizer, local state and random
     generators of this rank.
 
     Without `frozen`, parameters that require no gradient stay out. Waits for messages that are on
-    their way.
+    their way. `alone`: whether no other replica takes one; see `Replicator.local_state`.
 
     Raises:
         ValueError: the optimizer holds something that is neither a tensor nor a number, or belongs
@@ -150,7 +152,7 @@ def take_snapshot(model: nn.Module, optimizer: Replicated, frozen: bool = True) 
                     f"{full_key} is {str(value)[:60]}: a checkpoint holds tensors and numbers of"
                     " them"
                 )
-    found |= {f"replica.{key}": tensor for key, tensor in optimizer.local_state().items()}
+    found |= {f"replica.{key}": tensor for key, tensor in optimizer.local_state(alone).items()}
     wire = {
         k: t for k, t in shard_state(model).items() if k.removeprefix("reference.") not in left_out
     }

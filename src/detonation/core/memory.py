@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import torch
 
+from detonation.core.flat.kept import KeptRows
 from detonation.core.flat.layout import Layout
 from detonation.core.flat.rows import Bucket
 
@@ -63,6 +65,7 @@ class Memory:
         self.residual = layout.zeros(device) if residual is None else residual  # [rows, chunk]
         self._layout, self._device = layout, device
         self._views = [] if layout.tiled else layout.views(self.residual)
+        self._kept: WeakSet[KeptRows] = WeakSet()
 
     def of_rows(self, layout: Layout, first: int) -> Memory:
         """The rows from `first` on as a memory with this `layout`, sharing them."""
@@ -133,8 +136,19 @@ class Memory:
             self.residual.view(-1).index_fill_(0, self._padding, 0.0)
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Forgets everything, also what was kept."""
         self.residual.zero_()
+        for kept in self._kept:
+            kept.forget()
+
+    def keep(self, numbers: Tensor) -> KeptRows:
+        """Keeps some rows as they are; see `KeptRows`.
+
+        Shapes: `[rows]` int64.
+        """
+        kept = KeptRows(self.residual, numbers)
+        self._kept.add(kept)
+        return kept
 
     def scale(self, factor: float) -> None:
         """Multiplies what is still to be sent."""
@@ -171,11 +185,13 @@ class LocalState:
     Args:
         flats: By kind (`residual`, `anchor`, ...), `[rows, chunk]` each.
         others: By name, the tensors that are not in the coordinates of a parameter.
+        loaded: Called after `load`.
     """
 
     layout: Layout
     flats: Mapping[str, Tensor]
     others: Mapping[str, Tensor]
+    loaded: Callable[[], object] = lambda: None
 
     def named(self) -> dict[str, Tensor]:
         """All tensors, to read: `kind.parameter` in the local shape of the parameter, then the
@@ -199,3 +215,4 @@ class LocalState:
                 )
             for name, tensor in self.others.items():
                 tensor.copy_(saved[name])
+        self.loaded()

@@ -281,7 +281,7 @@ class Feed(StepRecorder):
             return
         with self._lock:
             self._subscribed += coming
-        state = shared_content(take_snapshot(self._model, optimizer))
+        state = shared_content(take_snapshot(self._model, optimizer, alone=True))
         about = describe_training(optimizer) | self._about | {"synchronized": self._synchronized}
         for each in coming:
             each.begin(about, state, self.waiting)

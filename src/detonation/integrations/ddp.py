@@ -40,9 +40,8 @@ def comm_hook(
     `no_sync`. All ranks save and load `state_dict`.
 
     Args:
-        model: The wrapped model. Frozen and unused parameters, bf16 and autocast may be used. One
-            that no rank used has what memories have for it, else zeros, so that weight decay moves
-            it; freeze it to keep it.
+        model: The wrapped model. Frozen and unused parameters, bf16 and autocast may be used. The
+            gradient of a parameter that no rank used stays as it was, as without the hook.
         scheme: One that exchanges gradients without a delay, such as `loco()`, or its name.
         mesh: The mesh of `init_mesh` over the ranks of `model`. The ranks of a node
             (`mesh["shard"]`) average their gradients while backward computes, and each sends a part
@@ -112,7 +111,8 @@ def comm_hook(
     replicated = Replicated(
         base, model.module, levels, Settings(node, seed, kernels, safety or Safety(), None)
     )
-    hook = CommHook(replicated, node, model.gradient_as_bucket_view)
+    may_miss = model.find_unused_parameters or model.static_graph
+    hook = CommHook(replicated, node, model.gradient_as_bucket_view, may_miss)
     model.register_comm_hook(None, hook.reduce)
     return hook
 
@@ -122,11 +122,14 @@ class CommHook:
 
     `replicated` exchanges the gradients of all parameters in one step, and moves no weights. The
     ranks of `node` average their gradients first. With `as_views` gradients are views of the
-    buckets.
+    buckets. `may_miss`: whether backward may leave parameters out.
     """
 
-    def __init__(self, replicated: Replicated, node: DeviceMesh | None, as_views: bool) -> None:
+    def __init__(
+        self, replicated: Replicated, node: DeviceMesh | None, as_views: bool, may_miss: bool
+    ) -> None:
         self._replicated, self._node, self._as_views = replicated, node, as_views
+        self._may_miss = may_miss
         self._arrived: list[_Bucket] = []
         self._count = sum(
             p.requires_grad for group in replicated.param_groups for p in group["params"]
@@ -193,22 +196,42 @@ class CommHook:
             for bucket in arrived
             for parameter, view in bucket.wait()
         ]
+        used = self._used_in_node([own is not None for _, _, own in found])
+        gradients = [own for _, _, own in found]
         try:
-            for parameter, view, _ in found:
-                parameter.grad = view
+            for (parameter, view, _), is_used in zip(found, used, strict=True):
+                parameter.grad = view if is_used else None
             self._replicated.step()
-            for _, view, own in found:
-                # DDP leaves the gradient of a parameter that no rank used; the memory may have had
-                # something for it
-                if own is not None and own.data_ptr() != view.data_ptr():
-                    own.copy_(view)
+            gradients = [self._agreed(*each) for each in found]
         finally:
-            for parameter, view, own in found:
-                parameter.grad = (
-                    own if own is not None else view if self._as_views else view.clone()
-                )
+            for (parameter, _, _), gradient in zip(found, gradients, strict=True):
+                parameter.grad = gradient
         for bucket in arrived:
             bucket.future.set_result(bucket.buffer)
+
+    def _used_in_node(self, here: list[bool]) -> list[bool]:
+        """Which parameters some rank of this node used, where this rank used those in `here`."""
+        if self._node is None or self._node.size() == 1 or not self._may_miss:
+            return here
+        used = torch.tensor(here, dtype=torch.uint8, device=self._node.device_type)
+        dist.all_reduce(used, dist.ReduceOp.MAX, self._node.get_group())
+        return here if all(here) else [bool(each) for each in used.tolist()]
+
+    def _agreed(self, parameter: Tensor, view: Tensor, own: Tensor | None) -> Tensor | None:
+        """The gradient of `parameter` after the exchange; `own` where no rank used it.
+
+        Shapes: any -> the same.
+        """
+        update = parameter.grad
+        if update is None:
+            return own
+        if update is not view:  # this node did not use it
+            view.copy_(update)
+        if own is None:
+            return view if self._as_views else view.clone()
+        if own.data_ptr() != view.data_ptr():
+            own.copy_(view)
+        return own
 
 
 class _Bucket:

@@ -69,6 +69,10 @@ class Player(Tape, ABC):
             del self._messages[place, step]
         return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
+    def find(self, place: int, step: int) -> Tensor | None:
+        """The same, of a step whose end was read; None if it has none."""  # -> [bytes] uint8
+        return self.take(place, step) if (place, step) in self._messages else None
+
     def next_end(self) -> LogRecord | None:
         """The end of the next step or call of `synchronize`; None where there is no other record."""
         while not self._ends and self._load():

@@ -169,7 +169,8 @@ class AllReduce(Exchange):
         message.rows.append((run.first, run.rows))
         values = run.octets[0].view(self._dtype)
         if status is not None:
-            self._guard.seal_sum(values[run.rows * self._k :], status, message.step)
+            digits = values[run.rows * self._k :]
+            self._guard.seal_sum(digits, status, message.step, message.missing)
         message.arriving.append(self._link.all_reduce(values))
 
     def receive(self, message: Message) -> Received:
@@ -193,6 +194,8 @@ class AllReduce(Exchange):
             link.tape.put(self._guard.place, message.step, whole)
         values = [run for _, run in runs]
         fine = self._guard.open_sum(values, digits, message.step, absent)
+        if message.missing:
+            self._guard.hear_sum(message.missing, digits, message.step, absent)
         if not isinstance(fine, Tensor) and not fine:
             runs = [(first, torch.zeros_like(run)) for first, run in runs]
         report = fine if isinstance(fine, Tensor) else None

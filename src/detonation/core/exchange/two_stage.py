@@ -15,6 +15,7 @@ from detonation.core.engine import rows_at_once
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.engine.rows_at_once import Room, replied_at_once
 from detonation.core.exchange.exchange import AllGather, AllReduce, Exchange, negative_zeros, played
+from detonation.core.flat.kept import KeptRows
 from detonation.core.flat.layout import Layout
 from detonation.core.flat.owners import RowOwners
 from detonation.core.flat.rows import BUCKETS, SMALL_BUCKETS
@@ -114,6 +115,10 @@ class TwoStage(Exchange):
         zeros, shape = negative_zeros(self._scheme, message.step), (1, self._widths[1])
         message.arrived, message.absent = self._link.wait(message.arriving)
         received = self._guard.open(message, self._asked, mine)
+        if message.missing:
+            lines = message.missing.rows.unsqueeze(1)
+            own = self.owners.deal(lines, lines.new_full((1,), -1))[self.replica]
+            message.missing.kept.append(KeptRows(self.residual, own.view(-1)))
         memory = partial(self._workspace.take, "reply", shape, self.residual.device)
         reply.waiting = run = MessageRows(
             self._answer, owned, memory, 0, HEADER_BYTES, negative_zeros=zeros
@@ -156,6 +161,7 @@ class TwoStage(Exchange):
         """The reply, with the indices that all replicas know: of all rows by their rule, or of
         those of each owner."""
         message.reply = reply = Message(message.step, self._answer, recycle=self.recycle)
+        reply.missing = message.missing
         shared = message.indices if message.shared else None
         if isinstance(shared, Tensor) or (self._replier is None and shared is not None):
             padding = torch.arange(

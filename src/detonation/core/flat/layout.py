@@ -294,6 +294,17 @@ class Layout:
                 )
         return torch.cat(found or [torch.empty(0, dtype=torch.long, device=device)])
 
+    def row_numbers(self, parameters: Iterable[int]) -> Tensor:
+        """The number of the parameter of each row, for some `parameters`; -1 in all other rows.
+
+        Shapes: -> `[rows]` int64 on the host.
+        """
+        found = torch.full((self.rows,), -1, dtype=torch.int64, device="cpu")
+        for number in parameters:
+            slot = self.slots[number]
+            found[slot.row : slot.row + slot.rows] = number
+        return found
+
     def flatten(self, tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
         """A new flat matrix that holds `tensors`; an absent tensor is zero.
 

@@ -3,7 +3,7 @@
 import ctypes
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -178,10 +178,20 @@ def local_gradients(parameters: Mapping[str, Tensor]) -> list[Tensor | None]:
     return found
 
 
-def gradients_to_fill(parameters: Mapping[str, Tensor]) -> list[Tensor]:
-    """The local gradient of each parameter, to write into; created with zeros where there is none."""
+def gradients_to_fill(
+    parameters: Mapping[str, Tensor], unused: Collection[int] = ()
+) -> list[Tensor]:
+    """The local gradient of each parameter, to write into; created with zeros where there is none.
+
+    The parameters whose numbers are in `unused` have no gradient afterwards: what is written for
+    them goes to spare memory.
+    """
     found = []
-    for parameter in parameters.values():
+    for number, parameter in enumerate(parameters.values()):
+        if number in unused:
+            parameter.grad = None
+            found.append(torch.empty_like(local(parameter)))
+            continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         gradient = parameter.grad

@@ -27,6 +27,13 @@ from detonation.core.integrity.header import (
     hash63,
 )
 from detonation.core.integrity.message import Message, Tape
+from detonation.core.integrity.missing import (
+    NONE_MISSING,
+    RECEIVED_BITS,
+    Missing,
+    said_in,
+    with_said,
+)
 from detonation.core.integrity.sums import SumGuard
 
 LOUDER = 1000.0
@@ -247,7 +254,9 @@ class Guard(SumGuard):
                 # of the exchange that all have surely opened, whoever looked at a message on its
                 # way
                 opened = self._received.get(self._sent - 1 - self._delay, 0)
-                received = opened >> 32 << 32 | crc32(self._counts.options)
+                received = (opened >> 32 ^ self.noted) << 32 | crc32(self._counts.options)
+                if message.missing:
+                    received = with_said(received, message.missing.says)
                 self._sent += 1
             nbytes = sum(message.codec.lengths[sum(each.rows for each in runs)])
             header = Header(
@@ -337,6 +346,8 @@ class Guard(SumGuard):
             header, sum(stage.codec.lengths[stage.rows]), len(self._names), stage.signals
         )
         refused, table = decide_usable(*unsealed(whole), *content, expected, self.usual)
+        if message.missing and not stage.phase:
+            self.hear(message.missing, runtime.Readback(table), message.absent)
         report = partial(
             self._report, expected=expected, last=not stage.phase, absent=message.absent
         )
@@ -344,6 +355,19 @@ class Guard(SumGuard):
             self._counts.report_later(message.step + self._delay, runtime.Readback(table), report)
             return refused
         return None if report(table.tolist()) else refused
+
+    def hear(self, missing: Missing, table: runtime.Readback, absent: Collection[int] = ()) -> None:
+        """Lets `missing` read what the messages of a table of `decide_usable` say."""
+
+        def said() -> dict[int, int]:
+            rows = enumerate(table.read())
+            return {
+                sender: said_in(row[6]) if row[0] == IDENTITY else NONE_MISSING
+                for sender, row in rows
+                if sender not in absent
+            }
+
+        missing.said = said
 
     def _report(
         self,
@@ -384,6 +408,7 @@ class Guard(SumGuard):
         )
         self._received.pop(self._opened - 2 - self._delay, None)
         self._opened += 1
-        digests = {sender: row[6] for sender, row in enumerate(rows) if not faults[sender]}
+        lower = (1 << RECEIVED_BITS) - 1
+        digests = {sender: row[6] & lower for sender, row in enumerate(rows) if not faults[sender]}
         if len(set(digests.values())) > 1:
             self._counts.differ(digests, step)

@@ -14,6 +14,7 @@ from detonation.core.codec.codec import Codec
 from detonation.core.codec.indices import Unpackable, narrow
 from detonation.core.codec.message_rows import MessageRows, SharedIndices, joined
 from detonation.core.integrity.header import HEADER_BYTES
+from detonation.core.integrity.missing import Missing
 
 
 class Tape:
@@ -43,6 +44,13 @@ class Tape:
         """
         raise NotImplementedError("this tape records")
 
+    def find(self, place: int, step: int) -> Tensor | None:
+        """The same, of a step whose messages were all read; None where nothing was put in.
+
+        Shapes: -> `[bytes]` uint8.
+        """
+        raise NotImplementedError("this tape records")
+
     def end(self, what: str, optimizer: Any) -> None:
         """Ends what moved the weights of a `Replicated` with the messages before: a "step", or
         "synchronize"."""
@@ -66,6 +74,7 @@ class Message:
             were lost.
         recycle: Takes back receive buffers; None where nobody has a use for them.
         reply: Of a stage that owners answer, their answer.
+        missing: The gradients that this replica lacks, if it does.
     """
 
     step: int
@@ -79,6 +88,7 @@ class Message:
     absent: set[int] = field(default_factory=set)
     recycle: Callable[[Tensor], None] | None = None
     reply: Message | None = None
+    missing: Missing | None = None
 
     def know(self, first: int, indices: Tensor | Unpackable | None) -> None:
         """Keeps the indices of the rows of the flat from `first` on."""

@@ -11,6 +11,7 @@ from detonation.core import runtime
 from detonation.core.compute import kernel_library
 from detonation.core.integrity.fault_counts import FaultCounts
 from detonation.core.integrity.header import DIGITS, hash63, put
+from detonation.core.integrity.missing import FIRST_KNOWN, MOST_KNOWN, Missing
 
 
 class SumGuard:
@@ -46,17 +47,23 @@ class SumGuard:
         self._delay, self._on_device = delay, on_device
         self.usual = torch.zeros(1, dtype=torch.float32, device="cpu") if usual is None else usual
         self._forget = forget
-        self._high = 1 + (
-            len(self._names) >> 16
-        )  # statuses have as many highest digits; marks take the rest of 256
+        self.statuses = 1 + len(self._names)
+        # a status also says what is missing: see `missing`
+        self.most_known = max(1, (1 << 16) // self.statuses - FIRST_KNOWN)
+        self._most_said = FIRST_KNOWN + min(self.most_known, MOST_KNOWN)
+        # statuses have as many highest digits; marks take the rest of 256
+        self._high = 1 + (self._most_said * self.statuses >> 16)
         marks, first = min(251, 256 // self._high - 1), (self._schema + 5 * place) % 251
         self._marks = [
             (1 + (first + step) % marks) * self._high for step in range(marks)
         ]  # of steps, in turns
+        self.noted = 0  # a digest of the sets that the replicas exchanged, see `Unused`
         self._sent = self._opened = 0
         self._received: dict[int, int] = {}  # digests by number of the exchange
 
-    def seal_sum(self, digits: Tensor, status: int | Tensor, step: int) -> None:
+    def seal_sum(
+        self, digits: Tensor, status: int | Tensor, step: int, missing: Missing | None = None
+    ) -> None:
         """Writes this replica's status after the values of an all-reduce, and a mark of schema,
         place and step.
 
@@ -66,6 +73,8 @@ class SumGuard:
         Shapes: `[3 * replicas]`, of any content.
         """
         mark = self._marks[step % len(self._marks)]
+        if missing:
+            status = status + missing.says * self.statuses
         digits.zero_()
         if isinstance(status, Tensor) or status:
             for i in range(DIGITS):
@@ -120,20 +129,40 @@ class SumGuard:
             digits, self._replica, self._marks[step % len(self._marks)], self._high, absent
         )
         self._counts.accept(
-            [sender for sender, status in enumerate(statuses) if not status], self._place
+            [sender for sender, status in enumerate(statuses) if not status % self.statuses],
+            self._place,
         )
         for sender, status in enumerate(statuses):
-            if not status:
-                continue
+            number = status % self.statuses
             if status < 0:
                 self._counts.misplace(sender, step)
-            elif status > len(self._names):
+            elif status >= self._most_said * self.statuses:
                 self._counts.refuse(sender, "has a status that does not exist", step)
-            else:
-                self._counts.skip(sender, self._place, self._names[status - 1], step)
+            elif number:
+                self._counts.skip(sender, self._place, self._names[number - 1], step)
         if not finite:
             self._counts.refuse_sum(step)
         return bool(finite) and min(statuses, default=0) >= 0
+
+    def hear_sum(
+        self, missing: Missing, digits: Tensor, step: int, absent: Collection[int]
+    ) -> None:
+        """Lets `missing` read what the statuses in the sum of `step` say.
+
+        Shapes: `[3 * replicas]`.
+        """
+        copied = runtime.Readback(digits.to(torch.float32, copy=True))
+
+        def said() -> dict[int, int]:
+            mark = self._marks[step % len(self._marks)]
+            found = statuses_of_sum(copied.read(), self._replica, mark, self._high, absent)
+            return {
+                sender: max(0, status) // self.statuses
+                for sender, status in enumerate(found)
+                if sender not in absent
+            }
+
+        missing.said = said
 
 
 def statuses_of_sum(

@@ -1,6 +1,6 @@
 """SignSGD: every weight moves by lr against the sign of its update."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -92,17 +92,21 @@ class SignSGD(Optimizer):
         """True if the size of a gradient does not count: without momentum."""
         return not any(group["momentum"] for group in self.param_groups)
 
-    def take(self, parameters: Sequence[Tensor], update: SignedUpdate) -> bool:
+    def take(
+        self, parameters: Sequence[Tensor], update: SignedUpdate, unused: Collection[int] = ()
+    ) -> bool:
         """Moves `parameters` by `update` in the next step, and ignores their gradients.
 
-        Returns False, and does nothing, where a momentum or a step hook needs gradients or the
-        update cannot.
+        Those whose numbers are in `unused` stay as they are. Returns False, and does nothing, where
+        a momentum or a step hook needs gradients or the update cannot.
 
         Shapes: any, each parameter as in its layer.
         """
         if self._optimizer_step_pre_hooks or any(group["momentum"] for group in self.param_groups):
             return False
         weights = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+        for number in unused:
+            weights[number] = torch.empty_like(weights[number])  # moves in its place
         engine, received = update.engine, update.received
         if engine is None or not engine.can_apply_signs(received, weights):
             return False

@@ -282,10 +282,13 @@ class Replicated(OptimizerWrapper):
         """
         self.with_loading_hooks(state_dict, lambda given: states.from_state_dict(self, given))
 
-    def local_state(self) -> dict[str, Tensor]:
-        """The state private to this replica and shard, to read; waits for messages in flight."""
+    def local_state(self, alone: bool = False) -> dict[str, Tensor]:
+        """The state private to this replica and shard, to read; waits for messages in flight.
+
+        All replicas ask at the same step, unless `alone`; see `Replicator.local_state`.
+        """
         self.refuse_overlap()
-        return states.local_state_of(self._replicators or [])
+        return states.local_state_of(self._replicators or [], alone)
 
     @torch.no_grad()
     def resume_at(self, step: int) -> None:

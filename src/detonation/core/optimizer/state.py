@@ -99,9 +99,9 @@ def load_replica_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> 
     optimizer.resume_at(int(state["step"]))
 
 
-def local_state_of(replicators: Sequence[Replicator]) -> dict[str, Tensor]:
+def local_state_of(replicators: Sequence[Replicator], alone: bool = False) -> dict[str, Tensor]:
     """See `Replicated.local_state`."""
-    found = enumerate(replicator.local_state().named() for replicator in replicators)
+    found = enumerate(replicator.local_state(alone).named() for replicator in replicators)
     return {f"{index}.{key}": tensor for index, named in found for key, tensor in named.items()}
 
 

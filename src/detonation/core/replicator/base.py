@@ -106,5 +106,10 @@ class Replicator(ABC):
         """
 
     @abstractmethod
-    def local_state(self) -> LocalState:
-        """The state that is private to this replica."""
+    def local_state(self, alone: bool = False) -> LocalState:
+        """The state that is private to this replica. Waits for messages in flight.
+
+        Args:
+            alone: Whether no other replica asks. Which parameters nobody used in the steps of these
+                messages may then stay open.
+        """

@@ -20,8 +20,10 @@ from detonation.core.flat.rows import Bucket
 from detonation.core.integrity.fault_counts import Changed, FaultCounts
 from detonation.core.integrity.guard import Guard
 from detonation.core.integrity.message import Message
+from detonation.core.integrity.missing import Missing
 from detonation.core.link.link import Link
 from detonation.core.memory import LocalState, Memory
+from detonation.core.replicator.unused import Unused
 from detonation.core.runtime import Runtime
 from detonation.core.schemes.buckets import codec_of
 from detonation.core.schemes.scheme import Scheme
@@ -71,7 +73,7 @@ class Transfer:
         exchange = self.pipeline.exchange
         if exchange.secluded:
             self.forward()
-        return Update(self.pipeline.engine, exchange.receive(self.message))
+        return Update(self.pipeline.engine, exchange.receive(self.message), self.message.missing)
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Update:
 
     engine: ReferenceEngine
     received: Received
+    missing: Missing | None = None
 
     def flat(self) -> Tensor:
         """Decodes the update.
@@ -148,9 +151,9 @@ class Channel:
         self._knows = scheme.codec.selection.shared and (
             not scheme.codec.dense or self.engine.guard.on_kernels
         )
-        self.exchange = exchange_for(
-            scheme, link, layout, self.engine, self._guard(layout, 0), self._room
-        )
+        guard = self._guard(layout, 0)
+        self.exchange = exchange_for(scheme, link, layout, self.engine, guard, self._room)
+        self.unused = Unused(link, layout, self.memory, guard, scheme.round.delay > 0)
         if (
             runtime.decides_on_device
         ):  # the basis copies its matrix to the device now, and not in the first round's end
@@ -204,6 +207,9 @@ class Channel:
         if self.link.tape and self.link.tape.plays:
             self._play(transfer, [transfer.pipeline])
             return transfer
+        missing = [number for number, signal in enumerate(signals) if signal is None]
+        if missing:
+            self.unused.miss(transfer.message, missing)
         bad: bool | Tensor
         status: int | Tensor
         if self.engine.reads_status:
@@ -229,6 +235,8 @@ class Channel:
         exchange.send(transfer.message, status)
         if transfer.unreleased:
             self._release(transfer)
+        if missing:
+            self.unused.sent(transfer.message)
         return transfer
 
     def send_bucket(
@@ -278,6 +286,8 @@ class Channel:
             transfer.is_empty = status > 0
         self.exchange.send(transfer.message, status)
         self._release(transfer)
+        if is_last and transfer.message.missing:
+            self.unused.sent(transfer.message)
         return bad
 
     def announce(self, step: int, name: str, in_buckets: bool) -> list[Transfer]:
@@ -317,9 +327,8 @@ class Channel:
         Shapes: flats `[rows, chunk]`.
         """
         memory = {"residual": self.memory.residual} if self.memory else {}
-        return LocalState(
-            self.layout, memory | dict(flats), self.exchange.state() | dict(others or {})
-        )
+        of_exchange = self.exchange.state() | dict(others or {})
+        return LocalState(self.layout, memory | dict(flats), of_exchange, self.unused.forget)
 
     def _play(
         self, transfer: Transfer, pipelines: Sequence[BucketPipeline], is_last: bool = True

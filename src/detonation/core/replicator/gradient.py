@@ -4,7 +4,7 @@ before the local step."""
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -18,23 +18,30 @@ from detonation.core.flat.tensors import (
     locals_of,
     state_of,
 )
+from detonation.core.integrity.missing import NO_PARAMETERS, Missing
 from detonation.core.memory import LocalState
 from detonation.core.optim.base_step import BaseStep
 from detonation.core.optim.signsgd import SignSGD
 from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.channel import Channel, Transfer
 from detonation.core.replicator.overlap import CommStream, Overlap, OverlapError, refuse_unequal
+from detonation.core.replicator.unused import Unused
 from detonation.core.runtime import Readback
 from detonation.core.schemes.scheme import GradientScheme
 
 
 @dataclass(frozen=True)
 class Flat:
-    """An update that lies in memory, `[rows, chunk]` fp32: zeros before the first message, or of a
-    checkpoint."""
+    """An update in memory, `[rows, chunk]` fp32: zeros before the first message, or of a
+    checkpoint.
+
+    Once all agree on the parameters that nobody used, the rows of these are infinite, which no
+    other update is. So they are saved, and move to other layouts with the rest.
+    """
 
     layout: Layout
     of_rows: Tensor
+    missing: Missing | None = None
     engine: ClassVar[None] = None
     received: ClassVar[None] = None
 
@@ -46,6 +53,20 @@ class Flat:
 
     def write(self, targets: Sequence[Tensor]) -> None:
         copy(targets, self.layout.parts(self.of_rows))
+
+    def settle(self, unused: Unused) -> None:
+        """Agrees on the parameters that nobody used. Collective."""
+        if self.missing:
+            numbers = unused.settle(self.missing, self.missing.step)
+            rows = self.layout.row_numbers(numbers) >= 0
+            self.of_rows[rows.to(self.of_rows.device)] = torch.inf
+
+    def look(self, unused: Unused) -> "Flat":
+        """The same update after `of_rows` was loaded. Waits for the device."""
+        parts = self.layout.parts(self.of_rows)
+        infinite = torch.stack([part.isinf().any() for part in parts]).tolist()
+        numbers = [number for number, found in enumerate(infinite) if found]
+        return replace(self, missing=unused.agreed(numbers) if numbers else None)
 
 
 class Pending:
@@ -68,8 +89,22 @@ class Pending:
 
         Shapes: -> `[rows, chunk]` fp32.
         """
-        arrived = self._updates[index] = Flat(self._layout, self._updates[index].receive().flat())
+        update = self._updates[index].receive()
+        arrived = self._updates[index] = Flat(self._layout, update.flat(), update.missing)
         return arrived.of_rows
+
+    def settle(self, index: int, unused: Unused) -> None:
+        """Waits for update `index`, and agrees on the parameters that nobody used. Collective."""
+        self.wait(index)
+        settled = self._updates[index]
+        assert isinstance(settled, Flat)
+        settled.settle(unused)
+
+    def look(self, unused: Unused) -> None:
+        """Takes in all updates after they were loaded."""
+        self._updates = deque(
+            each.look(unused) if isinstance(each, Flat) else each for each in self._updates
+        )
 
     def arrived(self) -> list[Tensor]:
         """All updates, after waiting for the ones in flight.
@@ -78,11 +113,16 @@ class Pending:
         """
         return [self.wait(index) for index in range(len(self._updates))]
 
-    def step_on(self, parameters: Mapping[str, Tensor], base: BaseStep) -> None:
+    def step_on(
+        self, parameters: Mapping[str, Tensor], base: BaseStep, unused: Unused, step: int
+    ) -> None:
         """Lets `base` step on each update, and on `parameters` only, and replaces all updates by
         zeros.
 
         The gradients do not change, because a backward pass may come next and add to them.
+
+        Args:
+            step: Of the oldest update.
         """
         everyone = [
             parameter for group in base.optimizer.param_groups for parameter in group["params"]
@@ -95,8 +135,9 @@ class Pending:
         )  # which needs no gradients
         for index in range(len(self._updates)):
             update = self._updates[index].receive()
-            if not (signs and signs.take(list(parameters.values()), update)):
-                update.write(gradients_to_fill(parameters))
+            alone = unused.settle(update.missing, step + index)
+            if not (signs and signs.take(list(parameters.values()), update, alone)):
+                update.write(gradients_to_fill(parameters, alone))
             base()
             self._updates[index] = Flat(self._layout, self._layout.zeros(self._device))
         for parameter, gradient in zip(everyone, kept, strict=True):
@@ -107,8 +148,9 @@ class GradientReplicator(Replicator):
     """Replaces each gradient by the update that all replicas agreed on, before the base optimizer
     sees it.
 
-    With a delay it is the update of an earlier step. A parameter that requires a gradient and has
-    none counts as zero, on every replica alike.
+    With a delay it is the update of an earlier step. A missing gradient counts as zero if another
+    replica has one. A parameter that no replica used has none afterwards, so that the base
+    optimizer leaves it alone.
 
     Args:
         last: Whether no later level exchanges gradients. SignSGD then takes the update straight
@@ -153,13 +195,16 @@ class GradientReplicator(Replicator):
                 self._refuse_unequal()
             transfer = self.channel.send(local_gradients(self.parameters), step)
         update = (self._updates.exchange(transfer) if self._delayed else transfer).receive()
-        if not (self._signs and self._signs.take(list(self.parameters.values()), update)):
-            update.write(gradients_to_fill(self.parameters))
+        unused = NO_PARAMETERS
+        if update.missing or self.link.tape:
+            unused = self.channel.unused.settle(update.missing, step - self.scheme.round.delay)
+        if not (self._signs and self._signs.take([*self.parameters.values()], update, unused)):
+            update.write(gradients_to_fill(self.parameters, unused))
 
     def announce(self, step: int, at: int, name: str, in_buckets: bool) -> list[Transfer]:
         transfers = self.channel.announce(step, name, in_buckets)
         if self._delayed:
-            self._updates.wait(0)
+            self._updates.settle(0, self.channel.unused)
         else:
             self.channel.discard(transfers)
         return transfers
@@ -173,7 +218,8 @@ class GradientReplicator(Replicator):
         self.refuse_overlap()
 
     def synchronize(self, step: int) -> None:
-        self._updates.step_on(self.parameters, self._base)
+        first = step - self.scheme.round.delay
+        self._updates.step_on(self.parameters, self._base, self.channel.unused, first)
 
     @contextmanager
     def overlap(self, step: int) -> Iterator[None]:
@@ -217,10 +263,15 @@ class GradientReplicator(Replicator):
         replicated = self.replicated()
         copy([replicated[name] for name in tensors], list(tensors.values()))
 
-    def local_state(self) -> LocalState:
-        return self.channel.local_state(
-            {f"update{i}": each for i, each in enumerate(self._updates.arrived())}
-        )
+    def local_state(self, alone: bool = False) -> LocalState:
+        for index in range(0 if alone else self.scheme.round.delay):
+            self._updates.settle(index, self.channel.unused)
+        updates = {f"update{i}": each for i, each in enumerate(self._updates.arrived())}
+        return replace(self.channel.local_state(updates), loaded=self._loaded)
+
+    def _loaded(self) -> None:
+        self.channel.unused.forget()
+        self._updates.look(self.channel.unused)
 
     def _refuse_unequal(self) -> None:
         equal, self._equal = self._equal, None

@@ -113,6 +113,9 @@ class Overlap:
             gradient = self._parameters[name].grad
             if gradient is not seen[0] or _versions(gradient) != seen[1]:
                 raise _changed(f"the gradient of {name}")
+        missing = [i for i, each in enumerate(self._parameters.values()) if each.grad is None]
+        if missing:
+            self._channel.unused.miss(self._transfer.message, missing)
         on_device = runtime.decides_on_device(self._device)
         if not on_device:
             refuse_unequal(bool(self._equal()))
@@ -132,8 +135,17 @@ class Overlap:
             )
         self._arrived.add(index)
         self._stream.wait_for_current()
-        while self._left and self._arrived >= self._left[0].bucket.parameters:
+        while self._left and self._arrived >= self._needed():
             self._send_next()
+
+    def _needed(self) -> frozenset[int]:
+        """The parameters whose gradients the next bucket needs.
+
+        The last one needs all, because its header says what is missing.
+        """
+        if len(self._left) == 1:
+            return frozenset(range(len(self._names)))
+        return self._left[0].bucket.parameters
 
     def _send_next(self) -> None:
         pipeline = self._left[0]

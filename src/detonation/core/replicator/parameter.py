@@ -132,7 +132,7 @@ class ParameterReplicator(Replicator):
             alone = (weight == was.to(weight.dtype)) | moved.isfinite().logical_not()
             weight.copy_(torch.where(alone, anchor, moved))
 
-    def local_state(self) -> LocalState:
+    def local_state(self, alone: bool = False) -> LocalState:
         flats = {"anchor": self._anchor.flat, **self._anchor.state()}
         others = {"synchronized_at": self._synchronized_at}
         if self.round.delay:

@@ -14,6 +14,7 @@ from detonation.core.compute.nonfinite import LIMIT
 from detonation.core.integrity.guard import FORGET, LOUDER, Expected, Guard, Stage
 from detonation.core.integrity.header import DIGITS, HEADER_BYTES, IDENTITY, Header, constant
 from detonation.core.integrity.message import Message, Tape
+from detonation.core.integrity.missing import Missing
 from detonation.engines.triton.coding import coding_of, places_of, row_run
 from detonation.kernels.gpu import inspection
 
@@ -83,14 +84,20 @@ class TritonGuard(Guard):
             expected.parameters, self.usual, stage.signals, inspection.Limits(LIMIT, LOUDER, FORGET),
         )  # fmt: skip
         report = partial(self._report, expected=expected, last=not phase)
-        self._counts.report_later(step + self._delay, _readback(table), report)
+        found = _readback(table)
+        self._counts.report_later(step + self._delay, found, report)
+        if message.missing and not phase:
+            self.hear(message.missing, found)
         return whole[:, HEADER_BYTES : HEADER_BYTES + nbytes]
 
-    def seal_sum(self, digits: Tensor, status: int | Tensor, step: int) -> None:
+    def seal_sum(
+        self, digits: Tensor, status: int | Tensor, step: int, missing: Missing | None = None
+    ) -> None:
         found = status if isinstance(status, Tensor) else constant(status, digits.device)
-        self._sums.seal(
-            found, digits, DIGITS * self._replica, DIGITS, self._marks[step % len(self._marks)]
-        )
+        added = self._marks[step % len(self._marks)] << 8 * (DIGITS - 1)
+        if missing:
+            added += missing.says * self.statuses
+        self._sums.seal(found, digits, DIGITS * self._replica, DIGITS, added)
 
     def open_sum(
         self, values: Sequence[Tensor], digits: Tensor, step: int, absent: Collection[int] = ()

@@ -178,14 +178,14 @@ class SumInspector:
             1, dtype=torch.int32, device=device
         )  # zero again after every launch
 
-    def seal(self, status: Tensor, digits: Tensor, first: int, each: int, mark: int) -> None:
-        """Writes a status, with `mark` added to its last digit, as `each` digits from digit `first`
-        on, and else zeros.
+    def seal(self, status: Tensor, digits: Tensor, first: int, each: int, added: int) -> None:
+        """Writes a status, and a number `added` to it, as `each` digits from `first` on; else
+        zeros.
 
         Shapes: status `[n]` int64, see `status_of`; digits `[digits]` fp32 or bf16.
         """
         launch(
-            seal_sum_kernel, 1, status, status.numel(), digits, len(digits), first, mark << 8 * (each - 1),
+            seal_sum_kernel, 1, status, status.numel(), digits, len(digits), first, added,
             EACH=each, STATUSES=power(status.numel()), SOME=power(len(digits)),
         )  # fmt: skip
 

@@ -382,15 +382,16 @@ def scan_kernel(
     tl.store(found + tl.program_id(0), tl.where(slot < slots, number + 1, 0))
 
 
-@triton.jit(do_not_specialize=["statuses", "count", "first", "mark"])
-def seal_sum_kernel(status, statuses, digits, count, first, mark, EACH: tl.constexpr, STATUSES: tl.constexpr,
-                    SOME: tl.constexpr):  # fmt: skip
-    """Writes a status and a mark after the values of an all-reduce: `EACH` numbers below 256 from
-    number `first` on, and zeros in the places of the other replicas.
+@triton.jit(do_not_specialize=["statuses", "count", "first", "added"])
+def seal_sum_kernel(status, statuses, digits, count, first, added, EACH: tl.constexpr,
+                    STATUSES: tl.constexpr, SOME: tl.constexpr):  # fmt: skip
+    """Writes a status, and a number `added` to it, after the values of an all-reduce.
+
+    These are `EACH` numbers below 256 from number `first` on, and zeros for the other replicas.
 
     Shapes: digits `[count]` fp32 or bf16, which holds such numbers exactly.
     """
-    found = status_of(status, statuses, STATUSES) + mark
+    found = status_of(status, statuses, STATUSES) + added
     item = tl.arange(0, SOME)
     own = (item >= first) & (item < first + EACH)
     digit = (found >> (8 * tl.where(own, item - first, 0))) & 255

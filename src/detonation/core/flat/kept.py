@@ -1,0 +1,51 @@
+"""Kept rows: rows of a memory as they were before a step that may have to be undone there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class KeptRows:
+    """Rows of `memory` as they are now.
+
+    Args:
+        memory: `[rows, n]`.
+        numbers: The number of the parameter of each row, below 0 for a row that is not kept;
+            `[rows]` int64 on the host.
+    """
+
+    def __init__(self, memory: Tensor, numbers: Tensor) -> None:
+        self._memory = memory
+        self._rows = (numbers >= 0).nonzero().view(-1)
+        self._numbers = numbers[self._rows]
+        self._kept = memory[self._rows.to(memory.device)]
+        self._is_change = False
+
+    def become_change(self) -> None:
+        """Keeps what has changed in the rows since: other steps change them before `restore`."""
+        self._kept = self._kept - self._memory[self._rows.to(self._memory.device)]
+        self._is_change = True
+
+    def restore(self, parameters: Collection[int]) -> None:
+        """Undoes what was done since in the rows of `parameters`."""
+        if not parameters:
+            return
+        chosen = torch.isin(self._numbers, torch.tensor(sorted(parameters), dtype=torch.int64))
+        rows = self._rows[chosen].to(self._memory.device)
+        kept = self._kept[chosen.to(self._memory.device)]
+        if self._is_change:
+            self._memory.index_add_(0, rows, kept)
+        else:
+            self._memory.index_copy_(0, rows, kept)
+
+    def forget(self) -> None:
+        """Keeps no row any more."""
+        self._rows = self._rows[:0]
+        self._numbers = self._numbers[:0]
+        self._kept = self._kept[:0]

@@ -1,0 +1,137 @@
+"""Unused parameters: those for which no replica had a gradient in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+from zlib import crc32
+
+import torch
+
+from detonation.core.integrity.missing import (
+    FIRST_KNOWN,
+    MOST_KNOWN,
+    NEW_SET,
+    NO_PARAMETERS,
+    NONE_MISSING,
+    UNUSED_PLACE,
+    Missing,
+    MissingSets,
+    in_all,
+    packed,
+)
+
+if TYPE_CHECKING:
+    from detonation.core.flat.layout import Layout
+    from detonation.core.integrity.guard import Guard
+    from detonation.core.integrity.message import Message
+    from detonation.core.link.link import Link
+    from detonation.core.memory import Memory
+
+
+class Unused:
+    """Agreement of the replicas of a channel on the parameters that none of them used.
+
+    A replica with all gradients knows that every parameter was used, and does nothing. Messages say
+    whether a gradient is missing, so the replicas that lack one learn in the same step whether all
+    do. Only then each sends its set, one bit per parameter. All remember the sets of such an
+    exchange: a later message names its sender's set by the number of the exchange. Where all
+    messages do, nothing more is sent.
+
+    The step is undone for a parameter that nobody used: memories get their rows of it back, and the
+    base optimizer sees no gradient.
+
+    Args:
+        guard: Of the channel's messages.
+        late: Whether messages arrive in a later step.
+    """
+
+    def __init__(
+        self, link: Link, layout: Layout, memory: Memory | None, guard: Guard, late: bool
+    ) -> None:
+        self._link = link
+        self._layout = layout
+        self._memory = memory
+        self._guard = guard
+        self._late = late
+        self._most_known = min(guard.most_known, MOST_KNOWN)
+        self._known: list[MissingSets] = []
+        self._next = 0
+
+    def forget(self) -> None:
+        """Forgets all exchanges, on all replicas: the state of before was replaced."""
+        self._known = []
+        self._next = 0
+
+    def miss(self, message: Message, numbers: Sequence[int]) -> None:
+        """Notes missing gradients, before their rows are encoded and the message is sealed."""
+        octets = packed(numbers, len(self._layout.slots))
+        own = [sets[self._link.replica] for sets in self._known]
+        says = FIRST_KNOWN + own.index(octets) if octets in own else NEW_SET
+        rows = self._layout.row_numbers(numbers)
+        missing = Missing(message.step, octets, says, tuple(self._known), rows)
+        if self._memory:
+            missing.kept.append(self._memory.keep(rows))
+        message.missing = missing
+
+    def agreed(self, unused: Sequence[int]) -> Missing:
+        """The missing gradients of a step for which all agree that nobody used `unused`."""
+        octets = packed(unused, len(self._layout.slots))
+        rows = self._layout.row_numbers(unused)
+        return Missing(-1, octets, NEW_SET, (), rows, unused=frozenset(unused))
+
+    def sent(self, message: Message) -> None:
+        """Notes that what the message holds has left the memory."""
+        if self._late and message.missing:
+            for kept in message.missing.kept:
+                kept.become_change()
+
+    def settle(self, missing: Missing | None, step: int) -> frozenset[int]:
+        """The parameters that no replica used at `step`, once its messages have arrived.
+
+        Collective where all replicas lack a gradient.
+
+        Args:
+            missing: None where this replica has all gradients.
+        """
+        tape = self._link.tape
+        place = UNUSED_PLACE | self._guard.place
+        if tape and tape.plays:
+            found = tape.find(place, step)
+            if found is not None:
+                return in_all([bytes(found.tolist())])
+            return (missing.unused if missing else None) or NO_PARAMETERS
+        if missing is None:
+            return NO_PARAMETERS
+        if missing.unused is None:
+            unused = self._agree(missing)
+            for kept in missing.kept:
+                kept.restore(unused)
+            missing.kept.clear()
+            missing.unused = unused
+            if tape and unused:
+                octets = bytearray(packed(unused, len(self._layout.slots)))
+                tape.put(place, step, torch.frombuffer(octets, dtype=torch.uint8))
+        return missing.unused
+
+    def _agree(self, missing: Missing) -> frozenset[int]:
+        assert missing.said is not None
+        said = missing.said()
+        end = FIRST_KNOWN + len(missing.known)
+        if any(says == NONE_MISSING or says >= end for says in said.values()):
+            return NO_PARAMETERS
+        if NEW_SET in said.values():
+            return in_all(self._exchanged(missing))
+        return in_all(missing.known[says - FIRST_KNOWN][sender] for sender, says in said.items())
+
+    def _exchanged(self, missing: Missing) -> MissingSets:
+        """The sets of all replicas, but for those that are lost."""
+        mine = torch.frombuffer(bytearray(missing.octets), dtype=torch.uint8)
+        arriving = self._link.all_gather(mine.to(self._guard.usual.device))
+        (arrived,), absent = self._link.wait([arriving])
+        sets = [bytes(row) for row in arrived.tolist()]
+        # the digest in later messages shows whether all received the same
+        self._guard.noted = crc32(b"".join(sets), self._guard.noted) >> 1
+        self._known[self._next : self._next + 1] = [sets]
+        self._next = (self._next + 1) % self._most_known
+        return [each for sender, each in enumerate(sets) if sender not in absent]
