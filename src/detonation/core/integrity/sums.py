@@ -110,6 +110,8 @@ class SumGuard:
     def _report_sum(self, step: int, absent: Collection[int], found: Sequence[float]) -> bool:
         """Counts the status of each replica, and a sum that is not finite; False for that, and for another mark."""
         finite, *digits = found
+        if absent:
+            self._counts.miss(absent)
         statuses = statuses_of_sum(
             digits, self._replica, self._marks[step % len(self._marks)], self._high, absent
         )
