@@ -1,4 +1,4 @@
-"""Programs of training: what a user does between two steps, as a list of operations that all replicas run.
+"""Programs of training: lists of what a user does between two steps, on all replicas.
 
 A program runs in a world of simulated replicas, of threads on an elastic axis, or of processes.
 `reduced` has the oracle: a program without what must change nothing, in which going back to an
@@ -67,7 +67,7 @@ SCHEMES = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What a program begins with. pair: two optimizers on the axis. same: all see the same batches."""
+    """What a program begins with. pair: two optimizers. same: all see the same batches."""
 
     kind: str
     pair: bool = False

@@ -73,7 +73,7 @@ def step_of(model, optimizers, number, replica=0):
 
 
 def going_back(axis, name, event):
-    """Trains 10 steps, goes back to step 2, and trains on; in the step of `event` a replica goes."""
+    """Trains 10 steps, goes back to step 2, and trains on; in step 4 a replica goes."""
     model = copy.deepcopy(MODEL)
     optimizer = optimizer_of(axis, TALKING[name], model)
     for number in range(10):
@@ -103,7 +103,7 @@ def flat(model):
 @pytest.mark.parametrize("event", ["lost", "leaves"])
 @pytest.mark.parametrize("name", KINDS)
 def test_law_12_a_replica_goes_after_training_went_back(name, event):
-    """All see the same batches, so the loss of one changes nothing but roundings, and the owners of rows.
+    """All see the same batches, so a loss changes nothing but roundings and owners of rows.
 
     One that leaves gives its memory to another replica, which then sends other coefficients.
     """
@@ -118,7 +118,7 @@ def test_law_12_a_replica_goes_after_training_went_back(name, event):
 
 
 def trains_with_a_door(store, replica, backs, news):
-    """A member that trains until a newcomer is in; before it asks, training goes back, or a new optimizer is made."""
+    """A member that goes back, or makes a new optimizer, before a newcomer asks to come in."""
     membership = Membership(
         next_axis_store(store, replica, 2), replica, 2, 0, 1, 30.0, 1, print, confirm_s=30.0
     )
@@ -200,7 +200,7 @@ def memories_around(axis, every, first):
 
 
 def kept(optimizer):
-    """The memory of this replica, and its part of the mean of all: what it owns and has not sent."""
+    """The memory of this replica, and its part of the mean of all, which it has not sent."""
     if not optimizer.is_built:
         return None
     channel = optimizer.build()[0].channel
@@ -259,7 +259,7 @@ def test_the_open_rounds_of_all_optimizers_end_before_a_replica_leaves():
 
 
 def two_phases(axis, drops, event):
-    """A second optimizer is made after 12 steps of the first, which is dropped, or kept and not used."""
+    """A second optimizer is made after 12 steps of the first, which is dropped, or not used."""
     model = copy.deepcopy(MODEL)
     first = optimizer_of(axis, dt.diloco(every=5), model)
     for number in range(12):
@@ -285,7 +285,7 @@ def two_phases(axis, drops, event):
 @pytest.mark.parametrize("event", ["lost", "leaves"])
 @pytest.mark.parametrize("drops", [True, False])
 def test_a_later_optimizer_of_the_same_parameters_goes_on_alone(drops, event):
-    """What the first left open is not completed: its anchor is older than what the second has trained."""
+    """What the first left open is not completed: its anchor is older than the weights."""
     ends = replicas(partial(two_phases, drops=drops, event=event))
     assert torch.equal(ends[0][0], ends[2][0]) and ends[0][1:] == ends[2][1:] == (2, False)
     assert ends[1] is None if event == "lost" else "has left before step 2" in ends[1]
@@ -324,7 +324,7 @@ def test_a_replica_is_lost_in_the_step_in_which_all_change_what_they_train(name,
 
 @pytest.mark.parametrize("name", TALKING)
 def test_a_state_of_before_the_first_step_comes_back(name):
-    """As learning-rate finders do. The memory is empty then, and anchors are the weights of then."""
+    """As learning-rate finders do. Memories are empty then, and anchors the weights."""
     model = copy.deepcopy(MODEL)
     base = torch.optim.AdamW(model.parameters(), lr=0.01)
     optimizer = dt.replicate(base, model, LoopbackCommunicator(2), TALKING[name])

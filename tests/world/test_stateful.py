@@ -150,7 +150,7 @@ def require_laws(setting, ends, replicas):
 
 
 def keeps_memories(program):
-    """False where parameters that leave lose their memory, or gradients wait while others change."""
+    """False where parameters that leave lose their memory, or a replica its own."""
     forgets = {"freeze", "add", "anew", "lose", "join"}
     return not any(operation[0] in forgets for operation in program)
 

@@ -43,11 +43,12 @@ class ReplicaLeft(ReplicaLost):
 class RankReport:
     """How far a rank has come.
 
-    floor: it finished all collectives up to this number. beyond: those that it finished besides. absent: of finished
-    collectives that it still holds, the numbers of the replicas without a part in them. begun: the steps that it began,
-    for texts. users: the turns (see `Turns`) that each optimizer on the axis began; entered: those before which it
-    knows who leaves and who comes. alive: the optimizers that exist. leaves: its replica was asked to leave.
-    departing: replicas that leave, each with the turn of each optimizer before which it does, and the optimizers that
+    floor: it finished all collectives up to this number. beyond: those that it finished besides.
+    absent: of finished collectives that it still holds, the numbers of the replicas without a part
+    in them. begun: the steps that it began, for texts. users: the turns (see `Turns`) that each
+    optimizer on the axis began; entered: those before which it knows who leaves and who comes.
+    alive: the optimizers that exist. leaves: its replica was asked to leave. departing: replicas
+    that leave, each with the turn of each optimizer before which it does, and the optimizers that
     were `gone` then; coming: the turn of the optimizer that lets a replica in, and this replica.
     """
 
@@ -82,7 +83,7 @@ class Agreement:
 
     @property
     def next_step(self) -> int:
-        """The first step that no rank has begun, for texts: training may go back, and turns do not."""
+        """The first step that no rank has begun, for texts: training may go back."""
         return max((report.begun for report in self.reports.values()), default=0)
 
     @property
@@ -92,7 +93,7 @@ class Agreement:
 
     @property
     def next_changes(self) -> list[int]:
-        """The first turn of each optimizer before which no rank has looked who leaves and who comes."""
+        """The first turn of each optimizer before which no rank has asked who leaves or comes."""
         return _largest(
             turns for report in self.reports.values() for turns in (report.users, report.entered)
         )
@@ -122,7 +123,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a replica comes in: before which turn and which step of the optimizer `user` on the axis."""
+    """Where a replica comes in: before which turn, and step, of the optimizer `user`."""
 
     user: int
     turn: int
@@ -212,10 +213,10 @@ def axis_key(
 ) -> str:
     """A key of the store, by the numbers of a rank, of a guest, or of a guest and one of its shards or another rank.
 
-    Of a rank: its beat; that it has left together with the others, or because it was asked. Of a guest: that it asks to
-    come in; the optimizer that lets it in (door); the turn of it after which the guest gets its copy, and before which
-    it comes in (admit); the step of that turn, once the others have come to it (entry). Of its shard: the address of
-    its feed; that it waits for a copy (coming), and has it (ready). at: that a rank, second, has come to the turn of a
-    guest, first.
+    Of a rank: its beat; that it has left together with the others, or because it was asked. Of a
+    guest: that it asks to come in; the optimizer that lets it in (door); the turn of it after which
+    the guest gets its copy, and before which it comes in (admit); the step of that turn, once the
+    others have come to it (entry). Of its shard: the address of its feed; that it waits for a copy
+    (coming), and has it (ready). at: that a rank, second, has come to the turn of a guest, first.
     """
     return "/".join((kind, *map(str, numbers)))

@@ -142,9 +142,10 @@ class SurvivingCommunicator(AxisEnd):
     def depart(self) -> None:
         """Asks that this replica leave before one of the next steps, such as in a handler of SIGTERM.
 
-        All agree on the step. There open rounds end, what this replica has not sent goes to another one, for all
-        optimizers on the axis at once, and its step raises `ReplicaLeft`; the others go on. One rank of a replica is
-        enough. It has no effect where fewer than `min_replicas` would be left.
+        All agree on the step. There open rounds end, what this replica has not sent goes to another
+        one, for all optimizers on the axis at once, and its step raises `ReplicaLeft`; the others
+        go on. One rank of a replica is enough. It has no effect where fewer than `min_replicas`
+        would be left.
         """
         self._membership.leaves = True
 
@@ -337,7 +338,7 @@ class SurvivingCommunicator(AxisEnd):
             _log.warning("%s", self.losses[-1].text(len(membership.members), len(self.layout)))
 
     def _note(self, agreement: Agreement) -> None:
-        """Notes who leaves, where enough are left, and who comes: before a turn for which no rank has asked yet.
+        """Notes who leaves, where enough stay, and who comes: before a turn that none has come to.
 
         Who is noted already keeps that turn.
         """
@@ -374,7 +375,8 @@ class SurvivingCommunicator(AxisEnd):
         done = [each for each in self._kept.values() if each.result is not None]
         beyond = [each.number for each in done if each.number > self._floor]
         absent = {str(each.number): sorted(each.absent) for each in done}
-        turns = self.users.turns
+        with self._changed:  # an optimizer that is made meanwhile is in all of it, or in nothing
+            turns, alive = list(self.users.turns), self.users.hold()
         return RankReport(
             self._floor,
             beyond,
@@ -386,7 +388,7 @@ class SurvivingCommunicator(AxisEnd):
             [each.entered for each in turns],
             told_departures(self.departing),
             self.guest,
-            self.users.hold(),
+            alive,
         )
 
     def _formed(self) -> Group:

@@ -1,4 +1,4 @@
-"""The optimizers on an elastic axis, as one rank counts them: how far each has come, and which of them remain."""
+"""The optimizers on an elastic axis: how far each has come, and which of them remain."""
 
 import math
 import weakref

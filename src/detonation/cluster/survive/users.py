@@ -93,7 +93,7 @@ class Host:
         return self.membership.guest if self.membership.guest_asks else None
 
     def offer(self, guest: int, address: str, user: int) -> None:
-        """Lets a guest know where it finds the state of this shard, and that the optimizer `user` lets it in."""
+        """Lets a guest know where the state of this shard is, and that `user` lets it in."""
         store = self.membership.store
         store.set(axis_key("door", guest), str(user))  # first: who has the address may be ready
         store.set(axis_key("feed", guest, self.membership.shard), address)
@@ -109,7 +109,7 @@ class Host:
         self.membership.store.set(axis_key("entry", guest), told)
 
     def copy_turn(self, guest: int, turn: int) -> float:
-        """The turn after which all shards give their guest a copy; infinity until the guests of all are there.
+        """The turn after which all shards give their guest a copy; infinity until all have one.
 
         The shards of a replica are in the same turn, or in two that follow each other.
         """
@@ -128,8 +128,9 @@ class Host:
 class AxisEnd(ElasticCommunicator):
     """An end of an elastic axis, for an optimizer or for what is none.
 
-    layout: the replicas that have a number for it, by the numbers with which they began. adopted: the turn before which
-    it took them. pending: agreements on members that it has not adopted. name: of its texts.
+    layout: the replicas that have a number for it, by the numbers with which they began. adopted:
+    the turn before which it took them. pending: agreements on members that it has not adopted.
+    name: of its texts.
     """
 
     axis: "SurvivingCommunicator"
@@ -171,7 +172,7 @@ class AxisUser(AxisEnd):
 
     Until then a lost replica is absent for it. Optimizers may be in different steps. All ranks make them in one order.
 
-    turns: how far it has come. optimizer: what hands over its memory for another one; None where nothing does.
+    turns: how far it has come. optimizer: its method that hands over; None where none does.
     """
 
     def __init__(self, axis: "SurvivingCommunicator", hand_over: HandOver | None) -> None:
@@ -266,9 +267,9 @@ class AxisUser(AxisEnd):
         return kept
 
     def _let_all_hand_over(self, leaving: Sequence[int]) -> None:
-        """Lets the other optimizers on the axis hand over what the replicas `leaving` have not sent. Collective.
+        """Lets other optimizers hand over what the replicas `leaving` have not sent. Collective.
 
-        All ranks come here in the same step of the same optimizer, so the others are between the same two steps.
+        All ranks are in the same step of the same optimizer, so the others are between two steps.
         """
         axis = self.axis
         gone = {user for member in leaving for user in axis.departing[member].gone}
@@ -280,13 +281,16 @@ class AxisUser(AxisEnd):
             axis.acting, axis.handed = None, ()
 
     def hand_over(self) -> None:
-        """Lets its optimizer hand over, in a step of another one. This is a turn of its own: it adopts in the next."""
+        """Lets its optimizer hand over, in a step of another one.
+
+        This is a turn of its own: it adopts the new numbers in the next one.
+        """
         if (optimizer := self.optimizer) is not None:
             optimizer()
         self._ahead += 1
 
     def _await_departure(self, leaving: Sequence[int], step: int) -> None:
-        """Leaves where this replica is among those `leaving`; otherwise waits until all have agreed on who is left."""
+        """Leaves where this replica is `leaving`; else waits until all agree on who is left."""
         if self._membership.replica in leaving:
             self._membership.store.set(axis_key("asked", self._membership.rank), "1")
             self._membership.await_shards(self.axis.timeout_s)
@@ -321,7 +325,10 @@ class AxisUser(AxisEnd):
         return [each for each in self.pending if turn >= turn_of(each.next_turns, self.number)]
 
     def _end_others(self, due: Sequence[Agreement], grown: bool) -> None:
-        """Counts optimizers as over that some rank has no longer; of a newcomer, all but the one that let it in."""
+        """Counts optimizers as over that some rank has no longer.
+
+        A newcomer has only the one that let it in.
+        """
         users = self.axis.users
         for agreement in due:
             users.end_others(agreement.gone)

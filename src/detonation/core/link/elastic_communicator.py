@@ -62,7 +62,7 @@ class RenumberedCommunicator(Communicator):
         return
 
     def resume_at(self, step: int) -> None:
-        """Notes that `step` is the next one of this optimizer: it went back, or forth. Collective."""
+        """Notes that `step` is the next one of this optimizer, which went back, or forth."""
         return
 
     @abstractmethod
@@ -74,7 +74,7 @@ class RenumberedCommunicator(Communicator):
         return []
 
     def handing_over(self) -> list[int]:
-        """The numbers of the replicas that leave in the step of another optimizer that is under way."""
+        """The numbers of the replicas that leave in a step of another optimizer."""
         return []
 
     @abstractmethod

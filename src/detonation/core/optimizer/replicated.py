@@ -313,15 +313,19 @@ class Replicated(OptimizerWrapper):
 
     @contextmanager
     def levels_back_on_error(self) -> Iterator[None]:
-        """Context in which the levels may be built for other parameters; an error brings those of before back."""
+        """Context in which the levels may be built for other parameters.
+
+        An error brings those of before back.
+        """
         made = self._by_level, self._consensus, self._replicators
-        parameters = self._trained.laid_out
+        parameters, clip = self._trained.laid_out, self.base_step.clip
         try:
             yield
         except BaseException:
             if self._replicators is not made[2]:
                 self._by_level, self._consensus, self._replicators = made
                 self._trained.lay_out(parameters)
+                self.base_step.clip = clip
             raise
 
     def forget_levels(self) -> None:
@@ -372,8 +376,10 @@ class Replicated(OptimizerWrapper):
 
     @torch.no_grad()
     def hand_over(self) -> None:
-        """Gives another replica what those have not sent that leave in a step of another optimizer on the axis.
-        Collective."""
+        """Gives another replica what those that leave have not sent. Collective.
+
+        They leave in a step of another optimizer on the axis.
+        """
         if (consensus := self._consensus) is None:
             return
         with consensus.runtime.exact_arithmetic():

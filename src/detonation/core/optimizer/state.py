@@ -82,8 +82,9 @@ def load_replica_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> 
 
 
 def _fitting(optimizer: "Replicated", state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a saved state, for which the levels exist then; empty for one of before the first step.
+    """The tensors of a saved state, for which the levels exist then.
 
+    None of a state of before the first step.
     Raises `ValueError` where they do not fit, and nothing has changed then.
     """
     saved = {key: tensor for key, tensor in state.items() if key != "step"}
@@ -95,7 +96,7 @@ def _fitting(optimizer: "Replicated", state: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _require_fit(local: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Raises `ValueError` unless the tensors `saved` have the names and shapes of the `local` ones."""
+    """Raises `ValueError` unless `saved` has the names and shapes of `local`."""
     require_same_keys("the saved state", local, saved)
     for key, tensor in local.items():
         if tensor.shape != saved[key].shape:
