@@ -100,6 +100,12 @@ class Programs(RuleBasedStateMachine):
     def go_back(self, data):
         self.write(("back", data.draw(st.sampled_from(self.saved))))
 
+    @rule(steps=st.integers(1, 8))
+    def try_and_go_back(self, steps):
+        """As a search for a learning rate does, or who meets a spike of the loss."""
+        self.mark()
+        self.write(*[("step",)] * steps, ("back", self.marks))
+
     @precondition(lambda self: self.saved and not self.kind.rounds)
     @rule()
     def not_finite(self):

@@ -122,7 +122,7 @@ class Agreement:
 
 
 @dataclass(frozen=True)
-class Entry:
+class GuestEntry:
     """Where a replica comes in: before which turn, and step, of the optimizer `user`."""
 
     user: int

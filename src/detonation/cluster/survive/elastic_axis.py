@@ -24,7 +24,7 @@ from detonation.cluster.survive.agreement import (
     EPOCH,
     SIZE,
     Agreement,
-    Entry,
+    GuestEntry,
     RankReport,
     ReplicaLost,
     axis_key,
@@ -353,12 +353,16 @@ class Guest:
         """Lets the others know that this rank has the state of training."""
         self._store.set(axis_key("ready", self.number, self._shard), "1")
 
-    def entry(self) -> Entry | None:
+    def entry(self) -> GuestEntry | None:
         """Where this replica comes in; None until the others wait for it there."""
         key = axis_key("entry", self.number)
-        return Entry(*map(int, self._store.get(key).split())) if self._store.check([key]) else None
+        return (
+            GuestEntry(*map(int, self._store.get(key).split()))
+            if self._store.check([key])
+            else None
+        )
 
-    def come_in(self, entry: Entry, timeout_s: float = 60.0) -> SurvivingCommunicator:
+    def come_in(self, entry: GuestEntry, timeout_s: float = 60.0) -> SurvivingCommunicator:
         """The axis between the replicas, this one among them, or `ReplicaLost`. Collective."""
         report = RankReport(_ALL, [], {}, entry.step, self.number)
         deadline = time.monotonic() + timeout_s

@@ -15,7 +15,7 @@ from detonation.cluster.init import note_loss
 from detonation.cluster.network.throttled import NodeLink
 from detonation.cluster.survive.agreement import (
     Agreement,
-    Entry,
+    GuestEntry,
     RankReport,
     ReplicaLost,
     axis_key,
@@ -54,7 +54,7 @@ class SurvivingCommunicator(AxisEnd):
         membership: Membership,
         timeout_s: float,
         floor: int = 0,
-        entry: Entry | None = None,
+        entry: GuestEntry | None = None,
         let_in: Sequence[Agreement] = (),
         link: NodeLink | None = None,
     ) -> None:

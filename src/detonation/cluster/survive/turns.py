@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from detonation.cluster.survive.agreement import Agreement, Entry, RankReport
+from detonation.cluster.survive.agreement import Agreement, GuestEntry, RankReport
 
 if TYPE_CHECKING:
     from detonation.cluster.survive.users import AxisUser
@@ -58,7 +58,7 @@ class AxisUsers:
     turns: of all optimizers that were made, by number.
     """
 
-    def __init__(self, entry: Entry | None, reports: Collection[RankReport]) -> None:
+    def __init__(self, entry: GuestEntry | None, reports: Collection[RankReport]) -> None:
         made = max((len(report.users) for report in reports), default=0)
         self.turns = [Turns(over=True) for _ in range(made)]
         self._entry = entry  # of a newcomer, whose first optimizer is the one that lets it in

@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import Store
 
 from detonation.cluster.survive.agreement import (
     Agreement,
-    Entry,
+    GuestEntry,
     ReplicaLeft,
     axis_key,
     turn_of,
@@ -103,7 +103,7 @@ class Host:
         store, key = self.membership.store, axis_key("door", guest)
         return int(store.get(key)) if store.check([key]) else 0
 
-    def tell_entry(self, guest: int, entry: Entry) -> None:
+    def tell_entry(self, guest: int, entry: GuestEntry) -> None:
         """Lets a guest know that the others have come to the turn before which it comes in."""
         told = f"{entry.user} {entry.turn} {entry.step}"
         self.membership.store.set(axis_key("entry", guest), told)
@@ -312,7 +312,9 @@ class AxisUser(AxisEnd):
                     axis.awaits = -1
                     return
                 if axis.awaits < 0:
-                    axis.host.tell_entry(axis.guest[1], Entry(self.number, axis.guest[0], step))
+                    axis.host.tell_entry(
+                        axis.guest[1], GuestEntry(self.number, axis.guest[0], step)
+                    )
                 axis.awaits = axis.guest[1]
             if membership.awaits(axis.awaits):  # and nothing is in flight anywhere
                 membership.call()
