@@ -42,14 +42,12 @@ _LR = 0.1
 class Kind:
     """A scheme, the same with other settings, and what its laws promise.
 
-    exact: a lost replica changes only roundings where all see the same. rounds: replicas differ
-    between rounds. conserves: what is not in the weights is in a memory.
+    rounds: replicas differ between rounds. conserves: what is not in the weights is in a memory.
     """
 
     scheme: Any
     other: Any = None
     momentum: float = 0.5
-    exact: bool = True
     rounds: bool = False
     conserves: bool = False
 
@@ -59,9 +57,9 @@ _rounds = partial(dt.diloco, outer_lr=0.7, outer_momentum=0.5)
 SCHEMES = {
     "full": Kind(dt.full()),
     "demo": Kind(_demo(topk=2), _demo(topk=4), momentum=0.0, conserves=True),
-    "demo-owner": Kind(dt.demo(topk=2, chunk=8, link="owner"), exact=False),
+    "demo-owner": Kind(dt.demo(topk=2, chunk=8, link="owner")),
     "diloco": Kind(_rounds(every=3), _rounds(every=2), rounds=True),
-    "late": Kind(dt.demo(topk=2, chunk=8, delay=1), exact=False),
+    "late": Kind(dt.demo(topk=2, chunk=8, delay=1)),
 }
 
 
