@@ -92,11 +92,11 @@ def test_a_newcomer_that_nobody_lets_in_does_not_wait_for_ever(ended, monkeypatc
     """The others agree on no step, as another shard of the newcomer never has its state; or training ends."""
     clock = Clock()  # it waits for the state as long as that takes, and then in no time
 
-    def step(guest):
+    def entry(guest):
         clock.sleep(0.0 if ended else LIMIT_S)
 
     monkeypatch.setattr(dt.Guest, "ready", lambda _: None)
-    monkeypatch.setattr(dt.Guest, "step", step)
+    monkeypatch.setattr(dt.Guest, "entry", entry)
     monkeypatch.setattr(admission, "time", SimpleNamespace(monotonic=clock))
     store, model = HashStore(), copy.deepcopy(MODEL)
     axis = dt.elastic(replica=0, replicas=1, store=store)
@@ -130,7 +130,7 @@ def left_behind(store):
     guest, model = dt.Guest(store), copy.deepcopy(MODEL)
     with dt.follow(model, guest.addresses(LIMIT_S), token=TOKEN) as follower:
         guest.ready()
-        while guest.step() is None:
+        while guest.entry() is None:
             follower.update(wait_s=0.01)
     guest.membership.leave(0)
 
@@ -197,7 +197,7 @@ def test_a_newcomer_that_gives_up_a_group_in_which_the_others_begin_its_first_st
                 again.set()
                 return super()._formed()
             group, axes[REPLICAS], other = super()._formed(), self, axes[1]
-            while other._begun <= self._joined or (
+            while other._begun <= self._entry.step or (
                 started and all(each.result is not None for each in kept(other))
             ):
                 time.sleep(0.01)

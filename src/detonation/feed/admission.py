@@ -2,6 +2,7 @@
 newcomer."""
 
 import contextlib
+import gc
 import logging
 import math
 import time
@@ -69,10 +70,11 @@ class Admission:
             raise ValueError(
                 "only an elastic axis lets replicas in: make it with detonation.elastic"
             )
-        self._model, self._optimizer, self._axis = model, optimizer, axis.axis
+        self._model, self._optimizer, self._user, self._axis = model, optimizer, axis, axis.axis
         self._host, self._token = host, None if token is None else checked_token(token)
         self._feed: Feed | None = None
         self._guest = -1
+        self._copy_turn = math.inf  # before which the guest gets no copy
 
     def after_step(self) -> None:
         """Opens a feed where a newcomer asks for it, and closes it once the newcomer is in, or
@@ -80,10 +82,10 @@ class Admission:
         guest = self._axis.host.guest
         if self._feed is not None:
             self._feed.flush()  # the last step before the newcomer's must not wait for another
-            if self._feed.followers and math.isinf(self._feed.first_copy):
-                self._feed.first_copy = self._axis.host.copy_step(
-                    self._guest, self._optimizer.step_count
-                )
+            if self._feed.followers and math.isinf(self._copy_turn):
+                turn = self._user.turn_of(self._optimizer.step_count)
+                self._copy_turn = self._axis.host.copy_turn(self._guest, turn)
+            self._feed.first_copy = self._user.step_of(self._copy_turn)
         if self._feed is not None and guest != self._guest:
             self._optimizer.record(self._before)
             self._feed.close(ended=False, wait_s=0.0)
@@ -96,19 +98,20 @@ class Admission:
                 _log.warning("replica %d asks to join, but cannot: %s", guest, error)
 
     def _open(self, guest: int) -> None:
-        if self._axis.shared:
+        gc.collect()  # a dropped optimizer is none, also where a cycle of references kept it
+        if len(self._axis.users.present) > 1:
             raise ValueError(
                 "several optimizers use the axis, and a newcomer takes the state of one"
             )
         self._feed = Feed(self._model, self._optimizer, f"{self._host}:0", token=self._token)
-        self._feed.first_copy = (
-            math.inf
-        )  # the shards of a newcomer step together, from copies of the same step
+        # the shards of a newcomer step together, from copies of the same step
+        self._feed.first_copy = self._copy_turn = math.inf
+        self._feed.ahead = self._user.turns_ahead
         self._before = self._optimizer.tape
         self._optimizer.record(
             self._feed if self._before is None else Tapes([self._before, self._feed])
         )
-        self._axis.host.offer(guest, self._feed.address)
+        self._axis.host.offer(guest, self._feed.address, self._user.number)
 
 
 def admitted(
@@ -168,17 +171,22 @@ def admitted(
             guest.ready()
             follow(
                 "the others did not agree on a step",
-                lambda: guest.step() is not None or follower.ended,
+                lambda: guest.entry() is not None or follower.ended,
             )
-            if (step := guest.step()) is None:
+            if (entry := guest.entry()) is None:
                 raise ReplicaLost(
                     f"training ended after {follower.step} steps, before replica {guest.number}"
                     " came in"
                 )
-            follow(f"the weights of step {step} did not come", lambda: follower.step == step, step)
+            step = entry.step
+            # by the turn: after training went back, the same step is another one
+            follow(
+                f"the weights of step {step} did not come",
+                lambda: follower.step == step and follower.ahead == entry.turn - step,
+            )
             # with a delay the others receive what is on its way before this replica comes in
             follow(f"the others did not synchronize after step {step}", lambda: follower.complete)
-            axis = guest.come_in(step, timeout_s)
+            axis = guest.come_in(entry, timeout_s)
             joined = follower.join(axis, safety)
         joined.verify()  # as the others do
         undo.pop_all()
@@ -191,12 +199,10 @@ def _follow(
     timeout_s: float,
     late: str,
     has_come: Callable[[], bool],
-    to: int | None = None,
 ) -> None:
     """Follows the replica that offers the state, or another one if that is lost, until `has_come`.
 
-    `to` is the last step that it takes. Raises `ReplicaLost` after `timeout_s`, and where the
-    others have gone on without `guest`.
+    Raises `ReplicaLost` after `timeout_s`, and where the others have gone on without `guest`.
     """
     deadline = time.monotonic() + timeout_s
     while not has_come():
@@ -205,4 +211,4 @@ def _follow(
             raise ReplicaLost(f"{late} for replica {guest.number} within {timeout_s:g} s{lost}")
         guest.let_in()
         follower.turn_to(guest.addresses(0))
-        follower.update(to, wait_s=0.05)
+        follower.update(wait_s=0.05)

@@ -72,6 +72,11 @@ class Follower(AbstractContextManager["Follower"]):
         return dict(self._shards[0].about.get("about", {}))
 
     @property
+    def ahead(self) -> int:
+        """The number of `Feed.ahead` as of the last copy of the state."""
+        return int(self._shards[0].about.get("ahead", 0))
+
+    @property
     def bytes_received(self) -> int:
         """Bytes that came from the feed, copies of the state among them."""
         return sum(stream.bytes_received for stream in self._streams)

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,8 @@ class Feed(StepRecorder):
         self._next_copy = 0.0
         self.first_copy = 0.0
         """The step before which no follower gets a copy."""
+        self.ahead: Callable[[], int] = lambda: 0
+        """A number for followers with each copy; see `Follower.ahead`."""
         self._synchronized = 0  # calls of `synchronize` since the last step
         self._sent: dict[int, bytes] = {}  # the buffers of the model, as they were sent last
         self.records = self._closed = False
@@ -282,7 +284,8 @@ class Feed(StepRecorder):
         with self._lock:
             self._subscribed += coming
         state = shared_content(take_snapshot(self._model, optimizer, alone=True))
-        about = describe_training(optimizer) | self._about | {"synchronized": self._synchronized}
+        told = {"synchronized": self._synchronized, "ahead": self.ahead()}
+        about = describe_training(optimizer) | self._about | told
         for each in coming:
             each.begin(about, state, self.waiting)
         self._options = []  # all options of the groups come with the next step

@@ -1,7 +1,9 @@
 """The words in which ranks agree on who is left: reports, agreements, and the keys of the store."""
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Literal
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -43,10 +45,11 @@ class RankReport:
 
     floor: it finished all collectives up to this number. beyond: those that it finished besides.
     absent: of finished collectives that it still holds, the numbers of the replicas without a part
-    in them. begun: the steps that it began. users: the same for each optimizer on the axis. leaves:
-    its replica was asked to leave. entered: the steps before which it knows who leaves and who
-    comes. departing: replicas that leave, each with the step before which it does; coming: such a
-    step, and the replica that comes.
+    in them. begun: the steps that it began, for texts. users: the turns (see `Turns`) that each
+    optimizer on the axis began; entered: those before which it knows who leaves and who comes.
+    alive: the optimizers that exist. leaves: its replica was asked to leave. departing: replicas
+    that leave, each with the turn of each optimizer before which it does, and the optimizers that
+    were `gone` then; coming: the turn of the optimizer that lets a replica in, and this replica.
     """
 
     floor: int
@@ -56,9 +59,10 @@ class RankReport:
     guest: int = -1
     users: list[int] = field(default_factory=list)
     leaves: bool = False
-    entered: int = 0
-    departing: list[tuple[int, int]] = field(default_factory=list)
+    entered: list[int] = field(default_factory=list)
+    departing: list[tuple[int, list[int], list[int]]] = field(default_factory=list)
     coming: tuple[int, int] | None = None
+    alive: list[int] = field(default_factory=list)
 
     def has(self, number: int) -> bool:
         """True if the rank finished the collective `number`."""
@@ -80,20 +84,30 @@ class Agreement:
 
     @property
     def next_step(self) -> int:
-        """The first step that no rank has begun."""
+        """The first step that no rank has begun, for texts: training may go back."""
         return max((report.begun for report in self.reports.values()), default=0)
 
     @property
-    def next_change(self) -> int:
-        """The first step before which no rank has looked who leaves and who comes."""
-        return max([self.next_step, *(report.entered for report in self.reports.values())])
+    def next_turns(self) -> list[int]:
+        """The first turn of each optimizer on the axis that no rank has begun."""
+        return _largest(report.users for report in self.reports.values())
 
-    def first_step(self, user: int) -> int:
-        """The first step of an optimizer on the axis that no rank has begun."""
-        return max(
-            (report.users[user] for report in self.reports.values() if user < len(report.users)),
-            default=0,
+    @property
+    def next_changes(self) -> list[int]:
+        """The first turn of each optimizer before which no rank has asked who leaves or comes."""
+        return _largest(
+            turns for report in self.reports.values() for turns in (report.users, report.entered)
         )
+
+    @property
+    def gone(self) -> set[int]:
+        """The optimizers on the axis that exist no longer on some rank."""
+        return {
+            user
+            for report in self.reports.values()
+            for user in range(len(report.users))
+            if user not in report.alive
+        }
 
     @property
     def awaited(self) -> int:
@@ -106,6 +120,29 @@ class Agreement:
         others, step = ", ".join(map(str, self.members)), self.next_step
         why = f"replica {replica} was not heard of, or lost a shard"
         return f"{why}, and replicas {others} go on without it from step {step}"
+
+
+@dataclass(frozen=True)
+class GuestEntry:
+    """Where a replica comes in: before which turn, and step, of the optimizer `user`."""
+
+    user: int
+    turn: int
+    step: int
+
+
+def turn_of(turns: Sequence[int], user: int) -> int:
+    """The turn of an optimizer among those of all; 0 for one that was made later.
+
+    >>> turn_of([3, 5], 1), turn_of([3, 5], 2)
+    (5, 0)
+    """
+    return turns[user] if user < len(turns) else 0
+
+
+def _largest(lists: Iterable[Sequence[int]]) -> list[int]:
+    """The largest number at each index of lists of different lengths."""
+    return [max(column) for column in zip_longest(*lists, fillvalue=0)]
 
 
 def parse_agreement(epoch: int, text: bytes) -> Agreement:
@@ -160,7 +197,19 @@ def note_gone(store: Store, rank: int) -> None:
 
 def axis_key(
     kind: Literal[
-        "beat", "port", "left", "asked", "ask", "feed", "coming", "copy", "ready", "admit", "at"
+        "beat",
+        "port",
+        "left",
+        "asked",
+        "ask",
+        "feed",
+        "door",
+        "coming",
+        "copy",
+        "ready",
+        "admit",
+        "entry",
+        "at",
     ],
     *numbers: int,
 ) -> str:
@@ -168,8 +217,9 @@ def axis_key(
     or another rank.
 
     Of a rank: its beat; that it has left together with the others, or because it was asked. Of a
-    guest: that it asks to come in; the step after which it gets its copy, and before which it comes
-    in (admit). Of its shard: the address of its feed; that it waits for a copy (coming), and has it
-    (ready). at: that a rank, second, has come to the step of a guest, first.
+    guest: that it asks to come in; the optimizer that lets it in (door); the turn of it after which
+    the guest gets its copy, and before which it comes in (admit); the step of that turn, once the
+    others have come to it (entry). Of its shard: the address of its feed; that it waits for a copy
+    (coming), and has it (ready). at: that a rank, second, has come to the turn of a guest, first.
     """
     return "/".join((kind, *map(str, numbers)))

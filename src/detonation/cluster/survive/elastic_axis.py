@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -25,6 +25,7 @@ from detonation.cluster.survive.agreement import (
     EPOCH,
     SIZE,
     Agreement,
+    GuestEntry,
     RankReport,
     ReplicaLost,
     axis_key,
@@ -34,6 +35,7 @@ from detonation.cluster.survive.agreement import (
     note_gone,
     parse_agreement,
     serve_one_axis,
+    turn_of,
 )
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import MOST_TRIES, SurvivingCommunicator
@@ -374,21 +376,19 @@ class Guest:
         """Lets the others know that this rank has the state of training."""
         self._store.set(axis_key("ready", self.number, self._shard), "1")
 
-    def step(self) -> int | None:
-        """The number of steps after which this replica comes in; None until the others have agreed
-        on it."""
-        key = axis_key("admit", self.number)
-        return int(self._store.get(key)) if self._store.check([key]) else None
-
-    def come_in(self, step: int, timeout_s: float = 60.0) -> SurvivingCommunicator:
-        """The axis between the replicas, this one among them, or `ReplicaLost`.
-
-        Collective, before `step`.
-        """
-        report, deadline = (
-            RankReport(_ALL, [], {}, step, self.number, [step]),
-            time.monotonic() + timeout_s,
+    def entry(self) -> GuestEntry | None:
+        """Where this replica comes in; None until the others wait for it there."""
+        key = axis_key("entry", self.number)
+        return (
+            GuestEntry(*map(int, self._store.get(key).split()))
+            if self._store.check([key])
+            else None
         )
+
+    def come_in(self, entry: GuestEntry, timeout_s: float = 60.0) -> SurvivingCommunicator:
+        """The axis between the replicas, this one among them, or `ReplicaLost`. Collective."""
+        report = RankReport(_ALL, [], {}, entry.step, self.number)
+        deadline = time.monotonic() + timeout_s
         self._store.set(axis_key("at", self.number, self.membership.rank), "1")
         agreement = None
         while agreement is None:
@@ -408,13 +408,14 @@ class Guest:
         for _ in range(MOST_TRIES):
             try:
                 return SurvivingCommunicator(
-                    self.membership, self._timeout_s, floor, step, agreed, self._link
+                    self.membership, self._timeout_s, floor, entry, agreed, self._link
                 )
             except (
                 RuntimeError
-            ):  # one of the others was lost meanwhile; they may have begun the step with it
-                agreement = self.membership.agree(RankReport(floor, [], {}, step, users=[step]))
-                agreed = [*agreed, agreement] if agreement.next_step > step else [agreement]
+            ):  # one of the others was lost meanwhile; they may have begun the turn with it
+                agreement = self.membership.agree(replace(report, floor=floor, guest=-1))
+                begun = turn_of(agreement.next_turns, entry.user) > entry.turn
+                agreed = [*agreed, agreement] if begun else [agreement]
         raise ReplicaLost(f"replica {self.number} could not form a process group with the others")
 
     def let_in(self, report: RankReport | None = None) -> Agreement | None:
@@ -433,9 +434,8 @@ class Guest:
             if self.number in agreement.members:
                 return agreement
             if agreement.awaited == self.number:
-                raise ReplicaLost(
-                    f"the others did not wait for replica {self.number} before step {self.step()}"
-                )
+                at = "in vain" if (entry := self.entry()) is None else f"before step {entry.step}"
+                raise ReplicaLost(f"the others did not wait for replica {self.number} {at}")
         # never for an agreement after that which lets it in: it would be taken for that of a member
         if report:
             self._store.set(f"{latest + 1}/report/{self.membership.rank}", json.dumps(vars(report)))

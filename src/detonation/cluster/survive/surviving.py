@@ -13,7 +13,14 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from detonation.cluster.init import note_loss
 from detonation.cluster.network.throttled import NodeLink
-from detonation.cluster.survive.agreement import Agreement, RankReport, ReplicaLost, axis_key
+from detonation.cluster.survive.agreement import (
+    Agreement,
+    GuestEntry,
+    RankReport,
+    ReplicaLost,
+    axis_key,
+    turn_of,
+)
 from detonation.cluster.survive.groups import (
     Flight,
     Group,
@@ -22,8 +29,10 @@ from detonation.cluster.survive.groups import (
     SurvivedLoss,
 )
 from detonation.cluster.survive.membership import Membership
+from detonation.cluster.survive.turns import AxisUsers, Departure, told_departures
 from detonation.cluster.survive.users import AxisEnd, AxisUser, Host
 from detonation.core.link.communicator import Axis
+from detonation.core.link.elastic_communicator import HandOver
 from detonation.core.schemes.scheme import Scheme
 
 MOST_TRIES = 5
@@ -47,7 +56,7 @@ class SurvivingCommunicator(AxisEnd):
         membership: Membership,
         timeout_s: float,
         floor: int = 0,
-        begun: int = 0,
+        entry: GuestEntry | None = None,
         let_in: Sequence[Agreement] = (),
         link: NodeLink | None = None,
     ) -> None:
@@ -59,24 +68,27 @@ class SurvivingCommunicator(AxisEnd):
         self.replica = self.layout.index(membership.replica)
         self.losses: list[SurvivedLoss] = []
         self._kept: dict[int, NumberedCollective] = {}
-        self._started, self._floor, self._joined = floor, floor, begun
-        self.guest: tuple[int, int] | None = (
-            None  # the step before which a replica comes in, and its number
-        )
-        self.axis, self.awaits, self.adopted = self, -1, begun
-        self.departing: dict[
-            int, int
-        ] = {}  # replicas that leave, and the steps before which they do
+        self._started, self._floor, self._entry = floor, floor, entry
+        # of the optimizer at the door: the turn before which a replica comes in, and its number
+        self.guest: tuple[int, int] | None = None
+        self.axis, self.awaits, self.adopted = self, -1, entry.turn if entry else 0
+        self.departing: dict[int, Departure] = {}
+        self.acting: AxisUser | None = None
+        """The optimizer in whose step replicas leave now."""
+        self.handed: Sequence[int] = ()  # these replicas
+        self.users = AxisUsers(entry, [each for one in let_in for each in one.reports.values()])
+        self._own: AxisUser | None = None  # for calls of this end, where no optimizer was made
         for agreement in let_in:  # by the others, who know who leaves and who comes next
             for report in agreement.reports.values():
-                self.departing |= dict(report.departing)
+                self.departing |= {
+                    member: Departure(turns, gone) for member, turns, gone in report.departing
+                }
                 if report.coming and report.coming[1] not in self.layout:
-                    self.guest = report.coming[0], report.coming[1]
+                    self._expect(*report.coming)
             self._note(agreement)
         self.pending = [
             after for before, after in pairwise(let_in) if after.members != before.members
         ]
-        self.users: list[AxisUser] = []
         self._changed = membership.changed  # guards all state here, and is notified of each change
         self._recovering = self._broken = self._closed = False
         try:
@@ -102,19 +114,30 @@ class SurvivingCommunicator(AxisEnd):
                 " level"
             )
 
-    def for_one(self) -> AxisUser:
+    def for_one(self, hand_over: HandOver | None = None) -> AxisUser:
         with self._changed:
-            self.users.append(AxisUser(self, len(self.users), 0 if self.users else self._joined))
-        return self.users[-1]
+            user = AxisUser(self, hand_over)
+            self.users.add(user, holds=self._recovering or bool(self.departing))
+        return user
+
+    def _first_user(self) -> AxisUser:
+        present = self.users.present
+        if not present:
+            self._own = self.for_one()
+            return self._own
+        return present[0]
+
+    def expects(self, step: int) -> bool:
+        return self._first_user().expects(step)
 
     def enter_step(self, step: int) -> bool:
-        return (self.users or [self.for_one()])[0].enter_step(step)
+        return self._first_user().enter_step(step)
 
     def leaving(self, step: int) -> list[int]:
-        return (self.users or [self.for_one()])[0].leaving(step)
+        return self._first_user().leaving(step)
 
     def adopt(self, step: int) -> list[int]:
-        return (self.users or [self.for_one()])[0].adopt(step)
+        return self._first_user().adopt(step)
 
     @property
     def least(self) -> int:
@@ -126,8 +149,9 @@ class SurvivingCommunicator(AxisEnd):
         SIGTERM.
 
         All agree on the step. There open rounds end, what this replica has not sent goes to another
-        one, and its step raises `ReplicaLeft`; the others go on. One rank of a replica is enough.
-        It has no effect where fewer than `min_replicas` would be left.
+        one, for all optimizers on the axis at once, and its step raises `ReplicaLeft`; the others
+        go on. One rank of a replica is enough. It has no effect where fewer than `min_replicas`
+        would be left.
         """
         self._membership.leaves = True
 
@@ -139,7 +163,15 @@ class SurvivingCommunicator(AxisEnd):
 
     @property
     def _begun(self) -> int:
-        return max([self._joined, *(user.begun for user in self.users)])
+        joined = self._entry.step if self._entry else 0
+        return max([joined, *(user.turns.steps for user in self.users.present)])
+
+    def forget_departed(self, members: Sequence[int]) -> None:
+        """Forgets the departure of `members`, which have left."""
+        for member in members:
+            self.departing.pop(member, None)
+        if not self.departing:
+            self.users.let_go()
 
     def close(self, limit_s: float = 5.0) -> None:
         """Leaves together with the replicas that are left, for which it waits at most `limit_s`.
@@ -303,8 +335,9 @@ class SurvivingCommunicator(AxisEnd):
                 f"the replicas {membership.members} could not form a process group{why}"
             )
         if before != membership.members:
-            for pending in (self.pending, *(user.pending for user in self.users)):
-                pending.append(agreement)
+            with self._changed:  # an optimizer that is made meanwhile has it, too
+                for end in (self, *self.users.present):
+                    end.pending.append(agreement)
         lost = tuple(member for member in before if member not in membership.members)
         if lost:
             note_loss()
@@ -315,10 +348,9 @@ class SurvivingCommunicator(AxisEnd):
             _log.warning("%s", self.losses[-1].text(len(membership.members), len(self.layout)))
 
     def _note(self, agreement: Agreement) -> None:
-        """Notes who leaves, where enough are left, and who comes: before a step for which no rank
-        has asked yet.
+        """Notes who leaves, where enough stay, and who comes: before a turn that none has come to.
 
-        Who is noted already keeps that step.
+        Who is noted already keeps that turn.
         """
         membership, reports = self._membership, agreement.reports
         asked = {rank // membership.shards for rank, report in reports.items() if report.leaves}
@@ -326,10 +358,18 @@ class SurvivingCommunicator(AxisEnd):
             membership.leaves = False  # all know
         left = {*membership.members} - self.departing.keys()
         if len(left - asked) >= max(1, membership.least):
-            self.departing |= dict.fromkeys(sorted(left & asked), agreement.next_change)
+            self.departing |= dict.fromkeys(sorted(left & asked), Departure.by(agreement))
         if agreement.guest >= 0 and agreement.guest != (self.guest or (0, -1))[1]:
-            self.guest = agreement.next_change, agreement.guest
-            membership.store.set(axis_key("admit", agreement.guest), str(agreement.next_change))
+            door = self.host.door_of(agreement.guest)
+            self._expect(turn_of(agreement.next_changes, door), agreement.guest)
+            membership.store.set(axis_key("admit", agreement.guest), "1")
+        if not self.departing:
+            self.users.let_go()
+
+    def _expect(self, turn: int, guest: int) -> None:
+        """Notes that `guest` comes in before `turn` of the optimizer that let it in."""
+        self.guest = turn, guest
+        self.host.door = self.host.door_of(guest)
 
     def _report(self) -> RankReport:
         for each in self._kept.values():
@@ -345,11 +385,20 @@ class SurvivingCommunicator(AxisEnd):
         done = [each for each in self._kept.values() if each.result is not None]
         beyond = [each.number for each in done if each.number > self._floor]
         absent = {str(each.number): sorted(each.absent) for each in done}
-        users = [user.begun for user in self.users]
-        entered, leaves = max([0, *(user.entered for user in self.users)]), self._membership.leaves
-        known = [*self.departing.items()], self.guest
+        with self._changed:  # an optimizer that is made meanwhile is in all of it, or in nothing
+            turns, alive = list(self.users.turns), self.users.hold()
         return RankReport(
-            self._floor, beyond, absent, self._begun, self.awaits, users, leaves, entered, *known
+            self._floor,
+            beyond,
+            absent,
+            self._begun,
+            self.awaits,
+            [each.begun for each in turns],
+            self._membership.leaves,
+            [each.entered for each in turns],
+            told_departures(self.departing),
+            self.guest,
+            alive,
         )
 
     def _formed(self) -> Group:

@@ -3,15 +3,22 @@ between ranks."""
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakMethod
 
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from detonation.cluster.survive.agreement import Agreement, ReplicaLeft, axis_key
+from detonation.cluster.survive.agreement import (
+    Agreement,
+    GuestEntry,
+    ReplicaLeft,
+    axis_key,
+    turn_of,
+)
 from detonation.cluster.survive.membership import Membership
-from detonation.core.link.elastic_communicator import ElasticCommunicator, PeerLost
+from detonation.core.link.elastic_communicator import ElasticCommunicator, HandOver, PeerLost
 
 _TEXT_POLL_S = 0.01
 _TEXT, _LOST = b"+", b"-"
@@ -78,6 +85,9 @@ _POLL_S = 0.005
 class Host:
     """One rank's dealings with a replica that comes in, by the store."""
 
+    door = -1
+    """The optimizer that lets in the replica on which all have agreed."""
+
     def __init__(self, membership: Membership) -> None:
         self.membership = membership
 
@@ -86,15 +96,26 @@ class Host:
         """A replica that asks to come in, or waits for its step; None without one."""
         return self.membership.guest if self.membership.guest_asks else None
 
-    def offer(self, guest: int, address: str) -> None:
-        """Lets a guest know where it finds the state of this shard."""
-        self.membership.store.set(axis_key("feed", guest, self.membership.shard), address)
+    def offer(self, guest: int, address: str, user: int) -> None:
+        """Lets a guest know where the state of this shard is, and that `user` lets it in."""
+        store = self.membership.store
+        store.set(axis_key("door", guest), str(user))  # first: who has the address may be ready
+        store.set(axis_key("feed", guest, self.membership.shard), address)
 
-    def copy_step(self, guest: int, step: int) -> float:
-        """The step after which all shards give their guest a copy; infinity until the guests of all
-        are there.
+    def door_of(self, guest: int) -> int:
+        """The optimizer that lets a guest in."""
+        store, key = self.membership.store, axis_key("door", guest)
+        return int(store.get(key)) if store.check([key]) else 0
 
-        The shards of a replica are in the same step, or in two that follow each other.
+    def tell_entry(self, guest: int, entry: GuestEntry) -> None:
+        """Lets a guest know that the others have come to the turn before which it comes in."""
+        told = f"{entry.user} {entry.turn} {entry.step}"
+        self.membership.store.set(axis_key("entry", guest), told)
+
+    def copy_turn(self, guest: int, turn: int) -> float:
+        """The turn after which all shards give their guest a copy; infinity until all have one.
+
+        The shards of a replica are in the same turn, or in two that follow each other.
         """
         store, shard, shards = self.membership.store, self.membership.shard, self.membership.shards
         first, copy = self.membership.rank - shard, axis_key("copy", guest, self.membership.replica)
@@ -104,7 +125,7 @@ class Host:
         if shard == 0 and store.check(
             [axis_key("coming", guest, first + each) for each in range(shards)]
         ):
-            store.compare_set(copy, "", str(step + (2 if shards > 1 else 0)))
+            store.compare_set(copy, "", str(turn + (2 if shards > 1 else 0)))
         return int(store.get(copy)) if store.check([copy]) else math.inf
 
 
@@ -112,7 +133,7 @@ class AxisEnd(ElasticCommunicator):
     """An end of an elastic axis, for an optimizer or for what is none.
 
     layout: the replicas that have a number for it, by the numbers with which they began. adopted:
-    the step before which it took them. pending: agreements on members that it has not adopted.
+    the turn before which it took them. pending: agreements on members that it has not adopted.
     name: of its texts.
     """
 
@@ -124,10 +145,7 @@ class AxisEnd(ElasticCommunicator):
 
     @property
     def shared(self) -> bool:
-        return len(self.axis.users) > 1
-
-    def expects(self, step: int) -> bool:
-        return self.axis.guest is not None and step >= self.axis.guest[0]
+        return self.axis.users.several
 
     def size(self) -> int:
         return len(self.layout)
@@ -146,11 +164,11 @@ class AxisEnd(ElasticCommunicator):
         channel = f"{self.layout}/{self.adopted}/{self.name}{self.channels}"
         return StoreTexts(self.axis.host.membership, self.layout, channel)
 
-    def take(self, due: Sequence[Agreement], members: list[int], step: int) -> None:
-        """Takes the numbers that `members` have from `step` on, by the agreements `due`."""
+    def take(self, due: Sequence[Agreement], members: list[int], turn: int) -> None:
+        """Takes the numbers that `members` have from `turn` on, by the agreements `due`."""
         self.pending = [each for each in self.pending if each not in due]
         self.layout, self.replica = members, members.index(self.axis.host.membership.replica)
-        self.channels, self.adopted = 0, step  # the same members may come together again
+        self.channels, self.adopted = 0, turn  # the same members may come together again
 
 
 class AxisUser(AxisEnd):
@@ -160,61 +178,125 @@ class AxisUser(AxisEnd):
     Until then a lost replica is absent for it. Optimizers may be in different steps. All ranks make
     them in one order.
 
-    begun: the steps that it began; entered: those for which it asked who leaves.
+    turns: how far it has come. optimizer: its method that hands over; None where none does.
     """
 
-    def __init__(self, axis: "SurvivingCommunicator", number: int, begun: int) -> None:
-        self.axis, self.number, self.layout, self.replica = axis, number, axis.layout, axis.replica
-        self.pending, self.begun, self.entered, self._first = (
-            list(axis.pending),
-            begun,
-            begun,
-            float("inf"),
-        )
-        self.adopted, self.name, self._membership = (
-            axis.adopted,
-            f"user{number}/",
-            axis.host.membership,
+    def __init__(self, axis: "SurvivingCommunicator", hand_over: HandOver | None) -> None:
+        self.number = axis.users.next_number()
+        self.turns = axis.users.turns[self.number]
+        self._ahead = self.turns.begun - self.turns.steps  # a turn less the step of the optimizer
+        self._optimizer = None if hand_over is None else WeakMethod(hand_over)
+        self.axis, self.layout, self.replica = axis, axis.layout, axis.replica
+        self.pending, self.adopted = list(axis.pending), axis.adopted
+        self.name, self._membership = f"user{self.number}/", axis.host.membership
+
+    @property
+    def optimizer(self) -> HandOver | None:
+        return None if self._optimizer is None else self._optimizer()
+
+    @property
+    def exists(self) -> bool:
+        """True unless its optimizer was dropped."""
+        return self._optimizer is None or self._optimizer() is not None
+
+    def turn_of(self, step: int) -> int:
+        """The turn that begins with `step` of the optimizer."""
+        return step + self._ahead
+
+    def turns_ahead(self) -> int:
+        """A turn less its step; another one after training went back, or forth."""
+        return self._ahead
+
+    def step_of(self, turn: float) -> float:
+        """The step of the optimizer that begins `turn`, unless training goes back before."""
+        return turn - self._ahead
+
+    def resume_at(self, step: int) -> None:
+        self._ahead = self.turns.begun - step
+
+    def trains(self, tensors: Collection[Tensor]) -> None:
+        self.axis.users.note_trained(self.number, tensors)
+
+    def expects(self, step: int) -> bool:
+        axis = self.axis
+        return (
+            axis.guest is not None
+            and self.number == axis.host.door
+            and self.turn_of(step) >= axis.guest[0]
         )
 
     def enter_step(self, step: int) -> bool:
         with self._membership.changed:
             self.axis.settle()
-            self.entered = max(self.entered, step + 1)
-            if self._due(step) or self.axis.expects(step) or self.leaving(step):
+            turn = self.turn_of(step)
+            self.turns.entered = max(self.turns.entered, turn + 1)
+            if self._due(turn) or self.expects(step) or self.leaving(step):
                 return True
             self._begin(step)
         return False
 
     def leaving(self, step: int) -> list[int]:
+        if self.axis.acting not in (None, self):  # see `handing_over`
+            return []
+        turn = self.turn_of(step)
         return [
-            self.layout.index(m)
-            for m, first in self.axis.departing.items()
-            if first <= step and m in self.layout
+            self.layout.index(member)
+            for member, departure in self.axis.departing.items()
+            if turn_of(departure.turns, self.number) <= turn and member in self.layout
         ]
 
+    def handing_over(self) -> list[int]:
+        return [self.layout.index(each) for each in self.axis.handed if each in self.layout]
+
     def adopt(self, step: int) -> list[int]:
-        self._await_departure(step)
+        leaving = [self.layout[number] for number in self.leaving(step)]
+        if leaving:
+            self._let_all_hand_over(leaving)
+        self._await_departure(leaving, step)
         self._await_guest(step)
         with (
             self._membership.changed
         ):  # at once: after another loss all ask who has begun this step, and with whom
             self.axis.settle()
-            due = self._due(step)
+            self.axis.forget_departed(leaving)
+            turn = self.turn_of(step)
+            due = self._due(turn)
             members = due[-1].members if due else self.layout
             kept = [number for number, member in enumerate(self.layout) if member in members]
             if (
                 not due or due[-1] in self.axis.pending
             ):  # the first user that adopts: for what is no user, too
-                self.axis.take(due, members, step)
-            self.take(due, members, step)
+                self.axis.take(due, members, turn)
+            self.take(due, members, turn)
+            self._end_others(due, grown=len(members) > len(kept))
             self._begin(step)
         return kept
 
-    def _await_departure(self, step: int) -> None:
-        """Leaves where this replica is to leave before `step`; otherwise waits until all have
-        agreed on who is left."""
-        leaving = [self.layout[number] for number in self.leaving(step)]
+    def _let_all_hand_over(self, leaving: Sequence[int]) -> None:
+        """Lets other optimizers hand over what the replicas `leaving` have not sent. Collective.
+
+        All ranks are in the same step of the same optimizer, so the others are between two steps.
+        """
+        axis = self.axis
+        gone = {user for member in leaving for user in axis.departing[member].gone}
+        axis.acting, axis.handed = self, leaving
+        try:
+            for user in axis.users.company(self, gone):
+                user.hand_over()
+        finally:
+            axis.acting, axis.handed = None, ()
+
+    def hand_over(self) -> None:
+        """Lets its optimizer hand over, in a step of another one.
+
+        This is a turn of its own: it adopts the new numbers in the next one.
+        """
+        if (optimizer := self.optimizer) is not None:
+            optimizer()
+        self._ahead += 1
+
+    def _await_departure(self, leaving: Sequence[int], step: int) -> None:
+        """Leaves where this replica is `leaving`; else waits until all agree on who is left."""
         if self._membership.replica in leaving:
             self._membership.store.set(axis_key("asked", self._membership.rank), "1")
             self._membership.await_shards(self.axis.timeout_s)
@@ -233,9 +315,13 @@ class AxisUser(AxisEnd):
         while True:
             with membership.changed:
                 axis.settle()
-                if axis.guest is None or not axis.expects(step):
+                if axis.guest is None or not self.expects(step):
                     axis.awaits = -1
                     return
+                if axis.awaits < 0:
+                    axis.host.tell_entry(
+                        axis.guest[1], GuestEntry(self.number, axis.guest[0], step)
+                    )
                 axis.awaits = axis.guest[1]
             if membership.awaits(axis.awaits):  # and nothing is in flight anywhere
                 membership.call()
@@ -244,9 +330,21 @@ class AxisUser(AxisEnd):
             else:
                 time.sleep(_POLL_S)
 
-    def _due(self, step: int) -> list[Agreement]:
-        return [each for each in self.pending if step >= each.first_step(self.number)]
+    def _due(self, turn: int) -> list[Agreement]:
+        return [each for each in self.pending if turn >= turn_of(each.next_turns, self.number)]
+
+    def _end_others(self, due: Sequence[Agreement], grown: bool) -> None:
+        """Counts optimizers as over that some rank has no longer.
+
+        A newcomer has only the one that let it in.
+        """
+        users = self.axis.users
+        for agreement in due:
+            users.end_others(agreement.gone)
+        if grown:
+            users.end_others([each for each in range(len(users.turns)) if each != self.number])
 
     def _begin(self, step: int) -> None:
-        self.begun, self._first = max(self.begun, step + 1), min(self._first, step)
-        self._membership.under_way = self._membership.under_way or self.begun > self._first + 2
+        turns, membership = self.turns, self._membership
+        turns.begin(self.turn_of(step), step)
+        membership.under_way = membership.under_way or turns.begun > turns.first + 2

@@ -226,7 +226,7 @@ class StopConsensus:
             replicator.discard(transfers)
         self._decide(step, at - 1 + max(replicator.scheme.round.delay for replicator, _ in sent))
         for counts in self.counts:
-            counts.changing, counts.changed = 0, {}
+            counts.end_change()
 
     def _meet(self, step: int, name: str) -> None:
         """`end` of `step`, or `begin` of the next, for a rank that announces a change of `name`."""

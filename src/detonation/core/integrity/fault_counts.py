@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from detonation.core.base_error import DetonationError
@@ -56,9 +56,10 @@ class FaultCounts:
     messages are due, until `StopConsensus` takes them. reports: those for which the host would have
     to wait, and which `catch_up` counts. names: of all parameters of the model, for errors.
     changed: by replica, the parameter of which it announced that it begins or ceases to train it.
-    changing: how many replicas must announce that together; 0 where this rank did not. options: of
-    the parameter groups, whose digest messages carry. number: of the level, below 16, by which
-    ranks tell each other whose reason to stop they mean.
+    changing: how many replicas must announce that together; 0 where this rank did not. missing:
+    those of them that were lost, and need not. options: of the parameter groups, whose digest
+    messages carry. number: of the level, below 16, by which ranks tell each other whose reason to
+    stop they mean.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class FaultCounts:
         checkpoint was loaded."""
         self.fatal = self.changing = 0
         self.due, self.changed = set[int](), dict[int, str]()
+        self.missing = set[int]()
         self.reports: list[tuple[int, Readback, Callable[[list[Any]], object]]] = []
         self._strikes, self._row = Counter[int](), Counter[tuple[int, int]]()
         self._good = Counter[int]()  # messages of each replica in use since the last refusal
@@ -110,11 +112,21 @@ class FaultCounts:
     @property
     def changed_apart(self) -> bool:
         """True where some replicas, but not all, announced a change of the trained parameters."""
-        return bool(self.changed) and len(self.changed) != self.changing
+        return bool(self.changed) and len({*self.changed, *self.missing}) != self.changing
 
     def announced(self, sender: int, name: str) -> None:
         """Records that `sender` announced a change of `name`."""
         self.changed[sender] = name
+
+    def miss(self, absent: Collection[int]) -> None:
+        """Records that the replicas `absent` were lost before their message was whole."""
+        if self.changing:
+            self.missing.update(absent)
+
+    def end_change(self) -> None:
+        """Forgets what replicas have announced: the change was made."""
+        self.changing, self.changed = 0, {}
+        self.missing = set()
 
     def announcement(self, name: str) -> int:
         """The number by which a rank says over other links that it announced a change of `name`."""

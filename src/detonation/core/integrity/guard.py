@@ -383,6 +383,8 @@ class Guard(SumGuard):
         if last:
             self._compare_received(rows, faults, step)
         used = list[int]()
+        if absent:
+            self._counts.miss(absent)
         for sender, (row, fault) in enumerate(zip(rows, faults, strict=True)):
             if sender in absent:
                 continue

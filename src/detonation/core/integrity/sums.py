@@ -125,6 +125,8 @@ class SumGuard:
         """Counts the status of each replica, and a sum that is not finite; False for that, and for
         another mark."""
         finite, *digits = found
+        if absent:
+            self._counts.miss(absent)
         statuses = statuses_of_sum(
             digits, self._replica, self._marks[step % len(self._marks)], self._high, absent
         )

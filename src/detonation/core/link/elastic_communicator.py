@@ -3,13 +3,16 @@
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from detonation.core.base_error import DetonationError
 from detonation.core.link.communicator import Communicator
+
+HandOver: TypeAlias = Callable[[], None]
+"""Gives what an optimizer of replicas that leave has not sent to another replica. Collective."""
 
 
 class PeerLost(DetonationError, ConnectionError):
@@ -49,9 +52,20 @@ class RenumberedCommunicator(Communicator):
         in their order."""
         return False
 
-    def for_one(self) -> "RenumberedCommunicator":
-        """The end of the axis for one more optimizer, which adopts before its own steps."""
+    def for_one(self, hand_over: HandOver | None = None) -> "RenumberedCommunicator":
+        """The end of the axis for one more optimizer, which adopts before its own steps.
+
+        `hand_over` is a method of the optimizer, called in a step of another one on the axis.
+        """
         return self
+
+    def trains(self, tensors: Collection[Tensor]) -> None:
+        """Notes the parameters that the optimizer of this end trains from now on."""
+        return
+
+    def resume_at(self, step: int) -> None:
+        """Notes that `step` is the next one of this optimizer, which went back, or forth."""
+        return
 
     @abstractmethod
     def enter_step(self, step: int) -> bool:
@@ -63,6 +77,10 @@ class RenumberedCommunicator(Communicator):
     def leaving(self, step: int) -> list[int]:
         """The numbers of the replicas that leave before `step`, all ranks having agreed; they still
         take part."""
+        return []
+
+    def handing_over(self) -> list[int]:
+        """The numbers of the replicas that leave in a step of another optimizer."""
         return []
 
     @abstractmethod

@@ -11,7 +11,11 @@ from detonation.core.agreement.consensus import StopConsensus
 from detonation.core.exchange.two_stage import TwoStage
 from detonation.core.flat.owners import RowOwners
 from detonation.core.flat.tensors import largest_local_shape
-from detonation.core.link.elastic_communicator import ElasticCommunicator, RenumberedCommunicator
+from detonation.core.link.elastic_communicator import (
+    ElasticCommunicator,
+    HandOver,
+    RenumberedCommunicator,
+)
 from detonation.core.link.link import Link, links_of_shards, mismatch_on_all
 from detonation.core.optim.base_step import BaseStep
 from detonation.core.optimizer.build import Level, Route, replicator_of
@@ -113,10 +117,10 @@ def with_scheme(
     return levels, by_level
 
 
-def ends_for_one(levels: Sequence[Level]) -> tuple[Level, ...]:
+def ends_for_one(levels: Sequence[Level], hand_over: HandOver) -> tuple[Level, ...]:
     """The levels with an end of each axis for one optimizer alone; levels on one axis share it."""
     ends = {
-        id(axis): axis.for_one() if isinstance(axis, RenumberedCommunicator) else axis
+        id(axis): axis.for_one(hand_over) if isinstance(axis, RenumberedCommunicator) else axis
         for axis, _ in levels
     }
     return tuple((ends[id(axis)], scheme) for axis, scheme in levels)
@@ -125,9 +129,12 @@ def ends_for_one(levels: Sequence[Level]) -> tuple[Level, ...]:
 def lost_before(levels: Sequence[Level], step: int) -> bool:
     """Begins `step`; True, and it has not begun, where `renumber` comes first because replicas were
     lost."""
-    return any(
-        axis.enter_step(step) for axis, _ in levels if isinstance(axis, RenumberedCommunicator)
-    )
+    return any(axis.enter_step(step) for axis in renumbered_axes(levels))
+
+
+def renumbered_axes(levels: Sequence[Level]) -> list[RenumberedCommunicator]:
+    """The axes of `levels` whose replicas may be others from a step on."""
+    return [axis for axis, _ in levels if isinstance(axis, RenumberedCommunicator)]
 
 
 def shared(levels: Sequence[Level]) -> bool:
@@ -157,13 +164,15 @@ def complete(
 def needs_all(levels: Sequence[Level], step: int) -> bool:
     """True where a newcomer would lack messages on their way, or one that leaves has moved in an
     open round."""
-    rounds = [scheme.round for _, scheme in levels]
-    late, opens = (
-        any(round.delay > 0 for round in rounds),
-        any(round.delay > 0 or round.every > 1 for round in rounds),
-    )
+    late = any(scheme.round.delay > 0 for _, scheme in levels)
+    opens = opens_rounds(levels)
     axes = [axis for axis, _ in levels if isinstance(axis, ElasticCommunicator)]
     return any((late and axis.expects(step)) or (opens and axis.leaving(step)) for axis in axes)
+
+
+def opens_rounds(levels: Sequence[Level]) -> bool:
+    """True where a step may leave a round open, or an update in flight."""
+    return any(scheme.round.delay > 0 or scheme.round.every > 1 for _, scheme in levels)
 
 
 def hand_over_memory(replicators: Sequence[Replicator], leaving: Sequence[int]) -> None:

@@ -54,7 +54,8 @@ class Replicated(OptimizerWrapper):
         self, base: Optimizer, model: nn.Module, levels: Sequence[Level], settings: Settings
     ) -> None:
         super().__init__(base)
-        self.levels, self.settings, self.step_count = changes.ends_for_one(levels), settings, 0
+        self.levels = changes.ends_for_one(levels, self.hand_over)
+        self.settings, self.step_count = settings, 0
         self._elastic = any(hasattr(axis, "enter_step") for axis, _ in self.levels)
         self.tape: Tape | None = None
         self.closeness: ClosenessGate | None = None  # where bits are equal
@@ -297,6 +298,8 @@ class Replicated(OptimizerWrapper):
         Collective.
         """
         self.step_count = step
+        for axis in changes.renumbered_axes(self.levels):
+            axis.resume_at(step)
         if self._consensus is not None:
             self._consensus.forget()
             self.build()
@@ -336,6 +339,23 @@ class Replicated(OptimizerWrapper):
         ):
             return self._replicators
         return self._lay_out(parameters or self._trained.by_name())
+
+    @contextmanager
+    def levels_back_on_error(self) -> Iterator[None]:
+        """Context in which the levels may be built for other parameters.
+
+        An error brings those of before back.
+        """
+        made = self._by_level, self._consensus, self._replicators
+        parameters, clip = self._trained.laid_out, self.base_step.clip
+        try:
+            yield
+        except BaseException:
+            if self._replicators is not made[2]:
+                self._by_level, self._consensus, self._replicators = made
+                self._trained.lay_out(parameters)
+                self.base_step.clip = clip
+            raise
 
     def forget_levels(self) -> None:
         """Drops the levels and all that they remember; the next step builds them for the weights of
@@ -387,6 +407,21 @@ class Replicated(OptimizerWrapper):
             self.welcome()
         self.verify()
 
+    @torch.no_grad()
+    def hand_over(self) -> None:
+        """Gives another replica what those that leave have not sent. Collective.
+
+        They leave in a step of another optimizer on the axis.
+        """
+        if (consensus := self._consensus) is None:
+            return
+        with consensus.runtime.exact_arithmetic():
+            self.renumber()
+            if changes.opens_rounds(self.levels):
+                self._complete(consensus)
+            for axis in changes.renumbered_axes(self.levels):
+                changes.hand_over_memory(self.build(), axis.handing_over())
+
     def _lay_out(self, parameters: Mapping[str, Tensor]) -> list[Replicator]:
         """Builds the levels anew for `parameters`, with the links and fault counts that there are."""
         check_layout(self._trained.model, parameters, self.levels, self.settings.intra_node)
@@ -403,6 +438,8 @@ class Replicated(OptimizerWrapper):
             [each for level in made[0] for each in level],
         )
         self._trained.lay_out(parameters)
+        for axis in changes.renumbered_axes(self.levels):
+            axis.trains(parameters.values())
         self.record(self.tape)
         if self.closeness:
             self.closeness.attach(self._consensus, self._replicators, self.step_count)

@@ -79,24 +79,43 @@ def load_replica_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> 
         7
     """
     optimizer.refuse_overlap()
-    optimizer.memory_lost = False
+    saved = _fitting(optimizer, state)
+    _replace(optimizer, saved, int(state["step"]))
+
+
+def _fitting(optimizer: "Replicated", state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a saved state, for which the levels exist then.
+
+    None of a state of before the first step.
+    Raises `ValueError` where they do not fit, and nothing has changed then.
+    """
     saved = {key: tensor for key, tensor in state.items() if key != "step"}
-    if saved or optimizer.is_built:
-        optimizer.build(parameters_of(saved))
-        local = optimizer.local_state()
-        require_same_keys("the saved state", local, saved)
-        for key, tensor in ((key, tensor) for key, tensor in local.items() if key in saved):
-            if tensor.shape != saved[key].shape:
-                shapes = f"{tuple(saved[key].shape)}, is {tuple(tensor.shape)} here"
-                raise ValueError(f"{key} was saved with shape {shapes}: another number of shards?")
-        for index, replicator in enumerate(optimizer.build()):
-            mine = {
-                key.removeprefix(f"{index}."): t
-                for key, t in saved.items()
-                if key.startswith(f"{index}.")
-            }
-            replicator.local_state().load(mine)
-    optimizer.resume_at(int(state["step"]))
+    if saved:
+        with optimizer.levels_back_on_error():
+            optimizer.build(parameters_of(saved))
+            _require_fit(optimizer.local_state(), saved)
+    return saved
+
+
+def _require_fit(local: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Raises `ValueError` unless `saved` has the names and shapes of `local`."""
+    require_same_keys("the saved state", local, saved)
+    for key, tensor in local.items():
+        if tensor.shape != saved[key].shape:
+            shapes = f"{tuple(saved[key].shape)}, is {tuple(tensor.shape)} here"
+            raise ValueError(f"{key} was saved with shape {shapes}: another number of shards?")
+
+
+def _replace(optimizer: "Replicated", saved: Mapping[str, Tensor], step: int) -> None:
+    """Continues after `step` steps from the tensors `saved`, which fit. Collective."""
+    optimizer.memory_lost = False
+    if not saved and optimizer.is_built and optimizer.local_state():
+        optimizer.forget_levels()  # before the first step nobody remembers anything
+    for index, replicator in enumerate(optimizer.build() if saved else ()):
+        prefix = f"{index}."
+        mine = {key.removeprefix(prefix): t for key, t in saved.items() if key.startswith(prefix)}
+        replicator.local_state().load(mine)
+    optimizer.resume_at(step)
 
 
 def local_state_of(replicators: Sequence[Replicator], alone: bool = False) -> dict[str, Tensor]:
@@ -160,14 +179,18 @@ def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> N
         p: {_without(mark, key): value for key, value in v.items()}
         for p, v in rest["state"].items()
     }
-    optimizer.base.load_state_dict({**rest, "state": own})
     if "replication" in state_dict:
-        saved = state_dict["replication"]
-        if coordinates.name not in saved:
-            odd = f"the saved state is of {', '.join(saved)}, this rank is {coordinates.name}"
+        replicas = state_dict["replication"]
+        if coordinates.name not in replicas:
+            odd = f"the saved state is of {', '.join(replicas)}, this rank is {coordinates.name}"
             raise ValueError(f"{odd}: save one file per rank, or use detonation.save_checkpoint")
-        load_replica_state(optimizer, saved[coordinates.name])
+        private = replicas[coordinates.name]
+        saved = _fitting(optimizer, private)  # before anything is replaced
+        with optimizer.levels_back_on_error():
+            optimizer.base.load_state_dict({**rest, "state": own})
+        _replace(optimizer, saved, int(private["step"]))
     else:
+        optimizer.base.load_state_dict({**rest, "state": own})
         schemes = [scheme for _, scheme in optimizer.levels]
         optimizer.forget_levels()  # or an anchor of before would undo the load
         optimizer.memory_lost = any(
