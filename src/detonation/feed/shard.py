@@ -23,7 +23,7 @@ from detonation.core.schemes.registry import scheme
 from detonation.core.schemes.scheme import Scheme
 from detonation.feed import shared_state
 from detonation.feed.stream import Joined, Stepped
-from detonation.log.records import MESSAGE, SYNCHRONIZE, LogRecord
+from detonation.log.records import MESSAGE, SYNCHRONIZE, WRITTEN, LogRecord
 from detonation.log.repeat import Player, repeat_step, show_agreed
 from detonation.log.writer import identity, round_like
 
@@ -175,6 +175,8 @@ def moment_after(event: Joined | Stepped, before: Moment | None) -> Moment:
         return event.about["run"], event.about["step"], event.about["synchronized"]
     assert before is not None  # a stream begins with a copy
     end = event.records[-1]
+    if end.kind == WRITTEN:  # whose shards may differ in what they wrote, and meet all the same
+        return before
     return (
         (before[0], end.step, before[2] + 1)
         if end.kind == SYNCHRONIZE

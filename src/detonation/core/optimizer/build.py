@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from detonation.core.agreement.clipping import Clip
@@ -237,13 +236,9 @@ def compare_replicas(
                 description |= {"balance": "True"}
             if settings.clip:
                 description |= {"clip": str(settings.clip), NORM_SELFTEST: norm_selftest(device)}
-            if (
-                frozen
-                and replicator.link not in compared
-                and (mine := _cut_like(replicator, frozen))
-            ):
+            if frozen and replicator.link not in compared and (mine := replicator.part_of(frozen)):
                 sums = torch.stack(
-                    [checksum(local(tensor)).to(device) for tensor in mine.values()]
+                    [checksum(tensor).to(device) for tensor in mine.values()]
                 ).tolist()
                 description |= {
                     f"{name} (frozen weights)": str(one)
@@ -283,16 +278,6 @@ def compare_replicas(
             f'replicas differ: {apart}. {SAME_START}; or go on with Safety(equal="close")'
         )
     return rounded
-
-
-def _cut_like(replicator: Replicator, frozen: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The part of `frozen` that the replicas of `replicator` hold: all, or pieces where its parameters are some."""
-    piece = next(iter(replicator.parameters.values()), None)
-    if not isinstance(piece, Piece):
-        return frozen
-    return piece.cut({name: p for name, p in frozen.items() if isinstance(p, DTensor)}).get(
-        piece.ranks, {}
-    )
 
 
 def _description(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # as torch's optimizers: it imports no compiler
 from torch.optim import Optimizer
 
 from detonation.choices import imported
@@ -97,6 +98,11 @@ class Replicated(OptimizerWrapper):
         return coordinates_of(self.levels, self._trained.everyone, self.settings.intra_node)
 
     @property
+    def frozen(self) -> dict[str, Tensor]:
+        """The weights of the model that no step moves now, by name."""
+        return self._trained.frozen
+
+    @property
     def is_built(self) -> bool:
         """True once the levels exist: from the first step on."""
         return self._replicators is not None
@@ -107,6 +113,7 @@ class Replicated(OptimizerWrapper):
         balance = None if self._consensus is None else self._consensus.balance
         return balance is not None and balance.idle(self.step_count)
 
+    @_disable_dynamo  # a compiled loop calls it as it is
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one step of training, on all ranks at once; returns the value of `closure`, None where it is `idle`."""
@@ -128,6 +135,8 @@ class Replicated(OptimizerWrapper):
             if self._replicators is None:
                 self.set_up()
             changed = self._trained.show_shards()  # before the weights move
+            if self.tape:
+                self.tape.enter(self)
             assert self._consensus is not None
             with self._consensus.runtime.exact_arithmetic():
                 begun, self._held_back = overlapping or self._held_back, False
@@ -193,6 +202,7 @@ class Replicated(OptimizerWrapper):
                     stack.enter_context(innermost.overlap(self.step_count))
             yield
 
+    @_disable_dynamo
     @torch.no_grad()
     def verify(self) -> None:
         """Compares the tensors that must be equal on all replicas: weights, anchors, optimizer states; bit for bit, or
@@ -203,19 +213,25 @@ class Replicated(OptimizerWrapper):
         difference, according to `safety`. Collective; reads all of it once and sends 8 bytes per tensor.
         """
         if self._consensus is not None:
-            self._consensus.verify(self.build(), self.step_count, options_of(self.base))
+            options = options_of(self.base)
+            self._consensus.verify(self.build(), self.step_count, options, self.frozen)
             self._buffers(self.build())
 
+    @_disable_dynamo
     @torch.no_grad()
     def synchronize(self) -> None:
         """Completes open rounds and updates in flight, so that all replicas hold the same weights and buffers.
         Collective. The schedule does not change: after a round that ended early, the next one ends as planned."""
         self.refuse_overlap()
         if self._consensus is not None:
+            if self.tape:
+                self._trained.show_shards()
+                self.tape.enter(self)
             with self._consensus.runtime.exact_arithmetic():
                 self.renumber()
                 self._complete(self._consensus)
 
+    @_disable_dynamo
     @torch.no_grad()
     def reconfigure(self, scheme: Scheme, level: int = -1) -> None:
         """Continues with other settings of a level's scheme (topk, rate, every, ...) from the next step on.
@@ -278,7 +294,7 @@ class Replicated(OptimizerWrapper):
         if self._consensus is not None:
             self._consensus.forget()
             self.build()
-            self._compare(frozen=self._trained.frozen)
+            self._compare(frozen=self.frozen)
             if self.closeness:
                 self.verify()
 
@@ -287,7 +303,7 @@ class Replicated(OptimizerWrapper):
         """Builds the levels, and compares the replicas; otherwise the first step does. Collective."""
         if self._replicators is None:
             self.build()
-            self._compare(frozen=self._trained.frozen)
+            self._compare(frozen=self.frozen)
         return self.build()
 
     @torch.no_grad()
@@ -334,7 +350,6 @@ class Replicated(OptimizerWrapper):
         self._lay_out(now)
         joining = [name for name, p in now.items() if before.get(name) is not p]
         changes.hand_over_by_name(old, self._by_level, joining)
-        self._trained.forget_frozen_gradients()
         self._compare(joining)
 
     @torch.no_grad()

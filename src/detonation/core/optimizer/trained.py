@@ -61,14 +61,20 @@ class TrainedParameters:
     def frozen(self) -> dict[str, Tensor]:
         """The parameters of the model that nobody trains, by name; those without memory are left out.
 
-        One that another replicated optimizer trains may be frozen for the moment, as Lightning's `toggle_optimizer`
-        does; one that requires a gradient may belong to a plain optimizer, and differ between replicas.
+        One that another replicated optimizer trains may be frozen for the moment, as Lightning's
+        `toggle_optimizer` does; one that requires a gradient may belong to a plain optimizer, and
+        differ between replicas.
         """
-        trained = {id(p) for each in _TRAINED.keyrefs() if (one := each()) for p in one.everyone}
+        trained = {
+            id(p)
+            for each in _TRAINED.keyrefs()
+            if (one := each()) is not None and one is not self
+            for p in one.everyone
+        }
         return {
             name: parameter
             for name, parameter in local_parameters(self.model).items()
-            if not (parameter.requires_grad or id(parameter) in trained)
+            if not (parameter.requires_grad or id(parameter) in trained or name in self.laid_out)
             and parameter.device.type != "meta"
         }
 
@@ -100,6 +106,7 @@ class TrainedParameters:
             shown_units(self.model),
         )
         self._ids = {id(p) for p in self.everyone if id(p) in mine}
+        self._forget_frozen_gradients()
 
     def show_shards(self) -> bool:
         """Shows the shards where a forward pass without a backward pass left copies of them.
@@ -119,7 +126,7 @@ class TrainedParameters:
         """True if other parameters require a gradient than the layouts hold."""
         return {id(p) for p in self.everyone if p.requires_grad} != self._ids
 
-    def forget_frozen_gradients(self) -> None:
+    def _forget_frozen_gradients(self) -> None:
         """Removes the gradients of frozen parameters: the base optimizer would follow them on this replica alone."""
         for parameter in self.everyone:
             if not parameter.requires_grad:

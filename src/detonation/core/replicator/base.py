@@ -5,7 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from detonation.core.flat.tensors import Piece, local
 from detonation.core.memory import LocalState
 from detonation.core.optim.base_step import BaseStep
 from detonation.core.replicator.channel import Channel, Transfer
@@ -101,6 +103,19 @@ class Replicator(ABC):
 
         Shapes: as `replicated`.
         """
+
+    def part_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The part of other `tensors` of the model that each of its replicas holds on this rank.
+
+        All of them, or pieces, where its parameters are pieces.
+        """
+        piece = next(iter(self.parameters.values()), None)
+        if isinstance(piece, Piece):
+            whole = {
+                name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)
+            }
+            tensors = piece.cut(whole).get(piece.ranks, {})
+        return {name: local(tensor.detach()) for name, tensor in tensors.items()}
 
     @abstractmethod
     def local_state(self) -> LocalState:
