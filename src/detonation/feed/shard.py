@@ -17,6 +17,7 @@ from detonation.core.link.elastic_communicator import ElasticCommunicator
 from detonation.core.optim.muon import Muon
 from detonation.core.optim.signsgd import SignSGD
 from detonation.core.optimizer.gathered import local_parameters
+from detonation.core.optimizer.padding import mark_used
 from detonation.core.optimizer.replicate import replicate
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.schemes.registry import scheme
@@ -25,7 +26,7 @@ from detonation.feed import shared_state
 from detonation.feed.stream import Joined, Stepped
 from detonation.log.records import MESSAGE, SYNCHRONIZE, WRITTEN, LogRecord
 from detonation.log.repeat import Player, repeat_step, show_agreed
-from detonation.log.writer import identity, round_like
+from detonation.log.writer import identity, round_like, use_padding_of
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes the base optimizer of the training over parameter groups."""
@@ -112,6 +113,7 @@ class ShardFollower:
             safety=Safety(about["non_finite"], verify_every=0),
         )
         shared_state.load_shared_state(saved, self.optimizer, parameters, about["step"])
+        use_padding_of(about, self.optimizer)
         if in_parts:
             shared_state.require_elementwise(base, parameters)
             if about["clip"] and not (isinstance(base, SignSGD) and base.moves_by_signs_alone):
@@ -259,6 +261,7 @@ def joined_optimizer(
     parameters = local_parameters(model)
     for name, parameter in parameters.items():
         parameter.requires_grad_(name in about["trained"])
+        mark_used(parameter, name in about.get("padding", ()))
     base = base_optimizer(make, about, saved.groups, parameters)
     for mine, group in zip(base.param_groups, before.param_groups, strict=True):
         mine |= {key: value for key, value in group.items() if key != "params"}

@@ -30,7 +30,7 @@ from detonation.log.records import (
     LogRecord,
     whole_records,
 )
-from detonation.log.writer import identity, round_like, segments
+from detonation.log.writer import identity, round_like, segments, use_padding_of
 
 _log = logging.getLogger("detonation")
 _PRIVATE = ("residual", "server_residual", "taken", "local_steps", "start", "share_")
@@ -192,6 +192,7 @@ class Playback(Player):
             raise ValueError(
                 f"{path} is in version {about.get('version')} of the format, here it is {LOG_VERSION}"
             )
+        use_padding_of(about, self._optimizer)
         mine = round_like(about, self._optimizer)
         theirs, why = about.get("selftest") or mine, ""
         if odd := next((key for key in mine if theirs.get(key) != mine[key]), ""):

@@ -16,6 +16,7 @@ from detonation.core.agreement.selftest import selftest
 from detonation.core.flat.tensors import digest
 from detonation.core.link.elastic_communicator import ElasticCommunicator
 from detonation.core.optimizer.gathered import local_parameters
+from detonation.core.optimizer.padding import use_rows, used_rows
 from detonation.core.optimizer.replicated import Replicated
 from detonation.log.records import LOG_VERSION, START, STEP, Copies, LogRecord, StepRecorder, noted
 
@@ -288,8 +289,21 @@ def round_like(about: Mapping[str, Any], optimizer: Replicated) -> dict[str, str
     return arithmetic(optimizer)
 
 
+def padding_of(optimizer: Replicated) -> dict[str, Any]:
+    """The embeddings whose padding rows move, of which a replica without gradients cannot know."""
+    used = used_rows(optimizer.model)
+    return {"padding": used} if used else {}
+
+
+def use_padding_of(about: Mapping[str, Any], optimizer: Replicated) -> None:
+    """Lets the padding rows move that moved in a run that `about` describes."""
+    if names := about.get("padding"):
+        use_rows(names, optimizer.build(), optimizer.base_step)
+
+
 def _settings(optimizer: Replicated) -> dict[str, Any]:
-    return {**identity(optimizer), "close": optimizer.closeness is not None, **rounding(optimizer)}
+    close = {"close": optimizer.closeness is not None}
+    return {**identity(optimizer), **close, **rounding(optimizer), **padding_of(optimizer)}
 
 
 def segments(directory: Path, rank: str) -> list[tuple[str, int, Path]]:

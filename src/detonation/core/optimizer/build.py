@@ -176,16 +176,19 @@ def replicator_of(
         channel.scheme,
         not channel.scheme.codec.keeps_zeros or channel.exchange.secluded,
     )
+    held = leaks and any(padding_row(parameter) is not None for parameter in parameters.values())
     if isinstance(scheme, GradientScheme):
         last = last and not any(
             isinstance(each, Piece) for each in parameters.values()
         )  # no optimizer knows pieces
         base.hold(parameters.values() if leaks else ())
-        return GradientReplicator(parameters, channel, base, scheme, last)
-    assert isinstance(scheme, ParameterScheme)
-    held = leaks and any(padding_row(parameter) is not None for parameter in parameters.values())
-    kind = HoldingReplicator if held else ParameterReplicator
-    return kind(parameters, channel, scheme, scheme.rounds[fragment])
+        made: Replicator = GradientReplicator(parameters, channel, base, scheme, last)
+    else:
+        assert isinstance(scheme, ParameterScheme)
+        kind = HoldingReplicator if held else ParameterReplicator
+        made = kind(parameters, channel, scheme, scheme.rounds[fragment])
+    made.holds_padding = held
+    return made
 
 
 def compare_replicas(

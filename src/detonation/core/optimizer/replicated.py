@@ -22,6 +22,7 @@ from detonation.core.optim.wrapper import OptimizerWrapper, evaluated
 from detonation.core.optimizer import reconfigure as changes
 from detonation.core.optimizer import state as states
 from detonation.core.optimizer.build import Level, Route, Settings, build_levels, compare_replicas
+from detonation.core.optimizer.padding import release_used_rows
 from detonation.core.optimizer.setup_checks import check_layout, warn_of_rounding
 from detonation.core.optimizer.stats import Stats, dense_bytes_by_level, described
 from detonation.core.optimizer.trained import TrainedParameters
@@ -66,6 +67,7 @@ class Replicated(OptimizerWrapper):
             False  # until a step: a loaded state dict had no replica state, which may still come
         )
         self._routes: dict[tuple[int, int], Route] = {}
+        self._asks_padding = False  # whether the next step asks for gradients of padding rows
         self._held_back = False  # whether gradients did not leave in `overlap`, because the trained parameters changed
         self._consensus: StopConsensus | None = None
         self._by_level: list[list[Replicator]] = [[] for _ in levels]
@@ -146,6 +148,9 @@ class Replicated(OptimizerWrapper):
                     self._consensus.enter_step(self.step_count)
                 if not overlapping and changed:
                     self._change_trained(in_buckets=begun)
+                if self._asks_padding:
+                    self._asks_padding = False
+                    release_used_rows(self._replicators or [], self.base_step)
                 step, consensus, replicators = (
                     self.step_count,
                     self._consensus,
@@ -213,6 +218,7 @@ class Replicated(OptimizerWrapper):
         difference, according to `safety`. Collective; reads all of it once and sends 8 bytes per tensor.
         """
         if self._consensus is not None:
+            self._trained.by_name()  # raises where others replaced a trained parameter of the model
             options = options_of(self.base)
             self._consensus.verify(self.build(), self.step_count, options, self.frozen)
             self._buffers(self.build())
@@ -385,6 +391,7 @@ class Replicated(OptimizerWrapper):
             [each for level in made[0] for each in level],
         )
         self._trained.lay_out(parameters)
+        self._asks_padding = any(each.holds_padding for each in self._replicators)
         self.record(self.tape)
         if self.closeness:
             self.closeness.attach(self._consensus, self._replicators, self.step_count)

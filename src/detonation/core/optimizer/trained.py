@@ -2,16 +2,14 @@
 layout."""
 
 import weakref
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from detonation.core.flat.tensors import local
 from detonation.core.optimizer.gathered import local_parameters, reshard, shown_units
+from detonation.core.optimizer.padding import note_padding
 
 _TRAINED = weakref.WeakKeyDictionary["TrainedParameters", None]()
 """Of all replicated optimizers of this process, as keys: another thread may make one while this one reads them."""
@@ -131,24 +129,6 @@ class TrainedParameters:
         for parameter in self.everyone:
             if not parameter.requires_grad:
                 parameter.grad = None
-
-
-def note_padding(model: nn.Module) -> None:
-    """Notes the `padding_row` of each embedding that has a `padding_idx`, on the shard that holds it.
-
-    Not where another module uses the weights, too: an output layer gives that row a gradient.
-    """
-    users = Counter(id(p) for module in model.modules() for p in module._parameters.values())
-    for module in model.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.padding_idx is not None:
-            weight: Any = module.weight
-            first = 0
-            if isinstance(weight, DTensor):
-                (chunk,) = weight.__create_chunk_list__()  # type: ignore[no-untyped-call]
-                first = chunk.offsets[0]
-            row = module.padding_idx - first
-            held = 0 <= row < len(local(weight)) and users[id(weight)] == 1
-            weight.padding_row = row if held else None
 
 
 def _cause(odd: Sequence[Tensor], model: nn.Module) -> str:

@@ -22,6 +22,8 @@ class Replicator(ABC):
 
     acts_before = True
     """True where it acts in `before`; otherwise in `after`."""
+    holds_padding = False
+    """Whether it keeps padding rows where they are, which its codec would move."""
     stepped: BaseStep | None = None
     """The optimizer whose steps all replicas must take alike; None where each steps by itself."""
 
@@ -103,6 +105,10 @@ class Replicator(ABC):
 
         Shapes: as `replicated`.
         """
+
+    def forget_held_rows(self) -> None:
+        """Looks again for the padding rows of its parameters, some of which may move from now on."""
+        return
 
     def part_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The part of other `tensors` of the model that each of its replicas holds on this rank.
