@@ -1,4 +1,4 @@
-"""The law of written weights: what others write to weights between steps reaches whoever follows, bit for bit."""
+"""The law of written weights: what others write between steps reaches whoever follows, bit for bit."""
 
 import gc
 import logging
@@ -12,7 +12,7 @@ import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest
-from detonation.core.flat.written import WrittenWeights, places_of
+from detonation.core.flat.written import WrittenWeights, weight_places
 from zoo import SCHEMES, Plain, batch, built
 
 TOKEN = b"a token for tests only"
@@ -81,6 +81,23 @@ def test_a_replay_from_a_checkpoint_before_the_write_has_it_too(tmp_path):
     assert digest(other.parameters()) == digest(model.parameters())
 
 
+def test_a_write_after_the_log_has_begun_another_file_is_in_it(tmp_path):
+    model, optimizer = started(LoopbackCommunicator(2), SCHEMES["demo"])
+    log = dt.UpdateLog(tmp_path)
+    optimizer.record(log)
+    for steps in (range(2), range(2, 4)):
+        advance(model, optimizer, 0, steps)
+        log.rotate()
+        clamp(model, 0)
+        with torch.no_grad():
+            model.layers[1].weight.mul_(0.5)
+    advance(model, optimizer, 0, range(4, 5))
+    log.close()
+    other, again = started(LoopbackCommunicator(2), SCHEMES["demo"])
+    assert dt.replay(tmp_path, again) == 5
+    assert digest(other.parameters()) == digest(model.parameters())
+
+
 def torch_copy(state):
     if isinstance(state, torch.Tensor):
         return state.clone()
@@ -136,7 +153,7 @@ def test_what_training_moves_by_itself_is_no_write(tmp_path, caplog):
 
 def test_every_write_that_torch_counts_is_found():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
-    weights = WrittenWeights(places_of(model))
+    weights = WrittenWeights(weight_places(model))
     assert not weights.found()  # nothing was noted
     first, last = model[0].weight, model[2]
     with torch.no_grad():
@@ -163,7 +180,7 @@ def momenta(optimizer):
 
 @pytest.mark.parametrize("after", range(4))
 def test_nothing_in_flight_is_no_update(after):
-    """`synchronize` a second time, also from a saved state, and before the first update has arrived."""
+    """`synchronize` a second time, from a saved state, and before the first update has arrived."""
     made = []
     for _ in range(2):
         model, optimizer = started(LoopbackCommunicator(2), SCHEMES["random-late"])
@@ -226,7 +243,8 @@ def test_law_11_a_padding_row_with_a_gradient_on_any_replica_moves(name, tmp_pat
         optimizer.record(log)
         for _ in range(4):
             if communicator.replica:  # the other one uses the embedding alone
-                model(torch.tensor([1, 2])).square().mean().backward()
+                x = torch.tensor([1, 2])
+                nn.functional.cross_entropy(model(x), x + 1).backward()
             else:
                 model.embedding(torch.tensor([1, 2])).square().mean().backward()
             optimizer.step()

@@ -1,4 +1,4 @@
-"""Weights that no step trains, in worlds of ranks: frozen, or written by others, also of a shard wire."""
+"""Weights that no step trains, in worlds of ranks: frozen, or written, also of a shard wire."""
 
 import gc
 from pathlib import Path
@@ -27,7 +27,7 @@ def equal(tensor):
 
 
 def frozen_after_backward(mesh, name, late):
-    """A layer is frozen between a backward pass and the first step, or that after `load_state_dict`."""
+    """A layer is frozen between a backward pass and the first step, or the one after a load."""
     model, replica = built(Plain), mesh["replicate"].get_local_rank()
     base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer = dt.replicate(base, model, mesh["replicate"], SCHEMES[name], safety=CHECKED)
@@ -102,7 +102,7 @@ def test_a_trained_parameter_that_was_replaced_is_an_error():
 
 
 def wire_of_untrained(mesh, how):
-    """Of each step: how far the weights that a forward pass used are from the teacher's; or the error."""
+    """How far the weights that each forward pass used are from the teacher's; or the error."""
     torch.manual_seed(0)
     student, teacher = nn.Linear(16, 16, bias=False), nn.Sequential(nn.Linear(16, 16, bias=False))
     teacher.requires_grad_(False)

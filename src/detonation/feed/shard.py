@@ -17,9 +17,9 @@ from detonation.core.link.elastic_communicator import ElasticCommunicator
 from detonation.core.optim.muon import Muon
 from detonation.core.optim.signsgd import SignSGD
 from detonation.core.optimizer.gathered import local_parameters
-from detonation.core.optimizer.padding import mark_used
 from detonation.core.optimizer.replicate import replicate
 from detonation.core.optimizer.replicated import Replicated
+from detonation.core.replicator.padding import mark_used
 from detonation.core.schemes.registry import scheme
 from detonation.core.schemes.scheme import Scheme
 from detonation.feed import shared_state

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from detonation.core.base_error import DetonationError
 from detonation.core.flat.tensors import bare_name, local, octets
-from detonation.core.flat.written import WrittenWeights, first_names, places_of
+from detonation.core.flat.written import WrittenWeights, first_names, weight_places
 from detonation.core.integrity.message import Tape
 from detonation.core.optimizer.gathered import local_parameters, reshard
 from detonation.core.optimizer.replicated import Replicated
@@ -45,8 +45,9 @@ class LogRecord:
     """One record.
 
     place: Of messages: the channel and bucket of which they are; of weights: the number of the
-    parameter in the model. step: Of messages: at which they were sent; else the number of steps that
-    were taken when it was written. content: The messages, the local shard of the parameter, or JSON.
+    parameter in the model. step: Of messages: at which they were sent; else the number of steps
+    that were taken when it was written. content: The messages, the local shard of the parameter,
+    or JSON.
     """
 
     kind: int
@@ -158,7 +159,7 @@ class StepRecorder(Tape, ABC):
     def note(self, optimizer: Replicated) -> None:
         """Takes the weights as they are now for those that were recorded."""
         if self._watched is not (levels := optimizer.build()):
-            self._watched, places = levels, places_of(optimizer.model)
+            self._watched, places = levels, weight_places(optimizer.model)
             self._numbers = {name: number for number, name in enumerate(places)}
             watched = {*self.watches(optimizer)} - _moved_by_rounds(optimizer)
             self._weights.places = {n: at for n, at in places.items() if bare_name(n) in watched}
@@ -196,7 +197,7 @@ class StepRecorder(Tape, ABC):
             reshard(self._optimizer.model)
             self.enter(self._optimizer)
             self.add_written()
-            self._weights.forget()
+            self._weights.note()  # another step may come all the same
 
     def put(self, place: int, step: int, message: Tensor) -> None:
         """Takes in the messages of all replicas."""

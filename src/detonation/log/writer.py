@@ -16,8 +16,8 @@ from detonation.core.agreement.selftest import selftest
 from detonation.core.flat.tensors import digest
 from detonation.core.link.elastic_communicator import ElasticCommunicator
 from detonation.core.optimizer.gathered import local_parameters
-from detonation.core.optimizer.padding import use_rows, used_rows
 from detonation.core.optimizer.replicated import Replicated
+from detonation.core.replicator.padding import use_rows, used_rows
 from detonation.log.records import LOG_VERSION, START, STEP, Copies, LogRecord, StepRecorder, noted
 
 SUFFIX = ".updates"
@@ -86,7 +86,7 @@ class UpdateLog(StepRecorder):
         self.note(optimizer)
 
     def watches(self, optimizer: Replicated) -> Collection[str]:
-        """The weights of this optimizer, and those that nobody trains: others have their own log."""
+        """The weights of this optimizer and those that nobody trains: others have their own log."""
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         parameters = local_parameters(optimizer.model)
         return {name for name, p in parameters.items() if id(p) in own} | optimizer.frozen.keys()

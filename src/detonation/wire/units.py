@@ -176,10 +176,10 @@ def join_units(
 
 
 def resync_weights(model: nn.Module) -> None:
-    """Makes the next exchange of weights between nodes exact, after something else than a step changed them.
+    """Makes the next exchange of weights between nodes exact, after a write that no step made.
 
-    All ranks call it. `load_state_dict` of the model or of a module in it, and `load_checkpoint`, do;
-    a model without a shard wire needs none.
+    All ranks call it. `load_checkpoint` and `load_state_dict` of the model, or of a module in it,
+    do; a model without a shard wire needs none.
 
     Example:
         >>> resync_weights(nn.Linear(2, 2))
@@ -228,8 +228,8 @@ def mend_references(model: nn.Module) -> None:
     """Compares the references of all nodes, and makes the next exchange of those that differ exact. Collective.
 
     Weights lie in the shards, so a reference that memory or network damaged costs no more than an
-    exact exchange, as do weights that were written on any rank. Also announces a move of the weights:
-    who calls this may have completed rounds, or repaired weights.
+    exact exchange, as do weights that were written on any rank. Also announces a move of the
+    weights: who calls this may have completed rounds, or repaired weights.
 
     Sends 16 bytes per unit, which do not count as sent.
     """

@@ -87,8 +87,8 @@ def _made_equal(link: Link, buffers: Mapping[str, Tensor], device: torch.device)
 def _mean_of_finite(link: Link, buffer: Tensor, device: torch.device) -> Tensor:
     """The mean of each number over the replicas where it is finite; their sum where it is on none.
 
-    One batch that is not finite must not end in the statistics of all, and a number that is infinite
-    on all replicas, such as a maximum of nothing yet, stays infinite.
+    One batch that is not finite must not end in the statistics of all, and a number that is
+    infinite on all replicas, such as a maximum of nothing yet, stays infinite.
     """
     values = buffer.to(device, torch.promote_types(buffer.dtype, torch.float32)).flatten()
     finite = values.isfinite()

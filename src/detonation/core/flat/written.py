@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 Stamp = tuple[int, int, int]
 """The identity of a tensor, its version, and the address of its memory."""
-Place = tuple[Mapping[str, Parameter | None], str]
+WeightPlace = tuple[Mapping[str, Parameter | None], str]
 """The parameters of a module, and the name of one."""
 
 
@@ -38,7 +38,7 @@ class WrittenWeights:
     Whoever moves weights notes them afterwards, so that what is found was written by others.
     """
 
-    places: Mapping[str, Place] = field(default_factory=dict)
+    places: Mapping[str, WeightPlace] = field(default_factory=dict)
     """Where the model has each weight, by its name in the model."""
     _stamps: dict[str, Stamp] = field(default_factory=dict)
 
@@ -64,7 +64,7 @@ class WrittenWeights:
                 yield name, tensor
 
 
-def places_of(model: nn.Module) -> dict[str, Place]:
+def weight_places(model: nn.Module) -> dict[str, WeightPlace]:
     """Where `model` has each of its parameters, by the names of `named_parameters`."""
     modules = dict(model.named_modules())
     found = {}

@@ -22,11 +22,11 @@ from detonation.core.optim.wrapper import OptimizerWrapper, evaluated
 from detonation.core.optimizer import reconfigure as changes
 from detonation.core.optimizer import state as states
 from detonation.core.optimizer.build import Level, Route, Settings, build_levels, compare_replicas
-from detonation.core.optimizer.padding import release_used_rows
 from detonation.core.optimizer.setup_checks import check_layout, warn_of_rounding
 from detonation.core.optimizer.stats import Stats, dense_bytes_by_level, described
 from detonation.core.optimizer.trained import TrainedParameters
 from detonation.core.replicator.base import Replicator
+from detonation.core.replicator.padding import release_used_rows
 from detonation.core.runtime import PROGRESS
 from detonation.core.schemes.scheme import Scheme
 
@@ -356,7 +356,7 @@ class Replicated(OptimizerWrapper):
         self._lay_out(now)
         joining = [name for name, p in now.items() if before.get(name) is not p]
         changes.hand_over_by_name(old, self._by_level, joining)
-        self._compare(joining)
+        self._compare(joining, self.frozen)
 
     @torch.no_grad()
     def renumber(self) -> None:

@@ -5,9 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from detonation.core.flat.tensors import Piece, local
+from detonation.core.flat.tensors import cut_like, local
 from detonation.core.memory import LocalState
 from detonation.core.optim.base_step import BaseStep
 from detonation.core.replicator.channel import Channel, Transfer
@@ -107,7 +106,7 @@ class Replicator(ABC):
         """
 
     def forget_held_rows(self) -> None:
-        """Looks again for the padding rows of its parameters, some of which may move from now on."""
+        """Looks again for the padding rows of its parameters, as some may move from now on."""
         return
 
     def part_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -115,12 +114,8 @@ class Replicator(ABC):
 
         All of them, or pieces, where its parameters are pieces.
         """
-        piece = next(iter(self.parameters.values()), None)
-        if isinstance(piece, Piece):
-            whole = {
-                name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)
-            }
-            tensors = piece.cut(whole).get(piece.ranks, {})
+        first = next(iter(self.parameters.values()), None)
+        tensors = tensors if first is None else cut_like(first, tensors)
         return {name: local(tensor.detach()) for name, tensor in tensors.items()}
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""The padding rows of embeddings: rows that stay where they are, as long as no replica has a gradient of them."""
+"""The padding rows of embeddings, which stay where they are unless a replica has a gradient of them."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -18,7 +18,7 @@ _USED = "padding_row_is_used"
 
 
 def note_padding(model: nn.Module) -> None:
-    """Notes the `padding_row` of each embedding that has a `padding_idx`, on the shard that holds it.
+    """Notes the `padding_row` of each embedding with a `padding_idx`, on the shard that holds it.
 
     Not where another module uses the weights, too, or `use_rows` was told that somebody does: an
     output layer gives that row a gradient.
