@@ -11,6 +11,7 @@ from detonation.checkpoint.files.reader import Box, ShardReader
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.agreement.buffers import persistent_buffers
 from detonation.core.agreement.safety import Safety
+from detonation.core.flat.padding_rows import mark_used
 from detonation.core.flat.tensors import local
 from detonation.core.link.communicator import Axis
 from detonation.core.link.elastic_communicator import ElasticCommunicator
@@ -19,7 +20,6 @@ from detonation.core.optim.signsgd import SignSGD
 from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.replicate import replicate
 from detonation.core.optimizer.replicated import Replicated
-from detonation.core.replicator.padding import mark_used
 from detonation.core.schemes.registry import scheme
 from detonation.core.schemes.scheme import Scheme
 from detonation.feed import shared_state

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from detonation.core.agreement.selftest import selftest
+from detonation.core.flat.padding_rows import used_rows
 from detonation.core.flat.tensors import digest
 from detonation.core.link.elastic_communicator import ElasticCommunicator
 from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.replicated import Replicated
-from detonation.core.replicator.padding import use_rows, used_rows
+from detonation.core.replicator.padding import use_rows
 from detonation.log.records import LOG_VERSION, START, STEP, Copies, LogRecord, StepRecorder, noted
 
 SUFFIX = ".updates"

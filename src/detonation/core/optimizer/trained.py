@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from detonation.core.flat.padding_rows import note_padding
 from detonation.core.optimizer.gathered import local_parameters, reshard, shown_units
-from detonation.core.replicator.padding import note_padding
 
 _TRAINED = weakref.WeakKeyDictionary["TrainedParameters", None]()
 """Of all replicated optimizers of this process, as keys: another thread may make one while this one reads them."""
