@@ -123,8 +123,12 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         return lines
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if error is None:
-            self._join()
+        if error is not None:  # other ranks may be gone, and a save may wait for them
+            return
+        self._join()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+        self._group = self._saver = None
 
     def _join(self) -> None:
         if self._thread is not None:

@@ -93,6 +93,8 @@ class Feed(StepRecorder):
         True
     """
 
+    reader = "each follower"
+
     def __init__(
         self,
         model: nn.Module,
@@ -207,6 +209,7 @@ class Feed(StepRecorder):
             self._drop_all("the settings or the trained parameters have changed")
             self._levels = optimizer.build()
         if self._subscribed:
+            self.add_written()
             self.add(messages + self._extras(optimizer), what, optimizer)
         due = time.monotonic() >= self._next_copy and optimizer.step_count >= self.first_copy
         if self._coming and due:
@@ -219,6 +222,8 @@ class Feed(StepRecorder):
                 self._next_copy = time.monotonic() + FAILED_S
                 self._drop_all(f"there is no copy of the state: {error}")
         self._sort_out()
+        if self.records:
+            self.note(optimizer)
 
     def close(self, ended: bool = True, wait_s: float = 10.0) -> None:
         """Sends what is left to each follower, at most for `wait_s` seconds, and listens no longer.
@@ -226,6 +231,7 @@ class Feed(StepRecorder):
         Followers of a training that has not `ended` wait for its next start.
         """
         self._listener.close()
+        self.take_last_writes()
         self.flush()
         with self._lock:
             self._closed = True

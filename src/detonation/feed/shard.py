@@ -12,6 +12,7 @@ from detonation.checkpoint.files.reader import Box, ShardReader
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.agreement.buffers import persistent_buffers
 from detonation.core.agreement.safety import Safety
+from detonation.core.flat.padding_rows import mark_used
 from detonation.core.flat.tensors import local
 from detonation.core.link.communicator import Axis
 from detonation.core.link.elastic_communicator import ElasticCommunicator
@@ -24,9 +25,9 @@ from detonation.core.schemes.registry import scheme
 from detonation.core.schemes.scheme import Scheme
 from detonation.feed import shared_state
 from detonation.feed.stream import Joined, Stepped
-from detonation.log.records import MESSAGE, SYNCHRONIZE, LogRecord
+from detonation.log.records import MESSAGE, SYNCHRONIZE, WRITTEN, LogRecord
 from detonation.log.repeat import Player, repeat_step, show_agreed
-from detonation.log.writer import identity, round_like
+from detonation.log.writer import identity, round_like, use_padding_of
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes the base optimizer of the training over parameter groups."""
@@ -116,6 +117,7 @@ class ShardFollower:
             safety=Safety(about["non_finite"], verify_every=0),
         )
         shared_state.load_shared_state(saved, self.optimizer, parameters, about["step"])
+        use_padding_of(about, self.optimizer)
         if in_parts:
             shared_state.require_elementwise(base, parameters)
             if about["clip"] and not (isinstance(base, SignSGD) and base.moves_by_signs_alone):
@@ -180,6 +182,8 @@ def moment_after(event: Joined | Stepped, before: Moment | None) -> Moment:
         return event.about["run"], event.about["step"], event.about["synchronized"]
     assert before is not None  # a stream begins with a copy
     end = event.records[-1]
+    if end.kind == WRITTEN:  # whose shards may differ in what they wrote, and meet all the same
+        return before
     return (
         (before[0], end.step, before[2] + 1)
         if end.kind == SYNCHRONIZE
@@ -265,6 +269,7 @@ def joined_optimizer(
     parameters = local_parameters(model)
     for name, parameter in parameters.items():
         parameter.requires_grad_(name in about["trained"])
+        mark_used(parameter, name in about.get("padding", ()))
     base = base_optimizer(make, about, saved.groups, parameters)
     for mine, group in zip(base.param_groups, before.param_groups, strict=True):
         mine |= {key: value for key, value in group.items() if key != "params"}

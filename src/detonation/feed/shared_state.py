@@ -13,13 +13,13 @@ from detonation.checkpoint.files.reader import Box, ShardReader
 from detonation.checkpoint.files.shard_file import CorruptCheckpoint, shard_content
 from detonation.checkpoint.restore import load_base_state
 from detonation.checkpoint.snapshot import Snapshot, weights
+from detonation.core.flat.padding_rows import note_padding
 from detonation.core.flat.tensors import local, padding_row
 from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.replicated import Replicated
-from detonation.core.optimizer.trained import note_padding
 from detonation.core.schemes.traffic import collective_for
 from detonation.feed.frames import encoded, table_of
-from detonation.log.writer import identity, rounding
+from detonation.log.writer import identity, padding_of, rounding
 
 BUFFERS, NORM = 1 << 31, (1 << 32) - 1
 """The places, among those of messages, of the model's buffers from the first one on, and of the
@@ -76,6 +76,7 @@ def describe_training(optimizer: Replicated) -> dict[str, Any]:
         "balance": settings.balance,
         "trained": [slot.name for each in replicators for slot in each.layout.slots],
         **rounding(optimizer),
+        **padding_of(optimizer),
         "equal": settings.safety.equal,
         "versions": versions(),
     }

@@ -2,22 +2,26 @@
 messages of each step."""
 
 import json
+import logging
 import os
 import re
 import struct
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import torch
 from torch import Tensor
 
 from detonation.core.base_error import DetonationError
-from detonation.core.flat.tensors import octets
+from detonation.core.flat.tensors import bare_name, local, octets
+from detonation.core.flat.written import WrittenWeights, first_names, weight_places
 from detonation.core.integrity.message import Tape
+from detonation.core.optimizer.gathered import local_parameters, reshard
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.runtime import Readback
 from detonation.whole_files import reading
@@ -28,9 +32,11 @@ _HEADER = struct.Struct(
     "<4sB3xIQQI"
 )  # magic, kind, place, step, bytes, checksum of all before and of the bytes
 _CHECKED = struct.Struct("<4sB3xIQQ")
-START, MESSAGE, STEP, SYNCHRONIZE = range(4)
-"""The kinds of records: how the file was begun; messages; and what ends the messages of a step, or
-of `synchronize`."""
+START, MESSAGE, STEP, SYNCHRONIZE, WRITTEN = range(5)
+"""The kinds of records: how the file was begun; messages; what ends the messages of a step, or of
+`synchronize`; and weights that were written between steps."""
+
+_log = logging.getLogger("detonation")
 
 
 class DamagedLog(DetonationError, ValueError):
@@ -41,8 +47,9 @@ class DamagedLog(DetonationError, ValueError):
 class LogRecord:
     """One record.
 
-    place: Of messages: the channel and bucket of which they are. step: Of messages: at which they
-    were sent; else the number of steps that were taken when it was written. content: The messages,
+    place: Of messages: the channel and bucket of which they are; of weights: the number of the
+    parameter in the model. step: Of messages: at which they were sent; else the number of steps
+    that were taken when it was written. content: The messages, the local shard of the parameter,
     or JSON.
     """
 
@@ -136,21 +143,75 @@ class StepRecorder(Tape, ABC):
     """
 
     plays = False
+    reader = "whoever reads the records"
+    """In a warning."""
 
     def __init__(self) -> None:
         self.records = True  # false where there is nobody to record for
         self._messages: list[
             tuple[int, Copy]
         ] = []  # each with the steps that were taken when it came
-        self._waiting: list[tuple[Copies, LogRecord]] = []
+        self._waiting: list[tuple[Copies, LogRecord | None]] = []  # without an end: weights
         self._late = 0  # steps whose messages are on their way to the host
         self._options: list[dict[str, Any]] = []  # of each group, as they were recorded last
         self._optimizer: Replicated | None = None  # of the last end
         self._last = -1  # steps that were taken at that end
+        self._weights = WrittenWeights()
+        self._watched: object = None  # the levels for which the weights were chosen
+        self._numbers: dict[str, int] = {}  # of the parameters of the model, by name
+        self._written: Copies = []  # the weights that were written before the step under way
+        self._told = False
 
     @abstractmethod
     def hand_on(self, records: Sequence[LogRecord]) -> None:
         """Takes the records of one step or call of `synchronize`: its messages, and its end."""
+
+    def watches(self, optimizer: Replicated) -> Collection[str]:
+        """The names of the weights that somebody else than a step of `optimizer` may write."""
+        return local_parameters(optimizer.model).keys()
+
+    def note(self, optimizer: Replicated) -> None:
+        """Takes the weights as they are now for those that were recorded."""
+        if self._watched is not (levels := optimizer.build()):
+            self._watched, places = levels, weight_places(optimizer.model)
+            self._numbers = {name: number for number, name in enumerate(places)}
+            watched = {*self.watches(optimizer)} - _moved_by_rounds(optimizer)
+            self._weights.places = {n: at for n, at in places.items() if bare_name(n) in watched}
+        self._weights.note()
+
+    def enter(self, optimizer: Replicated) -> None:
+        """Copies the weights that were written since the last end, before a step moves them."""
+        # training that went back to an earlier state has other weights, which is no write
+        goes_on = optimizer is self._optimizer and optimizer.step_count == self._last
+        found = self._weights.found() if self.records and goes_on else {}
+        self._written = [
+            (self._numbers[name], optimizer.step_count, Readback(_copied(tensor)))
+            for name, tensor in found.items()
+        ]
+        if found and not self._told:
+            self._told = True
+            size = sum(local(tensor).nbytes for tensor in found.values())
+            _log.warning(
+                "weights were written outside of optimizer.step(), as by a clamp or a merge: %s; "
+                "%s gets them whole each time, now %s bytes",
+                first_names(found),
+                self.reader,
+                f"{size:,}",
+            )
+
+    def add_written(self) -> None:
+        """Ends the weights that were written before the step under way, ahead of its messages."""
+        if self._written:
+            written, self._written = self._written, []
+            self._waiting.append((written, None))
+
+    def take_last_writes(self) -> None:
+        """Takes in the weights that were written after the last step, of which no step comes."""
+        if self._optimizer is not None and self.records:
+            reshard(self._optimizer.model)
+            self.enter(self._optimizer)
+            self.add_written()
+            self._weights.note()  # another step may come all the same
 
     def put(self, place: int, step: int, message: Tensor) -> None:
         """Takes in the messages of all replicas."""
@@ -191,16 +252,17 @@ class StepRecorder(Tape, ABC):
     def flush(self, late: int = 0) -> None:
         """Hands on all steps but the last `late`."""
         while len(self._waiting) > late:
-            messages, end = self._waiting.pop(0)
+            copies, end = self._waiting.pop(0)
+            kind = MESSAGE if end else WRITTEN
             records = [
-                LogRecord(MESSAGE, place, step, octets(copy.wait()))
-                for place, step, copy in messages
+                LogRecord(kind, place, step, octets(copy.wait())) for place, step, copy in copies
             ]
-            self.hand_on([*records, end])
+            self.hand_on([*records, end] if end else records)
 
     def forget(self) -> None:
         """Drops all that was not handed on; the next step records all options of the groups."""
-        self._messages, self._waiting, self._options = [], [], []
+        self._messages, self._waiting, self._options, self._written = [], [], [], []
+        self._weights.forget()
 
     def _changed(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The options of each parameter group that were not recorded yet."""
@@ -228,6 +290,10 @@ class Tapes(Tape):
         for tape in self._tapes:
             tape.begin(optimizer)
 
+    def enter(self, optimizer: Any) -> None:
+        for tape in self._tapes:
+            tape.enter(optimizer)
+
     def put(self, place: int, step: int, message: Tensor) -> None:
         for tape in self._tapes:
             tape.put(place, step, message)
@@ -235,6 +301,20 @@ class Tapes(Tape):
     def end(self, what: str, optimizer: Any) -> None:
         for tape in self._tapes:
             tape.end(what, optimizer)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return local(tensor.detach()).clone(memory_format=torch.contiguous_format)
+
+
+def _moved_by_rounds(optimizer: Replicated) -> set[str]:
+    """The weights that replicas move on their own between messages: a write is part of that."""
+    return {
+        slot.name
+        for each in optimizer.build()
+        for slot in each.layout.slots
+        if each.scheme.signal == "parameters"
+    }
 
 
 def _plain(value: Any) -> Any:

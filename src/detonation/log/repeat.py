@@ -16,8 +16,9 @@ from torch import Tensor
 from detonation.checkpoint.gather import texts_between
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.flat.layout import copy
-from detonation.core.flat.tensors import digest, locals_of
+from detonation.core.flat.tensors import digest, local, locals_of
 from detonation.core.integrity.message import Tape
+from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.reconfigure import like_option
 from detonation.core.optimizer.replicated import Replicated
 from detonation.log.records import (
@@ -25,11 +26,12 @@ from detonation.log.records import (
     MESSAGE,
     START,
     STEP,
+    WRITTEN,
     DamagedLog,
     LogRecord,
     whole_records,
 )
-from detonation.log.writer import identity, round_like, segments
+from detonation.log.writer import identity, round_like, segments, use_padding_of
 
 _log = logging.getLogger("detonation")
 _PRIVATE = ("residual", "server_residual", "taken", "local_steps", "start", "share_")
@@ -182,6 +184,8 @@ class Playback(Player):
                     if record.kind == STEP or begun < self.first
                     else False
                 )
+                if record.kind == WRITTEN:  # maybe after the checkpoint from which this goes on
+                    known = record.step < self.first
                 yield from waiting if not known else ()
                 waiting.clear()
 
@@ -192,6 +196,7 @@ class Playback(Player):
                 f"{path} is in version {about.get('version')} of the format, here it is"
                 f" {LOG_VERSION}"
             )
+        use_padding_of(about, self._optimizer)
         mine = round_like(about, self._optimizer)
         theirs, why = about.get("selftest") or mine, ""
         if odd := next((key for key in mine if theirs.get(key) != mine[key]), ""):
@@ -354,11 +359,14 @@ def _repeat(directory: Path, optimizer: Replicated, to: int | None) -> None:
 
 
 def repeat_step(end: LogRecord, optimizer: Replicated) -> None:
-    """Takes the step that `end` ends again, or synchronizes again; the tape of `optimizer` plays
-    its messages.
+    """Takes the step that `end` ends again, or synchronizes or writes a weight again; the tape of
+    `optimizer` plays its messages.
 
     Raises `DamagedLog` where it is not the next step.
     """
+    if end.kind == WRITTEN:
+        _write_again(end, optimizer)
+        return
     groups = optimizer.param_groups
     for group, options in zip(groups, end.table().get("groups", [{}] * len(groups)), strict=True):
         group |= {key: like_option(group.get(key), value) for key, value in options.items()}
@@ -372,3 +380,18 @@ def repeat_step(end: LogRecord, optimizer: Replicated) -> None:
         )
     optimizer.zero_grad()
     optimizer.step()
+
+
+@torch.no_grad()
+def _write_again(record: LogRecord, optimizer: Replicated) -> None:
+    """Writes a weight that training wrote between two steps."""
+    parameters = [*local_parameters(optimizer.model).values()]
+    own = [local(parameter.detach()) for parameter in parameters[record.place : record.place + 1]]
+    if [each.nbytes for each in own] != [len(record.content)]:
+        raise DamagedLog(
+            f"the record of a weight written after step {record.step} fits no weight here: it is "
+            "of another model"
+        )
+    for each in own if record.content else ():
+        octets = torch.frombuffer(bytearray(record.content), dtype=torch.uint8)
+        each.copy_(octets.view(each.dtype).view(each.shape))

@@ -3,8 +3,9 @@
 import hashlib
 import logging
 import os
+import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import pairwise
@@ -12,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from detonation.core.agreement.selftest import selftest
+from detonation.core.flat.padding_rows import used_rows
 from detonation.core.flat.tensors import digest
 from detonation.core.link.elastic_communicator import ElasticCommunicator
+from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.replicated import Replicated
+from detonation.core.replicator.padding import use_rows
 from detonation.log.records import LOG_VERSION, START, STEP, Copies, LogRecord, StepRecorder, noted
 from detonation.whole_files import replaced
 
@@ -65,12 +69,15 @@ class UpdateLog(StepRecorder):
         ['replica0-shard0-0.updates']
     """
 
+    reader = "the update log"
+
     def __init__(self, directory: Path | str, fsync_every: int = 0) -> None:
         if fsync_every < 0:
             raise ValueError(f"fsync_every is {fsync_every}, must be at least 0")
         super().__init__()
         self.directory, self._fsync_every = Path(directory), fsync_every
         self._file, self._length = -1, 0
+        self._closing: Callable[[], object] = lambda: None
         self._levels: object = None  # of which the file is
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None  # the last step
@@ -81,6 +88,14 @@ class UpdateLog(StepRecorder):
     def begin(self, optimizer: Replicated) -> None:
         """Notes with which weights a replay from the start begins."""
         self._start = {"start": digest(optimizer.model.parameters())}
+        self._optimizer, self._last = optimizer, optimizer.step_count
+        self.note(optimizer)
+
+    def watches(self, optimizer: Replicated) -> Collection[str]:
+        """The weights of this optimizer and those that nobody trains: others have their own log."""
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        parameters = local_parameters(optimizer.model)
+        return {name for name, p in parameters.items() if id(p) in own} | optimizer.frozen.keys()
 
     def end(self, what: str, optimizer: Replicated) -> None:
         """Ends a step, or a call of `synchronize`."""
@@ -98,7 +113,7 @@ class UpdateLog(StepRecorder):
                 self._keep(messages, what, optimizer, another)
                 return
             if another:
-                self.close()
+                self._close_file()
             if not self.records:  # the last step of that file could not be written
                 return
             if self._file < 0:
@@ -108,7 +123,9 @@ class UpdateLog(StepRecorder):
                     optimizer, optimizer.step_count - (what == "step"), _settings(optimizer)
                 )
                 self._levels = optimizer.build()
+            self.add_written()
             self.add(messages, what, optimizer)
+            self.note(optimizer)
             if self._fsync_every and optimizer.step_count % self._fsync_every == 0:
                 self._finish()
                 os.fsync(self._file)
@@ -121,7 +138,9 @@ class UpdateLog(StepRecorder):
             self._kept.clear()
             self._levels, self._identity = optimizer.build(), _settings(optimizer)
         self._options = []  # so that each step has all options of the groups
+        self.add_written()
         self.add(messages, what, optimizer)
+        self.note(optimizer)
 
     def _write_kept(self, optimizer: Replicated) -> None:
         """Writes the kept steps, in the place of the first replica before; those that it has
@@ -134,7 +153,7 @@ class UpdateLog(StepRecorder):
         )
         for records in kept:
             self.hand_on(records)
-        self.close()
+        self._close_file()
 
     def rotate(self, oldest: int = 0) -> None:
         """Begins another file, as after a checkpoint; removes those whose steps are all among the
@@ -154,12 +173,17 @@ class UpdateLog(StepRecorder):
     def close(self) -> None:
         """Writes what is left, and closes the file; another step opens another."""
         if self._file >= 0:
+            self.take_last_writes()
+        self._close_file()
+
+    def _close_file(self) -> None:
+        if self._file >= 0:
             with self._forgiving():
                 self.flush()
                 self._finish()
                 os.fsync(self._file)
             with suppress(OSError):  # the disk has it all, or the log has ended
-                os.close(self._file)
+                self._closing()
         self._file = -1
         if self._thread is not None:
             self._thread.shutdown()
@@ -195,6 +219,7 @@ class UpdateLog(StepRecorder):
                 later.unlink(missing_ok=True)
         path = self.directory / f"{rank.name}-{first}{SUFFIX}"
         self._file = replaced(path)
+        self._closing = weakref.finalize(self, os.close, self._file)  # where nobody calls `close`
         self._options, self._length = [], 0
         self.hand_on([noted(START, first, about)])
 
@@ -277,8 +302,21 @@ def round_like(about: Mapping[str, Any], optimizer: Replicated) -> dict[str, str
     return arithmetic(optimizer)
 
 
+def padding_of(optimizer: Replicated) -> dict[str, Any]:
+    """The embeddings whose padding rows move, of which a replica without gradients cannot know."""
+    used = used_rows(optimizer.model)
+    return {"padding": used} if used else {}
+
+
+def use_padding_of(about: Mapping[str, Any], optimizer: Replicated) -> None:
+    """Lets the padding rows move that moved in a run that `about` describes."""
+    if names := about.get("padding"):
+        use_rows(names, optimizer.build(), optimizer.base_step)
+
+
 def _settings(optimizer: Replicated) -> dict[str, Any]:
-    return {**identity(optimizer), "close": optimizer.closeness is not None, **rounding(optimizer)}
+    close = {"close": optimizer.closeness is not None}
+    return {**identity(optimizer), **close, **rounding(optimizer), **padding_of(optimizer)}
 
 
 def segments(directory: Path, rank: str) -> list[tuple[str, int, Path]]:

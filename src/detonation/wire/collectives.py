@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from detonation.core.compute.bitpack import pack, packed_bytes, unpack
+from detonation.core.flat.written import WrittenWeights, first_names
 from detonation.core.link.link import Link
 from detonation.core.runtime import decides_on_device
 from detonation.core.schemes.scheme import ALIGNMENT
@@ -269,7 +270,7 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         resync_every: Exchanges after which one is exact; 0 for never.
         is_trained: False where no step can move the weights; the last exchange, after they were
             frozen, is exact.
-        version: Of this rank's weights: another number where they were written to.
+        weights: Of this rank; tells which of them were written since the last gather.
     """
 
     def __init__(
@@ -279,13 +280,13 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         codec: BlockIntegers | None,
         resync_every: int,
         is_trained: Callable[[], bool],
-        version: Callable[[], int],
+        weights: WrittenWeights,
     ) -> None:
         self._link, self._local, self._codec = link, local, codec
-        self._resync_every, self._is_trained, self._version = resync_every, is_trained, version
+        self._resync_every, self._is_trained, self.weights = resync_every, is_trained, weights
         self.reference: Tensor | None = None
         self._exchanges = 0  # since the last exact one
-        self._seen = self._seen_version = -1
+        self._seen = -1
         self._was_trained = False  # at the last gather
         self._warned = False
         watch_optimizers()
@@ -307,16 +308,14 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
             reference = self.reference = self._exact(input_tensor)
         elif self._seen != WEIGHT_MOVES.count and (trained or self._was_trained):
             self._exchange(reference, input_tensor, exactly=not trained)
-        elif self._seen == WEIGHT_MOVES.count and self._seen_version != self._version():
+        elif written := self.weights.found():
             raise RuntimeError(
-                "weights were changed, and by no optimizer, so that this rank alone knows of it:"
-                " call detonation.resync_weights(model) on all ranks after changing them"
+                "weights were changed, and by no optimizer, so that this rank alone knows of it: "
+                f"{first_names(written)}; call detonation.resync_weights(model) on all ranks after "
+                "changing them"
             )
-        self._seen, self._seen_version, self._was_trained = (
-            WEIGHT_MOVES.count,
-            self._version(),
-            trained,
-        )
+        self._seen, self._was_trained = WEIGHT_MOVES.count, trained
+        self.weights.note()
         if self._local is None:
             output_tensor.copy_(reference.view(-1))
             return
@@ -342,8 +341,9 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         # [n], and [2] int64 as of counts
         self.reference = self._exact(own)
         self._exchanges, stepped = map(int, counts.tolist())
-        self._seen, self._seen_version = -1 if stepped else WEIGHT_MOVES.count, self._version()
+        self._seen = -1 if stepped else WEIGHT_MOVES.count
         self._was_trained = bool(stepped)
+        self.weights.note()
 
     def _exchange(self, reference: Tensor, own: Tensor, exactly: bool) -> None:
         """Brings the reference up to date, in place."""

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from detonation.core.compute.checksum import checksum
 from detonation.core.flat.tensors import largest_local_shape, local
 from detonation.core.flat.weight_hooks import ON_COMPARISON, ON_MOVE
+from detonation.core.flat.written import WrittenWeights
 from detonation.core.link.link import Link
 from detonation.core.optimizer.gathered import local_parameters, reshard
 from detonation.wire.collectives import (
@@ -46,7 +47,12 @@ class ShardUnit:
         self.wire, self.link, self.parameters = wire, link, parameters
         codec = BlockIntegers(WIDTHS[wire.weights]) if WIDTHS[wire.weights] else None
         self.gather = DifferenceGather(
-            link, in_node, codec, wire.resync_every, self._is_trained, self._version
+            link,
+            in_node,
+            codec,
+            wire.resync_every,
+            self.is_trained,
+            WrittenWeights({name: (parameters, name) for name in parameters}),
         )
         module.set_custom_all_gather(self.gather)
         self.reduce: ErrorFeedbackReduce | None = None
@@ -60,6 +66,18 @@ class ShardUnit:
             ):  # since torch 2.13: equal sizes at every step
                 module.set_reduce_scatter_unused_params(True, recurse=False)
         setattr(module, _UNIT, self)
+        self._hook_loading(cast(nn.Module, module))
+
+    def _hook_loading(self, module: nn.Module) -> None:
+        """Lets `load_state_dict` of each module of the unit make the next exchange exact."""
+
+        def loaded(*_: object) -> None:
+            reshard(unit)  # or the next forward pass would exchange nothing
+            self.gather.forget()
+
+        unit = module
+        for each in own_modules(module):
+            each.register_load_state_dict_post_hook(loaded)  # type: ignore[no-untyped-call]
 
     def state(self) -> dict[str, Tensor]:
         """This rank's part of the state by `<kind>.<parameter>`: the reference of its shard, and
@@ -112,14 +130,8 @@ class ShardUnit:
             }
             self.reduce.load(residual)
 
-    def _is_trained(self) -> bool:
+    def is_trained(self) -> bool:
         return any(parameter.requires_grad for parameter in self.parameters.values())
-
-    def _version(self) -> int:
-        return sum(
-            getattr(parameter, "_local_tensor", parameter)._version
-            for parameter in self.parameters.values()
-        )
 
     def sizes(self) -> dict[str, int]:
         """The numbers of one rank's shard of each parameter, as FSDP2 pads it."""
@@ -129,6 +141,14 @@ class ShardUnit:
         return {
             name: size for name, size in self.sizes().items() if self.parameters[name].requires_grad
         }
+
+
+def own_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """A unit and the modules inside it, without the units inside."""
+    yield module
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield from own_modules(child)
 
 
 def padded_numel(parameter: Tensor) -> int:
@@ -161,15 +181,13 @@ def join_units(
                 link,
                 in_node,
             )
-    model.register_load_state_dict_post_hook(lambda loaded, _: resync_weights(loaded))  # type: ignore[no-untyped-call]
 
 
 def resync_weights(model: nn.Module) -> None:
-    """Makes the next exchange of weights between nodes exact, after they were changed by something
-    else than a step.
+    """Makes the next exchange of weights between nodes exact, after a write that no step made.
 
-    All ranks call it. `model.load_state_dict` and `load_checkpoint` do; a model without a shard
-    wire needs none.
+    All ranks call it. `load_checkpoint` and `load_state_dict` of the model, or of a module in it,
+    do; a model without a shard wire needs none.
 
     Example:
         >>> resync_weights(nn.Linear(2, 2))
@@ -221,20 +239,28 @@ def mend_references(model: nn.Module) -> None:
     Collective.
 
     Weights lie in the shards, so a reference that memory or network damaged costs no more than an
-    exact exchange. Also announces a move of the weights: who calls this may have completed rounds,
-    or repaired weights.
+    exact exchange, as do weights that were written on any rank. Also announces a move of the
+    weights: who calls this may have completed rounds, or repaired weights.
 
-    Sends 8 bytes per unit, which do not count as sent.
+    Sends 16 bytes per unit, which do not count as sent.
     """
     units = [unit for unit in shard_units(model) if unit.gather.reference is not None]
     if not units:
         return
     WEIGHT_MOVES()
     sums = torch.stack([checksum(cast(Tensor, unit.gather.reference)) for unit in units])
-    table = units[0].link.collect(sums)  # [nodes, units]
-    for unit, differs in zip(units, (table != table[0]).any(0).tolist(), strict=True):
-        if differs:
+    written = torch.tensor(
+        [bool(unit.gather.weights.found()) for unit in units], dtype=torch.int64, device="cpu"
+    )
+    both = torch.stack([sums, written.to(sums.device)])
+    table = units[0].link.collect(both.view(-1)).view(-1, *both.shape)  # [nodes, 2, units]
+    rewritten = table[:, 1].any(0).tolist()
+    for unit, differs, anew in zip(
+        units, (table[:, 0] != table[0, 0]).any(0).tolist(), rewritten, strict=True
+    ):
+        if differs or (anew and not unit.is_trained()):
             unit.gather.forget()
+        if differs:
             _log.warning(
                 "nodes held different references of %s: the next one is exact",
                 next(iter(unit.parameters)),

@@ -31,8 +31,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 class BufferSync:
-    """Makes the persistent buffers of a model equal on all replicas: the mean of those that are
-    finite.
+    """Makes the persistent buffers of a model equal on all replicas: the mean of finite numbers.
 
     Each replica feeds its own data to BatchNorm, whose running statistics then differ. Training
     does not use them, evaluation does. Buffers of whole numbers become those of the majority.
@@ -80,16 +79,29 @@ def _made_equal(link: Link, buffers: Mapping[str, Tensor], device: torch.device)
         name = keys[difference.name]
         buffer = buffers[name]
         if buffer.is_floating_point():
-            values = buffer.to(device, torch.promote_types(buffer.dtype, torch.float32)).flatten()
-            counts = (
-                values.isfinite().all()
-            )  # one batch that is not finite must not end in the statistics of all
-            mine = torch.cat(
-                [values.where(counts, values.new_zeros(())), counts.to(values.dtype).view(1)]
-            )
-            total = link.all_reduce(mine)()
-            buffer.copy_((total[:-1] / total[-1]).view(buffer.shape))
+            buffer.copy_(_mean_of_finite(link, buffer, device))
         else:
             buffer.copy_(repaired(link, difference, buffer, device))
         found.append(name)
     return found
+
+
+def _mean_of_finite(link: Link, buffer: Tensor, device: torch.device) -> Tensor:
+    """The mean of each number over the replicas where it is finite; their sum where it is on none.
+
+    One batch that is not finite must not end in the statistics of all, and a number that is
+    infinite on all replicas, such as a maximum of nothing yet, stays infinite.
+    """
+    values = buffer.to(device, torch.promote_types(buffer.dtype, torch.float32)).flatten()
+    finite = values.isfinite()
+    whole = finite.all().to(values.dtype).view(1)
+    own = values.where(finite, values.new_zeros(()))
+    total = link.all_reduce(torch.cat([own, whole]))()
+    sums, counts = total[:-1], total[-1:]
+    if int(counts) < link.replicas:  # the same on all replicas: few steps need this
+        counts = link.all_reduce(finite.to(values.dtype))()
+        nowhere = counts == 0
+        others = link.all_reduce(values.where(nowhere, values.new_zeros(())))()
+        sums = torch.where(nowhere, others, sums)
+        counts = counts.clamp(min=1)
+    return (sums / counts).view(buffer.shape)

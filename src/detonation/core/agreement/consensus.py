@@ -269,21 +269,27 @@ class StopConsensus:
             self._decide(step, math.inf)
 
     def verify(
-        self, replicators: Sequence[Replicator], step: int, options: Mapping[str, str]
+        self,
+        replicators: Sequence[Replicator],
+        step: int,
+        options: Mapping[str, str],
+        frozen: Mapping[str, Tensor],
     ) -> None:
         """Compares the tensors that must be equal on all replicas after `step` steps; repairs them,
         or raises `Desync`. Collective.
 
         Args:
             options: Of the parameter groups, which must be equal, too; see `options_of`.
+            frozen: The weights that no step moves, by name, which must be equal, too.
         """
         self.look()
         self._drain(replicators, step)
         compared, device = set[Link](), self.runtime.device
         for replicator in replicators:
             link, tensors = replicator.link, replicator.replicated()
-            texts = {} if link in compared else options
+            texts, others = ({}, {}) if link in compared else (options, replicator.part_of(frozen))
             compared.add(link)
+            tensors = others | tensors
             mended: dict[str, Tensor] = {}
             for difference in self.compare(link, tensors, device, texts):
                 if difference.name == CHANGE:
@@ -302,6 +308,8 @@ class StopConsensus:
                     outcome = "all stop"
                 if link.replica in (0, *difference.odd):
                     _log.warning("after step %d %s: %s", step, difference, outcome)
+            for name in others.keys() & mended.keys():
+                others[name].copy_(mended.pop(name))
             replicator.repair(mended)
             replicator.counts.due.add(step - 1)
         self._decide(step, step - 1)

@@ -75,6 +75,14 @@ class Piece(Tensor):
             self.whole.grad = torch.zeros_like(self.whole)
 
 
+def cut_like(parameter: Tensor, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """`tensors`; or, where `parameter` is a `Piece`, the pieces of them that its ranks hold."""
+    if not isinstance(parameter, Piece):
+        return tensors
+    sharded = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    return parameter.cut(sharded).get(parameter.ranks, {})
+
+
 def whole_of(parameter: Tensor) -> Tensor:
     """The parameter of which a `Piece` is a part; any other tensor itself."""
     return parameter.whole if isinstance(parameter, Piece) else parameter

@@ -47,6 +47,13 @@ class Changed(str):
     __slots__ = ()
 
 
+AGAIN = (
+    "It ended this optimizer, which takes no step until the state is replaced on all ranks: load a "
+    "checkpoint or a state dict"
+)
+"""What an error says that is raised again."""
+
+
 class FaultCounts:
     """Counts the faults of the replicas of one level, from messages that all of them receive.
 
@@ -83,6 +90,7 @@ class FaultCounts:
         """Forgets all that could end the next steps, because those before them were undone: a
         checkpoint was loaded."""
         self.fatal = self.changing = 0
+        self._raised = 0, 0  # the number of the last error, and its step
         self.due, self.changed = set[int](), dict[int, str]()
         self.missing = set[int]()
         self.reports: list[tuple[int, Readback, Callable[[list[Any]], object]]] = []
@@ -241,7 +249,18 @@ class FaultCounts:
         self._stop(_DESYNC, sender, name)
 
     def error(self, fatal: int, step: int) -> Exception:
-        """The error at `step` for the number `fatal` of any rank of this level."""
+        """The error at `step` for the number `fatal` of any rank of this level.
+
+        A rank raises it again at each later step, until `forget`, with the first step and a remedy.
+        """
+        if fatal == self._raised[0]:
+            found = self._error(fatal, self._raised[1])
+            found.args = (f"{found}. {AGAIN}",)
+            return found
+        self._raised = fatal, step
+        return self._error(fatal, step)
+
+    def _error(self, fatal: int, step: int) -> Exception:
         kind, sender, number = fatal >> 56, fatal >> 32 & 0xFFFFFF, fatal & _NO_NAME
         name = self.names[number] if number < len(self.names) else "a state that its log names"
         if kind == _NON_FINITE:

@@ -28,6 +28,9 @@ class Tape:
     def begin(self, optimizer: Any) -> None:
         """Sees the weights of a `Replicated` before its first step."""
 
+    def enter(self, optimizer: Any) -> None:
+        """Sees the weights of a `Replicated` before each step and each call of `synchronize`."""
+
     def put(self, place: int, step: int, message: Tensor) -> None:
         """Takes in the messages of all replicas, or their sum, which may be overwritten afterwards.
 

@@ -1,9 +1,9 @@
 """The step of the base optimizer, which replicas take together or not at all."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakSet, finalize, ref
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -38,6 +38,7 @@ class BaseStep:
         self.overflow: Tensor | None = None
         self.rounding: AbstractContextManager[object] = nullcontext()
         self._held: dict[int, tuple[Tensor, int]] = {}
+        self._hook: Callable[[], object] | None = None  # removes the hook of held rows
         self._lookout = _lookout_of(optimizer)
         self._lookout.users.add(self)
 
@@ -69,14 +70,36 @@ class BaseStep:
     def hold(self, parameters: Iterable[Tensor]) -> None:
         """Takes zeros for the updates of the padding rows of `parameters` from now on."""
         found = {id(p): (p, row) for p in parameters if (row := padding_row(p)) is not None}
-        if found and not self._held:
-            self.optimizer.register_step_pre_hook(self._hold)
+        if found and self._hook is None:
+            self._hook = _hook_before(self.optimizer, self)
         self._held |= found
 
-    def _hold(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def release(self, parameter: Tensor) -> None:
+        """Takes the update of each row of `parameter` from now on."""
+        self._held.pop(id(parameter), None)
+        if self._hook is not None and not self._held:
+            self._hook()
+            self._hook = None
+
+    def zero_held_rows(self) -> None:
+        """Makes the updates of the held rows zeros."""
         for parameter, row in self._held.values():
             if parameter.grad is not None:
                 local(parameter.grad)[row].zero_()
+
+
+def _hook_before(optimizer: Optimizer, step: BaseStep) -> Callable[[], object]:
+    """Lets `step` hold rows before each step of `optimizer`; returns what removes the hook.
+
+    The hook goes with `step`, and does not keep it alive.
+    """
+    reference = ref(step)
+
+    def hold(*_: object) -> None:
+        if (alive := reference()) is not None:
+            alive.zero_held_rows()
+
+    return finalize(step, optimizer.register_step_pre_hook(hold).remove)
 
 
 class _Lookout:

@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from detonation.core.agreement.clipping import Clip
@@ -182,16 +181,19 @@ def replicator_of(
         channel.scheme,
         not channel.scheme.codec.keeps_zeros or channel.exchange.secluded,
     )
+    held = leaks and any(padding_row(parameter) is not None for parameter in parameters.values())
     if isinstance(scheme, GradientScheme):
         last = last and not any(
             isinstance(each, Piece) for each in parameters.values()
         )  # no optimizer knows pieces
         base.hold(parameters.values() if leaks else ())
-        return GradientReplicator(parameters, channel, base, scheme, last)
-    assert isinstance(scheme, ParameterScheme)
-    held = leaks and any(padding_row(parameter) is not None for parameter in parameters.values())
-    kind = HoldingReplicator if held else ParameterReplicator
-    return kind(parameters, channel, scheme, scheme.rounds[fragment])
+        made: Replicator = GradientReplicator(parameters, channel, base, scheme, last)
+    else:
+        assert isinstance(scheme, ParameterScheme)
+        kind = HoldingReplicator if held else ParameterReplicator
+        made = kind(parameters, channel, scheme, scheme.rounds[fragment])
+    made.holds_padding = held
+    return made
 
 
 def compare_replicas(
@@ -245,13 +247,9 @@ def compare_replicas(
                 description |= {"balance": "True"}
             if settings.clip:
                 description |= {"clip": str(settings.clip), NORM_SELFTEST: norm_selftest(device)}
-            if (
-                frozen
-                and replicator.link not in compared
-                and (mine := _cut_like(replicator, frozen))
-            ):
+            if frozen and replicator.link not in compared and (mine := replicator.part_of(frozen)):
                 sums = torch.stack(
-                    [checksum(local(tensor)).to(device) for tensor in mine.values()]
+                    [checksum(tensor).to(device) for tensor in mine.values()]
                 ).tolist()
                 description |= {
                     f"{name} (frozen weights)": str(one)
@@ -291,17 +289,6 @@ def compare_replicas(
             f'replicas differ: {apart}. {SAME_START}; or go on with Safety(equal="close")'
         )
     return rounded
-
-
-def _cut_like(replicator: Replicator, frozen: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The part of `frozen` that the replicas of `replicator` hold: all, or pieces where its
-    parameters are some."""
-    piece = next(iter(replicator.parameters.values()), None)
-    if not isinstance(piece, Piece):
-        return frozen
-    return piece.cut({name: p for name, p in frozen.items() if isinstance(p, DTensor)}).get(
-        piece.ranks, {}
-    )
 
 
 def _description(

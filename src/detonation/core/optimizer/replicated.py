@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # as torch's optimizers: it imports no compiler
 from torch.optim import Optimizer
 
 from detonation.choices import imported
@@ -25,6 +26,7 @@ from detonation.core.optimizer.setup_checks import check_layout, warn_of_roundin
 from detonation.core.optimizer.stats import Stats, dense_bytes_by_level, described
 from detonation.core.optimizer.trained import TrainedParameters
 from detonation.core.replicator.base import Replicator
+from detonation.core.replicator.padding import release_used_rows
 from detonation.core.runtime import PROGRESS
 from detonation.core.schemes.scheme import Scheme
 
@@ -67,6 +69,7 @@ class Replicated(OptimizerWrapper):
             False  # until a step: a loaded state dict had no replica state, which may still come
         )
         self._routes: dict[tuple[int, int], Route] = {}
+        self._asks_padding = False  # whether the next step asks for gradients of padding rows
         # whether gradients did not leave in `overlap`, because the trained parameters changed
         self._held_back = False
         self._consensus: StopConsensus | None = None
@@ -101,6 +104,11 @@ class Replicated(OptimizerWrapper):
         return coordinates_of(self.levels, self._trained.everyone, self.settings.intra_node)
 
     @property
+    def frozen(self) -> dict[str, Tensor]:
+        """The weights of the model that no step moves now, by name."""
+        return self._trained.frozen
+
+    @property
     def is_built(self) -> bool:
         """True once the levels exist: from the first step on."""
         return self._replicators is not None
@@ -111,6 +119,7 @@ class Replicated(OptimizerWrapper):
         balance = None if self._consensus is None else self._consensus.balance
         return balance is not None and balance.idle(self.step_count)
 
+    @_disable_dynamo  # a compiled loop calls it as it is
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one step of training, on all ranks at once; returns the value of `closure`, None
@@ -133,6 +142,8 @@ class Replicated(OptimizerWrapper):
             if self._replicators is None:
                 self.set_up()
             changed = self._trained.show_shards()  # before the weights move
+            if self.tape:
+                self.tape.enter(self)
             assert self._consensus is not None
             with self._consensus.runtime.exact_arithmetic():
                 begun, self._held_back = overlapping or self._held_back, False
@@ -142,6 +153,9 @@ class Replicated(OptimizerWrapper):
                     self._consensus.enter_step(self.step_count)
                 if not overlapping and changed:
                     self._change_trained(in_buckets=begun)
+                if self._asks_padding:
+                    self._asks_padding = False
+                    release_used_rows(self._replicators or [], self.base_step)
                 step, consensus, replicators = (
                     self.step_count,
                     self._consensus,
@@ -202,6 +216,7 @@ class Replicated(OptimizerWrapper):
                     stack.enter_context(innermost.overlap(self.step_count))
             yield
 
+    @_disable_dynamo
     @torch.no_grad()
     def verify(self) -> None:
         """Compares the tensors that must be equal on all replicas: weights, anchors, optimizer
@@ -213,9 +228,12 @@ class Replicated(OptimizerWrapper):
         reads all of it once and sends 8 bytes per tensor.
         """
         if self._consensus is not None:
-            self._consensus.verify(self.build(), self.step_count, options_of(self.base))
+            self._trained.by_name()  # raises where others replaced a trained parameter of the model
+            options = options_of(self.base)
+            self._consensus.verify(self.build(), self.step_count, options, self.frozen)
             self._buffers(self.build())
 
+    @_disable_dynamo
     @torch.no_grad()
     def synchronize(self) -> None:
         """Completes open rounds and updates in flight, so that all replicas hold the same weights
@@ -223,10 +241,14 @@ class Replicated(OptimizerWrapper):
         next one ends as planned."""
         self.refuse_overlap()
         if self._consensus is not None:
+            if self.tape:
+                self._trained.show_shards()
+                self.tape.enter(self)
             with self._consensus.runtime.exact_arithmetic():
                 self.renumber()
                 self._complete(self._consensus)
 
+    @_disable_dynamo
     @torch.no_grad()
     def reconfigure(self, scheme: Scheme, level: int = -1) -> None:
         """Continues with other settings of a level's scheme (topk, rate, every, ...) from the next
@@ -303,7 +325,7 @@ class Replicated(OptimizerWrapper):
         if self._consensus is not None:
             self._consensus.forget()
             self.build()
-            self._compare(frozen=self._trained.frozen)
+            self._compare(frozen=self.frozen)
             if self.closeness:
                 self.verify()
 
@@ -315,7 +337,7 @@ class Replicated(OptimizerWrapper):
         """
         if self._replicators is None:
             self.build()
-            self._compare(frozen=self._trained.frozen)
+            self._compare(frozen=self.frozen)
         return self.build()
 
     @torch.no_grad()
@@ -384,8 +406,7 @@ class Replicated(OptimizerWrapper):
         self._lay_out(now)
         joining = [name for name, p in now.items() if before.get(name) is not p]
         changes.hand_over_by_name(old, self._by_level, joining)
-        self._trained.forget_frozen_gradients()
-        self._compare(joining)
+        self._compare(joining, self.frozen)
 
     @torch.no_grad()
     def renumber(self) -> None:
@@ -440,6 +461,7 @@ class Replicated(OptimizerWrapper):
         self._trained.lay_out(parameters)
         for axis in changes.renumbered_axes(self.levels):
             axis.trains(parameters.values())
+        self._asks_padding = any(each.holds_padding for each in self._replicators)
         self.record(self.tape)
         if self.closeness:
             self.closeness.attach(self._consensus, self._replicators, self.step_count)

@@ -2,15 +2,13 @@
 changed since the last layout."""
 
 import weakref
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from detonation.core.flat.tensors import local
+from detonation.core.flat.padding_rows import note_padding
 from detonation.core.optimizer.gathered import local_parameters, reshard, shown_units
 
 _TRAINED = weakref.WeakKeyDictionary["TrainedParameters", None]()
@@ -67,11 +65,16 @@ class TrainedParameters:
         `toggle_optimizer` does; one that requires a gradient may belong to a plain optimizer, and
         differ between replicas.
         """
-        trained = {id(p) for each in _TRAINED.keyrefs() if (one := each()) for p in one.everyone}
+        trained = {
+            id(p)
+            for each in _TRAINED.keyrefs()
+            if (one := each()) is not None and one is not self
+            for p in one.everyone
+        }
         return {
             name: parameter
             for name, parameter in local_parameters(self.model).items()
-            if not (parameter.requires_grad or id(parameter) in trained)
+            if not (parameter.requires_grad or id(parameter) in trained or name in self.laid_out)
             and parameter.device.type != "meta"
         }
 
@@ -104,6 +107,7 @@ class TrainedParameters:
             shown_units(self.model),
         )
         self._ids = {id(p) for p in self.everyone if id(p) in mine}
+        self._forget_frozen_gradients()
 
     def show_shards(self) -> bool:
         """Shows the shards where a forward pass without a backward pass left copies of them.
@@ -124,31 +128,12 @@ class TrainedParameters:
         """True if other parameters require a gradient than the layouts hold."""
         return {id(p) for p in self.everyone if p.requires_grad} != self._ids
 
-    def forget_frozen_gradients(self) -> None:
+    def _forget_frozen_gradients(self) -> None:
         """Removes the gradients of frozen parameters: the base optimizer would follow them on this
         replica alone."""
         for parameter in self.everyone:
             if not parameter.requires_grad:
                 parameter.grad = None
-
-
-def note_padding(model: nn.Module) -> None:
-    """Notes the `padding_row` of each embedding that has a `padding_idx`, on the shard that holds
-    it.
-
-    Not where another module uses the weights, too: an output layer gives that row a gradient.
-    """
-    users = Counter(id(p) for module in model.modules() for p in module._parameters.values())
-    for module in model.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.padding_idx is not None:
-            weight: Any = module.weight
-            first = 0
-            if isinstance(weight, DTensor):
-                (chunk,) = weight.__create_chunk_list__()  # type: ignore[no-untyped-call]
-                first = chunk.offsets[0]
-            row = module.padding_idx - first
-            held = 0 <= row < len(local(weight)) and users[id(weight)] == 1
-            weight.padding_row = row if held else None
 
 
 def _cause(odd: Sequence[Tensor], model: nn.Module) -> str:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from detonation.core.flat.tensors import cut_like, local
 from detonation.core.memory import LocalState
 from detonation.core.optim.base_step import BaseStep
 from detonation.core.replicator.channel import Channel, Transfer
@@ -20,6 +21,8 @@ class Replicator(ABC):
 
     acts_before = True
     """True where it acts in `before`; otherwise in `after`."""
+    holds_padding = False
+    """Whether it keeps padding rows where they are, which its codec would move."""
     stepped: BaseStep | None = None
     """The optimizer whose steps all replicas must take alike; None where each steps by itself."""
 
@@ -104,6 +107,19 @@ class Replicator(ABC):
 
         Shapes: as `replicated`.
         """
+
+    def forget_held_rows(self) -> None:
+        """Looks again for the padding rows of its parameters, as some may move from now on."""
+        return
+
+    def part_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The part of other `tensors` of the model that each of its replicas holds on this rank.
+
+        All of them, or pieces, where its parameters are pieces.
+        """
+        first = next(iter(self.parameters.values()), None)
+        tensors = tensors if first is None else cut_like(first, tensors)
+        return {name: local(tensor.detach()) for name, tensor in tensors.items()}
 
     @abstractmethod
     def local_state(self, alone: bool = False) -> LocalState:

@@ -70,19 +70,23 @@ class Flat:
 
 
 class Pending:
-    """The updates of the last `delay` steps, oldest first, as their messages; zeros before the
-    first ones arrive."""
+    """The updates of the last `delay` steps, oldest first, as their messages.
+
+    Before the first ones arrive, and after `step_on`, blanks are there, of which no message is in
+    flight: zeros with a minus, so that a saved state tells them from an update of zeros.
+    """
 
     def __init__(self, layout: Layout, delay: int, device: torch.device) -> None:
         self._layout, self._device = layout, device
-        self._updates: deque[Transfer | Flat] = deque(
-            Flat(layout, layout.zeros(device)) for _ in range(delay)
-        )
+        self._updates: deque[Transfer | Flat] = deque(self._blank() for _ in range(delay))
 
     def exchange(self, update: Transfer) -> Transfer | Flat:
         """Puts in an update, and takes out the one that is due."""
         self._updates.append(update)
-        return self._updates.popleft()
+        due = self._updates.popleft()
+        if isinstance(due, Flat):
+            due.of_rows.add_(0.0)  # which takes the minus from zeros
+        return due
 
     def wait(self, index: int) -> Tensor:
         """Waits for update `index`, counted from the oldest; from now on it lies in memory.
@@ -116,14 +120,16 @@ class Pending:
     def step_on(
         self, parameters: Mapping[str, Tensor], base: BaseStep, unused: Unused, step: int
     ) -> None:
-        """Lets `base` step on each update, and on `parameters` only, and replaces all updates by
-        zeros.
+        """Lets `base` step on each update but blanks, on `parameters` only, and leaves blanks.
 
         The gradients do not change, because a backward pass may come next and add to them.
 
         Args:
             step: Of the oldest update.
         """
+        due = [index for index, each in enumerate(self._updates) if not self._is_blank(each)]
+        if not due:
+            return
         everyone = [
             parameter for group in base.optimizer.param_groups for parameter in group["params"]
         ]
@@ -133,15 +139,25 @@ class Pending:
         signs = (
             base.optimizer if isinstance(base.optimizer, SignSGD) else None
         )  # which needs no gradients
-        for index in range(len(self._updates)):
+        for index in due:
             update = self._updates[index].receive()
             alone = unused.settle(update.missing, step + index)
             if not (signs and signs.take(list(parameters.values()), update, alone)):
                 update.write(gradients_to_fill(parameters, alone))
             base()
-            self._updates[index] = Flat(self._layout, self._layout.zeros(self._device))
+            self._updates[index] = self._blank()
         for parameter, gradient in zip(everyone, kept, strict=True):
             parameter.grad = gradient
+
+    def _blank(self) -> Flat:
+        return Flat(self._layout, self._layout.zeros(self._device).fill_(-0.0))
+
+    def _is_blank(self, update: Transfer | Flat) -> bool:
+        """True where no message is in flight. Waits for the device."""
+        if not isinstance(update, Flat):
+            return False
+        parts = self._layout.parts(update.of_rows)
+        return all(bool((part.signbit() & (part == 0)).all()) for part in parts)
 
 
 class GradientReplicator(Replicator):

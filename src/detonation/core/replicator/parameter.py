@@ -320,6 +320,9 @@ class HoldingReplicator(ParameterReplicator):
     """Rounds after which the padding rows of embeddings are where they were, though the codec moves
     them a little."""
 
+    def forget_held_rows(self) -> None:
+        vars(self).pop("_places", None)
+
     def _follow(
         self, bucket: Bucket, update: Tensor, unsent: Tensor | None, weights: Sequence[Tensor]
     ) -> None:
