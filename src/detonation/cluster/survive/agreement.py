@@ -40,7 +40,7 @@ def progress_of(beat: bytes) -> tuple[int, Standing]:
     >>> progress_of(beat_of(12, 0.25, 40, Standing(21, "inside")).encode())
     (40, Standing(steps=21, where='inside'))
     """
-    _, _, *words = beat.decode().split()
+    words = beat.decode().split()[2:]
     if not words:
         return 0, Standing(0)
     return int(words[0]), Standing.parse(" ".join(words[1:]))
@@ -124,19 +124,24 @@ class Agreement:
 
     def leaves_out(self, replica: int) -> str:
         """Why `replica`, which is no member, ends."""
-        others, step = ", ".join(map(str, self.members)), self.next_step
-        go_on = f"replicas {others} go on without it from step {step}"
-        beyond = sorted(
-            {each for pair in self.apart if replica in pair for each in pair} - {replica}
-        )
+        verb = "go" if len(self.members) > 1 else "goes"
+        go_on = f"{in_words(self.members)} {verb} on without it from step {self.next_step}"
+        beyond = {each for pair in self.apart if replica in pair for each in pair} - {replica}
         if replica in self.late:
-            return (
-                f"replica {replica} did not come to an exchange for which all waited, and {go_on}"
-            )
+            return f"replica {replica} did not come to an exchange for which all waited; {go_on}"
         if beyond:
-            names = ", ".join(map(str, beyond))
-            return f"replica {replica} and replicas {names} cannot reach each other, and {go_on}"
-        return f"replica {replica} was not heard of, or lost a shard, and {go_on}"
+            others = in_words(sorted(beyond))
+            return f"replica {replica} and {others} cannot reach each other; {go_on}"
+        return f"replica {replica} was not heard of, or lost a shard; {go_on}"
+
+
+def in_words(replicas: Sequence[int]) -> str:
+    """Replicas in words.
+
+    >>> in_words([1]), in_words([0, 2])
+    ('replica 1', 'replicas 0, 2')
+    """
+    return f"replica{'s' * (len(replicas) > 1)} {', '.join(map(str, replicas))}"
 
 
 def parse_agreement(epoch: int, text: bytes) -> Agreement:

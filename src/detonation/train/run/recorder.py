@@ -203,13 +203,11 @@ class Recording:
             self._feed.close(ended=ended)
 
     def _publish_first(self) -> None:
-        address = self._session.config.train.publish
         try:
             self._publish()
         except OSError as error:
-            why = error.strerror or error
-            problem = f"train.publish is {address!r}, but nobody can listen there ({why})"
-            raise ValueError(f"{problem}: choose another --publish") from error
+            why = str(error.strerror or error).partition(" (while")[0]
+            raise ValueError(f"train.publish: {why}; choose another --publish") from error
 
     def _publish(self) -> None:
         config = self._session.config

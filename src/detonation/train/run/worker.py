@@ -147,11 +147,9 @@ def _train_in_directory(
             raise ValueError(
                 f"train.steps is {steps}, but {done} steps have been taken: give more --steps"
             )
-        run = (
-            session.world.texts().broadcast(secrets.token_hex(8))
-            if session.config.train.publish
-            else ""
-        )
+        named = session.config.train.publish or session.config.mesh.elastic
+        # one replica of an elastic run may publish, and all must take part in the broadcast
+        run = session.world.texts().broadcast(secrets.token_hex(8)) if named else ""
         kept, damage = _kept(session, path / directory.METRICS, done, volumes)
         if volumes.leads(session.rank):  # only now: what is refused leaves the directory as it was
             plan = chosen.plan if chosen is not None and session.rank == 0 else None
