@@ -3,10 +3,13 @@
 import os
 import signal
 import socket
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from commands import Command, free_port, write_recipe
+from detonation.cluster.processes import rendezvous
 
 pytestmark = pytest.mark.usefixtures("soon", "patient")
 TOKEN = {"DETONATION_TOKEN": "0123456789abcdef"}
@@ -79,7 +82,11 @@ def test_a_host_without_a_name_is_refused_at_once(tmp_path, start):
         )
 
 
-def test_one_request_to_stop_ends_a_replica_that_waits_for_the_store(tmp_path, start):
+def test_one_request_to_stop_ends_a_replica_that_waits_for_the_store(tmp_path, start, monkeypatch):
+    def warning(text, *values):  # pytest keeps what loggers say in forks, too
+        print(text % values, file=sys.stderr, flush=True)
+
+    monkeypatch.setattr(rendezvous, "_log", SimpleNamespace(warning=warning))
     recipe, address = write_recipe(tmp_path / "tiny.toml"), f"127.0.0.1:{free_port()}"
     command = start(
         "first", "train", recipe, "--elastic", "--meet", address, "--replicas", 2, "--replica", 0
@@ -99,4 +106,6 @@ def test_a_page_goes_on_with_the_replica_that_takes_over_or_its_end_is_said(tmp_
     assert command.stdout.count(said) == 1
     os.kill(command.ranks[0], signal.SIGKILL)
     command.wait_for_step(command.stdout.count("\nstep ") + 5)
-    assert command.stdout.count(said) == 2, command.stdout[-2000:]
+    goes_on = command.stdout.count(said) == 2
+    # the page of the lost replica may still have the port
+    assert goes_on or f"warning: logger web:{port} failed" in command.stdout
