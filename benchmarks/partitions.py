@@ -4,8 +4,8 @@
 
 Replicas and the store are in network namespaces, joined by a switch. Each scenario starts a run of
 `detonation train --elastic --meet`, cuts something once it trains, and watches the steps in its
-metrics and the ends of its processes. A scenario whose result is in `--out` is not run again, so the
-command can be interrupted; it prints the table of all results.
+metrics and the ends of its processes. A scenario whose result is in `--out` is not run again, so
+the command can be interrupted; it prints the table of all results.
 """
 
 import argparse

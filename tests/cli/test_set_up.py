@@ -1,4 +1,5 @@
-"""Faults of set-up in an elastic run: they end all replicas with exit code 2 and one line, and are never survived."""
+"""Faults of set-up in an elastic run: they end all replicas with exit code 2 and one line, and are
+never survived."""
 
 import os
 import signal

@@ -1,4 +1,5 @@
-"""The law of partitions: nobody waits without a bound, and of two that cannot reach each other one is left out."""
+"""The law of partitions: nobody waits without a bound, and of two that cannot reach each other one
+is left out."""
 
 import itertools
 import json
@@ -59,7 +60,7 @@ def test_those_that_go_on_reach_each_other_and_nobody_else_could_join_them():
         (4, [[0, 2], [0, 3], [1, 2], [1, 3]], [0, 1]),
         (5, [[a, b] for a in (0, 1) for b in (2, 3, 4)], [2, 3, 4]),
     ],
-    ids=["two", "a link", "one against the rest", "the first against the rest", "halves", "two of five"],
+    ids=["two", "a link", "1 against the rest", "0 against the rest", "halves", "two of five"],
 )  # fmt: skip
 def test_the_larger_side_goes_on_and_of_equal_sides_that_with_the_lower_numbers(
     replicas, cut, left
@@ -191,7 +192,8 @@ def test_after_thirty_seconds_a_line_says_who_waits_and_then_after_twice_the_tim
     clocked.pass_s(29)
     assert not caplog.messages
     clocked.pass_s(70)
-    text = "rank 0 has waited for {} s after step 0, to which others have not come: rank 1 is still in step 21"
+    text = "rank 0 has waited for {} s after step 0, to which others have not come: "
+    text += "rank 1 is still in step 21"
     assert caplog.messages == [text.format(30), text.format(60)]
     assert not clocked.membership.apart and not clocked.membership.late
 

@@ -1,4 +1,5 @@
-"""Partitions between namespaces: who goes on, and with which words the others end (benchmarks/partitions.py)."""
+"""Partitions between namespaces: who goes on, and with which words the others end
+(benchmarks/partitions.py)."""
 
 import pytest
 from benchmarks import partitions

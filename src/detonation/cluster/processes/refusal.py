@@ -1,11 +1,13 @@
-"""The start of a run of several replicas that one of them refuses: a fault of set-up ends all, and is never survived.
+"""The start of a run of several replicas that one of them refuses: a fault of set-up ends all, and
+is never survived.
 
-A replica is *preparing* until everything that it can find out by itself is known to be in order, then it is *prepared*.
-A replica that fails while it prepares leaves its reason in the store where the others wait for it. They end with that
-reason, as long as they know that not all are prepared. A replica that is lost without a reason is survived as ever.
+A replica is *preparing* until everything that it can find out by itself is known to be in order,
+then it is *prepared*. A replica that fails while it prepares leaves its reason in the store where
+the others wait for it. They end with that reason, as long as they know that not all are prepared. A
+replica that is lost without a reason is survived as ever.
 
-Before replicas have met, their store may have reasons of an earlier start. So a reason counts for `FRESH_S`, for each
-rank once, and goes away when its replica comes again.
+Before replicas have met, their store may have reasons of an earlier start. So a reason counts for
+`FRESH_S`, for each rank once, and goes away when its replica comes again.
 """
 
 import json
@@ -52,16 +54,19 @@ class Preparation:
         self._store.set(_prepared(self._rank), "1")
 
     def refuse(self, reason: str) -> None:
-        """Ends the start of all, because the set-up of this replica failed; the first reason counts."""
+        """Ends the start of all, because the set-up of this replica failed; the first reason
+        counts."""
         with suppress(DistError, RuntimeError):  # nobody can hear of it
             self._store.compare_set(
                 _REFUSED, "", f"replica {self._replica} did not start: {reason}"
             )
 
     def refused(self, store: Store, ranks: Sequence[int], under_way: bool) -> RefusedStart | None:
-        """Why another replica did not start, by `store`, another connection; None from when all `ranks` are prepared.
+        """Why another replica did not start, by `store`, another connection; None from when all
+        `ranks` are prepared.
 
-        Ranks that do not announce the end of their set-up have it behind them once they are `under_way`.
+        Ranks that do not announce the end of their set-up have it behind them once they are
+        `under_way`.
         """
         if self._all_prepared or (under_way and not self._announces):
             return None
@@ -77,7 +82,8 @@ def is_prepared(store: Store, rank: int) -> bool:
 
 
 def refuse_start(host: str, port: int, replica: int, reason: str) -> None:
-    """Leaves the `reason` why `replica` cannot start at the store where the others wait, if there is one."""
+    """Leaves the `reason` why `replica` cannot start at the store where the others wait, if there
+    is one."""
     with suppress(DistError, TimeoutError, RuntimeError, OSError):
         socket.create_connection((host, port), timeout=_CONNECT_S).close()
         store = TCPStore(host, port, timeout=timedelta(seconds=_CONNECT_S))
@@ -91,8 +97,9 @@ def note_refusal(store: Store, replica: int, reason: str) -> None:
 
 
 def refusals(store: Store, replica: int, rank: int) -> Callable[[], None]:
-    """A function that raises `RefusedStart` where another replica cannot start. `rank` has come as `replica`."""
-    store = store.clone()  # type: ignore[attr-defined]  # one connection for each thread
+    """A function that raises `RefusedStart` where another replica cannot start. `rank` has come as
+    `replica`."""
+    store = store.clone()  # type: ignore[attr-defined]  # one for each thread
     if _said(store).get("replica") == replica:  # an earlier start of this one
         store.delete_key(_KEY)
     looked = time.monotonic() - _LOOK_S

@@ -85,7 +85,8 @@ def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> St
 
 
 def reached_store(host: str, port: int) -> TCPStore:
-    """The store that somebody keeps at `host` and `port`. Waits for it up to 300 s, with lines in the log.
+    """The store that somebody keeps at `host` and `port`. Waits for it up to 300 s, with lines in
+    the log.
 
     Raises `ValueError` where nobody answers, or the host is unknown.
     """

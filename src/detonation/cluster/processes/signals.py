@@ -123,7 +123,8 @@ def end_now(code: int) -> NoReturn:
 
 
 def end_if_asked() -> None:
-    """Ends this process by the signal that has asked it to stop, where there is nothing to save yet.
+    """Ends this process by the signal that has asked it to stop, where there is nothing to save
+    yet.
 
     Called in the main thread, which waits.
     """

@@ -104,23 +104,25 @@ def _waiting(rank: int, standings: Sequence[Standing], seconds: float) -> str:
     here = f"rank {rank} has waited for {seconds:.0f} s {mine.where_in_words} step {mine.steps}"
     if behind:
         more = f" and {len(behind) - _MOST_NAMED} more" if len(behind) > _MOST_NAMED else ""
-        others = ", ".join(described(r, standings[r]) for r in behind[:_MOST_NAMED])
+        others = ", ".join(standing_in_words(r, standings[r]) for r in behind[:_MOST_NAMED])
         return f"{here}, to which others have not come: {others}{more}"
     if mine.where == _INSIDE and all(other == mine for other in standings):
         return f"{here}, as all ranks have: the network between them is slow or cut off, or one is busy in a hook"
     return ""
 
 
-def described(rank: int, standing: Standing) -> str:
+def standing_in_words(rank: int, standing: Standing) -> str:
     """Where `rank` is, in words."""
     said = "has not begun its first step" if standing == Standing(0) else _SAID[standing.where]
     return f"rank {rank} {said.format(standing.steps, standing.steps + 1)}"
 
 
 class Awaited:
-    """Waits for ranks that have not come to where `who` is: says who they are, and gives up after `limit_s`.
+    """Waits for ranks that have not come to where `who` is: says who they are, and gives up after
+    `limit_s`.
 
-    line_s: Seconds until the first line. look: Called at each turn; it raises where there is no use in waiting.
+    line_s: Seconds until the first line. look: Called at each turn; it raises where there is no use
+    in waiting.
     """
 
     def __init__(
@@ -135,7 +137,8 @@ class Awaited:
         self._due = MEET_LINE_S if line_s is None else line_s
 
     def wait(self, away: Callable[[], Collection[int]], poll_s: float = _POLL_S) -> None:
-        """Waits a moment longer; `away` finds the ranks that have not come. `TimeoutError` after the limit."""
+        """Waits a moment longer; `away` finds the ranks that have not come. `TimeoutError` after
+        the limit."""
         seconds = time.monotonic() - self._began
         self._look()
         end_if_asked()

@@ -62,8 +62,8 @@ class RankReport:
     collectives that it still holds, the numbers of the replicas without a part in them. begun: the steps that it began.
     users: the same for each optimizer on the axis. leaves: its replica was asked to leave. entered: the steps before
     which it knows who leaves and who comes. departing: replicas that leave, each with the step before which it does;
-    coming: such a step, and the replica that comes. apart: replicas that this rank cannot reach. late: replicas that
-    have not come to its exchange for as long as it waits.
+    coming: such a step, and the replica that comes. apart: replicas that this rank cannot reach.
+    late: replicas that have not come to its exchange for as long as it waits.
     """
 
     floor: int
@@ -89,7 +89,8 @@ class Agreement:
     """The members of an epoch, by the numbers with which they began, and how far each of their ranks had come.
 
     guest: A replica that may come in before the next step; -1 for none.
-    apart: The pairs of replicas that could not reach each other. late: The replicas that did not come.
+    apart: The pairs of replicas that could not reach each other. late: The replicas that did not
+    come.
     """
 
     epoch: int
@@ -167,9 +168,9 @@ def those_that_go_on(
 ) -> list[int]:
     """The members that go on where `pairs` of them cannot reach each other, and others are `late`.
 
-    A replica that is late is left out. Then, while two that are left cannot reach each other, the one that is in most
-    such pairs is left out; of several, the one with the highest number. So a replica that few can reach is left out,
-    and of two halves the larger one goes on.
+    A replica that is late is left out. Then, while two that are left cannot reach each other, the
+    one that is in most such pairs is left out; of several, the one with the highest number. So a
+    replica that few can reach is left out, and of two halves the larger one goes on.
 
     >>> those_that_go_on([0, 1, 2], [[0, 1], [1, 2]], [])  # one against the rest
     [0, 2]

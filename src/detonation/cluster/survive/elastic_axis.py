@@ -100,7 +100,8 @@ class MeetingPoint:
             serve_one_axis(self._store)
 
     def survives(self, failure: Failure) -> Collection[int]:
-        """The ranks of the replica that `failure` takes along, where the others go on; none where they cannot.
+        """The ranks of the replica that `failure` takes along, where the others go on; none where
+        they cannot.
 
         A fault of set-up ends all.
         """

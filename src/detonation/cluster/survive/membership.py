@@ -32,10 +32,9 @@ from detonation.cluster.survive.agreement import (
     pace_of,
     pairs_apart,
     parse_agreement,
-    progress_of,
     those_that_go_on,
 )
-from detonation.cluster.survive.partition import LEAVE_S, PartitionWatch
+from detonation.cluster.survive.partition import LEAVE_S, PartitionWatch, store_lost
 from detonation.cluster.survive.port import Port, refuses
 from detonation.core.runtime import PROGRESS
 
@@ -59,16 +58,19 @@ class Membership:
     under_way: the first steps are over: silence counts. guest: the next replica that may join; guest_asks: it asked.
     leaves: this replica was asked to leave, and not all know yet. waits_in: the number of the
     exchange in which the main thread waits, 0 for none. started: the last one that it has started.
-    apart, late: replicas that this rank reports, see `PartitionWatch`. failure: why this rank cannot
-    go on; told: its main thread has heard of it. start: the set-up of all.
+    apart, late: replicas that this rank reports, see `PartitionWatch`. failure: why this rank
+    cannot go on; told: its main thread has heard of it. start: the set-up of all.
 
     Args:
         store: Reached by all ranks; it must outlive each of them.
         silence_s: A rank that does not beat for this long is lost; with fewer than `min_replicas` left all end.
-        end: Called in another thread where this replica cannot go on and its main thread did not end.
+        end: Called in another thread where this replica cannot go on and its main thread did not
+        end.
         is_guest: This replica is no member yet: it beats, until `join`.
-        confirm_s: A rank that neither reports nor beats for so long after a loss is lost, too; None is `CONFIRM_S`.
-        look: Called while this rank waits for the others to come; it raises where there is no use in it.
+        confirm_s: A rank that neither reports nor beats for so long after a loss is lost, too; None
+        is `CONFIRM_S`.
+        look: Called while this rank waits for the others to come; it raises where there is no use
+        in it.
     """
 
     def __init__(
@@ -371,7 +373,7 @@ class Membership:
                 Exception
             ) as error:  # whatever it is: the others drop this rank, which must hear of it
                 why = f"{type(error).__name__}: {error}".partition("\n")[0]
-                self.fail(ReplicaLost(self.store_lost(why)))
+                self.fail(ReplicaLost(store_lost(self.rank, why)))
                 return
 
     def _beat(self, count: int) -> None:
@@ -458,7 +460,7 @@ class Membership:
             self.changed.notify_all()
 
     def fail(self, failure: Exception) -> None:
-        """Notes why this rank cannot go on; its main thread raises it. Needs no answer of the store."""
+        """Notes why this rank cannot go on. Needs no answer of the store."""
         if self.failure is None:
             self.failure = failure
         if self.changed.acquire(timeout=1.0):  # another thread may hold it and wait for the store
@@ -467,24 +469,17 @@ class Membership:
             finally:
                 self.changed.release()
 
-    def store_lost(self, why: str) -> str:
-        """The reason in words where the store is lost."""
-        return f"rank {self.rank} has lost the store (ended or out of reach): {why}"
-
     def limit_s(self) -> float:
         """The silence after which a rank is lost, or the store is."""
         least = self.silence_s if self.under_way else max(self.silence_s, STARTUP_S)
         return max(least, 4 * self._pace)
 
-    def progress(self) -> dict[int, tuple[int, Standing]]:
-        """The last exchange that each rank of the members has started, and its standing, by the latest beats."""
-        seen = {rank: self._seen[rank][0] for rank in self._ranks() if rank in self._seen}
-        found = {rank: progress_of(beat) for rank, beat in seen.items() if beat != GONE}
-        found[self.rank] = self.started, Standing(PROGRESS.steps, PROGRESS.where)
-        return found
+    def beat(self, rank: int) -> bytes:
+        """The latest beat of `rank`; empty before its first."""
+        return self._seen.get(rank, (b"", 0.0))[0]
 
     def awaited(self) -> Awaited:
-        """A wait of the main thread for ranks that are alive: at most `patience_s`, with lines in the log."""
+        """A wait of the main thread for ranks that are alive, at most `patience_s`."""
         return Awaited(f"rank {self.rank}", self.patience_s, WAIT_LINE_S)
 
     def doubt(self) -> None:
@@ -492,7 +487,7 @@ class Membership:
         self.apart = self._watch.ask_all()
 
     def require_store(self) -> None:
-        """Raises where this rank cannot go on: `ReplicaLost` where it cannot reach the store any more."""
+        """Raises where this rank cannot go on, as without the store; for the main thread."""
         if self.failure is not None:
             self.told = True
         self._require()

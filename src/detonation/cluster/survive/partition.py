@@ -1,13 +1,17 @@
-"""Partitions: a thread that asks the store nothing, so that it sees by its own clock that nobody answers.
+"""Partitions: a thread that asks the store nothing, so that it sees by its own clock that nobody
+answers.
 
-Each rank of a membership has a `PartitionWatch`. Three things may fall silent, and each has a bound:
+Each rank of a membership has a `PartitionWatch`. Three things may fall silent, and each has a
+bound:
 
-1. *The store.* A request to it may never return once packets are dropped. A rank that had no answer for as long as
-   the others wait for its beats ends, about when they go on without it.
-2. *The network between two replicas*, while both beat. A rank that stands still in an exchange asks the kernels of the
-   others. One that does not answer for `silence_s` is reported as out of reach, and all apply one rule to the reports
-   (`those_that_go_on`), so that of each such pair one replica is left out.
-3. *A replica that does not come to an exchange*, although it beats, is late after `patience_s`, and is left out.
+1. *The store.* A request to it may never return once packets are dropped. A rank that had no answer
+   for as long as the others wait for its beats ends, about when they go on without it.
+2. *The network between two replicas*, while both beat. A rank that stands still in an exchange asks
+   the kernels of the others. One that does not answer for `silence_s` is reported as out of reach,
+   and all apply one rule to the reports (`those_that_go_on`), so that of each such pair one replica
+   is left out.
+3. *A replica that does not come to an exchange*, although it beats, is late after `patience_s`, and
+   is left out.
 
 Whatever is decided is kept in the store, first come first served, so that never two groups go on.
 """
@@ -18,15 +22,17 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from detonation.cluster.processes.waiting import WAIT_LINE_S, Standing, described
-from detonation.cluster.survive.agreement import ReplicaLost
+from detonation.cluster.processes.waiting import WAIT_LINE_S, Standing, standing_in_words
+from detonation.cluster.survive.agreement import GONE, ReplicaLost, progress_of
 from detonation.cluster.survive.port import knock
+from detonation.core.runtime import PROGRESS
 
 if TYPE_CHECKING:
     from detonation.cluster.survive.membership import Membership
 
 LEAVE_S = 5.0
-"""The main thread of a rank that cannot go on has this long to hear of it; then the process ends."""
+"""The main thread of a rank that cannot go on has this long to hear of it; then the process
+ends."""
 KNOCK_PATIENCE_S = 5.0
 """How long a kernel may take to answer on a link that is slow and full."""
 _TICK_S, _AWAKE_S = 0.1, 2.0
@@ -34,7 +40,8 @@ _log = logging.getLogger("detonation")
 
 
 class PartitionWatch:
-    """Watches for `membership` the store, the other replicas, and how long its rank waits, until `stop`."""
+    """Watches for `membership` the store, the other replicas, and how long its rank waits, until
+    `stop`."""
 
     def __init__(self, membership: "Membership") -> None:
         self._membership = membership
@@ -55,7 +62,8 @@ class PartitionWatch:
 
     @property
     def judges(self) -> bool:
-        """True while it is open whether a replica is out of reach: this rank must not report yet."""
+        """True while it is open whether a replica is out of reach: this rank must not report
+        yet."""
         now = time.monotonic()
         if not self._waits[0] or now - self._since < WAIT_LINE_S:
             return False
@@ -64,7 +72,8 @@ class PartitionWatch:
         return KNOCK_PATIENCE_S + 1 < longest < self._membership.silence_s
 
     def ask_all(self) -> list[int]:
-        """The replicas of which none of this shard answers now. Asks all that have ever answered, at once."""
+        """The replicas of which none of this shard answers now. Asks all that have ever answered,
+        at once."""
         peers = [rank for rank in self._peers() if rank in self._reached]
         before = time.monotonic()
         threads = [
@@ -92,7 +101,7 @@ class PartitionWatch:
         silent = now - membership.answered
         if membership.failure is None and silent > membership.limit_s():
             why = f"no answer for {silent:.1f} s"
-            membership.fail(ReplicaLost(membership.store_lost(why)))
+            membership.fail(ReplicaLost(store_lost(membership.rank, why)))
 
     def _watch_end(self, now: float) -> None:
         """Ends the process where its main thread does not hear that it cannot go on."""
@@ -184,15 +193,26 @@ class PartitionWatch:
         return sorted({rank // self._membership.shards for rank in ranks})
 
     def _behind(self) -> list[int]:
-        progress = self._membership.progress()
+        progress = self._progress()
         mine = self._membership.waits_in
         return [rank for rank in self._peers() if rank in progress and progress[rank][0] < mine]
 
+    def _progress(self) -> dict[int, tuple[int, Standing]]:
+        """The last exchange that each rank has started, and its standing, by the latest beats."""
+        membership = self._membership
+        beats = {rank: membership.beat(rank) for rank in self._peers()}
+        found = {rank: progress_of(beat) for rank, beat in beats.items() if beat != GONE}
+        mine = membership.started, Standing(PROGRESS.steps, PROGRESS.where)
+        return {membership.rank: mine, **found}
+
     def _line(self, seconds: float) -> str:
         membership = self._membership
-        return who_waits_for_whom(
-            membership.rank, membership.waits_in, membership.progress(), seconds
-        )
+        return who_waits_for_whom(membership.rank, membership.waits_in, self._progress(), seconds)
+
+
+def store_lost(rank: int, why: str) -> str:
+    """The reason in words where `rank` has lost the store."""
+    return f"rank {rank} has lost the store (ended or out of reach): {why}"
 
 
 def who_waits_for_whom(
@@ -203,13 +223,13 @@ def who_waits_for_whom(
     progress: The last exchange that each rank has started, and its standing.
 
     >>> progress = {0: (40, Standing(21, "inside")), 1: (39, Standing(20)), 2: (40, Standing(21))}
-    >>> who_waits_for_whom(0, 40, progress, 30)
-    'rank 0 has waited for 30 s in step 21, to which others have not come: rank 1 is between steps 20 and 21'
+    >>> who_waits_for_whom(0, 40, progress, 30)[:69]
+    'rank 0 has waited for 30 s in step 21, to which others have not come:'
     """
     mine = progress[rank][1]
     here = f"rank {rank} has waited for {seconds:.0f} s {mine.where_in_words} step {mine.steps}"
     behind = [
-        described(each, standing)
+        standing_in_words(each, standing)
         for each, (started, standing) in progress.items()
         if started < exchange
     ]

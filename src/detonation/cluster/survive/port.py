@@ -1,4 +1,5 @@
-"""A port of each process, whose kernel tells the others whether they reach it, and at once that it has ended."""
+"""A port of each process, whose kernel tells the others whether they reach it, and at once that it
+has ended."""
 
 import contextlib
 import os
@@ -16,7 +17,8 @@ KNOCK_S = 0.2
 class Port:
     """A listening port. Its kernel answers for as long as the process lives, however busy.
 
-    It listens where the messages between replicas arrive: on gloo's interface, else on the way to the store.
+    It listens where the messages between replicas arrive: on gloo's interface, else on the way to
+    the store.
 
     name: "HOST PORT" for the others; empty where the store is not reached over a network.
     """
@@ -55,14 +57,16 @@ class Port:
 
 
 def _of_messages(towards_store: str) -> str:
-    """The address of gloo's interface, unless that is loopback and the store is on another machine."""
+    """The address of gloo's interface, unless that is loopback and the store is on another
+    machine."""
     own = addresses_of(os.environ.get(GLOO_INTERFACE, ""))[:1]
     elsewhere = [each for each in own if is_loopback(each) <= is_loopback(towards_store)]
     return next(iter(elsewhere), towards_store)
 
 
 def knock(name: str, patience_s: float = KNOCK_S) -> bool | None:
-    """True where a process has the port `name`, False where its host refuses; None where nobody says."""
+    """True where a process has the port `name`, False where its host refuses; None where nobody
+    says."""
     host, _, port = name.partition(" ")
     if not port:
         return None
@@ -76,5 +80,6 @@ def knock(name: str, patience_s: float = KNOCK_S) -> bool | None:
 
 
 def refuses(name: str) -> bool:
-    """True where no process has the port `name` any more; False where one has it, or nobody says."""
+    """True where no process has the port `name` any more; False where one has it, or nobody
+    says."""
     return knock(name) is False

@@ -268,7 +268,8 @@ class RunDirectory:
 
 
 def require_writable(path: Path) -> None:
-    """Raises `Unwritable` where no file can be written in `path`, which is made, or the disk is full."""
+    """Raises `Unwritable` where no file can be written in `path`, which is made, or the disk is
+    full."""
     probe = path / f"{_PROBE}{os.getpid()}"
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -36,9 +36,11 @@ class SetUpError(ValueError):
 
 
 class SetUp:
-    """The set-up of this replica of an elastic run: a fault of it ends all replicas, which survive later ones.
+    """The set-up of this replica of an elastic run: a fault of it ends all replicas, which survive
+    later ones.
 
-    The others hear of a fault at the store of their axis, or before there is one where all meet; see `refusal`.
+    The others hear of a fault at the store of their axis, or before there is one where all meet;
+    see `refusal`.
     """
 
     def __init__(self, task_meet: str, replica: int | None) -> None:
@@ -59,7 +61,8 @@ class SetUp:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Raises `SetUpError` for any fault until `done`, but those that others cause, and lets the others know."""
+        """Raises `SetUpError` for any fault until `done`, but those that others cause, and lets the
+        others know."""
         try:
             yield
         except Exception as error:
@@ -82,7 +85,8 @@ class SetUp:
 
 
 def meeting_of(request: Request) -> str:
-    """Where the replicas of `request` meet, also where the rest of its settings is wrong; "" where that is unknown."""
+    """Where the replicas of `request` meet, also where the rest of its settings is wrong; "" where
+    that is unknown."""
     for each in reversed(request.overrides):
         key, _, value = each.partition("=")
         if key.strip() == "mesh.meet":

@@ -138,9 +138,11 @@ def make_task(request: Request, place: LaunchPosition | None) -> RunTask:
 
 
 def run_task(task: RunTask, set_up: SetUp | None = None) -> Table:
-    """Trains in a world on this machine; returns the summary. `set_up` is done once the ranks begin.
+    """Trains in a world on this machine; returns the summary. `set_up` is done once the ranks
+    begin.
 
-    Raises `ValueError` where the run cannot start in its directory, and `WorldError` when a rank fails.
+    Raises `ValueError` where the run cannot start in its directory, and `WorldError` when a rank
+    fails.
     """
     if not task.request.replica and not task.request.join:
         _check_directory(task)
