@@ -128,9 +128,10 @@ class Run:
         return found[-1] if found else 0
 
     def last_line(self, name: str) -> str:
-        """The last line of the output of a replica, or of the store."""
+        """The error of a replica, or of the store; else the last line of its output."""
         lines = (self.folder / f"{name}.txt").read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else ""
+        errors = [line for line in lines if line.startswith("error: ")]
+        return (errors or lines or [""])[-1]
 
     def close(self) -> None:
         for process in (*self.processes, self.store):
