@@ -208,6 +208,17 @@ def _source_addresses(target: str) -> Iterator[str]:
                 yield probe.getsockname()[0]
 
 
+def require_known_host(flag: str, address: str) -> None:
+    """Raises `ValueError` where the HOST of "HOST:PORT", which `flag` gives, is unknown here."""
+    host, port = host_and_port(address)
+    try:
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as error:
+        raise ValueError(
+            f"{flag} is {address!r}, but no host has that name: give the name or address of one"
+        ) from error
+
+
 def host_and_port(address: str) -> tuple[str, int]:
     """The two parts of "HOST:PORT"; an IPv6 address stands in brackets.
 

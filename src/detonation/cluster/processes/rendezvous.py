@@ -1,11 +1,14 @@
 """The store where processes meet, and the network interface that their sockets keep to."""
 
 import errno
+import logging
 import os
 import secrets
 import socket
-from collections.abc import Mapping, MutableMapping
+import time
+from collections.abc import Callable, Mapping, MutableMapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,14 +24,17 @@ from detonation.cluster.position import (
     addresses_of,
     interface_towards,
     is_loopback,
+    require_known_host,
 )
 from detonation.cluster.processes.failure import RunError
-from detonation.cluster.processes.waiting import Awaited
+from detonation.cluster.processes.signals import end_if_asked
+from detonation.cluster.processes.waiting import MEET_LINE_S, Awaited
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 INTERFACES = (GLOO_INTERFACE, "NCCL_SOCKET_IFNAME")
 """The variables from which torch's network libraries read the interface to listen on."""
-_RENDEZVOUS_TIMEOUT_S = 300.0
+_RENDEZVOUS_TIMEOUT_S, _CONNECT_S = 300.0, 2.0
+_log = logging.getLogger("detonation")
 
 
 def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> Store:
@@ -85,6 +91,33 @@ def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> St
         ) from error
 
 
+def reached_store(host: str, port: int) -> TCPStore:
+    """The store that somebody keeps at `host` and `port`. Waits for it up to 300 s, with lines in
+    the log.
+
+    Raises `ValueError` where nobody answers, or the host is unknown.
+    """
+    where, began, due = f"{host}:{port}", time.monotonic(), MEET_LINE_S
+    require_known_host("the address of the store", f"[{host}]:{port}" if ":" in host else where)
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=_CONNECT_S).close()
+            return TCPStore(host, port, timeout=timedelta(seconds=_RENDEZVOUS_TIMEOUT_S))
+        except OSError as error:
+            why = error.strerror or str(error)
+        end_if_asked()
+        seconds = time.monotonic() - began
+        if seconds > _RENDEZVOUS_TIMEOUT_S:
+            raise ValueError(
+                f"nobody keeps a store at {where} ({why}): start detonation meet there"
+            )
+        if seconds > due:
+            due *= 2
+            limit_s = _RENDEZVOUS_TIMEOUT_S
+            _log.warning("waited for %.0f s, at most %g, for %s: %s", seconds, limit_s, where, why)
+        time.sleep(_CONNECT_S / 10)
+
+
 def compare_devices(store: Store, position: LaunchPosition, device: torch.device) -> None:
     """Raises `ValueError` on all ranks where two of them share a GPU, or only some have one.
 
@@ -95,16 +128,25 @@ def compare_devices(store: Store, position: LaunchPosition, device: torch.device
     require_own_devices([name.decode() for name in store.multi_get(keys)])
 
 
-def name_of_first(store: Store, rank: int, world_size: int, name: str, timeout_s: float) -> str:
+def name_of_first(
+    store: Store,
+    rank: int,
+    world_size: int,
+    name: str,
+    timeout_s: float,
+    look: Callable[[], object] = lambda: None,
+) -> str:
     """The name that rank 0 has given, on all ranks that came for it. Collective; `TimeoutError`
     where not all came.
+
+    look: As of `Awaited`.
 
     Counts of restarts differ between launchers, so the ranks greet each other: rank 0 answers each
     greeting with its name, which no other start in this store had, until each rank has confirmed
     it; a rank believes an answer to its own greeting alone. The store may hold what ranks that are
     gone have left.
     """
-    token, awaited = secrets.token_hex(8), Awaited(f"rank {rank}", timeout_s)
+    token, awaited = secrets.token_hex(8), Awaited(f"rank {rank}", timeout_s, look=look)
     others = range(1, world_size)
     for other in others if rank == 0 else [rank]:
         for kind in ("greeting", "answer", "name"):
@@ -125,7 +167,7 @@ def name_of_first(store: Store, rank: int, world_size: int, name: str, timeout_s
                 store.set(_key("name", rank), given)
                 return given
             away = [0]
-        awaited.wait(away)
+        awaited.wait(partial(list, away))
 
 
 def _key(kind: str, rank: int) -> str:

@@ -129,3 +129,14 @@ def end_now(code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+def end_if_asked() -> None:
+    """Ends this process by the signal that has asked it to stop, where there is nothing to save
+    yet.
+
+    Called in the main thread, which waits.
+    """
+    if _stop:
+        signal.signal(_stop.number, signal.SIG_DFL)
+        os.kill(os.getpid(), _stop.number)

@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
 from detonation.cluster.processes.failure import is_network_error
+from detonation.cluster.processes.signals import end_if_asked
 from detonation.core.runtime import PROGRESS
 
 MEET_LINE_S = 5.0
@@ -57,6 +58,11 @@ class Standing:
 
     def __str__(self) -> str:
         return f"{self.steps} {self.where}"
+
+    @property
+    def where_in_words(self) -> str:
+        """The preposition before the number of the step."""
+        return "in" if self.where == _INSIDE else "after"
 
 
 def who_waits(rank: int, standings: Sequence[Standing], seconds: float) -> str:
@@ -102,13 +108,10 @@ def _waiting(rank: int, standings: Sequence[Standing], seconds: float) -> str:
     behind = [
         r for r, other in enumerate(standings) if other.steps < mine.steps or other.where == _LEFT
     ]
-    here = (
-        f"rank {rank} has waited for {seconds:.0f} s {'in' if mine.where == _INSIDE else 'after'}"
-        f" step {mine.steps}"
-    )
+    here = f"rank {rank} has waited for {seconds:.0f} s {mine.where_in_words} step {mine.steps}"
     if behind:
         more = f" and {len(behind) - _MOST_NAMED} more" if len(behind) > _MOST_NAMED else ""
-        others = ", ".join(_described(r, standings[r]) for r in behind[:_MOST_NAMED])
+        others = ", ".join(standing_in_words(r, standings[r]) for r in behind[:_MOST_NAMED])
         return f"{here}, to which others have not come: {others}{more}"
     if mine.where == _INSIDE and all(other == mine for other in standings):
         return (
@@ -118,39 +121,49 @@ def _waiting(rank: int, standings: Sequence[Standing], seconds: float) -> str:
     return ""
 
 
-def _described(rank: int, standing: Standing) -> str:
+def standing_in_words(rank: int, standing: Standing) -> str:
+    """Where `rank` is, in words."""
     said = "has not begun its first step" if standing == Standing(0) else _SAID[standing.where]
     return f"rank {rank} {said.format(standing.steps, standing.steps + 1)}"
 
 
 class Awaited:
-    """Waits for ranks that have not come to where `who` is: says who they are, and after `limit_s`
-    gives up."""
+    """Waits for ranks that have not come to where `who` is: says who they are, and gives up after
+    `limit_s`.
 
-    def __init__(self, who: str, limit_s: float) -> None:
-        self._who, self._limit_s, self._began, self._due = (
-            who,
-            limit_s,
-            time.monotonic(),
-            MEET_LINE_S,
-        )
+    line_s: Seconds until the first line. look: Called at each turn; it raises where there is no use
+    in waiting.
+    """
 
-    def wait(self, away: Collection[int]) -> None:
-        """Waits a moment longer for the ranks `away`. Raises `TimeoutError` after the limit."""
+    def __init__(
+        self,
+        who: str,
+        limit_s: float,
+        line_s: float | None = None,
+        look: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._who, self._limit_s, self._look = who, limit_s, look
+        self._began = time.monotonic()
+        self._due = MEET_LINE_S if line_s is None else line_s
+
+    def wait(self, away: Callable[[], Collection[int]], poll_s: float = _POLL_S) -> None:
+        """Waits a moment longer; `away` finds the ranks that have not come. `TimeoutError` after
+        the limit."""
         seconds = time.monotonic() - self._began
-        names = f"rank{'s' * (len(away) > 1)} {', '.join(map(str, away))}"
+        self._look()
+        end_if_asked()
         if seconds > self._limit_s:
-            raise TimeoutError(f"{self._who} has not met {names} within {self._limit_s:g} s")
+            text = f"{self._who} has not met {_named(away())} within {self._limit_s:g} s"
+            raise TimeoutError(text)
         if seconds > self._due:
             self._due *= 2
-            _log.warning(
-                "%s has waited for %.0f s, at most %g, for %s",
-                self._who,
-                seconds,
-                self._limit_s,
-                names,
-            )
-        time.sleep(_POLL_S)
+            said = "%s has waited for %.0f s, at most %g, for %s"
+            _log.warning(said, self._who, seconds, self._limit_s, _named(away()))
+        time.sleep(poll_s)
+
+
+def _named(ranks: Collection[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 class Watch:

@@ -1,7 +1,7 @@
 """The words in which ranks agree on who is left: reports, agreements, and the keys of the store."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Literal
@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from detonation.cluster.processes.rendezvous import name_of_first
+from detonation.cluster.processes.waiting import Standing
 from detonation.core.base_error import DetonationError
 
 SIZE, EPOCH = "size", "epoch"
@@ -17,9 +18,12 @@ GONE = b"gone"
 """The beat of a rank that is known to have ended."""
 
 
-def beat_of(count: int, pace_s: float) -> str:
-    """The beat number `count` of a rank that takes `pace_s` seconds from one to the next."""
-    return f"{count} {pace_s:.3f}"
+def beat_of(count: int, pace_s: float, started: int = 0, standing: Standing | None = None) -> str:
+    """The beat number `count` of a rank that takes `pace_s` seconds from one to the next.
+
+    started: The number of the last exchange that it has started. standing: In its loop.
+    """
+    return f"{count} {pace_s:.3f} {started} {standing or Standing(0)}"
 
 
 def pace_of(beat: bytes) -> float:
@@ -28,7 +32,19 @@ def pace_of(beat: bytes) -> float:
     >>> pace_of(beat_of(12, 0.25).encode()), pace_of(GONE)
     (0.25, 0.0)
     """
-    return float(beat.partition(b" ")[2] or 0)
+    return float((beat.split()[1:2] or [b"0"])[0])
+
+
+def progress_of(beat: bytes) -> tuple[int, Standing]:
+    """The last exchange that the rank has started that sent `beat`, and its standing.
+
+    >>> progress_of(beat_of(12, 0.25, 40, Standing(21, "inside")).encode())
+    (40, Standing(steps=21, where='inside'))
+    """
+    words = beat.decode().split()[2:]
+    if not words:
+        return 0, Standing(0)
+    return int(words[0]), Standing.parse(" ".join(words[1:]))
 
 
 class ReplicaLost(DetonationError, RuntimeError):
@@ -50,6 +66,8 @@ class RankReport:
     alive: the optimizers that exist. leaves: its replica was asked to leave. departing: replicas
     that leave, each with the turn of each optimizer before which it does, and the optimizers that
     were `gone` then; coming: the turn of the optimizer that lets a replica in, and this replica.
+    apart: replicas that this rank cannot reach. late: replicas that have not come to its exchange
+    for as long as it waits.
     """
 
     floor: int
@@ -63,6 +81,8 @@ class RankReport:
     departing: list[tuple[int, list[int], list[int]]] = field(default_factory=list)
     coming: tuple[int, int] | None = None
     alive: list[int] = field(default_factory=list)
+    apart: list[int] = field(default_factory=list)
+    late: list[int] = field(default_factory=list)
 
     def has(self, number: int) -> bool:
         """True if the rank finished the collective `number`."""
@@ -75,12 +95,16 @@ class Agreement:
     ranks had come.
 
     guest: A replica that may come in before the next step; -1 for none.
+    apart: The pairs of replicas that could not reach each other. late: The replicas that did not
+    come.
     """
 
     epoch: int
     members: list[int]
     reports: dict[int, RankReport] = field(default_factory=dict)
     guest: int = -1
+    apart: list[list[int]] = field(default_factory=list)
+    late: list[int] = field(default_factory=list)
 
     @property
     def next_step(self) -> int:
@@ -117,9 +141,24 @@ class Agreement:
 
     def leaves_out(self, replica: int) -> str:
         """Why `replica`, which is no member, ends."""
-        others, step = ", ".join(map(str, self.members)), self.next_step
-        why = f"replica {replica} was not heard of, or lost a shard"
-        return f"{why}, and replicas {others} go on without it from step {step}"
+        verb = "go" if len(self.members) > 1 else "goes"
+        go_on = f"{in_words(self.members)} {verb} on without it from step {self.next_step}"
+        beyond = {each for pair in self.apart if replica in pair for each in pair} - {replica}
+        if replica in self.late:
+            return f"replica {replica} did not come to an exchange for which all waited; {go_on}"
+        if beyond:
+            others = in_words(sorted(beyond))
+            return f"replica {replica} and {others} cannot reach each other; {go_on}"
+        return f"replica {replica} was not heard of, or lost a shard; {go_on}"
+
+
+def in_words(replicas: Sequence[int]) -> str:
+    """Replicas in words.
+
+    >>> in_words([1]), in_words([0, 2])
+    ('replica 1', 'replicas 0, 2')
+    """
+    return f"replica{'s' * (len(replicas) > 1)} {', '.join(map(str, replicas))}"
 
 
 @dataclass(frozen=True)
@@ -149,7 +188,40 @@ def parse_agreement(epoch: int, text: bytes) -> Agreement:
     """The agreement of an epoch, as the store has it."""
     record: dict[str, Any] = json.loads(text)
     reports = {int(rank): RankReport(**report) for rank, report in record["reports"].items()}
-    return Agreement(epoch, record["members"], reports, record["guest"])
+    doubts = {key: record[key] for key in ("apart", "late") if key in record}
+    return Agreement(epoch, record["members"], reports, record["guest"], **doubts)
+
+
+def pairs_apart(reports: Iterable[tuple[int, Collection[int]]]) -> list[list[int]]:
+    """The pairs of replicas of which one reports that it cannot reach the other.
+
+    >>> pairs_apart([(0, [1]), (1, [0, 2]), (2, [])])
+    [[0, 1], [1, 2]]
+    """
+    pairs = {(min(a, b), max(a, b)) for a, others in reports for b in others if a != b}
+    return [[*pair] for pair in sorted(pairs)]
+
+
+def those_that_go_on(
+    members: Sequence[int], pairs: Sequence[Sequence[int]], late: Collection[int]
+) -> list[int]:
+    """The members that go on where `pairs` of them cannot reach each other, and others are `late`.
+
+    A replica that is late is left out. Then, while two that are left cannot reach each other, the
+    one that is in most such pairs is left out; of several, the one with the highest number. So a
+    replica that few can reach is left out, and of two halves the larger one goes on.
+
+    >>> those_that_go_on([0, 1, 2], [[0, 1], [1, 2]], [])  # one against the rest
+    [0, 2]
+    >>> those_that_go_on([0, 1, 2, 3], [[0, 2], [0, 3], [1, 2], [1, 3]], [])  # halves
+    [0, 1]
+    """
+    left = [member for member in members if member not in late]
+    while True:
+        broken = [pair for pair in pairs if all(each in left for each in pair)]
+        if not broken:
+            return left
+        left.remove(max(left, key=lambda each: (sum(each in pair for pair in broken), each)))
 
 
 _AXES = "detonation/elastic"
@@ -166,10 +238,12 @@ def serve_one_axis(base: Store) -> None:
     base.set(f"{_AXES}/latest", "0")
 
 
-def next_axis_store(base: Store, rank: int, world_size: int) -> Store:
+def next_axis_store(
+    base: Store, rank: int, world_size: int, look: Callable[[], object] = lambda: None
+) -> Store:
     """The part for a new axis of all ranks. Collective; raises `TimeoutError` where not all come.
 
-    The store may have those of earlier starts, in which not all came.
+    look: As of `Awaited`. The store may have those of earlier starts, in which not all came.
     """
     if base.check([f"{_AXES}/latest"]) and not base.check([f"{_AXES}/made"]):  # by `serve_one_axis`
         return axis_store(base, 0)
@@ -179,7 +253,8 @@ def next_axis_store(base: Store, rank: int, world_size: int) -> Store:
             axis_key("beat", 0), beat_of(0, 1.0)
         )  # the others look who has come
     timeout_s = base.timeout.total_seconds()  # type: ignore[attr-defined]
-    number = name_of_first(PrefixStore(f"{_AXES}/meet", base), rank, world_size, mine, timeout_s)
+    meeting = PrefixStore(f"{_AXES}/meet", base)
+    number = name_of_first(meeting, rank, world_size, mine, timeout_s, look)
     if rank == 0:
         base.set(f"{_AXES}/latest", number)
     return axis_store(base, int(number))

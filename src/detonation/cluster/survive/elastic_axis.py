@@ -21,6 +21,8 @@ from detonation.cluster.init import GROUP_TIMEOUT_S, LaunchPosition, end_alone, 
 from detonation.cluster.network.throttled import ELSEWHERE, NodeLink
 from detonation.cluster.position import host_and_port
 from detonation.cluster.processes.failure import Failure
+from detonation.cluster.processes.refusal import is_prepared, refusals
+from detonation.cluster.processes.rendezvous import reached_store
 from detonation.cluster.survive.agreement import (
     EPOCH,
     SIZE,
@@ -106,8 +108,13 @@ class MeetingPoint:
 
     def survives(self, failure: Failure) -> Collection[int]:
         """The ranks of the replica that `failure` takes along, where the others go on; none where
-        they cannot."""
+        they cannot.
+
+        A fault of set-up ends all.
+        """
         replica = failure.rank // self._survival.shards
+        if failure.bad_input and not self._is_prepared(failure.rank):
+            return ()
         if (
             self._store is None
             or len(self._members() - {*self.lost, replica}) < self._survival.min_replicas
@@ -119,6 +126,9 @@ class MeetingPoint:
         for rank in ranks:
             note_gone(axis_store(self._store, 0), rank)
         return ranks
+
+    def _is_prepared(self, rank: int) -> bool:
+        return self._store is not None and is_prepared(axis_store(self._store, 0), rank)
 
     def _members(self) -> set[int]:
         """The replicas by the latest agreement: some may have come in since the start."""
@@ -172,7 +182,7 @@ def join_replicas(position: LaunchPosition, host: str, port: int, shards: int) -
 def meet_replicas(address: str, replica: int, replicas: int) -> None:
     """Takes the place of replica `replica`, a world of its own, at the store that somebody keeps at
     `address`."""
-    take_place(TCPStore(*host_and_port(address), timeout=_TIMEOUT), replica, replicas)
+    take_place(reached_store(*host_and_port(address)), replica, replicas)
 
 
 def take_place(store: Store, replica: int, replicas: int) -> None:
@@ -258,8 +268,9 @@ def elastic(
         )
     speed = LinkSpeed.parse(link) if link else None
     base = store or distributed_c10d._get_default_store()
+    look = refusals(base, replica, replica * shards + shard)
     membership = Membership(
-        next_axis_store(base, replica * shards + shard, replicas * shards),
+        next_axis_store(base, replica * shards + shard, replicas * shards, look),
         replica,
         replicas,
         shard,
@@ -267,6 +278,7 @@ def elastic(
         silence_s,
         min_replicas,
         end or end_alone,
+        look=look,
     )
     return SurvivingCommunicator(membership, timeout_s, link=_node_link(speed, membership, mesh))
 

@@ -12,13 +12,15 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import Store
 
-from detonation.cluster.processes.waiting import Awaited
+from detonation.cluster.processes.refusal import Preparation
+from detonation.cluster.processes.waiting import WAIT_LINE_S, Awaited, Standing
 from detonation.cluster.survive.agreement import (
     EPOCH,
     GONE,
@@ -29,9 +31,13 @@ from detonation.cluster.survive.agreement import (
     axis_key,
     beat_of,
     pace_of,
+    pairs_apart,
     parse_agreement,
+    those_that_go_on,
 )
+from detonation.cluster.survive.partition import LEAVE_S, PartitionWatch, store_lost
 from detonation.cluster.survive.port import Port, refuses
+from detonation.core.runtime import PROGRESS
 
 TICK_S = 0.05
 CONFIRM_S = 0.6
@@ -42,8 +48,8 @@ STARTUP_S = 120.0
 libraries are loaded."""
 ARRIVE_S = 10.0
 """How long all wait for a replica that comes in, once they have come to its first step."""
-LEAVE_S = 5.0
-"""A rank that was left out has this long to end by itself."""
+REPORT_S = 60.0
+"""How long all wait for the report of a rank that beats."""
 _POLL_S = 0.005
 _log = logging.getLogger("detonation")
 
@@ -54,17 +60,22 @@ class Membership:
     members: replicas, by the numbers with which they began. called: a loss was noticed, so that
     `agree` is due. under_way: the first steps are over: silence counts. guest: the next replica
     that may join; guest_asks: it asked. leaves: this replica was asked to leave, and not all know
-    yet.
+    yet. waits_in: the number of the exchange in which the main thread waits, 0 for none. started:
+    the last one that it has started. apart, late: replicas that this rank reports, see
+    `PartitionWatch`. failure: why this rank cannot go on; told: its main thread has heard of it.
+    start: the set-up of all.
 
     Args:
         store: Reached by all ranks; it must outlive each of them.
         silence_s: A rank that does not beat for this long is lost; with fewer than `min_replicas`
             left all end.
-        end: Called in another thread where this replica was left out and its main thread did not
-            end.
+        end: Called in another thread where this replica cannot go on and its main thread did not
+        end.
         is_guest: This replica is no member yet: it beats, until `join`.
         confirm_s: A rank that neither reports nor beats for so long after a loss is lost, too; None
-            is `CONFIRM_S`.
+        is `CONFIRM_S`.
+        look: Called while this rank waits for the others to come; it raises where there is no use
+        in it.
     """
 
     def __init__(
@@ -79,6 +90,7 @@ class Membership:
         end: Callable[[str], object],
         confirm_s: float | None = None,
         is_guest: bool = False,
+        look: Callable[[], object] = lambda: None,
     ) -> None:
         self.members, self.epoch, self.called = (
             [replica] if is_guest else list(range(replicas)),
@@ -93,19 +105,23 @@ class Membership:
             replica * shards + shard,
         )
         self.changed, self.noticed_at, self.under_way = threading.Condition(), 0.0, False
-        self.leaves = False
-        self._silence_s, self.least, self._end = silence_s, min_replicas, end
+        self.leaves = self.told = False
+        self.waits_in = self.started = 0
+        self.apart: list[int] = []
+        self.late: list[int] = []
+        self.patience_s = store.timeout.total_seconds()  # type: ignore[attr-defined]
+        self.failure: Exception | None = None
+        self.silence_s, self.least, self.end = silence_s, min_replicas, end
         self._confirm_s = CONFIRM_S if confirm_s is None else confirm_s
         self.store: Store = store.clone()  # type: ignore[attr-defined]  # one connection for each thread
         self._beats: Store = store.clone()  # type: ignore[attr-defined]
+        self.start = Preparation(self.store, replica, self.rank)
         self._stopped = threading.Event()
-        self._error, self._left_out_at = "", 0.0
+        self._left_out_at = 0.0
         now = time.monotonic()
         self._awake, self._seen = now, dict.fromkeys(self._ranks(), (b"", now))
-        self._port, self._ports = (
-            Port(store),
-            dict[int, str](),
-        )  # of others: those that were seen to answer
+        self._port = Port(store)
+        self.ports: dict[int, str] = {}  # of others, "" for one that refused
         self._beats.set(axis_key("port", self.rank), self._port.name)
         self._pace = (
             1.0  # seconds between two beats, until they are measured: a store may be far away
@@ -114,13 +130,15 @@ class Membership:
         if not is_guest:
             self.store.set(SIZE, f"{replicas} {shards}")
             self.store.set(EPOCH, "0")
-        awaited = Awaited(f"rank {self.rank}", store.timeout.total_seconds())  # type: ignore[attr-defined]
+        awaited = Awaited(f"rank {self.rank}", self.patience_s, look=look)
         while away := [
             rank for rank in self._seen if not self._beats.check([axis_key("beat", rank)])
         ]:
-            awaited.wait(away)
+            awaited.wait(partial(list, away))
+        self.answered = time.monotonic()  # the store
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
         self._thread.start()
+        self._watch = PartitionWatch(self)
         atexit.register(
             self.stop
         )  # a thread inside the store must not meet the end of the interpreter
@@ -154,12 +172,15 @@ class Membership:
 
         Raises `ReplicaLost` where this replica is not a member any more, or too few are.
         """
-        self.require_store()
+        self._require()
         self.call()
+        while self._watch.judges:
+            time.sleep(_POLL_S)
+        report = replace(report, apart=self.apart, late=self.late)
         self.store.set(self._key(f"report/{self.rank}"), json.dumps(asdict(report)))
         wanted, began = self._ranks(report.guest), time.monotonic()
         while not self.store.check([self._key("record")]):
-            self.require_store()
+            self._require()
             reported = {rank for rank in wanted if self.store.check([self._key(f"report/{rank}")])}
             away = [rank for rank in wanted if rank not in reported]
             lost = {
@@ -169,6 +190,8 @@ class Membership:
             }
             if time.monotonic() - began > ARRIVE_S:
                 lost |= {rank // self.shards for rank in away} & {report.guest}
+            if time.monotonic() - began > REPORT_S:
+                lost |= {rank // self.shards for rank in away}
             if all(rank in reported or rank // self.shards in lost for rank in wanted):
                 self._propose(
                     [member for member in self.members if member not in lost], {report.guest} - lost
@@ -179,8 +202,11 @@ class Membership:
         missing = [member for member in self.members if member not in agreement.members]
         if self.replica not in agreement.members:
             raise ReplicaLost(agreement.leaves_out(self.replica))
+        for pair in agreement.apart:
+            _log.warning("replicas %d and %d cannot reach each other", *pair)
         with self.changed:
             self.members, self.epoch, self.called = agreement.members, agreement.epoch, False
+            self.apart, self.late = [], []
             for rank in self._ranks(agreement.guest):
                 self._seen.setdefault(rank, (b"", time.monotonic()))
             if agreement.awaited >= 0:
@@ -202,6 +228,9 @@ class Membership:
         """Waits until all members leave or are lost, at most `limit_s`, and stops: the others do
         not wait for it."""
         deadline = time.monotonic() + limit_s
+        if self.failure is not None:  # nobody hears of it
+            self.stop()
+            return
         try:
             with suppress(
                 DistNetworkError
@@ -233,6 +262,7 @@ class Membership:
         """Stops beating; the others count this rank as lost."""
         self._stopped.set()
         self._thread.join(timeout=1.0)
+        self._watch.stop()
         self._port.close()
         atexit.unregister(self.stop)
 
@@ -251,7 +281,14 @@ class Membership:
         """Notes that this rank stands at the step before which `guest` comes in; True once all
         members do."""
         self.store.set(axis_key("at", guest, self.rank), "1")
-        return bool(self.store.check([axis_key("at", guest, rank) for rank in self._ranks()]))
+        return not self.not_at(guest)
+
+    def not_at(self, guest: int) -> list[int]:
+        """The ranks that do not stand at the step before which `guest` comes in."""
+        ranks = self._ranks()
+        if self.store.check([axis_key("at", guest, rank) for rank in ranks]):
+            return []
+        return [rank for rank in ranks if not self.store.check([axis_key("at", guest, rank)])]
 
     def _ranks(self, guest: int = -1) -> list[int]:
         replicas = [*self.members, *([guest] if guest >= 0 and guest not in self.members else [])]
@@ -269,13 +306,13 @@ class Membership:
         """True where `rank` is lost: it had `confirm_s` from the notice on to report, or it was
         what was noticed."""
         had_time = time.monotonic() - self.noticed_at > self._confirm_s
-        return self._lost(
-            rank, self._confirm_s if had_time else self._silence_s
-        ) or self._has_ended(rank)
+        return self._lost(rank, self._confirm_s if had_time else self.silence_s) or self._has_ended(
+            rank
+        )
 
     def _has_ended(self, rank: int) -> bool:
         """True where `rank` missed a beat, and its host, which answered before, refuses its port."""
-        return self._is_late(rank) and refuses(self._ports.get(rank, ""))
+        return self._is_late(rank) and refuses(self.ports.get(rank, ""))
 
     def _is_late(self, rank: int) -> bool:
         beat, since = self._seen[rank]
@@ -293,14 +330,20 @@ class Membership:
         ]
         reports |= self._reports(guests)
         ready = not guests and self.guest_asks and self._is_ready(self.store)
-        record = json.dumps(
-            {
-                "members": [*members, *guests],
-                "reports": reports,
-                "guest": self.guest if ready else -1,
-            }
-        )
-        self.store.compare_set(self._key("record"), "", record)
+        said = [(rank // self.shards, report["apart"]) for rank, report in reports.items()]
+        pairs = pairs_apart(said)
+        late = sorted({each for report in reports.values() for each in report["late"]})
+        kept = those_that_go_on([*members, *guests], pairs, late)
+        record = {
+            "members": kept,
+            "reports": {
+                rank: report for rank, report in reports.items() if rank // self.shards in kept
+            },
+            "guest": self.guest if ready else -1,
+            "apart": pairs,
+            "late": late,
+        }
+        self.store.compare_set(self._key("record"), "", json.dumps(record))
 
     def _reports(self, members: Sequence[int]) -> dict[int, dict[str, Any]]:
         ranks = [member * self.shards + shard for member in members for shard in range(self.shards)]
@@ -324,7 +367,7 @@ class Membership:
                 )  # all may have agreed meanwhile, and look for the next one
         if not self.guest_asks or self._beats.check([axis_key("admit", guest)]):
             return
-        if any(self._lost(rank, self._silence_s) for rank in ranks):
+        if any(self._lost(rank, self.silence_s) for rank in ranks):
             with self.changed:
                 if guest == self.guest:
                     self.guest, self.guest_asks = guest + 1, False
@@ -345,8 +388,7 @@ class Membership:
                 Exception
             ) as error:  # whatever it is: the others drop this rank, which must hear of it
                 why = f"{type(error).__name__}: {error}".partition("\n")[0]
-                self._error = f"rank {self.rank} has lost the store (ended or out of reach): {why}"
-                self._notice()
+                self.fail(ReplicaLost(store_lost(self.rank, why)))
                 return
 
     def _beat(self, count: int) -> None:
@@ -360,11 +402,15 @@ class Membership:
                 self._ranks(),
                 self._ranks(self.guest if self.guest_asks else -1),
             )
-        self._beats.set(axis_key("beat", self.rank), beat_of(count, self._pace))
+        standing = Standing(PROGRESS.steps, PROGRESS.where)
+        mine = axis_key("beat", self.rank)
+        self._beats.set(mine, beat_of(count, self._pace, self.started, standing))
         self._port.answer()
         if self.is_guest:
+            self._beats.check([mine])
+            self.answered = time.monotonic()
             return
-        self._knock(rank for rank in watched if rank not in self._ports)
+        self._knock(rank for rank in watched if rank not in self.ports)
         self._look_for_guest()
         beats = dict(
             zip(
@@ -373,14 +419,17 @@ class Membership:
                 strict=True,
             )
         )
+        self.answered = time.monotonic()
         called = self._beats.check([f"{epoch + 1}/call"])
-        if self.leaves and not called:
+        if (self.leaves or self.apart or self.late) and not called:
             self._beats.set(f"{epoch + 1}/call", "1")
         self._watch_record()
+        if refused := self.start.refused(self._beats, self._ranks(), self.under_way):
+            self.fail(refused)
         now = time.monotonic()
         took, pace = now - self._awake, self._pace
         self._pace = took if count == 1 else min(took, 1.2 * pace)
-        limit_s = self._silence_s if self.under_way else max(self._silence_s, STARTUP_S)
+        limit_s = self.limit_s()
         with self.changed:
             if took > max(
                 self._confirm_s / 2, 3 * pace
@@ -408,7 +457,7 @@ class Membership:
         for rank in ranks:
             if self._beats.check([key := axis_key("port", rank)]):
                 name = self._beats.get(key).decode()
-                self._ports[rank] = "" if refuses(name) else name
+                self.ports[rank] = "" if refuses(name) else name
 
     def _watch_record(self) -> None:
         """Ends this process where it was left out and its main thread waits for something else."""
@@ -422,17 +471,49 @@ class Membership:
         if self.replica not in agreement.members:
             self._left_out_at = self._left_out_at or time.monotonic()
             if time.monotonic() - self._left_out_at > LEAVE_S:
-                self._end(agreement.leaves_out(self.replica))
+                self.end(agreement.leaves_out(self.replica))
 
     def _notice(self) -> None:
         with self.changed:
             self.called, self.noticed_at = True, time.monotonic()
             self.changed.notify_all()
 
+    def fail(self, failure: Exception) -> None:
+        """Notes why this rank cannot go on. Needs no answer of the store."""
+        if self.failure is None:
+            self.failure = failure
+        if self.changed.acquire(timeout=1.0):  # another thread may hold it and wait for the store
+            try:
+                self._notice()
+            finally:
+                self.changed.release()
+
+    def limit_s(self) -> float:
+        """The silence after which a rank is lost, or the store is."""
+        least = self.silence_s if self.under_way else max(self.silence_s, STARTUP_S)
+        return max(least, 4 * self._pace)
+
+    def beat(self, rank: int) -> bytes:
+        """The latest beat of `rank`; empty before its first."""
+        return self._seen.get(rank, (b"", 0.0))[0]
+
+    def awaited(self) -> Awaited:
+        """A wait of the main thread for ranks that are alive, at most `patience_s`."""
+        return Awaited(f"rank {self.rank}", self.patience_s, WAIT_LINE_S)
+
+    def doubt(self) -> None:
+        """Notes who is out of reach where no process group could be made, for the next report."""
+        self.apart = self._watch.ask_all()
+
     def require_store(self) -> None:
-        """Raises `ReplicaLost` where this rank cannot reach the store any more."""
-        if self._error:
-            raise ReplicaLost(self._error)
+        """Raises where this rank cannot go on, as without the store; for the main thread."""
+        if self.failure is not None:
+            self.told = True
+        self._require()
+
+    def _require(self) -> None:
+        if self.failure is not None:
+            raise self.failure
 
     def _key(self, name: str) -> str:
         return f"{self.epoch + 1}/{name}"

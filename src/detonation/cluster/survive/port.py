@@ -1,4 +1,5 @@
-"""A port of each process, whose kernel tells the others at once that the process has ended."""
+"""A port of each process, whose kernel tells the others whether they reach it, and at once that it
+has ended."""
 
 import contextlib
 import os
@@ -6,13 +7,18 @@ import socket
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from detonation.cluster.position import addresses_of, is_loopback
+from detonation.cluster.processes.rendezvous import GLOO_INTERFACE
+
 KNOCK_S = 0.2
 """How long a kernel may take to answer. One that does not says nothing."""
 
 
 class Port:
-    """A listening port on the way to the store. Its kernel answers for as long as the process
-    lives, however busy.
+    """A listening port. Its kernel answers for as long as the process lives, however busy.
+
+    It listens where the messages between replicas arrive: on gloo's interface, else on the way to
+    the store.
 
     name: "HOST PORT" for the others; empty where the store is not reached over a network.
     """
@@ -32,7 +38,8 @@ class Port:
                 family, socket.SOCK_DGRAM
             ) as way:  # sends nothing, but has the address of this host
                 way.connect(towards)
-                here = way.getsockname()[0]
+                here = _of_messages(way.getsockname()[0])
+            family = socket.AF_INET6 if ":" in here else socket.AF_INET
             self._listener = socket.create_server((here, 0), family=family)
             self._listener.setblocking(False)
             self.name = f"{here} {self._listener.getsockname()[1]}"
@@ -49,12 +56,30 @@ class Port:
             self._listener.close()
 
 
-def refuses(name: str) -> bool:
-    """True where no process has the port `name` any more; False where one has it, or nobody says."""
+def _of_messages(towards_store: str) -> str:
+    """The address of gloo's interface, unless that is loopback and the store is on another
+    machine."""
+    own = addresses_of(os.environ.get(GLOO_INTERFACE, ""))[:1]
+    elsewhere = [each for each in own if is_loopback(each) <= is_loopback(towards_store)]
+    return next(iter(elsewhere), towards_store)
+
+
+def knock(name: str, patience_s: float = KNOCK_S) -> bool | None:
+    """True where a process has the port `name`, False where its host refuses; None where nobody
+    says."""
     host, _, port = name.partition(" ")
+    if not port:
+        return None
     try:
-        if port:
-            socket.create_connection((host, int(port)), timeout=KNOCK_S).close()
-    except OSError as error:
-        return isinstance(error, ConnectionRefusedError)
-    return False
+        socket.create_connection((host, int(port)), timeout=patience_s).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def refuses(name: str) -> bool:
+    """True where no process has the port `name` any more; False where one has it, or nobody
+    says."""
+    return knock(name) is False

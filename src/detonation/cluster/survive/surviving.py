@@ -37,6 +37,8 @@ from detonation.core.schemes.scheme import Scheme
 
 MOST_TRIES = 5
 """Agreements in a row after which no group could be made, although nobody was lost."""
+OVER_S = 30.0
+"""The limit of the network library comes after that of the membership, which knows who is late."""
 _log = logging.getLogger("detonation")
 
 
@@ -61,6 +63,7 @@ class SurvivingCommunicator(AxisEnd):
         link: NodeLink | None = None,
     ) -> None:
         self._membership, self.timeout_s, self._link = membership, timeout_s, link
+        membership.patience_s = timeout_s
         self.layout, self.host = (
             list(let_in[0].members if let_in else membership.members),
             Host(membership),
@@ -212,6 +215,7 @@ class SurvivingCommunicator(AxisEnd):
         with self._changed:
             self.settle()
             self._started += 1
+            self._membership.started = self._started
             each = NumberedCollective(
                 self._started, kind, sent, user.layout, self._floor, user.layout, sent
             )
@@ -221,9 +225,14 @@ class SurvivingCommunicator(AxisEnd):
 
     def settle(self) -> None:
         """Waits while a loss is being recovered from. Raises where this replica cannot go on."""
-        self._changed.wait_for(lambda: not (self._recovering or self._broken) or self.error)
+        membership = self._membership
+        self._changed.wait_for(lambda: not self._is_busy() or self.error or membership.failure)
+        membership.require_store()
         if self.error:
             raise self.error
+
+    def _is_busy(self) -> bool:
+        return self._recovering or self._broken
 
     def _launch(self, each: NumberedCollective) -> None:
         """Starts a collective among the members that there are now."""
@@ -252,15 +261,23 @@ class SurvivingCommunicator(AxisEnd):
 
     def _wait(self, each: NumberedCollective, device: torch.device, user: AxisEnd) -> Tensor:
         with self._changed:
-            while each.result is None:
-                self.settle()
-                if each.result is None and each.flight is not None and not each.flight.ended:
-                    self._changed.wait()
-                elif each.result is None and not self._take(each):
-                    self._broken = True  # which begins a recovery
-                    self._changed.notify_all()
+            self._membership.waits_in = each.number
+            try:
+                result = self._awaited(each)
+            finally:
+                self._membership.waits_in = 0
             user.absent = each.absent
-        return each.result.to(device)
+        return result.to(device)
+
+    def _awaited(self, each: NumberedCollective) -> Tensor:
+        while each.result is None:
+            self.settle()
+            if each.result is None and each.flight is not None and not each.flight.ended:
+                self._changed.wait()
+            elif each.result is None and not self._take(each):
+                self._broken = True  # which begins a recovery
+                self._changed.notify_all()
+        return each.result
 
     def _take(self, each: NumberedCollective) -> bool:
         """Takes the result of a collective that has ended; False where it failed."""
@@ -327,6 +344,7 @@ class SurvivingCommunicator(AxisEnd):
                 RuntimeError
             ) as error:  # one more is lost; the others hear of it with the next agreement
                 why = f": {error}".partition("\n")[0]
+                membership.doubt()
                 continue
             if self._catch_up(agreement):
                 break
@@ -405,7 +423,8 @@ class SurvivingCommunicator(AxisEnd):
         membership = self._membership
         rank = membership.members.index(membership.replica)
         store = PrefixStore(f"{membership.epoch}/shard{membership.shard}", membership.store.clone())  # type: ignore
-        make = partial(Group, store, rank, len(membership.members), self.timeout_s)
+        limit_s = self.timeout_s + OVER_S
+        make = partial(Group, store, rank, len(membership.members), limit_s)
         return Group.formed(
             make, membership.breaks_up if membership.epoch else membership.some_left
         )
@@ -438,7 +457,9 @@ class SurvivingCommunicator(AxisEnd):
         except RuntimeError:
             return False
         with self._changed:
+            waits_in, self._membership.waits_in = self._membership.waits_in, each.number
             self._changed.wait_for(lambda: flight.ended or self._membership.called)
+            self._membership.waits_in = waits_in
         if not flight.good:
             return False
         if each.result is None:

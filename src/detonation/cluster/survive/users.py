@@ -4,6 +4,7 @@ between ranks."""
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakMethod
 
@@ -49,6 +50,7 @@ class StoreTexts:
         self._count += 1
         keys = [self._key(self._count, rank) for rank in self._ranks]
         self._first(keys[self.rank], _TEXT + text.encode(errors="surrogateescape"))
+        awaited = self._membership.awaited()
         while not self._store.check(keys):
             lost = [
                 rank // self._membership.shards not in self._membership.members
@@ -57,7 +59,7 @@ class StoreTexts:
             for key in (key for key, gone in zip(keys, lost, strict=True) if gone):
                 self._first(key, _LOST)
             self._membership.call_if_left()
-            time.sleep(_TEXT_POLL_S)
+            awaited.wait(partial(self._away, keys), _TEXT_POLL_S)
         values = self._store.multi_get(keys)
         if self._count > 1:  # which all have read
             self._store.delete_key(self._key(self._count - 1, self._ranks[self.rank]))
@@ -68,6 +70,10 @@ class StoreTexts:
     def broadcast(self, text: str) -> str:
         """The text of the first rank. Collective, as `gather`."""
         return self.gather(text if not self.rank else "")[0]
+
+    def _away(self, keys: Sequence[str]) -> list[int]:
+        each = zip(self._ranks, keys, strict=True)
+        return [rank for rank, key in each if not self._store.check([key])]
 
     def _first(self, key: str, value: bytes) -> None:
         self._store.compare_set(key, "", value)  # type: ignore[arg-type]
@@ -312,6 +318,7 @@ class AxisUser(AxisEnd):
     def _await_guest(self, step: int) -> None:
         """Waits before `step` until all have agreed whether the guest has come."""
         axis, membership = self.axis, self._membership
+        awaited = membership.awaited()
         while True:
             with membership.changed:
                 axis.settle()
@@ -328,7 +335,8 @@ class AxisUser(AxisEnd):
                 with membership.changed:
                     membership.changed.wait_for(lambda: axis.guest is None or axis.error, 1.0)
             else:
-                time.sleep(_POLL_S)
+                membership.require_store()
+                awaited.wait(partial(membership.not_at, axis.awaits), _POLL_S)
 
     def _due(self, turn: int) -> list[Agreement]:
         return [each for each in self.pending if turn >= turn_of(each.next_turns, self.number)]

@@ -143,6 +143,7 @@ PLAN = "plan.json"
 UPDATES = "updates"
 CHECKPOINTS = "checkpoints"
 _PROBE = ".volume-"  # of a start that was killed while it looked who sees the directory
+_PROBE_BYTES = 65536
 
 
 class InUse(ValueError):
@@ -293,6 +294,19 @@ def _refuse_links(path: Path) -> None:
                 f"{folder} is a link to {folder.readlink()}, and a run writes in its own directory "
                 f"alone: make {path} itself the link, or choose another --out"
             )
+
+
+def require_writable(path: Path) -> None:
+    """Raises `Unwritable` where no file can be written in `path`, which is made, or the disk is
+    full."""
+    probe = path / f"{_PROBE}{os.getpid()}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        write_whole(probe, bytes(_PROBE_BYTES))
+    except OSError as error:
+        raise unwritable(path, error) from error
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -3,20 +3,24 @@ it has lost."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import TCPStore
 
 from detonation.cluster.init import LaunchPosition
 from detonation.cluster.mesh import init_mesh, shard
-from detonation.cluster.position import host_and_port
+from detonation.cluster.position import host_and_port, require_known_host
+from detonation.cluster.processes.failure import describe, is_network_error
+from detonation.cluster.processes.refusal import Preparation, refuse_start
+from detonation.cluster.processes.rendezvous import reached_store
+from detonation.cluster.survive.agreement import ReplicaLost
 from detonation.cluster.survive.elastic_axis import Guest
 from detonation.cluster.survive.groups import SurvivedLoss
+from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.feed.admission import admitted
 from detonation.feed.shared_state import memory_norm
+from detonation.feed.token import read_token
 from detonation.train.loop.session import Session, load_data, safety, seeded_model
 from detonation.train.loop.world import ElasticRanks, require_same_settings, settings_of_run
 from detonation.train.output import directory
@@ -26,6 +30,71 @@ from detonation.train.run.decide import Asked
 from detonation.train.run.recorder import Recorder
 
 _WAIT_S = 300.0
+
+
+class SetUpError(ValueError):
+    """This replica cannot start."""
+
+
+class SetUp:
+    """The set-up of this replica of an elastic run: a fault of it ends all replicas, which survive
+    later ones.
+
+    The others hear of a fault at the store of their axis, or before there is one where all meet;
+    see `refusal`.
+    """
+
+    def __init__(self, task_meet: str, replica: int | None) -> None:
+        self._meet, self._replica = task_meet, replica
+        self._start: Preparation | None = None
+        self._done = False
+
+    def met(self, axis: SurvivingCommunicator) -> None:
+        """All replicas have met on `axis`."""
+        self._start = axis.host.membership.start
+        self._start.begin()
+
+    def done(self) -> None:
+        """This replica is about to train."""
+        if self._start is not None:
+            self._start.prepared()
+        self._done = True
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Raises `SetUpError` for any fault until `done`, but those that others cause, and lets the
+        others know."""
+        try:
+            yield
+        except Exception as error:
+            if (
+                self._done
+                or isinstance(error, TimeoutError | ReplicaLost)
+                or is_network_error(error)
+            ):
+                raise
+            self._tell(describe(error))
+            if isinstance(error, ValueError) or self._start is None:
+                raise
+            raise SetUpError(describe(error)) from error
+
+    def _tell(self, reason: str) -> None:
+        if self._start is not None:
+            self._start.refuse(reason)
+        elif self._replica is not None and self._meet:
+            refuse_start(*host_and_port(self._meet), self._replica, reason)
+
+
+def meeting_of(request: Request) -> str:
+    """Where the replicas of `request` meet, also where the rest of its settings is wrong; "" where
+    that is unknown."""
+    for each in reversed(request.overrides):
+        key, _, value = each.partition("=")
+        if key.strip() == "mesh.meet":
+            return value.strip().strip("\"'")
+    with contextlib.suppress(ValueError):
+        return request.layers(None).config().mesh.meet
+    return ""
 
 
 def check_place(
@@ -50,12 +119,13 @@ def check_place(
         )
     if request.join and request.out is None:
         raise ValueError("--join needs --out: the run directory, for checkpoints")
-    for address in filter(None, (mesh.meet, request.join)):
-        host_and_port(address)
+    for flag, address in (("--meet", mesh.meet), ("--join", request.join)):
+        if address:
+            require_known_host(flag, address)
 
 
 def joined_session(
-    config: Config, asked: Asked | None, device: torch.device, address: str
+    config: Config, asked: Asked | None, device: torch.device, address: str, out: Path
 ) -> Session:
     """The session of a replica that comes in while others train, at the store of `address`.
     Collective.
@@ -63,8 +133,9 @@ def joined_session(
     Where it is to be chosen, the scheme is that of the run. Its weights and the state of its
     optimizer are those of the others; `optimizer.step_count` is the step.
     """
-    host, port = host_and_port(address)
-    store = TCPStore(host, port, timeout=timedelta(seconds=_WAIT_S))
+    read_token()  # all that this replica can find out comes before the others hear of it
+    directory.require_writable(out)
+    store = reached_store(*host_and_port(address))
     mesh = init_mesh(1, config.mesh.shards, device.type)
     model = seeded_model(config).to(device)
     shard(model, mesh, wire=config.mesh.shard_wire)
@@ -97,8 +168,8 @@ def joined_session(
 class Losses:
     """The replicas that a run has lost and survived; nothing where a loss ends the run."""
 
-    def __init__(self, session: Session) -> None:
-        self._session, self._told = session, 0
+    def __init__(self, session: Session, set_up: SetUp) -> None:
+        self._session, self._told, self.set_up = session, 0, set_up
         self._world = session.world if isinstance(session.world, ElasticRanks) else None
         self._lock: directory.RunDirectory | None = None
         self._losses: list[Table] = []

@@ -76,8 +76,8 @@ class Recorder:
             return False
         self.records = self._earlier() + self.records
         done = self.records[-1].step if self.records else self._done
+        self._screen.speak()  # before loggers open, which have something to say
         self._open(done)
-        self._screen.speak()
         self._screen.start(done, self._train.steps)
         self._logged = len(self.records)
         return True
@@ -182,7 +182,7 @@ class Recording:
         self._feed: Feed | None = None
         self._trouble, self._run = "", run
         if train.publish and not session.optimizer.coordinates.replica:
-            self._publish()
+            self._publish_first()
         if self._tapes:
             session.optimizer.record(Tapes(self._tapes))
         self._door: Admission | None = None
@@ -223,6 +223,13 @@ class Recording:
         """Ends the feed. ended: Whether training has come to its end."""
         if self._feed is not None:
             self._feed.close(ended=ended)
+
+    def _publish_first(self) -> None:
+        try:
+            self._publish()
+        except OSError as error:
+            why = str(error.strerror or error).partition(" (while")[0]
+            raise ValueError(f"train.publish: {why}; choose another --publish") from error
 
     def _publish(self) -> None:
         config = self._session.config

@@ -22,7 +22,7 @@ from detonation.train.output.screen import clear
 from detonation.train.recipe.resolve import Request, from_plain, to_plain
 from detonation.train.recipe.schema import MeshConfig, Table
 from detonation.train.run.decide import Asked, Auto
-from detonation.train.run.elastic_run import check_place
+from detonation.train.run.elastic_run import SetUp, check_place, meeting_of
 from detonation.train.run.worker import RunTask, train_on_rank
 
 _W = TypeVar("_W")
@@ -39,15 +39,29 @@ def run_training(request: Request, fail: Callable[[Exception], int]) -> Table:
         WorldError: A rank failed.
     """
     place = launch_position(os.environ)
+    set_up = SetUp(meeting_of(request), request.replica)
+    with set_up.watched():
+        return _run(request, fail, place, set_up)
+
+
+def _run(
+    request: Request,
+    fail: Callable[[Exception], int],
+    place: LaunchPosition | None,
+    set_up: SetUp,
+) -> Table:
+    """`run_training`; `set_up` is done where the ranks tell by themselves what they cannot do."""
     if restartable(os.environ) and request.out is None:
         raise ValueError(
             "a run that its launcher may start again needs --out: the run directory to continue"
         )
     if place is None:
         compute_with_one_thread()
-        return _finished(request, None) or run_task(
-            make_task(_with_steps(request, _steps_begun(request, None)), None)
-        )
+        finished = _finished(request, None)
+        if finished is not None:
+            return finished
+        task = make_task(_with_steps(request, _steps_begun(request, None)), None)
+        return run_task(task, set_up)
 
     def on_this_rank() -> Table:
         # what launcher and directory say on rank 0 counts: nodes may be restarted apart, and share
@@ -65,6 +79,7 @@ def run_training(request: Request, fail: Callable[[Exception], int]) -> Table:
         task = replace(task, resume=request.resume or again, may_start=may_start)
         if place.rank == 0 and not request.replica:
             _check_directory(task)
+        set_up.done()
         return train_on_rank(task)
 
     return run_under_launcher(
@@ -127,8 +142,9 @@ def make_task(request: Request, place: LaunchPosition | None) -> RunTask:
     )
 
 
-def run_task(task: RunTask) -> Table:
-    """Trains in a world on this machine; returns the summary.
+def run_task(task: RunTask, set_up: SetUp | None = None) -> Table:
+    """Trains in a world on this machine; returns the summary. `set_up` is done once the ranks
+    begin.
 
     Raises `ValueError` where the run cannot start in its directory, and `WorldError` when a rank
     fails.
@@ -145,6 +161,8 @@ def run_task(task: RunTask) -> Table:
                 mesh, replicas=task.config.nodes_inside, elastic=False, min_replicas=1, meet=""
             )
         afresh = [to_plain(task.request), task.may_start]
+        if set_up is not None:
+            set_up.done()
         found = on_ranks(train_on_rank, task, train_afresh, afresh, mesh, task.config.nodes_inside)
         return dict(next((each for each in found if "left" not in each), found[0]))
     finally:

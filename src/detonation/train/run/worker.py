@@ -36,7 +36,7 @@ from detonation.train.recipe.schema import Config, Table
 from detonation.train.recipe.tables import to_table
 from detonation.train.run.adapt import Adapter, Followed
 from detonation.train.run.decide import Asked, Chosen, again, decide
-from detonation.train.run.elastic_run import Losses, joined_session
+from detonation.train.run.elastic_run import Losses, SetUp, joined_session
 from detonation.train.run.log_check import checked_log
 from detonation.train.run.recorder import Recorder, Recording, replay_rest
 from detonation.whole_files import MOST_RECORDS, read_text
@@ -69,12 +69,13 @@ def train_on_rank(task: RunTask) -> Table:
     A run that `stop_after` or a signal ended has no summary: it returns `stopped_after`,
     `stopped_by` (the signal's name) and `directory` alone; and `left`, where the others train on.
     """
-    with stoppable() as stop:
+    set_up = SetUp(task.config.mesh.meet, task.request.replica)
+    with stoppable() as stop, set_up.watched():
         mesh, device, axis, inside = task.config.mesh, local_device(), None, list[DeviceMesh]()
         if task.request.join:
-            return _train_with_others(
-                task, joined_session(task.config, task.asked, device, task.request.join), stop
-            )
+            where, out = task.request.join, task.request.out or Path()
+            session = joined_session(task.config, task.asked, device, where, out)
+            return _train_with_others(task, session, stop, set_up)
         if task.request.replica is not None:
             meet_replicas(mesh.meet, task.request.replica, task.config.levels[-1].replicas)
         if mesh.elastic:
@@ -83,6 +84,7 @@ def train_on_rank(task: RunTask) -> Table:
                 surviving_axis(task.config, replica),
                 [replica["shard"], replica["replicate"]],
             )
+            set_up.met(axis)
         everyone = Everyone(device, axis, inside)
         saved, log = _earlier(task, everyone)
         config, chosen = task.config, None
@@ -95,7 +97,7 @@ def train_on_rank(task: RunTask) -> Table:
             chosen = decide(task.asked, everyone, axis) if before is None else None
             config = chosen.config if chosen else before or config
         session = start_session(config, device, axis)
-        losses, begin = Losses(session), ""
+        losses, begin = Losses(session, set_up), ""
         if (
             config.train.init_from and not saved
         ):  # before the replicas take the weights as their anchor
@@ -151,11 +153,9 @@ def _train_in_directory(
             raise ValueError(
                 f"train.steps is {steps}, but {done} steps have been taken: give more --steps"
             )
-        run = (
-            session.world.texts().broadcast(secrets.token_hex(8))
-            if session.config.train.publish
-            else ""
-        )
+        named = session.config.train.publish or session.config.mesh.elastic
+        # one replica of an elastic run may publish, and all must take part in the broadcast
+        run = session.world.texts().broadcast(secrets.token_hex(8)) if named else ""
         kept, damage = _kept(session, path / directory.METRICS, done, volumes)
         if task.resume and session.config.train.log_updates and session.rank == 0:
             damage += checked_log(path, loaded.step if loaded else 0)[1]
@@ -170,10 +170,11 @@ def _train_in_directory(
             )
 
 
-def _train_with_others(task: RunTask, session: Session, stop: Stop) -> Table:
+def _train_with_others(task: RunTask, session: Session, stop: Stop, set_up: SetUp) -> Table:
     """Trains from where the others are, whose run directory is theirs; returns the summary as
     `train_on_rank` does."""
-    done, path, losses = session.optimizer.step_count, task.request.out or Path(), Losses(session)
+    done, path = session.optimizer.step_count, task.request.out or Path()
+    losses = Losses(session, set_up)
     _expect(session)
     screen = Screen(session.optimizer.coordinates.shard != 0, task.request.to_stderr)
     stop.last_act = screen.wipe
@@ -273,6 +274,7 @@ def _train(
             save_async(session, checkpoints, recorder.before, followed())
             recording.saved(record.step)
 
+    losses.set_up.done()
     try:
         try:
             fit(session, done, until, after_step, stop)

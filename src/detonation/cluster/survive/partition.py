@@ -1,0 +1,238 @@
+"""Partitions: a thread that asks the store nothing, so that it sees by its own clock that nobody
+answers.
+
+Each rank of a membership has a `PartitionWatch`. Three things may fall silent, and each has a
+bound:
+
+1. *The store.* A request to it may never return once packets are dropped. A rank that had no answer
+   for as long as the others wait for its beats ends, about when they go on without it.
+2. *The network between two replicas*, while both beat. A rank that stands still in an exchange asks
+   the kernels of the others. One that does not answer for `silence_s` is reported as out of reach,
+   and all apply one rule to the reports (`those_that_go_on`), so that of each such pair one replica
+   is left out.
+3. *A replica that does not come to an exchange*, although it beats, is late after `patience_s`, and
+   is left out.
+
+Whatever is decided is kept in the store, first come first served, so that never two groups go on.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from detonation.cluster.processes.waiting import WAIT_LINE_S, Standing, standing_in_words
+from detonation.cluster.survive.agreement import GONE, ReplicaLost, progress_of
+from detonation.cluster.survive.port import knock
+from detonation.core.runtime import PROGRESS
+
+if TYPE_CHECKING:
+    from detonation.cluster.survive.membership import Membership
+
+LEAVE_S = 5.0
+"""The main thread of a rank that cannot go on has this long to hear of it; then the process
+ends."""
+KNOCK_PATIENCE_S = 5.0
+"""How long a kernel may take to answer on a link that is slow and full."""
+_TICK_S, _AWAKE_S = 0.1, 2.0
+_log = logging.getLogger("detonation")
+
+
+class PartitionWatch:
+    """Watches for `membership` the store, the other replicas, and how long its rank waits, until
+    `stop`."""
+
+    def __init__(self, membership: "Membership") -> None:
+        self._membership = membership
+        self._stopped = threading.Event()
+        self._awake = self._since = self._noted = time.monotonic()
+        self._waits: tuple[int, int] = (0, 0)
+        self._due = WAIT_LINE_S
+        self._reached: dict[int, float] = {}  # ranks that have answered, and when they did last
+        self._asking: set[int] = set()
+        self._thread = threading.Thread(target=self._run, name="partition", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the watch; waits a moment for its thread."""
+        self._stopped.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=1.0)
+
+    @property
+    def judges(self) -> bool:
+        """True while it is open whether a replica is out of reach: this rank must not report
+        yet."""
+        now = time.monotonic()
+        if not self._waits[0] or now - self._since < WAIT_LINE_S:
+            return False
+        silent = [now - self._last_answer(rank) for rank in self._peers() if rank in self._reached]
+        longest = max(silent, default=0.0)
+        return KNOCK_PATIENCE_S + 1 < longest < self._membership.silence_s
+
+    def ask_all(self) -> list[int]:
+        """The replicas of which none of this shard answers now. Asks all that have ever answered,
+        at once."""
+        peers = [rank for rank in self._peers() if rank in self._reached]
+        before = time.monotonic()
+        threads = [
+            threading.Thread(target=self._ask_patiently, args=(rank,), daemon=True)
+            for rank in peers
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return self._replicas(rank for rank in peers if self._reached[rank] < before)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(_TICK_S):
+            now = time.monotonic()
+            if now - self._awake > _AWAKE_S:  # this process stood still itself
+                self._membership.answered = self._since = self._noted = now
+            self._awake = now
+            self._watch_store(now)
+            self._watch_wait(now)
+            self._watch_end(now)
+
+    def _watch_store(self, now: float) -> None:
+        membership = self._membership
+        silent = now - membership.answered
+        if membership.failure is None and silent > membership.limit_s():
+            why = f"no answer for {silent:.1f} s"
+            membership.fail(ReplicaLost(store_lost(membership.rank, why)))
+
+    def _watch_end(self, now: float) -> None:
+        """Ends the process where its main thread does not hear that it cannot go on."""
+        membership = self._membership
+        if membership.failure is None or membership.told:
+            self._noted = now
+        elif now - self._noted > LEAVE_S:
+            self._stopped.set()
+            membership.end(str(membership.failure))
+
+    def _watch_wait(self, now: float) -> None:
+        membership = self._membership
+        waits = (membership.waits_in, membership.epoch)
+        if waits != self._waits or not membership.waits_in:
+            self._waits, self._since, self._due = waits, now, WAIT_LINE_S
+            self._ask(now, 2 * WAIT_LINE_S)
+            return
+        waited = now - self._since
+        if waited >= self._due:
+            self._due *= 2
+            _log.warning("%s", self._line(waited))
+        if waited >= WAIT_LINE_S:
+            self._ask(now, 1.0)
+            self._judge(now, waited)
+
+    def _judge(self, now: float, waited: float) -> None:
+        """Reports who is out of reach or late. The thread that beats then calls all to agree."""
+        membership = self._membership
+        silent = [
+            rank
+            for rank in self._peers()
+            if rank in self._reached and now - self._last_answer(rank) >= membership.silence_s
+        ]
+        if silent and not membership.apart:
+            names = ", ".join(f"rank {rank} at {membership.ports[rank]}" for rank in silent)
+            seconds = f"{membership.silence_s:g} s"
+            text = f"rank {membership.rank} has had no answer of {names} for {seconds}"
+            _log.warning("%s: all decide who goes on", text)
+            membership.apart = self._replicas(silent)
+        if waited < membership.patience_s or membership.apart or membership.late:
+            return
+        behind = self._behind()
+        if behind:
+            membership.late = self._replicas(behind)
+            return
+        end = "although all have come and answer: the network is too slow, or loses large packets"
+        membership.fail(ReplicaLost(f"{self._line(waited)}; it ends, {end}"))
+
+    def _last_answer(self, rank: int) -> float:
+        """When `rank` answered last; the questions count from the first line on."""
+        return max(self._reached[rank], self._since + WAIT_LINE_S)
+
+    def _ask(self, now: float, every_s: float) -> None:
+        """Asks the others that have not answered for `every_s`, in threads of their own."""
+        for rank in self._peers():
+            name = self._membership.ports.get(rank, "")
+            fresh = rank in self._reached and now - self._reached[rank] < every_s
+            if not name or fresh or rank in self._asking:
+                continue
+            self._asking.add(rank)
+            threading.Thread(target=self._ask_one, args=(rank,), daemon=True).start()
+
+    def _ask_one(self, rank: int) -> None:
+        try:
+            if knock(self._membership.ports[rank], KNOCK_PATIENCE_S):
+                self._reached[rank] = time.monotonic()
+            else:
+                self._stopped.wait(1.0)  # a host that refuses does so at once
+        finally:
+            self._asking.discard(rank)
+
+    def _ask_patiently(self, rank: int) -> None:
+        deadline = time.monotonic() + KNOCK_PATIENCE_S
+        while time.monotonic() < deadline and not self._stopped.is_set():
+            if knock(self._membership.ports[rank], KNOCK_PATIENCE_S):
+                self._reached[rank] = time.monotonic()
+                return
+            self._stopped.wait(0.2)
+
+    def _peers(self) -> list[int]:
+        """The ranks of the other members with which this one exchanges."""
+        membership = self._membership
+        ranks = [
+            member * membership.shards + membership.shard for member in list(membership.members)
+        ]
+        return [rank for rank in ranks if rank != membership.rank]
+
+    def _replicas(self, ranks: Iterable[int]) -> list[int]:
+        return sorted({rank // self._membership.shards for rank in ranks})
+
+    def _behind(self) -> list[int]:
+        progress = self._progress()
+        mine = self._membership.waits_in
+        return [rank for rank in self._peers() if rank in progress and progress[rank][0] < mine]
+
+    def _progress(self) -> dict[int, tuple[int, Standing]]:
+        """The last exchange that each rank has started, and its standing, by the latest beats."""
+        membership = self._membership
+        beats = {rank: membership.beat(rank) for rank in self._peers()}
+        found = {rank: progress_of(beat) for rank, beat in beats.items() if beat != GONE}
+        mine = membership.started, Standing(PROGRESS.steps, PROGRESS.where)
+        return {membership.rank: mine, **found}
+
+    def _line(self, seconds: float) -> str:
+        membership = self._membership
+        return who_waits_for_whom(membership.rank, membership.waits_in, self._progress(), seconds)
+
+
+def store_lost(rank: int, why: str) -> str:
+    """The reason in words where `rank` has lost the store."""
+    return f"rank {rank} has lost the store (ended or out of reach): {why}"
+
+
+def who_waits_for_whom(
+    rank: int, exchange: int, progress: Mapping[int, tuple[int, Standing]], seconds: float
+) -> str:
+    """The line to log where `rank` has stood still for `seconds` in the exchange of that number.
+
+    progress: The last exchange that each rank has started, and its standing.
+
+    >>> progress = {0: (40, Standing(21, "inside")), 1: (39, Standing(20)), 2: (40, Standing(21))}
+    >>> who_waits_for_whom(0, 40, progress, 30)[:69]
+    'rank 0 has waited for 30 s in step 21, to which others have not come:'
+    """
+    mine = progress[rank][1]
+    here = f"rank {rank} has waited for {seconds:.0f} s {mine.where_in_words} step {mine.steps}"
+    behind = [
+        standing_in_words(each, standing)
+        for each, (started, standing) in progress.items()
+        if started < exchange
+    ]
+    if behind:
+        return f"{here}, to which others have not come: {', '.join(behind)}"
+    return f"{here}, as all ranks have: the network between them is slow or cut off"

@@ -1,0 +1,112 @@
+"""Faults of set-up in an elastic run: they end all replicas with exit code 2 and one line, and are
+never survived."""
+
+import os
+import signal
+import socket
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from commands import Command, free_port, write_recipe
+from detonation.cluster.processes import rendezvous
+
+pytestmark = pytest.mark.usefixtures("soon", "patient")
+TOKEN = {"DETONATION_TOKEN": "0123456789abcdef"}
+
+
+@pytest.fixture
+def taken():
+    """An address where somebody else listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a command in a folder of its name; ends it with the test."""
+    commands = []
+
+    def begin(name, *arguments, out="run"):
+        given = [*arguments, "--out", tmp_path / out] if arguments[0] == "train" else arguments
+        commands.append(Command(tmp_path / name, *given, env=TOKEN))
+        return commands[-1]
+
+    yield begin
+    for command in commands:
+        command.kill()
+
+
+def test_an_address_in_use_ends_a_run_on_one_machine_before_its_first_step(tmp_path, start, taken):
+    recipe = write_recipe(tmp_path / "tiny.toml")
+    command = start(
+        "run", "train", recipe, "--replicas", 3, "--elastic", "--publish", taken, out="out"
+    )
+    assert command.wait() == 2
+    assert command.errors == (
+        f"error: train.publish: cannot listen at {taken}: Address already in use; choose another "
+        "--publish\n"
+    )
+    assert "\nstep " not in command.stdout and "go on" not in command.stderr
+
+
+@pytest.mark.parametrize("fault", ["publish", "init_from"])
+def test_the_fault_of_one_replica_ends_all_that_meet_and_a_later_start_trains(
+    tmp_path, start, taken, fault
+):
+    """After all have met; and before the replica has come."""
+    recipe, address = write_recipe(tmp_path / "tiny.toml"), f"127.0.0.1:{free_port()}"
+    start("meet", "meet", address)
+    way = ("train", recipe, "--elastic", "--meet", address, "--replicas", 2)
+    more = {"publish": ("--publish", taken), "init_from": ("--init-from", tmp_path / "nowhere")}
+    other = start("other", *way, "--replica", 1, out=fault)
+    faulty = start("faulty", *way, "--replica", 0, *more[fault], out=fault)
+    assert (faulty.wait(), other.wait()) == (2, 2)
+    (line,) = faulty.errors.splitlines()
+    assert f"train.{fault}" in line
+    assert other.errors == f"error: replica 0 did not start: {line.removeprefix('error: ')}\n"
+    again = [start(f"again{n}", *way, "--replica", n, out="again") for n in (0, 1)]
+    assert [command.wait() for command in again] == [0, 0], again[0].errors + again[1].errors
+
+
+def test_a_host_without_a_name_is_refused_at_once(tmp_path, start):
+    recipe = write_recipe(tmp_path / "tiny.toml")
+    way = ("--elastic", "--meet", "nowhere.invalid:2000", "--replicas", 2, "--replica", 0)
+    command = start("meet", "train", recipe, *way)
+    joins = start("join", "train", recipe, "--join", "nowhere.invalid:2000")
+    for flag, each in (("--meet", command), ("--join", joins)):
+        assert each.wait() == 2
+        assert each.errors == (
+            f"error: {flag} is 'nowhere.invalid:2000', but no host has that name: give the name or "
+            "address of one\n"
+        )
+
+
+def test_one_request_to_stop_ends_a_replica_that_waits_for_the_store(tmp_path, start, monkeypatch):
+    def warning(text, *values):  # pytest keeps what loggers say in forks, too
+        print(text % values, file=sys.stderr, flush=True)
+
+    monkeypatch.setattr(rendezvous, "_log", SimpleNamespace(warning=warning))
+    recipe, address = write_recipe(tmp_path / "tiny.toml"), f"127.0.0.1:{free_port()}"
+    command = start(
+        "first", "train", recipe, "--elastic", "--meet", address, "--replicas", 2, "--replica", 0
+    )
+    while f"at most 300, for {address}: Connection refused" not in command.stderr:
+        assert not command.ended, command.stderr
+    os.kill(command.pid, signal.SIGTERM)
+    assert command.wait() == 128 + signal.SIGTERM
+
+
+def test_a_page_goes_on_with_the_replica_that_takes_over_or_its_end_is_said(tmp_path, start):
+    recipe, port = write_recipe(tmp_path / "tiny.toml"), free_port()
+    way = ("--replicas", 2, "--elastic", "--logger", f"web:{port}", "--steps", 100_000)
+    command = start("first", "train", recipe, *way)
+    command.wait_for_step(3)
+    said = f"watch it at http://127.0.0.1:{port}\n"
+    assert command.stdout.count(said) == 1
+    os.kill(command.ranks[0], signal.SIGKILL)
+    command.wait_for_step(command.stdout.count("\nstep ") + 5)
+    goes_on = command.stdout.count(said) == 2
+    # the page of the lost replica may still have the port
+    assert goes_on or f"warning: logger web:{port} failed" in command.stdout
