@@ -1,7 +1,6 @@
 """Machines in one network: each a network namespace with a name, a file of hosts and a disk of its own.
 
-As on Debian, the name of a machine leads to 127.0.1.1 on that machine. The other names are those of
-`Network.names`, and no machine reaches another one over loopback.
+No machine reaches another one over loopback.
 """
 
 import contextlib
@@ -28,12 +27,14 @@ class Network:
     """Machines by name, each with its address such as "192.168.1.10/24".
 
     interface: The name that the network has on each machine. default_route: Whether machines have one.
-    names: Further names that all machines know, each with the machine that it leads to.
+    debian: The name of a machine leads to 127.0.1.1 on that machine, not to its address. names: Names
+    that all machines know, each with the machine that it leads to.
     """
 
     machines: Mapping[str, str]
     interface: str = "eth0"
     default_route: bool = False
+    debian: bool = True
     names: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -67,7 +68,8 @@ class Machines:
             os.environ.pop(variable, None)
 
     def _hosts(self, name: str) -> Path:
-        lines = ["127.0.0.1 localhost", f"127.0.1.1 {name}"]
+        own = "127.0.1.1" if self.network.debian else self.address(name)
+        lines = ["127.0.0.1 localhost", f"{own} {name}"]
         lines += [f"{self.address(where)} {known}" for known, where in self.network.names.items()]
         path = self.folder / f"{name}.hosts"
         if not path.exists():
