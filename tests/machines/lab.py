@@ -16,15 +16,18 @@ import os
 import re
 import signal
 import time
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import shell
+import tomli_w
 from nodes import Machines, Network
 
 from commands import Command
+from detonation.train.recipe.resolve import read_recipe
 from docs.pages import Block, blocks
 from limits import LIMIT_S
 
@@ -92,8 +95,11 @@ class Run:
 
     def _block(self, block: Block) -> None:
         if block.how == "lab file":
+            text = made_smaller(block.text, self._page)
+            if block.language == "toml":  # the page shows the tables that differ from quick-lm's
+                recipe = {**read_recipe(Path("quick-lm")), **tomllib.loads(text)}
+                text = tomli_w.dumps({key: recipe[key] for key in recipe if key != "tuned"})
             for machine in self._page.network.machines:
-                text = made_smaller(block.text, self._page)
                 (self._up.disk(machine) / block.lab).write_text(text)
             return
         started = []

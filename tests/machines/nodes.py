@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.lab import NamespaceCluster, namespace_cluster
+import pytest
+from benchmarks.lab import NamespaceCluster, NoNamespaces, namespace_cluster
 
 from detonation.cluster.processes.rendezvous import INTERFACES
 from detonation.link_speed import LinkSpeed
@@ -79,9 +80,19 @@ class Machines:
 
 @contextlib.contextmanager
 def machines(network: Network, folder: Path) -> Iterator[Machines]:
-    """Brings up the machines of `network`; on leaving, their processes are ended and they are gone."""
+    """Brings up the machines of `network`; on leaving, their processes are ended and they are gone.
+
+    Skips the test where nobody can make machines, but never in continuous integration.
+    """
     addresses = [*network.machines.values()]
-    with namespace_cluster(len(addresses), SPEED, addresses, network.interface) as cluster:
+    with contextlib.ExitStack() as stack:
+        try:
+            made = namespace_cluster(len(addresses), SPEED, addresses, network.interface)
+            cluster = stack.enter_context(made)
+        except NoNamespaces as error:
+            if "CI" in os.environ:
+                raise
+            pytest.skip(str(error))
         found = Machines(network, cluster, folder)
         for node, name in enumerate(network.machines):
             found.disk(name).mkdir(parents=True)

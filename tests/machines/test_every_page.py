@@ -51,8 +51,8 @@ def spans(page):
     for span in re.findall(r"`([^`]+)`", text):
         words = " ".join(span.split())
         begins = r"(HEAD=|sbatch |srun |mpirun |torchrun |kubectl |sky |detonation )"
-        whole = re.match(begins, words) and not re.search(r"\.\.\.|[A-Z]{4,}(?!\w*=)", words)
-        if whole and SEVERAL.search(words):
+        whole = re.match(begins, words) and not re.search(r"\.\.\.|[A-Z]{3,}(?!\w*=)", words)
+        if whole and len(words.split()) > 2 and SEVERAL.search(words):
             yield words
 
 

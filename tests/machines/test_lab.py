@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import yaml
-from benchmarks.lab import NoNamespaces, namespace_cluster
+from benchmarks.lab import namespace_cluster
 from lab import Page, Run
 from nodes import Network, machines
 
@@ -80,15 +80,12 @@ def up(tmp_path):
     """Runs something on the machines of a page."""
 
     def bring(page, work, name=""):
-        try:
-            with machines(page.network, tmp_path) as found:
-                run = Run(name, page, found)
-                try:
-                    work(run)
-                finally:
-                    run.close()
-        except NoNamespaces as error:
-            pytest.skip(str(error))
+        with machines(page.network, tmp_path) as found:
+            run = Run(name, page, found)
+            try:
+                work(run)
+            finally:
+                run.close()
 
     return bring
 
