@@ -117,9 +117,9 @@ class Run:
             self._wait_for(block.how.partition('"')[2].rstrip('"'), started)
 
     def _wait_for(self, words: str, started: Sequence[Command]) -> None:
-        """Waits until a command of this page has printed `words`."""
-        deadline = time.monotonic() + LIMIT_S
-        while not any(words in command.stdout + command.stderr for command in self._titles):
+        """Waits until a command of this page that goes on has printed `words`."""
+        deadline, running = time.monotonic() + LIMIT_S, [command for command, _ in self._later]
+        while not any(words in command.stdout for command in running):
             for command in started:
                 if command.ended or time.monotonic() > deadline:
                     everything = "\n".join(map(self._told, self._titles))
