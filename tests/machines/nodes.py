@@ -69,9 +69,13 @@ class Machines:
             os.environ.pop(variable, None)
 
     def _hosts(self, name: str) -> Path:
-        own = "127.0.1.1" if self.network.debian else self.address(name)
-        lines = ["127.0.0.1 localhost", f"{own} {name}"]
-        lines += [f"{self.address(where)} {known}" for known, where in self.network.names.items()]
+        others = self.network.names.items()
+        lines = ["127.0.0.1 localhost"]
+        if self.network.debian:
+            lines.append(f"127.0.1.1 {name}")
+        lines += [f"{self.address(where)} {known}" for known, where in others]
+        if not self.network.debian:
+            lines.append(f"{self.address(name)} {name}")
         path = self.folder / f"{name}.hosts"
         if not path.exists():
             path.write_text("\n".join(lines) + "\n")
