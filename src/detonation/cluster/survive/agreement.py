@@ -160,16 +160,28 @@ def note_gone(store: Store, rank: int) -> None:
 
 def axis_key(
     kind: Literal[
-        "beat", "port", "left", "asked", "ask", "feed", "coming", "copy", "ready", "admit", "at"
+        "beat",
+        "port",
+        "loopback",
+        "left",
+        "asked",
+        "ask",
+        "feed",
+        "coming",
+        "copy",
+        "ready",
+        "admit",
+        "at",
     ],
     *numbers: int,
 ) -> str:
     """A key of the store, by the numbers of a rank, of a guest, or of a guest and one of its shards
     or another rank.
 
-    Of a rank: its beat; that it has left together with the others, or because it was asked. Of a
-    guest: that it asks to come in; the step after which it gets its copy, and before which it comes
-    in (admit). Of its shard: the address of its feed; that it waits for a copy (coming), and has it
-    (ready). at: that a rank, second, has come to the step of a guest, first.
+    Of a rank: its beat; its port; which loopback interface it has; that it has left together with
+    the others, or because it was asked. Of a guest: that it asks to come in; the step after which
+    it gets its copy, and before which it comes in (admit). Of its shard: the address of its feed;
+    that it waits for a copy (coming), and has it (ready). at: that a rank, second, has come to the
+    step of a guest, first.
     """
     return "/".join((kind, *map(str, numbers)))

@@ -31,7 +31,7 @@ from detonation.cluster.survive.agreement import (
     pace_of,
     parse_agreement,
 )
-from detonation.cluster.survive.port import Port, refuses
+from detonation.cluster.survive.port import Port, Ways, refuses
 
 TICK_S = 0.05
 CONFIRM_S = 0.6
@@ -107,6 +107,7 @@ class Membership:
             dict[int, str](),
         )  # of others: those that were seen to answer
         self._beats.set(axis_key("port", self.rank), self._port.name)
+        self.ways = Ways(self.store, self.rank)
         self._pace = (
             1.0  # seconds between two beats, until they are measured: a store may be far away
         )

@@ -1,11 +1,27 @@
-"""A port of each process, whose kernel tells the others at once that the process has ended."""
+"""Where a process of an elastic axis listens, and a port whose kernel tells that the process has
+ended."""
 
 import contextlib
 import os
 import socket
+from collections.abc import Iterable
+from datetime import timedelta
 
+from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from detonation.cluster.interface import (
+    LOOPBACK,
+    Way,
+    find_way,
+    loopback_id,
+    source_addresses,
+    way_over,
+)
+from detonation.cluster.processes.rendezvous import asked_interface, describe_ways
+from detonation.cluster.survive.agreement import axis_key
+
+_MEET_S = 10.0
 KNOCK_S = 0.2
 """How long a kernel may take to answer. One that does not says nothing."""
 
@@ -23,16 +39,12 @@ class Port:
         os.register_at_fork(
             after_in_child=self.close
         )  # workers of a data loader outlive a killed process
-        while isinstance(store, PrefixStore):
-            store = store.underlying_store
+        host, _ = store_host(store)
         with contextlib.suppress(OSError):
-            host, port = getattr(store, "host", ""), getattr(store, "port", 0)
-            family, *_, towards = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(
-                family, socket.SOCK_DGRAM
-            ) as way:  # sends nothing, but has the address of this host
-                way.connect(towards)
-                here = way.getsockname()[0]
+            here = next(source_addresses(host), "") if host else ""
+            family = socket.AF_INET6 if ":" in here else socket.AF_INET
+            if not here:
+                return
             self._listener = socket.create_server((here, 0), family=family)
             self._listener.setblocking(False)
             self.name = f"{here} {self._listener.getsockname()[1]}"
@@ -58,3 +70,54 @@ def refuses(name: str) -> bool:
     except OSError as error:
         return isinstance(error, ConnectionRefusedError)
     return False
+
+
+class Ways:
+    """Where this rank listens for others: on loopback for those that share it, else towards the
+    store.
+
+    An interface that the user asked for counts, but loopback never for a rank on another machine.
+    The environment may have loopback from the world inside the replica, which is on one machine.
+    """
+
+    def __init__(self, store: Store, rank: int) -> None:
+        host, port = store_host(store)
+        self._store, self._host, self._name = store, host, f"{host}:{port}"
+        self._own = loopback_id()
+        self._others: dict[int, str] = {}
+        store.set(axis_key("loopback", rank), self._own)
+
+    def to(self, ranks: Iterable[int]) -> Way | None:
+        """Where `ranks` reach this rank; None where the network library has to choose.
+
+        Raises `ValueError` where no interface leads to the store.
+        """
+        if not self._host:
+            return None
+        asked = asked_interface(os.environ)
+        if asked and asked != LOOPBACK:
+            return way_over(asked, self._host)
+        if all(self._loopback_of(rank) == self._own for rank in ranks):
+            return Way(LOOPBACK, "127.0.0.1")
+        return find_way(self._host)
+
+    def line(self, way: Way) -> str:
+        """Where this rank listens, in words; "" where that is loopback."""
+        return describe_ways([str(way)], self._name) if way.interface != LOOPBACK else ""
+
+    def _loopback_of(self, rank: int) -> str:
+        if rank not in self._others:
+            key = axis_key("loopback", rank)
+            try:  # a rank is known by its beat, and rank 0 beats before it has written this
+                self._store.wait([key], timedelta(seconds=_MEET_S))
+                self._others[rank] = self._store.get(key).decode()
+            except DistError:  # it has ended before it began, and the group will fail without it
+                return self._own
+        return self._others[rank]
+
+
+def store_host(store: Store) -> tuple[str, int]:
+    """The host and the port of `store`; no host where it is not reached over a network."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return str(getattr(store, "host", "")), int(getattr(store, "port", 0))
