@@ -64,14 +64,19 @@ class Counters:
 
 @dataclass(frozen=True)
 class NamespaceCluster:
-    """Nodes in the namespaces `names`, each with one link to a switch in the namespace `switch`."""
+    """Nodes in the namespaces `names`, each with one link to a switch in the namespace `switch`.
+
+    addresses: Of the nodes on their links, as "10.77.0.1/16". interface: The name of each node's end.
+    """
 
     names: tuple[str, ...]
     switch: str
+    addresses: tuple[str, ...]
+    interface: str = INTERFACE
 
     def address(self, node: int) -> str:
         """The address of a node on its link."""
-        return f"10.77.{node // 250}.{node % 250 + 1}"
+        return self.addresses[node].partition("/")[0]
 
     def command(self, node: int, command: Sequence[str]) -> list[str]:
         """The command line that runs `command` in a node, such as torchrun with --master-addr `address(0)`."""
@@ -88,7 +93,7 @@ class NamespaceCluster:
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), self.names[node])
         finally:
             os.close(descriptor)
-        os.environ.update(dict.fromkeys(INTERFACES, INTERFACE))
+        os.environ.update(dict.fromkeys(INTERFACES, self.interface))
 
     def shape(self, speed: LinkSpeed) -> None:
         """Limits sending and receiving of each node to the rate of `speed`, from now on.
@@ -99,21 +104,25 @@ class NamespaceCluster:
         burst = max(5000, int(speed.rate_bits_per_s / 8e3))
         rule = f"root tbf rate {speed.rate_bits_per_s:.0f}bit burst {burst} limit {_QUEUE_BYTES}".split()
         for node, name in enumerate(self.names):
-            _do("tc", "-n", name, "qdisc", "replace", "dev", INTERFACE, *rule)
+            _do("tc", "-n", name, "qdisc", "replace", "dev", self.interface, *rule)
             _do("tc", "-n", self.switch, "qdisc", "replace", "dev", _port(node), *rule)
 
     def counters(self, node: int) -> Counters:
         """The counts of a node's link so far."""
         shown = json.loads(
-            _do("ip", "-n", self.names[node], "-j", "-s", "link", "show", "dev", INTERFACE)
+            _do("ip", "-n", self.names[node], "-j", "-s", "link", "show", "dev", self.interface)
         )
         tx, rx = (shown[0]["stats64"][way] for way in ("tx", "rx"))
         return Counters(tx["bytes"], tx["packets"], rx["bytes"], rx["packets"])
 
 
 @contextmanager
-def namespace_cluster(nodes: int, speed: LinkSpeed) -> Iterator[NamespaceCluster]:
+def namespace_cluster(
+    nodes: int, speed: LinkSpeed, addresses: Sequence[str] = (), interface: str = INTERFACE
+) -> Iterator[NamespaceCluster]:
     """Makes `nodes` nodes whose links have `speed`. On leaving, all processes in them are ended and they are removed.
+
+    `addresses` and `interface` are those of `NamespaceCluster`.
 
     Ctrl-C, SIGTERM (as `SystemExit`, unless code within handles it) and SIGHUP leave it too. The namespaces of a
     process that was killed are removed by the next use.
@@ -125,7 +134,10 @@ def namespace_cluster(nodes: int, speed: LinkSpeed) -> Iterator[NamespaceCluster
     _remove(_stale())
     prefix = f"{_PREFIX}-{os.getpid()}"
     cluster = NamespaceCluster(
-        tuple(f"{prefix}-{node}" for node in range(nodes)), f"{prefix}-switch"
+        tuple(f"{prefix}-{node}" for node in range(nodes)),
+        f"{prefix}-switch",
+        tuple(addresses) or tuple(f"10.77.{n // 250}.{n % 250 + 1}/16" for n in range(nodes)),
+        interface,
     )
     with _signals_raise():
         try:
@@ -166,11 +178,12 @@ def _build(cluster: NamespaceCluster) -> None:
         _do("ip", "-n", name, "link", "set", "lo", "up")  # between the ranks of a node
         # The machine's default may measure the link and keep below its rate; reno fills any link, and is everywhere.
         _do("ip", "netns", "exec", name, "sh", "-c", f"echo reno > {_CONTROL}")
-        peer = ["type", "veth", "peer", "name", INTERFACE, "netns", name]
+        peer = ["type", "veth", "peer", "name", cluster.interface, "netns", name]
         _do("ip", "-n", cluster.switch, "link", "add", port, *peer)
         _do("ip", "-n", cluster.switch, "link", "set", port, "master", "bridge", "up")
-        _do("ip", "-n", name, "address", "add", f"{cluster.address(node)}/16", "dev", INTERFACE)
-        _do("ip", "-n", name, "link", "set", INTERFACE, "up")
+        address = ["address", "add", cluster.addresses[node], "dev", cluster.interface]
+        _do("ip", "-n", name, *address, *["nodad"] * (":" in cluster.addresses[node]))
+        _do("ip", "-n", name, "link", "set", cluster.interface, "up")
 
 
 def _port(node: int) -> str:

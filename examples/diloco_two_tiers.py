@@ -13,10 +13,12 @@ import detonation as dt
 
 
 def train() -> None:
-    dist.init_process_group("gloo")
+    device = dt.init_mesh(
+        replicas=4
+    ).device_type  # joins the world of torchrun, on one machine or several
     # Ranks of a rack are neighbours, so the inner axis is the last.
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rack", "node"))
-    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
+    mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("rack", "node"))
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)
     for axis in ("node", "rack"):
         dt.same_weights(model, mesh[axis])  # all replicas start from the weights of rank 0
 
@@ -30,7 +32,7 @@ def train() -> None:
     torch.manual_seed(1 + mesh.get_rank())  # each rank draws its own data
     losses = []
     for _ in range(100):
-        x = torch.randn(32, 16)
+        x = torch.randn(32, 16, device=device)
         loss = (model(x) - x.square().mean(1, keepdim=True)).square().mean()
         loss.backward()
         optimizer.step()

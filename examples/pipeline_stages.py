@@ -4,7 +4,6 @@ torchrun --nproc-per-node 4 examples/pipeline_stages.py
 """
 
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp  # before the process group: imported later, its caches would keep the group alive
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,17 +13,19 @@ import detonation as dt
 
 
 def train() -> None:
-    dist.init_process_group("gloo")
+    device = dt.init_mesh(
+        replicas=2
+    ).device_type  # joins the world of torchrun, on one machine or several
     # Activations cross the inner axis at each micro-batch; DiLoCo crosses the outer one every ten steps.
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "pipe"))
+    mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("replicate", "pipe"))
     number, last = mesh.get_local_rank("pipe"), mesh.get_local_rank("pipe") == 1
     torch.manual_seed(0)
     halves = (
         nn.Sequential(nn.Linear(16, 64), nn.Tanh()),
         nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)),
     )
-    model = halves[number]
-    stage = PipelineStage(model, number, 2, torch.device("cpu"), group=mesh.get_group("pipe"))
+    model = halves[number].to(device)
+    stage = PipelineStage(model, number, 2, torch.device(device), group=mesh.get_group("pipe"))
     schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
     scheme = dt.diloco(every=10, outer_lr=0.7, outer_momentum=0.6)
     optimizer = dt.replicate(
@@ -36,7 +37,7 @@ def train() -> None:
     )  # the stages of a replica see the same data
     losses: list[float] = []
     for _ in range(60):
-        x = torch.randn(32, 16)
+        x = torch.randn(32, 16, device=device)
         micro: list[torch.Tensor] = []
         schedule.step(
             *([] if number else [x]), target=x.mean(1, keepdim=True) if last else None, losses=micro

@@ -33,11 +33,13 @@ class Model(nn.Module):
         return self.head(self.layers[1](self.layers[0](x)))
 
 
-dist.init_process_group("gloo")
+device = dt.init_mesh(
+    replicas=2
+).device_type  # joins the world of torchrun, on one machine or several
 # The slowest link is the outermost axis, the fastest the innermost: neighbouring ranks are tensor-parallel.
-mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
+mesh = init_device_mesh(device, (2, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
 torch.manual_seed(0)  # the same weights on all ranks, of which each keeps its part
-model = Model()
+model = Model().to(device)
 for layer in model.layers:
     parallelize_module(
         layer, mesh["tensor"], {"rise": ColwiseParallel(), "fall": RowwiseParallel()}
@@ -52,7 +54,7 @@ optimizer = dt.replicate(
 torch.manual_seed(1 + mesh.get_rank() // 2)  # tensor-parallel ranks see the same data
 losses = []
 for _ in range(30):
-    x = torch.randn(32, 16)
+    x = torch.randn(32, 16, device=device)
     loss = (model(x) - x.mean(1, keepdim=True)).square().mean()
     loss.backward()
     optimizer.step()

@@ -565,7 +565,7 @@ MISTAKES = {
         ("rank 1 of 2", "at 127.0.0.1:", "open that port"),
     ),
     "an interface in the environment that is not there": Mistake(
-        library(lambda: rendezvous.keep_to_one_interface({"GLOO_SOCKET_IFNAME": "wg9"}, True)),
+        library(lambda: rendezvous.use_interface({"GLOO_SOCKET_IFNAME": "wg9"})),
         "but this machine has",
         ("GLOO_SOCKET_IFNAME is 'wg9'", "this machine has", "lo"),
     ),

@@ -11,19 +11,27 @@ TOLD = {"docs/recipe-reference.md"}
 """A page without blocks for readers to run, because a program has written it."""
 PAGES = sorted({path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md")} - TOLD)
 _BLOCK = re.compile(
-    r"^(?:<!-- not run: (.+?) -->\n)?```(\S*)\n(.*?)^```$", re.DOTALL | re.MULTILINE
+    r"^(?:<!-- (not run|lab|lab file|lab meanwhile|lab stays|lab until \".+?\"): (.+?) -->\n)?"
+    r"```(\S*)\n(.*?)^```$",
+    re.DOTALL | re.MULTILINE,
 )
+IN_THE_LAB = "tests/machines runs it"
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code of a page. not_run: the reason why no test runs it; "" for the others."""
+    """A block of code of a page. not_run: the reason why it is not run as it stands; "" for the others.
+
+    how, lab: Of a block that tests/machines runs: see `lab.py` there.
+    """
 
     page: str
     line: int
     language: str
     text: str
     not_run: str
+    how: str = ""
+    lab: str = ""
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -41,10 +49,16 @@ def blocks(page: str, language: str | None = None) -> list[Block]:
     """The blocks of a page, all or those in one language."""
     text = (ROOT / page).read_text()
     found = [
-        Block(page, text.count("\n", 0, match.start(2)) + 1, match[2], match[3], match[1] or "")
+        _block(page, text.count("\n", 0, match.start(3)) + 1, *match.groups(default=""))
         for match in _BLOCK.finditer(text)
     ]
     return [block for block in found if language in (None, block.language)]
+
+
+def _block(page: str, line: int, how: str, about: str, language: str, text: str) -> Block:
+    if how.startswith("lab"):
+        return Block(page, line, language, text, IN_THE_LAB, how, about)
+    return Block(page, line, language, text, about)
 
 
 def all_blocks(*languages: str) -> list[Block]:

@@ -201,11 +201,13 @@ def test_the_task_of_skypilot_starts_every_node(ran):
         task["run"],
         **task["envs"],
         **{f"SKYPILOT_{key}": text for key, text in sky.items()},
+        HOME="/home/me",
     )
     assert done.returncode == 0, done.stderr
     launcher, words = under_torchrun(calls["torchrun"])
     assert (launcher.nnodes, launcher.node_rank, launcher.master_addr) == ("4", 1, "10.0.0.1")
-    assert checked(words[1:], nodes=4).resume and launcher.max_restarts > 0
+    verb = checked(words[1:], nodes=4)
+    assert verb.resume and launcher.max_restarts > 0 and verb.out == Path("/home/me/runs/first")
 
 
 def test_skypilot_takes_the_task():

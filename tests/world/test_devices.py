@@ -1,7 +1,6 @@
 """Each rank takes its GPU, under every launcher, and none trains on the CPU beside a GPU unless it is told to."""
 
 import os
-import socket
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from commands import free_port
 from detonation.cluster import devices
 from detonation.cluster.devices import GPUs, choose_device, require_gpu_each, require_own_devices
 from detonation.cluster.init import gpus_for, launch_position
-from detonation.cluster.processes.rendezvous import keep_to_one_interface
 from detonation.core.agreement.selftest import selftest_conditions
 from detonation.train.recipe.resolve import fill_mesh
 
@@ -183,32 +181,6 @@ def test_the_places_of_mpi_ranks():
             ValueError, match=rf"mesh\.{name} is .*, but must be a number of at least 1"
         ):
             fill_mesh({name: value}, unknown)
-
-
-LINKS = [name for _, name in socket.if_nameindex()]
-
-
-@pytest.mark.parametrize(
-    ("env", "interface"),
-    [
-        (
-            KUBEFLOW,
-            None,
-        ),  # the name leads nowhere here, and no rank may listen where others cannot reach it
-        ({**KUBEFLOW, "MASTER_ADDR": "127.0.0.1"}, "lo"),
-        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "64"}, "lo"),
-        ({**KUBEFLOW, "GLOO_SOCKET_IFNAME": LINKS[-1]}, LINKS[-1]),
-    ],
-)
-def test_gloo_listens_on_loopback_only_where_all_ranks_are_on_one_machine(
-    monkeypatch, env, interface
-):
-    monkeypatch.setattr(
-        "detonation.cluster.processes.rendezvous.interface_towards", lambda address: ""
-    )
-    env = dict(env)
-    keep_to_one_interface(env, launch_position(env).one_machine)
-    assert env.get("GLOO_SOCKET_IFNAME") == interface
 
 
 @pytest.fixture

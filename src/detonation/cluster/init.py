@@ -29,6 +29,7 @@ from detonation.cluster.processes.heartbeat import (
 from detonation.cluster.processes.rendezvous import (
     compare_devices,
     describe_store_host,
+    keep_to_loopback,
     keep_to_one_interface,
     rendezvous_store,
 )
@@ -52,6 +53,7 @@ _set_timeout = (
 _heartbeat: Heartbeat | None = None
 _lost = False
 _watch: Watch | None = None
+_interface = ""
 
 
 def init_replica(position: LaunchPosition, store: Store, shards: int) -> None:
@@ -61,7 +63,7 @@ def init_replica(position: LaunchPosition, store: Store, shards: int) -> None:
     The `shards` ranks of a replica are neighbours; the ranks of all replicas meet in `store`.
     """
     device = take_device(position)
-    keep_to_one_interface(os.environ, position.one_machine)
+    keep_to_loopback(os.environ)  # its ranks are children of one launcher
     replica, shard = divmod(position.rank, shards)
     _init_group(PrefixStore(f"replica{replica}", store), shard, shards, device)
 
@@ -182,11 +184,26 @@ def meet(
     if position.address:
         os.environ.setdefault("MASTER_ADDR", position.address)
         os.environ.setdefault("MASTER_PORT", str(position.port))
-    keep_to_one_interface(os.environ, position.one_machine)
     store = rendezvous_store(position, folder)
-    if folder is None:  # the launcher of this machine has checked it for its own ranks
-        compare_devices(store, position, device)
+    if folder is not None:  # of the launcher of this machine, which has checked its own ranks
+        keep_to_loopback(os.environ)
+        return store, device
+    compare_devices(store, position, device)
+    # once the store is open: by then the name of rank 0's host is known everywhere
+    _note_interface(keep_to_one_interface(os.environ, store, position.rank, position.world_size))
     return store, device
+
+
+def _note_interface(line: str) -> None:
+    global _interface
+    _interface = line
+    if line:
+        _log.info("%s", line)
+
+
+def interface_line() -> str:
+    """Where the ranks of this world listen, in one line; "" where all share a machine."""
+    return _interface
 
 
 def take_device(position: LaunchPosition, asked: str | None = None) -> torch.device:

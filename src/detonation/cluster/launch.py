@@ -31,7 +31,7 @@ from detonation.cluster.processes.failure import (
     write_result,
 )
 from detonation.cluster.processes.heartbeat import Heartbeat
-from detonation.cluster.processes.rendezvous import keep_to_one_interface
+from detonation.cluster.processes.rendezvous import use_interface
 from detonation.cluster.processes.signals import (
     STOP_SIGNALS,
     Stop,
@@ -358,7 +358,7 @@ def run_under_launcher(
             failure_from_exception(position.rank, error), position.world_size, told
         ) from error
     die_with_agent(os.environ)
-    keep_to_one_interface(os.environ, position.one_machine, interface)
+    use_interface(os.environ, interface)
     heartbeat = init_rank(position, end)
     # also while a failure is reported: torchrun asks the others to stop as soon as one rank ends
     with stoppable():

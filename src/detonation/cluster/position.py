@@ -1,15 +1,11 @@
-"""The position that a launcher gave this process, and the network interfaces of this machine."""
+"""The position that a launcher gave this process, and addresses as users write them."""
 
-import contextlib
-import fcntl
-import ipaddress
 import re
 import socket
-import struct
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+
+from detonation.cluster.interface import is_loopback
 
 _MPI = (
     (
@@ -85,18 +81,6 @@ def launch_position(env: Mapping[str, str]) -> LaunchPosition | None:
     return None
 
 
-def is_loopback(address: str) -> bool:
-    """True for the name or an address of the loopback interface.
-
-    >>> is_loopback("localhost"), is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("node1")
-    (True, True, True, False)
-    """
-    try:
-        return address == "localhost" or ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
-
-
 def first_host(hosts: str) -> str:
     """The first name in SLURM's compressed list of hosts.
 
@@ -155,57 +139,6 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
             f"the launcher's environment has {name}={text!r}, but it must be a whole number"
         )
     return int(text)
-
-
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-_SIOCGIFADDR = 0x8915  # Linux
-_ELSEWHERE = "192.0.2.1"
-"""An address of documentation, which no machine has: the route towards it is the default route."""
-
-
-def interface_towards(address: str) -> str:
-    """The interface over which this machine reaches the host `address`; "" where that is unknown.
-    Sends nothing.
-
-    Where the host leads to loopback, as the machine's own name does on some systems, it is that of
-    the default route.
-    """
-    for target in (address, _ELSEWHERE) if address else ():
-        for source in _source_addresses(target):
-            for _, name in socket.if_nameindex():
-                if name != LOOPBACK and source in addresses_of(name):
-                    return name
-    return ""
-
-
-def addresses_of(interface: str) -> list[str]:
-    """The IPv4 address and the IPv6 addresses of an interface; none on a system other than Linux."""
-    found: list[str] = []
-    if not interface or sys.platform != "linux":
-        return found
-    with (
-        contextlib.suppress(OSError),
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket,
-    ):
-        answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        found.append(socket.inet_ntoa(answer[20:24]))
-    with contextlib.suppress(OSError):
-        lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
-        found += [
-            socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line[0]))
-            for line in lines
-            if line[-1] == interface
-        ]
-    return found
-
-
-def _source_addresses(target: str) -> Iterator[str]:
-    """The address of this machine from which a datagram to each address of `target` would leave."""
-    with contextlib.suppress(OSError):
-        for family, kind, _, _, where in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
-                probe.connect(where)
-                yield probe.getsockname()[0]
 
 
 def require_known_host(flag: str, address: str) -> None:

@@ -36,7 +36,7 @@ class Admission:
     Args:
         model: The trained model.
         optimizer: Made by `replicate` over an elastic axis.
-        host: An address of this machine that newcomers reach.
+        host: An address of this machine that newcomers reach; by default that towards the store.
         token: As in `Feed`.
 
     Raises:
@@ -57,7 +57,7 @@ class Admission:
         self,
         model: nn.Module,
         optimizer: Replicated,
-        host: str = "127.0.0.1",
+        host: str = "",
         *,
         token: bytes | None = None,
     ) -> None:
@@ -103,7 +103,10 @@ class Admission:
             raise ValueError(
                 "several optimizers use the axis, and a newcomer takes the state of one"
             )
-        self._feed = Feed(self._model, self._optimizer, f"{self._host}:0", token=self._token)
+        way = self._axis.way_to(guest)
+        host = self._host or ("127.0.0.1" if way is None else way.address)
+        address = f"[{host}]:0" if ":" in host else f"{host}:0"
+        self._feed = Feed(self._model, self._optimizer, address, token=self._token)
         # the shards of a newcomer step together, from copies of the same step
         self._feed.first_copy = self._copy_turn = math.inf
         self._feed.ahead = self._user.turns_ahead

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from detonation.cluster.interface import listening_address
 from detonation.cluster.position import host_and_port as host_and_port
 from detonation.core.base_error import DetonationError
 from detonation.feed.token import prove_to_follower
@@ -156,8 +157,9 @@ class Listener:
         self, address: str, token: bytes, admit: Callable[[FrameSocket, str, dict[str, Any]], None]
     ) -> None:
         host, port = host_and_port(address)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
+            host = listening_address(host)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._socket = socket.create_server((host, port), family=family, backlog=MOST_STRANGERS)
         except OSError as error:
             raise OSError(error.errno, f"cannot listen at {address}: {error.strerror}") from error

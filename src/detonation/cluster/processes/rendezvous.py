@@ -1,12 +1,14 @@
 """The store where processes meet, and the network interface that their sockets keep to."""
 
+import contextlib
 import errno
+import json
 import logging
 import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,14 +20,16 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from detonation.cluster.devices import device_name, require_own_devices
-from detonation.cluster.position import (
+from detonation.cluster.interface import (
     LOOPBACK,
-    LaunchPosition,
-    addresses_of,
-    interface_towards,
+    Way,
+    find_way,
     is_loopback,
-    require_known_host,
+    loopback_id,
+    way_over,
+    way_towards,
 )
+from detonation.cluster.position import LaunchPosition, require_known_host
 from detonation.cluster.processes.failure import RunError
 from detonation.cluster.processes.signals import end_if_asked
 from detonation.cluster.processes.waiting import MEET_LINE_S, Awaited
@@ -33,7 +37,12 @@ from detonation.cluster.processes.waiting import MEET_LINE_S, Awaited
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 INTERFACES = (GLOO_INTERFACE, "NCCL_SOCKET_IFNAME")
 """The variables from which torch's network libraries read the interface to listen on."""
-_RENDEZVOUS_TIMEOUT_S, _CONNECT_S = 300.0, 2.0
+_RENDEZVOUS_TIMEOUT_S = 300.0
+_CONNECT_S = 2.0
+_READ_S = 10.0
+_MOST_WAYS = 4
+_found = ""
+"""The interface that this process has found, and put into its environment."""
 _log = logging.getLogger("detonation")
 
 
@@ -180,30 +189,95 @@ def describe_store_host(env: Mapping[str, str]) -> str:
     return f"the launcher at {where}" if _agent_hosts_store(env) else f"rank 0 at {where}"
 
 
-def keep_to_one_interface(
-    env: MutableMapping[str, str], one_machine: bool, interface: str = ""
-) -> None:
-    """Sets the interface of torch's network libraries in `env`; `interface` takes precedence over
-    what is there.
+def use_interface(env: MutableMapping[str, str], interface: str = "") -> None:
+    """Notes in `env` the interface that the user asks for; without one the environment's own
+    counts.
 
-    Between machines gloo would listen where the name of this machine leads, which may be loopback,
-    so it gets the interface towards MASTER_ADDR. On `one_machine` loopback serves. NCCL never
-    chooses loopback between machines, and may use several interfaces. Raises `ValueError` where
-    this machine does not have the interface.
+    Raises `ValueError` where this machine does not have the interface.
     """
     known = [name for _, name in socket.if_nameindex()]
-    named, wanted = (
-        ("--interface", interface) if interface else (GLOO_INTERFACE, env.get(GLOO_INTERFACE, ""))
-    )
+    wanted = interface or env.get(GLOO_INTERFACE, "")
     if not {*wanted.split(",")} <= {*known, ""}:
+        named = "--interface" if interface else GLOO_INTERFACE
         raise ValueError(f"{named} is {wanted!r}, but this machine has {', '.join(known)}")
+    if interface:
+        env.update(dict.fromkeys(INTERFACES, interface))
+
+
+def asked_interface(env: Mapping[str, str]) -> str:
+    """The interface that the user asked for; "" where `env` has only one that was found."""
+    name = env.get(GLOO_INTERFACE, "").partition(",")[0]
+    return "" if name == _found else name
+
+
+def keep_to_loopback(env: MutableMapping[str, str]) -> None:
+    """Lets torch's network libraries listen on loopback alone, unless `env` names an interface."""
     for name in INTERFACES:
-        if interface:
-            env[name] = interface
-        elif one_machine or is_loopback(env.get("MASTER_ADDR", "")):
-            env.setdefault(name, LOOPBACK)
-    if GLOO_INTERFACE not in env and (towards := interface_towards(env.get("MASTER_ADDR", ""))):
-        env[GLOO_INTERFACE] = towards
+        env.setdefault(name, LOOPBACK)
+
+
+def keep_to_one_interface(
+    env: MutableMapping[str, str], store: Store, rank: int, world_size: int
+) -> str:
+    """Sets the interface of torch's network libraries in `env`. Collective over the ranks of
+    `store`.
+
+    Where all ranks share a loopback interface it serves them. Otherwise gloo gets the interface
+    that leads to MASTER_ADDR: by itself it would listen where the name of this machine leads, which
+    may be loopback. NCCL never chooses loopback, and may use several interfaces. An interface that
+    the user asked for always counts.
+
+    Returns:
+        Where the ranks listen, in words; "" where that is loopback.
+
+    Raises:
+        ValueError: On all ranks, where one of them has no way to the others.
+    """
+    global _found
+    use_interface(env)
+    asked, host = asked_interface(env), env.get("MASTER_ADDR", "")
+    way, trouble = _own_way(asked, host)
+    store.set(_key("way", rank), json.dumps([loopback_id(), str(way or ""), trouble]))
+    found = store.multi_get([_key("way", number) for number in range(world_size)])
+    loopbacks, ways, troubles = zip(*map(json.loads, found), strict=True)
+    if len(set(loopbacks)) == 1:
+        keep_to_loopback(env)
+        return ""
+    for number, text in enumerate(troubles):
+        if text:
+            _wait_until_read(store, rank, world_size)
+            raise ValueError(f"rank {number} and the others do not share a machine: {text}")
+    if not asked and way is not None:
+        env[GLOO_INTERFACE] = _found = way.interface
+    return describe_ways(ways, f"{host}:{env.get('MASTER_PORT', '?')}")
+
+
+def _wait_until_read(store: Store, rank: int, world_size: int) -> None:
+    """Lets all ranks read what is wrong before the rank that keeps the store ends with it."""
+    store.set(_key("read", rank), "")
+    with contextlib.suppress(DistError):
+        store.wait(
+            [_key("read", number) for number in range(world_size)],
+            timedelta(seconds=_READ_S),
+        )
+
+
+def describe_ways(ways: Sequence[str], store: str) -> str:
+    """Where the ranks of several machines listen, in one line."""
+    machines = list(dict.fromkeys(way or "an interface of gloo's choice" for way in ways))
+    shown = ", ".join(machines[:_MOST_WAYS])
+    more = len(machines) - _MOST_WAYS
+    return f"listening on {shown}{f' and {more} more' if more > 0 else ''}, towards {store}"
+
+
+def _own_way(asked: str, host: str) -> tuple[Way | None, str]:
+    """The way of this rank to others on other machines, and why it has none."""
+    if asked == LOOPBACK:
+        return None, f"{GLOO_INTERFACE} is {asked!r}, must be one that the others reach, or unset"
+    try:
+        return (way_over(asked, host) if asked else find_way(host)), ""
+    except ValueError as error:
+        return None, str(error)
 
 
 def _agent_hosts_store(env: Mapping[str, str]) -> bool:
@@ -227,10 +301,12 @@ def _listen(address: str, port: int, one_machine: bool) -> tuple[str, socket.soc
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
-    own = addresses_of(os.environ.get(GLOO_INTERFACE, ""))
-    if own:
-        return own[0], _server(own[0], port, socket.AF_INET6 if ":" in own[0] else socket.AF_INET)
-    return address, _server("", port, socket.AF_INET)
+    asked = asked_interface(os.environ)
+    way = way_over(asked, address) if asked else way_towards(address)
+    if way is None or not way.address:
+        return address, _server("", port, socket.AF_INET)
+    family = socket.AF_INET6 if ":" in way.address else socket.AF_INET
+    return way.address, _server(way.address, port, family)
 
 
 def _server(host: str, port: int, family: int) -> socket.socket:

@@ -274,6 +274,7 @@ def axis_key(
     kind: Literal[
         "beat",
         "port",
+        "loopback",
         "left",
         "asked",
         "ask",
@@ -291,10 +292,11 @@ def axis_key(
     """A key of the store, by the numbers of a rank, of a guest, or of a guest and one of its shards
     or another rank.
 
-    Of a rank: its beat; that it has left together with the others, or because it was asked. Of a
-    guest: that it asks to come in; the optimizer that lets it in (door); the turn of it after which
-    the guest gets its copy, and before which it comes in (admit); the step of that turn, once the
-    others have come to it (entry). Of its shard: the address of its feed; that it waits for a copy
-    (coming), and has it (ready). at: that a rank, second, has come to the turn of a guest, first.
+    Of a rank: its beat; its port; which loopback interface it has; that it has left together with
+    the others, or because it was asked. Of a guest: that it asks to come in; the optimizer that
+    lets it in (door); the turn of it after which the guest gets its copy, and before which it comes
+    in (admit); the step of that turn, once the others have come to it (entry). Of its shard: the
+    address of its feed; that it waits for a copy (coming), and has it (ready). at: that a rank,
+    second, has come to the turn of a guest, first.
     """
     return "/".join((kind, *map(str, numbers)))

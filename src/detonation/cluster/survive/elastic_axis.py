@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
 from detonation.cluster.init import GROUP_TIMEOUT_S, LaunchPosition, end_alone, init_replica
+from detonation.cluster.interface import listening_address
 from detonation.cluster.network.throttled import ELSEWHERE, NodeLink
 from detonation.cluster.position import host_and_port
 from detonation.cluster.processes.failure import Failure
@@ -85,6 +86,7 @@ class MeetingPoint:
     def __init__(self, survival: Survival, replicas: int) -> None:
         self._survival, self._replicas = survival, replicas
         host, port = host_and_port(survival.address) if survival.address else ("127.0.0.1", 0)
+        host = listening_address(host)
         self._listener = socket.create_server(
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
         )
@@ -280,7 +282,12 @@ def elastic(
         end or end_alone,
         look=look,
     )
-    return SurvivingCommunicator(membership, timeout_s, link=_node_link(speed, membership, mesh))
+    try:
+        link_here = _node_link(speed, membership, mesh)
+        return SurvivingCommunicator(membership, timeout_s, link=link_here)
+    except ValueError:  # before the others count on this rank
+        membership.stop()
+        raise
 
 
 def _node_link(

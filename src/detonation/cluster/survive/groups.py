@@ -43,14 +43,22 @@ class Flight:
 
 
 class Group:
-    """A process group of the replicas that are left.
+    """A process group of the replicas that are left. A collective waits `timeout_s` for a peer that
+    is alive.
 
-    A collective waits `timeout_s` for a peer that is alive.
+    Its sockets listen at `address` of this machine; "" where gloo chooses one.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout_s: float, address: str = ""
+    ) -> None:
         self.size = size
-        self._group: Any = ProcessGroupGloo(store, rank, size, timedelta(seconds=FORM_S))
+        how: Any = timedelta(seconds=FORM_S)
+        if address:
+            how = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            how._timeout = timedelta(seconds=FORM_S)
+            how._devices = [ProcessGroupGloo.create_device(hostname=address)]
+        self._group: Any = ProcessGroupGloo(store, rank, size, how)
         self._group._set_default_timeout(timedelta(seconds=timeout_s))
         self._works: list[dist.Work] = []
 

@@ -36,7 +36,7 @@ from detonation.cluster.survive.agreement import (
     those_that_go_on,
 )
 from detonation.cluster.survive.partition import LEAVE_S, PartitionWatch, store_lost
-from detonation.cluster.survive.port import Port, refuses
+from detonation.cluster.survive.port import Port, Ways, refuses
 from detonation.core.runtime import PROGRESS
 
 TICK_S = 0.05
@@ -123,6 +123,7 @@ class Membership:
         self._port = Port(store)
         self.ports: dict[int, str] = {}  # of others, "" for one that refused
         self._beats.set(axis_key("port", self.rank), self._port.name)
+        self.ways = Ways(self.store, self.rank)
         self._pace = (
             1.0  # seconds between two beats, until they are measured: a store may be far away
         )

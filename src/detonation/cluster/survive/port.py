@@ -1,15 +1,27 @@
-"""A port of each process, whose kernel tells the others whether they reach it, and at once that it
-has ended."""
+"""Where a process of an elastic axis listens, and a port whose kernel tells the others whether they
+reach the process, and at once that it has ended."""
 
 import contextlib
 import os
 import socket
+from collections.abc import Iterable
+from datetime import timedelta
 
+from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from detonation.cluster.position import addresses_of, is_loopback
-from detonation.cluster.processes.rendezvous import GLOO_INTERFACE
+from detonation.cluster.interface import (
+    LOOPBACK,
+    Way,
+    find_way,
+    loopback_id,
+    source_addresses,
+    way_over,
+)
+from detonation.cluster.processes.rendezvous import asked_interface, describe_ways
+from detonation.cluster.survive.agreement import axis_key
 
+_MEET_S = 10.0
 KNOCK_S = 0.2
 """How long a kernel may take to answer. One that does not says nothing."""
 
@@ -29,16 +41,11 @@ class Port:
         os.register_at_fork(
             after_in_child=self.close
         )  # workers of a data loader outlive a killed process
-        while isinstance(store, PrefixStore):
-            store = store.underlying_store
+        host, _ = store_host(store)
         with contextlib.suppress(OSError):
-            host, port = getattr(store, "host", ""), getattr(store, "port", 0)
-            family, *_, towards = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(
-                family, socket.SOCK_DGRAM
-            ) as way:  # sends nothing, but has the address of this host
-                way.connect(towards)
-                here = _of_messages(way.getsockname()[0])
+            here = _address_towards(host)
+            if not here:
+                return
             family = socket.AF_INET6 if ":" in here else socket.AF_INET
             self._listener = socket.create_server((here, 0), family=family)
             self._listener.setblocking(False)
@@ -56,12 +63,12 @@ class Port:
             self._listener.close()
 
 
-def _of_messages(towards_store: str) -> str:
-    """The address of gloo's interface, unless that is loopback and the store is on another
-    machine."""
-    own = addresses_of(os.environ.get(GLOO_INTERFACE, ""))[:1]
-    elsewhere = [each for each in own if is_loopback(each) <= is_loopback(towards_store)]
-    return next(iter(elsewhere), towards_store)
+def _address_towards(host: str) -> str:
+    """The address at which messages between replicas arrive, if the store is at `host`."""
+    asked = asked_interface(os.environ)
+    if asked and asked != LOOPBACK:
+        return way_over(asked, host).address
+    return next(source_addresses(host), "") if host else ""
 
 
 def knock(name: str, patience_s: float = KNOCK_S) -> bool | None:
@@ -83,3 +90,54 @@ def refuses(name: str) -> bool:
     """True where no process has the port `name` any more; False where one has it, or nobody
     says."""
     return knock(name) is False
+
+
+class Ways:
+    """Where this rank listens for others: on loopback for those that share it, else towards the
+    store.
+
+    An interface that the user asked for counts, but loopback never for a rank on another machine.
+    The environment may have loopback from the world inside the replica, which is on one machine.
+    """
+
+    def __init__(self, store: Store, rank: int) -> None:
+        host, port = store_host(store)
+        self._store, self._host, self._name = store, host, f"{host}:{port}"
+        self._own = loopback_id()
+        self._others: dict[int, str] = {}
+        store.set(axis_key("loopback", rank), self._own)
+
+    def to(self, ranks: Iterable[int]) -> Way | None:
+        """Where `ranks` reach this rank; None where the network library has to choose.
+
+        Raises `ValueError` where no interface leads to the store.
+        """
+        if not self._host:
+            return None
+        asked = asked_interface(os.environ)
+        if asked and asked != LOOPBACK:
+            return way_over(asked, self._host)
+        if all(self._loopback_of(rank) == self._own for rank in ranks):
+            return Way(LOOPBACK, "127.0.0.1")
+        return find_way(self._host)
+
+    def line(self, way: Way) -> str:
+        """Where this rank listens, in words; "" where that is loopback."""
+        return describe_ways([str(way)], self._name) if way.interface != LOOPBACK else ""
+
+    def _loopback_of(self, rank: int) -> str:
+        if rank not in self._others:
+            key = axis_key("loopback", rank)
+            try:  # a rank is known by its beat, and rank 0 beats before it has written this
+                self._store.wait([key], timedelta(seconds=_MEET_S))
+                self._others[rank] = self._store.get(key).decode()
+            except DistError:  # it has ended before it began, and the group will fail without it
+                return self._own
+        return self._others[rank]
+
+
+def store_host(store: Store) -> tuple[str, int]:
+    """The host and the port of `store`; no host where it is not reached over a network."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return str(getattr(store, "host", "")), int(getattr(store, "port", 0))

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from detonation.cluster.init import note_loss
+from detonation.cluster.interface import Way
 from detonation.cluster.network.throttled import NodeLink
 from detonation.cluster.survive.agreement import (
     Agreement,
@@ -46,6 +47,8 @@ class SurvivingCommunicator(AxisEnd):
     """One shard's end of the axis between replicas; `losses` lists what it survived, `host` lets
     others in.
 
+    listening: where this rank listens, in words; "" where that is loopback.
+
     All ranks start the same collectives in the same order, so a number names each. After a loss the
     ranks compare which they have finished. One that some have finished and others not is copied
     from the one to the other, so that all go on with the same bytes; one that nobody has finished
@@ -64,6 +67,7 @@ class SurvivingCommunicator(AxisEnd):
     ) -> None:
         self._membership, self.timeout_s, self._link = membership, timeout_s, link
         membership.patience_s = timeout_s
+        self.listening = ""
         self.layout, self.host = (
             list(let_in[0].members if let_in else membership.members),
             Host(membership),
@@ -175,6 +179,18 @@ class SurvivingCommunicator(AxisEnd):
             self.departing.pop(member, None)
         if not self.departing:
             self.users.let_go()
+
+    def _listen(self, line: str) -> None:
+        line = line and f"replica {self._membership.replica} is {line}"
+        if line and line != self.listening:
+            _log.info("%s", line)
+        self.listening = line
+
+    def way_to(self, replica: int) -> Way | None:
+        """Where the ranks of `replica` reach this rank; None where the environment decides."""
+        membership = self._membership
+        first = replica * membership.shards
+        return membership.ways.to(range(first, first + membership.shards))
 
     def close(self, limit_s: float = 5.0) -> None:
         """Leaves together with the replicas that are left, for which it waits at most `limit_s`.
@@ -423,8 +439,13 @@ class SurvivingCommunicator(AxisEnd):
         membership = self._membership
         rank = membership.members.index(membership.replica)
         store = PrefixStore(f"{membership.epoch}/shard{membership.shard}", membership.store.clone())  # type: ignore
+        way = membership.ways.to(
+            member * membership.shards + membership.shard for member in membership.members
+        )
+        self._listen("" if way is None else membership.ways.line(way))
+        address = "" if way is None else way.address
         limit_s = self.timeout_s + OVER_S
-        make = partial(Group, store, rank, len(membership.members), limit_s)
+        make = partial(Group, store, rank, len(membership.members), limit_s, address)
         return Group.formed(
             make, membership.breaks_up if membership.epoch else membership.some_left
         )

@@ -29,6 +29,8 @@ Gathered = Callable[[], list[list[Any]]]
 
 
 class _Together:
+    listening = ""
+
     def stopped_by(self, numbers: Sequence[float], mine: int) -> int:
         """The signal that ends the run after this step, 0 for none, where each rank got one of
         `numbers`."""
@@ -104,6 +106,11 @@ class ElasticRanks:
     @property
     def size(self) -> int:
         return self._axis.size() * self._ranks
+
+    @property
+    def listening(self) -> str:
+        """Where this rank listens for other replicas, in words; "" where that is loopback."""
+        return self._axis.listening
 
     @property
     def sizes(self) -> list[int]:

@@ -1,7 +1,6 @@
 """Records of a run: each step's, the log of its updates, and the feed of its weights."""
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +8,6 @@ from typing import Any
 
 from detonation.checkpoint.files import retention
 from detonation.cluster.devices import peak_memory
-from detonation.cluster.position import addresses_of
-from detonation.cluster.processes.rendezvous import GLOO_INTERFACE
 from detonation.core.integrity.message import Tape
 from detonation.feed.admission import Admission
 from detonation.feed.publisher import Feed
@@ -187,8 +184,7 @@ class Recording:
             session.optimizer.record(Tapes(self._tapes))
         self._door: Admission | None = None
         if session.config.mesh.elastic and len(session.config.levels) == 1:
-            own = next(iter(addresses_of(os.environ.get(GLOO_INTERFACE, ""))), "127.0.0.1")
-            self._door = Admission(session.model, session.optimizer, own)
+            self._door = Admission(session.model, session.optimizer)
 
     def after_step(self) -> list[str]:
         """Lets in who asks for it, and publishes in the place of a replica that was lost; returns

@@ -12,7 +12,7 @@ import torch
 from detonation.checkpoint.gather import Texts
 from detonation.cluster.init import LaunchPosition, gpus_for, launch_position, local_device
 from detonation.cluster.launch import run_local, run_under_launcher
-from detonation.cluster.processes.rendezvous import keep_to_one_interface
+from detonation.cluster.processes.rendezvous import keep_to_loopback, use_interface
 from detonation.cluster.survive.elastic_axis import Survival
 from detonation.feed.frames import host_and_port
 from detonation.feed.token import read_token
@@ -151,7 +151,8 @@ def run_task(task: RunTask, set_up: SetUp | None = None) -> Table:
     """
     if not task.request.replica and not task.request.join:
         _check_directory(task)
-    keep_to_one_interface(os.environ, True, task.request.interface)
+    use_interface(os.environ, task.request.interface)
+    keep_to_loopback(os.environ)  # between the ranks here; an elastic axis finds its own way
     try:
         mesh = task.config.mesh
         if (

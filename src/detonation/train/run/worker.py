@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from detonation.checkpoint.async_save import Checkpoints
@@ -14,7 +15,13 @@ from detonation.checkpoint.files.retention import saved_checkpoints
 from detonation.checkpoint.gather import Volumes, survey
 from detonation.checkpoint.newest import Loaded
 from detonation.checkpoint.verify import load_weights
-from detonation.cluster.init import GROUP_TIMEOUT_S, local_device, set_group_timeouts, set_timeouts
+from detonation.cluster.init import (
+    GROUP_TIMEOUT_S,
+    interface_line,
+    local_device,
+    set_group_timeouts,
+    set_timeouts,
+)
 from detonation.cluster.mesh import init_mesh
 from detonation.cluster.network.measure import Everyone
 from detonation.cluster.processes.signals import Stop, stoppable
@@ -75,6 +82,7 @@ def train_on_rank(task: RunTask) -> Table:
         if task.request.join:
             where, out = task.request.join, task.request.out or Path()
             session = joined_session(task.config, task.asked, device, where, out)
+            _say_interfaces(task, session.world.listening)
             return _train_with_others(task, session, stop, set_up)
         if task.request.replica is not None:
             meet_replicas(mesh.meet, task.request.replica, task.config.levels[-1].replicas)
@@ -85,6 +93,7 @@ def train_on_rank(task: RunTask) -> Table:
                 [replica["shard"], replica["replicate"]],
             )
             set_up.met(axis)
+        _say_interfaces(task, axis.listening if axis is not None else "")
         everyone = Everyone(device, axis, inside)
         saved, log = _earlier(task, everyone)
         config, chosen = task.config, None
@@ -115,6 +124,13 @@ def train_on_rank(task: RunTask) -> Table:
                 session.optimizer.synchronize()
         losses.close("left" in result)
         return result
+
+
+def _say_interfaces(task: RunTask, listening: str) -> None:
+    """Prints where ranks listen for others on other machines: in this world, and along its axis."""
+    screen = Screen(dist.get_rank() != 0, task.request.to_stderr)
+    for line in filter(None, (interface_line(), listening)):
+        screen.line(line)
 
 
 def _train_in_directory(

@@ -2,6 +2,7 @@
 network."""
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from detonation.cluster.init import LaunchPosition, launch_position, local_device
+from detonation.cluster.init import LaunchPosition, interface_line, launch_position, local_device
 from detonation.cluster.launch import run_under_launcher
 from detonation.cluster.mesh import init_mesh
 from detonation.cluster.network.measure import Everyone, probe_axis
@@ -113,6 +114,8 @@ def probe_on_rank(task: ProbeTask) -> Table:
     device = local_device()
     slow = task.mesh.slow_backend or None
     mesh = init_mesh(task.mesh.replicas, task.mesh.shards, device.type, slow_backend=slow)
+    if dist.get_rank() == 0 and (line := interface_line()):
+        print(line, file=sys.stderr, flush=True)
     axes = {
         "replicate": probe_axis(slowed(mesh["replicate"], task.mesh.link), device, _AXIS_S),
         "shard": probe_axis(mesh["shard"], device, _AXIS_S / 2),

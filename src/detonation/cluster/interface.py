@@ -1,0 +1,149 @@
+"""The interface of this machine that leads to a host, as the kernel's routes say, and what loopback
+joins.
+
+Two processes reach each other over loopback if, and only if, they are in one network namespace of
+one machine. So a group of processes listens on loopback where all of them are, and elsewhere each
+process listens on the interface that leads to the host where the group meets.
+"""
+
+import contextlib
+import fcntl
+import ipaddress
+import platform
+import socket
+import struct
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+_SIOCGIFADDR = 0x8915  # Linux
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")
+"""Addresses of documentation: the route towards them is the default route."""
+_OF_THE_LINK = "20"
+"""The scope, in Linux's table, of IPv6 addresses that mean nothing beyond one link."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """The way of this machine to a host: an interface, and the address of this machine on it."""
+
+    interface: str
+    address: str
+
+    def __str__(self) -> str:
+        return f"{self.interface} ({self.address})"
+
+
+def is_loopback(host: str) -> bool:
+    """True for the name or an address of the loopback interface.
+
+    >>> is_loopback("localhost"), is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("node1")
+    (True, True, True, False)
+    """
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def loopback_id() -> str:
+    """Names the loopback interface of this process: equal in two processes that share it."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/net').readlink()}"
+    return platform.node()
+
+
+def way_towards(host: str) -> Way | None:
+    """The way to `host`, never loopback; None where the kernel knows none. Sends nothing.
+
+    A host that leads to loopback here, as a machine's own name does on Debian, gives the way of the
+    default route, or the only interface with an address where there is no default route.
+    """
+    if not host:
+        return None
+    ways = {
+        address: name
+        for _, name in socket.if_nameindex()
+        if name != LOOPBACK
+        for address in addresses_of(name)
+    }
+    for target in (host, *_ELSEWHERE):
+        for source in source_addresses(target):
+            if source in ways:
+                return Way(ways[source], source)
+    names = sorted(set(ways.values()))
+    return way_over(names[0], host) if len(names) == 1 else None
+
+
+def way_over(interface: str, host: str = "") -> Way:
+    """The way over an interface that was asked for: its address of the kind that `host` has."""
+    addresses = addresses_of(interface)
+    sources = [*source_addresses(host)]
+    if sources:
+        addresses.sort(key=lambda address: (":" in address) != (":" in sources[0]))
+    return Way(interface, addresses[0] if addresses else "")
+
+
+def find_way(host: str) -> Way | None:
+    """As `way_towards`; raises `ValueError`, which names the host and the interfaces, without one.
+
+    None on a system whose interfaces do not tell their addresses: the network library chooses then.
+    """
+    way = way_towards(host)
+    if way is None and sys.platform == "linux":
+        found = [str(way_over(name)) for _, name in socket.if_nameindex()]
+        raise ValueError(
+            f"no interface of this machine leads to {host!r}, it has {', '.join(found)}: "
+            "name one that the other machines reach, with --interface or GLOO_SOCKET_IFNAME"
+        )
+    return way
+
+
+def listening_address(host: str) -> str:
+    """The address at which this machine listens, so that others reach it as `host`.
+
+    It is loopback only where `host` says so, not where a name of this machine leads there, as on
+    Debian. Raises `OSError` where no host has that name.
+    """
+    *_, where = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+    address = str(where[0])
+    if is_loopback(address) and not is_loopback(host):
+        way = way_towards(host)
+        address = address if way is None else way.address
+    return address
+
+
+def addresses_of(interface: str) -> list[str]:
+    """The IPv4 address and the IPv6 addresses of an interface, without those of its link alone.
+
+    None on a system other than Linux.
+    """
+    found: list[str] = []
+    if not interface or sys.platform != "linux":
+        return found
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket,
+    ):
+        answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        found.append(socket.inet_ntoa(answer[20:24]))
+    with contextlib.suppress(OSError):
+        lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+        found += [
+            socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line[0]))
+            for line in lines
+            if line[-1] == interface and line[3] != _OF_THE_LINK
+        ]
+    return found
+
+
+def source_addresses(target: str) -> Iterator[str]:
+    """The address of this machine from which a datagram to each address of `target` would leave."""
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, where in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(where)
+                yield probe.getsockname()[0]
