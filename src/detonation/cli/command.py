@@ -15,6 +15,7 @@ from tyro.conf import FlagCreatePairsOff
 
 from detonation.cli.arguments import Probe, Train, verbs
 from detonation.cli.verbs import VERBS, explain, fail
+from detonation.interrupts import REQUESTS, ended_by
 from detonation.report.words import printable
 from detonation.version import __version__
 
@@ -104,19 +105,24 @@ def _run(verb: Any) -> int:
             print(json.dumps(result))
         print(end="", flush=True)
     except KeyboardInterrupt:
-        saved = (
-            isinstance(verb, Train) and verb.out and any((verb.out / "checkpoints").glob("step-*"))
-        )
-        return fail(
-            "interrupted" + f"; continue with --out {verb.out} --resume" * bool(saved),
-            130,
-            verb.json,
-        )
+        line = ended_by(signal.SIGINT) + _how_to_continue(verb)
+        return fail(line, 128 + signal.SIGINT, verb.json)
+    except SystemExit as ended:  # a request, where children or folders had to be removed first
+        if not isinstance(ended.code, int) or ended.code - 128 not in REQUESTS:
+            raise
+        return fail(ended_by(ended.code - 128), ended.code, verb.json)
     except Exception as error:
         if isinstance(error, OSError) and _is_of_stdout(error):
             return _without_stdout(error)
         return explain(verb, error)
     return 1 if result is not None and result.get("good") is False else 0
+
+
+def _how_to_continue(verb: Any) -> str:
+    if not isinstance(verb, Train) or verb.out is None:
+        return ""
+    saved = any((verb.out / "checkpoints").glob("step-*"))
+    return f"; continue with --out {verb.out} --resume" if saved else ""
 
 
 def _is_of_stdout(error: OSError) -> bool:
