@@ -186,7 +186,7 @@ class Started:
         if code == 0 and not errors:
             how = "saved" if SAVED in self.stdout else "over"
             return Outcome(how, "", seconds)
-        if not begun and code == -number:
+        if not begun and (code == -number or "KeyboardInterrupt" in errors):
             return Outcome("interpreter", "", seconds)
         lines = errors.splitlines()
         told_once = [line.startswith("error: ") for line in lines].count(True) == 1

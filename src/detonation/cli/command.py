@@ -7,13 +7,15 @@ import os
 import select
 import signal
 import sys
+from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
 import tyro
 from tyro.conf import FlagCreatePairsOff
 
-from detonation.cli.arguments import Probe, Train, verbs
+from detonation.choices import unknown
+from detonation.cli.arguments import KINDS, Probe, Train, verbs
 from detonation.cli.verbs import VERBS, explain, fail
 from detonation.interrupts import REQUESTS, ended_by
 from detonation.report.words import printable
@@ -56,7 +58,9 @@ def _command(arguments: list[str]) -> int:
         return _print_versions(arguments)
     if name in ("-h", "--help"):
         arguments = ["--help"]
-    verb: Any = tyro.cli(verbs(brief=arguments == ["--help"]), args=arguments, **_INTERFACE)
+    elif not name.startswith("-") and name not in KINDS:
+        return fail(str(unknown("verb", name, KINDS)), 2, "--json" in arguments)
+    verb = _parsed(arguments)
     # Both are read when torch is imported, and only then.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "WARNING" if verb.debug else "ERROR")
@@ -70,6 +74,18 @@ def _command(arguments: list[str]) -> int:
 
         end_now(code)
     return code
+
+
+def _parsed(arguments: list[str]) -> Any:
+    """The verb with its flags. An error names options of that verb alone."""
+    kind = KINDS.get(arguments[0])
+    if kind is None:
+        return tyro.cli(verbs(brief=arguments == ["--help"]), args=arguments, **_INTERFACE)
+    own = {
+        "prog": f"{_INTERFACE['prog']} {arguments[0]}",
+        "description": cleandoc(str(kind.__doc__)),
+    }
+    return tyro.cli(kind, args=arguments[1:], **(_INTERFACE | own))
 
 
 def _print_versions(arguments: list[str]) -> int:

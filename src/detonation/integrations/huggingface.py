@@ -25,6 +25,7 @@ from detonation.core.optim.wrapper import OptimizerWrapper
 from detonation.core.optimizer.replicate import replicate
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.schemes.scheme import Scheme
+from detonation.integrations.incomplete import skip_checkpoints, skip_folders
 
 try:
     from accelerate import Accelerator
@@ -33,7 +34,7 @@ try:
     from accelerate.utils import DistributedType
     from transformers.trainer_callback import TrainerCallback
 except ImportError as error:
-    raise ImportError(f"{error}: pip install 'detonation-torch[hf]'") from error
+    raise ImportError(f"{error}: pip install '.[hf]' in a clone") from error
 
 _PART_OF_REPLICAS = "detonation"
 """The directory of a checkpoint with the exact state of every rank; the rest is the library's own."""
@@ -172,8 +173,9 @@ class Replicate(TrainerCallback):
         self._elsewhere: CheckpointsElsewhere | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Refuses a set-up before data is prepared."""
+        """Refuses a set-up before data is prepared, and has incomplete checkpoints skipped."""
         check_setup(AcceleratorState(), others["model"])
+        skip_checkpoints(_NAME, _PART_OF_REPLICAS)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Replicates the optimizer, which is sharded and loaded by now, and loads the state of the replicas."""
@@ -384,6 +386,7 @@ def _keep_with_states(accelerator: Accelerator, wrapper: Any, model: nn.Module) 
         for part in parts(path):
             _load_part(part, model, wrapper.optimizer.replicated)
 
+    skip_folders(accelerator, _PART_OF_REPLICAS)
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
 
@@ -409,5 +412,6 @@ def _load_part(part: Path, model: nn.Module, optimizer: Replicated) -> dict[str,
     loaded = load_checkpoint(part, model, optimizer)
     if loaded is None:
         missing = f"{part.parent} has no directory {part.name}, the state of the replicas"
-        raise ValueError(f"{missing}: was it saved with them?")
+        remedy = "it was saved without them, or cut short: take an earlier checkpoint"
+        raise ValueError(f"{missing}: {remedy}")
     return loaded.extra
