@@ -630,7 +630,7 @@ MISTAKES = {
     "a mesh larger than the world": Mistake(
         mesh_of(3, 2, "cpu"),
         "ranks, the world has",
-        ("3 replicas x 2 shards", "the world has 1", "omit one"),
+        ("3 replicas x 2 shards", "the world has 1", "torchrun --nproc-per-node 6"),
     ),
 }
 

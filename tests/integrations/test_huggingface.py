@@ -594,7 +594,8 @@ def cut_short(mesh, folder):
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("detonation").addHandler(handler)
     whole = trained(folder, [Replicate(dt.full())], save_steps=2)
-    checkpoints = [folder / "checkpoint-2", folder / "checkpoint-4"]
+    dist.barrier()
+    checkpoints = [folder / "checkpoint-4", folder / "checkpoint-5"]
     for name in ("detonation", "trainer_state.json"):
         dist.barrier()
         if dist.get_rank() == 0:
@@ -623,8 +624,8 @@ def test_a_checkpoint_whose_save_was_cut_short_is_skipped(tmp_path):
             told = [line for line in lines if "cut short" in line]
             assert len(told) == (rank == 0)
             if told:
-                assert told[0].startswith(f"checkpoint-4 lacks {name} on rank 0: ")
-                assert told[0].endswith("goes on from checkpoint-2")
+                assert told[0].startswith(f"checkpoint-5 lacks {name} on rank 0: ")
+                assert told[0].endswith("goes on from checkpoint-4")
         assert again[0] == "ValueError" and "is whole: checkpoint-" in again[1]
 
 

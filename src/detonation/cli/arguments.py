@@ -188,6 +188,8 @@ class Probe(Processes):
     """The profile, for detonation plan."""
     slow_backend: Annotated[str | None, shown("gloo")] = None
     """Measure the axis between replicas over gloo, like mesh.slow_backend."""
+    interface: Annotated[str, shown("NAME")] = ""
+    """Network interface of the sockets, such as wg0."""
 
 
 @verb("recipe", "link", "profile", "replicas", "parameters", "step_time")

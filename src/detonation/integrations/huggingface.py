@@ -73,6 +73,17 @@ class Replicas(ParallelismConfig):  # type: ignore[misc]
 
     dp_shard_enabled = dp_replicate_enabled
 
+    def _validate_accelerator(self, accelerator: Accelerator) -> None:
+        """Says in terms of ranks what Accelerate says in terms of its own sizes."""
+        if self.total_size > 1 and accelerator.num_processes == 1:
+            asked = f"{self.dp_replicate_size} replicas x {self.dp_shard_size} shards"
+            start = "start them with torchrun or accelerate launch, on an accelerator each"
+            raise ValueError(
+                f"{asked} are {self.total_size} ranks, Accelerate counts 1: {start};"
+                " it does not shard on CPUs"
+            )
+        super()._validate_accelerator(accelerator)
+
 
 def prepare(
     accelerator: Accelerator,

@@ -93,7 +93,9 @@ def newest_whole(
             return folder / each
         skipped.append(problem)
     if skipped:
-        remedy = "a save was cut short; start without a checkpoint"
+        remedy = (
+            "its save was cut short; start without a checkpoint, or copy to the node what it lacks"
+        )
         raise ValueError(f"no checkpoint in {folder} is whole: {skipped[0]}: {remedy}")
     return None
 

@@ -109,11 +109,16 @@ def tile(label: str, text: str) -> tuple[str, str]:
     ('0.5 s', 'waiting for the network')
     >>> tile("replicas equal", "yes, bitwise"), tile("reduction", "x72.7")
     (('yes', 'replicas equal, bitwise'), ('x72.7', 'reduction'))
+    >>> tile("throughput", "123,456 tokens/s, 320.0 examples/s")
+    ('123,456', 'tokens/s, 320.0 examples/s')
     """
     if found := _SLOWEST.match(text):
         return found["share"], f"of the time waiting for {found['replica']}"
     if found := _NETWORK.match(text):
         return found["seconds"], "waiting for the network"
+    if label == "throughput":
+        number, _, unit = text.partition(" ")
+        return number, unit
     text, per_step, _ = text.partition(" per step")
     number, comma, rest = text.partition(", ")
     return number, label + (" and step" if per_step else "") + comma + rest
