@@ -42,9 +42,26 @@ def end_at_once() -> None:
     before this call.
     """
     global _speaks
+    open_closed_streams()
     _speaks = True
     _receivers.append(end)
     _begin()
+
+
+def open_closed_streams() -> None:
+    """Opens standard streams that were closed, as by `>&-`.
+
+    Otherwise the next pipe or socket would get number 1, and what a library prints.
+    """
+    for number in range(3):
+        with suppress(OSError):
+            os.fstat(number)
+            continue
+        os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115
 
 
 def let_kernel_end() -> None:

@@ -17,7 +17,7 @@ from tyro.conf import FlagCreatePairsOff
 from detonation.choices import unknown
 from detonation.cli.arguments import KINDS, Probe, Train, verbs
 from detonation.cli.verbs import VERBS, explain, fail
-from detonation.interrupts import REQUESTS, ended_by
+from detonation.interrupts import REQUESTS, ended_by, open_closed_streams
 from detonation.report.words import printable
 from detonation.version import __version__
 
@@ -37,7 +37,7 @@ def run_command(arguments: list[str] | None = None) -> int:
 
     A rank under a launcher does not return: see `end_now`.
     """
-    _open_closed_streams()
+    open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -51,19 +51,6 @@ def run_command(arguments: list[str] | None = None) -> int:
         if not _is_of_stdout(error):
             raise
         return _without_stdout(error)
-
-
-def _open_closed_streams() -> None:
-    """Opens streams that were closed, as by `>&-`: libraries print, and a socket could get 1."""
-    for number in range(3):
-        with contextlib.suppress(OSError):
-            os.fstat(number)
-            continue
-        os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
-    if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115
 
 
 def _command(arguments: list[str]) -> int:

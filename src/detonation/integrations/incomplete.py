@@ -85,7 +85,7 @@ def newest_whole(
     mine = {path.name: lacks(path) for path in here if name.fullmatch(path.name)}
     views = [json.loads(text) for text in texts.gather(json.dumps(mine))]
     names = sorted({each for view in views for each in view}, key=_number)
-    skipped = []
+    skipped: list[str] = []
     for each in reversed(names):
         problem = _problem(each, views)
         if not problem:
