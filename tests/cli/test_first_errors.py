@@ -265,7 +265,7 @@ MISTAKES = {
         ("--replcas", "Unrecognized options", "--replicas INT"),
     ),
     "a verb that is none": Mistake(
-        run("tran", "tiny.toml"), "Available subcommands", ("tran", "Unrec", "train,")
+        run("tran", "tiny.toml"), "Valid: ", ("'tran'", "did you mean", "'train'")
     ),
     "a key misspelt": Mistake(
         sets("train.stps=3"), "Valid: ", ("'stps'", "did you mean", "'steps'")
