@@ -1,7 +1,9 @@
 # DeToNATION in a container: CUDA by default, the CPU alone by a build argument.
 #
 #   docker build -t detonation .
-#   docker run --rm --gpus all --network host --ipc host -v "$PWD/runs:/work/runs" detonation train quick-lm
+#   mkdir -p runs  # by yourself: docker would make it as root
+#   docker run --rm --gpus all --network host --ipc host --user "$(id -u)" -e HOME=/tmp \
+#       -v "$PWD/runs:/work/runs" detonation train quick-lm
 #
 #   docker build -t detonation:cpu --build-arg BASE=python:3.12-slim-bookworm --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu .
 #

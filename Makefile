@@ -52,6 +52,7 @@ lint: $(VENV)/.test
 docs: $(VENV)/.docs
 	$(VENV)/bin/python docs/recipe_reference.py
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	$(VENV)/bin/python docs/check_links.py site
 
 hooks: $(VENV)/.test
 	@command -v pre-commit >/dev/null || { echo "pre-commit is not here: pip install pre-commit"; exit 1; }

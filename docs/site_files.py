@@ -15,12 +15,24 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(#[^)\s]*)?(?=\))")
-CODE = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".ipynb": "json", ".sbatch": "bash"}
+CODE = {
+    ".py": "python",
+    ".toml": "toml",
+    ".yaml": "yaml",
+    ".ipynb": "json",
+    ".sbatch": "bash",
+    ".sh": "bash",
+}
 CLASSES = "hide:\n  - toc\nsearch:\n  exclude: true"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the files outside docs/ that pages link to, and those that these link to in turn."""
+    """Adds the files outside docs/ that pages link to, and those that these link to in turn.
+
+    What programs of docs/ leave beside themselves is no part of the site.
+    """
+    for file in [each for each in files if "__pycache__" in each.src_uri]:
+        files.remove(file)
     waiting = [ROOT / "docs" / file.src_uri for file in files.documentation_pages()]
     while waiting:
         page = waiting.pop()
@@ -34,8 +46,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Points links to their place in the site."""
+    """Points links to their place in the site, and lets searches find messages first."""
     uri = page.file.src_uri
+    if uri == "troubleshooting.md":
+        page.meta["search"] = {"boost": 3}
     here = (
         ROOT / uri.removeprefix("repository/")
         if uri.startswith("repository/")
@@ -44,7 +58,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     def moved(match: re.Match[str]) -> str:
         target = Path(os.path.normpath(here.parent / match[1]))
-        if not target.is_file() or ROOT not in target.parents:
+        if not target.exists() or ROOT not in target.parents:
             return match[0]
         return posixpath.relpath(site_uri(target), posixpath.dirname(uri)) + (match[2] or "")
 
@@ -56,7 +70,13 @@ def linked(page: Path) -> list[Path]:
     found = [
         Path(os.path.normpath(page.parent / match[1])) for match in LINK.finditer(page.read_text())
     ]
-    return [path for path in found if path.is_file() and ROOT in path.parents]
+    inside = [path for path in found if path.exists() and ROOT in path.parents]
+    folders = [path for path in inside if path.is_dir()]
+    return [*inside, *(file for folder in folders for file in files_in(folder))]
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix in CODE)
 
 
 def site_uri(path: Path) -> str:
@@ -64,13 +84,19 @@ def site_uri(path: Path) -> str:
     relative = path.relative_to(ROOT).as_posix()
     if relative.startswith("docs/"):
         return relative.removeprefix("docs/")
+    if path.is_dir():
+        return f"repository/{relative}/index.md"
     return f"repository/{relative}" + (".md" if path.suffix in CODE else "")
 
 
 def made(path: Path, uri: str, config: MkDocsConfig) -> File:
     """The file as a source of the site."""
+    title = path.relative_to(ROOT).as_posix()
+    if path.is_dir():
+        names = [f"- [{file.name}]({file.name}.md)" for file in files_in(path)]
+        text = "\n".join([f"---\n{CLASSES}\n---\n\n# {title}\n", *names])
+        return File.generated(config, uri, content=text)
     if path.suffix not in CODE:
         return File.generated(config, uri, abs_src_path=str(path))
-    title = path.relative_to(ROOT).as_posix()
     text = f"---\n{CLASSES}\n---\n\n# {title}\n\n````{CODE[path.suffix]}\n{path.read_text()}````\n"
     return File.generated(config, uri, content=text)

@@ -5,19 +5,16 @@ The public names stand in `__init__.pyi` and are loaded on first use, so that `d
 does not wait for torch. Users import this face; nothing inside the package does.
 """
 
-import re
-from importlib import import_module
-from pathlib import Path
-from typing import Any
-
-_STUB = Path(__file__).with_suffix(".pyi").read_text()
-_MODULE_OF = {
-    name: module for module, name in re.findall(r"^from (\S+) import (\w+) as", _STUB, re.MULTILINE)
-}
+# Nothing is imported here: until `interrupts` is, Ctrl-C ends a command with a traceback.
+with open(f"{__file__.removesuffix('.py')}.pyi") as _stub:  # noqa: PTH123
+    _WORDS = [line.split() for line in _stub if line.startswith("from ")]
+_MODULE_OF = {words[3]: words[1] for words in _WORDS}
 __all__ = sorted(_MODULE_OF)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
+    from importlib import import_module
+
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'detonation' has no attribute {name!r}")
     if _MODULE_OF[name] == "detonation":

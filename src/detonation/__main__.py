@@ -3,19 +3,22 @@
 import os
 import sys
 
+from detonation.interrupts import end_at_once, let_kernel_end
+
 INTERRUPTED = 130
 
 
 def main() -> int:
     """Runs the command line; names the missing extra where the library was installed alone."""
+    end_at_once()
     try:
         code = _run()
-    except KeyboardInterrupt:  # while modules are imported
+    except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         code = INTERRUPTED
-    if (
-        code == INTERRUPTED
-    ):  # perhaps in the middle of an import of torch, which an ordinary end may not survive
+    finally:
+        let_kernel_end()
+    if code == INTERRUPTED:  # libraries may still compute, which an ordinary end may not survive
         print(end="", flush=True)
         os._exit(code)
     return code
@@ -28,7 +31,7 @@ def _run() -> int:
         if error.name not in ("tyro", "rich"):
             raise
         print(
-            f"error: the command line needs {error.name}: pip install 'detonation-torch[train]'",
+            f"error: the command line needs {error.name}: pip install '.[train]' in a clone",
             file=sys.stderr,
         )
         return 2

@@ -7,7 +7,7 @@ import difflib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType, NoneType, UnionType
 from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin
 
@@ -33,11 +33,19 @@ def unknown(kind: str, name: str, valid: Iterable[str]) -> ValueError:
     "unknown optimizer 'adamw', did you mean 'AdamW'? Valid: Adam, AdamW"
     """
     names = sorted(valid)
-    near = [known for known in names if known.lower() == name.lower()] or difflib.get_close_matches(
-        name, names, n=1
-    )
-    hint = f", did you mean {near[0]!r}?" if near else "."
+    hint = did_you_mean(name, names) or "."
     return ValueError(f"unknown {kind} {name!r}{hint} Valid: {', '.join(names)}")
+
+
+def did_you_mean(name: str, names: Sequence[str]) -> str:
+    """A question about the nearest of `names`; "" where none is near.
+
+    >>> did_you_mean("quik-lm", ["quick-lm", "moe-lm"]), did_you_mean("x", ["quick-lm"])
+    (", did you mean 'quick-lm'?", '')
+    """
+    near = [known for known in names if known.lower() == name.lower()]
+    near = near or difflib.get_close_matches(name, names, n=1)
+    return f", did you mean {near[0]!r}?" if near else ""
 
 
 def needs(module: str, extra: str) -> ModuleType:
@@ -48,15 +56,13 @@ def needs(module: str, extra: str) -> ModuleType:
     'json'
     >>> needs("no_such_package", "data")
     Traceback (most recent call last):
-    ValueError: this needs no_such_package: pip install 'detonation-torch[data]'
+    ValueError: this needs no_such_package: pip install '.[data]' in a clone
     """
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0].replace("PIL", "pillow")
-        raise ValueError(
-            f"this needs {package}: pip install 'detonation-torch[{extra}]'"
-        ) from error
+        raise ValueError(f"this needs {package}: pip install '.[{extra}]' in a clone") from error
 
 
 def first_line(error: Exception) -> str:

@@ -14,6 +14,7 @@ import tyro
 from commands import Command, launched, outliving, write_recipe
 from covering import some
 from detonation.cli.arguments import verbs
+from detonation.cli.command import run_command
 from detonation.cli.verbs import SHORTCUTS, assignments, requested
 from detonation.train.recipe.resolve import Request, parse_sets
 from limits import LIMIT_S
@@ -243,6 +244,30 @@ def test_a_command_runs_without_an_output():
     command = f'exec "{sys.executable}" -m detonation train >&-'
     done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_run_trains_without_an_output(tmp_path):
+    recipe = write_recipe(tmp_path / "tiny.toml", mesh={"replicas": 1, "shards": 1})
+    train = f'train "{recipe}" --steps 1 --out "{tmp_path / "run"}"'
+    command = f'exec "{sys.executable}" -m detonation {train} >&- <&-'
+    done = subprocess.run(
+        command, shell=True, stderr=subprocess.PIPE, text=True, check=False, cwd=tmp_path
+    )
+    assert (done.returncode, "Error" in done.stderr) == (0, False)
+
+
+def test_an_unknown_verb_is_one_line(capsys):
+    assert run_command(["trian", "quick-lm"]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("error: unknown verb 'trian', did you mean 'train'? Valid: ")
+
+
+def test_an_unknown_option_suggests_those_of_its_verb(capsys):
+    with pytest.raises(SystemExit):
+        run_command(["train", "quick-lm", "--step", "5"])
+    printed = capsys.readouterr()
+    text = printed.err + printed.out
+    assert "--steps" in text and "--step-time" not in text
 
 
 def test_a_text_flag_is_no_number():

@@ -265,7 +265,7 @@ MISTAKES = {
         ("--replcas", "Unrecognized options", "--replicas INT"),
     ),
     "a verb that is none": Mistake(
-        run("tran", "tiny.toml"), "Available subcommands", ("tran", "Unrec", "train,")
+        run("tran", "tiny.toml"), "Valid: ", ("'tran'", "did you mean", "'train'")
     ),
     "a key misspelt": Mistake(
         sets("train.stps=3"), "Valid: ", ("'stps'", "did you mean", "'steps'")
@@ -605,12 +605,12 @@ MISTAKES = {
     "no transformers": Mistake(
         without("transformers", train()),
         "pip install",
-        ("needs", "transformers", "'detonation-torch[models]'"),
+        ("needs", "transformers", "'.[models]'"),
     ),
     "no datasets": Mistake(
         without("datasets", train("--data", "hf:a/b")),
         "pip install",
-        ("datasets", "needs", "'detonation-torch[hub]'"),
+        ("datasets", "needs", "'.[hub]'"),
     ),
     "no tracker": Mistake(
         without("trackio", library(check_trackers, ["trackio"])),
@@ -620,17 +620,17 @@ MISTAKES = {
     "no accelerate": Mistake(
         without("accelerate", integration("huggingface")),
         "pip install",
-        ("accelerate", "import", "'detonation-torch[hf]'"),
+        ("accelerate", "import", "'.[hf]'"),
     ),
     "no lightning": Mistake(
         without("lightning", integration("lightning")),
         "pip install",
-        ("lightning", "need", "'detonation-torch[lightning]'"),
+        ("lightning", "need", "'.[lightning]'"),
     ),
     "a mesh larger than the world": Mistake(
         mesh_of(3, 2, "cpu"),
         "ranks, the world has",
-        ("3 replicas x 2 shards", "the world has 1", "omit one"),
+        ("3 replicas x 2 shards", "the world has 1", "torchrun --nproc-per-node 6"),
     ),
 }
 

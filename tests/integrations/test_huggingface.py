@@ -12,6 +12,7 @@ import os
 import runpy
 import shutil
 import warnings
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,7 +30,7 @@ import transformers.training_args
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, ProjectConfiguration
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -584,6 +585,78 @@ def test_odd_uses_are_right_or_refused(tmp_path):
             lost[0] == "ValueError"
             and "has no directory detonation, the state of the replicas" in lost[1]
         )
+
+
+def cut_short(mesh, folder):
+    """What resumed runs log and where they end, after kills while the second checkpoint was saved."""
+    lines, found = [], []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("detonation").addHandler(handler)
+    whole = trained(folder, [Replicate(dt.full())], save_steps=2)
+    dist.barrier()
+    checkpoints = [folder / "checkpoint-4", folder / "checkpoint-5"]
+    for name in ("detonation", "trainer_state.json"):
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (checkpoints[1] / name).rename(folder / name)
+        dist.barrier()
+        resumed = trained(folder, [Replicate(dt.full())], resume=True, save_strategy="no")
+        found.append((torch.equal(weights(resumed.model), weights(whole.model)), [*lines]))
+        lines.clear()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (folder / name).rename(checkpoints[1] / name)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for checkpoint in folder.glob("checkpoint-*"):
+            shutil.rmtree(checkpoint / "detonation")
+    dist.barrier()
+    again = worlds.caught(partial(trained, folder, [Replicate(dt.full())], resume=True))
+    return found, again
+
+
+def test_a_checkpoint_whose_save_was_cut_short_is_skipped(tmp_path):
+    results = worlds.run(cut_short, 2, 2, tmp_path / "out")
+    for rank, (found, again) in enumerate(results):
+        assert [same for same, _ in found] == [True, True]
+        for name, (_, lines) in zip(("detonation", "trainer_state.json"), found, strict=True):
+            told = [line for line in lines if "cut short" in line]
+            assert len(told) == (rank == 0)
+            if told:
+                assert told[0].startswith(f"checkpoint-5 lacks {name} on rank 0: ")
+                assert told[0].endswith("goes on from checkpoint-4")
+        assert again[0] == "ValueError" and "is whole: checkpoint-" in again[1]
+
+
+def folders_cut_short(mesh, folder):
+    """The steps from which `load_state()` goes on, after kills while the second folder was saved."""
+    naming = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
+    whole = accelerated(dt.full(), project_config=naming)
+    steps = []
+    for part in (slice(0, 2), slice(2, 4)):
+        advance(*whole, part)
+        whole[0].save_state()
+    newest = folder / "checkpoints" / "checkpoint_1"
+    for name in ("random_states_1.pkl", "detonation"):
+        accelerator, _, optimizer, *_ = accelerated(dt.full(), project_config=naming)
+        dist.barrier()
+        accelerator.load_state()
+        steps.append(replicated(optimizer).step_count)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (newest / name).rename(folder / name)
+        dist.barrier()
+        accelerator.load_state()
+        steps.append(replicated(optimizer).step_count)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (folder / name).rename(newest / name)
+    return steps
+
+
+def test_a_folder_of_accelerate_whose_save_was_cut_short_is_skipped(tmp_path):
+    assert worlds.run(folders_cut_short, 2, 2, tmp_path) == [[4, 2, 4, 2]] * 4
 
 
 def on_own_disks(mesh, scratch):

@@ -3,6 +3,7 @@
 import logging
 import os
 import warnings
+from functools import partial
 from pathlib import Path
 
 import own_disks
@@ -184,6 +185,30 @@ def test_resume_is_bitwise_and_each_rank_sees_its_own_batches(tmp_path):
         for rank, each in enumerate(found):  # of replica 0 alone, in the middle of a round too
             assert torch.equal(each["evaluated"], found[rank % 2]["saved"])
     assert not torch.equal(ranks[0]["diloco"]["saved"], ranks[2]["diloco"]["saved"])
+
+
+def cut_short(mesh, folder):
+    """The error of a resume from a save that a kill cut short, before Lightning's last file."""
+    fit(dt.full(), BATCHES, folder)
+    (path,) = Path(folder).glob("*.ckpt")
+
+    def fails(*_):
+        raise RuntimeError("killed")
+
+    with pytest.MonkeyPatch.context() as patch:
+        made = trainer(dt.full(), 2 * BATCHES)
+        patch.setattr(ModelParallelStrategy, "save_checkpoint", fails)
+        made.fit(Module(), loader(), ckpt_path=str(path))
+        with pytest.raises(RuntimeError, match="killed"):
+            made.save_checkpoint(path)
+    torch.distributed.barrier()
+    return worlds.caught(partial(fit, dt.full(), 2 * BATCHES, path=str(path)))
+
+
+def test_a_checkpoint_whose_save_was_cut_short_is_refused(tmp_path):
+    for kind, text in worlds.run(cut_short, 2, 2, str(tmp_path)):
+        assert kind == "ValueError"
+        assert "its save was cut short; give ckpt_path the path of an earlier checkpoint" in text
 
 
 def on_own_disks(mesh, scratch):

@@ -13,15 +13,17 @@ from detonation.core.schemes.registry import SCHEMES
 
 # A folder may import from the folders on its line, and from all that those may import in the same package.
 # It may not import upwards: a line names only folders above it. A file at the root of a package is a room of its own
-# where it has a line, and belongs to the line of the package otherwise. `choices`, `link_speed`, `version`
-# and `whole_files` are open to all.
+# where it has a line, and belongs to the line of the package otherwise. `choices`, `link_speed`, `version`,
+# `whole_files` and `interrupts` are open to all.
 # The last column: what a folder may import of torch.distributed (nothing, its DTensor alone, or anything).
+OPEN = "choices", "interrupts", "link_speed", "version", "whole_files"
 NONE, DTENSOR, ANY = "nothing", "DTensor", "anything"
 HOUSE = {
     "choices": ("", NONE),
     "link_speed": ("", NONE),
     "version": ("", NONE),
     "whole_files": ("", NONE),
+    "interrupts": ("", NONE),
     "kernels": ("", NONE),
     "kernels/gpu": ("", NONE),
     "core/base_error": ("", NONE),
@@ -170,7 +172,7 @@ def test_a_line_names_only_folders_above_it():
 
 def test_folders_import_downwards():
     for path in INSIDE:
-        allowed = {*below(room(path)), "choices", "link_speed", "version", "whole_files", FACE}
+        allowed = {*below(room(path)), *OPEN, FACE}
         assert {other: name for other, name in ours(path).items() if other not in allowed} == {}, (
             path
         )
@@ -322,6 +324,4 @@ def test_without_the_extras_the_command_line_says_which_one_is_missing():
     hide = "import sys; sys.modules['tyro'] = None; from detonation.__main__ import main; sys.exit(main())"
     done = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert (
-        done.stderr == "error: the command line needs tyro: pip install 'detonation-torch[train]'\n"
-    )
+    assert done.stderr == "error: the command line needs tyro: pip install '.[train]' in a clone\n"

@@ -107,7 +107,7 @@ def test_the_page_gives_rates_per_step_node_and_second(tmp_path):
     assert "over an emulated link of 100mbit,5ms" in text
     for phrase in (
         "<b>x33.3</b><span>reduction",
-        "<b>120.0 kB per step</b><span>sent per replica",
+        "<b>120.0 kB</b><span>sent per replica and step",
         "examples/s",
     ):
         assert phrase in text

@@ -161,6 +161,59 @@ def test_a_world_of_this_machine_is_never_on_the_cpu_because_a_gpu_is_missing(mo
         gpus_for(4)
 
 
+# A job of four tasks as its shells see it.
+JOB = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_NTASKS": "4",
+    "SLURM_TASKS_PER_NODE": "4",
+    "SLURM_NNODES": "1",
+    "SLURM_NODELIST": "n1",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+}
+ONE_TASK = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+SHELL = {**JOB, **ONE_TASK, "SLURM_STEP_ID": "4294967290"}  # of salloc
+FOUR_TASKS = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_PROCID": "3"}
+TWO_OF_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+TWO_OF_MPI |= {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+TWO_OF_TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+TWO_OF_HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2"}
+
+LAUNCHED = [
+    ("the shell of salloc", SHELL, None),
+    ("the shell of a batch script", {**JOB, "SLURM_STEP_ID": "4294967291"}, None),
+    ("a batch script without a step", JOB, None),
+    ("a shell on the node, by pam_slurm", {**SHELL, "SLURM_STEP_ID": "4294967292"}, None),
+    (
+        "the shell of srun --pty",
+        {**JOB, **ONE_TASK, "SLURM_STEP_ID": "0", "SLURM_PTY_PORT": "4"},
+        None,
+    ),
+    ("srun -n 1 in a job of four", {**JOB, **ONE_TASK, "SLURM_STEP_ID": "0"}, (0, 1, 1)),
+    ("srun in the shell of salloc", {**SHELL, **FOUR_TASKS, "SLURM_STEP_ID": "1"}, (3, 4, 4)),
+    ("srun --overlap -n 4", {**JOB, **FOUR_TASKS, "SLURM_STEP_ID": "2"}, (3, 4, 4)),
+    (
+        "srun, the count of the job larger than that of the step",
+        {**JOB, **FOUR_TASKS, "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0"},
+        (3, 4, 4),
+    ),
+    ("an old SLURM without the step's count", SRUN, (13, 64, 8)),
+    ("mpirun in the shell of salloc", {**SHELL, **TWO_OF_MPI}, (1, 2, 2)),
+    ("torchrun in the shell of salloc", {**SHELL, **TWO_OF_TORCHRUN}, (1, 2, 2)),
+    ("hydra in the shell of salloc", {**SHELL, **TWO_OF_HYDRA}, (1, 2, None)),
+    ("torchrun under srun", {**SRUN, **TWO_OF_TORCHRUN}, (1, 2, 2)),
+    ("nobody", {}, None),
+]
+
+
+@pytest.mark.parametrize(("name", "env", "expected"), LAUNCHED)
+def test_the_step_counts_and_a_shell_is_one_process(name, env, expected):
+    position = launch_position(env)
+    found = position and (position.rank, position.world_size, position.local_world_size)
+    assert found == expected
+
+
 def test_the_places_of_mpi_ranks():
     position = launch_position(OPEN_MPI)
     assert (position.rank, position.world_size, position.local_rank, position.local_world_size) == (

@@ -105,6 +105,15 @@ def test_goodput_is_what_a_hand_computes():
     )
 
 
+def test_the_goodput_of_restarts_with_a_log_is_what_a_hand_computes():
+    """Each restart takes 10 s, and 30 s for the 150 s of steps since the newest checkpoint."""
+    idle = 2 * 10 + (3 + 2 + 1) * (10 + 30)
+    under_way = 0.1 * (2 + 3 + 2)
+    assert spot.logged_restart_goodput(ROWS, 10.0, 600.0) == pytest.approx(
+        (THERE, THERE - idle - under_way)
+    )
+
+
 def test_what_is_broken_does_not_count():
     rows = [ROWS[0], row("kill", 900, 2, 1, 1500, broken="a replica stands still")]
     assert spot.elastic_goodput(rows, 1.0, 600.0, logs=True) == pytest.approx(

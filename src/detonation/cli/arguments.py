@@ -190,6 +190,8 @@ class Probe(Processes):
     """The profile, for detonation plan."""
     slow_backend: Annotated[str | None, shown("gloo")] = None
     """Measure the axis between replicas over gloo, like mesh.slow_backend."""
+    interface: Annotated[str, shown("NAME")] = ""
+    """Network interface of the sockets, such as wg0."""
 
 
 @verb("recipe", "link", "profile", "replicas", "parameters", "step_time")
@@ -301,7 +303,9 @@ class Fetch(Common):
     """Data sets, such as fashion-mnist, sotu, bible-en-es."""
 
 
-_KINDS = (Train, Compare, Simulate, Probe, Plan, Report, Verify, Export, Follow, Meet, Fetch)
+_ALL = (Train, Compare, Simulate, Probe, Plan, Report, Verify, Export, Follow, Meet, Fetch)
+KINDS: dict[str, Any] = {kind.__name__.lower(): kind for kind in _ALL}
+"""The flags of each verb by its name."""
 
 
 def verbs(brief: bool = False) -> Any:
@@ -311,10 +315,10 @@ def verbs(brief: bool = False) -> Any:
     The names are given, as tyro would import typeguard to find them: a third of the time of
     `--help`.
     """
-    texts = {kind: str(kind.__doc__).partition("\n")[0] if brief else None for kind in _KINDS}
+    texts = {kind: str(kind.__doc__).partition("\n")[0] if brief else None for kind in _ALL}
     return Union[
         *(
             Annotated[kind, subcommand(kind.__name__.lower(), description=texts[kind])]
-            for kind in _KINDS
+            for kind in _ALL
         )
     ]

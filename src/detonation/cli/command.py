@@ -7,14 +7,17 @@ import os
 import select
 import signal
 import sys
+from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
 import tyro
 from tyro.conf import FlagCreatePairsOff
 
-from detonation.cli.arguments import Probe, Train, verbs
+from detonation.choices import unknown
+from detonation.cli.arguments import KINDS, Probe, Train, verbs
 from detonation.cli.verbs import VERBS, explain, fail
+from detonation.interrupts import REQUESTS, ended_by, open_closed_streams
 from detonation.report.words import printable
 from detonation.version import __version__
 
@@ -39,6 +42,7 @@ def run_command(arguments: list[str] | None = None) -> int:
 
     A rank under a launcher does not return: see `end_now`.
     """
+    open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -60,7 +64,9 @@ def _command(arguments: list[str]) -> int:
         return _print_versions(arguments)
     if name in ("-h", "--help"):
         arguments = ["--help"]
-    verb: Any = tyro.cli(verbs(brief=arguments == ["--help"]), args=arguments, **_INTERFACE)
+    elif not name.startswith("-") and name not in KINDS:
+        return fail(str(unknown("verb", name, KINDS)), 2, "--json" in arguments)
+    verb = _parsed(arguments)
     # Both are read when torch is imported, and only then.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "WARNING" if verb.debug else "ERROR")
@@ -74,6 +80,18 @@ def _command(arguments: list[str]) -> int:
 
         end_now(code)
     return code
+
+
+def _parsed(arguments: list[str]) -> Any:
+    """The verb with its flags. An error names options of that verb alone."""
+    kind = KINDS.get(arguments[0])
+    if kind is None:
+        return tyro.cli(verbs(brief=arguments == ["--help"]), args=arguments, **_INTERFACE)
+    own = {
+        "prog": f"{_INTERFACE['prog']} {arguments[0]}",
+        "description": cleandoc(str(kind.__doc__)),
+    }
+    return tyro.cli(kind, args=arguments[1:], **(_INTERFACE | own))
 
 
 def _print_versions(arguments: list[str]) -> int:
@@ -110,19 +128,24 @@ def _run(verb: Any) -> int:
             print(json.dumps(result))
         print(end="", flush=True)
     except KeyboardInterrupt:
-        saved = (
-            isinstance(verb, Train) and verb.out and any((verb.out / "checkpoints").glob("step-*"))
-        )
-        return fail(
-            "interrupted" + f"; continue with --out {verb.out} --resume" * bool(saved),
-            130,
-            verb.json,
-        )
+        line = ended_by(signal.SIGINT) + _how_to_continue(verb)
+        return fail(line, 128 + signal.SIGINT, verb.json)
+    except SystemExit as ended:  # a request, where children or folders had to be removed first
+        if not isinstance(ended.code, int) or ended.code - 128 not in REQUESTS:
+            raise
+        return fail(ended_by(ended.code - 128), ended.code, verb.json)
     except Exception as error:
         if isinstance(error, OSError) and _is_of_stdout(error):
             return _without_stdout(error)
         return explain(verb, error)
     return 1 if result is not None and result.get("good") is False else 0
+
+
+def _how_to_continue(verb: Any) -> str:
+    if not isinstance(verb, Train) or verb.out is None:
+        return ""
+    saved = any((verb.out / "checkpoints").glob("step-*"))
+    return f"; continue with --out {verb.out} --resume" if saved else ""
 
 
 def _is_of_stdout(error: OSError) -> bool:

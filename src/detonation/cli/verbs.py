@@ -28,7 +28,7 @@ def say(verb: of.Common, line: str) -> None:
     if verb.json:
         _to_stderr(line)
     else:
-        print(line, flush=True)
+        print(line, flush=True)  # `meet` serves for hours after its line
 
 
 def explain(verb: of.Common, error: Exception) -> int:

@@ -33,7 +33,6 @@ from detonation.cluster.processes.failure import (
 from detonation.cluster.processes.heartbeat import Heartbeat
 from detonation.cluster.processes.rendezvous import use_interface
 from detonation.cluster.processes.signals import (
-    STOP_SIGNALS,
     Stop,
     die_with_agent,
     die_with_parent,
@@ -41,6 +40,7 @@ from detonation.cluster.processes.signals import (
     stoppable,
 )
 from detonation.cluster.survive.elastic_axis import MeetingPoint, Survival, join_replicas
+from detonation.interrupts import REQUESTS, SIGNALS, raising
 from detonation.whole_files import read_json
 
 _T = TypeVar("_T")
@@ -160,7 +160,10 @@ def _spawn(mine: _Rank) -> int:
     task, function = mine.folder / f"task-{mine.rank}.json", mine.function
     called = [function.__module__, function.__qualname__, list(mine.arguments)]
     write_result(task, [mine.rank, mine.world_size, *called, mine.parent, mine.where])
-    return os.posix_spawn(sys.executable, [sys.executable, "-m", __name__, str(task)], os.environ)
+    # Ctrl-C is the parent's from the first instruction on; a request ends a rank that still
+    # imports.
+    masked, command = [signal.SIGINT], [sys.executable, "-m", __name__, str(task)]
+    return os.posix_spawn(sys.executable, command, os.environ, setsigmask=masked)
 
 
 def _child(mine: _Rank, enter: Callable[[int], None] | None = None) -> int:
@@ -168,9 +171,9 @@ def _child(mine: _Rank, enter: Callable[[int], None] | None = None) -> int:
     die_with_parent(mine.parent)
     # The parent handles Ctrl-C; a second traceback from each child would help nobody.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in STOP_SIGNALS:
+    for number in REQUESTS:
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     heartbeat = None
     try:
         os.environ.update(
@@ -290,26 +293,20 @@ def _signals_pass_on(pids: Mapping[int, int]) -> Iterator[Stop]:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    handlers: dict[int, Any] = dict.fromkeys(STOP_SIGNALS, pass_on)
+    handlers: dict[int, Any] = dict.fromkeys(REQUESTS, pass_on)
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # then nobody can wait for a rank
         handlers[signal.SIGCHLD] = signal.SIG_DFL
-    try:
-        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    except ValueError:  # not the main thread
+    with raising(handlers):
         yield stop
-        return
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
 def _signals_held_back(stop: Stop, pids: Mapping[int, int]) -> Iterator[None]:
-    """Blocks stop signals while a rank starts, so that a signal always finds the new rank in
-    `pids`."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    """Blocks signals while a rank starts, so that a signal always finds the new rank in `pids`.
+
+    The rank itself is in the parent's stack for a moment, where nothing may raise.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     stop_requested = bool(stop)
     try:
         yield

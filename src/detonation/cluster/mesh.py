@@ -3,6 +3,7 @@ same weights."""
 
 import hashlib
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -200,6 +201,14 @@ def init_mesh(
     return mesh
 
 
+def _remedy(sizes: Sequence[int], world: int) -> str:
+    """What to do where the world has another size than was asked for."""
+    if world == 1 and launch_position(os.environ) is None and sum(sizes) > 1:
+        script = sys.argv[0] if sys.argv[0].endswith(".py") else "your_script.py"
+        return f"start them with torchrun --nproc-per-node {sum(sizes)} {script}"
+    return "omit one"
+
+
 def _sizes(replicas: int | None, shards: int | Sequence[int] | None, world: int) -> list[int]:
     """The ranks of each replica. Raises `ValueError` where they are not those of the world."""
     if isinstance(shards, int | None):
@@ -212,7 +221,9 @@ def _sizes(replicas: int | None, shards: int | Sequence[int] | None, world: int)
             f"{len(shards) if replicas is None else replicas} replicas of {[*shards]} shards",
         )
     if sum(sizes) != world or min(sizes, default=0) < 1 or replicas not in (None, len(sizes)):
-        raise ValueError(f"{asked} are {sum(sizes)} ranks, the world has {world}: omit one")
+        raise ValueError(
+            f"{asked} are {sum(sizes)} ranks, the world has {world}: {_remedy(sizes, world)}"
+        )
     return sizes
 
 

@@ -73,8 +73,7 @@ def launch_position(env: Mapping[str, str]) -> LaunchPosition | None:
     for names in _MPI:
         if names[0] in env and names[3] in env:
             return _named(env, names)
-    # A batch script that did not call srun has a job but no step, and stands alone.
-    if "SLURM_PROCID" in env and "SLURM_NTASKS" in env and "SLURM_STEP_ID" in env:
+    if _srun_started(env):
         return _slurm(env)
     if "PMI_RANK" in env and "PMI_SIZE" in env:
         return _named(env, _MPI[-1])
@@ -105,8 +104,35 @@ def _named(
     return LaunchPosition(rank, world, local_rank, local_world, nodes=nodes)
 
 
+_FIRST_RESERVED_STEP = 0xFFFFFFF0
+"""SLURM numbers the steps that srun did not start from here on: interactive, batch, extern."""
+
+
+def _srun_started(env: Mapping[str, str]) -> bool:
+    """True for a task that srun started to compute.
+
+    False for the shells of salloc, of `srun --pty` and of a batch script: each is one process,
+    although it sees the number of tasks of the whole job.
+    """
+    if "SLURM_PROCID" not in env or not _SLURM_COUNTS & env.keys():
+        return False
+    if _number(env, "SLURM_STEP_ID", _FIRST_RESERVED_STEP) >= _FIRST_RESERVED_STEP:
+        return False
+    return "SLURM_PTY_PORT" not in env or _slurm_tasks(env) > 1
+
+
+_SLURM_COUNTS = {"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"}
+
+
+def _slurm_tasks(env: Mapping[str, str]) -> int:
+    """The tasks of the step. SLURM_NTASKS is the job's in a shell, and the step's under srun."""
+    of_step = "SLURM_STEP_NUM_TASKS" in env
+    return _number(env, "SLURM_STEP_NUM_TASKS" if of_step else "SLURM_NTASKS")
+
+
 def _slurm(env: Mapping[str, str]) -> LaunchPosition:
-    rank, world = _number(env, "SLURM_PROCID"), _number(env, "SLURM_NTASKS")
+    rank = _number(env, "SLURM_PROCID")
+    world = _slurm_tasks(env)
     hosts = env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", ""))
     return LaunchPosition(
         rank,

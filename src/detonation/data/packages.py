@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from detonation.choices import needs, unknown
+from detonation.interrupts import raising
 
 TIMEOUT_S = 900
 
@@ -174,7 +175,10 @@ def fetch(name: str) -> Path:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=target.parent) as work:
+        with (
+            raising(),  # npm and apt-get end with this process, and the folder is removed
+            tempfile.TemporaryDirectory(prefix=f".{name}-", dir=target.parent) as work,
+        ):
             raw, ready = Path(work, "raw"), Path(work, "ready")
             raw.mkdir()
             ready.mkdir()

@@ -1,6 +1,7 @@
 """Documents and rows: in text files, JSON lines, CSV and Parquet, and in data sets of the hub by
 `datasets`."""
 
+import codecs
 import contextlib
 import csv
 import json
@@ -96,7 +97,10 @@ def in_file(path: Path) -> Iterator[None]:
         yield
     except UnicodeDecodeError as error:
         byte = f"byte 0x{error.object[error.start]:02x}"
-        remedy = f"convert it, as with iconv -f LATIN1 -t UTF-8 {path.name}"
+        wide = error.object[:2] in _WIDE_MARKS or b"\0" in error.object
+        remedy = (
+            f"convert it, as with iconv -f {'UTF-16' if wide else 'LATIN1'} -t UTF-8 {path.name}"
+        )
         raise ValueError(f"{path} is not UTF-8 ({byte}): {remedy}") from error
     except UnicodeEncodeError as error:  # JSON can spell half a character
         half = f"U+{ord(error.object[error.start]):04X}"
@@ -105,6 +109,29 @@ def in_file(path: Path) -> Iterator[None]:
         ) from error
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+_WIDE_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+def _utf8(content: bytes) -> bytes:
+    """Returns `content`; raises `UnicodeDecodeError` unless it is text in UTF-8.
+
+    The last character may be cut off, as in corpora of a round number of bytes. UTF-16 without a
+    mark has zero bytes, which UTF-8 allows and no text has.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for start in range(0, len(content), _CHUNK):
+        decoder.decode(content[start : start + _CHUNK])
+    zero = content.find(b"\0")
+    if zero >= 0:
+        near = content[max(zero - 1, 0) : zero + 1]
+        raise UnicodeDecodeError("utf-8", near, len(near) - 1, len(near), "zero byte")
+    return content
+
+
+_CHUNK = 1 << 20
+"""Bytes that are decoded at a time: the text as a whole would take memory again."""
 
 
 def documents(path: Path, column: str | None) -> list[bytes]:
@@ -126,7 +153,7 @@ def documents(path: Path, column: str | None) -> list[bytes]:
                     str(value).encode() for value in values_of(file, column or "text") if value
                 )
             else:
-                found.append(file.read_bytes().removeprefix("\ufeff".encode()))
+                found.append(_utf8(file.read_bytes()).removeprefix(codecs.BOM_UTF8))
     return found
 
 

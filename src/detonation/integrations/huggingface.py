@@ -27,6 +27,7 @@ from detonation.core.optim.wrapper import OptimizerWrapper
 from detonation.core.optimizer.replicate import replicate
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.schemes.scheme import Scheme
+from detonation.integrations.incomplete import skip_checkpoints, skip_folders
 
 try:
     from accelerate import Accelerator
@@ -35,7 +36,7 @@ try:
     from accelerate.utils import DistributedType
     from transformers.trainer_callback import TrainerCallback
 except ImportError as error:
-    raise ImportError(f"{error}: pip install 'detonation-torch[hf]'") from error
+    raise ImportError(f"{error}: pip install '.[hf]' in a clone") from error
 
 _PART_OF_REPLICAS = "detonation"
 """The directory of a checkpoint with the exact state of every rank; the rest is the library's own.
@@ -76,6 +77,17 @@ class Replicas(ParallelismConfig):  # type: ignore[misc]
         return bool(self.total_size > 1)
 
     dp_shard_enabled = dp_replicate_enabled
+
+    def _validate_accelerator(self, accelerator: Accelerator) -> None:
+        """Says in terms of ranks what Accelerate says in terms of its own sizes."""
+        if self.total_size > 1 and accelerator.num_processes == 1:
+            asked = f"{self.dp_replicate_size} replicas x {self.dp_shard_size} shards"
+            start = "start them with torchrun or accelerate launch, on an accelerator each"
+            raise ValueError(
+                f"{asked} are {self.total_size} ranks, Accelerate counts 1: {start};"
+                " it does not shard on CPUs"
+            )
+        super()._validate_accelerator(accelerator)
 
 
 def prepare(
@@ -185,8 +197,9 @@ class Replicate(TrainerCallback):
         self._elsewhere: CheckpointsElsewhere | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Refuses a set-up before data is prepared."""
+        """Refuses a set-up before data is prepared, and has incomplete checkpoints skipped."""
         check_setup(AcceleratorState(), others["model"])
+        skip_checkpoints(_NAME, _PART_OF_REPLICAS)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Replicates the optimizer, which is sharded and loaded by now, and loads the state of the
@@ -413,6 +426,7 @@ def _keep_with_states(accelerator: Accelerator, wrapper: Any, model: nn.Module) 
         for part in parts(path):
             _load_part(part, model, wrapper.optimizer.replicated)
 
+    skip_folders(accelerator, _PART_OF_REPLICAS)
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
 
@@ -439,5 +453,6 @@ def _load_part(part: Path, model: nn.Module, optimizer: Replicated) -> dict[str,
     loaded = load_checkpoint(part, model, optimizer)
     if loaded is None:
         missing = f"{part.parent} has no directory {part.name}, the state of the replicas"
-        raise ValueError(f"{missing}: was it saved with them?")
+        remedy = "it was saved without them, or cut short: take an earlier checkpoint"
+        raise ValueError(f"{missing}: {remedy}")
     return loaded.extra

@@ -36,7 +36,7 @@ try:
     from lightning.pytorch.utilities.model_helpers import is_overridden
 except ImportError as error:
     raise ImportError(
-        f"{error}: ReplicaStrategy needs pip install 'detonation-torch[lightning]'"
+        f"{error}: ReplicaStrategy needs pip install '.[lightning]' in a clone"
     ) from error
 
 PART = "detonation"
@@ -253,8 +253,10 @@ class ReplicaStrategy(ModelParallelStrategy):
             Path(self.broadcast(filepath)),
             bool(checkpoint.pop("optimizer_states", None)),
         )
-        super().save_checkpoint(checkpoint, path, storage_options)
         assert self.model is not None
+        # Lightning writes its metadata last: a save that a kill cuts short has none.
+        if self.is_global_zero and path.is_dir():
+            (path / _METADATA_FILENAME).unlink(missing_ok=True)
         if self.local_rank == 0:  # of another run, which may have come further
             shutil.rmtree(path / PART, ignore_errors=True)
         self.barrier()
@@ -266,6 +268,7 @@ class ReplicaStrategy(ModelParallelStrategy):
                 {"bytes_sent": self.bytes_sent},
                 keep=1,
             )
+        super().save_checkpoint(checkpoint, path, storage_options)
         if path.parent not in self._volumes:
             self._volumes[path.parent] = survey(path.parent, Texts(device_of(self.model)))
 
@@ -326,6 +329,8 @@ class ReplicaStrategy(ModelParallelStrategy):
                 if self.is_global_zero
                 else {}
             )
+        except FileNotFoundError:
+            problem = "its save was cut short; give ckpt_path the path of an earlier checkpoint"
         except Exception as error:  # the file may hold anything, and the others wait
             problem = f"{type(error).__name__}: {error}"
         rest, problem = self.broadcast((rest, problem))  # nodes may share no file system

@@ -42,7 +42,7 @@ try:
     from torchtitan.tools.logging import logger
     from torchtitan.trainer import Trainer
 except ImportError as error:
-    raise ImportError(f"{error}: pip install 'detonation-torch[titan]'") from error
+    raise ImportError(f"{error}: pip install '.[titan]' in a clone") from error
 
 
 def with_replicas(
@@ -294,7 +294,7 @@ class ReplicaCheckpoints(CheckpointManager):  # type: ignore[misc]
             own, (model,) = Path(checkpoint_id, "detonation"), optimizers.model_parts
             loaded = load_checkpoint(own, model, optimizers.replicated)
             if loaded is None:
-                remedy = "initial_load_path takes its model alone"
+                remedy = "load_step takes an earlier one, initial_load_path its model alone"
                 raise ValueError(
                     f"{checkpoint_id} has no directory detonation, the state of the replicas:"
                     f" {remedy}"

@@ -107,7 +107,7 @@ class Chart:
             self.draw(axes)
             # Fixed margins in inches: an automatic layout costs more than the drawing.
             bottom = legend + (0.5 if axes.get_xlabel() else 0.32)
-            figure.subplots_adjust(right=0.955, bottom=bottom / height, top=1 - 0.4 / height)
+            figure.subplots_adjust(right=0.91, bottom=bottom / height, top=1 - 0.4 / height)
             figure.suptitle(
                 self.title, x=0.03, y=1 - 0.09 / height, ha="left", fontsize=11.5, fontweight="bold"
             )

@@ -1,6 +1,7 @@
 """Writes one self-contained HTML page about one or several runs: no scripts, no fonts, nothing
 fetched."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from detonation.report.read import Run, read_all
 from detonation.report.terminal import RESULTS, results, run_rows
 from detonation.whole_files import write_whole
 
-_EXTRA = "report.html was not written: it needs matplotlib, pip install 'detonation-torch[plots]'"
+_EXTRA = "report.html was not written: it needs matplotlib, pip install '.[plots]' in a clone"
 _MOST_REPLICAS = 16
 _TILES = (
     *(
@@ -89,7 +90,7 @@ def _page_html(runs: Sequence[Run]) -> str:
         title=first.name if single else f"{len(runs)} runs",
         subtitle=subtitle(runs),
         runs=runs,
-        tiles=[(text, label) for label, text in numbers if label in _TILES] if single else [],
+        tiles=[tile(*row) for row in numbers if row[0] in _TILES] if single else [],
         numbers=Grid([], numbers) if single else None,
         results=None
         if single
@@ -101,6 +102,36 @@ def _page_html(runs: Sequence[Run]) -> str:
             names, [run.settings | {"environment": run.environment} for run in runs]
         ),
     )
+
+
+def tile(label: str, text: str) -> tuple[str, str]:
+    """The number of a tile, short enough for one line, and the words under it.
+
+    >>> tile("sent per replica", "32.5 kB per step")
+    ('32.5 kB', 'sent per replica and step')
+    >>> tile("waiting", "for replica 1, the slowest: 5.0 s (25% of the time of the others); more")
+    ('25%', 'of the time waiting for replica 1')
+    >>> tile("waiting", "for the network 0.5 s; in 20.0 s of steps since the last start")
+    ('0.5 s', 'waiting for the network')
+    >>> tile("replicas equal", "yes, bitwise"), tile("reduction", "x72.7")
+    (('yes', 'replicas equal, bitwise'), ('x72.7', 'reduction'))
+    >>> tile("throughput", "123,456 tokens/s, 320.0 examples/s")
+    ('123,456', 'tokens/s, 320.0 examples/s')
+    """
+    if found := _SLOWEST.match(text):
+        return found["share"], f"of the time waiting for {found['replica']}"
+    if found := _NETWORK.match(text):
+        return found["seconds"], "waiting for the network"
+    if label == "throughput":
+        number, _, unit = text.partition(" ")
+        return number, unit
+    text, per_step, _ = text.partition(" per step")
+    number, comma, rest = text.partition(", ")
+    return number, label + (" and step" if per_step else "") + comma + rest
+
+
+_SLOWEST = re.compile(r"for (?P<replica>replica \d+), the slowest: .*\((?P<share>\d+%)")
+_NETWORK = re.compile(r"for the network (?P<seconds>[\d.,]+ s)")
 
 
 def rendered(**values: Any) -> str:

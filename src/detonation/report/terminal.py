@@ -6,7 +6,7 @@ They take plain values.
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import TextIOWrapper
 from math import isfinite
 from pathlib import Path
@@ -85,13 +85,48 @@ class PlainConsole(Console):
     def table(
         self, heads: Sequence[Column | str], rows: Iterable[Sequence[str]], width: int | None = None
     ) -> None:
-        """Prints a table; names in its cells may come from elsewhere."""
+        """Prints a table; names in its cells may come from elsewhere.
+
+        A terminal too narrow for its numbers gets each row as lines, a cell on each.
+        """
         if width is not None and self.is_terminal:
             width = min(width, self.width)
+        cells = [[printable(cell) for cell in row] for row in rows]
+        titles = [str(head.header) if isinstance(head, Column) else head for head in heads]
+        if self.is_terminal and _narrowest(cells) > self.width:
+            self.lines(_listed(titles, cells))
+            return
         table = Table(*heads, show_header=bool(heads), width=width)
-        for row in rows:
-            table.add_row(*map(printable, row))
+        for row in cells:
+            table.add_row(*row)
         self.print(table)
+
+
+def _narrowest(rows: Sequence[Sequence[str]]) -> int:
+    """Columns below which a table would cut words; those of the first column may be folded."""
+    columns = [*zip(*rows, strict=True)][1:]
+    words = [
+        max(len(word) for cell in column for word in [*cell.split(), ""]) for column in columns
+    ]
+    return sum(words) + 3 * len(words) + _FIRST_COLUMN
+
+
+_FIRST_COLUMN = 24
+
+
+def _listed(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """The rows of a table as lines.
+
+    >>> list(_listed(["run", "loss"], [["one", "2.1"]])), list(_listed([], [["steps", "40"]]))
+    (['one', '  loss: 2.1'], ['steps: 40'])
+    """
+    for first, *rest in rows:
+        if not titles:
+            yield f"{first}: {', '.join(rest)}"
+            continue
+        yield first
+        for title, cell in zip(titles[1:], rest, strict=True):
+            yield f"  {title}: {cell}"
 
 
 def discard(stream: IO[str]) -> None:

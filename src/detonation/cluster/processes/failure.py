@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from detonation.core.base_error import DetonationError
+from detonation.interrupts import REQUESTS
 from detonation.whole_files import write_whole
 
 _NETWORK_WORDS = (
@@ -80,7 +81,11 @@ def failure_from_exception(rank: int, error: BaseException) -> Failure:
 
 
 def failure_from_exit_code(rank: int, code: int) -> Failure:
-    """The failure of a rank that ended with `code` and left no message; below 0 it is a signal."""
+    """The failure of a rank that ended with `code` and left no message; below 0 it is a signal.
+
+    A rank that a request ended at once has 128 + its number; see `interrupts.end`.
+    """
+    code = -(code - 128) if code - 128 in REQUESTS else code
     if code > 0:
         return Failure(rank, time.time(), "SystemExit", f"ended with code {code} and no message")
     name = next(

@@ -32,7 +32,7 @@ from detonation.cluster.interface import (
 from detonation.cluster.position import LaunchPosition, require_known_host
 from detonation.cluster.processes.failure import RunError
 from detonation.cluster.processes.signals import end_if_asked
-from detonation.cluster.processes.waiting import MEET_LINE_S, Awaited
+from detonation.cluster.processes.waiting import MEET_LINE_S, Awaited, says_meanwhile
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 INTERFACES = (GLOO_INTERFACE, "NCCL_SOCKET_IFNAME")
@@ -74,8 +74,12 @@ def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> St
     timeout = timedelta(seconds=_RENDEZVOUS_TIMEOUT_S)
     try:
         if rank or _agent_hosts_store(os.environ):
-            store: Store = next(iter(rendezvous("env://", rank, world_size, timeout=timeout)))[0]
+            host_of_store = describe_store_host(os.environ)
+            with says_meanwhile(f"rank {rank} of {world_size}", host_of_store):
+                connecting = rendezvous("env://", rank, world_size, timeout=timeout)
+                store: Store = next(iter(connecting))[0]
             if not _agent_hosts_store(os.environ):
+                store.set(_key("came", rank), "")
                 return store
             # of this attempt: after a restart the store still holds the addresses of ranks that are
             # gone
@@ -85,7 +89,14 @@ def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> St
             return PrefixStore(name, store)
         host, listener = _listen(address, int(port), position.one_machine)
         taken, fd = listener.getsockname()[1], listener.detach()
-        return TCPStore(host, taken, world_size, True, timeout, master_listen_fd=fd, use_libuv=True)
+        hosted = TCPStore(
+            *(host, taken, world_size, True, timeout),
+            wait_for_workers=False,
+            master_listen_fd=fd,
+            use_libuv=True,
+        )
+        _wait_for_all(hosted, world_size)
+        return hosted
     except socket.gaierror as error:
         raise ValueError(
             f"MASTER_ADDR is {address!r}, but no host has that name: name that of rank 0"
@@ -125,6 +136,16 @@ def reached_store(host: str, port: int) -> TCPStore:
             limit_s = _RENDEZVOUS_TIMEOUT_S
             _log.warning("waited for %.0f s, at most %g, for %s: %s", seconds, limit_s, where, why)
         time.sleep(_CONNECT_S / 10)
+
+
+def _wait_for_all(store: Store, world_size: int) -> None:
+    """Waits on rank 0 until all ranks have connected; says who has not.
+
+    `TimeoutError` after 300 s.
+    """
+    awaited = Awaited(f"rank 0 of {world_size}", _RENDEZVOUS_TIMEOUT_S)
+    while away := [r for r in range(1, world_size) if not store.check([_key("came", r)])]:
+        awaited.wait(away)
 
 
 def compare_devices(store: Store, position: LaunchPosition, device: torch.device) -> None:

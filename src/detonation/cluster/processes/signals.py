@@ -6,14 +6,12 @@ import ctypes
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NoReturn
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""Requests to save a checkpoint and end, from a scheduler that preempts or from a person."""
+from detonation.interrupts import SIGNALS, end, watched
 
 SAME_REQUEST_S = 1.0
 """A further signal within this time is the same request: a signal to all processes also comes from
@@ -25,23 +23,33 @@ class Stop:
 
     def __init__(self) -> None:
         self.number = 0
-        self.last_act: Callable[[], None] = lambda: None  # called before the process ends at once
         self._since = 0.0
+        self._at_once = False
 
     def __bool__(self) -> bool:
         return self.number != 0
 
     def receive(self, number: int) -> None:
         """Records the first request. Ends the process at once on a second request or on Ctrl-C."""
+        if number not in SIGNALS:
+            return
         now = time.monotonic()
-        again = number in STOP_SIGNALS and self and now - self._since > SAME_REQUEST_S
-        if (
-            number == signal.SIGINT or again
-        ):  # any other with a handler comes here, too, such as SIGCHLD
-            self.last_act()
-            os._exit(128 + number)
-        if not self and number in STOP_SIGNALS:
+        again = self and now - self._since > SAME_REQUEST_S
+        if number == signal.SIGINT or again or self._at_once:
+            end(number)
+        if not self:
             self._since, self.number = now, number
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Inside the block the first request ends the process, too: nothing is there to save."""
+        if self:
+            end(self.number)
+        self._at_once = True
+        try:
+            yield
+        finally:
+            self._at_once = False
 
 
 _stop: Stop | None = None
@@ -59,42 +67,20 @@ def stoppable() -> Iterator[Stop]:
     if _stop is not None:
         yield _stop
         return
-    _stop = stop = Stop()
-    receiver, sender = os.pipe()
-    os.set_blocking(sender, False)
-    # Python runs handlers between two of its own instructions, and a rank may wait inside the
-    # network library for long. The C handler writes into the pipe at once, and another thread reads
-    # it.
-    watcher = threading.Thread(target=_watch, args=(receiver, stop), name="signals", daemon=True)
-    ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    numbers = STOP_SIGNALS if ignored else (*STOP_SIGNALS, signal.SIGINT)
-    descriptor = signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
-    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
-
-    def undo() -> None:
-        global _stop
-        if _stop is stop:
-            _stop = None
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(descriptor)
-            os.close(sender)
-
-    os.register_at_fork(
-        after_in_child=undo
-    )  # the end of a worker of somebody's pool asks nobody else to stop
-    watcher.start()
+    _stop = Stop()
     try:
-        yield stop
+        with watched(_stop.receive):
+            yield _stop
     finally:
-        undo()
-        watcher.join()
-        os.close(receiver)
+        _stop = None
 
 
-def _watch(receiver: int, stop: Stop) -> None:
-    while data := os.read(receiver, 1):
-        stop.receive(data[0])
+def _forget() -> None:
+    global _stop
+    _stop = None
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def die_with_parent(parent: int) -> None:

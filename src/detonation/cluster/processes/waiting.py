@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -125,6 +125,29 @@ def standing_in_words(rank: int, standing: Standing) -> str:
     """Where `rank` is, in words."""
     said = "has not begun its first step" if standing == Standing(0) else _SAID[standing.where]
     return f"rank {rank} {said.format(standing.steps, standing.steps + 1)}"
+
+
+@contextlib.contextmanager
+def says_meanwhile(who: str, whom: str) -> Iterator[None]:
+    """Inside the block another thread logs, after 5, 10, 20 ... s, that `who` waits for `whom`.
+
+    The block waits in a library that says nothing.
+    """
+    over = threading.Event()
+
+    def say() -> None:
+        seconds = MEET_LINE_S
+        while not over.wait(seconds if seconds == MEET_LINE_S else seconds / 2):
+            _log.warning("%s has waited for %.0f s for %s", who, seconds, whom)
+            seconds *= 2
+
+    thread = threading.Thread(target=say, name="meeting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 class Awaited:

@@ -138,7 +138,7 @@ def check_translates(model: Any, data: Data) -> None:
         )
     if not importlib.util.find_spec("sacrebleu"):
         raise ValueError(
-            "train.bleu_sentences needs sacrebleu: pip install 'detonation-torch[metrics]'"
+            "train.bleu_sentences needs sacrebleu: pip install '.[metrics]' in a clone"
         )
 
 

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from detonation.interrupts import call_before_end, nothing
 from detonation.report.terminal import PlainConsole, discard
 from detonation.report.words import printable
 from detonation.train.output.metrics import Record
@@ -51,6 +52,7 @@ class Screen(AbstractContextManager["Screen"]):
         )  # fmt: skip
         self._bar.add_task("", completed=done, total=total, latest="")
         self._bar.start()
+        call_before_end(self.wipe)
         self._drawn = time.monotonic()
 
     def advance(self, record: Record) -> None:
@@ -86,6 +88,7 @@ class Screen(AbstractContextManager["Screen"]):
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+            call_before_end(nothing)
 
 
 def clear(on_stderr: bool) -> None:

@@ -223,7 +223,7 @@ def check_trackers(names: Sequence[str]) -> None:
         if (port := port_of(name)) is not None:
             if importlib.util.find_spec("matplotlib") is None:
                 raise ValueError(
-                    f"logger {name} needs matplotlib: pip install 'detonation-torch[plots]'"
+                    f"logger {name} needs matplotlib: pip install '.[plots]' in a clone"
                 )
             listener_on(port).close()
             continue

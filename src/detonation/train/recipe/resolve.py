@@ -10,7 +10,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from detonation.choices import unknown
+from detonation.choices import did_you_mean, unknown
 from detonation.cluster.init import LaunchPosition
 from detonation.core.schemes.registry import SCHEMES
 from detonation.models.pretrained import HUB_PREFIX
@@ -301,7 +301,8 @@ def read_recipe(path: Path) -> Table:
             shipped.get(path.name, path).read_text(encoding="utf-8-sig")
         )  # Windows marks it
     except OSError as error:
-        names = f"; the package has {', '.join(shipped)}" if shipped else ""
+        hint = did_you_mean(path.name, [*shipped])
+        names = f"{hint or ';'} the package has {', '.join(shipped)}" if shipped else ""
         raise ValueError(
             f"cannot read the recipe {str(path)!r}: {error.strerror}{names}"
         ) from error

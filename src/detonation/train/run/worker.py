@@ -81,11 +81,13 @@ def train_on_rank(task: RunTask) -> Table:
         mesh, device, axis, inside = task.config.mesh, local_device(), None, list[DeviceMesh]()
         if task.request.join:
             where, out = task.request.join, task.request.out or Path()
-            session = joined_session(task.config, task.asked, device, where, out)
+            with stop.at_once():  # the others may never answer
+                session = joined_session(task.config, task.asked, device, where, out)
             _say_interfaces(task, session.world.listening)
             return _train_with_others(task, session, stop, set_up)
         if task.request.replica is not None:
-            meet_replicas(mesh.meet, task.request.replica, task.config.levels[-1].replicas)
+            with stop.at_once():
+                meet_replicas(mesh.meet, task.request.replica, task.config.levels[-1].replicas)
         if mesh.elastic:
             replica = init_mesh(task.config.nodes_inside, mesh.shards, device.type)
             axis, inside = (
@@ -145,7 +147,6 @@ def _train_in_directory(
     """Goes on from what the run directory has, and trains; returns the summary as `train_on_rank`
     does."""
     screen = Screen(session.rank != 0, task.request.to_stderr)
-    stop.last_act = screen.wipe
     with _run_directory(session, task) as (path, volumes), screen:
         for line in filter(None, (chosen.line if chosen is not None else "", begin)):
             screen.line(line)
@@ -193,7 +194,6 @@ def _train_with_others(task: RunTask, session: Session, stop: Stop, set_up: SetU
     losses = Losses(session, set_up)
     _expect(session)
     screen = Screen(session.optimizer.coordinates.shard != 0, task.request.to_stderr)
-    stop.last_act = screen.wipe
     with screen, contextlib.closing(Recorder(session, path, screen, done)) as recorder:
         place = session.optimizer.coordinates
         recorder.show(

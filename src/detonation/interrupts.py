@@ -1,0 +1,207 @@
+"""What Ctrl-C, SIGTERM and SIGUSR1 do to a process that runs a command. Pure Python, a leaf.
+
+A process is in one of three states:
+
+- at once (`end_at_once`): from its first instruction on. One line, and exit code 128 + n.
+- raising (`raising`): the main thread has children or folders to remove, so a signal raises there.
+- noted (`watched`): a training saves, and ends; see `stoppable` in cluster/processes/signals.py.
+
+An exception alone is not enough in the first state: imports and libraries catch it, and a main
+thread that waits in C does not raise it.
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any, NoReturn
+
+REQUESTS = (signal.SIGTERM, signal.SIGUSR1)
+"""Requests to end, from a scheduler that preempts or from a person; a training saves first."""
+
+SIGNALS = (signal.SIGINT, *REQUESTS)
+
+
+def nothing(*_: object) -> None:
+    """Does nothing."""
+
+
+_before_end: Callable[[], None] = nothing
+_receivers: list[Callable[[int], object]] = []
+_watch: "_Watch | None" = None
+_speaks = False
+
+
+def end_at_once() -> None:
+    """From now on each signal ends this process with one line and code 128 + n; see `end`.
+
+    Signals that were ignored before stay ignored, as under nohup. Forks have the handlers from
+    before this call.
+    """
+    global _speaks
+    open_closed_streams()
+    _speaks = True
+    _receivers.append(end)
+    _begin()
+
+
+def open_closed_streams() -> None:
+    """Opens standard streams that were closed, as by `>&-`.
+
+    Otherwise the next pipe or socket would get number 1, and what a library prints.
+    """
+    for number in range(3):
+        with suppress(OSError):
+            os.fstat(number)
+            continue
+        os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115
+
+
+def let_kernel_end() -> None:
+    """From now on the kernel ends this process: the interpreter shuts down and runs no handlers."""
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def call_before_end(act: Callable[[], None]) -> None:
+    """Has `act` called before `end`, from any thread, such as to clear a bar on the terminal."""
+    global _before_end
+    _before_end = act
+
+
+def end(number: int) -> NoReturn:
+    """Ends this process now, from any thread, with code 128 + `number`.
+
+    A command says so in one line, once for the ranks that a launcher started on this machine.
+    """
+    _before_end()
+    if _speaks and os.environ.get("LOCAL_RANK", "0") == "0":
+        line = ended_by(number)
+        if "--json" in sys.argv:
+            _write(1, f'{{"error": "{line}", "code": {128 + number}}}\n')
+        _write(2, f"error: {line}\n")
+    os._exit(128 + number)
+
+
+def ended_by(number: int) -> str:
+    """The cause of the end in words.
+
+    >>> ended_by(signal.SIGINT), ended_by(signal.SIGTERM)
+    ('interrupted', 'ended by SIGTERM')
+    """
+    return "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+
+
+@contextmanager
+def watched(receive: Callable[[int], object]) -> Iterator[None]:
+    """Inside the block each signal calls `receive(number)` in another thread. Main thread only.
+
+    Python runs handlers between two of its own instructions, and a rank may wait inside the
+    network library for long. So the C handler writes into a pipe, which another thread reads.
+    """
+    _receivers.append(receive)
+    begun = _watch is None
+    if begun:
+        _begin()
+    try:
+        yield
+    finally:
+        if receive in _receivers:  # a fork has none
+            _receivers.remove(receive)
+        if begun and _watch is not None:
+            _watch.close()
+
+
+@contextmanager
+def raising(handlers: Mapping[int, Any] | None = None) -> Iterator[None]:
+    """Inside the block signals raise in the main thread: KeyboardInterrupt, or SystemExit(128 + n).
+
+    handlers: for other signals, or for some of these. No effect outside the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    chosen: dict[int, Any] = {signal.SIGINT: signal.default_int_handler}
+    chosen |= dict.fromkeys(REQUESTS, _raise_exit)
+    chosen |= handlers or {}
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        del chosen[signal.SIGINT]
+    descriptor = signal.set_wakeup_fd(-1)
+    before = {number: signal.signal(number, each) for number, each in chosen.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(descriptor)
+
+
+def _raise_exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def _begin() -> None:
+    global _watch
+    _watch = _Watch()
+
+
+class _Watch:
+    """The handlers, the pipe and the thread that reads it."""
+
+    def __init__(self) -> None:
+        self._receiver, self._sender = os.pipe()
+        os.set_blocking(self._sender, False)
+        numbers = [each for each in SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
+        self._descriptor = signal.set_wakeup_fd(self._sender, warn_on_full_buffer=False)
+        self._before = {number: signal.signal(number, nothing) for number in numbers}
+        self._thread = threading.Thread(target=self._read, name="signals", daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        while data := os.read(self._receiver, 1):
+            if data[0] in SIGNALS and _receivers:  # SIGCHLD has a handler in some programs
+                _receivers[-1](data[0])
+
+    def undo(self) -> None:
+        global _watch
+        _watch = None
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._descriptor)
+        os.close(self._sender)
+
+    def close(self) -> None:
+        self.undo()
+        self._thread.join()  # it reads all that has arrived
+        os.close(self._receiver)
+
+    def forget(self) -> None:
+        """Undoes it in a fork, which has no such thread and shares the pipe with its parent."""
+        self.undo()
+        os.close(self._receiver)
+
+
+def _forget() -> None:
+    global _speaks, _before_end
+    _speaks, _before_end = False, nothing
+    _receivers.clear()
+    if _watch is not None:
+        _watch.forget()
+
+
+# A signal to a fork, such as the end of a worker of a pool, asks nobody else to stop.
+os.register_at_fork(after_in_child=_forget)
+
+
+def _write(descriptor: int, text: str) -> None:
+    """Writes past Python's streams, whose locks another thread may hold."""
+    with suppress(OSError):
+        os.write(descriptor, text.encode())
