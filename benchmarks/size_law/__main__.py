@@ -4,6 +4,7 @@
     python -m benchmarks.size_law --fetch                      fetches the text, from apt and npm
     python -m benchmarks.size_law --status                     what is there, and what is next
     python -m benchmarks.size_law --table                      losses so far, and the tries
+    python -m benchmarks.size_law --fit [--figure PATH]        the laws so far, and a figure
     python -m benchmarks.size_law --power                      what the grid can tell
 
 research/size-law.md has the questions, the rules and the expectations. Each run is one simulated
@@ -20,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from benchmarks.size_law import power
+from benchmarks.size_law import laws, power
 from benchmarks.size_law.grid import methods
 from benchmarks.size_law.run import rows, run_cell
 from benchmarks.size_law.table import table
@@ -49,8 +50,11 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=cache_dir() / "size-law" / "unfinished",
         help="states of unfinished runs, and locks",
     )
-    for name in ("fetch", "power", "status", "table"):
+    for name in ("fetch", "fit", "power", "status", "table"):
         parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument(
+        "--figure", type=Path, help="with --fit: draws the law of diloco, .svg and .png"
+    )
     parser.add_argument("--cell", type=json.loads, help=argparse.SUPPRESS)  # of `in_a_process`
     return parser.parse_args(arguments)
 
@@ -68,6 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run_cell(cell, args.results, args.scratch)
     elif args.fetch:
         print(fetch_text())
+    elif args.fit:
+        print(laws.table(rows(args.results)))
+        if args.figure:
+            laws.figure(rows(args.results), args.figure)
     elif args.power:
         print(power.table())
     elif args.status:

@@ -76,7 +76,7 @@ def build_optimizer(chosen: OptimizerConfig, model: torch.nn.Module) -> torch.op
             f"optimizer {chosen.name} makes a {type(made).__name__}, must make a torch.optim.Optimizer"
         )
     for group in made.param_groups:
-        if group["lr"] != chosen.lr:  # the schedule moves each group in its own proportion
+        if group.get("lr", chosen.lr) != chosen.lr:  # the schedule moves each group in its own proportion
             group[RATIO] = float(group["lr"]) / chosen.lr
     return made
 
