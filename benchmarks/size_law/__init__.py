@@ -1,4 +1,4 @@
-"""A law of size: what each scheme costs, from 0.04 to 2.3 million parameters. research/size-law.md."""
+"""A law of size: what each scheme costs by size. research/size-law.md has the rules."""
 
 import sys
 from pathlib import Path

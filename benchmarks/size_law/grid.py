@@ -115,7 +115,7 @@ def tuning(scheme: Scheme, replicas: int, done: Rows) -> Iterator[Method]:
 
 
 def every_setting(scheme: Scheme, replicas: int, done: Rows) -> list[Method]:
-    """The tries at `TUNED`: rates and ratios, then the settings of its own, once those are known."""
+    """The tries at `TUNED`: rates and ratios, then, once those are known, its own settings."""
     middle, own = MIDDLES[scheme.optimizer], scheme.own
     ratios = tuple(f"optimizer.ratio={ratio} {own[0]}" for ratio in RATIOS)
     first = method(scheme, replicas, TUNED, around(middle), ratios, "tuning")

@@ -1,7 +1,8 @@
 """Optimizers with two learning rates: that of the matrices, and `ratio` times it for all the rest.
 
-The rest is the embedding, the output layer and the norms of an `olmo2`, whose first and last parameters are those
-two tables. A recipe names these functions as `benchmarks.size_law.optimizers:NAME`.
+The rest is the embedding, the output layer and the norms of an `olmo2`, whose first and last
+parameters are those two tables. A recipe names these functions as
+`benchmarks.size_law.optimizers:NAME`.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""What the grid can tell: exponents that differ from zero at 80 % power, from spreads that are known.
+"""What the grid can tell: exponents that it tells from zero with 80 % power.
 
 A scheme costs ln(loss / loss of full) = a N^-k ln R. Its logarithm is a line in ln N of slope -k;
 each size weighs by its seeds and by how far the cost is from zero in its own spread.
@@ -55,7 +55,7 @@ def decade_error(spread: float, seeds: Mapping[float, int]) -> float:
 
 
 def table() -> str:
-    """One line per scheme, at the costs of the published law, and one per spread of level schemes."""
+    """One line per scheme, at its expected costs, and one per spread of level schemes."""
     grid = {float(size.parameters): size.seeds for size in SIZES}
     lines = [
         "| scheme | replicas | spread, % | expected cost by size, % | smallest exponent told |",

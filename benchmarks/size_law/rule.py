@@ -1,4 +1,4 @@
-"""The rule of the learning rate: a power of the size, whose exponent three sizes of a reference set."""
+"""The rule of the learning rate: a power of the size, whose exponent a reference sets."""
 
 import math
 import statistics
@@ -12,7 +12,7 @@ Tries = Mapping[Size, Method]
 
 
 def rule(reference: Tries, own: Tries, size: Size, done: Rows) -> float:
-    """The rate at `size`: the exponent of `reference`, through the middle of the best rates of `own`.
+    """The rate at `size`: the exponent of `reference`, through the middle of the best of `own`.
 
     Both means are of logarithms. Two digits are kept.
     """

@@ -34,7 +34,7 @@ def ended(session: Any) -> Row:
 
 
 def judged(row: Row) -> Row:
-    """A row with its final loss: the mean over the last evaluations, None where the run diverged."""
+    """A row with its final loss: the mean over the last evaluations, None if the run diverged."""
     last = [loss for _, loss in row["curve"]][-WINDOW:]
     diverged = "val_loss" in row
     final = None if diverged else round(statistics.fmean(last), 5)
@@ -43,7 +43,7 @@ def judged(row: Row) -> Row:
 
 
 def append(results: Path, row: Row) -> None:
-    """Appends a whole line to the file of the row's method; the torn line of a killed writer goes."""
+    """Appends a whole line to the file of the row's method; removes what a killed run has torn."""
     results.mkdir(parents=True, exist_ok=True)
     words = re.sub(r"[^a-z0-9]+", "-", row["method"].lower()).strip("-")
     with (results / f"{words}.jsonl").open("ab+") as file:

