@@ -27,12 +27,17 @@ MIDDLES = {"adamw": 2e-3, "muon": 5e-3, "signsgd": 1e-3}
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """A line of the table. own: the settings that go with each rate, then two others."""
+    """A line of the table.
+
+    own: The settings that go with each rate, then two others.
+    inner: Full synchronisation whose optimizer's settings a scheme with rounds takes.
+    """
 
     name: str
     optimizer: str
     sets: str
     own: tuple[str, str, str]
+    inner: "Scheme | None" = None
 
 
 def _outer(settings: Sequence[tuple[float, float]]) -> tuple[str, str, str]:
@@ -40,13 +45,6 @@ def _outer(settings: Sequence[tuple[float, float]]) -> tuple[str, str, str]:
         f"scheme.outer_lr={lr} scheme.outer_momentum={momentum}" for lr, momentum in settings
     )
     return first, second, third
-
-
-def _muloco(every: int, settings: Sequence[tuple[float, float]]) -> Scheme:
-    sets = f"scheme.name=muloco scheme.precision=2bit scheme.every={every}"
-    return Scheme(
-        f"muloco {every}, 2bit", "muon", f"{sets} scheme.aggregate=rescaled_mean", _outer(settings)
-    )
 
 
 ADAMW = (
@@ -65,7 +63,7 @@ DEMO = (
 )
 FULL = Scheme("AdamW, full", "adamw", "scheme.name=full", ADAMW)
 FULL_MUON = Scheme("Muon, full", "muon", "scheme.name=full", MUON)
-DILOCO = Scheme("diloco 30", "adamw", "scheme.name=diloco scheme.every=30", _outer(OUTER))
+DILOCO = Scheme("diloco 30", "adamw", "scheme.name=diloco scheme.every=30", _outer(OUTER), FULL)
 SIGNS = Scheme(
     "demo 4/64, sign",
     "signsgd",
@@ -79,6 +77,14 @@ VOTES = Scheme(
     ("scheme.decay=0.9", "scheme.decay=0.95", "scheme.decay=0.8"),
 )
 LOCO = Scheme("loco, 4bit", "adamw", "scheme.name=loco scheme.precision=4bit", ADAMW)
+
+
+def _muloco(every: int, settings: Sequence[tuple[float, float]]) -> Scheme:
+    sets = f"scheme.name=muloco scheme.precision=2bit scheme.every={every}"
+    sets += " scheme.aggregate=rescaled_mean"
+    return Scheme(f"muloco {every}, 2bit", "muon", sets, _outer(settings), FULL_MUON)
+
+
 LONG_MULOCO, SHORT_MULOCO = _muloco(30, OUTER[::-1]), _muloco(5, OUTER[::-1])
 FIRST = (FULL, 1), (DILOCO, 8), (SIGNS, 8), (DILOCO, 2), (SIGNS, 2)
 """What all sizes have before the rest begins."""
@@ -114,9 +120,22 @@ def tuning(scheme: Scheme, replicas: int, done: Rows) -> Iterator[Method]:
     yield from every_rate(scheme, replicas, done).values()
 
 
+def own_settings(scheme: Scheme, done: Rows) -> list[str]:
+    """The own settings that a scheme tries; none until those of its inner optimizer are known."""
+    if scheme.inner is None:
+        return list(scheme.own)
+    inner = chosen(scheme.inner, 1, done)
+    if inner is None:
+        return []
+    _, _, settings = inner.partition(" ")  # without the ratio, which each scheme tries
+    return [f"{own} {settings}" for own in scheme.own]
+
+
 def every_setting(scheme: Scheme, replicas: int, done: Rows) -> list[Method]:
     """The tries at `TUNED`: rates and ratios, then, once those are known, its own settings."""
-    middle, own = MIDDLES[scheme.optimizer], scheme.own
+    middle, own = MIDDLES[scheme.optimizer], own_settings(scheme, done)
+    if not own:
+        return []
     ratios = tuple(f"optimizer.ratio={ratio} {own[0]}" for ratio in RATIOS)
     first = method(scheme, replicas, TUNED, around(middle), ratios, "tuning")
     best = first.best(done)
@@ -133,9 +152,10 @@ def every_rate(scheme: Scheme, replicas: int, done: Rows) -> dict[Size, Method]:
     Where those are the first ones, the tries at `TUNED` are done already.
     """
     variant = chosen(scheme, replicas, done)
-    middle = every_setting(scheme, replicas, done)[0].best(done)
-    if variant is None or middle is None:
+    if variant is None:
         return {}
+    middle = every_setting(scheme, replicas, done)[0].best(done)
+    assert middle is not None
     sizes = [TUNED, SMALL]
     if SETS_EXPONENT[scheme.optimizer] == (scheme, replicas):
         sizes.append(MIDDLE)
@@ -145,12 +165,12 @@ def every_rate(scheme: Scheme, replicas: int, done: Rows) -> dict[Size, Method]:
 
 def chosen(scheme: Scheme, replicas: int, done: Rows) -> str | None:
     """The ratio and the own settings that `TUNED` has chosen; None until they are known."""
-    _, *second = every_setting(scheme, replicas, done)
-    best = second[0].best(done) if second else None
+    tries = every_setting(scheme, replicas, done)
+    best = tries[1].best(done) if len(tries) > 1 else None
     if best is None:
         return None
     ratio = best.settings["optimizer.ratio"]
-    variants = [f"optimizer.ratio={ratio} {own}" for own in scheme.own]
+    variants = [f"optimizer.ratio={ratio} {own}" for own in own_settings(scheme, done)]
     (found,) = (each for each in variants if set(each.split()) <= set(best.sets))
     return found
 

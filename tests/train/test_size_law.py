@@ -145,6 +145,13 @@ def test_schemes_of_an_optimizer_have_equal_tries(whole):
         assert len({len(cells) for cells in each.values()}) == 1
 
 
+def test_rounds_take_the_inner_settings_of_their_reference(whole):
+    for scheme in (grid.DILOCO, grid.LONG_MULOCO):
+        _, _, inner = grid.chosen(scheme.inner, 1, whole).partition(" ")
+        assert set(inner.split()) < set(grid.chosen(scheme, 8, whole).split())
+    assert not grid.every_setting(grid.DILOCO, 8, {})  # nothing before the reference is tuned
+
+
 def test_judged_runs_take_the_rate_of_the_rule(whole):
     for size in grid.SIZES:
         (judged,) = grid.judging(size, [(grid.DILOCO, 8)], whole)
