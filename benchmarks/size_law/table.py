@@ -18,7 +18,7 @@ from benchmarks.size_law.grid import (
 from benchmarks.size_law.rule import best_rate, exponent
 from benchmarks.size_law.sizes import LARGEST, Size
 from frontier import per_parameter
-from tuning import Method, Rows, against, losses
+from tuning import Rows, against, losses
 
 EVERY = *FIRST, *SECOND, *THIRD, *FOURTH
 HEADER = (
@@ -74,9 +74,3 @@ def _tuned(done: Rows) -> Iterator[str]:
             fixed = SETS_EXPONENT[scheme.optimizer] == (scheme, replicas)
             slope = f"{exponent(rates):+.2f}" if fixed else ""
             yield f"| {scheme.name} | {replicas} | {sets} | {shown} | {slope} |"
-
-
-def tried(method: Method, done: Rows) -> str:
-    """The tries of a method in words: rate, and loss."""
-    cells = [cell for cell in method.tried(done) if cell.key in done]
-    return ", ".join(f"{cell.rate:g}: {done[cell.key]['val_loss']}" for cell in cells)

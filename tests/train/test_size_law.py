@@ -11,7 +11,7 @@ from benchmarks import size_law  # noqa: F401  (finds the older benchmarks)
 from benchmarks.size_law import fit as laws
 from benchmarks.size_law import grid, optimizers, power, run, table
 from benchmarks.size_law.fit import Law, Point
-from benchmarks.size_law.laws import points
+from benchmarks.size_law.laws import figure, points
 from benchmarks.size_law.laws import table as law_table
 from frontier_grid import Cell
 from tuning import missing
@@ -175,7 +175,12 @@ def test_the_tables_are_complete(whole):
     assert {point.replicas for point in points(grid.DILOCO, whole)} == {2, 4, 8}
 
 
-def test_no_scheme_of_any_size_is_refused():
+def test_the_figure_is_drawn(whole, tmp_path):
+    figure(whole, tmp_path / "law")
+    assert "published, 8 replicas" in (tmp_path / "law.svg").read_text()
+
+
+def test_batches_and_steps_fit_replicas_and_rounds():
     for scheme, replicas in table.EVERY:
         for size in (*grid.SIZES, grid.LARGEST):
             assert size.batch % 8 == 0
