@@ -65,9 +65,9 @@ def run_cell(
 ) -> None:
     """Trains one run in this process, judges it at its end, and writes its row."""
     row = train(cell, scratch / file_name(cell), judged=judged)
-    about = {"torch": torch.__version__, "processor": _processor(), "commit": _commit()}
     results.mkdir(parents=True, exist_ok=True)
-    write_whole(results / f"{file_name(cell)}.json", (json.dumps({**row, **about}) + "\n").encode())
+    whole = json.dumps({**row, **made_by()}) + "\n"
+    write_whole(results / f"{file_name(cell)}.json", whole.encode())
     shutil.rmtree(scratch / file_name(cell))
 
 
@@ -91,15 +91,19 @@ def run_missing(
     limit: int = 10**9,
     wanted: Callable[[Cell], bool] = lambda cell: True,
     run: Callable[[Cell, Path, Path], None] = in_a_process,
+    read: Callable[[Path], Rows] = rows,
 ) -> list[Cell]:
-    """Runs what has no row and is `wanted`, in the order of the grid, until `limit` runs are done; returns them."""
+    """Runs what has no row and is `wanted`, in the order of the grid, until `limit` runs are done; returns them.
+
+    read: Reads the rows that are there.
+    """
     ran: list[Cell] = []
     while len(ran) < limit:
-        for cell in filter(wanted, missing(grid(rows(results)), rows(results))):
+        done = read(results)
+        for cell in filter(wanted, missing(grid(done), done)):
             with _claimed(scratch, file_name(cell)) as mine:
-                if (
-                    mine and not (results / f"{file_name(cell)}.json").exists()
-                ):  # another process may just have ended
+                # another process may have ended the run since
+                if mine and cell.key not in read(results):
                     print(time.strftime("%H:%M:%S"), file_name(cell), flush=True)
                     run(cell, results, scratch)
                     ran.append(cell)
@@ -122,9 +126,13 @@ def _claimed(scratch: Path, name: str) -> Iterator[bool]:
             yield True
 
 
-def status(grid: Callable[[Rows], Iterator[Method]], results: Path) -> str:
+def status(
+    grid: Callable[[Rows], Iterator[Method]],
+    results: Path,
+    read: Callable[[Path], Rows] = rows,
+) -> str:
     """How much of the grid is there, as far as it is known, and the next run."""
-    done = rows(results)
+    done = read(results)
     every = list(dict.fromkeys(grid(done)))
     left = list({cell.key: cell for cell in missing(every, done)}.values())
     hours = sum(row["cpu_s"] for row in done.values()) / 3600
@@ -140,6 +148,11 @@ def planned() -> Iterator[Measured]:
         if each.study in ("references", "rounds"):
             for scheme, recipe, replicas, runs, _, source in measured(each, done):
                 yield scheme, recipe, replicas, runs, "long rounds", source
+
+
+def made_by() -> Row:
+    """What made a row: torch, the processor and the commit."""
+    return {"torch": torch.__version__, "processor": _processor(), "commit": _commit()}
 
 
 def _processor() -> str:

@@ -394,7 +394,7 @@ def check_types(key: str, function: Callable[..., object], arguments: Mapping[st
 def scheduler(session: Session, done: int) -> LambdaLR:
     """The schedule of the learning rate, `done` steps into the run."""
     for group in session.optimizer.param_groups:
-        group["initial_lr"] = session.config.optimizer.lr
+        group["initial_lr"] = session.config.optimizer.lr * group.get(optimizers.RATIO, 1.0)
     factor = optimizers.lr_factor(session.config.schedule, session.config.train.steps)
     return LambdaLR(session.optimizer, factor, last_epoch=done - 1)
 

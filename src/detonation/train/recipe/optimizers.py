@@ -13,6 +13,9 @@ from detonation.core.optim.muon import Muon
 from detonation.core.optim.signsgd import SignSGD
 from detonation.train.recipe.schema import OptimizerConfig, ScheduleConfig
 
+RATIO = "lr_ratio"
+"""Key of a group whose learning rate differs from the recipe's: the first divided by the second."""
+
 REFUSED = {
     "LBFGS": (
         "it evaluates the loss several times per step, and replicas would not take the same number"
@@ -56,7 +59,8 @@ def build_optimizer(chosen: OptimizerConfig, model: torch.nn.Module) -> torch.op
     """The optimizer that `chosen` describes, over all parameters of `model`.
 
     Besides `optimizer_classes`, a name may be "package.module:function" for a class or a function
-    that takes parameter groups and `lr`. Raises `ValueError` for a wrong name or argument.
+    that takes parameter groups and `lr`. Where it gives groups learning rates of their own, the
+    schedule scales each. Raises `ValueError` for a wrong name or argument.
     """
     arguments = {
         key: tuple(value) if isinstance(value, list) else value
@@ -77,6 +81,10 @@ def build_optimizer(chosen: OptimizerConfig, model: torch.nn.Module) -> torch.op
             f"optimizer {chosen.name} makes a {type(made).__name__}, must make a"
             " torch.optim.Optimizer"
         )
+    for group in made.param_groups:
+        # the schedule moves each group in its own proportion
+        if group.get("lr", chosen.lr) != chosen.lr:
+            group[RATIO] = float(group["lr"]) / chosen.lr
     return made
 
 

@@ -1,0 +1,141 @@
+"""The laws of the schemes from the rows: `--fit` prints them, `--figure` draws that of `diloco`."""
+
+import math
+from pathlib import Path
+
+from benchmarks.size_law.fit import (
+    DRAWS,
+    Law,
+    Point,
+    draws,
+    fit,
+    held_out,
+    interval,
+    per_decade,
+    resampled,
+    residuals,
+)
+from benchmarks.size_law.grid import DILOCO, FULL, FULL_MUON, SIZES, Scheme
+from benchmarks.size_law.power import PUBLISHED
+from benchmarks.size_law.sizes import LARGEST, Size
+from benchmarks.size_law.table import EVERY, runs_of
+from drawing import drawn
+from frontier import Row
+from tuning import Rows, losses
+
+AT = 30e6, 125e6
+"""Parameters of the models that are predicted."""
+HEADER = (
+    "scheme | replicas | to | sizes | runs | exponent of size | per decade, % | "
+    "cost at 30M, % | cost at 125M, % | largest size: predicted without it | found | law"
+)
+SHADES = {2: "tab:blue", 4: "tab:green", 8: "tab:red"}
+
+
+def reference(scheme: Scheme) -> Scheme:
+    """Full synchronisation with the optimizer of the scheme; of AdamW for signs."""
+    return FULL_MUON if scheme.optimizer == "muon" else FULL
+
+
+def points(scheme: Scheme, done: Rows) -> list[Point]:
+    """What each size has shown of a scheme, for each number of replicas, on the seeds of both."""
+    found = list[Point]()
+    for size in (*SIZES, LARGEST):
+        base = losses_of(size, reference(scheme), 1, done)
+        for replicas in (count for each, count in EVERY if each == scheme):
+            own = losses_of(size, scheme, replicas, done)
+            logs = [math.log(own[seed] / base[seed]) for seed in sorted(set(own) & set(base))]
+            if logs:
+                found.append(Point(size.parameters, replicas, tuple(logs)))
+    return found
+
+
+def losses_of(size: Size, scheme: Scheme, replicas: int, done: Rows) -> dict[int, float]:
+    runs: dict[int, Row] = runs_of(size, scheme, replicas, done)
+    return losses(runs)
+
+
+def table(done: Rows, count: int = DRAWS) -> str:
+    """One line per scheme and number of replicas that two sizes have judged; then the residuals."""
+    lines = [f"| {HEADER} |", "|---" * (HEADER.count("|") + 1) + "|"]
+    rest = [
+        "",
+        "| scheme | parameters | replicas | found, relative to the law, % |",
+        "|---|---|---|---|",
+    ]
+    schemes = dict.fromkeys(each for each, _ in EVERY if each not in (FULL, FULL_MUON))
+    for scheme in schemes:
+        found = points(scheme, done)
+        if len({point.parameters for point in found}) >= 2:
+            lines += _lines(scheme, found, count)
+            rest += [
+                f"| {scheme.name} | {size:,.0f} | {replicas} | {100 * each:+.2f} |"
+                for (size, replicas), each in residuals(found, fit(found)).items()
+            ]
+    if len(lines) == 2:
+        return "no law yet: two sizes of a scheme must be judged"
+    return "\n".join([*lines, *rest])
+
+
+def _lines(scheme: Scheme, found: list[Point], count: int) -> list[str]:
+    laws = draws(found, count=count)
+    law, sizes = fit(found), sorted({point.parameters for point in found})
+    checks = {each.replicas: each for each in held_out(found, count)} if len(sizes) > 2 else {}
+    lines = list[str]()
+    for replicas in sorted({point.replicas for point in found}):
+        own = [point for point in found if point.replicas == replicas]
+        check = checks.get(replicas)
+        cells = [
+            scheme.name,
+            str(replicas),
+            reference(scheme).name,
+            f"{min(sizes):,.0f} to {max(sizes):,.0f}",
+            str(sum(len(point.logs) for point in own)),
+            bounded(law.size, [each.size for each in laws], 1, ".2f"),
+            _decades(own, count),
+            *(costs(law, laws, parameters, replicas) for parameters in AT),
+        ]
+        if check is not None:
+            low, high = 100 * check.low, 100 * check.high
+            cells.append(f"{100 * check.expected:+.1f} [{low:+.1f}, {high:+.1f}]")
+            cells.append(f"{100 * check.found:+.1f}")
+            cells.append("supported" if check.supported else "refuted")
+        lines.append("| " + " | ".join(cells + [""] * (HEADER.count("|") + 1 - len(cells))) + " |")
+    return lines
+
+
+def _decades(own: list[Point], count: int) -> str:
+    if len({point.parameters for point in own}) < 2:
+        return ""
+    drawn_slopes = [per_decade(each) for each in resampled(own, count)]
+    return bounded(per_decade(own), drawn_slopes, 100, "+.1f")
+
+
+def costs(law: Law, laws: list[Law], parameters: float, replicas: int) -> str:
+    """The cost at a size by the law, with its interval, in percent."""
+    every = [each.cost(parameters, replicas) for each in laws]
+    return bounded(law.cost(parameters, replicas), every, 100, "+.1f")
+
+
+def bounded(value: float, every: list[float], times: float, form: str) -> str:
+    low, high = interval(every)
+    return f"{times * value:{form}} [{times * low:{form}}, {times * high:{form}}]"
+
+
+def figure(done: Rows, path: Path) -> None:
+    """Draws the costs of `diloco` by size: ours with the fitted law, and the published one."""
+    found = points(DILOCO, done)
+    law = fit(found)
+    with drawn(path, 7, 4) as drawing:
+        axes = drawing.subplots()
+        sizes = [10 ** (4.3 + step / 20) for step in range(102)]
+        for replicas in sorted({point.replicas for point in found}):
+            colour = SHADES[replicas]
+            for chosen, style, name in (law, "-", "ours"), (Law(*PUBLISHED), "--", "published"):
+                line = [100 * chosen.cost(size, replicas) for size in sizes]
+                axes.plot(sizes, line, style, color=colour, label=f"{name}, {replicas} replicas")
+            own = [point for point in found if point.replicas == replicas]
+            marks = [(point.parameters, 100 * math.expm1(y)) for point in own for y in point.logs]
+            axes.plot(*zip(*marks, strict=True), ".", color=colour, markersize=4)
+        axes.set(xscale="log", xlabel="parameters", ylabel="loss to AdamW in full, %")
+        axes.legend(frameon=False)

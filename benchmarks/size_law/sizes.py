@@ -1,0 +1,64 @@
+"""The sizes of the grid, and what follows from a size: batch, steps and warm-up."""
+
+import dataclasses
+import functools
+import math
+
+import torch
+
+from detonation.models import build_model
+
+TOKENS = 20
+"""Training tokens per parameter, each a byte."""
+CONTEXT = 128
+ROUND = 30
+"""Steps are a multiple of it: a run ends with a round."""
+WINDOW = 3
+"""Evaluations whose mean is the final loss: after the last step, 30 and 60 steps before it."""
+SMALLEST, OF_SMALLEST = 37_152, 8
+"""Parameters of the smallest model, and its examples per step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """A model with two layers; `seeds` judge each scheme."""
+
+    name: str
+    hidden: int
+    feed_forward: int
+    seeds: int
+
+    @functools.cached_property
+    def parameters(self) -> int:
+        with torch.device("meta"):
+            made = build_model(
+                "olmo2",
+                {"hidden_size": self.hidden, "feed_forward": self.feed_forward, "heads": 4},
+            )
+        return sum(parameter.numel() for parameter in made.parameters())
+
+    @property
+    def batch(self) -> int:
+        """Examples per step over all replicas: with the root of the size, a multiple of eight."""
+        return 8 * round(OF_SMALLEST / 8 * math.sqrt(self.parameters / SMALLEST))
+
+    @property
+    def steps(self) -> int:
+        return ROUND * round(TOKENS * self.parameters / (self.batch * CONTEXT) / ROUND)
+
+    @property
+    def sets(self) -> str:
+        """The settings of a run of this size, without scheme and optimizer."""
+        evaluated = f"later:{self.steps - WINDOW * ROUND}:train.validate_every={ROUND}"
+        model = f"model.hidden_size={self.hidden} model.feed_forward={self.feed_forward}"
+        return f"{model} train.steps={self.steps} schedule.warmup={self.steps // 20} {evaluated}"
+
+
+SIZES = (
+    Size("0.037M", 32, 64, 8),
+    Size("0.14M", 64, 192, 8),
+    Size("0.59M", 128, 512, 5),
+    Size("1.2M", 192, 704, 2),
+)
+LARGEST = Size("2.3M", 256, 1088, 2)
+"""Of two schemes alone, where hours are left."""
