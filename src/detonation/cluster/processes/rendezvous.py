@@ -145,7 +145,7 @@ def _wait_for_all(store: Store, world_size: int) -> None:
     """
     awaited = Awaited(f"rank 0 of {world_size}", _RENDEZVOUS_TIMEOUT_S)
     while away := [r for r in range(1, world_size) if not store.check([_key("came", r)])]:
-        awaited.wait(away)
+        awaited.wait(partial(list, away))
 
 
 def compare_devices(store: Store, position: LaunchPosition, device: torch.device) -> None:

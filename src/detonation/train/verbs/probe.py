@@ -15,7 +15,7 @@ from detonation.cluster.launch import run_under_launcher
 from detonation.cluster.mesh import init_mesh
 from detonation.cluster.network.measure import Everyone, probe_axis
 from detonation.cluster.network.profile import Compute, Profile
-from detonation.cluster.processes.rendezvous import keep_to_one_interface
+from detonation.cluster.processes.rendezvous import use_interface
 from detonation.core.schemes.registry import SCHEMES
 from detonation.train.loop.session import Session, check_config, slowed, start_session
 from detonation.train.output.directory import environment
@@ -73,7 +73,7 @@ def probe(request: ProbeRequest, fail: Callable[[Exception], int]) -> Profile | 
     if place is None:
         compute_with_one_thread()
         task = _prepare(request, None)
-        keep_to_one_interface(os.environ, True, request.interface)
+        use_interface(os.environ, request.interface)
         ranks = on_ranks(probe_on_rank, task, probe_afresh, [to_plain(request)], task.mesh)
         return Profile.of(ranks[0])
     prepare = partial(_prepare, request, place)
