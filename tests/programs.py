@@ -408,7 +408,6 @@ class _Arrivals:
         replica = Replica(
             self._setting, axis, guest.number, self._folder, None, tick, model, [optimizer]
         )
-        model.requires_grad_(True)  # also what no optimizer trains yet
         replica.freeze(*frozen)
         replica.step()
         first = self._program.index(("join",)) + 1

@@ -136,12 +136,12 @@ def trains_with_a_door(store, replica, backs, news):
     return on(axis, model, optimizer)
 
 
-def on(axis, model, optimizer):
+def on(axis, model, optimizer, size=3):
     door, last = dt.Admission(model, optimizer, token=TOKEN), None
     while last is None or optimizer.step_count < last:
         step_of(model, [optimizer], optimizer.step_count)
         door.after_step()
-        if last is None and axis.size() == 3:
+        if last is None and axis.size() == size:
             last = optimizer.step_count + 3
     axis.close()
     return optimizer.step_count, digest(model.parameters())
@@ -159,6 +159,28 @@ def test_a_newcomer_comes_in_after_training_went_back_or_another_optimizer_was_m
     members = [partial(trains_with_a_door, store, number, backs, news) for number in range(2)]
     ends = together(*members, partial(comes, store))
     assert len(set(ends)) == 1
+
+
+def trains_a_part(store, replica):
+    membership = Membership(
+        next_axis_store(store, replica, 1), replica, 1, 0, 1, 30.0, 1, print, confirm_s=30.0
+    )
+    axis, model = Mortal(membership, 30.0), copy.deepcopy(MODEL)
+    optimizer = optimizer_of(axis, TALKING["demo"], model, model.layers[0])
+    return on(axis, model, optimizer, 2)
+
+
+def test_a_newcomer_trains_later_what_no_optimizer_trained_when_it_came_in():
+    """It asks for a gradient of these weights as it did before, and so the others do."""
+    store, model = HashStore(), copy.deepcopy(MODEL)
+
+    def comes_for_a_part():
+        optimizer, axis = dt.admitted(model, dt.Guest(store), token=TOKEN)
+        return on(axis, model, optimizer, 2)
+
+    ends = together(partial(trains_a_part, store, 0), comes_for_a_part)
+    assert ends[0] == ends[1]
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def memories_around(axis, every, first):

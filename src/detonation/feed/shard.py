@@ -267,8 +267,10 @@ def joined_optimizer(
             " first"
         )
     parameters = local_parameters(model)
+    optimized = {name for group in saved.groups for name in group["parameters"]}
     for name, parameter in parameters.items():
-        parameter.requires_grad_(name in about["trained"])
+        if name in optimized:  # others stay as they are, since no step moves them
+            parameter.requires_grad_(name in about["trained"])
         mark_used(parameter, name in about.get("padding", ()))
     base = base_optimizer(make, about, saved.groups, parameters)
     for mine, group in zip(base.param_groups, before.param_groups, strict=True):
