@@ -1,7 +1,9 @@
 """Pages, launch files and examples that name several machines run on several machines, as printed."""
 
+import os
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import yaml
@@ -90,6 +92,7 @@ def up(tmp_path):
     return bring
 
 
+@pytest.mark.long_cases("docs/tutorials/internet.md")  # torchrun's kind, as two-machines.md
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_runs_on_its_machines(name, up):
     up(PAGES[name], lambda run: run.blocks(), name)
@@ -136,9 +139,12 @@ def test_the_script_of_slurm_on_two_nodes(up):
     up(Page(Network(TUNNEL, names={"a": "a", "b": "b"}), env=SLURM), work)
 
 
+@pytest.mark.long  # torchrun's kind, as two-machines.md
 def test_the_task_of_skypilot_on_two_nodes(up):
     task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
-    env = {name: {**task["envs"], **SKYPILOT[name], "HOME": "home"} for name in "ab"}
+    cache = {"XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))}
+    home = {"HOME": "home", **cache}  # what is compiled stays where other tests find it
+    env = {name: {**task["envs"], **SKYPILOT[name], **home} for name in "ab"}
 
     def work(run):
         for machine in "ab":
@@ -180,6 +186,7 @@ OF_LIBRARIES = {"huggingface_accelerate.py", "huggingface_trainer.py", "lightnin
 """Examples whose libraries make the process group, by torch's rules; tests/integrations runs them."""
 
 
+@pytest.mark.long_cases("ddp_hook.py", "fsdp2_loop.py")  # the mesh of init_mesh, as on the pages
 @pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - OF_LIBRARIES))
 def test_an_example_runs_on_two_machines(name, up):
     line = (
