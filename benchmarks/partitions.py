@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -78,10 +79,14 @@ class Command:
             target = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(target, 1)
             os.dup2(target, 2)
+            # not those of a parent that captures what it prints
+            sys.stdout = os.fdopen(1, "w", closefd=False)
+            sys.stderr = os.fdopen(2, "w", closefd=False)
             for number in (signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_DFL)
             code = run_command(list(arguments))
         finally:
+            sys.stderr.flush()
             os._exit(code)
 
     def poll(self) -> int | None:
