@@ -131,7 +131,8 @@ class Programs(RuleBasedStateMachine):
 
     def teardown(self):
         if self.setting is not None and self.program:
-            self.run_program([*self.program, ("step",), ("step",), ("synchronize",)])
+            end = [("step",)] * 2 + [("synchronize",)] * 2  # of which the second changes nothing
+            self.run_program([*self.program, *end])
 
     def run_program(self, program):
         ends = simulated(self.setting, program)
