@@ -59,7 +59,7 @@ class VerifyReport:
         return not self.faults and not self.differences
 
     def line(self) -> str:
-        """The findings in one line."""
+        """Describes the findings in one line."""
         if self.faults:
             return f"{self.path}: not whole: {'; '.join(self.faults)}"
         whole = "whole"

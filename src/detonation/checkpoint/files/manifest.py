@@ -47,7 +47,7 @@ class Manifest:
     volumes: list[int] = field(default_factory=list)
 
     def dumps(self) -> str:
-        """The manifest as JSON. Its own checksum is the last entry.
+        """JSON of the manifest. Its own checksum is the last entry.
 
         Raises `ValueError` if the text is larger than a reader accepts.
         """
@@ -66,7 +66,7 @@ class Manifest:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The caller's values, decoded. Raises `ValueError` if they are damaged."""
+        """Values of the caller, decoded. Raises `ValueError` if they are damaged."""
         return decoded_extra(self.extra)
 
     def elsewhere(self, present: Callable[[str], bool]) -> list[str]:
@@ -220,7 +220,7 @@ def _check_volumes(volumes: Any, files: int) -> None:
 
 
 def _summary(name: str, value: Any) -> ShardSummary:
-    """The size and checksum of one file. Raises `CorruptCheckpoint` for anything else."""
+    """Size and checksum of one file. Raises `CorruptCheckpoint` for anything else."""
     if not (isinstance(value, dict) and value.keys() == {"bytes", "sha256"}):
         raise CorruptCheckpoint(
             f"{name} in {MANIFEST_NAME} needs bytes and sha256, and nothing else"
