@@ -1,6 +1,6 @@
-"""Puts a checkpoint's state of this rank into a model and its optimizer."""
+"""Loads the state of this rank from a checkpoint into a model and its optimizer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,107 +29,133 @@ from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.optimizer.state import local_state_of, parameters_of
 from detonation.core.replicator.base import Replicator
+from detonation.core.replicator.channel import Channel
 from detonation.gates.closeness import Closeness
 from detonation.wire.units import load_shard_state, shard_units
 
 _MEMORY = "residual"
 _SERVER_RESIDUAL = "server_residual"
-"""The names of a channel's local state."""
+"""Names in the local state of a channel."""
 _BY_REPLICA = ("taken", "local_steps")
-"""The local state that has a number for each replica."""
+"""Names of the local state that has a number for each replica."""
 
 
 @torch.no_grad()
 def restore(
     saved: CheckpointReader, model: nn.Module, optimizer: Replicated
 ) -> tuple[str, Callable[[], str]]:
-    """Puts the state of `saved` into both; the caller then compares the replicas.
+    """Loads the state of `saved` into both; the caller then compares the replicas.
 
     Returns:
-        In words, how the saved world was merged into this one; and what is left to do, which is
-        collective and comes when no rank has raised. It returns in words what had to be dropped.
+        In words, how the saved world was merged into this one; and a collective function, which
+        the caller calls once no rank has raised. The function completes the state, and returns in
+        words what had to be dropped.
 
     Raises:
         ValueError: the checkpoint is of another model, optimizer, scheme or seed.
     """
-    (own, held), manifest = held_shards(model, optimizer), saved.manifest
-    moved = _own_file(saved, own).moved
-    found = weights(model)
+    own, held = held_shards(model, optimizer)
+    manifest = saved.manifest
+    file = _own_file(saved, own)
+    moved = file.moved
     _check(saved, model, optimizer, own)
     same = _same_shape(manifest, own)
-    source: Elastic | ShardReader = _own_file(saved, own)
-    if not same or any(held.values()):  # pieces are put together
+    source: Elastic | ShardReader = file
+    if not same or any(held.values()):  # this rank needs parts of several files
         source = Elastic(saved, own, [own.replica] if same else None)
-    parameters, frozen = local_parameters(model), frozen_weights(model)
-    if not any(
-        f"model.{name}" in _own_file(saved, own).keys for name in frozen
-    ):  # saved without them
+    _load_weights(saved, source, file, model)
+    described = _described(saved, own, source)
+    for name, parameter in local_parameters(model).items():
+        load_base_state(described, source, optimizer, name, parameter, manifest.alike)
+    _load_groups(file, optimizer)
+    stays_close = bool(same and moved and optimizer.settings.safety.equal != "bits")
+    if stays_close:
+        optimizer.closeness = Closeness(moved)
+    keys = [key.removeprefix("replica.") for key in file.keys if key.startswith("replica.")]
+    optimizer.build(parameters_of(keys))
+    optimizer.refuse_overlap()
+    of_shards = replicators_of_shards(optimizer, held)
+    if not same:
+        assert isinstance(source, Elastic)
+        dropped = "".join(_merge_local_state(source, each) for each in of_shards.values())
+        how = _merge_policy(manifest.replicas, manifest.shards, own) + dropped
+        return how, partial(merge_shard_state, saved, model, own)
+    for shard, replicators in of_shards.items():
+        _load_local_state(saved.file(own.replica, shard), replicators)
+    wire = {k.removeprefix(SHARD): file.tensor(k) for k in file.keys if k.startswith(SHARD)}
+    how = "exactly as saved, and replicas stay close" if stays_close else "exactly as saved"
+    return how + _load_generators(file, model), partial(_load_wire, model, wire)
+
+
+def _load_weights(
+    saved: CheckpointReader, source: Elastic | ShardReader, file: ShardReader, model: nn.Module
+) -> None:
+    """Copies the saved parameters and buffers into `model`.
+
+    Parameters that require no gradient keep their values if `file` has none of them.
+    """
+    parameters = local_parameters(model)
+    found = weights(model)
+    frozen = frozen_weights(model)
+    if not any(f"model.{name}" in file.keys for name in frozen):
         found = {name: tensor for name, tensor in found.items() if name not in frozen}
     for name, tensor in found.items():
         key = f"model.{name}"
+        # each rank has the whole of a buffer, and each replica has its own
+        box = Box.of(tensor) if name in parameters else None
         if isinstance(source, ShardReader):
             read = source.tensor(key)
-            if (
-                name in parameters
-                and (was := source.boxes.get(key))
-                and was != (here := Box.of(tensor))
-            ):
-                if was.whole != here.whole:
-                    raise ValueError(
-                        f"{name} is {was.whole} in {saved.path}, here {here.whole}: resume the same"
-                        " model"
-                    )
-                raise ValueError(
-                    f"{key} was cut otherwise over the shards: resume with the same mesh and"
-                    " placements"
-                )
+            _require_same_box(saved, name, source.boxes.get(key), box)
         else:
-            box = (
-                Box.of(tensor) if name in parameters else None
-            )  # buffers are whole, and each replica has its own
-            read = source.agreed(key, box, manifest.alike and box is not None)
+            read = source.agreed(key, box, saved.manifest.alike and box is not None)
         local(tensor).copy_(_fitting(key, local(tensor), read))
-    replicas = [own.replica] if same else range(1 if manifest.alike else manifest.replicas)
-    described = (
-        ReplicaFiles([saved.file(r, 0) for r in replicas])
-        if isinstance(source, Elastic)
-        else source
+
+
+def _require_same_box(
+    saved: CheckpointReader, name: str, was: Box | None, here: Box | None
+) -> None:
+    """Raises `ValueError` if a parameter was saved with another shape or another part of it."""
+    if was is None or here is None or was == here:
+        return
+    if was.whole != here.whole:
+        raise ValueError(
+            f"{name} is {was.whole} in {saved.path}, here {here.whole}: resume the same model"
+        )
+    raise ValueError(
+        f"model.{name} was cut otherwise over the shards: resume with the same mesh and placements"
     )
-    for name, parameter in parameters.items():
-        load_base_state(described, source, optimizer, name, parameter, manifest.alike)
-    for group, options in zip(optimizer.param_groups, _own_file(saved, own).groups, strict=True):
+
+
+def _described(
+    saved: CheckpointReader, own: Coordinates, source: Elastic | ShardReader
+) -> ShardReader | ReplicaFiles:
+    """Keys, boxes and plain values of all files that `source` reads."""
+    if isinstance(source, ShardReader):
+        return source
+    replicas = range(saved.manifest.replicas)
+    if _same_shape(saved.manifest, own):
+        replicas = range(own.replica, own.replica + 1)
+    elif saved.manifest.alike:
+        replicas = range(1)
+    return ReplicaFiles([saved.file(replica, 0) for replica in replicas])
+
+
+def _load_groups(file: ShardReader, optimizer: Replicated) -> None:
+    """Sets the options of the parameter groups to the saved ones."""
+    for group, options in zip(optimizer.param_groups, file.groups, strict=True):
         group |= {
             key: _option(key, group.get(key), value) for key, value in options["options"].items()
         }
         for key, value in options["tensors"].items():
             like = group.get(key, group["lr"])  # a scheduler that is made later adds initial_lr
-            group[key] = (
-                like.new_tensor(value) if isinstance(like, Tensor) else _option(key, like, value)
-            )
-    if stays_close := bool(same and moved and optimizer.settings.safety.equal != "bits"):
-        optimizer.closeness = Closeness(moved)
-    keys = [
-        key.removeprefix("replica.")
-        for key in _own_file(saved, own).keys
-        if key.startswith("replica.")
-    ]
-    optimizer.build(parameters_of(keys))
-    optimizer.refuse_overlap()
-    of_shards = replicators_of_shards(optimizer, held)
-    if same:
-        for shard, replicators in of_shards.items():
-            _load_local_state(saved.file(own.replica, shard), replicators)
-        file = _own_file(saved, own)
-        wire = {k.removeprefix(SHARD): file.tensor(k) for k in file.keys if k.startswith(SHARD)}
-        how = "exactly as saved, and replicas stay close" if stays_close else "exactly as saved"
-        return how + _load_generators(file, model), partial(_load_wire, model, wire)
-    assert isinstance(source, Elastic)
-    dropped = "".join(_merge_local_state(source, replicators) for replicators in of_shards.values())
-    how = _merge_policy(manifest.replicas, manifest.shards, own) + dropped
-    return how, partial(merge_shard_state, saved, model, own)
+            if isinstance(like, Tensor):
+                group[key] = like.new_tensor(value)
+            else:
+                group[key] = _option(key, like, value)
 
 
 def _load_wire(model: nn.Module, state: dict[str, Tensor]) -> str:
+    """Loads the state of the shard wire; returns in words the state that had to be dropped."""
     load_shard_state(model, state)
     if not state or shard_units(model):
         return ""
@@ -139,6 +165,7 @@ def _load_wire(model: nn.Module, state: dict[str, Tensor]) -> str:
 def _check(
     saved: CheckpointReader, model: nn.Module, optimizer: Replicated, own: Coordinates
 ) -> None:
+    """Raises `ValueError` if this run cannot continue from `saved`."""
     manifest = saved.manifest
     for key, now in run_identity(optimizer).items():
         was = getattr(manifest, key)
@@ -166,7 +193,7 @@ def _check(
 
 
 def _other_groups(saved: Sequence[Any], own: Sequence[Sequence[str]]) -> str:
-    """In words, the parameters that only one of both has, or that both have in other groups."""
+    """In words, the parameters that only one run has, or that the runs have in other groups."""
     was = [name for group in saved if isinstance(group, list) for name in map(str, group)]
     now = [name for group in own for name in group]
     missing, added = ([name for name in a if name not in {*b}] for a, b in ((was, now), (now, was)))
@@ -186,33 +213,37 @@ def _other_groups(saved: Sequence[Any], own: Sequence[Sequence[str]]) -> str:
 
 
 def _few(names: Sequence[str]) -> str:
+    """First three names, and the number of the others."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
 
 
 def _same_shape(manifest: Manifest, own: Coordinates) -> bool:
+    """Whether this world has as many replicas and shards as the saved one."""
     return (manifest.replicas, manifest.shards) == (own.replicas, own.shards)
 
 
 def _own_file(saved: CheckpointReader, own: Coordinates) -> ShardReader:
-    """The file of this rank, which may be the only one on its node; in a world of another shape the
-    first of all."""
-    return (
-        saved.file(own.replica, own.shard) if _same_shape(saved.manifest, own) else saved.file(0, 0)
-    )
+    """File of this rank, which may be the only one on its node.
+
+    In a world of another shape, the first file of the checkpoint.
+    """
+    if _same_shape(saved.manifest, own):
+        return saved.file(own.replica, own.shard)
+    return saved.file(0, 0)
 
 
 def _option(key: str, current: Any, saved: Any) -> Any:
     """A saved option of a parameter group.
 
-    Raises `CorruptCheckpoint` where it is of another kind than `current`.
+    Raises `CorruptCheckpoint` if its type differs from that of `current`.
     """
     if isinstance(current, tuple | list) and isinstance(saved, list) and len(current) == len(saved):
         return type(current)(
             _option(key, inner, other) for inner, other in zip(current, saved, strict=True)
         )
     if current is None and isinstance(saved, int | float):
-        return saved  # set since the optimizer was made, as a scheduler does
+        return saved  # training set it after it made the optimizer, for example by a scheduler
     number = _is_number(current) and _is_number(saved)
     switch = isinstance(current, bool | None) and isinstance(saved, bool | None)
     if not (number or switch or (isinstance(current, str) and isinstance(saved, str))):
@@ -227,8 +258,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _load_generators(source: ShardReader, model: nn.Module) -> str:
-    """Sets the random generators of this rank; returns in words those that start anew, on another
-    kind of device."""
+    """Sets the random generators of this rank.
+
+    Returns in words those that start anew, because the run was on another kind of device.
+    """
     found = generators(model)
     for key in found.keys() & source.keys:
         found[key].set_state(source.tensor(key))
@@ -246,8 +279,10 @@ def load_base_state(
     parameter: Tensor,
     alike: bool = False,
 ) -> None:
-    """Replaces the base optimizer's state of one parameter; `file` has its keys, and its values
-    that are no tensors."""
+    """Replaces the base optimizer's state of one parameter.
+
+    `file` has the keys, the boxes and the values that are no tensors; `source` reads the tensors.
+    """
     prefix = f"optimizer.{name}."
     state: dict[str, Any] = {
         _entry(k, prefix): v for k, v in file.values.items() if k.startswith(prefix)
@@ -256,27 +291,14 @@ def load_base_state(
         raise CorruptCheckpoint(f"the state of {name} holds {str(state)[:60]}, must be numbers")
     for key in [key for key in file.keys if key.startswith(prefix)]:
         if isinstance(source, ShardReader):
-            tensor, box = source.tensor(key), source.boxes.get(key)
-            whole = box.whole if box else ()
-            if whole == tuple(parameter.shape) and tensor.shape != local(parameter).shape:
-                raise CorruptCheckpoint(
-                    f"{key} has shape {tuple(tensor.shape)}, not {tuple(local(parameter).shape)}"
-                )
+            tensor, whole = _stored(source, key, parameter)
         else:
-            sharded = key in file.boxes
-            if sharded and file.boxes[key].whole != tuple(parameter.shape):
-                raise ValueError(
-                    f"{key} is sharded unlike its parameter: resume with as many shards"
-                )
-            tensor = (
-                source.agreed(key, Box.of(parameter), alike, some=True)
-                if sharded
-                else source.own(key, alike)
-            )
+            tensor = _assembled(file, source, key, parameter, alike)
             whole = tuple(parameter.shape)
-        tensor = tensor if key in file.on_host else tensor.to(local(parameter).device)
-        # state of a plain parameter is plain, of a DTensor mostly a DTensor: a model may be sharded
-        # since it was saved
+        if key not in file.on_host:
+            tensor = tensor.to(local(parameter).device)
+        # The state of a plain parameter is plain, and that of a DTensor mostly a DTensor. The model
+        # may be sharded now although it was not when it was saved.
         wrapped = key in file.wrapped or (key in file.boxes and f"model.{name}" not in file.wrapped)
         state[_entry(key, prefix)] = _as_dtensor(parameter, tensor, whole) if wrapped else tensor
     if state:
@@ -285,12 +307,38 @@ def load_base_state(
         optimizer.base.state.pop(parameter, None)
 
 
+def _stored(source: ShardReader, key: str, parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """One tensor of the optimizer's state from the file of this rank, and the shape of its whole.
+
+    The shape is () if the tensor was not sharded.
+    """
+    tensor = source.tensor(key)
+    box = source.boxes.get(key)
+    whole = box.whole if box else ()
+    if whole == tuple(parameter.shape) and tensor.shape != local(parameter).shape:
+        raise CorruptCheckpoint(
+            f"{key} has shape {tuple(tensor.shape)}, not {tuple(local(parameter).shape)}"
+        )
+    return tensor, whole
+
+
+def _assembled(
+    file: ShardReader | ReplicaFiles, source: Elastic, key: str, parameter: Tensor, alike: bool
+) -> Tensor:
+    """One tensor of the optimizer's state from the files of several ranks."""
+    if key not in file.boxes:
+        return source.own(key, alike)
+    if file.boxes[key].whole != tuple(parameter.shape):
+        raise ValueError(f"{key} is sharded unlike its parameter: resume with as many shards")
+    return source.agreed(key, Box.of(parameter), alike, some=True)
+
+
 def _entry(key: str, prefix: str) -> str:
-    """The optimizer's own key of a saved entry.
+    """Key of a saved entry in the optimizer's state.
 
-    No parameter's name continues that of another after a dot.
+    The prefix is unambiguous: no parameter's name is that of another followed by a dot and more.
 
-    Raises `ValueError` for a key with a dot, as versions wrote it that did not read it again.
+    Raises `ValueError` for a key with a dot, which only versions wrote that could not read it.
     """
     spelled = key.removeprefix(prefix)
     if "." in spelled:
@@ -302,18 +350,22 @@ def _entry(key: str, prefix: str) -> str:
 
 
 def _as_dtensor(parameter: Tensor, tensor: Tensor, whole: tuple[int, ...]) -> Tensor:
-    """`tensor` as the local part of a DTensor like `parameter`, where that is a DTensor."""
+    """`tensor` as the local part of a DTensor like `parameter`; unchanged if that is plain."""
     if not isinstance(parameter, DTensor):
         return tensor
     stride = torch.empty(whole, device="meta").stride()
-    mesh, placements = parameter.device_mesh, parameter.placements
     return DTensor.from_local(
-        tensor, mesh, placements, run_check=False, shape=torch.Size(whole), stride=stride
+        tensor,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=torch.Size(whole),
+        stride=stride,
     )
 
 
 def _load_local_state(source: ShardReader, replicators: Sequence[Replicator]) -> None:
-    """Loads the local state of a shard, in a world of the shape that saved."""
+    """Loads the local state of a shard in a world of the saved shape."""
     current = {f"replica.{key}": tensor for key, tensor in local_state_of(replicators).items()}
     saved = {key for key in source.keys if key.startswith("replica.")}
     require_same_keys("the checkpoint", current, saved)
@@ -330,48 +382,69 @@ def _load_local_state(source: ShardReader, replicators: Sequence[Replicator]) ->
 
 
 def _merge_local_state(source: Elastic, replicators: Sequence[Replicator]) -> str:
-    """Merges the local states of all replicas; returns in words the state that had to be dropped."""
+    """Merges local states of all replicas; returns in words the state that had to be dropped."""
     dropped = ""
     for level, replicator in enumerate(replicators):
-        local_state, channel = replicator.local_state(), replicator.channel
-        own_boxes = {name: Box.of(parameter) for name, parameter in replicator.parameters.items()}
-        merged = {}
-        for key, tensor in local_state.named().items():
-            kind, _, name = key.partition(".")
-            full_key = f"replica.{level}.{key}"
-            if kind == _MEMORY:
-                merged[key] = _fitting(full_key, tensor, source.memory(full_key, own_boxes[name]))
-            elif kind == _SERVER_RESIDUAL:
-                merged[key] = torch.zeros_like(tensor)
-            elif key in _BY_REPLICA:  # of other replicas: all begin a round of equal steps
-                merged[key] = tensor
-            else:
-                merged[key] = _fitting(
-                    full_key, tensor, source.agreed(full_key, own_boxes.get(name))
-                )
-        residual = source.server_residual(f"replica.{level}.{_SERVER_RESIDUAL}", channel, own_boxes)
-        if residual is not None and _SERVER_RESIDUAL in merged:
-            merged[_SERVER_RESIDUAL] = owned_rows(residual, channel)
-        elif residual is not None and channel.memory is not None:
-            for name, piece in zip(own_boxes, residual, strict=True):
-                merged[f"{_MEMORY}.{name}"] += piece
-        elif residual is not None:
-            norm = sum(float(piece.double().square().sum()) for piece in residual) ** 0.5
-            dropped += (
-                f"; dropped: the server residual of the owners, norm {norm:.3g}, has no place in"
-                " this world"
-            )
+        local_state = replicator.local_state()
+        boxes = {name: Box.of(parameter) for name, parameter in replicator.parameters.items()}
+        prefix = f"replica.{level}."
+        merged = _merged(source, prefix, local_state.named(), boxes)
+        dropped += _merge_server_residual(source, prefix, replicator.channel, boxes, merged)
         local_state.load(merged)
     return dropped
 
 
-def _fitting(key: str, target: Tensor, source: Tensor) -> Tensor:
-    """`source`, unchanged.
+def _merged(
+    source: Elastic, prefix: str, current: Mapping[str, Tensor], boxes: Mapping[str, Box]
+) -> dict[str, Tensor]:
+    """Local state of one replicator, merged over the replicas, without server residuals."""
+    merged = {}
+    for key, tensor in current.items():
+        kind, _, name = key.partition(".")
+        full_key = prefix + key
+        if kind == _MEMORY:
+            merged[key] = _fitting(full_key, tensor, source.memory(full_key, boxes[name]))
+        elif kind == _SERVER_RESIDUAL:
+            merged[key] = torch.zeros_like(tensor)
+        elif key in _BY_REPLICA:  # saved for other replicas: all begin a round of equal steps
+            merged[key] = tensor
+        else:
+            merged[key] = _fitting(full_key, tensor, source.agreed(full_key, boxes.get(name)))
+    return merged
 
-    Raises `ValueError` where its shape or dtype differs from that of `target`.
+
+def _merge_server_residual(
+    source: Elastic,
+    prefix: str,
+    channel: Channel,
+    boxes: dict[str, Box],
+    merged: dict[str, Tensor],
+) -> str:
+    """Adds the saved server residual to the `merged` state of the new owners, or else to memory.
+
+    Returns in words that it was dropped if this world has neither.
     """
+    residual = source.server_residual(prefix + _SERVER_RESIDUAL, channel, boxes)
+    if residual is None:
+        return ""
+    if _SERVER_RESIDUAL in merged:
+        merged[_SERVER_RESIDUAL] = owned_rows(residual, channel)
+        return ""
+    if channel.memory is not None:
+        for name, piece in zip(boxes, residual, strict=True):
+            merged[f"{_MEMORY}.{name}"] += piece
+        return ""
+    norm = sum(float(piece.double().square().sum()) for piece in residual) ** 0.5
+    return (
+        f"; dropped: the server residual of the owners, norm {norm:.3g}, has no place in this world"
+    )
+
+
+def _fitting(key: str, target: Tensor, source: Tensor) -> Tensor:
+    """`source`, unchanged. Raises `ValueError` if its shape or dtype differs from `target`."""
     if target.shape != source.shape or target.dtype != source.dtype:
-        was, now = f"{source.dtype} {tuple(source.shape)}", f"{target.dtype} {tuple(target.shape)}"
+        was = f"{source.dtype} {tuple(source.shape)}"
+        now = f"{target.dtype} {tuple(target.shape)}"
         raise ValueError(
             f"{key} was saved as {was}, is {now} here: it is of another model or scheme"
         )
@@ -379,6 +452,7 @@ def _fitting(key: str, target: Tensor, source: Tensor) -> Tensor:
 
 
 def _merge_policy(replicas: int, shards: int, own: Coordinates) -> str:
+    """In words, how the state of the saved world becomes that of this one."""
     worlds = f"from {replicas} replicas x {shards} shards to {own.replicas} x {own.shards}"
     if replicas == own.replicas:
         return f"{worlds}: weights and memory exact, resharded"

@@ -1,5 +1,4 @@
-"""The state of one rank, as both saving and loading name it, and its copy on the host with the box
-of each shard."""
+"""State of one rank under the names that saving and loading share, and its copy on the host."""
 
 import json
 import logging
@@ -25,8 +24,10 @@ from detonation.wire.units import shard_state
 
 
 def run_identity(optimizer: Replicated) -> dict[str, Any]:
-    """Levels, seed and optimizer class, as the manifest spells them: they must be the same when a
-    run is resumed."""
+    """Levels, seed and optimizer class, as the manifest has them.
+
+    A resumed run must have the same.
+    """
     levels = [{"scheme": scheme.name, **scheme.arguments} for _, scheme in optimizer.levels]
     return {
         "levels": json.loads(json.dumps(levels)),
@@ -41,14 +42,14 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def frozen_weights(model: nn.Module) -> set[str]:
-    """The names of the parameters that require no gradient, which a checkpoint may leave out."""
+    """Names of the parameters that require no gradient, which a checkpoint may leave out."""
     return {
         name for name, parameter in local_parameters(model).items() if not parameter.requires_grad
     }
 
 
 def groups(model: nn.Module, optimizer: Replicated) -> list[dict[str, Any]]:
-    """The options of each parameter group, and the names of its parameters.
+    """Options of each parameter group, and the names of its parameters.
 
     Raises `ValueError` for an option that is neither a tensor nor a plain value.
     """
@@ -68,7 +69,7 @@ def groups(model: nn.Module, optimizer: Replicated) -> list[dict[str, Any]]:
 
 
 def generators(model: nn.Module) -> dict[str, torch.Generator]:
-    """torch's default random generators on this rank, by key."""
+    """Default random generators of torch on this rank, by key."""
     found = {"generator.cpu": torch.default_generator}
     if any(parameter.is_cuda for parameter in model.parameters()):
         found["generator.cuda"] = torch.cuda.default_generators[torch.cuda.current_device()]
@@ -76,7 +77,7 @@ def generators(model: nn.Module) -> dict[str, torch.Generator]:
 
 
 def plain(key: str, value: Any) -> Any:
-    """`value` with tuples as lists. Raises `ValueError` where it is no plain value."""
+    """`value` with tuples as lists. Raises `ValueError` if it is no plain value."""
     if value is None or isinstance(value, bool | int | float):
         return encoded_number(value)
     if isinstance(value, str):
@@ -94,11 +95,11 @@ _log = logging.getLogger("detonation.checkpoint")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of one rank.
+    """State of one rank.
 
-    tensors: on the host, by key. boxes: of the tensors that are sharded like a parameter. wrapped:
-    keys of DTensors. on_host: keys of tensors that were on the host though their parameter is not.
-    values: plain values by key. groups: the parameter groups.
+    tensors: copies on the host, by key. boxes: of the tensors that are sharded like a parameter.
+    wrapped: keys of DTensors. on_host: keys of tensors that were on the host although the
+    parameters are not. values: plain values by key. groups: the parameter groups.
     """
 
     tensors: dict[str, Tensor]
@@ -110,6 +111,7 @@ class Snapshot:
 
     @property
     def rest(self) -> dict[str, Any]:
+        """All but the tensors, as JSON can hold it."""
         boxes = {key: [box.whole, box.offset, box.shape] for key, box in self.boxes.items()}
         marks = {"wrapped": self.wrapped, "on_host": self.on_host}
         return {"boxes": boxes, **marks, "values": self.values, "groups": self.groups}
@@ -119,11 +121,11 @@ class Snapshot:
 def take_snapshot(
     model: nn.Module, optimizer: Replicated, frozen: bool = True, alone: bool = False
 ) -> Snapshot:
-    """Copies weights as the replicas last agreed on them, optimizer, local state and random
-    generators of this rank.
+    """Copies the weights that the replicas last agreed on, and the state of the optimizer, the
+    local state and the random generators of this rank.
 
-    Without `frozen`, parameters that require no gradient stay out. Waits for messages that are on
-    their way. `alone`: whether no other replica takes one; see `Replicator.local_state`.
+    Waits for messages that are on their way. frozen: whether to copy parameters that require no
+    gradient. alone: whether no other replica takes a snapshot; see `Replicator.local_state`.
 
     Raises:
         ValueError: the optimizer holds something that is neither a tensor nor a number, or belongs
@@ -139,19 +141,8 @@ def take_snapshot(
     found = {
         f"model.{name}": tensor for name, tensor in weights(model).items() if name not in left_out
     }
-    values: dict[str, Any] = {}
-    for name, parameter in local_parameters(model).items():
-        for key, value in optimizer.base.state.get(parameter, {}).items():
-            full_key = state_key(name, key)
-            if isinstance(value, Tensor):
-                found[full_key] = value
-            elif isinstance(value, int | float | None):
-                values[full_key] = encoded_number(value)
-            else:
-                raise ValueError(
-                    f"{full_key} is {str(value)[:60]}: a checkpoint holds tensors and numbers of"
-                    " them"
-                )
+    of_base, values = _base_state(model, optimizer)
+    found |= of_base
     found |= {f"replica.{key}": tensor for key, tensor in optimizer.local_state(alone).items()}
     wire = {
         k: t for k, t in shard_state(model).items() if k.removeprefix("reference.") not in left_out
@@ -159,7 +150,7 @@ def take_snapshot(
     found |= {f"shard.0.{key}": tensor for key, tensor in wire.items()}
     if isinstance(optimizer.closeness, Closeness):
         values |= {MOVED + name: moved for name, moved in optimizer.closeness.movements().items()}
-    # contiguous copies on the host, which share memory with nothing
+    # contiguous copies on the host that share no memory with the model
     tensors = {
         key: (
             local(tensor.detach())
@@ -177,19 +168,43 @@ def take_snapshot(
     )
 
 
+def _base_state(
+    model: nn.Module, optimizer: Replicated
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and numbers in the state of the base optimizer, by key.
+
+    Raises `ValueError` for any other value.
+    """
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    for name, parameter in local_parameters(model).items():
+        for key, value in optimizer.base.state.get(parameter, {}).items():
+            full_key = state_key(name, key)
+            if isinstance(value, Tensor):
+                tensors[full_key] = value
+            elif isinstance(value, int | float | None):
+                values[full_key] = encoded_number(value)
+            else:
+                raise ValueError(
+                    f"{full_key} is {str(value)[:60]}: a checkpoint holds tensors and numbers of"
+                    " them"
+                )
+    return tensors, values
+
+
 Held = Mapping[int, Mapping[str, Tensor]]
-"""By the number of a shard, what this rank holds of it: pieces of parameters by name; {} for a
-shard of its own."""
+"""Pieces of parameters that this rank holds, by the number of the shard and by name. A rank that
+holds one whole shard has {} for it."""
 
 
 def held_shards(model: nn.Module, optimizer: Replicated) -> tuple[Coordinates, Held]:
-    """This rank's coordinates among the files of a checkpoint, with the first shard that it holds,
-    and all of these.
+    """Coordinates of this rank among the files of a checkpoint, and the shards that it holds.
 
-    Replicas of different numbers of ranks have the same shards: a rank of a small one holds
-    several.
+    The coordinates are those of its first shard. Replicas with different numbers of ranks have the
+    same shards: a rank of a small replica holds several.
     """
-    axis, own = optimizer.levels[0][0], optimizer.coordinates
+    axis = optimizer.levels[0][0]
+    own = optimizer.coordinates
     cut = getattr(axis, "cut", None)
     if cut is None:
         return own, {own.shard: {}}
@@ -199,6 +214,7 @@ def held_shards(model: nn.Module, optimizer: Replicated) -> tuple[Coordinates, H
 
 
 def replicators_of_shards(optimizer: Replicated, held: Held) -> dict[int, list[Replicator]]:
+    """Replicators of the parameters in each shard that this rank holds, by its number."""
     found: dict[int, list[Replicator]] = {shard: [] for shard in held}
     shard_of = {
         piece.ranks: n
@@ -208,7 +224,7 @@ def replicators_of_shards(optimizer: Replicated, held: Held) -> dict[int, list[R
     }
     all_pieces = [
         (each.link, p) for each in optimizer.build() for p in each.parameters.values()
-    ]  # some have none
+    ]  # a replicator may have no piece
     of_links = {
         link: shard_of[piece.ranks] for link, piece in all_pieces if isinstance(piece, Piece)
     }
@@ -218,7 +234,7 @@ def replicators_of_shards(optimizer: Replicated, held: Held) -> dict[int, list[R
 
 
 def split_snapshot(snapshot: Snapshot, optimizer: Replicated, held: Held) -> dict[int, Snapshot]:
-    """`snapshot` by shard.
+    """`snapshot`, cut into the shards that this rank holds, by number.
 
     Raises `ValueError` for a state of the optimizer that cannot be cut like its parameter.
     """
@@ -227,38 +243,53 @@ def split_snapshot(snapshot: Snapshot, optimizer: Replicated, held: Held) -> dic
     number = {id(each): i for i, each in enumerate(optimizer.build())}
     found = {}
     for shard, replicators in replicators_of_shards(optimizer, held).items():
-        pieces, tensors, boxes = held[shard], dict[str, Tensor](), dict[str, Box]()
-        for key, tensor in snapshot.tensors.items():
-            if key.startswith("replica."):
-                continue
-            piece, box = pieces.get(_parameter_of(key)), snapshot.boxes.get(key)
-            if isinstance(piece, Piece) and box is not None:
-                if box.whole != tuple(piece.whole.shape):
-                    raise ValueError(
-                        f"{key} is not cut like its parameter, and nodes have different numbers of"
-                        " ranks"
-                    )
-                tensor, boxes[key] = tensor[piece.rows].contiguous(), Box.of(piece)
-            tensors[key] = tensor
+        part = replace(snapshot, tensors={}, boxes={})
+        _cut_shared(snapshot, part, held[shard])
         for level, replicator in enumerate(replicators):
-            before = f"replica.{number[id(replicator)]}."
-            for key in [key for key in snapshot.tensors if key.startswith(before)]:
-                now = f"replica.{level}.{key.removeprefix(before)}"
-                tensors[now], piece = (
-                    snapshot.tensors[key],
-                    replicator.parameters.get(_parameter_of(key)),
-                )
-                if piece is not None and piece.shape == tensors[now].shape:
-                    boxes[now] = Box.of(piece)
-        found[shard] = replace(snapshot, tensors=tensors, boxes=boxes)
+            _renumber(snapshot, part, replicator, number[id(replicator)], level)
+        found[shard] = part
     return found
 
 
-_warned: WeakSet[nn.Module] = WeakSet()  # or looked at, and found in order
+def _cut_shared(snapshot: Snapshot, part: Snapshot, pieces: Mapping[str, Tensor]) -> None:
+    """Adds to `part` all tensors but the local state; sharded ones are cut like `pieces`."""
+    for key, tensor in snapshot.tensors.items():
+        if key.startswith("replica."):
+            continue
+        piece = pieces.get(_parameter_of(key))
+        box = snapshot.boxes.get(key)
+        if isinstance(piece, Piece) and box is not None:
+            if box.whole != tuple(piece.whole.shape):
+                raise ValueError(
+                    f"{key} is not cut like its parameter, and nodes have different numbers of"
+                    " ranks"
+                )
+            tensor = tensor[piece.rows].contiguous()
+            part.boxes[key] = Box.of(piece)
+        part.tensors[key] = tensor
+
+
+def _renumber(
+    snapshot: Snapshot, part: Snapshot, replicator: Replicator, number: int, level: int
+) -> None:
+    """Adds to `part` the local state of `replicator`, which has `number` in `snapshot`, as that of
+    `level`."""
+    before = f"replica.{number}."
+    for key, tensor in snapshot.tensors.items():
+        if not key.startswith(before):
+            continue
+        now = f"replica.{level}.{key.removeprefix(before)}"
+        part.tensors[now] = tensor
+        piece = replicator.parameters.get(_parameter_of(key))
+        if piece is not None and piece.shape == tensor.shape:
+            part.boxes[now] = Box.of(piece)
+
+
+_warned: WeakSet[nn.Module] = WeakSet()  # models that `_warn_of_extra_state` has inspected
 
 
 def _warn_of_extra_state(model: nn.Module) -> None:
-    """Warns once of modules whose state is in neither a parameter nor a buffer, such as the scales
+    """Warns once per model of modules with state outside parameters and buffers, such as the scales
     of fp8."""
     if model in _warned:
         return
@@ -276,21 +307,17 @@ def _warn_of_extra_state(model: nn.Module) -> None:
 
 
 def _boxes(model: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Box]:
-    """The box of each tensor that is sharded by itself, or like the parameter that its key names."""
+    """Boxes of the tensors that are DTensors, or that are sharded like their parameter."""
     parameters = local_parameters(model)
-    boxes, by_layout = (
-        {},
-        dict[object, Box](),
-    )  # torch takes long to compute a box, and most tensors share a layout
+    boxes = {}
+    by_layout: dict[object, Box] = {}  # torch computes a box slowly, and most tensors share one
     for key, tensor in found.items():
         like = tensor if isinstance(tensor, DTensor) else parameters.get(_parameter_of(key))
         if like is None or (like is not tensor and local(like).shape != tensor.shape):
             continue
-        layout = (
-            (like.shape, like.device_mesh, like.placements)
-            if isinstance(like, DTensor)
-            else like.shape
-        )
+        layout: object = like.shape
+        if isinstance(like, DTensor):
+            layout = like.shape, like.device_mesh, like.placements
         if layout not in by_layout:
             by_layout[layout] = Box.of(like)
         boxes[key] = by_layout[layout]
@@ -298,9 +325,9 @@ def _boxes(model: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Box]:
 
 
 def state_key(name: str, key: object) -> str:
-    """The key of an entry of the base optimizer's state: a dot in its own key is spelled otherwise.
+    """Key of an entry of the base optimizer's state. A dot in `key` itself is escaped.
 
-    Raises `ValueError` where the entry's key is no text, which would come back as one.
+    Raises `ValueError` if `key` is no text, because loading would return it as text.
 
     >>> state_key("layers.0.weight", "ema.fast"), entry_of("ema%2Efast")
     ('optimizer.layers.0.weight.ema%2Efast', 'ema.fast')
@@ -314,13 +341,15 @@ def state_key(name: str, key: object) -> str:
 
 
 def entry_of(spelled: str) -> str:
-    """The inverse of the spelling in `state_key`."""
+    """Inverse of the escaping in `state_key`."""
     return spelled.replace("%2E", ".").replace("%25", "%")
 
 
 def _parameter_of(key: str) -> str:
-    """The parameter in a key: model.<name>, optimizer.<name>.<entry>, replica.<level>.<kind>.<name>
-    or shard.0..."""
+    """Name of the parameter in a key.
+
+    Keys are model.<name>, optimizer.<name>.<entry>, replica.<level>.<kind>.<name> or shard.0...
+    """
     part, _, rest = key.partition(".")
     if part == "optimizer":
         return rest.rpartition(".")[0]

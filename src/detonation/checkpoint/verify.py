@@ -1,5 +1,5 @@
-"""Checkpoints on disk, without other processes: their verification, and their weights as the
-beginning of a run."""
+"""Checkpoints on disk, read by one process: their verification, and their weights as the start of a
+run."""
 
 import json
 import logging
@@ -32,13 +32,13 @@ _AGREED = re.compile(r"replica\.\d+\.(?P<kind>anchor|momentum_buffer|arriving)\.
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """The findings about one checkpoint.
+    """Findings about one checkpoint.
 
-    faults: in words, empty where it is whole. differences: between replicas, in words. apart: the
-    largest distance of close replicas, as a part of the norm of a tensor; None where their bits are
-    to be equal. compared: the number of tensors per shard that must be equal on all replicas.
-    uncompared: the reason where it is 0. elsewhere: the files that other nodes have, which share no
-    file system with this one; the faults are of the rest.
+    faults: in words; empty if the checkpoint is whole. differences: between replicas, in words.
+    apart: the largest distance of close replicas, relative to the norm of a tensor; None if their
+    bits must be equal. compared: the number of tensors per shard that must be equal on all
+    replicas. uncompared: the reason if that number is 0. elsewhere: the files on other nodes, which
+    this node cannot read; `faults` does not cover them.
     """
 
     path: Path
@@ -51,7 +51,7 @@ class VerifyReport:
 
     @property
     def step(self) -> int:
-        """The step of the checkpoint by its name; 0 for any other name."""
+        """Step in the name of the checkpoint; 0 if its name has none."""
         return max(retention.step_of(self.path), 0)
 
     @property
@@ -59,6 +59,7 @@ class VerifyReport:
         return not self.faults and not self.differences
 
     def line(self) -> str:
+        """Describes the findings in one line."""
         if self.faults:
             return f"{self.path}: not whole: {'; '.join(self.faults)}"
         whole = "whole"
@@ -67,22 +68,23 @@ class VerifyReport:
             whole = f"whole on this node ({self.elsewhere[0]}{more} are on other nodes)"
         if self.differences:
             return f"{self.path}: {whole}, but replicas differ: {'; '.join(self.differences)}"
-        how, apart = (
-            ("equal", "")
-            if self.apart is None
-            else ("close", f", at most {self.apart:.1e} of a norm apart")
-        )
-        return (
-            f"{self.path}: {whole},"
-            f" {self.uncompared or f'replicas {how} in {self.compared} tensors a shard{apart}'}"
-        )
+        return f"{self.path}: {whole}, {self.uncompared or self._agreement()}"
+
+    def _agreement(self) -> str:
+        """In words, how close the replicas are."""
+        tensors = f"{self.compared} tensors a shard"
+        if self.apart is None:
+            return f"replicas equal in {tensors}"
+        return f"replicas close in {tensors}, at most {self.apart:.1e} of a norm apart"
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    """The checkpoints of a run, of a directory of checkpoints, or one checkpoint; newest first.
+    """Lists the checkpoints of a run or of a directory of checkpoints, newest first.
+
+    `directory` may also be one checkpoint.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there is no checkpoint.
     """
     if not directory.is_dir():
         raise ValueError(
@@ -101,8 +103,10 @@ def checkpoints(directory: Path) -> list[Path]:
 
 
 def verify(checkpoint: Path) -> VerifyReport:
-    """Checks every byte of `checkpoint`, and compares bitwise, or as close ones, the tensors that
-    replicas share."""
+    """Checks every byte of `checkpoint`, and compares the tensors that replicas share.
+
+    They must be equal bit for bit, or close if the replicas were close in training.
+    """
     try:
         described = manifest.read_manifest(checkpoint)
         step_in_name = retention.step_of(checkpoint)
@@ -116,17 +120,19 @@ def verify(checkpoint: Path) -> VerifyReport:
         ]
         if faults:
             return VerifyReport(checkpoint, faults, [], elsewhere=elsewhere)
-        differences, compared, apart = _compare(CheckpointReader(checkpoint, described), here)
+        found = _Comparison(CheckpointReader(checkpoint, described))
+        found.compare_shards(here)
     except CorruptCheckpoint as error:
         return VerifyReport(checkpoint, [str(error)], [])
-    uncompared = "" if compared else _why_uncompared(described, here)
+    uncompared = "" if found.compared else _why_uncompared(described, here)
+    apart = found.apart if found.compared else None
     return VerifyReport(
-        checkpoint, [], differences, compared, uncompared, elsewhere, apart if compared else None
+        checkpoint, [], found.differences, found.compared, uncompared, elsewhere, apart
     )
 
 
 def whole_replicas(checkpoint: Path, described: Manifest) -> list[int]:
-    """The replicas of which no file is on another node."""
+    """Replicas whose files are all on this node."""
     elsewhere = described.elsewhere(lambda name: (checkpoint / name).exists())
     names = [
         [file_name(replica, shard) for shard in range(described.shards)]
@@ -136,11 +142,12 @@ def whole_replicas(checkpoint: Path, described: Manifest) -> list[int]:
 
 
 def newest(directory: Path) -> Found:
-    """The newest whole checkpoint of `directory`, and a line for each newer one that is not whole.
+    """Newest whole checkpoint of `directory`, and a line for each newer one that is not whole.
 
-    Raises `ValueError` where none is whole.
+    Raises `ValueError` if no checkpoint is whole.
     """
-    paths, rejected = checkpoints(directory), list[str]()
+    paths = checkpoints(directory)
+    rejected = list[str]()
     for path, older in zip_longest(paths, paths[1:]):
         found = verify(path)
         if not found.faults:
@@ -152,9 +159,9 @@ def newest(directory: Path) -> Found:
 
 @dataclass(frozen=True)
 class WholeModel:
-    """The one model that the replicas `here` of a checkpoint make.
+    """One model, merged from the replicas `here` of a checkpoint.
 
-    rejected: A line for each newer checkpoint that is not whole.
+    rejected: a line for each newer checkpoint that is not whole.
     """
 
     reader: CheckpointReader
@@ -164,12 +171,14 @@ class WholeModel:
 
 
 def newest_model(directory: Path) -> WholeModel:
-    """The model of the newest whole checkpoint of `directory`.
+    """Model of the newest whole checkpoint of `directory`.
 
-    Raises `ValueError` where none is whole, no replica is here, or the replicas trained alone.
+    Raises `ValueError` if no checkpoint is whole, if no replica has all its files on this node, or
+    if the replicas trained alone.
     """
     found = newest(directory)
-    path, described = found.path, found.manifest
+    path = found.path
+    described = found.manifest
     if described.replicas > 1 and any(level["scheme"] == "none" for level in described.levels[-1:]):
         raise ValueError(
             f"{path} is of {described.replicas} replicas that trained alone: "
@@ -193,76 +202,99 @@ def _why_uncompared(described: Manifest, here: Collection[str]) -> str:
     return "not compared, because replicas of these levels agree within a tier of the network only"
 
 
-def _compare(saved: CheckpointReader, here: Collection[str]) -> tuple[list[str], int, float | None]:
-    """The differences between replicas where there must be none, the number of compared tensors,
-    and how far apart.
+class _Comparison:
+    """Compares the replicas of one checkpoint, shard by shard.
 
-    here: the names of the files to compare.
+    differences: in words. compared: the number of tensors per shard that must agree. apart: the
+    largest distance of close replicas; None if the bits were compared.
     """
-    differences, compared, apart = [], 0, None
-    for shard in range(saved.manifest.shards):
-        present = [
-            replica
-            for replica in range(saved.manifest.replicas)
-            if file_name(replica, shard) in here
-        ]
-        if len(present) < min(2, saved.manifest.replicas):
-            continue
+
+    def __init__(self, saved: CheckpointReader) -> None:
+        self._saved = saved
+        self.differences: list[str] = []
+        self.compared = 0
+        self.apart: float | None = None
+
+    def compare_shards(self, here: Collection[str]) -> None:
+        """Compares the files `here` of each shard that has enough of them."""
+        manifest = self._saved.manifest
+        for shard in range(manifest.shards):
+            present = [
+                replica for replica in range(manifest.replicas) if file_name(replica, shard) in here
+            ]
+            if len(present) >= min(2, manifest.replicas):
+                self._compare_shard(shard, present)
+
+    def _compare_shard(self, shard: int, present: Sequence[int]) -> None:
+        """Compares the first of the replicas `present` with each other one."""
         lowest, *others = present
-        first = saved.file(lowest, shard)
-        keys = _must_agree(first, saved.manifest)
-        compared = max(compared, len(keys))
+        first = self._saved.file(lowest, shard)
+        keys = _must_agree(first, self._saved.manifest)
+        self.compared = max(self.compared, len(keys))
         for replica in others:
-            other = saved.file(replica, shard)
-            if _must_agree(other, saved.manifest) != keys:
+            other = self._saved.file(replica, shard)
+            if _must_agree(other, self._saved.manifest) != keys:
                 raise CorruptCheckpoint(f"replicas {lowest} and {replica} have other tensors")
-            unequal = [key for key in keys if not _equal(first.tensor(key), other.tensor(key))]
-            if first.moved and other.moved:
-                found = [_distance(key, first, other) for key in unequal]
-                apart = max([apart or 0.0, *(far for far, close in found if close)])
-                unequal = [key for key, (_, close) in zip(unequal, found, strict=True) if not close]
+            unequal = self._unequal(keys, first, other)
             if unequal:
                 more = f" and {len(unequal) - 1} more" if len(unequal) > 1 else ""
-                differences.append(
+                self.differences.append(
                     f"{unequal[0]}{more} on replica {replica}, shard {shard} (compared with replica"
                     f" {lowest})"
                 )
-    return differences, compared, apart
+
+    def _unequal(self, keys: Sequence[str], first: ShardReader, other: ShardReader) -> list[str]:
+        """Keys of the tensors that differ; of two close replicas, those that are too far apart."""
+        unequal = [key for key in keys if not _equal(first.tensor(key), other.tensor(key))]
+        if not (first.moved and other.moved):
+            return unequal
+        self.apart = self.apart or 0.0
+        too_far = []
+        for key in unequal:
+            far, close = _distance(key, first, other)
+            if close:
+                self.apart = max(self.apart, far)
+            else:
+                too_far.append(key)
+        return too_far
 
 
 def _distance(key: str, first: ShardReader, other: ShardReader) -> tuple[float, bool]:
-    """The distance of two tensors as a part of their norm, and whether rounding makes as much."""
-    one, two, name = first.tensor(key), other.tensor(key), _name_in_training(key)
+    """Distance of two tensors relative to their norm, and whether rounding alone explains it."""
+    one = first.tensor(key)
+    two = other.tensor(key)
     if one.shape != two.shape or one.dtype != two.dtype or not one.is_floating_point():
         return math.inf, False
-    eps, one, two = (
-        torch.finfo(one.dtype).eps,
-        one.double(),
-        two.double(),
-    )  # float8 cannot be subtracted
+    eps = torch.finfo(one.dtype).eps
+    one = one.double()  # torch cannot subtract float8
+    two = two.double()
     *norms, far = (float(torch.linalg.vector_norm(each)) for each in (one, two, one - two))
-    moved = max(
-        file.moved.get(name, min(norms)) for file in (first, other)
-    )  # the unknown may have come from zero
-    return far / (min(norms) or far), far <= tolerance(min(norms), moved, eps) < math.inf
+    least = min(norms)
+    name = _name_in_training(key)
+    # a tensor without a recorded movement may have started at zero
+    moved = max(file.moved.get(name, least) for file in (first, other))
+    return far / (least or far), far <= tolerance(least, moved, eps) < math.inf
 
 
 def _name_in_training(key: str) -> str:
-    """The name of a saved tensor in `Replicator.replicated`.
+    """Name of a saved tensor in `Replicator.replicated`.
 
-    >>> [*map(_name_in_training, ("model.a.b", "optimizer.a.b.step", "replica.0.anchor.a.b", "replica.0.m.a.b"))]
+    >>> keys = ("model.a.b", "optimizer.a.b.step", "replica.0.anchor.a.b", "replica.0.m.a.b")
+    >>> [*map(_name_in_training, keys)]
     ['a.b', 'a.b (step)', 'a.b', 'a.b (m)']
     """
     part, _, name = key.partition(".")
     if part == "optimizer":
         parameter, _, entry = name.rpartition(".")
         return f"{parameter} ({entry_of(entry)})"
-    _, kind, name = name.split(".", 2) if part == "replica" else ("", "anchor", name)
+    if part != "replica":
+        return name
+    _, kind, name = name.split(".", 2)
     return name if kind == "anchor" else f"{name} ({kind})"
 
 
 def _must_agree(file: ShardReader, described: Manifest) -> list[str]:
-    """The keys of a shard whose tensors must be equal on all replicas after any step."""
+    """Keys of the tensors of a shard that must be equal on all replicas after any step."""
     if described.alike:
         return [
             k
@@ -271,17 +303,19 @@ def _must_agree(file: ShardReader, described: Manifest) -> list[str]:
         ]
     agreed = [match for key in file.keys if (match := _AGREED.fullmatch(key))]
     anchors = Counter(match["parameter"] for match in agreed if match["kind"] == "anchor")
-    # Of several levels, a level that exchanges gradients keeps its tier equal. A level that
-    # exchanges nothing, or parameters, lets each member of the tier have anchors of its own.
+    # With several levels, a level that exchanges gradients keeps its tier equal. With a level that
+    # exchanges nothing or parameters, each member of the tier has its own anchors.
     apart = (
         any(level["scheme"] == "none" for level in described.levels)
         or max(anchors.values(), default=0) > 1
     )
-    return [] if len(described.levels) > 1 and apart else [match[0] for match in agreed]
+    if len(described.levels) > 1 and apart:
+        return []
+    return [match[0] for match in agreed]
 
 
 def _equal(first: Tensor, second: Tensor) -> bool:
-    """Equal bit for bit, so that NaN equals itself and 0.0 differs from -0.0."""
+    """Whether two tensors are equal bit for bit: NaN equals itself, and 0.0 differs from -0.0."""
     same = (first.shape, first.dtype) == (second.shape, second.dtype)
     return same and torch.equal(first.view(-1).view(torch.uint8), second.view(-1).view(torch.uint8))
 
@@ -293,17 +327,17 @@ _Read = Callable[[str, Box | None], Tensor]
 
 @torch.no_grad()
 def load_weights(directory: Path, model: nn.Module) -> str:
-    """Puts weights into `model`, which may be sharded: this rank reads its own part of them.
+    """Loads weights into `model`, which may be sharded: this rank reads its own part of them.
 
     Args:
-        directory: A run directory or a checkpoint, of which the newest whole one counts, or a
+        directory: A run directory, whose newest whole checkpoint is read, a checkpoint, or a
             directory with safetensors files, as `detonation export` and transformers write them.
 
     Returns:
-        In words, where they are from.
+        In words, the source of the weights.
 
     Raises:
-        ValueError: There are none, or they are of another model.
+        ValueError: `directory` has no weights, or those of another model.
     """
     is_exported = any((directory / name).is_file() for name in (EXPORTED, _INDEX))
     read, words = _exported(directory) if is_exported else _saved(directory)
@@ -319,8 +353,10 @@ def load_weights(directory: Path, model: nn.Module) -> str:
 
 
 def _saved(directory: Path) -> tuple[_Read, str]:
+    """Reader of the weights in the newest whole checkpoint, and their source in words."""
     found = newest_model(directory)
-    saved, source = found.reader, found.source
+    saved = found.reader
+    source = found.source
     for line in found.rejected:
         _log.warning("%s", line)
 
@@ -331,6 +367,7 @@ def _saved(directory: Path) -> tuple[_Read, str]:
 
 
 def _exported(directory: Path) -> tuple[_Read, str]:
+    """Reader of the weights in safetensors files, and their source in words."""
     try:
         names = [EXPORTED]
         if not (directory / EXPORTED).is_file():

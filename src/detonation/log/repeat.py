@@ -1,5 +1,5 @@
-"""Replay: tapes that play back what was recorded, and the steps that a log has, taken again without
-other replicas."""
+"""Replay: tapes that play back recorded messages, and the steps of a log, repeated without other
+replicas."""
 
 import json
 import logging
@@ -9,6 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ from detonation.log.writer import identity, round_like, segments, use_padding_of
 
 _log = logging.getLogger("detonation")
 _PRIVATE = ("residual", "server_residual", "taken", "local_steps", "start", "share_")
-"""How the kinds of state begin that are one replica's own."""
+"""Prefixes of the kinds of state that differ between replicas."""
 _NEAR = (
     "%s: %s, so replay ends near the weights of training: replay on a machine of its kind, from a"
     " later checkpoint"
@@ -43,9 +44,9 @@ _NEAR = (
 
 
 class Player(Tape, ABC):
-    """Plays back records in the place of an exchange: one process is all replicas.
+    """Plays back records instead of exchanging messages: one process acts for all replicas.
 
-    `DamagedLog` where some lack.
+    Raises `DamagedLog` if a record is missing.
     """
 
     plays = True
@@ -56,10 +57,10 @@ class Player(Tape, ABC):
 
     @abstractmethod
     def read(self) -> LogRecord | None:
-        """The next record; None where there is none."""
+        """Returns the next record; None after the last one."""
 
     def take(self, place: int, step: int) -> Tensor:
-        """The next messages of a place."""  # -> [bytes] uint8
+        """Returns the next messages of `place` in `step`."""  # -> [bytes] uint8
         while not self._messages[place, step]:
             if not self._load():
                 raise DamagedLog(
@@ -72,16 +73,17 @@ class Player(Tape, ABC):
         return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
     def find(self, place: int, step: int) -> Tensor | None:
-        """The same, of a step whose end was read; None if it has none."""  # -> [bytes] uint8
+        """Like `take`, for a step whose end was read; None if it has none."""  # -> [bytes] uint8
         return self.take(place, step) if (place, step) in self._messages else None
 
     def next_end(self) -> LogRecord | None:
-        """The end of the next step or call of `synchronize`; None where there is no other record."""
+        """Returns the end of the next step or call of `synchronize`; None after the last record."""
         while not self._ends and self._load():
             pass
         return self._ends.popleft() if self._ends else None
 
     def _load(self) -> bool:
+        """Reads one record; false after the last one."""
         record = self.read()
         if record is None:
             return False
@@ -93,103 +95,121 @@ class Player(Tape, ABC):
 
 
 class Playback(Player):
-    """Plays back the log of one shard in `directory`, after `first` and up to `to` steps, in the
-    place of an exchange.
+    """Plays back the log of one shard in `directory`, after `first` steps and up to `to` steps.
 
-    Raises `ValueError` where there is no log of this shard from there on or it is of another run,
-    later `DamagedLog`.
+    Raises `ValueError` if there is no log of this shard from `first` on. Reading a record raises
+    `ValueError` if the log is of another run, and `DamagedLog` if it is damaged.
     """
 
     def __init__(
         self, directory: Path, optimizer: Replicated, first: int, to: int | None = None
     ) -> None:
         super().__init__()
-        self._rank, self._exact = replace(optimizer.coordinates, replica=0).name, False
-        self.first, self._to = first, math.inf if to is None else to
+        self._rank = replace(optimizer.coordinates, replica=0).name
+        self._exact = False
+        self.first = first
+        self._to = math.inf if to is None else to
         files = [(begun, path) for _, begun, path in segments(directory, self._rank)]
         usable = [begun for begun, _ in files if begun <= first]
         if not usable:
-            known = (
-                f"the log of {self._rank} in {directory} begins after {files[0][0]} steps"
-                if files
-                else ""
-            )
-            none = f"there is no log of {self._rank} in {directory}"
+            known = f"there is no log of {self._rank} in {directory}"
+            if files:
+                known = f"the log of {self._rank} in {directory} begins after {files[0][0]} steps"
             raise ValueError(
-                f"{known or none}, and replay would begin after {first}: it needs a checkpoint"
-                " between"
+                f"{known}, and replay would begin after {first}: it needs a checkpoint between"
             )
-        self._identity, self._optimizer = identity(optimizer), optimizer
+        self._identity = identity(optimizer)
+        self._optimizer = optimizer
         ((self._axis, scheme),) = optimizer.levels
         self._delay = scheme.round.delay
-        last = max(
-            self._to + self._delay, first + 1
-        )  # whose messages are on their way after `to` steps
+        # messages of `delay` later steps are on their way after `to` steps
+        last = max(self._to + self._delay, first + 1)
         self.files = [(begun, path) for begun, path in files if usable[-1] <= begun < last]
         self._records = self._read()
 
     def read(self) -> LogRecord | None:
-        """The next record of a step or call of `synchronize` up to `to`."""
+        """Returns the next record of a step or call of `synchronize` up to `to`."""
         return next(self._records, None)
 
     def next_end(self) -> LogRecord | None:
-        """The end of the next step or call of `synchronize`; None after `to` steps, and at the end
-        of the log."""
+        """Returns the end of the next step or call of `synchronize`; None after `to` steps, and at
+        the end of the log."""
         try:
             end = super().next_end()
         except DamagedLog:
-            if self._optimizer.step_count < self._to:  # else the damage is behind them
+            if self._optimizer.step_count < self._to:  # otherwise the damage is after step `to`
                 raise
             return None
         return None if end is None or end.step > self._to else end
 
     def reach(self) -> tuple[int, str]:
-        """The last step up to which the log has all that replicas agreed on, bit for bit, and why
-        it is the last."""
-        step, last, why, self._exact = self.first, self.first, "", True
+        """Finds the last step up to which the log has all that replicas agreed on, bit for bit.
+
+        Also returns in words why the log ends there.
+        """
+        step = self.first
+        last = self.first
+        why = ""
+        self._exact = True
         try:
             while (end := self.next_end()) is not None:
                 if end.kind == STEP and end.step != step + 1:
                     raise DamagedLog(
                         f"it goes on with step {end.step} after {step}: a file is missing"
                     )
-                step, last = end.step, end.step if self._messages else last
+                step = end.step
+                if self._messages:
+                    last = step
                 self._messages.clear()
         except ValueError as error:
             why = str(error)
         return max(self.first, last - self._delay), why
 
     def _read(self) -> Iterator[LogRecord]:
-        """All records from `first` on but those that begin files."""
+        """Yields all records after `first` steps, without the first record of each file."""
         counts = [begun for begun, _ in self.files[1:]]
         for (begun, path), following in zip(self.files, [*counts, math.inf], strict=True):
-            waiting = list[LogRecord]()  # until the end of their step
-            for number, record in enumerate(whole_records(path)):
-                if (record.kind == START) != (number == 0):
-                    raise DamagedLog(f"{path} is no log of one rank")
-                if record.kind == START:
-                    self._check(path, record)
-                    continue
-                waiting.append(record)
-                if record.kind == MESSAGE:
-                    continue
-                if record.step > following + self._delay:
-                    break
-                if (
-                    record.step > following
-                ):  # training went back, and wrote the rest anew but for what was on its way
-                    waiting = [each for each in waiting if each.step < following]
-                known = (
-                    record.step <= self.first
-                    if record.kind == STEP or begun < self.first
-                    else False
-                )
-                if record.kind == WRITTEN:  # maybe after the checkpoint from which this goes on
-                    known = record.step < self.first
-                yield from waiting if not known else ()
-                waiting.clear()
+            yield from self._read_file(begun, path, following)
+
+    def _read_file(self, begun: int, path: Path, following: float) -> Iterator[LogRecord]:
+        """Yields the records of a file that begins after `begun` steps; the next file begins after
+        `following` steps."""
+        waiting = list[LogRecord]()  # until the end of their step
+        for record in self._records_of(path):
+            waiting.append(record)
+            if record.kind == MESSAGE:
+                continue
+            if record.step > following + self._delay:
+                return
+            if record.step > following:
+                # Training went back and recorded these steps again in the next file. This file
+                # counts only for the messages that were on their way.
+                waiting = [each for each in waiting if each.step < following]
+            if not self._is_before_first(record, begun):
+                yield from waiting
+            waiting.clear()
+
+    def _records_of(self, path: Path) -> Iterator[LogRecord]:
+        """Checks the first record of a file, and yields the others."""
+        for number, record in enumerate(whole_records(path)):
+            if (record.kind == START) != (number == 0):
+                raise DamagedLog(f"{path} is no log of one rank")
+            if record.kind == START:
+                self._check(path, record)
+            else:
+                yield record
+
+    def _is_before_first(self, record: LogRecord, begun: int) -> bool:
+        """Whether the state after `first` steps contains what `record` ends."""
+        if record.kind == WRITTEN:  # training may have written it after the checkpoint of `first`
+            return record.step < self.first
+        return (record.kind == STEP or begun < self.first) and record.step <= self.first
 
     def _check(self, path: Path, start: LogRecord) -> None:
+        """Raises `ValueError` if a file is of another version, run or beginning than this one.
+
+        Warns if this process rounds in another way than training did.
+        """
         about = start.table()
         if about.get("version") != LOG_VERSION:
             raise ValueError(
@@ -197,34 +217,44 @@ class Playback(Player):
                 f" {LOG_VERSION}"
             )
         use_padding_of(about, self._optimizer)
-        mine = round_like(about, self._optimizer)
-        theirs, why = about.get("selftest") or mine, ""
-        if odd := next((key for key in mine if theirs.get(key) != mine[key]), ""):
-            why = (
-                f"training rounds otherwise than this process ({odd} is {theirs.get(odd)} there,"
-                f" {mine[odd]} here)"
-            )
-        elif about.get("close") and (self._exact or about.get("taken_over")):
-            why = "it is of one of several replicas, whose weights were close to its own"
+        why = self._why_only_near(about)
         if why and self._exact:
             raise ValueError(f"{path}: {why}")
         if why:
             _log.warning(_NEAR, path, why)
-        replicas = about.get("replicas")
-        if type(replicas) is int and hasattr(
-            self._axis, "next_size"
-        ):  # some were lost, or came, before the next step
-            self._axis.next_size = self._identity["replicas"] = replicas
-        for key, now in self._identity.items():
-            if about.get(key) != now:
-                raise ValueError(
-                    f"{path} was written with {key} {about.get(key)}, this run has {now}"
-                )
+        self._check_identity(path, about)
         weights = about.get("start", "") if self.first == 0 else ""
         if weights and weights != digest(self._optimizer.model.parameters()):
             raise ValueError(
                 f"{path} begins with other weights than this run: another seed, model or init_from"
             )
+
+    def _why_only_near(self, about: dict[str, Any]) -> str:
+        """In words, why replay of a file comes near the weights of training only; "" if exactly."""
+        mine = round_like(about, self._optimizer)
+        theirs = about.get("selftest") or mine
+        odd = next((key for key in mine if theirs.get(key) != mine[key]), "")
+        if odd:
+            return (
+                f"training rounds otherwise than this process ({odd} is {theirs.get(odd)} there,"
+                f" {mine[odd]} here)"
+            )
+        if about.get("close") and (self._exact or about.get("taken_over")):
+            return "it is of one of several replicas, whose weights were close to its own"
+        return ""
+
+    def _check_identity(self, path: Path, about: dict[str, Any]) -> None:
+        """Raises `ValueError` if a file is of another run; follows its number of replicas."""
+        replicas = about.get("replicas")
+        # an elastic run loses and gains replicas between steps
+        if type(replicas) is int and hasattr(self._axis, "next_size"):
+            self._axis.next_size = replicas
+            self._identity["replicas"] = replicas
+        for key, now in self._identity.items():
+            if about.get(key) != now:
+                raise ValueError(
+                    f"{path} was written with {key} {about.get(key)}, this run has {now}"
+                )
 
 
 def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) -> int:
@@ -270,8 +300,10 @@ def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) 
         ...         model(torch.ones(1, 2)).sum().backward()
         ...         optimizer.step()
         ...     weights.append(model.weight.detach().clone())
-        >>> torch.equal(*weights), optimizer.step_count, [path.name for path in Path(folder.name).iterdir()]
-        (True, 1, ['replica0-shard0-0.updates'])
+        >>> torch.equal(*weights), optimizer.step_count
+        (True, 1)
+        >>> [path.name for path in Path(folder.name).iterdir()]
+        ['replica0-shard0-0.updates']
         >>> folder.cleanup()
     """
     if to is not None and to < optimizer.step_count:
@@ -292,13 +324,15 @@ def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) 
 
 
 def replay_together(directory: Path, optimizer: Replicated, to: int | None) -> tuple[int, str]:
-    """`replay` on all ranks of a world: each takes the steps alone, up to the last that all can;
-    then all compare.
+    """`replay` on all ranks of a world: each repeats the steps alone, up to the last step that all
+    can reach. Then all compare their weights.
 
-    Also returns why not more.
+    Also returns in words why no further step could be repeated.
     """
     optimizer.set_up()
-    first, texts, alone = optimizer.step_count, texts_between(optimizer.model, optimizer), None
+    first = optimizer.step_count
+    texts = texts_between(optimizer.model, optimizer)
+    alone = None
     try:
         alone = _alone(directory, optimizer)
         found = Playback(directory, alone, first, to).reach()
@@ -320,10 +354,11 @@ def replay_together(directory: Path, optimizer: Replicated, to: int | None) -> t
 
 
 def _alone(directory: Path, optimizer: Replicated) -> Replicated:
-    """One replica in the place of all that wrote the log, on the weights and with the agreed state
-    of `optimizer`."""
+    """One replica that acts for all that wrote the log, with the weights and the agreed state of
+    `optimizer`."""
     (_, path), *_ = Playback(directory, optimizer, optimizer.step_count).files
-    start, ((axis, scheme),) = next(whole_records(path), None), optimizer.levels
+    start = next(whole_records(path), None)
+    ((axis, scheme),) = optimizer.levels
     like = LoopbackCommunicator(start.table()["replicas"] if start else axis.size())
     alone = Replicated(optimizer.base, optimizer.model, [(like, scheme)], optimizer.settings)
     _hand_over(optimizer, alone)
@@ -332,9 +367,10 @@ def _alone(directory: Path, optimizer: Replicated) -> Replicated:
 
 
 def _hand_over(old: Replicated, new: Replicated) -> None:
-    """Gives `new` the state that all replicas share; its own memory stays."""
+    """Copies the state that all replicas share to `new`, which keeps its private state."""
     for before, after in zip(old.build(), new.build(), strict=True):
-        shared, state = before.local_state().named(), after.local_state()
+        shared = before.local_state().named()
+        state = after.local_state()
         state.load(
             {
                 key: own if key.startswith(_PRIVATE) else shared[key]
@@ -352,17 +388,18 @@ def show_agreed(optimizer: Replicated) -> None:
 
 
 def _repeat(directory: Path, optimizer: Replicated, to: int | None) -> None:
-    optimizer.record(reader := Playback(directory, optimizer, optimizer.step_count, to))
+    """Repeats the steps of a log up to step `to`."""
+    reader = Playback(directory, optimizer, optimizer.step_count, to)
+    optimizer.record(reader)
     while (end := reader.next_end()) is not None:
         repeat_step(end, optimizer)
-    optimizer.zero_grad()  # which has the last update, and backward would add to it
+    optimizer.zero_grad()  # the gradients hold the last update, to which backward would add
 
 
 def repeat_step(end: LogRecord, optimizer: Replicated) -> None:
-    """Takes the step that `end` ends again, or synchronizes or writes a weight again; the tape of
-    `optimizer` plays its messages.
+    """Repeats what `end` ends: a step, a call of `synchronize`, or the writing of a weight.
 
-    Raises `DamagedLog` where it is not the next step.
+    The tape of `optimizer` plays its messages. Raises `DamagedLog` if it is not the next step.
     """
     if end.kind == WRITTEN:
         _write_again(end, optimizer)
@@ -384,7 +421,7 @@ def repeat_step(end: LogRecord, optimizer: Replicated) -> None:
 
 @torch.no_grad()
 def _write_again(record: LogRecord, optimizer: Replicated) -> None:
-    """Writes a weight that training wrote between two steps."""
+    """Writes the value that training wrote to a weight between two steps."""
     parameters = [*local_parameters(optimizer.model).values()]
     own = [local(parameter.detach()) for parameter in parameters[record.place : record.place + 1]]
     if [each.nbytes for each in own] != [len(record.content)]:

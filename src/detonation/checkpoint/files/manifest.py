@@ -1,5 +1,4 @@
-"""The manifest: the description of a checkpoint, written last, and believed only where every byte
-makes sense."""
+"""Manifest: the description of a checkpoint. It is written last, and a reader checks every byte."""
 
 import hashlib
 import json
@@ -20,18 +19,19 @@ from detonation.whole_files import reading
 MANIFEST_NAME = "manifest.json"
 MANIFEST_FORMAT = 2
 MOST_BYTES = 1 << 26
-"""The largest manifest that is written, and read."""
+"""Largest size of a manifest, for the writer and the reader."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The description of a checkpoint after `step` steps of a world of `replicas` x `shards`.
+    """Describes a checkpoint after `step` steps of a world of `replicas` x `shards`.
 
     levels: the schemes, innermost first, as `{"scheme": name, ...arguments}`. optimizer: the class
-    of the base optimizer. alike: all replicas held the same weights. files: by name. versions: of
-    python, torch and detonation. extra: The caller's values, as `encoded_extra` writes them;
-    `given` has the values. volumes: the directory that each file was written to, by number, in the
-    order of `files`; empty where it is one for all.
+    of the base optimizer. alike: whether all replicas held the same weights. files: size and
+    checksum of each file, by name. versions: of python, torch and detonation. extra: the caller's
+    values, as `encoded_extra` writes them; `given` decodes them. volumes: for each file, in the
+    order of `files`, the number of the directory to which it was written; empty if all files share
+    one directory.
     """
 
     step: int
@@ -47,9 +47,9 @@ class Manifest:
     volumes: list[int] = field(default_factory=list)
 
     def dumps(self) -> str:
-        """The manifest as JSON, its own checksum last.
+        """JSON of the manifest. Its own checksum is the last entry.
 
-        Raises `ValueError` where nothing would read it again.
+        Raises `ValueError` if the text is larger than a reader accepts.
         """
         files = {
             name: {"bytes": file.bytes, "sha256": file.sha256} for name, file in self.files.items()
@@ -58,7 +58,7 @@ class Manifest:
         if not self.volumes:
             del table["volumes"]
         text = _signed(table)
-        if len(text) > MOST_BYTES:  # JSON is ASCII here
+        if len(text) > MOST_BYTES:  # `json` escapes to ASCII, so one character is one byte
             raise ValueError(
                 f"{MANIFEST_NAME} would have {len(text):,} bytes, must have at most {MOST_BYTES:,}"
             )
@@ -66,14 +66,13 @@ class Manifest:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The caller's values, as they were given. Raises `ValueError` where they are damaged."""
+        """Values of the caller, decoded. Raises `ValueError` if they are damaged."""
         return decoded_extra(self.extra)
 
     def elsewhere(self, present: Callable[[str], bool]) -> list[str]:
-        """The files of directories of which nothing is `present` here: they are on other nodes, not
-        missing.
+        """Names the files on other nodes: those of a directory from which no file is `present`.
 
-        Where nothing at all is present, all is missing, and nothing is elsewhere.
+        If no file at all is present, all files are missing, and the result is empty.
         """
         by_volume = dict(zip(self.files, self.volumes or [0] * len(self.files), strict=True))
         here = {volume for name, volume in by_volume.items() if present(name)}
@@ -81,7 +80,7 @@ class Manifest:
 
 
 def versions() -> dict[str, str]:
-    """The versions on which arithmetic depends, down to the last bit."""
+    """Versions of the software that decides the last bit of the arithmetic."""
     return {
         "detonation": __version__,
         "torch": torch.__version__,
@@ -96,15 +95,15 @@ def file_name(replica: int, shard: int) -> str:
 def read_manifest(checkpoint: Path) -> Manifest:
     """Reads the manifest of the directory `checkpoint`.
 
-    Raises `CorruptCheckpoint` where it is no valid manifest.
+    Raises `CorruptCheckpoint` if it is missing or not valid.
     """
     return parse_manifest(manifest_bytes(checkpoint))
 
 
 def manifest_bytes(checkpoint: Path) -> bytes:
-    """The content of the manifest of the directory `checkpoint`.
+    """Content of the manifest of the directory `checkpoint`.
 
-    Raises `CorruptCheckpoint` where it cannot be read.
+    Raises `CorruptCheckpoint` if it cannot be read.
     """
     try:
         with reading(checkpoint / MANIFEST_NAME) as file:
@@ -114,7 +113,7 @@ def manifest_bytes(checkpoint: Path) -> bytes:
 
 
 def parse_manifest(content: bytes) -> Manifest:
-    """The inverse of `dumps`, byte for byte. Raises `CorruptCheckpoint` for anything else."""
+    """Inverse of `dumps`, byte for byte. Raises `CorruptCheckpoint` for any other content."""
     if len(content) > MOST_BYTES:
         raise CorruptCheckpoint(f"{MANIFEST_NAME} is larger than {MOST_BYTES:,} bytes")
     try:
@@ -139,24 +138,37 @@ def parse_manifest(content: bytes) -> Manifest:
 
 
 def _signed(table: Mapping[str, Any]) -> str:
-    """`table` as JSON with the checksum of the rest added.
+    """`table` as JSON, followed by the checksum of `table`.
 
-    Another spelling of the same table is refused.
+    A reader compares the text with this one, so it refuses another spelling of the same table.
     """
     checksum = hashlib.sha256(json.dumps(table, allow_nan=False).encode()).hexdigest()
     return json.dumps({**table, "sha256": checksum}, indent=1, allow_nan=False) + "\n"
 
 
 _TYPES: dict[str, type] = {
-    "format": int, "step": int, "replicas": int, "shards": int, "seed": int, "optimizer": str, "alike": bool,
-    "levels": list, "files": dict, "versions": dict, "extra": dict,
+    "format": int, "step": int, "replicas": int, "shards": int, "seed": int, "optimizer": str,
+    "alike": bool, "levels": list, "files": dict, "versions": dict, "extra": dict,
 }  # fmt: skip
 
 
 def _checked(table: dict[str, Any]) -> Manifest:
-    """Checks types, ranges and names one by one, because a stranger may write any JSON under a
-    right checksum."""
+    """Checks types, ranges and names one by one, because anyone can write any JSON under a correct
+    checksum."""
     volumes = table.pop("volumes", [])
+    _check_types(table)
+    _check_ranges(table)
+    files = table["files"]
+    _check_file_names(files, table["replicas"], table["shards"])
+    _check_levels(table["levels"])
+    _check_volumes(volumes, len(files))
+    del table["format"]
+    summaries = {name: _summary(name, file) for name, file in files.items()}
+    return Manifest(**{**table, "files": summaries, "volumes": volumes})
+
+
+def _check_types(table: dict[str, Any]) -> None:
+    """Raises `CorruptCheckpoint` for a missing or unknown key, or a value of another type."""
     if table.keys() != _TYPES.keys():
         raise CorruptCheckpoint(f"{MANIFEST_NAME} has other keys than {', '.join(_TYPES)}")
     for key, kind in _TYPES.items():
@@ -165,12 +177,19 @@ def _checked(table: dict[str, Any]) -> Manifest:
                 f"{key} in {MANIFEST_NAME} is {str(table[key])[:40]!r}, must be of type"
                 f" {kind.__name__}"
             )
+
+
+def _check_ranges(table: dict[str, Any]) -> None:
+    """Raises `CorruptCheckpoint` for a count that no checkpoint can have."""
     for key, least in (("step", 0), ("replicas", 1), ("shards", 1)):
         if not least <= table[key] < 2**53:
             raise CorruptCheckpoint(
                 f"{key} in {MANIFEST_NAME} is {table[key]}, must be from {least} to below 2**53"
             )
-    replicas, shards, files = table["replicas"], table["shards"], table["files"]
+
+
+def _check_file_names(files: dict[str, Any], replicas: int, shards: int) -> None:
+    """Raises `CorruptCheckpoint` unless `files` names the file of each shard, in order."""
     if len(files) != replicas * shards:
         raise CorruptCheckpoint(
             f"{MANIFEST_NAME} lists {len(files)} files for {replicas} replicas x {shards} shards"
@@ -181,29 +200,33 @@ def _checked(table: dict[str, Any]) -> Manifest:
         raise CorruptCheckpoint(
             f"{MANIFEST_NAME} lists the file {wrong[:60]!r}, which no checkpoint has"
         )
+
+
+def _check_levels(levels: list[Any]) -> None:
+    """Raises `CorruptCheckpoint` for a level that does not name its scheme."""
     if not all(
-        isinstance(level, dict) and isinstance(level.get("scheme"), str)
-        for level in table["levels"]
+        isinstance(level, dict) and isinstance(level.get("scheme"), str) for level in levels
     ):
         raise CorruptCheckpoint(f"levels in {MANIFEST_NAME} are not schemes")
-    numbers = isinstance(volumes, list) and all(
-        type(v) is int and 0 <= v < len(files) for v in volumes
-    )
-    if not numbers or len(volumes) not in (0, len(files)):
+
+
+def _check_volumes(volumes: Any, files: int) -> None:
+    """Raises `CorruptCheckpoint` unless `volumes` is empty or has a number for each file."""
+    numbers = isinstance(volumes, list) and all(type(v) is int and 0 <= v < files for v in volumes)
+    if not numbers or len(volumes) not in (0, files):
         raise CorruptCheckpoint(
             f"volumes in {MANIFEST_NAME} are {str(volumes)[:40]}, must be a number for each file"
         )
-    del table["format"]
-    summaries = {name: _summary(name, file) for name, file in files.items()}
-    return Manifest(**{**table, "files": summaries, "volumes": volumes})
 
 
 def _summary(name: str, value: Any) -> ShardSummary:
+    """Size and checksum of one file. Raises `CorruptCheckpoint` for anything else."""
     if not (isinstance(value, dict) and value.keys() == {"bytes", "sha256"}):
         raise CorruptCheckpoint(
             f"{name} in {MANIFEST_NAME} needs bytes and sha256, and nothing else"
         )
-    count, checksum = value["bytes"], value["sha256"]
+    count = value["bytes"]
+    checksum = value["sha256"]
     if type(count) is not int or not 0 <= count < 2**53:
         raise CorruptCheckpoint(f"{name} in {MANIFEST_NAME} has {str(count)[:40]!r} bytes")
     if not isinstance(checksum, str) or not re.fullmatch("[0-9a-f]{64}", checksum):

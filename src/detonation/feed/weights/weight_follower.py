@@ -1,7 +1,8 @@
-"""The reader of a weight feed: it brings the weights of a model to a step, bit for bit, from files
-alone."""
+"""Reader of a weight feed: from files, it sets the weights of a model to those of a step, bit for
+bit."""
 
 import hashlib
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -31,11 +32,12 @@ POLL_S = 0.1
 
 @dataclass(frozen=True)
 class WeightPatch:
-    """New values of one tensor, with the fields of vLLM's `CheckpointWeightPatch`; three are its
-    `SparseWeightPatch`.
+    """New values of one tensor, with the fields of vLLM's `CheckpointWeightPatch`.
 
-    name: In the model. indices: `[changed]` int64 in rising order, of the flattened tensor. values:
-    `[changed]`.
+    Three of the fields are those of its `SparseWeightPatch`.
+
+    name: in the model. indices: `[changed]` int64 in rising order, into the flattened tensor.
+    values: `[changed]`.
     """
 
     name: str
@@ -46,90 +48,97 @@ class WeightPatch:
 
 
 class WeightFollower(AbstractContextManager["WeightFollower"]):
-    """Holds the weights of a training in a model of this process, from the files of a `WeightFeed`.
-    Made by `follow`.
+    """Keeps the weights of a training in a model of this process, from the files of a `WeightFeed`.
 
-    The model changes within `update` and `patches` alone, and only after all of a file has been
-    checked.
+    `follow` makes it. Only `update` and `patches` change the model, and only after they have
+    checked a whole file.
 
-    model: As it was given to `follow`. step: Of the training; -1 before the first base. joins:
-    Bases that were taken. trouble: In words, why a file could not be used; "" where none was.
+    model: as it was given to `follow`. step: of the training; -1 before the first base. joins: the
+    number of bases that were loaded. trouble: in words, why a file could not be used; "" if all
+    could.
     """
 
     def __init__(self, model: nn.Module, folder: Folder) -> None:
-        self.model, self._folder = model, folder
+        self.model = model
+        self._folder = folder
         self._tensors = {name: each.detach() for name, each in weights(model).items()}
         if any(isinstance(each, DTensor) for each in self._tensors.values()):
             raise ValueError(
                 "the model is sharded: the files of a weight feed are followed in a whole one"
             )
         self._order: list[str] = []  # of the files
-        self._run, self._state = -1, ""
+        self._run = -1
+        self._state = ""
         self._damaged: set[WeightFile] = set()
         self._touched: dict[str, list[Tensor]] | None = None
-        self.step, self.joins, self.trouble = -1, 0, ""
+        self.step = -1
+        self.joins = 0
+        self.trouble = ""
 
     @property
     def behind(self) -> int:
-        """Steps that are there, and that `update` would take one by one."""
+        """Number of published steps that `update` would take one by one."""
         here = [each for each in self._files() if each.run == self._run and each.kind == DIFFERENCE]
         return sum(each.step > self.step for each in here)
 
     @property
     def ended(self) -> bool:
-        """True once training has come to its end, and the model is at it."""
+        """Whether training has ended and the model has its last weights."""
         return self._is_end(self._files())
 
     @property
     def fingerprint(self) -> str:
-        """The sha256 (hex) of the parameters, as `detonation.fingerprint` makes it of a replica of
-        one shard."""
+        """sha256 (hex) of the parameters: `detonation.fingerprint` of a replica of one shard."""
         return hashlib.sha256(bytes.fromhex(digest(self.model.parameters()))).hexdigest()
 
     def update(self, to: int | None = None, wait_s: float | None = None) -> int:
-        """Takes the steps that are there; returns `step`. The arguments are those of
-        `Follower.update`.
+        """Takes the published steps; returns `step`. The arguments are those of `Follower.update`.
 
-        Where training went back to an earlier step, so does the model. A file that is missing or
-        damaged is never used: the model stays where it is until the next base, and `trouble` says
-        why.
+        If training went back to an earlier step, so does the model. If a file is missing or
+        damaged, the model keeps its weights until the next base, and `trouble` says why.
 
         Raises:
             LostFeed: Training ended before `to`, or has passed it and its files are gone.
             ValueError: The training is of another model.
         """
-        deadline = None if wait_s is None and to is not None else time.monotonic() + (wait_s or 0.0)
+        deadline = math.inf
+        if to is None or wait_s is not None:
+            deadline = time.monotonic() + (wait_s or 0.0)
         while True:
             files = self._files()
             moved = self._advance(files, to)
             if self.step == to or (moved and to is None):
                 return self.step
-            if to is not None and self.step > to:
-                raise LostFeed(
-                    f"training was at step {self.step} already when its weights came, beyond {to}"
-                )
-            if self._is_end(files):
-                if to is None:
-                    return self.step
-                raise LostFeed(f"training has ended after {self.step} steps, before {to}")
-            rest_s = POLL_S if deadline is None else min(POLL_S, deadline - time.monotonic())
-            if rest_s <= 0:
+            ended = self._is_end(files)
+            if to is not None:
+                self._require_reachable(to, ended)
+            rest_s = min(POLL_S, deadline - time.monotonic())
+            if ended or rest_s <= 0:
                 return self.step
             time.sleep(rest_s)
 
-    def patches(self, to: int | None = None, wait_s: float | None = None) -> list[WeightPatch]:
-        """Takes steps as `update` does; returns what they have changed, for a server that has
-        weights of its own.
+    def _require_reachable(self, to: int, ended: bool) -> None:
+        """Raises `LostFeed` if no later file can bring the weights to step `to`."""
+        if self.step > to:
+            raise LostFeed(
+                f"training was at step {self.step} already when its weights came, beyond {to}"
+            )
+        if ended:
+            raise LostFeed(f"training has ended after {self.step} steps, before {to}")
 
-        A base that is taken makes patches as well, of all that differs from what the model had
-        before. A server that began with the same weights as `model` has the same ones after each
-        call, unless an error ended one, or `update` was called between.
+    def patches(self, to: int | None = None, wait_s: float | None = None) -> list[WeightPatch]:
+        """Takes steps like `update`; returns their changes, for a server with its own weights.
+
+        After a base, the patches contain all values that differ from those that the model had. A
+        server that began with the weights of `model` has the same weights after each call, unless
+        a call raised an error, or `update` was called between.
 
         Example:
             >>> import tempfile
             >>> from pathlib import Path
             >>> import detonation as dt
-            >>> trained, served, folder = nn.Linear(2, 1), nn.Linear(2, 1), tempfile.TemporaryDirectory()
+            >>> trained, served = nn.Linear(2, 1), nn.Linear(2, 1)
+            >>> folder = tempfile.TemporaryDirectory()
             >>> feed = dt.Feed.of_weights(trained, folder.name)
             >>> _ = served.load_state_dict(trained.state_dict()), feed.publish(0)
             >>> _ = trained.weight.data[0, 1].add_(1), feed.publish(1)
@@ -142,7 +151,8 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         try:
             self.update(to, wait_s)
         finally:
-            touched, self._touched = self._touched, None
+            touched = self._touched
+            self._touched = None
         found = {name: torch.unique(torch.cat(parts)) for name, parts in touched.items()}
         own = [(name, self._tensors[name], at) for name, at in found.items()]
         return [
@@ -151,12 +161,13 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         ]
 
     def close(self) -> None:
-        """Follows no longer; the model stays where it is. Nothing has to be closed."""
+        """Ends following. The model keeps its weights, and there is nothing to release."""
 
     def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _files(self) -> list[WeightFile]:
+        """Lists the files of the feed; none while the folder cannot be read."""
         try:
             return WeightFile.known(self._folder.names())
         except OSError as error:  # a mount that is gone for a while
@@ -164,6 +175,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
             return []
 
     def _is_end(self, files: Sequence[WeightFile]) -> bool:
+        """Whether `files` ends with the step that the model is at."""
         at = (self._run, self.step)
         return (
             any(each.kind == END and (each.run, each.step) == at for each in files)
@@ -171,27 +183,30 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         )
 
     def _advance(self, files: Sequence[WeightFile], to: int | None) -> bool:
-        """Takes what `files` has up to step `to`; true if the weights have come to another step."""
+        """Takes the steps of `files` up to `to`; returns whether `step` or the run changed."""
         before = self._run, self.step
         usable = [file for file in files if to is None or file.step <= to]
-        bases = [file for file in usable if file.kind == BASE]
-        run = max([self._run, *(file.run for file in bases)])
+        run = max([self._run, *(file.run for file in usable if file.kind == BASE)])
         while True:
-            rest = [
-                each
-                for each in usable
-                if each.run == run and (run != self._run or each.step > self.step)
-            ]
+            rest = self._later(usable, run)
             steps = [each for each in rest if each.kind == DIFFERENCE]
             if run == self._run and all(self._take(each) for each in steps):
                 break
-            if not any(self._take(each) for each in reversed(rest) if each.kind == BASE):
+            bases = [each for each in reversed(rest) if each.kind == BASE]
+            if not any(self._take(each) for each in bases):
                 break
         return (self._run, self.step) != before
 
+    def _later(self, files: Sequence[WeightFile], run: int) -> list[WeightFile]:
+        """Files of `run` that are later than the model; all if the model is of another run."""
+        found = [each for each in files if each.run == run]
+        if run != self._run:
+            return found
+        return [each for each in found if each.step > self.step]
+
     @torch.no_grad()
     def _take(self, file: WeightFile) -> bool:
-        """Brings the weights to the step of `file`; false where it cannot be used."""
+        """Sets the weights to the step of `file`; false if the file cannot be used."""
         if file in self._damaged:
             return False
         try:
@@ -207,7 +222,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
             self._damaged.add(file)
             self.trouble = str(error)
             return False
-        except OSError as error:  # removed meanwhile, as this reader is too far behind
+        except OSError as error:  # the feed removed it, because this reader is too far behind
             self.trouble = f"{file.name} cannot be read: {error}"
             return False
         return True
@@ -215,6 +230,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
     def _take_base(
         self, file: WeightFile, about: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> None:
+        """Loads a base. Raises `ValueError` if it is of another model."""
         odd = sorted(tensors.keys() ^ self._tensors.keys())
         if odd:
             raise ValueError(
@@ -228,18 +244,22 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
                     f"training publishes {name} as {new.dtype} {tuple(new.shape)}, this model has"
                     f" {own.dtype} {tuple(own.shape)}"
                 )
-        self._run = self.step = -1  # whoever is interrupted from here on needs a base
+        self._run = self.step = -1  # an interruption from here on makes the next base necessary
         for name, new in tensors.items():
             own = self._tensors[name]
             if self._touched is not None:
                 self._note(name, changes(patterns_of(new).to(own.device), patterns_of(own))[0])
             own.copy_(new)
-        self._order, self._state = list(tensors), str(about.get("state"))
-        self._run, self.step, self.joins = file.run, file.step, self.joins + 1
+        self._order = list(tensors)
+        self._state = str(about.get("state"))
+        self._run = file.run
+        self.step = file.step
+        self.joins += 1
 
     def _take_difference(
         self, file: WeightFile, about: Mapping[str, Any], planes: Mapping[str, Tensor]
     ) -> None:
+        """Applies one step. Raises `CorruptCheckpoint` if the file contradicts itself."""
         begins = starts({name: self._tensors[name] for name in self._order})
         count = about.get("count")
         if type(count) is not int:
@@ -255,10 +275,12 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
                 own = positions[first:last] - begins[name]
                 move(self._tensors[name], own, deltas[first:last])
                 self._note(name, own)
-        self._run, self.step, self._state = file.run, file.step, file.checksum
+        self._run = file.run
+        self.step = file.step
+        self._state = file.checksum
 
     def _note(self, name: str, positions: Tensor) -> None:
-        """Keeps the elements that have these patterns, for `patches`."""
+        """Records for `patches` which elements have the patterns at `positions`."""
         if self._touched is not None and len(positions):
             tensor = self._tensors[name]
             elements = positions.to(tensor.device) // max(1, tensor.element_size() // 2)

@@ -1,5 +1,4 @@
-"""The run directory: its lock, files that are written whole or not at all, and the environment of
-the run."""
+"""Run directory: its lock, atomic writes of its files, and the environment of the run."""
 
 import errno
 import fcntl
@@ -24,7 +23,8 @@ from detonation.whole_files import open_lock, read_text, write_whole
 from detonation.whole_files import read_json as read_json
 
 _PACKAGES = (
-    "detonation-torch", "torch", "transformers", "safetensors", "numpy", "tyro", "rich", "tomli-w", "matplotlib",
+    "detonation-torch", "torch", "transformers", "safetensors", "numpy", "tyro", "rich", "tomli-w",
+    "matplotlib",
 )  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def environment() -> dict[str, Any]:
 
 
 def environment_lines(found: dict[str, Any]) -> list[str]:
-    """The environment as lines to paste into a bug report."""
+    """Lines that describe the environment in a bug report."""
     flat = {**found, **found["packages"]}
     del flat["packages"]
     flat["gpus"] = ", ".join(found["gpus"]) or "none"
@@ -56,8 +56,10 @@ _SINGLY = " rounded singly"
 
 
 def bits_of_steps() -> dict[str, str]:
-    """A hash of three steps of each optimizer on fixed numbers, by name: what rounds alike trains
-    replicas together."""
+    """Hashes three steps of each optimizer on fixed numbers, by name of the optimizer.
+
+    Replicas on machines with equal hashes train together bit for bit.
+    """
     import torch
 
     from detonation.gates.single_rounding import SingleRounding
@@ -89,10 +91,14 @@ def bits_of_steps() -> dict[str, str]:
 
 
 def compare_machines(here: dict[str, Any], there: dict[str, Any]) -> list[str]:
-    """Differences between the environments of two machines, with their `bits_of_steps`, and what to
-    expect of them."""
+    """Lists the differences between the environments of two machines, and says in words how they
+    can train together.
+
+    Each environment has the result of `bits_of_steps` under "steps".
+    """
     mine, theirs = ({**found, **found["packages"]} for found in (here, there))
-    own, other = here["steps"], there["steps"]
+    own = here["steps"]
+    other = there["steps"]
     lines = [
         f"- {key}: {mine.get(key)} here, {theirs.get(key)} there"
         for key in mine.keys() - {"packages", "steps"}
@@ -142,7 +148,9 @@ SUMMARY = "summary.json"
 PLAN = "plan.json"
 UPDATES = "updates"
 CHECKPOINTS = "checkpoints"
-_PROBE = ".volume-"  # of a start that was killed while it looked who sees the directory
+_PROBE = ".volume-"
+"""Prefix of the files by which a start finds out who can write in the directory and who shares it.
+One may remain from a start that was killed."""
 _PROBE_BYTES = 65536
 
 
@@ -151,8 +159,10 @@ class InUse(ValueError):
 
 
 def log_starts(path: Path) -> list[int]:
-    """The steps after which files of the run's log begin, by their names, as one does with each
-    checkpoint."""
+    """Steps after which the files of the run's log begin, read from their names.
+
+    A new file begins with each checkpoint.
+    """
     return [
         int(n)
         for each in (path / UPDATES).glob("*-*.updates")
@@ -164,12 +174,34 @@ def check_free(
     path: Path, resume: bool, may_start: bool = False, train: TrainConfig | None = None
 ) -> None:
     """Raises `ValueError` unless a run can start in `path`, or continue there with `resume`.
+
     Changes nothing.
 
-    may_start: with `resume`, a run may start from the beginning where no checkpoint was saved yet.
-    train: with `resume`, a finished run of fewer steps goes on, and one that keeps a log from its
-    first step alone.
+    may_start: with `resume`, a run without a checkpoint may start from the beginning. train: with
+    `resume`, a finished run may continue if `train` has more steps, and a run without a checkpoint
+    may continue from its log if `train` keeps one.
     """
+    _require_directory(path)
+    entries = [entry.name for entry in path.iterdir()] if path.is_dir() else []
+    _require_unlocked(path)  # after the listing: a process that made these entries has its lock now
+    held = [
+        name
+        for name in entries
+        if name not in (LOCK, f"{CONFIG}.part") and not name.startswith(_PROBE)
+    ]
+    _require_unfinished(path, resume, train)
+    saved = (path / CHECKPOINTS).is_dir()
+    logged = 0 in log_starts(path)
+    if resume and not (may_start or saved or (logged and train and train.log_updates)):
+        remedy = "remove it, or choose another --out" if held else "leave --resume out to start"
+        remedy = "add --log, to go on from its log of updates" if logged else remedy
+        raise ValueError(f"nothing to resume in {path}: it has no checkpoints; {remedy}")
+    if held:
+        _require_own_run(path, resume, saved or logged)
+
+
+def _require_directory(path: Path) -> None:
+    """Raises `ValueError` if `path` is a file, or a link without a target."""
     if path.exists() and not path.is_dir():
         raise ValueError(f"the run directory {str(path)!r} is a file: choose another --out")
     if path.is_symlink() and not path.exists():
@@ -177,47 +209,47 @@ def check_free(
             f"the run directory {str(path)!r} is a link to nowhere: make its target, or choose"
             " another --out"
         )
-    entries = [entry.name for entry in path.iterdir()] if path.is_dir() else []
-    if (
-        path / LOCK
-    ).exists():  # looked at last: whoever made these entries and still runs has it by now
-        try:
-            with open_lock(path / LOCK) as file:
-                _take(file, path)
-        except OSError as error:
-            raise unwritable(path / LOCK, error) from error
-    held = [
-        name
-        for name in entries
-        if name not in (LOCK, f"{CONFIG}.part") and not name.startswith(_PROBE)
-    ]
+
+
+def _require_unlocked(path: Path) -> None:
+    """Raises `InUse` if another process holds the lock of the run directory `path`."""
+    if not (path / LOCK).exists():
+        return
+    try:
+        with open_lock(path / LOCK) as file:
+            _take(file, path)
+    except OSError as error:
+        raise unwritable(path / LOCK, error) from error
+
+
+def _require_unfinished(path: Path, resume: bool, train: TrainConfig | None) -> None:
+    """Raises `ValueError` if the run in `path` is finished and `train` does not prolong it."""
     finished = steps_finished(path)
-    if (path / SUMMARY).exists() and not (resume and train and train.steps > finished):
+    if not (path / SUMMARY).exists() or (resume and train and train.steps > finished):
+        return
+    more = f"its {SUMMARY} is damaged, and --resume writes it anew"
+    if finished:
         more = f"with --resume and more --steps than {finished} it goes on"
-        more = more if finished else f"its {SUMMARY} is damaged, and --resume writes it anew"
-        raise ValueError(
-            f"run directory {path} holds a finished run: choose another --out, or remove it; {more}"
-        )
-    saved, logged = (path / CHECKPOINTS).is_dir(), 0 in log_starts(path)
-    if resume and not (may_start or saved or (logged and train and train.log_updates)):
-        remedy = "remove it, or choose another --out" if held else "leave --resume out to start"
-        remedy = "add --log, to go on from its log of updates" if logged else remedy
-        raise ValueError(f"nothing to resume in {path}: it has no checkpoints; {remedy}")
-    saved |= logged
-    ours = (path / CONFIG).exists() or saved
-    if held and not (resume and ours):
-        remedy = (
-            "continue it with --resume, or choose"
-            if saved
-            else "remove it, or choose"
-            if ours
-            else "choose"
-        )
-        raise ValueError(f"run directory {path} is not empty: {remedy} another --out")
+    raise ValueError(
+        f"run directory {path} holds a finished run: choose another --out, or remove it; {more}"
+    )
+
+
+def _require_own_run(path: Path, resume: bool, saved: bool) -> None:
+    """Raises `ValueError` unless `resume` continues the run whose files are in `path`."""
+    ours = saved or (path / CONFIG).exists()
+    if resume and ours:
+        return
+    remedy = "choose"
+    if ours:
+        remedy = "remove it, or choose"
+    if saved:
+        remedy = "continue it with --resume, or choose"
+    raise ValueError(f"run directory {path} is not empty: {remedy} another --out")
 
 
 def steps_finished(path: Path) -> int:
-    """The number of steps of the finished run in `path`; 0 where its summary says none."""
+    """Number of steps of the finished run in `path`; 0 if its summary does not say it."""
     try:
         found = read_json(path / SUMMARY)["steps"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -226,16 +258,17 @@ def steps_finished(path: Path) -> int:
 
 
 def steps_of_epochs(path: Path, epochs: float) -> int:
-    """The number of steps that so many epochs took when the run in `path` began; 0 where it says
-    none."""
+    """Number of steps of `epochs` epochs when the run in `path` began; 0 if it does not say it."""
     train = config_in(path).get("train")
-    steps = train.get("steps") if isinstance(train, dict) and train.get("epochs") == epochs else 0
+    if not isinstance(train, dict) or train.get("epochs") != epochs:
+        return 0
+    steps = train.get("steps")
     return steps if type(steps) is int else 0
 
 
 def config_in(path: Path) -> dict[str, Any]:
-    """The configuration with which the run in `path` began or went on, as a table; {} where it
-    cannot be read."""
+    """Configuration with which the run in `path` last started, as a table; {} if it cannot be
+    read."""
     try:
         return tomllib.loads(read_text(path / CONFIG))
     except (OSError, ValueError):
@@ -243,9 +276,9 @@ def config_in(path: Path) -> dict[str, Any]:
 
 
 def fresh_directory(name: str) -> Path:
-    """A directory in `runs` that was not there before, so that runs that start at once get one
-    each."""
-    now, name = time.time(), name.replace(":", ".")
+    """Makes a new directory in `runs`. Runs that start at the same time get different ones."""
+    now = time.time()
+    name = name.replace(":", ".")
     while True:
         path = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
         try:
@@ -258,8 +291,7 @@ def fresh_directory(name: str) -> Path:
 
 
 class RunDirectory:
-    """A run's files. Makes the directory and holds its lock until closed, or until the process
-    ends, however it ends.
+    """Directory of a run. Makes it and holds its lock until `close`, or until the process ends.
 
     Raises `InUse` when another process holds the lock, and `Unwritable`.
     """
@@ -287,7 +319,7 @@ class RunDirectory:
 
 
 def _refuse_links(path: Path) -> None:
-    """Raises `ValueError` where a folder in which a run writes and removes is a link."""
+    """Raises `ValueError` if a folder in which a run writes and removes files is a link."""
     for folder in (path / CHECKPOINTS, path / UPDATES):
         if folder.is_symlink():
             raise ValueError(
@@ -297,8 +329,7 @@ def _refuse_links(path: Path) -> None:
 
 
 def require_writable(path: Path) -> None:
-    """Raises `Unwritable` where no file can be written in `path`, which is made, or the disk is
-    full."""
+    """Makes `path`; raises `Unwritable` if no file can be written there or the disk is full."""
     probe = path / f"{_PROBE}{os.getpid()}"
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -310,7 +341,7 @@ def require_writable(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Puts `text` at `path`, whole or not at all."""
+    """Writes `text` to `path`, whole or not at all."""
     try:
         write_whole(path, text.encode())
     except OSError as error:
@@ -318,16 +349,16 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Puts `value` at `path` as readable JSON, whole or not at all."""
+    """Writes `value` to `path` as indented JSON, whole or not at all."""
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 class Unwritable(RunError):
-    """The disk is full, or the directory may not be written to."""
+    """A file of the run cannot be written: the disk is full, or permission is missing."""
 
 
 def unwritable(path: Path, error: Exception) -> Unwritable:
-    """The error for a file that cannot be written, in one line with the remedy."""
+    """Error for a file that cannot be written, in one line with the remedy."""
     remedy = f"{remedy_of(error)}; what was written before is whole"
     return Unwritable(
         f"cannot write {path}: {getattr(error, 'strerror', None) or error} ({remedy})"
@@ -335,7 +366,7 @@ def unwritable(path: Path, error: Exception) -> Unwritable:
 
 
 def remedy_of(error: Exception) -> str:
-    """What to do where a file of a run cannot be written, by the error of the system."""
+    """In words, the remedy for an error of the system that prevents writing a file."""
     number = getattr(error, "errno", None)
     if number in (errno.EMFILE, errno.ENFILE):
         return "raise the limit of open files (ulimit -n)"
@@ -351,7 +382,10 @@ def remedy_of(error: Exception) -> str:
 
 
 def begin_run(path: Path, config: dict[str, Any], environment: Any, plan: Any) -> None:
-    """Writes what a run begins with, or goes on with, whose summary is gone then; no plan for None."""
+    """Writes the files with which a run starts or continues, and removes its earlier summary.
+
+    Without a `plan`, writes no plan.
+    """
     write_text(path / CONFIG, tomli_w.dumps(config))
     write_json(path / ENVIRONMENT, environment)
     (path / SUMMARY).unlink(missing_ok=True)
@@ -360,16 +394,15 @@ def begin_run(path: Path, config: dict[str, Any], environment: Any, plan: Any) -
 
 
 def _take(file: IO[str], path: Path) -> None:
+    """Locks `file`. Raises `InUse` if another process holds the lock of `path`."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.seek(0)
         owner = json.loads(file.read() or "{}")
-        who = (
-            f"process {owner['pid']} since {owner['since']}"
-            if "pid" in owner
-            else "another process"
-        )
+        who = "another process"
+        if "pid" in owner:
+            who = f"process {owner['pid']} since {owner['since']}"
         raise InUse(
             f"run directory {path} is in use by {who}: wait for it, or choose another --out"
         ) from error
