@@ -16,7 +16,7 @@ import detonation as dt
 import worlds
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.extend import AGGREGATIONS, PRECISIONS, SCHEMES
-from specs import bases, gradients, rounds
+from specs import bases, gradients, page, rounds
 
 STEPS = 7
 SHAPES = {"0.weight": (40, 33), "0.bias": (33,), "1.weight": (5, 9), "1.bias": (3,)}
@@ -391,3 +391,8 @@ def test_a_specification_is_short_and_imports_nothing_of_the_product(path):
             body = node.body[1:] if ast.get_docstring(node) else node.body
             lines = body[-1].end_lineno - body[0].lineno + 1
             assert lines <= MOST_LINES, f"{node.name} has {lines} lines"
+
+
+def test_the_page_of_algorithms_shows_the_specifications_as_they_are():
+    assert page.PAGE.read_text() == page.page(), "run: python tests/specs/page.py"
+    assert {*SPECIFICATIONS, "momentum", "outer_sgd", "Outer"} <= page.names()
