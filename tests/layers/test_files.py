@@ -21,7 +21,7 @@ OF_USER = "a file that the user names, which may be a link or a pipe"
 OF_SYSTEM = "a file of the system"
 OF_CACHE = "a file of the user's own cache of data, and what the user names as data"
 ELSEWHERE = {
-    ("__init__.py", "read_text"): OF_PACKAGE,
+    ("__init__.py", "open"): OF_PACKAGE,
     ("report/page.py", "read_text"): OF_PACKAGE,
     ("plan/losses.py", "read_text"): OF_PACKAGE,
     ("cli/verbs.py", "read_text"): OF_PACKAGE,

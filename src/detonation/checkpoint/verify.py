@@ -269,6 +269,8 @@ def _distance(key: str, first: ShardReader, other: ShardReader) -> tuple[float, 
     one = one.double()  # torch cannot subtract float8
     two = two.double()
     *norms, far = (float(torch.linalg.vector_norm(each)) for each in (one, two, one - two))
+    if not far:  # zeros of other signs
+        return 0.0, True
     least = min(norms)
     name = _name_in_training(key)
     # a tensor without a recorded movement may have started at zero

@@ -129,7 +129,9 @@ def ends_for_one(levels: Sequence[Level], hand_over: HandOver) -> tuple[Level, .
 def lost_before(levels: Sequence[Level], step: int) -> bool:
     """Begins `step`; True, and it has not begun, where `renumber` comes first because replicas were
     lost."""
-    return any(axis.enter_step(step) for axis in renumbered_axes(levels))
+    return any(
+        isinstance(axis, RenumberedCommunicator) and axis.enter_step(step) for axis, _ in levels
+    )
 
 
 def renumbered_axes(levels: Sequence[Level]) -> list[RenumberedCommunicator]:

@@ -77,6 +77,7 @@ class Overlap:
         )
         self._transfer = channel.start(step)
         self._count, self._left = len(channel.pipelines), deque(channel.pipelines)
+        self._everything = frozenset(range(len(self._names)))
         self._arrived: set[int] = set()  # numbers of the parameters whose gradients came
         self._versions: dict[
             str, tuple[Tensor | None, tuple[int, ...]]
@@ -135,17 +136,13 @@ class Overlap:
             )
         self._arrived.add(index)
         self._stream.wait_for_current()
-        while self._left and self._arrived >= self._needed():
+        while self._left:
+            # the last bucket needs all gradients, because its header says which are missing
+            last = len(self._left) == 1
+            needed = self._everything if last else self._left[0].bucket.parameters
+            if not self._arrived >= needed:
+                break
             self._send_next()
-
-    def _needed(self) -> frozenset[int]:
-        """The parameters whose gradients the next bucket needs.
-
-        The last one needs all, because its header says what is missing.
-        """
-        if len(self._left) == 1:
-            return frozenset(range(len(self._names)))
-        return self._left[0].bucket.parameters
 
     def _send_next(self) -> None:
         pipeline = self._left[0]
