@@ -166,38 +166,58 @@ def name_of_first(
     timeout_s: float,
     look: Callable[[], object] = lambda: None,
 ) -> str:
-    """The name that rank 0 has given, on all ranks that came for it. Collective; `TimeoutError`
-    where not all came.
+    """Returns the `name` of rank 0 on all ranks. Collective.
 
-    look: As of `Awaited`.
+    Launchers count restarts differently, so the ranks greet each other. Rank 0 answers each
+    greeting with its name until each rank has confirmed the name. No other start in this store had
+    that name. A rank believes only an answer to its own greeting, because the store may hold keys
+    of ranks that have ended.
 
-    Counts of restarts differ between launchers, so the ranks greet each other: rank 0 answers each
-    greeting with its name, which no other start in this store had, until each rank has confirmed
-    it; a rank believes an answer to its own greeting alone. The store may hold what ranks that are
-    gone have left.
+    Args:
+        look: As of `Awaited`.
+
+    Raises:
+        TimeoutError: Not all ranks came within `timeout_s`.
     """
-    token, awaited = secrets.token_hex(8), Awaited(f"rank {rank}", timeout_s, look=look)
+    awaited = Awaited(f"rank {rank}", timeout_s, look=look)
+    if rank == 0:
+        return _give_name(store, world_size, name, awaited)
+    return _ask_for_name(store, rank, awaited)
+
+
+def _give_name(store: Store, world_size: int, name: str, awaited: Awaited) -> str:
+    """Answers greetings on rank 0 with `name` until all other ranks have confirmed it."""
     others = range(1, world_size)
-    for other in others if rank == 0 else [rank]:
-        for kind in ("greeting", "answer", "name"):
-            store.compare_set(_key(kind, other), "", "-")
+    for other in others:
+        _create_name_keys(store, other)
     while True:
-        if rank == 0:
-            for other in others:
-                store.set(
-                    _key("answer", other), f"{store.get(_key('greeting', other)).decode()} {name}"
-                )
-            away = [other for other in others if store.get(_key("name", other)).decode() != name]
-            if not away:
-                return name
-        else:
-            store.set(_key("greeting", rank), token)
-            greeting, _, given = store.get(_key("answer", rank)).decode().partition(" ")
-            if greeting == token:
-                store.set(_key("name", rank), given)
-                return given
-            away = [0]
+        for other in others:
+            greeting = store.get(_key("greeting", other)).decode()
+            store.set(_key("answer", other), f"{greeting} {name}")
+        away = [other for other in others if store.get(_key("name", other)).decode() != name]
+        if not away:
+            return name
         awaited.wait(partial(list, away))
+
+
+def _ask_for_name(store: Store, rank: int, awaited: Awaited) -> str:
+    """Greets rank 0 until it answers this greeting; confirms the name and returns it."""
+    token = secrets.token_hex(8)
+    _create_name_keys(store, rank)
+    while True:
+        store.set(_key("greeting", rank), token)
+        answer = store.get(_key("answer", rank)).decode()
+        greeting, _, given = answer.partition(" ")
+        if greeting == token:
+            store.set(_key("name", rank), given)
+            return given
+        awaited.wait(partial(list, [0]))
+
+
+def _create_name_keys(store: Store, rank: int) -> None:
+    """Creates the keys of `rank` that do not exist yet, because `get` waits for a missing key."""
+    for kind in ("greeting", "answer", "name"):
+        store.compare_set(_key(kind, rank), "", "-")
 
 
 def _key(kind: str, rank: int) -> str:
