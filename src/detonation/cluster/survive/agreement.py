@@ -192,16 +192,16 @@ def parse_agreement(epoch: int, text: bytes) -> Agreement:
     return Agreement(epoch, record["members"], reports, record["guest"], **doubts)
 
 
-def ranks_of(replicas: Iterable[int], shards: int) -> list[int]:
+def ranks_of_replicas(replicas: Iterable[int], shards: int) -> list[int]:
     """The ranks of `replicas` with `shards` ranks each.
 
-    >>> ranks_of([0, 2], 2)
+    >>> ranks_of_replicas([0, 2], 2)
     [0, 1, 4, 5]
     """
     return [replica * shards + shard for replica in replicas for shard in range(shards)]
 
 
-def record_of(
+def agreement_record(
     replicas: Sequence[int], shards: int, reports: Mapping[int, Mapping[str, Any]], guest: int
 ) -> dict[str, Any]:
     """The record of an agreement among those of `replicas` that can go on together.

@@ -28,12 +28,12 @@ from detonation.cluster.survive.agreement import (
     Agreement,
     RankReport,
     ReplicaLost,
+    agreement_record,
     axis_key,
     beat_of,
     pace_of,
     parse_agreement,
-    ranks_of,
-    record_of,
+    ranks_of_replicas,
 )
 from detonation.cluster.survive.partition import LEAVE_S, PartitionWatch, store_lost
 from detonation.cluster.survive.port import Port, Ways, refuses
@@ -255,7 +255,7 @@ class Membership:
         """Waits, at most `limit_s`, until all ranks of this replica are about to leave: each hands
         over by itself."""
         deadline = time.monotonic() + limit_s
-        ranks = ranks_of([self.replica], self.shards)
+        ranks = ranks_of_replicas([self.replica], self.shards)
         while not self.store.check([axis_key("asked", rank) for rank in ranks]):
             self.require_store()
             if any(self._is_silent(rank) for rank in ranks) or time.monotonic() > deadline:
@@ -282,8 +282,8 @@ class Membership:
     def _ranks(self, guest: int = -1) -> list[int]:
         """The ranks of the members, and of `guest` if it is none yet; -1 for no guest."""
         if guest < 0 or guest in self.members:
-            return ranks_of(self.members, self.shards)
-        return ranks_of([*self.members, guest], self.shards)
+            return ranks_of_replicas(self.members, self.shards)
+        return ranks_of_replicas([*self.members, guest], self.shards)
 
     def _lost(self, rank: int, limit_s: float) -> bool:
         beat, since = self._seen[rank]
@@ -321,13 +321,13 @@ class Membership:
         reports |= self._reports(guests)
         ready = not guests and self.guest_asks and self._is_ready(self.store)
         next_guest = self.guest if ready else -1
-        record = record_of([*members, *guests], self.shards, reports, next_guest)
+        record = agreement_record([*members, *guests], self.shards, reports, next_guest)
         self.store.compare_set(self._key("record"), "", json.dumps(record))
 
     def _reports(self, members: Sequence[int]) -> dict[int, dict[str, Any]]:
         return {
             rank: json.loads(self.store.get(self._key(f"report/{rank}")))
-            for rank in ranks_of(members, self.shards)
+            for rank in ranks_of_replicas(members, self.shards)
         }
 
     def _is_ready(self, store: Store) -> bool:
@@ -337,7 +337,7 @@ class Membership:
     def _look_for_guest(self) -> None:
         """Notes that a replica asks to join; once it is ready, calls all to agree on its step."""
         guest = self.guest
-        ranks = ranks_of([guest], self.shards)
+        ranks = ranks_of_replicas([guest], self.shards)
         if not self.guest_asks and self._beats.check([axis_key("ask", guest)]):
             with self.changed:
                 self._seen |= {rank: (b"", time.monotonic()) for rank in ranks}

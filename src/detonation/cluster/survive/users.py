@@ -16,7 +16,7 @@ from detonation.cluster.survive.agreement import (
     GuestEntry,
     ReplicaLeft,
     axis_key,
-    ranks_of,
+    ranks_of_replicas,
     turn_of,
 )
 from detonation.cluster.survive.membership import Membership
@@ -128,7 +128,7 @@ class Host:
     def not_at(self, guest: int) -> list[int]:
         """The ranks that have not reached the step at which `guest` joins."""
         store = self.membership.store
-        ranks = ranks_of(self.membership.members, self.membership.shards)
+        ranks = ranks_of_replicas(self.membership.members, self.membership.shards)
         if store.check([axis_key("at", guest, rank) for rank in ranks]):
             return []
         return [rank for rank in ranks if not store.check([axis_key("at", guest, rank)])]
