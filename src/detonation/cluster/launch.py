@@ -47,8 +47,8 @@ _T = TypeVar("_T")
 class _Rank:
     """One rank of a world, and its work.
 
-    folder: where it leaves its result or its failure. parent: the process that started it. where:
-    the arguments of `join_replicas`, where replicas may be lost.
+    folder: for its result or its failure. parent: the process that started it. where: the
+    arguments of `join_replicas` if replicas may be lost, else None.
     """
 
     rank: int
@@ -72,23 +72,22 @@ def run_local(
     """Calls `function(*arguments)` on `world_size` processes of this machine that share a process
     group.
 
-    On CPU the processes are forked, so `function` may be any callable. Where each rank gets a GPU
-    they start afresh, so `function` must be importable and `arguments` plain values. No process
-    outlives the call.
+    On CPU the processes are forked, so `function` may be any callable. If each rank gets a GPU,
+    the processes start afresh, so `function` must be importable and `arguments` plain values. No
+    process outlives the call.
 
     Args:
         timeout_s: ends the world after this time; by default never.
         enter: called with its rank in each forked process, before it has sockets and threads.
-        survival: the replicas share no process group, and those that are left go on when one is
-            lost.
+        survival: the replicas share no process group; when one is lost, the others go on.
 
     Returns:
-        The result of each rank (JSON values), by rank; without those that were lost.
+        The results of the ranks (JSON values), in their order, without lost ranks.
 
     Raises:
         WorldError: a rank failed, or `timeout_s` passed.
-        SystemExit: SIGTERM or SIGUSR1, which pass on to all ranks, came twice or ended ranks that
-            do not handle them.
+        SystemExit: SIGTERM or SIGUSR1 came twice, or ended ranks that do not handle it. The first
+            one passes on to all ranks.
     """
     allow_open_files()  # before the ranks start, which inherit it
     folder = Path(tempfile.mkdtemp(prefix="detonation-"))
@@ -210,7 +209,7 @@ def _end_lost(rank: int, folder: Path, text: str, reported: bool) -> NoReturn:
 
 
 def _tell(folder: Path, failure: Failure) -> None:
-    """Leaves a failure to the process that waits; prints it where the disk is full."""
+    """Writes a failure for the process that waits; prints it if the disk is full."""
     try:
         write_result(failure_file(folder, failure.rank), asdict(failure))
     except OSError:
@@ -220,7 +219,7 @@ def _tell(folder: Path, failure: Failure) -> None:
 def _kill(pids: dict[int, int]) -> None:
     """Ends the ranks that are left, at once: their files are whole or absent at any time."""
     for pid in pids.values():
-        with suppress(ProcessLookupError):  # where somebody else has waited for it
+        with suppress(ProcessLookupError):  # another thread has waited for it
             os.kill(pid, signal.SIGKILL)
     for rank, pid in list(pids.items()):
         with suppress(ChildProcessError):

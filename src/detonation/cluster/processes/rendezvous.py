@@ -57,7 +57,8 @@ def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> St
     Raises `ValueError` where another process has the port, or MASTER_ADDR or MASTER_PORT is missing
     or wrong, and `RunError` where the ranks did not meet within 300 s.
     """
-    rank, world_size = position.rank, position.world_size
+    rank = position.rank
+    world_size = position.world_size
     if folder is not None:
         return FileStore(str(folder / "rendezvous"), world_size)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
@@ -66,7 +67,8 @@ def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> St
             f"{' and '.join(missing)} not set: name the host of rank 0 and a free port there on all"
             " ranks"
         )
-    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    address = os.environ["MASTER_ADDR"]
+    port = os.environ["MASTER_PORT"]
     if not port.isdigit() or int(port) > 65_535:
         raise ValueError(
             f"MASTER_PORT is {port!r}, but must be a port that is free at rank 0: at most 65535"
@@ -88,7 +90,8 @@ def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> St
             )
             return PrefixStore(name, store)
         host, listener = _listen(address, int(port), position.one_machine)
-        taken, fd = listener.getsockname()[1], listener.detach()
+        taken = listener.getsockname()[1]
+        fd = listener.detach()
         hosted = TCPStore(
             *(host, taken, world_size, True, timeout),
             wait_for_workers=False,
@@ -117,7 +120,9 @@ def reached_store(host: str, port: int) -> TCPStore:
 
     Raises `ValueError` where nobody answers, or the host is unknown.
     """
-    where, began, due = f"{host}:{port}", time.monotonic(), MEET_LINE_S
+    where = f"{host}:{port}"
+    began = time.monotonic()
+    due = MEET_LINE_S
     require_known_host("the address of the store", f"[{host}]:{port}" if ":" in host else where)
     while True:
         try:
@@ -276,7 +281,8 @@ def keep_to_one_interface(
     """
     global _found
     use_interface(env)
-    asked, host = asked_interface(env), env.get("MASTER_ADDR", "")
+    asked = asked_interface(env)
+    host = env.get("MASTER_ADDR", "")
     way, trouble = _own_way(asked, host)
     store.set(_key("way", rank), json.dumps([loopback_id(), str(way or ""), trouble]))
     found = store.multi_get([_key("way", number) for number in range(world_size)])

@@ -135,7 +135,7 @@ class Agreement:
 
     @property
     def awaited(self) -> int:
-        """The replica for which all waited, and which is a member now or not at all; -1 for none."""
+        """The replica for which all waited, which is a member now or not at all; -1 for none."""
         guests = {report.guest for report in self.reports.values()}
         return guests.pop() if len(guests) == 1 else -1
 

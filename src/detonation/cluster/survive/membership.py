@@ -1,5 +1,5 @@
 """Membership: which replicas are left. Ranks beat in a store, and agree in it on the members and
-where they stand.
+on what each has finished.
 
 The store is the arbiter: of several proposals for an epoch it keeps the first (`compare_set`). So a
 rank that cannot reach the store takes no part, and two halves of a network never go on apart.
@@ -410,7 +410,7 @@ class Membership:
         pace = self._pace
         self._pace = took if count == 1 else min(took, 1.2 * pace)
         with self.changed:
-            # this process was suspended: it cannot tell which others were, too
+            # this process was suspended, so old beats say nothing about the others
             if took > max(self._confirm_s / 2, 3 * pace):
                 self._seen = {rank: (seen, now) for rank, (seen, _) in self._seen.items()}
             self._seen |= {

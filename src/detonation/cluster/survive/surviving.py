@@ -1,4 +1,5 @@
-"""The communicator that goes on without lost replicas: it repeats, or copies, what was interrupted."""
+"""A communicator that goes on without lost replicas: it repeats or copies interrupted
+collectives."""
 
 import logging
 import threading
@@ -444,7 +445,8 @@ class SurvivingCommunicator(AxisEnd):
     def _formed(self) -> Group:
         membership = self._membership
         rank = membership.members.index(membership.replica)
-        store = PrefixStore(f"{membership.epoch}/shard{membership.shard}", membership.store.clone())  # type: ignore
+        own = membership.store.clone()  # type: ignore[attr-defined]
+        store = PrefixStore(f"{membership.epoch}/shard{membership.shard}", own)
         way = membership.ways.to(
             member * membership.shards + membership.shard for member in membership.members
         )

@@ -46,13 +46,13 @@ class RunTask:
     """A run that is read and checked; forked ranks get it in memory.
 
     Args:
-        request: The user's words, for the run directory and the screen; its None means a new
-            directory in `runs`.
-        config: The configuration; with `asked`, that of another scheme in the place of the choice.
-        asked: How to choose the scheme, where that is still to be done.
-        resume: Continue the run in the directory: asked for, or because the launcher has started it
-            again.
-        may_start: `resume` starts from the beginning where no checkpoint was saved yet.
+        request: The user's words, for the run directory and the screen; without `out` the run makes
+            a new directory in `runs`.
+        config: The configuration; with `asked`, it has another scheme until the choice is made.
+        asked: How to choose the scheme, if it is not chosen yet.
+        resume: Continue the run in the directory: the user asks for it, or the launcher has started
+            it again.
+        may_start: `resume` starts from the beginning if no checkpoint was saved yet.
     """
 
     request: Request
@@ -65,8 +65,8 @@ class RunTask:
 def train_on_rank(task: RunTask) -> Table:
     """Runs `task` on this rank; returns the summary and, as `directory`, the path of the run.
 
-    A run that `stop_after` or a signal ended has no summary: it returns `stopped_after`,
-    `stopped_by` (the signal's name) and `directory` alone; and `left`, where the others train on.
+    A run that `stop_after` or a signal ended has no summary: it returns only `stopped_after`,
+    `stopped_by` (the signal's name), `directory`, and `left` if the other replicas train on.
     """
     set_up = SetUp(task.config.mesh.meet, task.request.replica)
     with stoppable() as stop, set_up.watched():
@@ -147,7 +147,7 @@ def _join(task: RunTask, address: str, device: torch.device, stop: Stop, set_up:
 
 
 def _say_interfaces(task: RunTask, listening: str) -> None:
-    """Prints where ranks listen for others on other machines: in this world, and along its axis."""
+    """Prints the interfaces on which ranks listen for other machines."""
     screen = Screen(dist.get_rank() != 0, task.request.to_stderr)
     for line in filter(None, (interface_line(), listening)):
         screen.line(line)
