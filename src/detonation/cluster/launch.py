@@ -3,7 +3,6 @@ end together, or as one rank of the world that torchrun or srun started."""
 
 import gc
 import importlib
-import logging
 import os
 import shutil
 import signal
@@ -19,15 +18,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
+from detonation.cluster.exits import RankExits, failure_file
 from detonation.cluster.init import LaunchPosition, gpus_for, init_rank, leave
 from detonation.cluster.processes.descriptors import allow_open_files
 from detonation.cluster.processes.failure import (
-    ROOT_CAUSE_WAIT_S,
     Failure,
     WorldError,
     failure_from_exception,
-    failure_from_exit_code,
-    root_cause,
     write_result,
 )
 from detonation.cluster.processes.heartbeat import Heartbeat
@@ -45,18 +42,13 @@ from detonation.whole_files import read_json
 
 _T = TypeVar("_T")
 
-_log = logging.getLogger("detonation")
-_POLL_S = 0.02
-_LEAVING_S = 15.0
-"""Where replicas may be lost, the last ranks have this long to end once the first one has."""
-
 
 @dataclass(frozen=True)
 class _Rank:
     """One rank of a world, and its work.
 
-    folder: where it leaves its result or its failure. parent: the process that started it. where:
-    the arguments of `join_replicas`, where replicas may be lost.
+    folder: for its result or its failure. parent: the process that started it. where: the
+    arguments of `join_replicas` if replicas may be lost, else None.
     """
 
     rank: int
@@ -80,52 +72,44 @@ def run_local(
     """Calls `function(*arguments)` on `world_size` processes of this machine that share a process
     group.
 
-    On CPU the processes are forked, so `function` may be any callable. Where each rank gets a GPU
-    they start afresh, so `function` must be importable and `arguments` plain values. No process
-    outlives the call.
+    On CPU the processes are forked, so `function` may be any callable. If each rank gets a GPU,
+    the processes start afresh, so `function` must be importable and `arguments` plain values. No
+    process outlives the call.
 
     Args:
         timeout_s: ends the world after this time; by default never.
         enter: called with its rank in each forked process, before it has sockets and threads.
-        survival: the replicas share no process group, and those that are left go on when one is
-            lost.
+        survival: the replicas share no process group; when one is lost, the others go on.
 
     Returns:
-        The result of each rank (JSON values), by rank; without those that were lost.
+        The results of the ranks (JSON values), in their order, without lost ranks.
 
     Raises:
         WorldError: a rank failed, or `timeout_s` passed.
-        SystemExit: SIGTERM or SIGUSR1, which pass on to all ranks, came twice or ended ranks that
-            do not handle them.
+        SystemExit: SIGTERM or SIGUSR1 came twice, or ended ranks that do not handle it. The first
+            one passes on to all ranks.
     """
     allow_open_files()  # before the ranks start, which inherit it
     folder = Path(tempfile.mkdtemp(prefix="detonation-"))
     pids: dict[int, int] = {}
     meeting = None
     try:
-        meeting = MeetingPoint(survival, world_size // survival.shards) if survival else None
-        where = [meeting.host, meeting.port, survival.shards] if survival and meeting else None
+        where = None
+        if survival is not None:
+            meeting = MeetingPoint(survival, world_size // survival.shards)
+            where = [meeting.host, meeting.port, survival.shards]
         with _signals_pass_on(pids) as stop:
-            fork = hasattr(os, "fork") and not gpus_for(world_size)
-            if enter is not None and not fork:
-                raise ValueError(
-                    "ranks with a GPU each start afresh and enter nothing: hide the GPUs"
-                )
-            start = partial(_fork, enter) if fork else _spawn
+            start = _starter(world_size, enter)
             for rank in range(world_size):
+                mine = _Rank(rank, world_size, folder, function, arguments, os.getpid(), where)
                 with _signals_held_back(stop, pids):
-                    pids[rank] = start(
-                        _Rank(rank, world_size, folder, function, arguments, os.getpid(), where)
-                    )
+                    pids[rank] = start(mine)
             if meeting is not None:
                 meeting.serve()
-            failure = _wait(
-                pids, folder, None if timeout_s is None else time.monotonic() + timeout_s, meeting
-            )
-            if failure is not None and stop and failure.kind == signal.Signals(stop.number).name:
-                raise SystemExit(128 + stop.number)
+            deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+            failure = RankExits(pids, folder, deadline, meeting).wait()
             if failure is not None:
-                raise WorldError(failure, world_size)
+                _raise_failure(failure, stop, world_size)
             results = [folder / f"result-{rank}.json" for rank in range(world_size)]
             return [read_json(path) for path in results if meeting is None or path.exists()]
     finally:
@@ -133,6 +117,26 @@ def run_local(
         if meeting is not None:
             meeting.close()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _starter(world_size: int, enter: Callable[[int], None] | None) -> Callable[[_Rank], int]:
+    """Returns the function that starts a rank: by fork if possible, else as a new process.
+
+    Raises `ValueError` if the ranks get GPUs and there is an `enter` to call.
+    """
+    if hasattr(os, "fork") and not gpus_for(world_size):
+        return partial(_fork, enter)
+    if enter is not None:
+        raise ValueError("ranks with a GPU each start afresh and enter nothing: hide the GPUs")
+    return _spawn
+
+
+def _raise_failure(failure: Failure, stop: Stop, world_size: int) -> NoReturn:
+    """Raises `SystemExit` if the signal that this process passed on ended a rank, else
+    `WorldError`."""
+    if stop and failure.kind == signal.Signals(stop.number).name:
+        raise SystemExit(128 + stop.number)
+    raise WorldError(failure, world_size)
 
 
 def _fork(enter: Callable[[int], None] | None, mine: _Rank) -> int:
@@ -205,73 +209,17 @@ def _end_lost(rank: int, folder: Path, text: str, reported: bool) -> NoReturn:
 
 
 def _tell(folder: Path, failure: Failure) -> None:
-    """Leaves a failure to the process that waits; prints it where the disk is full."""
+    """Writes a failure for the process that waits; prints it if the disk is full."""
     try:
-        write_result(_failure_file(folder, failure.rank), asdict(failure))
+        write_result(failure_file(folder, failure.rank), asdict(failure))
     except OSError:
         print(f"rank {failure.rank}: {failure.trace or failure.text}", file=sys.stderr, flush=True)
-
-
-def _failure_file(folder: Path, rank: int) -> Path:
-    return folder / f"failure-{rank}.json"
-
-
-def _wait(
-    pids: dict[int, int], folder: Path, deadline: float | None, meeting: MeetingPoint | None = None
-) -> Failure | None:
-    """Waits for all ranks, and removes those that ended from `pids`; `None` when all succeeded,
-    else the root cause.
-
-    With a `meeting` point the ranks of a lost replica do not count, where the others go on.
-    """
-    failures: list[Failure] = []
-    survived: list[Failure] = []
-    cause_deadline = end_deadline = float("inf")
-    while pids and time.monotonic() < end_deadline:
-        for rank, pid in list(pids.items()):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if not ended:
-                continue
-            del pids[rank]
-            code, path = os.waitstatus_to_exitcode(status), _failure_file(folder, rank)
-            if not code:
-                if meeting is not None and not meeting.has_left(rank):
-                    end_deadline = time.monotonic() + _LEAVING_S
-                continue
-            failure = (
-                Failure(**read_json(path)) if path.exists() else failure_from_exit_code(rank, code)
-            )
-            beside = meeting.survives(failure) if meeting is not None else ()
-            for other in pids.keys() & set(beside):
-                os.kill(pids[other], signal.SIGKILL)
-            (survived if beside else failures).append(failure)
-        for rank in pids.keys() & set(meeting.left_out() if meeting is not None else ()):
-            os.kill(pids[rank], signal.SIGKILL)  # it stands still, with memory, a port or a lock
-        if any(not failure.network for failure in failures):
-            break
-        if failures:
-            cause_deadline = min(cause_deadline, time.monotonic() + ROOT_CAUSE_WAIT_S)
-        if time.monotonic() > cause_deadline:
-            break
-        if deadline is not None and time.monotonic() > deadline:
-            text = f"ranks {sorted(pids)} did not finish in time and were ended"
-            return Failure(min(pids), time.time(), "TimeoutError", text, complete=True)
-        time.sleep(_POLL_S)
-    if pids and time.monotonic() >= end_deadline:
-        _log.warning(
-            "ranks %s had not ended %g s after the others, and are ended", sorted(pids), _LEAVING_S
-        )
-    return root_cause(
-        [*failures, *survived]
-        if all(failure.network for failure in failures) and failures
-        else failures
-    )
 
 
 def _kill(pids: dict[int, int]) -> None:
     """Ends the ranks that are left, at once: their files are whole or absent at any time."""
     for pid in pids.values():
-        with suppress(ProcessLookupError):  # where somebody else has waited for it
+        with suppress(ProcessLookupError):  # another thread has waited for it
             os.kill(pid, signal.SIGKILL)
     for rank, pid in list(pids.items()):
         with suppress(ChildProcessError):

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from detonation.cluster.init import GROUP_TIMEOUT_S, join_world, set_group_timeouts, watch_waiting
 from detonation.cluster.network.throttled import ThrottledCommunicator
-from detonation.cluster.position import launch_position
+from detonation.cluster.position import LaunchPosition, launch_position
 from detonation.cluster.uneven import UnevenAxis, UnevenMesh, sizes_of_nodes
 from detonation.core.agreement.buffers import persistent_buffers
 from detonation.core.flat.tensors import digest, local
@@ -109,16 +109,15 @@ def shard_links(mesh: DeviceMesh, wire: ShardWire) -> tuple[Link, dist.ProcessGr
 
 
 def split_shards(mesh: DeviceMesh, nodes: int) -> DeviceMesh:
-    """The ranks of `mesh` with the axes "shard_node" and "shard_local" in the place of "shard".
+    """Splits the axis "shard" of `mesh` into the axes "shard_node" and "shard_local".
 
     Collective.
     """
-    names, sizes = [*(mesh.mesh_dim_names or ())], [*mesh.mesh.shape]
+    names = [*(mesh.mesh_dim_names or ())]
+    sizes = [*mesh.mesh.shape]
     at = names.index("shard")
-    sizes[at : at + 1], names[at : at + 1] = (
-        [nodes, sizes[at] // nodes],
-        ["shard_node", "shard_local"],
-    )
+    sizes[at : at + 1] = [nodes, sizes[at] // nodes]
+    names[at : at + 1] = ["shard_node", "shard_local"]
     return DeviceMesh(mesh.device_type, mesh.mesh.view(sizes), mesh_dim_names=tuple(names))
 
 
@@ -152,8 +151,8 @@ def init_mesh(
             axis has a communicator of its own then, and with NCCL always, on a stream of high
             priority.
 
-    A rank that stands still for 30 s in a step to which others have not come logs who they are.
-    After 60 s it ends with code 1 if they have left.
+    A rank that waits for 30 s in a step logs which ranks have not reached it. After 60 s it ends
+    with code 1 if they have left.
 
     Raises:
         ValueError: slow_backend is another one, replicas * shards is not the number of ranks,
@@ -168,6 +167,25 @@ def init_mesh(
         ('replicate', 'shard')
         >>> dt.leave()
     """
+    _check_choices(timeout_s, slow_backend)
+    if timeout_s is None and not dist.is_initialized():
+        timeout_s = GROUP_TIMEOUT_S
+    position = launch_position(os.environ)
+    world = _world_size(position)
+    if shards is None and replicas is None:
+        shards = _shards_of_nodes(world, position, device)
+    sizes = _sizes(replicas, shards, world)
+    taken = join_world(device)
+    mesh = _mesh_of(sizes, taken.type, slow_axis_backend("replicate", taken.type, slow_backend))
+    # after the mesh has made its groups, which do not take the default group's
+    if timeout_s is not None:
+        set_group_timeouts(timeout_s)
+    watch_waiting()
+    return mesh
+
+
+def _check_choices(timeout_s: float | None, slow_backend: str | None) -> None:
+    """Raises `ValueError` if an argument of `init_mesh` is out of its range."""
     if slow_backend not in (None, *SLOW_BACKENDS):
         raise ValueError(
             f"slow_backend is {slow_backend!r}, must be {' or '.join(map(repr, SLOW_BACKENDS))}, or"
@@ -175,34 +193,43 @@ def init_mesh(
         )
     if timeout_s is not None and timeout_s <= 0:
         raise ValueError(f"timeout_s is {timeout_s}, must be above 0")
-    if timeout_s is None and not dist.is_initialized():
-        timeout_s = GROUP_TIMEOUT_S
-    place = launch_position(os.environ)
-    world = dist.get_world_size() if dist.is_initialized() else place.world_size if place else 1
-    if shards is None and replicas is None:
-        shards = 1 if world == 1 else _ranks_of_a_node("shards, or set LOCAL_WORLD_SIZE")
-        if world > 1 and not (place and place.one_machine):
-            shards = sizes_of_nodes(shards, join_world(device))
-    sizes = _sizes(replicas, shards, world)
-    taken = join_world(device)
-    slow = slow_axis_backend("replicate", taken.type, slow_backend)
+
+
+def _world_size(position: LaunchPosition | None) -> int:
+    """The number of ranks in the process group, else of the launcher's world, else 1."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return position.world_size if position else 1
+
+
+def _shards_of_nodes(
+    world: int, position: LaunchPosition | None, device: str | None
+) -> int | Sequence[int]:
+    """The ranks of a node, as the launcher says; a list if nodes have different numbers.
+
+    Collective if the ranks are on several machines.
+    """
+    if world == 1:
+        return 1
+    of_this_node = _ranks_of_a_node("shards, or set LOCAL_WORLD_SIZE")
+    if position and position.one_machine:
+        return of_this_node
+    return sizes_of_nodes(of_this_node, join_world(device))
+
+
+def _mesh_of(sizes: Sequence[int], device: str, slow: dict[int | str, Any] | None) -> DeviceMesh:
+    """The mesh of replicas with `sizes` ranks, and with the backend `slow` between them."""
     if len({*sizes}) == 1:
         axes = (len(sizes), sizes[0])
-        mesh = init_device_mesh(
-            taken.type, axes, mesh_dim_names=("replicate", "shard"), backend_override=slow
+        return init_device_mesh(
+            device, axes, mesh_dim_names=("replicate", "shard"), backend_override=slow
         )
-    else:
-        mesh = cast(DeviceMesh, UnevenMesh(sizes, taken.type, slow["replicate"] if slow else None))
-    if (
-        timeout_s is not None
-    ):  # after the mesh has made its groups, which do not take the default group's
-        set_group_timeouts(timeout_s)
-    watch_waiting()
-    return mesh
+    backend = slow["replicate"] if slow else None
+    return cast(DeviceMesh, UnevenMesh(sizes, device, backend))
 
 
 def _remedy(sizes: Sequence[int], world: int) -> str:
-    """What to do where the world has another size than was asked for."""
+    """What to do if the world has another size than `sizes` make up."""
     if world == 1 and launch_position(os.environ) is None and sum(sizes) > 1:
         script = sys.argv[0] if sys.argv[0].endswith(".py") else "your_script.py"
         return f"start them with torchrun --nproc-per-node {sum(sizes)} {script}"
@@ -210,16 +237,18 @@ def _remedy(sizes: Sequence[int], world: int) -> str:
 
 
 def _sizes(replicas: int | None, shards: int | Sequence[int] | None, world: int) -> list[int]:
-    """The ranks of each replica. Raises `ValueError` where they are not those of the world."""
+    """The ranks of each replica. Raises `ValueError` if they do not make up the world."""
     if isinstance(shards, int | None):
-        shards = world // max(1, replicas or 1) if shards is None else shards
-        replicas = world // max(1, shards) if replicas is None else replicas
-        sizes, asked = [shards] * replicas, f"{replicas} replicas x {shards} shards"
+        if shards is None:
+            shards = world // max(1, replicas or 1)
+        if replicas is None:
+            replicas = world // max(1, shards)
+        sizes = [shards] * replicas
+        asked = f"{replicas} replicas x {shards} shards"
     else:
-        sizes, asked = (
-            [*shards],
-            f"{len(shards) if replicas is None else replicas} replicas of {[*shards]} shards",
-        )
+        sizes = [*shards]
+        count = len(shards) if replicas is None else replicas
+        asked = f"{count} replicas of {sizes} shards"
     if sum(sizes) != world or min(sizes, default=0) < 1 or replicas not in (None, len(sizes)):
         raise ValueError(
             f"{asked} are {sum(sizes)} ranks, the world has {world}: {_remedy(sizes, world)}"
@@ -292,9 +321,8 @@ def shard(
         )
         if unit is model or own_parameters:
             sharded = fully_shard(unit, mesh=mesh["shard"], mp_policy=policy)
-            if (
-                mesh.device_type == "cpu"
-            ):  # gloo averages by summing first; some versions summed only
+            # gloo averages by summing first; some versions summed only
+            if mesh.device_type == "cpu":
                 sharded.set_force_sum_reduction_for_comms(True)
             units.append(sharded)
     if wire and links:

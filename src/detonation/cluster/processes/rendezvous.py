@@ -57,7 +57,8 @@ def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> St
     Raises `ValueError` where another process has the port, or MASTER_ADDR or MASTER_PORT is missing
     or wrong, and `RunError` where the ranks did not meet within 300 s.
     """
-    rank, world_size = position.rank, position.world_size
+    rank = position.rank
+    world_size = position.world_size
     if folder is not None:
         return FileStore(str(folder / "rendezvous"), world_size)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
@@ -66,7 +67,8 @@ def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> St
             f"{' and '.join(missing)} not set: name the host of rank 0 and a free port there on all"
             " ranks"
         )
-    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    address = os.environ["MASTER_ADDR"]
+    port = os.environ["MASTER_PORT"]
     if not port.isdigit() or int(port) > 65_535:
         raise ValueError(
             f"MASTER_PORT is {port!r}, but must be a port that is free at rank 0: at most 65535"
@@ -88,7 +90,8 @@ def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> St
             )
             return PrefixStore(name, store)
         host, listener = _listen(address, int(port), position.one_machine)
-        taken, fd = listener.getsockname()[1], listener.detach()
+        taken = listener.getsockname()[1]
+        fd = listener.detach()
         hosted = TCPStore(
             *(host, taken, world_size, True, timeout),
             wait_for_workers=False,
@@ -117,7 +120,9 @@ def reached_store(host: str, port: int) -> TCPStore:
 
     Raises `ValueError` where nobody answers, or the host is unknown.
     """
-    where, began, due = f"{host}:{port}", time.monotonic(), MEET_LINE_S
+    where = f"{host}:{port}"
+    began = time.monotonic()
+    due = MEET_LINE_S
     require_known_host("the address of the store", f"[{host}]:{port}" if ":" in host else where)
     while True:
         try:
@@ -166,38 +171,58 @@ def name_of_first(
     timeout_s: float,
     look: Callable[[], object] = lambda: None,
 ) -> str:
-    """The name that rank 0 has given, on all ranks that came for it. Collective; `TimeoutError`
-    where not all came.
+    """Returns the `name` of rank 0 on all ranks. Collective.
 
-    look: As of `Awaited`.
+    Launchers count restarts differently, so the ranks greet each other. Rank 0 answers each
+    greeting with its name until each rank has confirmed the name. No other start in this store had
+    that name. A rank believes only an answer to its own greeting, because the store may hold keys
+    of ranks that have ended.
 
-    Counts of restarts differ between launchers, so the ranks greet each other: rank 0 answers each
-    greeting with its name, which no other start in this store had, until each rank has confirmed
-    it; a rank believes an answer to its own greeting alone. The store may hold what ranks that are
-    gone have left.
+    Args:
+        look: As of `Awaited`.
+
+    Raises:
+        TimeoutError: Not all ranks came within `timeout_s`.
     """
-    token, awaited = secrets.token_hex(8), Awaited(f"rank {rank}", timeout_s, look=look)
+    awaited = Awaited(f"rank {rank}", timeout_s, look=look)
+    if rank == 0:
+        return _give_name(store, world_size, name, awaited)
+    return _ask_for_name(store, rank, awaited)
+
+
+def _give_name(store: Store, world_size: int, name: str, awaited: Awaited) -> str:
+    """Answers greetings on rank 0 with `name` until all other ranks have confirmed it."""
     others = range(1, world_size)
-    for other in others if rank == 0 else [rank]:
-        for kind in ("greeting", "answer", "name"):
-            store.compare_set(_key(kind, other), "", "-")
+    for other in others:
+        _create_name_keys(store, other)
     while True:
-        if rank == 0:
-            for other in others:
-                store.set(
-                    _key("answer", other), f"{store.get(_key('greeting', other)).decode()} {name}"
-                )
-            away = [other for other in others if store.get(_key("name", other)).decode() != name]
-            if not away:
-                return name
-        else:
-            store.set(_key("greeting", rank), token)
-            greeting, _, given = store.get(_key("answer", rank)).decode().partition(" ")
-            if greeting == token:
-                store.set(_key("name", rank), given)
-                return given
-            away = [0]
+        for other in others:
+            greeting = store.get(_key("greeting", other)).decode()
+            store.set(_key("answer", other), f"{greeting} {name}")
+        away = [other for other in others if store.get(_key("name", other)).decode() != name]
+        if not away:
+            return name
         awaited.wait(partial(list, away))
+
+
+def _ask_for_name(store: Store, rank: int, awaited: Awaited) -> str:
+    """Greets rank 0 until it answers this greeting; confirms the name and returns it."""
+    token = secrets.token_hex(8)
+    _create_name_keys(store, rank)
+    while True:
+        store.set(_key("greeting", rank), token)
+        answer = store.get(_key("answer", rank)).decode()
+        greeting, _, given = answer.partition(" ")
+        if greeting == token:
+            store.set(_key("name", rank), given)
+            return given
+        awaited.wait(partial(list, [0]))
+
+
+def _create_name_keys(store: Store, rank: int) -> None:
+    """Creates the keys of `rank` that do not exist yet, because `get` waits for a missing key."""
+    for kind in ("greeting", "answer", "name"):
+        store.compare_set(_key(kind, rank), "", "-")
 
 
 def _key(kind: str, rank: int) -> str:
@@ -256,7 +281,8 @@ def keep_to_one_interface(
     """
     global _found
     use_interface(env)
-    asked, host = asked_interface(env), env.get("MASTER_ADDR", "")
+    asked = asked_interface(env)
+    host = env.get("MASTER_ADDR", "")
     way, trouble = _own_way(asked, host)
     store.set(_key("way", rank), json.dumps([loopback_id(), str(way or ""), trouble]))
     found = store.multi_get([_key("way", number) for number in range(world_size)])

@@ -1,7 +1,7 @@
 """The words in which ranks agree on who is left: reports, agreements, and the keys of the store."""
 
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Literal
@@ -135,7 +135,7 @@ class Agreement:
 
     @property
     def awaited(self) -> int:
-        """The replica for which all waited, and which is a member now or not at all; -1 for none."""
+        """The replica for which all waited, which is a member now or not at all; -1 for none."""
         guests = {report.guest for report in self.reports.values()}
         return guests.pop() if len(guests) == 1 else -1
 
@@ -190,6 +190,29 @@ def parse_agreement(epoch: int, text: bytes) -> Agreement:
     reports = {int(rank): RankReport(**report) for rank, report in record["reports"].items()}
     doubts = {key: record[key] for key in ("apart", "late") if key in record}
     return Agreement(epoch, record["members"], reports, record["guest"], **doubts)
+
+
+def ranks_of_replicas(replicas: Iterable[int], shards: int) -> list[int]:
+    """The ranks of `replicas` with `shards` ranks each.
+
+    >>> ranks_of_replicas([0, 2], 2)
+    [0, 1, 4, 5]
+    """
+    return [replica * shards + shard for replica in replicas for shard in range(shards)]
+
+
+def agreement_record(
+    replicas: Sequence[int], shards: int, reports: Mapping[int, Mapping[str, Any]], guest: int
+) -> dict[str, Any]:
+    """The record of an agreement among those of `replicas` that can go on together.
+
+    reports: Of all their ranks, by rank. guest: As of `Agreement`.
+    """
+    pairs = pairs_apart((rank // shards, report["apart"]) for rank, report in reports.items())
+    late = sorted({each for report in reports.values() for each in report["late"]})
+    kept = those_that_go_on(replicas, pairs, late)
+    of_kept = {rank: report for rank, report in reports.items() if rank // shards in kept}
+    return {"members": kept, "reports": of_kept, "guest": guest, "apart": pairs, "late": late}
 
 
 def pairs_apart(reports: Iterable[tuple[int, Collection[int]]]) -> list[list[int]]:

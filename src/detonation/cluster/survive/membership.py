@@ -1,5 +1,5 @@
 """Membership: which replicas are left. Ranks beat in a store, and agree in it on the members and
-where they stand.
+on what each has finished.
 
 The store is the arbiter: of several proposals for an epoch it keeps the first (`compare_set`). So a
 rank that cannot reach the store takes no part, and two halves of a network never go on apart.
@@ -10,7 +10,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -28,12 +28,12 @@ from detonation.cluster.survive.agreement import (
     Agreement,
     RankReport,
     ReplicaLost,
+    agreement_record,
     axis_key,
     beat_of,
     pace_of,
-    pairs_apart,
     parse_agreement,
-    those_that_go_on,
+    ranks_of_replicas,
 )
 from detonation.cluster.survive.partition import LEAVE_S, PartitionWatch, store_lost
 from detonation.cluster.survive.port import Port, Ways, refuses
@@ -47,7 +47,7 @@ STARTUP_S = 120.0
 """The least limit of silence until a rank has taken its first steps: kernels are built and
 libraries are loaded."""
 ARRIVE_S = 10.0
-"""How long all wait for a replica that comes in, once they have come to its first step."""
+"""How long all wait for a replica that joins, once they have reached its first step."""
 REPORT_S = 60.0
 """How long all wait for the report of a rank that beats."""
 _POLL_S = 0.005
@@ -57,25 +57,23 @@ _log = logging.getLogger("detonation")
 class Membership:
     """One rank's view of the replicas that are left. Collective: all ranks construct it together.
 
-    members: replicas, by the numbers with which they began. called: a loss was noticed, so that
-    `agree` is due. under_way: the first steps are over: silence counts. guest: the next replica
-    that may join; guest_asks: it asked. leaves: this replica was asked to leave, and not all know
-    yet. waits_in: the number of the exchange in which the main thread waits, 0 for none. started:
-    the last one that it has started. apart, late: replicas that this rank reports, see
-    `PartitionWatch`. failure: why this rank cannot go on; told: its main thread has heard of it.
+    members: replicas, by the numbers with which they began. called: this rank has noticed a loss,
+    so `agree` is due. under_way: the first steps are over, so silence counts. guest: the next
+    replica that may join. guest_asks: it has asked. leaves: this replica was asked to leave, and
+    not all know yet. waits_in: the number of the exchange for which the main thread waits; 0 for
+    none. started: the last exchange that it has started. apart, late: replicas that this rank
+    reports; see `PartitionWatch`. failure: why this rank cannot go on. told: its main thread knows.
     start: the set-up of all.
 
     Args:
-        store: Reached by all ranks; it must outlive each of them.
-        silence_s: A rank that does not beat for this long is lost; with fewer than `min_replicas`
-            left all end.
-        end: Called in another thread where this replica cannot go on and its main thread did not
-        end.
-        is_guest: This replica is no member yet: it beats, until `join`.
-        confirm_s: A rank that neither reports nor beats for so long after a loss is lost, too; None
-        is `CONFIRM_S`.
-        look: Called while this rank waits for the others to come; it raises where there is no use
-        in it.
+        store: All ranks reach it; it must outlive each of them.
+        silence_s: A rank that does not beat for this long is lost. All ranks end if fewer than
+            `min_replicas` are left.
+        end: Called in another thread if this replica cannot go on and its main thread did not end.
+        is_guest: This replica is no member yet: it only beats, until `join`.
+        confirm_s: After a loss, a rank that neither reports nor beats for this long is lost, too.
+            None means `CONFIRM_S`.
+        look: Called while this rank waits for the others; it raises if waiting is useless.
     """
 
     def __init__(
@@ -92,57 +90,53 @@ class Membership:
         is_guest: bool = False,
         look: Callable[[], object] = lambda: None,
     ) -> None:
-        self.members, self.epoch, self.called = (
-            [replica] if is_guest else list(range(replicas)),
-            0,
-            False,
-        )
-        self.is_guest, self.guest, self.guest_asks = is_guest, replicas, False
-        self.replica, self.shard, self.shards, self.rank = (
-            replica,
-            shard,
-            shards,
-            replica * shards + shard,
-        )
-        self.changed, self.noticed_at, self.under_way = threading.Condition(), 0.0, False
-        self.leaves = self.told = False
+        self.members = [replica] if is_guest else list(range(replicas))
+        self.epoch = 0
+        self.is_guest = is_guest
+        self.guest = replicas
+        self.replica = replica
+        self.shard = shard
+        self.shards = shards
+        self.rank = replica * shards + shard
+        self.changed = threading.Condition()
+        self.noticed_at = 0.0
+        self.called = self.guest_asks = self.under_way = self.leaves = self.told = False
         self.waits_in = self.started = 0
         self.apart: list[int] = []
         self.late: list[int] = []
         self.patience_s = store.timeout.total_seconds()  # type: ignore[attr-defined]
         self.failure: Exception | None = None
-        self.silence_s, self.least, self.end = silence_s, min_replicas, end
+        self.silence_s = silence_s
+        self.least = min_replicas
+        self.end = end
         self._confirm_s = CONFIRM_S if confirm_s is None else confirm_s
-        self.store: Store = store.clone()  # type: ignore[attr-defined]  # one connection for each thread
+        # one connection for each thread
+        self.store: Store = store.clone()  # type: ignore[attr-defined]
         self._beats: Store = store.clone()  # type: ignore[attr-defined]
         self.start = Preparation(self.store, replica, self.rank)
         self._stopped = threading.Event()
         self._left_out_at = 0.0
-        now = time.monotonic()
-        self._awake, self._seen = now, dict.fromkeys(self._ranks(), (b"", now))
+        self._awake = time.monotonic()
+        self._seen = dict.fromkeys(self._ranks(), (b"", self._awake))
         self._port = Port(store)
         self.ports: dict[int, str] = {}  # of others, "" for one that refused
         self._beats.set(axis_key("port", self.rank), self._port.name)
         self.ways = Ways(self.store, self.rank)
-        self._pace = (
-            1.0  # seconds between two beats, until they are measured: a store may be far away
-        )
+        # seconds between two beats, until they are measured: a store may be far away
+        self._pace = 1.0
         self._beats.set(axis_key("beat", self.rank), beat_of(0, self._pace))
         if not is_guest:
             self.store.set(SIZE, f"{replicas} {shards}")
             self.store.set(EPOCH, "0")
         awaited = Awaited(f"rank {self.rank}", self.patience_s, look=look)
-        while away := [
-            rank for rank in self._seen if not self._beats.check([axis_key("beat", rank)])
-        ]:
+        while away := [r for r in self._seen if not self._beats.check([axis_key("beat", r)])]:
             awaited.wait(partial(list, away))
         self.answered = time.monotonic()  # the store
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
         self._thread.start()
         self._watch = PartitionWatch(self)
-        atexit.register(
-            self.stop
-        )  # a thread inside the store must not meet the end of the interpreter
+        # a thread inside the store must not meet the end of the interpreter
+        atexit.register(self.stop)
 
     def first_text(self, name: str, text: str) -> str:
         """The text of the rank that came first with one under `name`; the same on all ranks."""
@@ -155,7 +149,7 @@ class Membership:
             self._notice()
 
     def call_if_left(self) -> None:
-        """Notices a rank that has ended, where no collective is under way that would fail.
+        """Notices a rank that has ended while no collective runs that would fail.
 
         Raises as `agree`.
         """
@@ -164,14 +158,14 @@ class Membership:
             self.call()
 
     def some_left(self) -> bool:
-        """True where a member is known to have ended."""
+        """True if a member is known to have ended."""
         return any(self._seen[rank][0] == GONE or self._has_left(rank) for rank in self._ranks())
 
     def agree(self, report: RankReport) -> Agreement:
-        """Waits until all ranks that are left have reported, and returns what all of them get.
+        """Waits until all ranks that are left have reported; returns one agreement on all ranks.
         Collective.
 
-        Raises `ReplicaLost` where this replica is not a member any more, or too few are.
+        Raises `ReplicaLost` if this replica is no longer a member, or too few are left.
         """
         self._require()
         self.call()
@@ -179,69 +173,80 @@ class Membership:
             time.sleep(_POLL_S)
         report = replace(report, apart=self.apart, late=self.late)
         self.store.set(self._key(f"report/{self.rank}"), json.dumps(asdict(report)))
-        wanted, began = self._ranks(report.guest), time.monotonic()
+        wanted = self._ranks(report.guest)
+        began = time.monotonic()
         while not self.store.check([self._key("record")]):
             self._require()
-            reported = {rank for rank in wanted if self.store.check([self._key(f"report/{rank}")])}
-            away = [rank for rank in wanted if rank not in reported]
-            lost = {
-                rank // self.shards
-                for rank in away
-                if self._is_silent(rank) or self._has_left(rank)
-            }
-            if time.monotonic() - began > ARRIVE_S:
-                lost |= {rank // self.shards for rank in away} & {report.guest}
-            if time.monotonic() - began > REPORT_S:
-                lost |= {rank // self.shards for rank in away}
-            if all(rank in reported or rank // self.shards in lost for rank in wanted):
-                self._propose(
-                    [member for member in self.members if member not in lost], {report.guest} - lost
-                )
-            else:
+            if not self._propose_if_all_came(wanted, report.guest, began):
                 time.sleep(_POLL_S)
         agreement = parse_agreement(self.epoch + 1, self.store.get(self._key("record")))
-        missing = [member for member in self.members if member not in agreement.members]
         if self.replica not in agreement.members:
             raise ReplicaLost(agreement.leaves_out(self.replica))
         for pair in agreement.apart:
             _log.warning("replicas %d and %d cannot reach each other", *pair)
+        self._adopt(agreement)
+        return agreement
+
+    def _propose_if_all_came(self, wanted: Sequence[int], guest: int, began: float) -> bool:
+        """Proposes a record if each rank in `wanted` has reported or is lost; True if it did."""
+        away = [rank for rank in wanted if not self.store.check([self._key(f"report/{rank}")])]
+        lost = self._lost_replicas(away, guest, began)
+        if any(rank // self.shards not in lost for rank in away):
+            return False
+        members = [member for member in self.members if member not in lost]
+        self._propose(members, {guest} - lost)
+        return True
+
+    def _lost_replicas(self, away: Sequence[int], guest: int, began: float) -> set[int]:
+        """The replicas of the ranks `away`, which have not reported, that are lost or too late."""
+        gone = [rank for rank in away if self._is_silent(rank) or self._has_left(rank)]
+        lost = {rank // self.shards for rank in gone}
+        missing = {rank // self.shards for rank in away}
+        waited_s = time.monotonic() - began
+        if waited_s > ARRIVE_S:
+            lost |= missing & {guest}
+        if waited_s > REPORT_S:
+            lost |= missing
+        return lost
+
+    def _adopt(self, agreement: Agreement) -> None:
+        """Begins the epoch of `agreement`. Raises `ReplicaLost` if too few replicas are left."""
+        missing = [member for member in self.members if member not in agreement.members]
         with self.changed:
-            self.members, self.epoch, self.called = agreement.members, agreement.epoch, False
-            self.apart, self.late = [], []
+            self.members = agreement.members
+            self.epoch = agreement.epoch
+            self.called = False
+            self.apart = []
+            self.late = []
             for rank in self._ranks(agreement.guest):
                 self._seen.setdefault(rank, (b"", time.monotonic()))
             if agreement.awaited >= 0:
-                self.guest, self.guest_asks = agreement.awaited + 1, False
+                self.guest = agreement.awaited + 1
+                self.guest_asks = False
         self.store.set(EPOCH, str(self.epoch))
         if len(self.members) < self.least:
+            lost = f"lost replica {', '.join(map(str, missing))} before step {agreement.next_step}"
             left = f"{len(self.members)} of the replicas are left, min_replicas is {self.least}"
-            raise ReplicaLost(
-                f"lost replica {', '.join(map(str, missing))} before step {agreement.next_step}:"
-                f" {left}"
-            )
-        return agreement
+            raise ReplicaLost(f"{lost}: {left}")
 
     def breaks_up(self) -> bool:
-        """True where a member is lost, so that all have to agree again."""
+        """True if a member is lost, so that all have to agree again."""
         return any(self._is_silent(rank) for rank in self._ranks())
 
     def leave(self, limit_s: float) -> None:
-        """Waits until all members leave or are lost, at most `limit_s`, and stops: the others do
-        not wait for it."""
+        """Waits until all members leave or are lost, at most `limit_s`, and stops beating."""
         deadline = time.monotonic() + limit_s
         if self.failure is not None:  # nobody hears of it
             self.stop()
             return
         try:
-            with suppress(
-                DistNetworkError
-            ):  # the process of the store saw that all had left, or gave up, and ended
+            # the process of the store saw that all had left, or gave up, and ended
+            with suppress(DistNetworkError):
                 self.store.set(axis_key("left", self.rank), "1")
                 for rank in self._ranks():
-                    while (
-                        not (self._has_left(rank) or self._is_silent(rank))
-                        and time.monotonic() < deadline
-                    ):
+                    while not (self._has_left(rank) or self._is_silent(rank)):
+                        if time.monotonic() >= deadline:
+                            break
                         time.sleep(_POLL_S)
         finally:
             self.stop()
@@ -249,10 +254,8 @@ class Membership:
     def await_shards(self, limit_s: float) -> None:
         """Waits, at most `limit_s`, until all ranks of this replica are about to leave: each hands
         over by itself."""
-        deadline, ranks = (
-            time.monotonic() + limit_s,
-            [self.replica * self.shards + n for n in range(self.shards)],
-        )
+        deadline = time.monotonic() + limit_s
+        ranks = ranks_of_replicas([self.replica], self.shards)
         while not self.store.check([axis_key("asked", rank) for rank in ranks]):
             self.require_store()
             if any(self._is_silent(rank) for rank in ranks) or time.monotonic() > deadline:
@@ -268,51 +271,36 @@ class Membership:
         atexit.unregister(self.stop)
 
     def join(self, agreement: Agreement) -> None:
-        """Takes the place of a member that `agreement` has given to this guest."""
+        """Becomes the member that `agreement` makes of this guest."""
         with self.changed:
-            self.members, self.epoch, self.guest = (
-                agreement.members,
-                agreement.epoch,
-                self.replica + 1,
-            )
+            self.members = agreement.members
+            self.epoch = agreement.epoch
+            self.guest = self.replica + 1
             self._seen = dict.fromkeys(self._ranks(), (b"", time.monotonic()))
             self.is_guest = False
 
-    def awaits(self, guest: int) -> bool:
-        """Notes that this rank stands at the step before which `guest` comes in; True once all
-        members do."""
-        self.store.set(axis_key("at", guest, self.rank), "1")
-        return not self.not_at(guest)
-
-    def not_at(self, guest: int) -> list[int]:
-        """The ranks that do not stand at the step before which `guest` comes in."""
-        ranks = self._ranks()
-        if self.store.check([axis_key("at", guest, rank) for rank in ranks]):
-            return []
-        return [rank for rank in ranks if not self.store.check([axis_key("at", guest, rank)])]
-
     def _ranks(self, guest: int = -1) -> list[int]:
-        replicas = [*self.members, *([guest] if guest >= 0 and guest not in self.members else [])]
-        return [member * self.shards + shard for member in replicas for shard in range(self.shards)]
+        """The ranks of the members, and of `guest` if it is none yet; -1 for no guest."""
+        if guest < 0 or guest in self.members:
+            return ranks_of_replicas(self.members, self.shards)
+        return ranks_of_replicas([*self.members, guest], self.shards)
 
     def _lost(self, rank: int, limit_s: float) -> bool:
-        (beat, since), now = self._seen[rank], time.monotonic()
-        judges = now - self._awake < max(
-            self._confirm_s / 2, 2 * self._pace
-        )  # who stood still knows old beats alone
+        beat, since = self._seen[rank]
+        now = time.monotonic()
+        # a process that was suspended knows only old beats
+        judges = now - self._awake < max(self._confirm_s / 2, 2 * self._pace)
         limit_s = max(limit_s, 4 * self._pace, 4 * pace_of(beat))
         return rank != self.rank and (beat == GONE or (judges and now - since > limit_s))
 
     def _is_silent(self, rank: int) -> bool:
-        """True where `rank` is lost: it had `confirm_s` from the notice on to report, or it was
-        what was noticed."""
+        """True if `rank` is lost. After a notice, it has `confirm_s` to report."""
         had_time = time.monotonic() - self.noticed_at > self._confirm_s
-        return self._lost(rank, self._confirm_s if had_time else self.silence_s) or self._has_ended(
-            rank
-        )
+        limit_s = self._confirm_s if had_time else self.silence_s
+        return self._lost(rank, limit_s) or self._has_ended(rank)
 
     def _has_ended(self, rank: int) -> bool:
-        """True where `rank` missed a beat, and its host, which answered before, refuses its port."""
+        """True if `rank` missed a beat and its host, which answered before, refuses its port."""
         return self._is_late(rank) and refuses(self.ports.get(rank, ""))
 
     def _is_late(self, rank: int) -> bool:
@@ -323,6 +311,7 @@ class Membership:
         return bool(self.store.check([axis_key("left", rank)]))
 
     def _propose(self, members: Sequence[int], awaited: Collection[int]) -> None:
+        """Proposes a record of `members` and of each `awaited` guest that all of them expect."""
         reports = self._reports(members)
         guests = [
             guest
@@ -331,63 +320,49 @@ class Membership:
         ]
         reports |= self._reports(guests)
         ready = not guests and self.guest_asks and self._is_ready(self.store)
-        said = [(rank // self.shards, report["apart"]) for rank, report in reports.items()]
-        pairs = pairs_apart(said)
-        late = sorted({each for report in reports.values() for each in report["late"]})
-        kept = those_that_go_on([*members, *guests], pairs, late)
-        record = {
-            "members": kept,
-            "reports": {
-                rank: report for rank, report in reports.items() if rank // self.shards in kept
-            },
-            "guest": self.guest if ready else -1,
-            "apart": pairs,
-            "late": late,
-        }
+        next_guest = self.guest if ready else -1
+        record = agreement_record([*members, *guests], self.shards, reports, next_guest)
         self.store.compare_set(self._key("record"), "", json.dumps(record))
 
     def _reports(self, members: Sequence[int]) -> dict[int, dict[str, Any]]:
-        ranks = [member * self.shards + shard for member in members for shard in range(self.shards)]
-        return {rank: json.loads(self.store.get(self._key(f"report/{rank}"))) for rank in ranks}
+        return {
+            rank: json.loads(self.store.get(self._key(f"report/{rank}")))
+            for rank in ranks_of_replicas(members, self.shards)
+        }
 
     def _is_ready(self, store: Store) -> bool:
-        return bool(
-            store.check([axis_key("ready", self.guest, shard) for shard in range(self.shards)])
-        )
+        keys = [axis_key("ready", self.guest, shard) for shard in range(self.shards)]
+        return bool(store.check(keys))
 
     def _look_for_guest(self) -> None:
-        """Notes that a replica asks to come in, and lets all agree on a step for it once it is
-        ready."""
+        """Notes that a replica asks to join; once it is ready, calls all to agree on its step."""
         guest = self.guest
-        ranks = range(guest * self.shards, (guest + 1) * self.shards)
+        ranks = ranks_of_replicas([guest], self.shards)
         if not self.guest_asks and self._beats.check([axis_key("ask", guest)]):
             with self.changed:
                 self._seen |= {rank: (b"", time.monotonic()) for rank in ranks}
-                self.guest_asks = (
-                    guest == self.guest
-                )  # all may have agreed meanwhile, and look for the next one
+                # all may have agreed meanwhile, and look for the next one
+                self.guest_asks = guest == self.guest
         if not self.guest_asks or self._beats.check([axis_key("admit", guest)]):
             return
         if any(self._lost(rank, self.silence_s) for rank in ranks):
             with self.changed:
                 if guest == self.guest:
-                    self.guest, self.guest_asks = guest + 1, False
-        elif (
-            self.rank == self.members[0] * self.shards
-            and not self.called
-            and self._is_ready(self._beats)
-        ):
+                    self.guest = guest + 1
+                    self.guest_asks = False
+            return
+        is_first = self.rank == self.members[0] * self.shards
+        if is_first and not self.called and self._is_ready(self._beats):
             self._beats.set(self._key("call"), "1")
 
     def _run(self) -> None:
         count = 0
         while not self._stopped.wait(TICK_S):
             count += 1
+            # any error: the others drop this rank, so its main thread must learn of it
             try:
                 self._beat(count)
-            except (
-                Exception
-            ) as error:  # whatever it is: the others drop this rank, which must hear of it
+            except Exception as error:
                 why = f"{type(error).__name__}: {error}".partition("\n")[0]
                 self.fail(ReplicaLost(store_lost(self.rank, why)))
                 return
@@ -398,13 +373,12 @@ class Membership:
         `agree` and `join` change the members in another thread.
         """
         with self.changed:
-            epoch, members, watched = (
-                self.epoch,
-                self._ranks(),
-                self._ranks(self.guest if self.guest_asks else -1),
-            )
-        standing = Standing(PROGRESS.steps, PROGRESS.where)
+            epoch = self.epoch
+            members = self._ranks()
+            watched = self._ranks(self.guest if self.guest_asks else -1)
+        call = f"{epoch + 1}/call"
         mine = axis_key("beat", self.rank)
+        standing = Standing(PROGRESS.steps, PROGRESS.where)
         self._beats.set(mine, beat_of(count, self._pace, self.started, standing))
         self._port.answer()
         if self.is_guest:
@@ -413,59 +387,62 @@ class Membership:
             return
         self._knock(rank for rank in watched if rank not in self.ports)
         self._look_for_guest()
-        beats = dict(
-            zip(
-                watched,
-                self._beats.multi_get([axis_key("beat", rank) for rank in watched]),
-                strict=True,
-            )
-        )
+        found = self._beats.multi_get([axis_key("beat", rank) for rank in watched])
         self.answered = time.monotonic()
-        called = self._beats.check([f"{epoch + 1}/call"])
+        called = self._beats.check([call])
         if (self.leaves or self.apart or self.late) and not called:
-            self._beats.set(f"{epoch + 1}/call", "1")
+            self._beats.set(call, "1")
         self._watch_record()
         if refused := self.start.refused(self._beats, self._ranks(), self.under_way):
             self.fail(refused)
-        now = time.monotonic()
-        took, pace = now - self._awake, self._pace
-        self._pace = took if count == 1 else min(took, 1.2 * pace)
-        limit_s = self.limit_s()
+        self._hear(dict(zip(watched, found, strict=True)), count)
+        lost = self._finds_loss(members, count)
+        if lost:
+            self._beats.set(call, "1")  # all may have agreed meanwhile, and have left it out
         with self.changed:
-            if took > max(
-                self._confirm_s / 2, 3 * pace
-            ):  # this process stood still: it cannot tell who else did
+            if (called or lost) and not self.called and epoch == self.epoch:
+                self._notice()
+
+    def _hear(self, beats: Mapping[int, bytes], count: int) -> None:
+        """Notes the `beats` of others, and the pace of this rank, which has sent beat `count`."""
+        now = time.monotonic()
+        took = now - self._awake
+        pace = self._pace
+        self._pace = took if count == 1 else min(took, 1.2 * pace)
+        with self.changed:
+            # this process was suspended, so old beats say nothing about the others
+            if took > max(self._confirm_s / 2, 3 * pace):
                 self._seen = {rank: (seen, now) for rank, (seen, _) in self._seen.items()}
             self._seen |= {
                 rank: (beat, now) for rank, beat in beats.items() if beat != self._seen[rank][0]
             }
             self._awake = now
-            lost = not self.called and any(self._lost(rank, limit_s) for rank in members)
-            late = [] if self.called else [rank for rank in members if self._is_late(rank)]
-        if lost := lost or bool(
-            late and self._has_ended(late[count % len(late)])
-        ):  # one at a time: it may be far away
-            self._beats.set(
-                f"{epoch + 1}/call", "1"
-            )  # all may have agreed meanwhile, and have left it out
+
+    def _finds_loss(self, members: Sequence[int], count: int) -> bool:
+        """True if a rank in `members` is lost and nobody has noticed a loss yet."""
+        limit_s = self.limit_s()
         with self.changed:
-            if (called or lost) and not self.called and epoch == self.epoch:
-                self._notice()
+            if self.called:
+                return False
+            if any(self._lost(rank, limit_s) for rank in members):
+                return True
+            late = [rank for rank in members if self._is_late(rank)]
+        # asks one at a time: it may be far away
+        return bool(late) and self._has_ended(late[count % len(late)])
 
     def _knock(self, ranks: Iterable[int]) -> None:
-        """Notes the ports of `ranks` that answer: what may refuse them later is the end of the
-        process alone."""
+        """Notes the ports of `ranks` that answer: only a process that has ended refuses later."""
         for rank in ranks:
-            if self._beats.check([key := axis_key("port", rank)]):
+            key = axis_key("port", rank)
+            if self._beats.check([key]):
                 name = self._beats.get(key).decode()
                 self.ports[rank] = "" if refuses(name) else name
 
     def _watch_record(self) -> None:
-        """Ends this process where it was left out and its main thread waits for something else."""
-        epoch, key = (
-            self.epoch + 1,
-            self._key("record"),
-        )  # all may agree meanwhile, and the next record is not there
+        """Ends this process if it was left out and its main thread waits for something else."""
+        # all may agree meanwhile, and the next record does not exist yet
+        epoch = self.epoch + 1
+        key = f"{epoch}/record"
         if not self.called or not self._beats.check([key]):
             return
         agreement = parse_agreement(epoch, self._beats.get(key))
@@ -476,11 +453,12 @@ class Membership:
 
     def _notice(self) -> None:
         with self.changed:
-            self.called, self.noticed_at = True, time.monotonic()
+            self.called = True
+            self.noticed_at = time.monotonic()
             self.changed.notify_all()
 
     def fail(self, failure: Exception) -> None:
-        """Notes why this rank cannot go on. Needs no answer of the store."""
+        """Notes why this rank cannot go on. Works without the store."""
         if self.failure is None:
             self.failure = failure
         if self.changed.acquire(timeout=1.0):  # another thread may hold it and wait for the store
@@ -503,11 +481,11 @@ class Membership:
         return Awaited(f"rank {self.rank}", self.patience_s, WAIT_LINE_S)
 
     def doubt(self) -> None:
-        """Notes who is out of reach where no process group could be made, for the next report."""
+        """Notes for the next report which replicas this rank cannot reach: no group was formed."""
         self.apart = self._watch.ask_all()
 
     def require_store(self) -> None:
-        """Raises where this rank cannot go on, as without the store; for the main thread."""
+        """Raises if this rank cannot go on, such as without the store; for the main thread."""
         if self.failure is not None:
             self.told = True
         self._require()

@@ -1,4 +1,5 @@
-"""The communicator that goes on without lost replicas: it repeats, or copies, what was interrupted."""
+"""A communicator that goes on without lost replicas: it repeats or copies interrupted
+collectives."""
 
 import logging
 import threading
@@ -65,20 +66,23 @@ class SurvivingCommunicator(AxisEnd):
         let_in: Sequence[Agreement] = (),
         link: NodeLink | None = None,
     ) -> None:
-        self._membership, self.timeout_s, self._link = membership, timeout_s, link
+        self._membership = membership
+        self.timeout_s = timeout_s
+        self._link = link
         membership.patience_s = timeout_s
         self.listening = ""
-        self.layout, self.host = (
-            list(let_in[0].members if let_in else membership.members),
-            Host(membership),
-        )
+        self.layout = list(let_in[0].members if let_in else membership.members)
+        self.host = Host(membership)
         self.replica = self.layout.index(membership.replica)
         self.losses: list[SurvivedLoss] = []
         self._kept: dict[int, NumberedCollective] = {}
-        self._started, self._floor, self._entry = floor, floor, entry
+        self._started = self._floor = floor
+        self._entry = entry
         # of the optimizer at the door: the turn before which a replica comes in, and its number
         self.guest: tuple[int, int] | None = None
-        self.axis, self.awaits, self.adopted = self, -1, entry.turn if entry else 0
+        self.axis = self
+        self.awaits = -1
+        self.adopted = entry.turn if entry else 0
         self.departing: dict[int, Departure] = {}
         self.acting: AxisUser | None = None
         """The optimizer in whose step replicas leave now."""
@@ -87,9 +91,8 @@ class SurvivingCommunicator(AxisEnd):
         self._own: AxisUser | None = None  # for calls of this end, where no optimizer was made
         for agreement in let_in:  # by the others, who know who leaves and who comes next
             for report in agreement.reports.values():
-                self.departing |= {
-                    member: Departure(turns, gone) for member, turns, gone in report.departing
-                }
+                leaving = {m: Departure(turns, gone) for m, turns, gone in report.departing}
+                self.departing |= leaving
                 if report.coming and report.coming[1] not in self.layout:
                     self._expect(*report.coming)
             self._note(agreement)
@@ -200,9 +203,8 @@ class SurvivingCommunicator(AxisEnd):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            self._changed.wait_for(
-                lambda: not self._recovering, limit_s
-            )  # else it makes a group after the last one
+            # else the recovery makes a group after the last one
+            self._changed.wait_for(lambda: not self._recovering, limit_s)
         self._membership.leave(limit_s)
         self._group.abandon()
 
@@ -214,9 +216,8 @@ class SurvivingCommunicator(AxisEnd):
             return self._start(kind, values, user)
         leaves = torch.tensor([link.leave(name, values, size)], dtype=torch.float64)
         arriving = self._start(kind, values, user)
-        told = self._start(
-            "all_gather", leaves.view(torch.uint8), user
-        )  # as any, it goes on without a lost replica
+        # like any collective, it goes on without a lost replica
+        told = self._start("all_gather", leaves.view(torch.uint8), user)
 
         def arrived() -> Tensor:
             result, absent = arriving(), user.absent
@@ -325,15 +326,15 @@ class SurvivingCommunicator(AxisEnd):
                 )
                 if self._closed:
                     return
-                self._recovering, self._broken = True, False
+                self._recovering = True
+                self._broken = False
+            # the main thread, which waits, raises the error
             try:
                 self._recover()
-            except Exception as error:  # the main thread, which waits, raises it
-                self.error = (
-                    error
-                    if isinstance(error, ReplicaLost)
-                    else ReplicaLost(f"cannot recover: {error!r}")
-                )
+            except ReplicaLost as error:
+                self.error = error
+            except Exception as error:
+                self.error = ReplicaLost(f"cannot recover: {error!r}")
             with self._changed:
                 self._recovering = False
                 self._changed.notify_all()
@@ -342,41 +343,50 @@ class SurvivingCommunicator(AxisEnd):
 
     def _recover(self) -> None:
         """Agrees with the others on who is left, and goes on with them. Collective."""
-        membership, noticed, why = self._membership, time.monotonic(), ""
+        membership = self._membership
+        noticed = time.monotonic()
         before = list(membership.members)
         if membership.called:
             noticed = min(noticed, membership.noticed_at)
-        for _ in range(MOST_TRIES):
-            agreement = membership.agree(self._report())
-            if agreement.awaited >= 0:
-                self.guest, self.awaits = None, -1
-            self._note(
-                agreement
-            )  # each, also where no group can be formed after it, here or elsewhere
-            self._group.abandon()
-            try:
-                self._group = self._formed()
-            except (
-                RuntimeError
-            ) as error:  # one more is lost; the others hear of it with the next agreement
-                why = f": {error}".partition("\n")[0]
-                membership.doubt()
-                continue
-            if self._catch_up(agreement):
-                break
-        else:
-            raise ReplicaLost(
-                f"the replicas {membership.members} could not form a process group{why}"
-            )
+        agreement = self._regroup()
         if before != membership.members:
             with self._changed:  # an optimizer that is made meanwhile has it, too
                 for end in (self, *self.users.present):
                     end.pending.append(agreement)
+        self._log_change(before, agreement, time.monotonic() - noticed)
+
+    def _regroup(self) -> Agreement:
+        """Agrees and forms a process group, and repeats both when another replica is lost
+        meanwhile."""
+        membership = self._membership
+        why = ""
+        for _ in range(MOST_TRIES):
+            agreement = membership.agree(self._report())
+            if agreement.awaited >= 0:
+                self.guest = None
+                self.awaits = -1
+            # each agreement, also if no rank can form a group after it
+            self._note(agreement)
+            self._group.abandon()
+            try:
+                self._group = self._formed()
+            # one more replica is lost; the others learn of it from the next agreement
+            except RuntimeError as error:
+                why = f": {error}".partition("\n")[0]
+                membership.doubt()
+                continue
+            if self._catch_up(agreement):
+                return agreement
+        raise ReplicaLost(f"the replicas {membership.members} could not form a process group{why}")
+
+    def _log_change(self, before: Sequence[int], agreement: Agreement, seconds: float) -> None:
+        """Records which replicas were lost or joined; the first rank logs a loss."""
+        membership = self._membership
         lost = tuple(member for member in before if member not in membership.members)
         if lost:
             note_loss()
         came = tuple(member for member in membership.members if member not in before)
-        seconds, left = time.monotonic() - noticed, bool(lost) and {*lost} <= self.departing.keys()
+        left = bool(lost) and {*lost} <= self.departing.keys()
         self.losses.append(SurvivedLoss(lost, agreement.next_step, seconds, came, left))
         if lost and membership.rank == membership.members[0] * membership.shards:
             _log.warning("%s", self.losses[-1].text(len(membership.members), len(self.layout)))
@@ -407,13 +417,10 @@ class SurvivingCommunicator(AxisEnd):
 
     def _report(self) -> RankReport:
         for each in self._kept.values():
-            if (
-                each.result is None
-                and each.kind != "all_to_all"
-                and each.flight is not None
-                and each.flight.ended
-            ):
-                floor, each.floor = each.floor, 0  # what is kept must not change in a loop over it
+            ended = each.flight is not None and each.flight.ended
+            if each.result is None and each.kind != "all_to_all" and ended:
+                floor = each.floor
+                each.floor = 0  # `_take` must not change what this loop runs over
                 self._take(each)
                 each.floor = floor
         done = [each for each in self._kept.values() if each.result is not None]
@@ -438,7 +445,8 @@ class SurvivingCommunicator(AxisEnd):
     def _formed(self) -> Group:
         membership = self._membership
         rank = membership.members.index(membership.replica)
-        store = PrefixStore(f"{membership.epoch}/shard{membership.shard}", membership.store.clone())  # type: ignore
+        own = membership.store.clone()  # type: ignore[attr-defined]
+        store = PrefixStore(f"{membership.epoch}/shard{membership.shard}", own)
         way = membership.ways.to(
             member * membership.shards + membership.shard for member in membership.members
         )
@@ -478,7 +486,8 @@ class SurvivingCommunicator(AxisEnd):
         except RuntimeError:
             return False
         with self._changed:
-            waits_in, self._membership.waits_in = self._membership.waits_in, each.number
+            waits_in = self._membership.waits_in
+            self._membership.waits_in = each.number
             self._changed.wait_for(lambda: flight.ended or self._membership.called)
             self._membership.waits_in = waits_in
         if not flight.good:

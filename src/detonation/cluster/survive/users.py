@@ -16,6 +16,7 @@ from detonation.cluster.survive.agreement import (
     GuestEntry,
     ReplicaLeft,
     axis_key,
+    ranks_of_replicas,
     turn_of,
 )
 from detonation.cluster.survive.membership import Membership
@@ -117,6 +118,20 @@ class Host:
         """Lets a guest know that the others have come to the turn before which it comes in."""
         told = f"{entry.user} {entry.turn} {entry.step}"
         self.membership.store.set(axis_key("entry", guest), told)
+
+    def awaits(self, guest: int) -> bool:
+        """Notes that this rank has reached the step at which `guest` joins; True once all members
+        have."""
+        self.membership.store.set(axis_key("at", guest, self.membership.rank), "1")
+        return not self.not_at(guest)
+
+    def not_at(self, guest: int) -> list[int]:
+        """The ranks that have not reached the step at which `guest` joins."""
+        store = self.membership.store
+        ranks = ranks_of_replicas(self.membership.members, self.membership.shards)
+        if store.check([axis_key("at", guest, rank) for rank in ranks]):
+            return []
+        return [rank for rank in ranks if not store.check([axis_key("at", guest, rank)])]
 
     def copy_turn(self, guest: int, turn: int) -> float:
         """The turn after which all shards give their guest a copy; infinity until all have one.
@@ -330,13 +345,13 @@ class AxisUser(AxisEnd):
                         axis.guest[1], GuestEntry(self.number, axis.guest[0], step)
                     )
                 axis.awaits = axis.guest[1]
-            if membership.awaits(axis.awaits):  # and nothing is in flight anywhere
+            if axis.host.awaits(axis.awaits):  # and nothing is in flight anywhere
                 membership.call()
                 with membership.changed:
                     membership.changed.wait_for(lambda: axis.guest is None or axis.error, 1.0)
             else:
                 membership.require_store()
-                awaited.wait(partial(membership.not_at, axis.awaits), _POLL_S)
+                awaited.wait(partial(axis.host.not_at, axis.awaits), _POLL_S)
 
     def _due(self, turn: int) -> list[Agreement]:
         return [each for each in self.pending if turn >= turn_of(each.next_turns, self.number)]

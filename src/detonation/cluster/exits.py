@@ -1,0 +1,115 @@
+"""How the ranks that this process started end, and which failure is the root cause."""
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from detonation.cluster.processes.failure import (
+    ROOT_CAUSE_WAIT_S,
+    Failure,
+    failure_from_exit_code,
+    root_cause,
+)
+from detonation.cluster.survive.elastic_axis import MeetingPoint
+from detonation.whole_files import read_json
+
+_POLL_S = 0.02
+_LEAVING_S = 15.0
+"""The last replicas must end within this time after the first one."""
+_log = logging.getLogger("detonation")
+
+
+def failure_file(folder: Path, rank: int) -> Path:
+    """The file in which `rank` leaves its failure to the process that waits for it."""
+    return folder / f"failure-{rank}.json"
+
+
+class RankExits:
+    """The exits of all ranks of a world on this machine. Removes ranks that have ended from `pids`.
+
+    With a `meeting` point, failures of a lost replica do not count if the other replicas go on.
+    """
+
+    def __init__(
+        self, pids: dict[int, int], folder: Path, deadline: float, meeting: MeetingPoint | None
+    ) -> None:
+        self._pids = pids
+        self._folder = folder
+        self._deadline = deadline
+        self._meeting = meeting
+        self._failures: list[Failure] = []
+        self._survived: list[Failure] = []
+        self._cause_deadline = float("inf")  # the ranks with the root cause report until then
+        self._end_deadline = float("inf")  # the last replicas end until then
+
+    def wait(self) -> Failure | None:
+        """Waits until all ranks have ended; returns the root cause, None if all succeeded."""
+        while self._pids and time.monotonic() < self._end_deadline:
+            self._collect_ended()
+            self._kill_left_out()
+            if self._knows_cause():
+                break
+            if time.monotonic() > self._deadline:
+                text = f"ranks {sorted(self._pids)} did not finish in time and were ended"
+                return Failure(min(self._pids), time.time(), "TimeoutError", text, complete=True)
+            time.sleep(_POLL_S)
+        if self._pids and time.monotonic() >= self._end_deadline:
+            _log.warning(
+                "ranks %s had not ended %g s after the others, and are ended",
+                sorted(self._pids),
+                _LEAVING_S,
+            )
+        return self._root_cause()
+
+    def _collect_ended(self) -> None:
+        """Takes the exit code of each rank that has ended."""
+        for rank, pid in list(self._pids.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del self._pids[rank]
+                self._take(rank, os.waitstatus_to_exitcode(status))
+
+    def _take(self, rank: int, code: int) -> None:
+        """Notes how `rank` ended. A rank that fails ends the other ranks of a lost replica."""
+        if code:
+            failure = self._failure_of(rank, code)
+            of_replica = self._meeting.survives(failure) if self._meeting is not None else ()
+            self._kill(of_replica)
+            (self._survived if of_replica else self._failures).append(failure)
+        elif self._meeting is not None and not self._meeting.has_left(rank):
+            self._end_deadline = time.monotonic() + _LEAVING_S
+
+    def _failure_of(self, rank: int, code: int) -> Failure:
+        """The failure that `rank` left in the folder, or one made from its exit code."""
+        path = failure_file(self._folder, rank)
+        if path.exists():
+            return Failure(**read_json(path))
+        return failure_from_exit_code(rank, code)
+
+    def _kill_left_out(self) -> None:
+        """Ends ranks that the others left out: a process that hangs keeps memory, a port or a
+        lock."""
+        if self._meeting is not None:
+            self._kill(self._meeting.left_out())
+
+    def _kill(self, ranks: Iterable[int]) -> None:
+        for rank in self._pids.keys() & set(ranks):
+            os.kill(self._pids[rank], signal.SIGKILL)
+
+    def _knows_cause(self) -> bool:
+        """True if a rank failed by itself, or if the time to wait for such a rank has passed."""
+        if any(not failure.network for failure in self._failures):
+            return True
+        now = time.monotonic()
+        if self._failures:
+            self._cause_deadline = min(self._cause_deadline, now + ROOT_CAUSE_WAIT_S)
+        return now > self._cause_deadline
+
+    def _root_cause(self) -> Failure | None:
+        """The root cause. Failures of lost replicas count if all others only lost a peer."""
+        if self._failures and all(failure.network for failure in self._failures):
+            return root_cause([*self._failures, *self._survived])
+        return root_cause(self._failures)

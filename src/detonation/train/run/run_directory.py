@@ -1,0 +1,100 @@
+"""The directory of a run on each node, and the records in it of steps that earlier starts took."""
+
+import contextlib
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+from detonation.checkpoint.gather import Volumes, survey
+from detonation.core.link.elastic_communicator import PeerLost, TextExchange
+from detonation.train.loop.session import Session
+from detonation.train.output import directory, metrics
+from detonation.train.recipe.resolve import Request
+from detonation.whole_files import MOST_RECORDS, read_text
+
+
+@contextlib.contextmanager
+def run_directory(
+    session: Session, request: Request, resume: bool, may_start: bool
+) -> Iterator[tuple[Path, Volumes]]:
+    """Holds the run's directory on this node; yields its path and the ranks that share it.
+
+    Nodes without a shared file system have one directory each, with the same name or with their
+    own --out. One rank of the node makes and locks it.
+    """
+    texts = session.world.texts()
+    path = request.out or Path()
+    with contextlib.ExitStack() as held:
+        if session.rank == 0:
+            path = request.out or directory.fresh_directory(
+                f"{request.recipe.stem}-{session.config.schemes}"
+            )
+            directory.check_free(path, resume, may_start, session.config.train)
+            held.enter_context(contextlib.closing(directory.RunDirectory(path)))
+        if request.out is None:
+            path = Path(texts.broadcast(str(path)))
+        volumes = _surveyed(path, texts)
+        problem = ""
+        if session.rank and volumes.leads(session.rank):
+            problem = _hold_on_node(held, path, resume)
+        if not volumes.shared:
+            first = next(filter(None, texts.gather(problem)), "")
+            if first:
+                raise ValueError(first)
+        yield path, volumes
+
+
+def _surveyed(path: Path, texts: TextExchange) -> Volumes:
+    """Finds which ranks share the directory. Collective. Raises `Unwritable` if one cannot write
+    into it."""
+    try:
+        return survey(path, texts)
+    except PeerLost:
+        raise
+    except OSError as error:
+        raise directory.Unwritable(
+            f"cannot write into the run directory: {error.strerror}"
+        ) from error
+
+
+def _hold_on_node(held: contextlib.ExitStack, path: Path, resume: bool) -> str:
+    """Makes and locks the directory of a node without rank 0; returns why it cannot, or ""."""
+    try:
+        # may_start: the checkpoints may be on another node
+        directory.check_free(path, resume, may_start=True)
+        held.enter_context(contextlib.closing(directory.RunDirectory(path)))
+    except ValueError as error:
+        return f"{error} (on {platform.node()})"
+    return ""
+
+
+def kept_records(
+    session: Session, file: Path, done: int, volumes: Volumes
+) -> tuple[list[metrics.Record], list[str]]:
+    """The records of the first `done` steps, on all ranks, and warnings if some are damaged or
+    lost. Collective.
+
+    Raises `ValueError` if all steps have been taken and no record is left to sum up.
+    """
+    if not done:
+        return [], []
+    reads = (volumes.shared or session.rank == 0) and file.exists()
+    text = read_text(file, errors="replace", most=MOST_RECORDS) if reads else ""
+    if volumes.shared:
+        session.world.texts().gather("")  # all have read before rank 0 writes
+    else:
+        text = session.world.texts().broadcast(text)
+    found, damaged = metrics.parse_metrics(text)
+    kept = [record for record in found if record.step <= done]
+    said = [f"damaged lines in {file}, which are dropped: {damaged}"] if damaged else []
+    if not kept and done == session.config.train.steps:
+        raise ValueError(f"all {done} steps have been taken, but {file} has none of them to sum up")
+    if kept and done == session.config.train.steps and kept[-1].val_loss is None:
+        raise ValueError(
+            f"the run stopped after {done} steps in the middle of more: give more --steps"
+        )
+    if not kept:
+        said += [
+            f"{file} has none of the {done} steps before: the summary will be of those that follow"
+        ]
+    return kept, said

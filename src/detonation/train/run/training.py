@@ -1,0 +1,135 @@
+"""The steps of a run, with its records and checkpoints, to the summary."""
+
+import dataclasses
+from pathlib import Path
+
+from detonation.checkpoint.async_save import Checkpoints
+from detonation.checkpoint.newest import Loaded
+from detonation.cluster.init import set_timeouts
+from detonation.cluster.processes.signals import Stop
+from detonation.cluster.survive.agreement import ReplicaLeft
+from detonation.core.schemes.traffic import message_bytes
+from detonation.link_speed import LinkSpeed
+from detonation.plan.cost import spelled
+from detonation.train.loop.checkpoints import save_async, save_now
+from detonation.train.loop.fit import NonFiniteLoss, Stopped, fit
+from detonation.train.loop.session import Session
+from detonation.train.loop.summary import summarise
+from detonation.train.output import directory, metrics
+from detonation.train.recipe.schema import Table
+from detonation.train.run.adapt import Adapter, Followed
+from detonation.train.run.decide import Asked, Chosen
+from detonation.train.run.elastic_run import Losses
+from detonation.train.run.recorder import Recorder, Recording
+
+
+def adapter_of(
+    session: Session, asked: Asked | None, chosen: Chosen | None, loaded: Loaded | None
+) -> tuple[Adapter | None, list[str]]:
+    """The adapter of a run that follows its link, and the lines to show.
+
+    The adapter begins with what was measured for the choice, or with its state in a checkpoint.
+    """
+    if asked is None or not asked.auto.adapt:
+        return None, []
+    if session.device.type != "cpu":
+        return None, [
+            "adapt: on accelerators the host does not see how long an exchange takes; the setting"
+            " stays"
+        ]
+    if chosen is not None:
+        return Adapter(session, chosen.followed), []
+    saved = loaded.extra.get("followed") if loaded else None
+    if saved is None:
+        return None, ["adapt: this run began without it, and keeps its setting"]
+    mesh = session.config.mesh
+    return Adapter(session, Followed.of(saved, mesh.replicas, mesh.shards)), []
+
+
+def set_message_timeouts(session: Session) -> None:
+    """Sets how long this rank waits for others, by the largest message at the lowest rate."""
+    config = session.config
+    _, scheme = session.optimizer.levels[0]
+    layouts = [replicator.channel.layout for replicator in session.optimizer.build()]
+    largest = max(
+        (message_bytes(scheme, layout, config.mesh.replicas) for layout in layouts), default=0
+    )
+    rate = config.peers.lowest_bits_per_s
+    if config.mesh.link:
+        rate = min(rate, LinkSpeed.parse(config.mesh.link).rate_bits_per_s)
+    set_timeouts(largest, config.mesh.shards, config.peers.silence_s, rate)
+
+
+def train_until_end(
+    session: Session,
+    path: Path,
+    recorder: Recorder,
+    run: str,
+    done: int,
+    stop_after: int | None,
+    stop: Stop,
+    adapter: Adapter | None,
+    losses: Losses,
+) -> Table:
+    """Trains to the end, or to `stop_after`, with checkpoints and with feeds named `run`.
+
+    Returns what `train_on_rank` returns.
+    """
+    recording = Recording(session, path, run)
+    steps = session.config.train.steps
+    until = max(done, min(steps, stop_after or steps))
+    kept = path / directory.CHECKPOINTS
+    checkpoints = Checkpoints(kept, session.model, session.optimizer, session.config.train.keep)
+
+    def followed() -> Table | None:
+        return None if adapter is None else adapter.followed.table()
+
+    def after_step(record: metrics.Record) -> None:
+        adapted = [] if adapter is None else adapter.after(record)
+        if adapted:
+            set_message_timeouts(session)
+            record = dataclasses.replace(record, setting=spelled(session.optimizer.levels[-1][1]))
+        recorder.warn(losses.news(path, recorder))
+        recorder.add(record)
+        recorder.warn(recording.after_step())
+        recorder.show(adapted)
+        recorder.warn(checkpoints.news())
+        every = session.config.train.checkpoint_every
+        if every and record.step % every == 0 and record.step < until:
+            save_async(session, checkpoints, recorder.before, followed())
+            recording.saved(record.step)
+
+    losses.set_up.done()
+    try:
+        try:
+            fit(session, done, until, after_step, stop)
+        finally:
+            recording.log.close()
+        recording.close(ended=until == steps)
+    except NonFiniteLoss as error:
+        saved = save_now(session, checkpoints, recorder.before, followed())
+        raise NonFiniteLoss(f"{error}; the state without it is saved in {saved}") from error
+    except ReplicaLeft:  # the others save, and train on
+        after = session.optimizer.step_count
+        return {
+            "stopped_after": after,
+            "stopped_by": "SIGTERM",
+            "left": True,
+            "directory": str(path),
+        }
+    except Stopped as stopped:
+        save_now(session, checkpoints, recorder.before, followed())
+        return {
+            "stopped_after": stopped.after,
+            "stopped_by": stopped.signal,
+            "directory": str(path),
+        }
+    save_now(session, checkpoints, recorder.before, followed())
+    recorder.warn(checkpoints.news())
+    if until < steps:
+        return {"stopped_after": until, "stopped_by": "--stop-after", "directory": str(path)}
+    recorder.warn(losses.news(path, recorder))
+    summary = summarise(session, recorder.records, recorder.before) | losses.table()
+    if session.rank == 0:
+        directory.write_json(path / directory.SUMMARY, summary)
+    return {**summary, "directory": str(path)}
