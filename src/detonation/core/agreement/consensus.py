@@ -31,8 +31,9 @@ from detonation.core.round import LocalSteps
 from detonation.core.runtime import Readback, Runtime
 from detonation.core.schemes.scheme import Scheme
 
-BALANCE, CLOSENESS = "detonation.gates.balance:Balance", "detonation.gates.closeness:Closeness"
-"""The classes of the gates, for `choices.imported`: no earlier than one is needed."""
+BALANCE = "detonation.gates.balance:Balance"
+CLOSENESS = "detonation.gates.closeness:Closeness"
+"""Classes of gates, which `choices.imported` imports when the first one is needed."""
 
 
 class BalanceGate(Protocol):
@@ -77,23 +78,24 @@ class StopConsensus:
     def __init__(
         self, parameters: Mapping[str, Tensor], runtime: Runtime, safety: Safety, base: Optimizer
     ) -> None:
-        self.safety, self.counts, self._base = safety, list[FaultCounts](), base
+        self.safety = safety
+        self.counts: list[FaultCounts] = []
+        self._base = base
         self._numbers = numbers_of(base if safety.verify_every else None)
-        self.look: Callable[[], object] = lambda: (
-            None
-        )  # at the options that are about to be compared
+        # looks at the options of the base optimizer before they are compared
+        self.look: Callable[[], object] = lambda: None
         self.compare = differences  # how `verify` finds tensors that must be equal and are not
-        self.after_base: Callable[[int], object] | None = (
-            None  # runs once the base optimizer has taken a step
-        )
-        self.runtime, self.decides_on_device = runtime, runtime.decides_on_device
+        # runs after each step of the base optimizer
+        self.after_base: Callable[[int], object] | None = None
+        self.runtime = runtime
+        self.decides_on_device = runtime.decides_on_device
         self.half_step = ""  # why the last step ended before it was whole
         self._shards = links_of_shards(parameters.values())
-        self._others, self._asks = self._shards, False
+        self._others = self._shards
+        self._asks = False
         self.balance: BalanceGate | None = None
-        self._asked: tuple[Readback, int] | None = (
-            None  # the gravest reason of all ranks, and its step
-        )
+        # the gravest reason of all ranks, and its step
+        self._asked: tuple[Readback, int] | None = None
 
     def add_level(
         self, names: Sequence[str], link: Link, gradients: bool, level: int = 0
@@ -118,19 +120,15 @@ class StopConsensus:
     def connect(
         self, levels: Sequence[tuple[Axis, Scheme]], replicators: Sequence[Replicator]
     ) -> None:
-        """Adds links to the replicas of each level, if the replicas of one level do not see every
-        message."""
+        """Adds links along which a reason reaches the replicas of each level, if some replicas do
+        not see every message."""
         several = sum(scheme.signal != "nothing" for _, scheme in levels) > 1
         secluded = any(replicator.channel.exchange.secluded for replicator in replicators)
-        links = (
-            {id(each.link.axis): each.link for each in replicators}.values()
-            if several or secluded
-            else ()
-        )
-        self._others = (
-            *links,
-            *self._shards,
-        )  # last, since a lost replica may have told some shards alone
+        links: list[Link] = []
+        if several or secluded:
+            links = list({id(each.link.axis): each.link for each in replicators}.values())
+        # shards last: a lost replica may have told only some of them
+        self._others = (*links, *self._shards)
         in_pieces = any(
             isinstance(p, Piece) for each in replicators for p in each.parameters.values()
         )
@@ -162,8 +160,9 @@ class StopConsensus:
             self.after_base(step)
 
     def forget(self) -> None:
-        """Forgets faults and half steps of before: the state of all replicas was replaced."""
-        self.half_step, self._asked = "", None
+        """Forgets earlier faults and half steps: the state of all replicas was replaced."""
+        self.half_step = ""
+        self._asked = None
         for counts in self.counts:
             counts.forget()
 
@@ -201,16 +200,17 @@ class StopConsensus:
         """Raises on all ranks unless all begin or cease to train `name` before `step`. Collective.
 
         An ordinary step carries no question about the trained parameters. A rank that changes them
-        sends an empty message in the place of its next one: of this step, or of the end of the
-        round. A rank that changes nothing meets it there with a message of the same size, and both
-        know. Where all announce, the step has not begun.
+        sends an empty message instead of its next one: of this step, or of the end of the round. A
+        rank that changes nothing sends a message of the same size then, and both see the
+        difference. If all ranks announce, the step has not begun.
 
         Args:
             in_buckets: Whether the messages of this step leave in buckets.
         """
         name = name if name in self.counts[0].names else NEW_PARAMETER
         acting = [replicator for replicator in replicators if replicator.acts_before] or replicators
-        sent, at = list[tuple[Replicator, list[Transfer]]](), step
+        sent: list[tuple[Replicator, list[Transfer]]] = []
+        at = step
         while not sent:
             for replicator in acting:
                 transfers = replicator.announce(
@@ -284,35 +284,52 @@ class StopConsensus:
         """
         self.look()
         self._drain(replicators, step)
-        compared, device = set[Link](), self.runtime.device
+        compared: set[Link] = set()
         for replicator in replicators:
-            link, tensors = replicator.link, replicator.replicated()
-            texts, others = ({}, {}) if link in compared else (options, replicator.part_of(frozen))
-            compared.add(link)
-            tensors = others | tensors
-            mended: dict[str, Tensor] = {}
-            for difference in self.compare(link, tensors, device, texts):
-                if difference.name == CHANGE:
-                    for sender in difference.odd:
-                        replicator.counts.announced(
-                            sender, replicator.counts.names[difference.source]
-                        )
-                    continue
-                if self.safety.on_desync == "repair" and difference.name in tensors:
-                    mended[difference.name] = repaired(
-                        link, difference, tensors[difference.name], device
-                    )
-                    outcome = "repaired"
-                else:
-                    replicator.counts.desync(difference.odd[0], difference.name)
-                    outcome = "all stop"
-                if link.replica in (0, *difference.odd):
-                    _log.warning("after step %d %s: %s", step, difference, outcome)
+            tensors = replicator.replicated()
+            texts: Mapping[str, str] = {}
+            others: dict[str, Tensor] = {}
+            if replicator.link not in compared:
+                texts = options
+                others = replicator.part_of(frozen)
+            compared.add(replicator.link)
+            mended = self._mended(replicator, others | tensors, texts, step)
             for name in others.keys() & mended.keys():
                 others[name].copy_(mended.pop(name))
             replicator.repair(mended)
             replicator.counts.due.add(step - 1)
         self._decide(step, step - 1)
+
+    def _mended(
+        self,
+        replicator: Replicator,
+        tensors: Mapping[str, Tensor],
+        texts: Mapping[str, str],
+        step: int,
+    ) -> dict[str, Tensor]:
+        """Compares `tensors` and `texts` along the link of `replicator`; returns equal values for
+        tensors that differ and are to be repaired. Collective.
+
+        A difference that is not repaired is counted, and so is an announcement of a change.
+        """
+        link = replicator.link
+        counts = replicator.counts
+        mended: dict[str, Tensor] = {}
+        for difference in self.compare(link, tensors, self.runtime.device, texts):
+            name = difference.name
+            if name == CHANGE:
+                for sender in difference.odd:
+                    counts.announced(sender, counts.names[difference.source])
+                continue
+            if self.safety.on_desync == "repair" and name in tensors:
+                mended[name] = repaired(link, difference, tensors[name], self.runtime.device)
+                outcome = "repaired"
+            else:
+                counts.desync(difference.odd[0], name)
+                outcome = "all stop"
+            if link.replica in (0, *difference.odd):
+                _log.warning("after step %d %s: %s", step, difference, outcome)
+        return mended
 
     def _decide(self, step: int, until: float) -> None:
         if self._asked:
@@ -358,13 +375,15 @@ class StopConsensus:
         return gravest
 
     def _raise_asked(self) -> None:
-        asked, self._asked = self._asked, None
+        """Raises for the reason that all ranks asked for at an earlier step, if there is one."""
+        asked = self._asked
+        self._asked = None
         if asked:
-            (fatal,), step = asked[0].read(), asked[1]
+            readback, step = asked
+            (fatal,) = readback.read()
             self._raise(fatal, step)
 
     def _raise(self, fatal: int, step: int) -> None:
         if fatal >> 4:
-            raise next(each for each in self.counts if each.number == fatal & 15).error(
-                fatal >> 4, step
-            )
+            counts = next(each for each in self.counts if each.number == fatal & 15)
+            raise counts.error(fatal >> 4, step)

@@ -215,6 +215,30 @@ def _fault(replica: int, row: Sequence[int], expected: Expected) -> str:
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
+def _take_recorded(message: Message) -> None:
+    """Marks a message as read from a tape, which owns its memory; an absent replica has an empty
+    header."""
+    message.recycle = None
+    headers = message.arrived[0][:, :HEADER_BYTES]
+    message.absent = {sender for sender, header in enumerate(headers) if not header.any()}
+
+
+def _empty_headers(whole: Tensor, absent: Collection[int]) -> None:
+    """Empties the headers of `absent` replicas, by which a replay knows them."""
+    for sender in absent:
+        whole[sender, :HEADER_BYTES] = 0
+
+
+def _without(
+    absent: Collection[int], found: Arrived, refused: Tensor | None
+) -> tuple[Arrived, Tensor | None]:
+    """The messages, and which of them are refused, without those of `absent` replicas."""
+    present = [sender for sender in range(len(found.body)) if sender not in absent]
+    if refused is not None:
+        refused = refused[present]
+    return replace(found, body=found.body[present]), refused
+
+
 class Guard(SumGuard):
     """Seals and validates the messages between one channel and its link.
 
@@ -242,17 +266,19 @@ class Guard(SumGuard):
 
         Shapes: -> `[messages, Codec.sent]` uint8, the header among them.
         """
-        run, message.waiting = message.waiting, None
+        run = message.waiting
         assert run is not None
+        message.waiting = None
         message.sent.append(run)
         message.rows.append((run.first, run.rows))
         if status is not None:
-            received, runs = 0, message.sent
+            received = 0
+            runs = message.sent
             if len(runs) > 1:
                 runs = sorted(runs, key=attrgetter("first"))
             if not phase:
-                # of the exchange that all have surely opened, whoever looked at a message on its
-                # way
+                # the digest of the last exchange that all replicas have opened for certain, even if
+                # one of them read a message early
                 opened = self._received.get(self._sent - 1 - self._delay, 0)
                 received = (opened >> 32 ^ self.noted) << 32 | crc32(self._counts.options)
                 if message.missing:
@@ -291,37 +317,27 @@ class Guard(SumGuard):
 
         Args:
             shared: Their indices, where all replicas know them.
-            tape: Takes in the messages, unless they come from it.
+            tape: Records the messages, unless it plays them.
         """
         arrived = message.arrived
-        if (
-            tape is not None and tape.plays
-        ):  # to whom the messages belong; lost replicas have an empty header
-            message.recycle = None
-            message.absent = {
-                row for row, octets in enumerate(arrived[0]) if not octets[:HEADER_BYTES].any()
-            }
+        if tape is not None and tape.plays:
+            _take_recorded(message)
         absent = message.absent
         end = HEADER_BYTES + sum(stage.codec.lengths[stage.rows])
         back = partial(message.recycle, arrived[0]) if message.recycle else None
         simple = len(arrived) == 1 and arrived[0].device.type == "cpu"
         whole = arrived[0][:, :end] if simple else message.whole(end)
         if tape is not None and not tape.plays:
-            for sender in absent:  # which a replay finds by its empty header
-                whole[sender, :HEADER_BYTES] = 0
+            _empty_headers(whole, absent)
             tape.put(self.place, message.step, whole[:, :end])
-        body, back = (
-            whole[:, HEADER_BYTES:end],
-            back if arrived else None,
-        )  # else `whole` is of its own
+        body = whole[:, HEADER_BYTES:end]
+        if not arrived:  # `whole` has memory of its own
+            back = None
         found = Arrived(stage.codec, body, stage.rows, shared, stage.aggregation, stage.unit, back)
         refused = self.admit(message, stage, whole, found.facts())
-        if (
-            absent and stage.signals
-        ):  # the aggregate is that of the others; an owner that is absent leaves its rows
-            present = [sender for sender in range(len(whole)) if sender not in absent]
-            found = replace(found, body=body[present])
-            refused = None if refused is None else refused[present]
+        # the mean is over the replicas that sent; the rows of an absent owner stay as they are
+        if absent and stage.signals:
+            found, refused = _without(absent, found, refused)
         if refused is not None:
             if found.body.device.type == "cpu":  # simulated replicas receive one buffer together
                 found = replace(found, body=found.body.clone())
@@ -378,7 +394,8 @@ class Guard(SumGuard):
     ) -> bool:
         """Counts the faults of each row of the table of `decide_usable`; returns True if no message
         is refused."""
-        fine, step = not any(row[-1] for row in rows), expected.header.step
+        fine = not any(row[-1] for row in rows)
+        step = expected.header.step
         faults = [""] * len(rows) if fine else explain_faults(rows, expected)
         if last:
             self._compare_received(rows, faults, step)
@@ -389,16 +406,22 @@ class Guard(SumGuard):
             if sender in absent:
                 continue
             if fault:
-                self._counts.refuse(sender, fault, step)
-                if sender == self._replica and fault in (TOO_LARGE, TOO_LOUD):
-                    self._forget()
+                self._refuse(sender, fault, step)
             elif row[5]:
                 self._counts.skip(sender, self._place, self._names[row[5] - 1], step)
             elif expected.signals:
                 used.append(sender)
-        if self._counts.skipped or self._counts.refused:  # which those in a row make up for
+        # messages in use end a row of skipped or refused ones
+        if self._counts.skipped or self._counts.refused:
             self._counts.accept(used, self._place)
         return fine
+
+    def _refuse(self, sender: int, fault: str, step: int) -> None:
+        """Counts a refused message, and clears the memory of this replica if its own message was
+        too large."""
+        self._counts.refuse(sender, fault, step)
+        if sender == self._replica and fault in (TOO_LARGE, TOO_LOUD):
+            self._forget()
 
     def _compare_received(
         self, rows: Sequence[Sequence[int]], faults: Sequence[str], step: int

@@ -13,9 +13,10 @@ from detonation.core.compute.kernel_library import SignRate
 from detonation.core.flat.tensors import local
 from detonation.core.optim.wrapper import evaluated
 
-GROUPS, SMALLEST_GROUP = 4, 2**18
-"""The groups of neighbouring coordinates whose signs are in memory in turn, and the least
-coordinates of a group."""
+GROUPS = 4
+"""The number of groups of coordinates; only the signs of one group are in memory at a time."""
+SMALLEST_GROUP = 2**18
+"""The least coordinates of a group."""
 
 
 class SignEngine(Protocol):
@@ -124,27 +125,32 @@ class SignSGD(Optimizer):
             rates = {
                 id(p): (1 - float(g["lr"]) * g["weight_decay"], float(g["lr"])) for p, g in groups
             }
-            updates, self._updates = self._updates, {}
+            updates = self._updates
+            self._updates = {}
             for parameters, weights, engine, received in updates.values():
                 engine.apply_signs(received, weights, [rates[id(p)] for p in parameters])
                 if received.release:  # nobody looks at the messages again
                     received.release()
                 moved |= {id(p) for p in parameters}
         for group in self.param_groups:
-            rest = [p for p in group["params"] if p.grad is not None and id(p) not in moved]
-            rest = [p for p in rest if local(p).numel()]
-            if rest:
-                directions = [local(p.grad) for p in rest]
-                if group["momentum"]:
-                    directions = self._momentum(rest, directions, group["momentum"])
-                _sign_step(
-                    [local(p) for p in rest], directions, float(group["lr"]), group["weight_decay"]
-                )
+            rest = [
+                p
+                for p in group["params"]
+                if p.grad is not None and id(p) not in moved and local(p).numel()
+            ]
+            if not rest:
+                continue
+            directions = [local(p.grad) for p in rest]
+            if group["momentum"]:
+                directions = self._momentum(rest, directions, group["momentum"])
+            weights = [local(p) for p in rest]
+            _sign_step(weights, directions, float(group["lr"]), group["weight_decay"])
         return loss
 
     def _momentum(
         self, parameters: list[Tensor], gradients: list[Tensor], momentum: float
     ) -> list[Tensor]:
+        """Adds `gradients` to the momentum of `parameters`, and returns it."""
         for p in parameters:
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
@@ -165,9 +171,8 @@ def _sign_step(
     kernel = kernel_library.library_for(*weights, *directions)
     if kernel and all(tensor.dtype == torch.float32 for tensor in (*weights, *directions)):
         for weight, direction in zip(weights, directions, strict=True):
-            kernel.sign_step(
-                weight, direction, shrink, lr
-            )  # one pass, and no temporary of the model's size
+            # one pass, and no temporary of the model's size
+            kernel.sign_step(weight, direction, shrink, lr)
         return
     if weight_decay:
         torch._foreach_mul_(weights, shrink)

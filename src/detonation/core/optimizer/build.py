@@ -52,8 +52,8 @@ from detonation.version import __version__
 
 Level = tuple[Axis, Scheme]
 Route = tuple[Link, FaultCounts]
-"""The link of a level, and the counts of its faults: there are two where a node's ranks hold some
-parameters whole."""
+"""The link of a level, and the counts of its faults. A level has two routes if the ranks of a node
+share some parameters and each hold others whole."""
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -90,12 +90,41 @@ def build_levels(
     With `intra_node` there may be two of each: for parameters that are sharded over the ranks of a
     node, and for parameters that each rank holds whole.
 
-    Raises `LargerThanDense` where a scheme would send more than full synchronisation.
+    Raises `LargerThanDense` if a scheme would send more than full synchronisation.
 
     Args:
         names: Of all parameters of the model.
         routes: By level and number of local ranks; those that are missing are added.
     """
+    device = _device_of(parameters)
+    local_steps = None
+    if settings.balance:
+        local_steps = LocalSteps(levels[0][1].round.every, levels[0][0].size())
+    runtime = Runtime(device, settings.seed, settings.kernels, local_steps)
+    consensus = StopConsensus(parameters, runtime, settings.safety, base.optimizer)
+    consensus.look = partial(warn_of_second_momentum, base.optimizer, levels, since=True)
+    consensus.look()
+    others = [name for name in names if name not in parameters]
+    faults = [*parameters, *others, *options_of(base.optimizer), OPTIONS, NEW_PARAMETER]
+    for _, counts in routes.values():
+        consensus.counts.append(counts)
+        counts.names = faults
+    builder = _Builder(base, levels, settings, routes, runtime, consensus, faults)
+    made = [builder.level(index, parameters) for index in range(len(levels))]
+    base.clip = None
+    if settings.clip:
+        norms = getattr(levels[0][0], "norms", None)  # of an axis that divides parameters
+        parts = norms(parameters) if norms else None
+        base.clip = Clip(parameters, base.optimizer, settings.clip, parts)
+    consensus.connect(levels, [each for level in made for each in level])
+    if settings.balance:
+        consensus.balance_over(routes[0, 1][0])
+    return made, consensus
+
+
+def _device_of(parameters: Mapping[str, Tensor]) -> torch.device:
+    """The one device of `parameters`; raises `ValueError` for parameters that cannot be
+    replicated."""
     if not parameters:
         raise ValueError(
             "no parameter of the optimizer requires a gradient: at least one must, to be replicated"
@@ -112,55 +141,73 @@ def build_levels(
                 f"{name} is {parameter.dtype}: updates go through fp32 and back, so trained"
                 " parameters must be fp32, bf16 or fp64 (compute in fp16 under torch.autocast)"
             )
-    local_steps = (
-        LocalSteps(levels[0][1].round.every, levels[0][0].size()) if settings.balance else None
-    )
-    runtime = Runtime(devices.pop(), settings.seed, settings.kernels, local_steps)
-    consensus = StopConsensus(parameters, runtime, settings.safety, base.optimizer)
-    consensus.look = partial(warn_of_second_momentum, base.optimizer, levels, since=True)
-    consensus.look()
-    made: list[list[Replicator]] = []
-    places = Counter[int]()  # by part: the replicators so far
-    others = [name for name in names if name not in parameters]
-    faults = [*parameters, *others, *options_of(base.optimizer), OPTIONS, NEW_PARAMETER]
-    for _, counts in routes.values():
-        consensus.counts.append(counts)
-        counts.names = faults
-    for number, (axis, scheme) in enumerate(levels, 1):
-        made.append([])
-        last = all(later.signal != "gradients" for _, later in levels[number:])
-        for part, on, group, local_ranks in _ways(axis, scheme, parameters, settings.intra_node):
-            key = number - 1, part + local_ranks
-            if key not in routes:
-                inside = [axis for axis, _ in levels[: number - 1]]
-                link = Link(
-                    on, settings.intra_node if local_ranks > 1 else None, own=True, inside=inside
-                )
-                routes[key] = (
-                    link,
-                    consensus.add_level(faults, link, scheme.signal == "gradients", number - 1),
-                )
-            link, counts = routes[key]
+    return devices.pop()
+
+
+@dataclass
+class _Builder:
+    """Builds the replicators of one level after the other.
+
+    routes: See `build_levels`. faults: the names for fault counts. channels: by part, the channels
+    built so far, which number the next one.
+    """
+
+    base: BaseStep
+    levels: Sequence[Level]
+    settings: Settings
+    routes: dict[tuple[int, int], Route]
+    runtime: Runtime
+    consensus: StopConsensus
+    faults: list[str]
+    channels: Counter[int] = field(default_factory=Counter)
+
+    def level(self, index: int, parameters: Mapping[str, Tensor]) -> list[Replicator]:
+        """The replicators of level `index`."""
+        axis, scheme = self.levels[index]
+        made: list[Replicator] = []
+        for part, on, group, local_ranks in _ways(
+            axis, scheme, parameters, self.settings.intra_node
+        ):
+            link, counts = self._route(index, part, on, local_ranks)
             largest = scheme.codec.layout(
                 {name: largest_local_shape(p) for name, p in group.items()}
             )
-            require_below_dense(
-                scheme, largest, link.replicas, link.local_ranks
-            )  # alike on all shards
-            whole = scheme.codec.layout({name: local(p).shape for name, p in group.items()})
-            sizes = {name: whole_numel(p) for name, p in group.items()}
-            for fragment, layout in enumerate(scheme.divide(whole, sizes)):
-                mine = {slot.name: group[slot.name] for slot in layout.slots}
-                channel = Channel(scheme, layout, link, runtime, counts, places[part])
-                made[-1].append(replicator_of(mine, channel, base, fragment, last))
-                places[part] += 1
-    norms = getattr(levels[0][0], "norms", None)  # of an axis that divides parameters
-    parts = norms(parameters) if norms and settings.clip else None
-    base.clip = Clip(parameters, base.optimizer, settings.clip, parts) if settings.clip else None
-    consensus.connect(levels, [each for level in made for each in level])
-    if settings.balance:
-        consensus.balance_over(routes[0, 1][0])
-    return made, consensus
+            # the largest shape is the same on all shards, so that all of them raise
+            require_below_dense(scheme, largest, link.replicas, link.local_ranks)
+            made += self._fragments(index, part, group, link, counts)
+        return made
+
+    def _route(self, index: int, part: int, on: Axis, local_ranks: int) -> Route:
+        """The link and the fault counts of a part of level `index`; new ones at the first call."""
+        key = index, part + local_ranks
+        if key not in self.routes:
+            inside = [axis for axis, _ in self.levels[:index]]
+            node = self.settings.intra_node if local_ranks > 1 else None
+            link = Link(on, node, own=True, inside=inside)
+            gradients = self.levels[index][1].signal == "gradients"
+            self.routes[key] = link, self.consensus.add_level(self.faults, link, gradients, index)
+        return self.routes[key]
+
+    def _fragments(
+        self,
+        index: int,
+        part: int,
+        group: Mapping[str, Tensor],
+        link: Link,
+        counts: FaultCounts,
+    ) -> Iterator[Replicator]:
+        """One replicator for each fragment into which the scheme of level `index` divides
+        `group`."""
+        scheme = self.levels[index][1]
+        last = all(later.signal != "gradients" for _, later in self.levels[index + 1 :])
+        whole = scheme.codec.layout({name: local(p).shape for name, p in group.items()})
+        sizes = {name: whole_numel(p) for name, p in group.items()}
+        for fragment, layout in enumerate(scheme.divide(whole, sizes)):
+            mine = {slot.name: group[slot.name] for slot in layout.slots}
+            number = self.channels[part]
+            channel = Channel(scheme, layout, link, self.runtime, counts, number)
+            yield replicator_of(mine, channel, self.base, fragment, last)
+            self.channels[part] += 1
 
 
 def _ways(
@@ -176,16 +223,17 @@ def _ways(
 def replicator_of(
     parameters: Mapping[str, Tensor], channel: Channel, base: BaseStep, fragment: int, last: bool
 ) -> Replicator:
-    """The replicator of one fragment of a level. last: whether no later level exchanges gradients."""
-    scheme, leaks = (
-        channel.scheme,
-        not channel.scheme.codec.keeps_zeros or channel.exchange.secluded,
-    )
+    """The replicator of one fragment of a level.
+
+    last: Whether no later level exchanges gradients.
+    """
+    scheme = channel.scheme
+    # whether an update may hold values other than zeros although all signals are zeros
+    leaks = not scheme.codec.keeps_zeros or channel.exchange.secluded
     held = leaks and any(padding_row(parameter) is not None for parameter in parameters.values())
     if isinstance(scheme, GradientScheme):
-        last = last and not any(
-            isinstance(each, Piece) for each in parameters.values()
-        )  # no optimizer knows pieces
+        # no optimizer knows pieces
+        last = last and not any(isinstance(each, Piece) for each in parameters.values())
         base.hold(parameters.values() if leaks else ())
         made: Replicator = GradientReplicator(parameters, channel, base, scheme, last)
     else:
@@ -206,101 +254,143 @@ def compare_replicas(
     close: bool = False,
     again: bool = False,
 ) -> str:
-    """Raises `Mismatch` on all replicas where one differs in a setting that must be the same.
+    """Raises `Mismatch` on all replicas if one differs in a setting that must be the same.
     Collective.
 
     Args:
         optimizer: The base optimizer, for the options of its parameter groups.
-        joining: The parameters whose weights are compared, where the rest was compared before.
+        joining: The parameters whose weights are compared; None: all, and the self-tests, too.
         frozen: Weights that no step moves, which are compared too.
-        begun: Whether steps were taken, so that weights may differ where replicas round
-            differently.
-        close: Whether this replica knows that they do.
-        again: Whether they found before that they do, and now round steps singly.
+        begun: Whether steps were taken, so that weights may differ if replicas round differently.
+        close: Whether this replica already knows that replicas round differently.
+        again: Whether a comparison found that replicas round differently, so that each operation
+            of a step is now rounded singly.
 
-    Returns: how they round differently, in words that are the same on all ranks; empty where they
+    Returns: how replicas round differently, in words that are the same on all ranks; empty if they
     round alike.
     """
     if not replicators:
         return ""
     bits = settings.safety.equal == "bits"
-    free = TESTS if not bits else () if again else (STEP_SELFTEST,)
-    tested: dict[Scheme, dict[str, str]] = {}  # fragments of one decode alike
-    found: dict[str, str] = {}
-    refused, compared = list[Mismatch](), set[Link]()
+    comparison = _Comparison(
+        settings, optimizer, joining, frozen, begun, close, replicators[0].channel.runtime.device
+    )
+    if not bits:
+        comparison.free = TESTS
+    elif not again:
+        comparison.free = (STEP_SELFTEST,)
     parameters = [
         parameter for replicator in replicators for parameter in replicator.parameters.values()
     ]
-    shards, device = links_of_shards(parameters), replicators[0].channel.runtime.device
-    with mismatch_on_all(shards, device):
+    shards = links_of_shards(parameters)
+    with mismatch_on_all(shards, comparison.device):
+        comparison.run(replicators)
+    links = dict.fromkeys(replicator.link for replicator in replicators)
+    # a single link has already told all ranks what it found
+    others = [*shards, *links] if shards or len(links) > 1 else []
+    tests = [text for key, text in comparison.found.items() if key in TESTS]
+    rounded = first_text(others, "; ".join(tests), comparison.device)
+    if not begun:
+        return rounded
+    weights = [text for key, text in comparison.found.items() if key not in TESTS]
+    apart = first_text(others, "; ".join(weights[:3]), comparison.device)
+    if not apart or rounded or close:
+        return rounded
+    if again and not bits:
+        return apart
+    raise Mismatch(f'replicas differ: {apart}. {SAME_START}; or go on with Safety(equal="close")')
+
+
+@dataclass
+class _Comparison:
+    """A comparison of replicas along one link after the other.
+
+    The arguments of `compare_replicas` say what is compared.
+
+    device: Of the trained parameters.
+    free: The self-tests that may differ.
+    found: What differs and may, by the name of the setting, in words.
+    tested: The self-tests of each scheme: fragments of one scheme decode alike.
+    compared: The links along which replicas were compared so far.
+    """
+
+    settings: Settings
+    optimizer: Optimizer
+    joining: Collection[str] | None
+    frozen: Mapping[str, Tensor] | None
+    begun: bool
+    close: bool
+    device: torch.device
+    free: Sequence[str] = ()
+    found: dict[str, str] = field(default_factory=dict)
+    tested: dict[Scheme, dict[str, str]] = field(default_factory=dict)
+    compared: set[Link] = field(default_factory=set)
+
+    def run(self, replicators: Sequence[Replicator]) -> None:
+        """Compares all of `replicators`, then raises the first `Mismatch`. Collective.
+
+        It is not raised earlier: other ranks wait for the rest of the comparisons.
+        """
+        refused: list[Mismatch] = []
         for replicator in replicators:
-            scheme, runtime = replicator.scheme, replicator.channel.runtime
-            description = (
-                _description(replicator, settings, joining)
-                | options_of(optimizer)
-                | {CLOSE: str(close)}
-            )
-            if joining is None:
-                tested[scheme] = tested.get(scheme) or selftest(scheme, runtime, replicator.stepped)
-                description |= tested[scheme]
-            if settings.balance:
-                description |= {"balance": "True"}
-            if settings.clip:
-                description |= {"clip": str(settings.clip), NORM_SELFTEST: norm_selftest(device)}
-            if frozen and replicator.link not in compared and (mine := replicator.part_of(frozen)):
-                sums = torch.stack(
-                    [checksum(tensor).to(device) for tensor in mine.values()]
-                ).tolist()
-                description |= {
-                    f"{name} (frozen weights)": str(one)
-                    for name, one in zip(mine, sums, strict=True)
-                }
-            compared.add(replicator.link)
-            notes = dict.fromkeys(
-                TESTS, f"{selftest_conditions(device)}, engine={replicator.channel.engine.name}"
-            )
-            weights = [name for name in description if begun and name.endswith("weights)")]
+            description = self._describe(replicator)
+            self.compared.add(replicator.link)
+            engine = replicator.channel.engine.name
+            conditions = f"{selftest_conditions(self.device)}, engine={engine}"
+            notes = dict.fromkeys(TESTS, conditions)
+            weights: list[str] = []
+            if self.begun:
+                weights = [name for name in description if name.endswith("weights)")]
             try:
-                found |= replicator.link.require_same(
-                    description, device, notes, free=(*free, *weights)
+                self.found |= replicator.link.require_same(
+                    description, self.device, notes, free=(*self.free, *weights)
                 )
-            except (
-                Mismatch
-            ) as error:  # raised below: other ranks wait for the rest of the comparisons
+            except Mismatch as error:
                 refused.append(error)
         if refused:
             raise refused[0]
-    links = dict.fromkeys(replicator.link for replicator in replicators)
-    others = (
-        [*shards, *links] if shards or len(links) > 1 else []
-    )  # alone, the link has told all ranks
-    rounding, weights = (
-        [text for key, text in found.items() if (key in TESTS) == tests] for tests in (True, False)
-    )
-    rounded = first_text(others, "; ".join(rounding), device)
-    if (
-        begun
-        and (apart := first_text(others, "; ".join(weights[:3]), device))
-        and not (rounded or close)
-    ):
-        if again and not bits:
-            return apart
-        raise Mismatch(
-            f'replicas differ: {apart}. {SAME_START}; or go on with Safety(equal="close")'
-        )
-    return rounded
+
+    def _describe(self, replicator: Replicator) -> dict[str, str]:
+        """All that must be the same of `replicator` on all replicas, by its name in an error."""
+        scheme = replicator.scheme
+        description = _description(replicator, self.settings, self.joining)
+        description |= options_of(self.optimizer)
+        description[CLOSE] = str(self.close)
+        if self.joining is None:
+            if not self.tested.get(scheme):
+                runtime = replicator.channel.runtime
+                self.tested[scheme] = selftest(scheme, runtime, replicator.stepped)
+            description |= self.tested[scheme]
+        if self.settings.balance:
+            description["balance"] = "True"
+        if self.settings.clip:
+            description["clip"] = str(self.settings.clip)
+            description[NORM_SELFTEST] = norm_selftest(self.device)
+        if self.frozen and replicator.link not in self.compared:
+            description |= self._frozen_weights(replicator.part_of(self.frozen))
+        return description
+
+    def _frozen_weights(self, frozen: Mapping[str, Tensor]) -> dict[str, str]:
+        """A checksum of each of the weights `frozen`; all of them are read back at once."""
+        if not frozen:
+            return {}
+        sums = torch.stack([checksum(tensor).to(self.device) for tensor in frozen.values()])
+        return {
+            f"{name} (frozen weights)": str(one)
+            for name, one in zip(frozen, sums.tolist(), strict=True)
+        }
 
 
 def _description(
     replicator: Replicator, chosen: Settings, joining: Collection[str] | None
 ) -> dict[str, str]:
     """All settings that must be the same, by their names in an error."""
-    scheme, channel = replicator.scheme, replicator.channel
+    scheme = replicator.scheme
+    channel = replicator.channel
     settings = {"detonation": __version__, "torch": torch.__version__, "byte order": sys.byteorder}
     settings |= {"scheme": scheme.name, "seed": str(channel.runtime.seed)}
-    settings["decisions on the device"] = str(
-        channel.runtime.decides_on_device
-    )  # which stop a step later
+    # replicas that decide on the device stop a step later
+    settings["decisions on the device"] = str(channel.runtime.decides_on_device)
     settings["products of fp32 matrices"] = chosen.products
     settings |= {
         name: str(value) for name, value in (asdict(chosen.safety) | dict(scheme.arguments)).items()

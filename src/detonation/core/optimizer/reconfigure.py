@@ -78,8 +78,8 @@ def agree_on_parameters(
     step: int,
     in_buckets: bool,
 ) -> None:
-    """Raises on all ranks unless all train the parameters `now` from `step` on; ends open rounds
-    then. Collective.
+    """Raises on all ranks unless all train the parameters `now` from `step` on; then ends open
+    rounds. Collective.
 
     Args:
         before: The parameters in the layouts of `replicators`.
@@ -106,7 +106,10 @@ def with_scheme(
     base: BaseStep,
     consensus: StopConsensus | None,
 ) -> tuple[tuple[Level, ...], list[list[Replicator]]]:
-    """The levels and their replicators with another scheme for one level; raises as `reconfigured`."""
+    """The levels and their replicators with another scheme for one level.
+
+    Raises as `reconfigured`.
+    """
     number = range(len(levels))[level]
     axis, was = levels[number]
     made = reconfigured(by_level[number], was, scheme, base)
@@ -127,8 +130,8 @@ def ends_for_one(levels: Sequence[Level], hand_over: HandOver) -> tuple[Level, .
 
 
 def lost_before(levels: Sequence[Level], step: int) -> bool:
-    """Begins `step`; True, and it has not begun, where `renumber` comes first because replicas were
-    lost."""
+    """Begins `step`. Returns True, and does not begin it, if replicas were lost and `renumber` must
+    run first."""
     return any(
         isinstance(axis, RenumberedCommunicator) and axis.enter_step(step) for axis, _ in levels
     )
@@ -140,8 +143,8 @@ def renumbered_axes(levels: Sequence[Level]) -> list[RenumberedCommunicator]:
 
 
 def shared(levels: Sequence[Level]) -> bool:
-    """True where gradients leave in `step` alone, because another optimizer uses an axis, or it
-    divides parameters."""
+    """True if gradients leave only in `step`, because another optimizer uses an axis, or because an
+    axis divides parameters."""
     return any(getattr(axis, "shared", False) for axis, _ in levels)
 
 
@@ -164,8 +167,8 @@ def complete(
 
 
 def needs_all(levels: Sequence[Level], step: int) -> bool:
-    """True where a newcomer would lack messages on their way, or one that leaves has moved in an
-    open round."""
+    """True if a new replica would lack messages in flight, or if one that leaves has moved since an
+    open round began."""
     late = any(scheme.round.delay > 0 for _, scheme in levels)
     opens = opens_rounds(levels)
     axes = [axis for axis, _ in levels if isinstance(axis, ElasticCommunicator)]
@@ -173,7 +176,7 @@ def needs_all(levels: Sequence[Level], step: int) -> bool:
 
 
 def opens_rounds(levels: Sequence[Level]) -> bool:
-    """True where a step may leave a round open, or an update in flight."""
+    """True if a step may leave a round open, or an update in flight."""
     return any(scheme.round.delay > 0 or scheme.round.every > 1 for _, scheme in levels)
 
 
@@ -183,28 +186,32 @@ def hand_over_memory(replicators: Sequence[Replicator], leaving: Sequence[int]) 
 
     The sum of all memories, divided by the number of replicas, stays (law 1).
     """
-    between = [
-        each.link for each in replicators if each.link.elastic
-    ]  # none where the outermost level sends nothing
+    # none if the outermost level sends nothing
+    between = [each.link for each in replicators if each.link.elastic]
     for channel in (each.channel for each in replicators if each.channel.memory and between):
-        memory, link = channel.memory, channel.link if channel.link.elastic else between[-1]
-        assert memory is not None
-        leaves = link.replica in leaving
-        # what owners inside a replica hold back is a part of its mean alone, which becomes another
-        # part of all
-        if isinstance(channel.exchange, TwoStage) and (leaves or not channel.link.elastic):
-            _return_residual(channel, channel.exchange)
-        handed = link.all_reduce(
-            memory.residual.clone() if leaves else torch.zeros_like(memory.residual)
-        )()
-        stay = [replica for replica in range(link.replicas) if replica not in leaving]
-        if link.replica == stay[0]:
-            memory.add(handed)
-        memory.scale(len(stay) / link.replicas)
+        link = channel.link if channel.link.elastic else between[-1]
+        _hand_over_residual(channel, link, leaving)
+    # returns once all replicas have the memory
+    device = replicators[0].channel.runtime.device
     for link in {id(each.link): each.link for each in replicators}.values():
-        link.collect(
-            torch.zeros(1, dtype=torch.int64, device=replicators[0].channel.runtime.device)
-        )  # all have it
+        link.collect(torch.zeros(1, dtype=torch.int64, device=device))
+
+
+def _hand_over_residual(channel: Channel, link: Link, leaving: Sequence[int]) -> None:
+    """Moves the memories of one channel on the replicas `leaving` along `link`. Collective."""
+    memory = channel.memory
+    assert memory is not None
+    leaves = link.replica in leaving
+    # what owners inside a replica hold back is part of the mean of that replica only; from now on
+    # it is part of the mean of all
+    if isinstance(channel.exchange, TwoStage) and (leaves or not channel.link.elastic):
+        _return_residual(channel, channel.exchange)
+    mine = memory.residual.clone() if leaves else torch.zeros_like(memory.residual)
+    handed = link.all_reduce(mine)()
+    stay = [replica for replica in range(link.replicas) if replica not in leaving]
+    if link.replica == stay[0]:
+        memory.add(handed)
+    memory.scale(len(stay) / link.replicas)
 
 
 def renumber(
@@ -215,25 +222,31 @@ def renumber(
 
     Messages in flight are received first, by the old numbers. The replicators must be built anew
     afterwards: owners, layouts of messages and means are those of the old replicas. Returns True
-    where another replica has come in, for `Replicated.welcome`. Its memory is empty, so that those
-    of the others grow: the mean stays (law 1).
+    if another replica has joined, for `Replicated.welcome`.
     """
     grown = False
     for each in replicators:
         each.local_state()
-    for axis, _ in levels:
-        if isinstance(axis, RenumberedCommunicator):
-            if leaving := axis.leaving(step):
-                hand_over_memory(replicators, leaving)
-            kept = axis.adopt(step)
-            for link, counts in (route for route in routes if route[0].axis is axis):
-                link.renumber()
-                counts.renumber(kept, link.replica)
-                grown = grown or link.replicas > len(kept)
-            if isinstance(axis, ElasticCommunicator) and axis.size() > len(kept):
-                for memory in filter(None, (each.channel.memory for each in replicators)):
-                    memory.scale(axis.size() / len(kept))
+    for axis in (axis for axis, _ in levels if isinstance(axis, RenumberedCommunicator)):
+        leaving = axis.leaving(step)
+        if leaving:
+            hand_over_memory(replicators, leaving)
+        kept = axis.adopt(step)
+        for link, counts in (route for route in routes if route[0].axis is axis):
+            link.renumber()
+            counts.renumber(kept, link.replica)
+            grown = grown or link.replicas > len(kept)
+        if isinstance(axis, ElasticCommunicator) and axis.size() > len(kept):
+            _grow_memories(replicators, axis.size() / len(kept))
     return grown
+
+
+def _grow_memories(replicators: Sequence[Replicator], factor: float) -> None:
+    """Scales the memories of this replica by `factor`, because the memory of a new replica is
+    empty: the mean over replicas stays (law 1)."""
+    for each in replicators:
+        if each.channel.memory:
+            each.channel.memory.scale(factor)
 
 
 def take_options(
@@ -269,36 +282,51 @@ def hand_over_by_name(
     new: Sequence[Sequence[Replicator]],
     joining: Collection[str] = (),
 ) -> None:
-    """Moves the portable state of each level into replicators for other parameters, or among other
+    """Moves the portable state of each level into replicators for other parameters, or for other
     replicas.
 
-    The state of parameters that left is gone; the `joining` begin with an empty memory, and an
-    anchor where they are. The server residual goes into the memory, because rows get other owners;
-    without a memory it is gone. What is of no parameter, such as the steps until a message lands,
-    goes from a fragment to the same fragment.
+    The state of parameters that left is dropped. The parameters `joining` begin with an empty
+    memory, and with an anchor at their values. The server residual goes into the memory, because
+    rows get other owners; without a memory it is dropped. State of no parameter, such as the steps
+    until a message arrives, goes from a fragment to the same fragment.
     """
     for before, after in zip(old, new, strict=True):
-        of_links: dict[Link, list[dict[str, Tensor]]] = {each.link: [] for each in after}
-        for each in before:
-            if isinstance(each.channel.exchange, TwoStage) and each.channel.memory:
-                _return_residual(each.channel, each.channel.exchange)
-            of_links.setdefault(each.link, []).append(each.local_state().named())
-        for number, each in enumerate(after if before else ()):
-            own, of_owners, of_each = (
-                each.local_state(),
-                each.channel.exchange.state(),
-                of_links[each.link],
-            )
-            fresh, of_all = (
-                own.named(),
-                {key: tensor for state in of_each for key, tensor in state.items()},
-            )
-            state = of_all | (of_each[number % each.scheme.fragments] if of_each else {})
-            stays = fresh.keys() & state.keys() - of_owners.keys()
-            kept = [key for key in stays if key.partition(".")[2] not in joining]
-            own.load(
-                fresh | {key: state[key] for key in kept if state[key].shape == fresh[key].shape}
-            )
+        if before:
+            _hand_over_level(before, after, joining)
+
+
+def _hand_over_level(
+    before: Sequence[Replicator], after: Sequence[Replicator], joining: Collection[str]
+) -> None:
+    """`hand_over_by_name` for the replicators of one level."""
+    of_links: dict[Link, list[dict[str, Tensor]]] = {each.link: [] for each in after}
+    for each in before:
+        if isinstance(each.channel.exchange, TwoStage) and each.channel.memory:
+            _return_residual(each.channel, each.channel.exchange)
+        of_links.setdefault(each.link, []).append(each.local_state().named())
+    for number, each in enumerate(after):
+        of_fragments = of_links[each.link]
+        state: dict[str, Tensor] = {}
+        for of_fragment in of_fragments:
+            state |= of_fragment
+        if of_fragments:
+            state |= of_fragments[number % each.scheme.fragments]
+        _load_named(each, state, joining)
+
+
+def _load_named(
+    replicator: Replicator, state: Mapping[str, Tensor], joining: Collection[str]
+) -> None:
+    """Loads the tensors of `state` that have the name and the shape of one of `replicator`, except
+    those of owners and of the parameters `joining`."""
+    own = replicator.local_state()
+    of_owners = replicator.channel.exchange.state()
+    fresh = own.named()
+    kept = {}
+    for key in fresh.keys() & state.keys() - of_owners.keys():
+        if key.partition(".")[2] not in joining and state[key].shape == fresh[key].shape:
+            kept[key] = state[key]
+    own.load(fresh | kept)
 
 
 def _require_room(old: Replicator, new: Replicator) -> None:

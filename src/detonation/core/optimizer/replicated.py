@@ -57,26 +57,27 @@ class Replicated(OptimizerWrapper):
     ) -> None:
         super().__init__(base)
         self.levels = changes.ends_for_one(levels, self.hand_over)
-        self.settings, self.step_count = settings, 0
-        self._elastic = any(hasattr(axis, "enter_step") for axis, _ in self.levels)
+        self.settings = settings
+        self.step_count = 0
+        self._renumbers = any(hasattr(axis, "enter_step") for axis, _ in self.levels)
         self.tape: Tape | None = None
-        self.closeness: ClosenessGate | None = None  # where bits are equal
+        self.closeness: ClosenessGate | None = None  # None while the bits of replicas are equal
         if settings.safety.equal == "close":
             self.closeness = imported(CLOSENESS)()
-        self.base_step, self.model, self._buffers = BaseStep(base), model, BufferSync(model)
+        self.base_step = BaseStep(base)
+        self.model = model
+        self._buffers = BufferSync(model)
         self._trained = TrainedParameters(model, base)
-        self.memory_lost = (
-            False  # until a step: a loaded state dict had no replica state, which may still come
-        )
+        # whether a loaded state dict had no replica state; until a step it may still be loaded
+        self.memory_lost = False
         self._routes: dict[tuple[int, int], Route] = {}
         self._asks_padding = False  # whether the next step asks for gradients of padding rows
         # whether gradients did not leave in `overlap`, because the trained parameters changed
         self._held_back = False
         self._consensus: StopConsensus | None = None
         self._by_level: list[list[Replicator]] = [[] for _ in levels]
-        self._replicators: list[Replicator] | None = (
-            None  # from the first step on: Accelerate swaps parameters before
-        )
+        # None until the first step: Accelerate replaces parameters before it
+        self._replicators: list[Replicator] | None = None
 
     def __repr__(self) -> str:
         return f"{described(self._trained, self.levels, self.settings.intra_node)}\n{self.base}"
@@ -122,9 +123,15 @@ class Replicated(OptimizerWrapper):
     @_disable_dynamo  # a compiled loop calls it as it is
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one step of training, on all ranks at once; returns the value of `closure`, None
-        where it is `idle`."""
-        loss = evaluated(closure) if closure and not self.idle else None
+        """Takes one step of training, on all ranks at once.
+
+        A step has five phases: enter the step, exchange gradients, agree that no rank stops, move
+        the weights, exchange parameters. Returns the value of `closure`; None while this replica
+        is `idle`.
+        """
+        loss = None
+        if closure:
+            loss = self._evaluated(closure)
         overlapping = any(replicator.overlapping for replicator in self._replicators or [])
         without_state = not overlapping and not self.base.state
         if (
@@ -137,61 +144,102 @@ class Replicated(OptimizerWrapper):
         if self.memory_lost:
             states.warn_of_lost_memory(self)
         self.base_step.overflow = self.unscale() if "grad_scale" in vars(self) else None
-        PROGRESS.steps, PROGRESS.where, sent = PROGRESS.steps + 1, "inside", False
+        PROGRESS.steps += 1
+        PROGRESS.where = "inside"
+        halfway: int | None = None  # the step, from its first message until the weights have moved
         try:
-            if self._replicators is None:
-                self.set_up()
-            changed = self._trained.show_shards()  # before the weights move
-            if self.tape:
-                self.tape.enter(self)
-            assert self._consensus is not None
-            with self._consensus.runtime.exact_arithmetic():
-                begun, self._held_back = overlapping or self._held_back, False
-                if not overlapping and self._elastic:
-                    self.renumber()
-                if not begun:
-                    self._consensus.enter_step(self.step_count)
-                if not overlapping and changed:
-                    self._change_trained(in_buckets=begun)
-                if self._asks_padding:
-                    self._asks_padding = False
-                    release_used_rows(self._replicators or [], self.base_step)
-                step, consensus, replicators = (
-                    self.step_count,
-                    self._consensus,
-                    self._replicators or [],
-                )
+            with ExitStack() as arithmetic:
+                # 1. Enter the step, with the replicas and the parameters of now.
+                consensus, first, last = self._enter(overlapping, arithmetic)
+                halfway = step = self.step_count
                 signals = [scheme.signal for _, scheme in self.levels]
-                # from here to the weights an error of this replica alone would part it from the
-                # others
-                sent = True
-                for replicator in (each for each in replicators if each.acts_before):
+                # 2. Exchange gradients.
+                for replicator in first:
                     replicator.before(step)
-                if "gradients" in signals:  # before the weights move
-                    self.base_step.overflow = (
-                        None  # the agreed update has replaced gradients that overflowed
-                    )
+                # 3. Agree that no rank stops, before the weights move.
+                if "gradients" in signals:
+                    # the agreed update has replaced gradients that overflowed
+                    self.base_step.overflow = None
                     consensus.end(step)
+                # 4. Move the weights.
                 consensus.step_base(self.base_step, step)
-                for replicator in (each for each in replicators if not each.acts_before):
+                # 5. Exchange parameters, and agree again.
+                for replicator in last:
                     replicator.after(step)
                 if "parameters" in signals:
                     consensus.end(step)
-                self.step_count, sent = step + 1, False
+                self.step_count = step + 1
+                halfway = None
                 if self.tape:
                     self.tape.end("step", self)
                 if (every := self.settings.safety.verify_every) and self.step_count % every == 0:
                     self.verify()
         except BaseException as error:
-            if sent and not isinstance(error, DetonationError):  # which are raised on all ranks
-                consensus.half_step = (
-                    f"step {step} of this replica sent its messages and then ended by {error!r}"
-                )
-            PROGRESS.explain(error)
+            self._explain(error, halfway)
             raise
         finally:
             PROGRESS.where = "outside"
         return loss
+
+    def _evaluated(self, closure: Callable[[], Any]) -> Any:
+        """The value of `closure`; None, without a call of it, while this replica is `idle`."""
+        return None if self.idle else evaluated(closure)
+
+    def _enter(
+        self, overlapping: bool, arithmetic: ExitStack
+    ) -> tuple[StopConsensus, list[Replicator], list[Replicator]]:
+        """Enters a step: builds the levels before the first one, and makes the changes that waited
+        for a step.
+
+        Changes are lost or new replicas, and parameters that join or leave. After `overlap` has
+        sent gradients of the step, all of them wait for the next step.
+
+        Args:
+            overlapping: Whether `overlap` has sent gradients of this step.
+            arithmetic: Receives the context in which the rest of the step computes.
+
+        Returns: the consensus, the replicators that act before the weights move, and those that
+        act afterwards.
+        """
+        if self._replicators is None:
+            self.set_up()
+        changed = self._trained.show_shards()  # before the weights move
+        if self.tape:
+            self.tape.enter(self)
+        assert self._consensus is not None
+        arithmetic.enter_context(self._consensus.runtime.exact_arithmetic())
+        held_back = self._held_back
+        self._held_back = False
+        if not overlapping:
+            if self._renumbers:
+                self.renumber()
+            if not held_back:  # otherwise `overlap` has entered the step
+                self._consensus.enter_step(self.step_count)
+            if changed:
+                self._change_trained(in_buckets=held_back)
+        replicators = self._replicators or []
+        if self._asks_padding:
+            self._asks_padding = False
+            release_used_rows(replicators, self.base_step)
+        first = [replicator for replicator in replicators if replicator.acts_before]
+        last = [replicator for replicator in replicators if not replicator.acts_before]
+        return self._consensus, first, last
+
+    def _explain(self, error: BaseException, halfway: int | None) -> None:
+        """Notes that a step ended with `error`.
+
+        An error of this replica alone, between its messages and its weights, parts it from the
+        others: the next step raises `HalfStep`. A `DetonationError` is raised on all ranks.
+
+        Args:
+            halfway: The step, if its messages were sent and its weights have not moved yet.
+        """
+        if halfway is not None and not isinstance(error, DetonationError):
+            assert self._consensus is not None
+            self._consensus.half_step = (
+                f"step {halfway} of this replica sent its messages and then ended by {error!r}"
+            )
+        PROGRESS.explain(error)
 
     @contextmanager
     def overlap(self) -> Iterator[None]:
@@ -207,10 +255,10 @@ class Replicated(OptimizerWrapper):
         if self._consensus is not None:  # no set-up: FSDP2 shows whole parameters
             self._consensus.enter_step(self.step_count)
         with ExitStack() as stack:
-            for innermost in () if changes.shared(self.levels) else (self._replicators or [])[:1]:
-                if (
-                    changes.lost_before(self.levels, self.step_count) or self._trained.changed
-                ):  # needs other buckets
+            if self._replicators and not changes.shared(self.levels):
+                innermost = self._replicators[0]
+                lost = self._renumbers and changes.lost_before(self.levels, self.step_count)
+                if lost or self._trained.changed:  # the step needs other buckets
                     self._held_back = innermost.acts_before
                 else:
                     stack.enter_context(innermost.overlap(self.step_count))
@@ -261,9 +309,8 @@ class Replicated(OptimizerWrapper):
         """
         self.set_up()
         self.synchronize()
-        step, consensus = self.base_step, self._consensus
         self.levels, self._by_level = changes.with_scheme(
-            self.levels, self._by_level, level, scheme, step, consensus
+            self.levels, self._by_level, level, scheme, self.base_step, self._consensus
         )
         self._replicators = [replicator for made in self._by_level for replicator in made]
         self._compare()
@@ -364,27 +411,33 @@ class Replicated(OptimizerWrapper):
 
     @contextmanager
     def levels_back_on_error(self) -> Iterator[None]:
-        """Context in which the levels may be built for other parameters.
-
-        An error brings those of before back.
+        """Context in which the levels may be built for other parameters; an error restores the old
+        levels.
         """
-        made = self._by_level, self._consensus, self._replicators
-        parameters, clip = self._trained.laid_out, self.base_step.clip
+        by_level = self._by_level
+        consensus = self._consensus
+        replicators = self._replicators
+        parameters = self._trained.laid_out
+        clip = self.base_step.clip
         try:
             yield
         except BaseException:
-            if self._replicators is not made[2]:
-                self._by_level, self._consensus, self._replicators = made
+            if self._replicators is not replicators:
+                self._by_level = by_level
+                self._consensus = consensus
+                self._replicators = replicators
                 self._trained.lay_out(parameters)
                 self.base_step.clip = clip
             raise
 
     def forget_levels(self) -> None:
-        """Drops the levels and all that they remember; the next step builds them for the weights of
-        then."""
+        """Drops the levels and their state; the next step builds them for the weights that it
+        finds."""
         if self._consensus is not None:
             self._consensus.forget()
-        self._by_level, self._replicators, self._consensus = [[] for _ in self.levels], None, None
+        self._by_level = [[] for _ in self.levels]
+        self._replicators = None
+        self._consensus = None
 
     def refuse_overlap(self) -> None:
         """Raises `OverlapError` between `overlap` and the step that completes it."""
@@ -398,7 +451,9 @@ class Replicated(OptimizerWrapper):
 
     def _change_trained(self, in_buckets: bool) -> None:
         """Lets parameters join and leave before the step, on all ranks at once. Collective."""
-        before, now, old = self._trained.laid_out, self._trained.by_name(), self._by_level
+        before = self._trained.laid_out
+        now = self._trained.by_name()
+        old = self._by_level
         if self._replicators and self._consensus:
             changes.agree_on_parameters(
                 before, now, self._replicators, self._consensus, self.step_count, in_buckets
@@ -410,7 +465,7 @@ class Replicated(OptimizerWrapper):
 
     @torch.no_grad()
     def renumber(self) -> None:
-        """Goes on without replicas that were lost, or with one that came, on all at once.
+        """Continues without replicas that were lost, or with one that joined, on all at once.
 
         Collective.
         """
@@ -430,9 +485,9 @@ class Replicated(OptimizerWrapper):
 
     @torch.no_grad()
     def hand_over(self) -> None:
-        """Gives another replica what those that leave have not sent. Collective.
+        """Moves the unsent memory of replicas that leave to one that stays. Collective.
 
-        They leave in a step of another optimizer on the axis.
+        They leave in a step of another optimizer on the same axis.
         """
         if (consensus := self._consensus) is None:
             return
@@ -446,7 +501,7 @@ class Replicated(OptimizerWrapper):
     def _lay_out(self, parameters: Mapping[str, Tensor]) -> list[Replicator]:
         """Builds the levels anew for `parameters`, with the links and fault counts that there are."""
         check_layout(self._trained.model, parameters, self.levels, self.settings.intra_node)
-        made = build_levels(
+        self._by_level, self._consensus = build_levels(
             parameters,
             self._trained.names,
             self.base_step,
@@ -454,10 +509,7 @@ class Replicated(OptimizerWrapper):
             self.settings,
             self._routes,
         )
-        self._by_level, self._consensus, self._replicators = (
-            *made,
-            [each for level in made[0] for each in level],
-        )
+        self._replicators = [each for level in self._by_level for each in level]
         self._trained.lay_out(parameters)
         for axis in changes.renumbered_axes(self.levels):
             axis.trains(parameters.values())
@@ -470,25 +522,40 @@ class Replicated(OptimizerWrapper):
     def _compare(
         self, joining: Collection[str] | None = None, frozen: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Compares the replicas; where they round differently, they round steps singly or stay
-        close. Collective."""
-        made, begun, close = (
-            self._replicators or [],
-            self.step_count > 0,
-            self.closeness is not None,
-        )
+        """Compares the replicas. Collective.
+
+        Replicas that round differently round each operation of a step singly from now on; if that
+        does not make them equal, a gate keeps them close.
+        """
         compare = partial(
-            compare_replicas, made, self.settings, self.base, joining, frozen, begun, close
+            compare_replicas,
+            self._replicators or [],
+            self.settings,
+            self.base,
+            joining,
+            frozen,
+            begun=self.step_count > 0,
+            close=self.closeness is not None,
         )
-        found, singly = compare(), self.base_step.rounds_singly
+        found = compare()
         if found and self.settings.safety.equal != "close":
-            self.base_step.round_singly()
-            why, found = found, compare(again=True)
-            self.base_step.round_singly(not found)
-            if not (found or singly):
-                warn_of_rounding(why, self.coordinates, closely=False)
+            found = self._compare_rounding_singly(found, compare)
         if found and not self.closeness:
             self.closeness = imported(CLOSENESS)()
             warn_of_rounding(found, self.coordinates, closely=True)
         if self.closeness and self._consensus:
-            self.closeness.attach(self._consensus, made, self.step_count)
+            self.closeness.attach(self._consensus, self._replicators or [], self.step_count)
+
+    def _compare_rounding_singly(self, found: str, compare: Callable[..., str]) -> str:
+        """Compares again with steps that round each operation singly, and keeps such steps if
+        replicas are equal then. Collective.
+
+        Returns: how they still round differently; empty where they are equal.
+        """
+        rounded_singly = self.base_step.rounds_singly
+        self.base_step.round_singly()
+        still = compare(again=True)
+        self.base_step.round_singly(not still)
+        if not (still or rounded_singly):
+            warn_of_rounding(found, self.coordinates, closely=False)
+        return still

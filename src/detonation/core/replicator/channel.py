@@ -33,11 +33,15 @@ from detonation.core.schemes.traffic import buckets_of
 @dataclass(frozen=True)
 class BucketPipeline:
     """A bucket, the engine that encodes it into its rows of a message, and the exchange that sends
-    this message."""
+    this message.
+
+    releases_early: Whether memory releases the bucket before the message leaves.
+    """
 
     bucket: Bucket
     engine: ReferenceEngine
     exchange: Exchange
+    releases_early: bool
 
 
 @dataclass
@@ -131,45 +135,46 @@ class Channel:
     ) -> None:
         if runtime.decides_on_device:
             scheme = scheme.aligned(link.local_ranks)
-        self.scheme, self.layout, self.link, self.runtime, self.place = (
-            scheme,
-            layout,
-            link,
-            runtime,
-            place,
-        )
+        self.scheme = scheme
+        self.layout = layout
+        self.link = link
+        self.runtime = runtime
+        self.place = place
         self._needs_own_update = scheme.needs_own_update
         self.memory = Memory(layout, scheme.feedback, runtime.device) if scheme.feedback else None
         self._room = room_of(scheme, layout, link.replicas, link.local_ranks)
         self.engine = engine_for(scheme.codec, layout, self.memory, runtime, self._room)
         self.counts = counts or FaultCounts([slot.name for slot in layout.slots], link.replica)
-        self._usual = torch.zeros(
-            1, dtype=torch.float32, device=runtime.device
-        )  # of all guards: norms are alike
-        # whether messages carry no indices, because all know them; where whole rows are sent,
-        # kernels alone ask
+        # one usual norm for all guards: the norms of their messages are alike
+        self._usual = torch.zeros(1, dtype=torch.float32, device=runtime.device)
+        # whether messages carry no indices, because all replicas know them; of schemes that send
+        # whole rows, only kernels need to know
         self._knows = scheme.codec.selection.shared and (
             not scheme.codec.dense or self.engine.guard.on_kernels
         )
         guard = self._guard(layout, 0)
         self.exchange = exchange_for(scheme, link, layout, self.engine, guard, self._room)
         self.unused = Unused(link, layout, self.memory, guard, scheme.round.delay > 0)
-        if (
-            runtime.decides_on_device
-        ):  # the basis copies its matrix to the device now, and not in the first round's end
+        if runtime.decides_on_device:
+            # the basis copies its matrix to the device now, not at the end of the first round
             row = torch.zeros(
                 1, scheme.codec.selection.chunk, dtype=torch.float32, device=runtime.device
             )
             scheme.codec.basis.inverse(scheme.codec.basis.forward(row))
         self._message = partial(Message, codec=scheme.codec, recycle=self.exchange.recycle)
-        self._whole = BucketPipeline(Bucket.whole(layout), self.engine, self.exchange)
+        self._whole = self._pipeline_of(Bucket.whole(layout), self.engine, self.exchange)
 
     @cached_property
     def pipelines(self) -> list[BucketPipeline]:
         """One per bucket, in the order in which all replicas send them: backward computes the last
         rows first."""
-        sizes, few = (self.link.replicas, self.link.local_ranks), self.engine.reads_status
-        buckets = buckets_of(self.scheme, self.layout, *sizes, few)
+        buckets = buckets_of(
+            self.scheme,
+            self.layout,
+            self.link.replicas,
+            self.link.local_ranks,
+            self.engine.reads_status,
+        )
         if len(buckets) == 1:
             return [self._whole]
         return [
@@ -193,8 +198,8 @@ class Channel:
     def send(
         self, signals: Sequence[Tensor | None], step: int, pipeline: BucketPipeline | None = None
     ) -> Transfer:
-        """Sends a signal in one collective. If any of it is not finite, an empty message is sent,
-        with the reason.
+        """Sends a signal in one collective. A signal with a value that is not finite leaves as an
+        empty message, which tells the reason.
 
         Args:
             pipeline: Of a bucket that is a message of its own, one in memory at a time: `signals`
@@ -203,7 +208,8 @@ class Channel:
 
         Shapes: one local shape per parameter, or one per piece of the bucket.
         """
-        transfer = self.start(step, pipeline)
+        self.counts.due.add(step + self.scheme.round.delay)
+        transfer = Transfer(pipeline or self._whole, self._message(step))
         if self.link.tape and self.link.tape.plays:
             self._play(transfer, [transfer.pipeline])
             return transfer
@@ -214,25 +220,23 @@ class Channel:
         status: int | Tensor
         if self.engine.reads_status:
             status = bad = transfer.pipeline.engine.scan(signals, range(len(signals)))
-            if self.scheme.signal == "parameters":
-                transfer.is_empty = bad.any()
+            transfer.is_empty = self.scheme.signal == "parameters" and bad.any()
         else:
             status = first_nonfinite(signals, self.runtime)
             transfer.is_empty = bad = status > 0
-        exchange = transfer.pipeline.exchange
-        run = exchange.run(transfer.message, 0, transfer.pipeline.bucket.layout.rows)
+        whole = transfer.pipeline
+        run = whole.exchange.run(transfer.message, 0, whole.bucket.layout.rows)
         # engines on a CPU work in blocks of their own, which fit into its caches, and kernels need
         # no temporaries
         at_once = pipeline or self.runtime.device.type == "cpu" or self.engine.reads_status
-        for each in [transfer.pipeline] if at_once else self.pipelines:
-            part = run if at_once else run.of_rows(each.bucket.first, each.bucket.layout.rows)
-            self._encode(
-                transfer, each, part, signals if at_once else each.bucket.cut(signals), bad
-            )
-            if each.engine.is_heavy or (self._needs_own_update and self.runtime.decides_on_device):
+        if at_once:
+            self._encode(transfer, whole, run, signals, bad)
+            if whole.releases_early:
                 self._release(transfer)
-        del run, part  # the exchange may send a copy
-        exchange.send(transfer.message, status)
+        else:
+            self._encode_in_buckets(transfer, run, signals, bad)
+        del run  # the exchange may send a copy
+        whole.exchange.send(transfer.message, status)
         if transfer.unreleased:
             self._release(transfer)
         if missing:
@@ -250,7 +254,8 @@ class Channel:
 
         Shapes: one per piece of the bucket -> any.
         """
-        bucket, is_last = pipeline.bucket, pipeline is self.pipelines[-1]
+        bucket = pipeline.bucket
+        is_last = pipeline is self.pipelines[-1]
         bad: bool | Tensor
         if self.link.tape and self.link.tape.plays:
             self._play(transfer, [pipeline], is_last)
@@ -291,21 +296,23 @@ class Channel:
         return bad
 
     def announce(self, step: int, name: str, in_buckets: bool) -> list[Transfer]:
-        """Sends zeros in the place of all messages of `step`: this rank began or ceased to train
-        `name`.
+        """Sends zeros instead of all messages of `step`: this rank began or ceased to train `name`.
 
         Args:
             in_buckets: Whether the other replicas send gradients of this step in one collective per
                 bucket.
         """
-        self.counts.changing, number = self.link.replicas, self.counts.names.index(name)
+        self.counts.changing = self.link.replicas
+        number = self.counts.names.index(name)
         if self.scheme.divides_messages:
             transfers = [self.start(step, pipeline) for pipeline in self.pipelines]
             for pipeline, transfer in zip(self.pipelines, transfers, strict=True):
                 self._send_zeros(transfer, [[pipeline]], _after_slots(transfer, number))
             return transfers
-        transfer, in_buckets = self.start(step), in_buckets or self.scheme.signal == "parameters"
-        collectives = [[each] for each in self.pipelines] if in_buckets else [self.pipelines]
+        transfer = self.start(step)
+        collectives = [self.pipelines]
+        if in_buckets or self.scheme.signal == "parameters":
+            collectives = [[each] for each in self.pipelines]
         self._send_zeros(transfer, collectives, _after_slots(transfer, number))
         return [transfer]
 
@@ -333,7 +340,7 @@ class Channel:
     def _play(
         self, transfer: Transfer, pipelines: Sequence[BucketPipeline], is_last: bool = True
     ) -> None:
-        """Takes the message from the tape, once its last bucket comes, in the place of all
+        """Reads the message from the tape, once its last bucket is due, instead of all
         collectives."""
         for pipeline in pipelines if self._knows else ():
             self._know(transfer, pipeline, pipeline.engine.empty(transfer.message.step))
@@ -345,9 +352,10 @@ class Channel:
     def _send_zeros(
         self, transfer: Transfer, collectives: Sequence[Sequence[BucketPipeline]], status: int
     ) -> None:
-        """Sends zeros in the place of a message, in as many collectives as the other replicas do."""
+        """Sends zeros instead of a message, in as many collectives as the other replicas do."""
         for pipelines in collectives:
-            begin, buckets = transfer.pipeline.bucket.first, [each.bucket for each in pipelines]
+            begin = transfer.pipeline.bucket.first
+            buckets = [each.bucket for each in pipelines]
             first = min(each.first for each in buckets)
             run = transfer.pipeline.exchange.run(
                 transfer.message, first - begin, sum(each.layout.rows for each in buckets)
@@ -364,6 +372,21 @@ class Channel:
                 transfer.message, status if pipelines is collectives[-1] else None
             )
 
+    def _encode_in_buckets(
+        self,
+        transfer: Transfer,
+        run: MessageRows,
+        signals: Sequence[Tensor | None],
+        bad: bool | Tensor,
+    ) -> None:
+        """Encodes a signal into `run` bucket by bucket: temporaries are of the size of a bucket."""
+        for pipeline in self.pipelines:
+            bucket = pipeline.bucket
+            part = run.of_rows(bucket.first, bucket.layout.rows)
+            self._encode(transfer, pipeline, part, bucket.cut(signals), bad)
+            if pipeline.releases_early:
+                self._release(transfer)
+
     def _encode(
         self,
         transfer: Transfer,
@@ -374,7 +397,9 @@ class Channel:
     ) -> None:
         """Encodes a signal into `run`, or zeros where `bad` is True, and keeps what is needed
         later."""
-        engine, step, sent = pipeline.engine, transfer.message.step, bad is not True
+        engine = pipeline.engine
+        step = transfer.message.step
+        sent = bad is not True
         if sent:
             selected = engine.encode_into(
                 run, pieces, step, bad if isinstance(bad, Tensor) else None
@@ -386,9 +411,9 @@ class Channel:
             self._know(transfer, pipeline, selected)
         if sent and not engine.releases_at_once:
             own = engine.codec.written(run) if engine.needs_own_values else None
-            kept = (
-                selected if own is None else replace(selected, values=own)
-            )  # without the values as they were
+            kept = selected
+            if own is not None:  # `own` replaces the values as they were before rounding
+                kept = replace(selected, values=own)
             transfer.unreleased.append((engine, kept, own))
         if self._needs_own_update:
             transfer.own.append(
@@ -419,15 +444,23 @@ class Channel:
         )
 
     def _pipeline(self, bucket: Bucket, number: int) -> BucketPipeline:
-        codec, exchange = codec_of(bucket, self.scheme.codec, self.layout.rows), self.exchange
+        """The pipeline of bucket `number`, with an engine of its own."""
+        codec = codec_of(bucket, self.scheme.codec, self.layout.rows)
+        exchange = self.exchange
         memory = self.memory.of_rows(bucket.layout, bucket.first) if self.memory else None
         if self.scheme.divides_messages:
             exchange = exchange.for_rows(
                 bucket.first, bucket.layout.rows, self._guard(bucket.layout, number)
             )
-        return BucketPipeline(
-            bucket, engine_for(codec, bucket.layout, memory, self.runtime, self._room), exchange
-        )
+        engine = engine_for(codec, bucket.layout, memory, self.runtime, self._room)
+        return self._pipeline_of(bucket, engine, exchange)
+
+    def _pipeline_of(
+        self, bucket: Bucket, engine: ReferenceEngine, exchange: Exchange
+    ) -> BucketPipeline:
+        """The pipeline of `bucket`; it releases a selection early that would take much memory."""
+        on_device = self._needs_own_update and self.runtime.decides_on_device
+        return BucketPipeline(bucket, engine, exchange, engine.is_heavy or on_device)
 
 
 def _after_slots(transfer: Transfer, number: int) -> int:
