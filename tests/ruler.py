@@ -24,20 +24,20 @@ MOST_COLUMNS = 100
 MOST_COGNITIVE = 15
 
 CEILINGS: dict[str, float] = {
-    "tokens of src": 305_500,
-    "tokens of core": 86_500,
+    "tokens of src": 308_200,
+    "tokens of core": 87_200,
     "tokens per line of code": 9.4,
-    "nodes per statement": 9.0,
-    "packed assignments per 1,000 statements": 30.6,
-    "conditional expressions per 1,000 statements": 47,
-    "lines over 100 columns": 202,
-    "cognitive complexity of src": 7_580,
-    "functions of core over cognitive 15": 12,
-    "functions of src over cognitive 15, without kernels": 33,
-    "own modules that one module imports, at most": 31,
+    "nodes per statement": 8.9,
+    "packed assignments per 1,000 statements": 24.2,
+    "conditional expressions per 1,000 statements": 43.6,
+    "lines over 100 columns": 185,
+    "cognitive complexity of src": 7_425,
+    "functions of core over cognitive 15": 0,
+    "functions of src over cognitive 15, without kernels": 0,
+    "own modules that one module imports, at most": 25,
     "modules that core names in strings": 5,
     "hasattr and getattr in core": 28,
-    "names of elastic in core": 19,
+    "names of elastic in core": 17,
     "names of tape in core": 69,
     "names of balance in core": 36,
     "names of closeness in core": 17,
@@ -48,7 +48,7 @@ or a plainer form needs it, with one sentence why.
 
 Moved up on 2026-11-28, for silent wrong weights and for runs on several machines: missing gradients,
 written weights, agreements by turns, partitions, interfaces, one opener for files, exact `extra` (tokens,
-complexity, imports; tape and trained, which carry what others wrote)."""
+complexity; tape and trained, which carry what others wrote), and for named steps (tokens)."""
 
 FEATURES = {
     "elastic": ("link/elastic_communicator.py",),

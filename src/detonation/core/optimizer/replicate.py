@@ -97,18 +97,7 @@ def replicate(
 
     Reference: From et al., FlexDeMo, arXiv 2502.06728.
     """
-    if levels is None:
-        if axis is None or scheme is None:
-            raise ValueError(
-                "replicate needs an axis and a scheme, or levels=[(axis, scheme), ...]"
-            )
-        levels = [(axis, scheme)]
-    elif axis is not None or scheme is not None:
-        raise ValueError("replicate takes an axis and a scheme, or levels, not both")
-    if not levels:
-        raise ValueError(
-            "levels is empty, must have an axis and a scheme: levels=[(axis, scheme), ...]"
-        )
+    levels = _given_levels(axis, scheme, levels)
     if isinstance(optimizer, Replicated):
         raise ValueError(
             "the optimizer is replicated already: pass all levels at once, levels=[(axis, scheme),"
@@ -132,6 +121,27 @@ def replicate(
         intra_node, operator.index(seed), kernels, safety or Safety(), clip, balance
     )
     return Replicated(optimizer, model, checked, settings)
+
+
+def _given_levels(
+    axis: Axis | None,
+    scheme: Scheme | str | None,
+    levels: Sequence[tuple[Axis, Scheme | str]] | None,
+) -> Sequence[tuple[Axis, Scheme | str]]:
+    """The levels that the caller gave, or one level of an axis and a scheme."""
+    if levels is None:
+        if axis is None or scheme is None:
+            raise ValueError(
+                "replicate needs an axis and a scheme, or levels=[(axis, scheme), ...]"
+            )
+        return [(axis, scheme)]
+    if axis is not None or scheme is not None:
+        raise ValueError("replicate takes an axis and a scheme, or levels, not both")
+    if not levels:
+        raise ValueError(
+            "levels is empty, must have an axis and a scheme: levels=[(axis, scheme), ...]"
+        )
+    return levels
 
 
 def check_order(schemes: Sequence[Scheme]) -> None:
