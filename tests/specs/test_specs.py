@@ -241,7 +241,8 @@ def test_every_value_of_an_option_is_in_a_row_of_the_table(scheme):
         rows = [case for case in CASES if case.scheme == scheme]
         held = {case.options.get(option, defaults[option].default) for case in rows}
         if option == "link":
-            held |= {case.carried or LINKS.get(scheme, GATHERED) for case in rows}
+            default = LINKS.get(scheme, GATHERED)
+            held = {case.options.get("link", case.carried or default) for case in rows}
         missing = {
             each for each in VALUES[option] - held if (scheme, option, each) not in IMPOSSIBLE
         }
@@ -360,7 +361,7 @@ IN_WORLDS = [
     Case("diloco", {"every": 2}, base="adamw"),
     Case("sparseloco", {"every": 2, "topk": 5, "chunk": 64}, 3),
 ]
-"""A case of each collective. An all-reduce of two: of three a network adds in an order of its own."""
+"""Each collective; an all-reduce of two, as a network adds three in an order of its own."""
 
 
 def trained_in_a_world(mesh: Any, case: Case) -> dict[str, list[Any]]:

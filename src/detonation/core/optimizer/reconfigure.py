@@ -192,8 +192,8 @@ def hand_over_memory(replicators: Sequence[Replicator], leaving: Sequence[int]) 
         link = channel.link if channel.link.elastic else between[-1]
         _hand_over_residual(channel, link, leaving)
     # returns once all replicas have the memory
-    device = replicators[0].channel.runtime.device
     for link in {id(each.link): each.link for each in replicators}.values():
+        device = replicators[0].channel.runtime.device
         link.collect(torch.zeros(1, dtype=torch.int64, device=device))
 
 
