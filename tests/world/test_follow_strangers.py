@@ -289,7 +289,7 @@ def test_a_copy_that_fails_ends_the_following_and_not_the_training(monkeypatch, 
     model, optimizer, feed = training()
     failures = []
 
-    def fails(*_):
+    def fails(*_, **__):
         failures.append(1)
         raise MemoryError("no memory")
 
