@@ -59,9 +59,9 @@ def relayed_cluster(nodes: int, conditions: Conditions) -> Iterator[RelayedClust
     if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
         raise NoNamespaces("a relay of packets needs /dev/net/tun")
     lab._remove(lab._stale())
-    cluster = RelayedCluster(
-        tuple(f"{lab._PREFIX}-{os.getpid()}-{node}" for node in range(nodes)), ""
-    )
+    names = tuple(f"{lab._PREFIX}-{os.getpid()}-{node}" for node in range(nodes))
+    addresses = tuple(f"10.77.{n // 250}.{n % 250 + 1}/16" for n in range(nodes))
+    cluster = RelayedCluster(names, "", addresses)
     relay: subprocess.Popen[str] | None = None
     with lab._signals_raise():
         try:

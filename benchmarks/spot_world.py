@@ -32,7 +32,7 @@ from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.exchange.two_stage import TwoStage
 from detonation.core.flat.tensors import digest
 from detonation.errors import ReplicaLeft
-from detonation.log.repeat import log_files
+from detonation.log.continuity import log_files
 
 SCHEMES = {"demo": dt.demo(topk=4, chunk=16), "random_sign": dt.random_sign(rate=1 / 4)}
 TOKEN = b"a token for a benchmark"
@@ -513,7 +513,7 @@ class Conductor:
         last = max(machine.lines[-1].step for machine in gone if machine.lines)
         manifests = (self._folder / "checkpoints").glob("step-*/manifest.json")
         saved = [int(path.parent.name.rpartition("-")[2]) for path in manifests]
-        logged = [end for _, _, end, _ in log_files(self._folder / "updates")]
+        logged = [log.last for log in log_files(self._folder / "updates")]
         step = max([0, *saved, *([] if event.noticed else logged)])
         if event.noticed:
             self._saved_at = event.at

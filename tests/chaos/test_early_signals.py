@@ -79,6 +79,8 @@ def test_a_command_ends_at_once(started, name, moment, number):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("name", ["--join", "--meet", "follow HOST:PORT"])
 def test_it_ends_at_once_while_it_waits_for_somebody_who_never_answers(started, name, number):
+    while select.select([started.listener], [], [], 0)[0]:  # of the commands before
+        started.listener.accept()[0].close()
     command = started(name)
     wait_for(command, lambda _: select.select([started.listener], [], [], 0)[0])
     with started.listener.accept()[0]:

@@ -68,7 +68,7 @@ def test_translation(hub):
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"pip install 'detonation-torch\[hub\]'"):
+    with pytest.raises(ValueError, match=r"pip install '\.\[hub\]'"):
         load_dataset("text", {"source": "hf:org/corpus"})
     with pytest.raises(ValueError, match="'hf:' names no data set"):
         load_dataset("text", {"source": "hf:"})

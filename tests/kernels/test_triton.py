@@ -407,9 +407,10 @@ def test_a_sum_that_is_not_finite_is_reported_and_counts_as_zeros(dtype):
         torch.full((9,), 77.0, dtype=dtype),
         70_000,
     )
-    inspector.seal(torch.tensor([0, 90_000, status]), digits, 3, 3, 246)
+    mark = 246
+    inspector.seal(torch.tensor([0, 90_000, status]), digits, 3, 3, mark << 16)
     low, middle, high = status.to_bytes(3, "little")
-    assert digits.tolist() == [0, 0, 0, low, middle, high + 246, 0, 0, 0]
+    assert digits.tolist() == [0, 0, 0, low, middle, high + mark, 0, 0, 0]
     for fault in (0.0, float("nan"), float("-inf")):
         total = torch.randn(rows, k, generator=torch.Generator().manual_seed(0)).to(dtype)
         total[-1, -1] += fault

@@ -13,6 +13,7 @@ from covering import some
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest
+from detonation.core.flat.written import WrittenWeights
 from detonation.core.integrity.header import HEADER_BYTES, Header, resent
 from detonation.core.link.link import Link
 from detonation.core.replicator.channel import Channel
@@ -194,7 +195,7 @@ def test_kernels_read_messages_where_they_arrived(scheme, monkeypatch):
 def sent_between_nodes(communicator, width):
     wire, codec, count = Wire(communicator), BlockIntegers(width), 300
     reduce = ErrorFeedbackReduce(Link(wire), None, codec, lambda: {"weight": count})
-    gather = DifferenceGather(Link(wire), None, codec, 0, lambda: True, lambda: 0)
+    gather = DifferenceGather(Link(wire), None, codec, 0, lambda: True, WrittenWeights())
     some = count - (width == 8)  # an odd number of weights
     total, whole, generator = (
         torch.zeros(count),

@@ -29,6 +29,7 @@ from detonation.cluster.survive.agreement import (
 )
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.partition import PartitionWatch, who_waits_for_whom
+from detonation.core.runtime import PROGRESS
 from limits import LIMIT_S
 from steps import together
 
@@ -154,6 +155,7 @@ class Clocked:
 
     def __init__(self, monkeypatch, started=5):
         self.now, self.answers = 1000.0, True
+        monkeypatch.setattr(PROGRESS, "steps", 0)  # other tests took steps in this process
         store = HashStore()
         store.set(axis_key("beat", 1), beat_of(1, 0.1, started, Standing(21, "inside")))
         self.membership = Membership(store, 0, 2, 0, 1, 15.0, 1, print)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from detonation.cluster.network.simulated import simulate_replicas
+from detonation.core.flat.written import WrittenWeights
 from detonation.core.link.link import Link
 from detonation.wire.collectives import (
     WEIGHT_MOVES,
@@ -71,7 +72,9 @@ def test_law_1_differences_of_weights_are_never_lost(name, nodes):
     count = 200
 
     def act(communicator):
-        gather = DifferenceGather(Link(communicator), None, codec, 0, lambda: True, lambda: 0)
+        gather = DifferenceGather(
+            Link(communicator), None, codec, 0, lambda: True, WrittenWeights()
+        )
         mine, outputs, errors = values(count, seed=communicator.replica), [], []
         moved = torch.zeros(count)
         for step in range(40):

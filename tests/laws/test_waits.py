@@ -14,6 +14,7 @@ import detonation as dt
 from covering import some
 from detonation.core import runtime
 from detonation.core.codec import selection
+from detonation.core.flat.written import WrittenWeights
 from detonation.core.integrity.fault_counts import FaultCounts
 from detonation.core.link.link import Link
 from detonation.core.schemes import buckets
@@ -194,7 +195,7 @@ def test_the_host_waits_for_nothing_on_a_shard_wire(codec, replica, nodes, monke
         lambda mine: lambda: mine.view(nodes, -1),
     )
     reduce = ErrorFeedbackReduce(Link(wire), None, codec, lambda: {"a": 200, "b": 57})
-    gather = DifferenceGather(Link(wire), None, codec, 0, lambda: True, lambda: 0)
+    gather = DifferenceGather(Link(wire), None, codec, 0, lambda: True, WrittenWeights())
     shard, gradient = torch.empty(257, device="meta"), torch.empty(nodes * 257, device="meta")
     for step in range(3):
         WEIGHT_MOVES()

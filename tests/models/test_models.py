@@ -165,5 +165,5 @@ def test_wrong_sizes_and_names_are_refused(name, arguments, message):
 
 def test_without_transformers_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ValueError, match=r"pip install 'detonation-torch\[models\]'"):
+    with pytest.raises(ValueError, match=r"pip install '\.\[models\]'"):
         models.build_model("vit", {})

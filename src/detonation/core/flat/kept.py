@@ -36,7 +36,7 @@ class KeptRows:
         """Undoes what was done since in the rows of `parameters`."""
         if not parameters:
             return
-        chosen = torch.isin(self._numbers, torch.tensor(sorted(parameters), dtype=torch.int64))
+        chosen = torch.isin(self._numbers, _on_host(parameters))
         rows = self._rows[chosen].to(self._memory.device)
         kept = self._kept[chosen.to(self._memory.device)]
         if self._is_change:
@@ -49,3 +49,8 @@ class KeptRows:
         self._rows = self._rows[:0]
         self._numbers = self._numbers[:0]
         self._kept = self._kept[:0]
+
+
+def _on_host(numbers: Collection[int]) -> Tensor:
+    """Numbers in rising order, `[n]` int64 on the host."""
+    return torch.tensor(sorted(numbers), dtype=torch.int64, device="cpu")
