@@ -24,8 +24,8 @@ MOST_COLUMNS = 100
 MOST_COGNITIVE = 15
 
 CEILINGS: dict[str, float] = {
-    "tokens of src": 308_200,
-    "tokens of core": 87_200,
+    "tokens of src": 308_300,
+    "tokens of core": 87_300,
     "tokens per line of code": 9.4,
     "nodes per statement": 8.9,
     "packed assignments per 1,000 statements": 24.2,

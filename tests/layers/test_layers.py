@@ -88,7 +88,7 @@ HOUSE = {
 KERNELS_THROUGH = "core/compute/kernel_library.py"
 """The only file of core that imports kernels; the rooms of `engines` are made of them."""
 
-MOST_FILES, MOST_LINES, FEWEST_LINES = 9, 500, 20
+MOST_FILES, MOST_LINES, FEWEST_LINES = 9, 600, 20  # named steps take lines
 SHORT = {
     "core/base_error.py": "the base class of all errors, which every room of core and the rooms below it may import",
     "version.py": "the version, for all that may not import the package's face",
