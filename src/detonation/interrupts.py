@@ -30,6 +30,9 @@ def nothing(*_: object) -> None:
 
 
 _before_end: Callable[[], None] = nothing
+_ending = threading.RLock()
+"""Taken, and never given back, by the thread that ends this process: one end has the last word."""
+
 _receivers: list[Callable[[int], object]] = []
 _watch: "_Watch | None" = None
 _speaks = False
@@ -65,10 +68,19 @@ def open_closed_streams() -> None:
 
 
 def let_kernel_end() -> None:
-    """From now on the kernel ends this process: the interpreter shuts down and runs no handlers."""
+    """From now on the kernel ends this process: the interpreter shuts down and runs no handlers.
+
+    Does not return where a signal is ending the process already.
+    """
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
+    begin_end()
+
+
+def begin_end() -> None:
+    """Makes the calling thread the only one that ends this process. Other threads wait here."""
+    _ending.acquire()
 
 
 def call_before_end(act: Callable[[], None]) -> None:
@@ -80,8 +92,10 @@ def call_before_end(act: Callable[[], None]) -> None:
 def end(number: int) -> NoReturn:
     """Ends this process now, from any thread, with code 128 + `number`.
 
-    A command says so in one line, once for the ranks that a launcher started on this machine.
+    A command says so in one line, once for the ranks that a launcher started on this machine. Does
+    not return, and says nothing, where another thread is ending the process already.
     """
+    begin_end()
     _before_end()
     if _speaks and os.environ.get("LOCAL_RANK", "0") == "0":
         line = ended_by(number)
@@ -190,8 +204,8 @@ class _Watch:
 
 
 def _forget() -> None:
-    global _speaks, _before_end
-    _speaks, _before_end = False, nothing
+    global _speaks, _before_end, _ending
+    _speaks, _before_end, _ending = False, nothing, threading.RLock()
     _receivers.clear()
     if _watch is not None:
         _watch.forget()

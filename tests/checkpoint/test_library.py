@@ -388,11 +388,12 @@ def with_buffers_of_other_types(mesh, folder):
                 match=r"model\.table is of type torch\.complex128, which safetensors does not",
             ):
                 save()
+        equal.append(checkpoints._group is None)  # which one rank could close too early
     return equal
 
 
 def test_every_type_of_safetensors_is_saved_and_another_is_refused_at_once(tmp_path):
-    assert worlds.run(with_buffers_of_other_types, 2, 1, tmp_path) == [[True] * 4] * 2
+    assert worlds.run(with_buffers_of_other_types, 2, 1, tmp_path) == [[True] * 5] * 2
 
 
 class Scaled(nn.Linear):

@@ -2,13 +2,16 @@
 
 import os
 import signal
+import threading
 
 import pytest
 
 from commands import Command, outliving, write_recipe
 from covering import covered, some
+from detonation import interrupts
 from detonation.checkpoint.files import manifest, retention
-from detonation.cluster.processes.signals import Stop, stoppable
+from detonation.cluster.processes.signals import Stop, end_now, stoppable
+from detonation.cluster.survive.elastic_axis import serve_meeting
 from detonation.train.output import metrics
 
 LONG = ("--set", "train.steps=100000")
@@ -34,6 +37,7 @@ def test_the_end_of_a_child_after_the_request_is_no_second_request(monkeypatch):
         raise SystemExit(code)
 
     monkeypatch.setattr("os._exit", ended)
+    monkeypatch.setattr("detonation.interrupts._ending", threading.RLock())
     monkeypatch.setattr("detonation.cluster.processes.signals.SAME_REQUEST_S", 0)
     stop = Stop()
     for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGALRM):
@@ -41,6 +45,58 @@ def test_the_end_of_a_child_after_the_request_is_no_second_request(monkeypatch):
     assert stop.number == signal.SIGTERM
     with pytest.raises(SystemExit):
         stop.receive(signal.SIGUSR1)
+
+
+@pytest.mark.parametrize("first", ["end", "let_kernel_end", "end_now"])
+def test_one_thread_alone_has_the_last_word(first):
+    """Otherwise a command that is over tells of a signal, and ends with code 0."""
+    receiver, sender = os.pipe()
+    child = os.fork()
+    if not child:
+        os.dup2(sender, 2)
+        interrupts._speaks = True
+        taken, go = threading.Event(), threading.Event()
+
+        def hold():
+            taken.set()
+            go.wait(1)
+
+        if first == "end":
+            interrupts.call_before_end(hold)
+            threading.Thread(target=interrupts.end, args=(signal.SIGTERM,)).start()
+            taken.wait()
+            interrupts.let_kernel_end()
+        elif first == "let_kernel_end":
+            interrupts.let_kernel_end()
+        else:
+            os._exit = lambda code: (hold(), os.kill(os.getpid(), signal.SIGKILL))
+            threading.Thread(target=end_now, args=(0,)).start()
+            taken.wait()
+        threading.Thread(target=interrupts.end, args=(signal.SIGINT,)).start()
+        go.wait(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.close(sender)
+    with os.fdopen(receiver) as said:
+        text = said.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    expected = ("error: ended by SIGTERM\n", 143) if first == "end" else ("", -signal.SIGKILL)
+    assert (text, code) == expected
+
+
+def test_a_store_where_replicas_meet_is_served_until_a_signal_ends_it(monkeypatch):
+    """A handler that returns is not the end: another thread tells of the signal, and ends it."""
+    child = os.fork()
+    if not child:
+        signals = iter(range(3))
+
+        def pause():
+            if next(signals, None) is None:
+                os._exit(7)
+
+        signal.pause = pause
+        serve_meeting("127.0.0.1:0", lambda where: None)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_a_signal_to_a_fork_is_its_own():

@@ -5,6 +5,7 @@ import itertools
 import json
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 from torch._C._distributed_c10d import HashStore
@@ -311,6 +312,27 @@ def test_a_refusal_before_all_have_met_counts_once_for_each_rank_and_for_a_minut
     monkeypatch.undo()
     refusals(store, 1, 1)  # it comes again
     refusals(store, 4, 4)()
+
+
+def test_a_refusal_that_another_rank_takes_away_meanwhile_is_not_waited_for():
+    class Shared(HashStore):
+        """Another rank clears the refusal between any two requests of this one."""
+
+        def clone(self):
+            return self
+
+        def check(self, keys):
+            found = super().check(keys)
+            self.delete_key(keys[0])
+            return found
+
+    store = Shared()
+    store.set_timeout(timedelta(seconds=1))
+    note_refusal(store, 1, "no data")
+    refusals(store, 1, 1)
+    note_refusal(store, 1, "no data")
+    with pytest.raises(RefusedStart):
+        refusals(store, 0, 0)()
 
 
 def test_the_watch_of_a_process_that_stood_still_begins_anew(monkeypatch):

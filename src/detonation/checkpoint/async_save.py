@@ -84,9 +84,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         """
         self._join()
         elastic = elastic_axis(self._optimizer)
+        job = make_save_job(self._model, self._optimizer, extra)  # refuses before a group is opened
         if elastic is None:
             self._open_group()
-        job = make_save_job(self._model, self._optimizer, extra)
         if self._group is not None:
             timeout = timedelta(seconds=SAVE_TIMEOUT_S + job.bytes / LOWEST_BYTES_PER_S)
             _set_timeout(timeout, self._group)
@@ -148,6 +148,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             dist.destroy_process_group(self._group)
         # collectives of the writing thread must not mix with those of training
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=SAVE_TIMEOUT_S))
+        # a rank that is done must not close the group while another one still connects to it
+        dist.barrier(self._group)
         self._saver, self._broken = None, False
 
     def _write(self, saver: ShardSaver, job: SaveJob) -> None:

@@ -100,8 +100,9 @@ def refusals(store: Store, replica: int, rank: int) -> Callable[[], None]:
     """A function that raises `RefusedStart` where another replica cannot start. `rank` has come as
     `replica`."""
     store = store.clone()  # type: ignore[attr-defined]  # one for each thread
-    if _said(store).get("replica") == replica:  # an earlier start of this one
-        store.delete_key(_KEY)
+    text = _text(store)
+    if text and json.loads(text)["replica"] == replica:  # an earlier start of this one
+        store.compare_set(_KEY, text, "")
     looked = time.monotonic() - _LOOK_S
 
     def look() -> None:
@@ -123,7 +124,10 @@ def _prepared(rank: int) -> str:
 
 
 def _said(store: Store) -> dict[str, Any]:
-    if not store.check([_KEY]):
-        return {}
-    found: dict[str, Any] = json.loads(store.get(_KEY))
-    return found
+    text = _text(store)
+    return json.loads(text) if text else {}
+
+
+def _text(store: Store) -> str:
+    """The newest refusal; "" for none. One request, so that no other rank comes in between."""
+    return str(store.compare_set(_KEY, "", "").decode())

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NoReturn
 
-from detonation.interrupts import SIGNALS, end, watched
+from detonation.interrupts import SIGNALS, begin_end, end, watched
 
 SAME_REQUEST_S = 1.0
 """A further signal within this time is the same request: a signal to all processes also comes from
@@ -114,6 +114,7 @@ def end_now(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+    begin_end()
     os._exit(code)
 
 

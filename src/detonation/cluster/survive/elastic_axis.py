@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -164,13 +165,14 @@ class MeetingPoint:
         self._listener.close()
 
 
-def serve_meeting(address: str, tell: Callable[[str], None]) -> None:
+def serve_meeting(address: str, tell: Callable[[str], None]) -> NoReturn:
     """Serves a store at `address` until a signal ends this process; `tell` gets the address once it
     answers."""
     point = MeetingPoint(Survival(1, 1, address), 0)
     point.serve()
     tell(f"{point.host}:{point.port}")
-    signal.pause()
+    while True:  # a handler that returns is not the end: another thread may be about to end this
+        signal.pause()
 
 
 def join_replicas(position: LaunchPosition, host: str, port: int, shards: int) -> None:
