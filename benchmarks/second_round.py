@@ -3,6 +3,7 @@
     python benchmarks/second_round.py run [--only WORDS] [--limit N]     runs what is missing, one by one
     python benchmarks/second_round.py table [STUDY]                      losses with paired 95 % intervals
     python benchmarks/second_round.py pairs                              the differences that docs/findings.md quotes
+    python benchmarks/second_round.py corrected                          the differences that are left among all
     python benchmarks/second_round.py figure [--path docs/second-round]  bytes against loss, .svg and .png
     python benchmarks/second_round.py page                               writes the tables of `PAGE` anew
     python benchmarks/second_round.py check [--only WORDS] [--limit N]   trains rows again, and compares their losses
@@ -25,6 +26,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))  # a recipe names benchmarks.size_law.optimizers
 
+import corrected
 import frontier
 import variants
 from frontier import Row, per_parameter, rows
@@ -174,7 +176,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("action", choices=["run", "table", "pairs", "figure", "page", "check"])
+    parser.add_argument(
+        "action", choices=["run", "table", "pairs", "figure", "page", "check", "corrected"]
+    )
     parser.add_argument("study", nargs="?", choices=REFERENCES, help="of the table; all without it")
     parser.add_argument(
         "--path", type=Path, default=Path("docs/second-round"), help="of the figure"
@@ -190,6 +194,10 @@ def main() -> None:
     elif args.action == "table":
         for study in [args.study] if args.study else REFERENCES:
             print(f"{study}\n\n{table(rows(args.results), study)}\n")
+        if not args.study:
+            print(corrected.report(rows(args.results)))
+    elif args.action == "corrected":
+        print(corrected.report(rows(args.results)))
     elif args.action == "check":
         for line in check(rows(args.results), args.only, args.limit):
             print(line, flush=True)

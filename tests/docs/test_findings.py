@@ -9,6 +9,7 @@ from pages import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 
+import corrected
 import finetune
 import long_rounds
 import long_rounds_grid
@@ -66,6 +67,20 @@ def test_the_tables_are_those_that_the_rows_make():
         for study in second_round.REFERENCES
     )
     assert page == anew, "run: python benchmarks/second_round.py page"
+
+
+def test_what_is_left_among_all_differences_is_on_the_page():
+    report = corrected.report(second_round.rows(ROOT / second_round.RESULTS))
+    count, alone, lost = re.match(r"(\d+) diff.*, (\d+) excl.*, and (\d+) are not", report).groups()
+    page = (ROOT / "docs/findings.md").read_text()
+    assert f"Of {count} differences {alone} exclude zero" in page
+    assert lost == "3" and "all but three\n  stay" in page
+
+
+@pytest.mark.parametrize(("freedom", "t"), [(1, 12.7062), (2, 4.3027), (7, 2.3646), (30, 2.0423)])
+def test_p_values_are_those_of_the_tables_of_student(freedom, t):
+    assert corrected.two_sided(t, freedom) == pytest.approx(0.05, abs=1e-5)
+    assert corrected.two_sided(0.0, freedom) == 1
 
 
 @pytest.mark.parametrize("page", PAGES)
