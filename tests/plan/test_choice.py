@@ -228,10 +228,10 @@ def test_fewer_rounds_than_were_measured_widen_the_interval(table):
     assert expected(steps=100).interval == pytest.approx((-0.1, -0.1)), "it exchanges at every step"
 
 
-@pytest.mark.parametrize(("steps", "longest"), [(300, False), (301, True)])
-def test_a_round_as_long_as_the_run_is_no_option(steps, longest):
+@pytest.mark.parametrize(("steps", "longest"), [(900, False), (901, True)])
+def test_a_round_as_long_as_a_third_of_the_run_is_no_option(steps, longest):
     lengths = {option.cost.scheme.round.every for option in ranked_at(1e6, steps=steps)}
-    assert max(lengths) < steps and (300 in lengths) == longest
+    assert 3 * max(lengths) < steps and (300 in lengths) == longest
 
 
 @pytest.mark.parametrize("replicas", [2, 8])

@@ -29,6 +29,8 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
 }
 """Settings that are considered in addition to a scheme's defaults and its measured settings."""
 
+FEWEST_ROUNDS = 3
+
 LONG_WAIT = 0.5
 """The share of a step that a first choice may wait before the advice says what would help."""
 
@@ -99,7 +101,7 @@ def options(
     among: Iterable[Candidate], work: Work, network: Network, goal: Goal, budget: float = BUDGET
 ) -> list[Option]:
     """Ranks the candidates, best first; without those that send more than full synchronisation, or
-    only at the end.
+    whose round is a third of the run or longer.
 
     Full synchronisation comes first where it waits at most `budget` of a step, and nothing is
     sooner by more than that. Those with a known loss follow, by the expected time to the loss of
@@ -107,7 +109,7 @@ def options(
     a step, and schemes that exchange nothing. Of equal times the scheme that sends less comes
     first.
     """
-    among = [(one, optimizer) for one, optimizer in among if one.round.every < max(2, goal.steps)]
+    among = [(one, optimizer) for one, optimizer in among if _has_rounds(one, goal.steps)]
     prices = {
         name: _price(one, work, network)
         for name, one in {spelled(one): one for one, _ in among}.items()
@@ -120,6 +122,12 @@ def options(
     ]
     soonest = min(filter(None, (option.seconds(goal) for option in ranked)), default=math.inf)
     return sorted(ranked, key=lambda option: _order(option, goal, budget, (1 + budget) * soonest))
+
+
+def _has_rounds(scheme: Scheme, steps: int) -> bool:
+    """True where a run of `steps` has more than `FEWEST_ROUNDS` rounds: no loss was measured with so
+    few."""
+    return scheme.round.every == 1 or FEWEST_ROUNDS * scheme.round.every < steps
 
 
 def one_machine(
