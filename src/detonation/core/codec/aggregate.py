@@ -57,9 +57,8 @@ class Mean(_Rowwise):
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
         total = scatter_sum(values, indices, chunk)
-        return (
-            total.div_(len(values)) if len(values) > 1 else total
-        )  # the sum of one message may share its memory
+        # the sum of one message may share its memory
+        return total.div_(len(values)) if len(values) > 1 else total
 
 
 @dataclass(frozen=True)
@@ -181,9 +180,8 @@ class Divided:
     replicas: int
     rowwise: ClassVar[bool] = True
 
-    def __call__(
-        self, values: Tensor, indices: Tensor | None, chunk: int
-    ) -> Tensor:  # [1, rows, k] -> [rows, k]
+    def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
+        # [1, rows, k] -> [rows, k]
         return values[0] / self.replicas
 
 

@@ -39,9 +39,8 @@ class BlockCodebook:
         stated = statistics.to(torch.bfloat16).view(*messages, of_each * self.statistics)
         return torch.cat([pack(line, self.width), stated.view(torch.uint8)], -1)
 
-    def decode(
-        self, encoded: Tensor, rows: int, k: int
-    ) -> Tensor:  # [..., nbytes] uint8 -> [..., rows, k] fp32
+    def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor:
+        # [..., nbytes] uint8 -> [..., rows, k] fp32
         packed, statistics = torch.split(encoded, list(self.lengths(rows, k)), -1)
         return decoded(packed, self.all_levels(statistics), 0, (rows, k), self.width, self.block)
 
@@ -62,21 +61,18 @@ class BlockCodebook:
     def nbytes(self, rows: int, k: int) -> int:
         return sum(self.lengths(rows, k))
 
-    def check(
-        self, encoded: Tensor, rows: int, k: int
-    ) -> tuple[Tensor, Tensor]:  # [..., nbytes] uint8
+    def check(self, encoded: Tensor, rows: int, k: int) -> tuple[Tensor, Tensor]:
+        # [..., nbytes] uint8
         statistics = self._statistics(encoded[..., self.lengths(rows, k)[0] :])
         norms: Tensor = torch.linalg.vector_norm(statistics.abs().amax(-1), dim=-1)
         allowed = self.allowed(statistics.flatten(0, -2)).view_as(statistics)
         return allowed.flatten(-2).all(-1), norms.mul_(min(self.block, rows * k) ** 0.5)
 
-    def _statistics(
-        self, octets: Tensor
-    ) -> Tensor:  # [..., nbytes] uint8 -> [..., blocks, statistics] fp32
+    def _statistics(self, octets: Tensor) -> Tensor:
+        # [..., nbytes] uint8 -> [..., blocks, statistics] fp32
         line = octets.reshape(-1)
-        if (
-            line.device.type == "cpu" or line.storage_offset() % 2
-        ):  # torch needs aligned addresses for bf16
+        if line.device.type == "cpu" or line.storage_offset() % 2:
+            # torch needs aligned addresses for bf16
             line = line.clone()
         blocks = octets.shape[-1] // (2 * self.statistics)
         return line.view(torch.bfloat16).float().view(*octets.shape[:-1], blocks, self.statistics)
@@ -304,9 +300,8 @@ def decoded(
         values = levels[..., some, :].gather(-1, codes.to(torch.int64))
     else:
         firsts = _firsts(levels.numel() // levels.shape[-1], levels.shape[-1], levels.device)
-        places = (
-            firsts.view(*levels.shape[:-1], 1)[..., some, :] + codes
-        )  # int32 takes half the memory of int64
+        # int32 takes half the memory of int64
+        places = firsts.view(*levels.shape[:-1], 1)[..., some, :] + codes
         values = levels.view(-1).index_select(0, places.view(-1)).view(codes.shape)
     return values.view(*messages, blocks * block)[..., :count].view(*messages, *shape)
 

@@ -59,9 +59,8 @@ def bitmap_faults(bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
 
     Shapes: `[messages, ceil(rows * chunk / 8)]` uint8 -> `[messages]` int64.
     """
-    kernel = (
-        kernel_library.load_library() if bitmaps.device.type == "cpu" else None
-    )  # exact, so even a small one is
+    # exact, so even a small one is
+    kernel = kernel_library.load_library() if bitmaps.device.type == "cpu" else None
     if kernel:  # worth the call
         return kernel.check_indices(bitmaps, rows, k, chunk, 0)
     if chunk % 8:

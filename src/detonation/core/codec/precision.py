@@ -76,9 +76,8 @@ class Float:
         # [..., rows, k] fp32 -> [..., rows, k] of `dtype`
         return values.to(self.dtype, copy=True)
 
-    def decode(
-        self, encoded: Tensor, rows: int, k: int
-    ) -> Tensor:  # [..., rows, k] of `dtype` -> [..., rows, k] fp32
+    def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor:
+        # [..., rows, k] of `dtype` -> [..., rows, k] fp32
         return encoded.to(torch.float32)
 
     def lengths(self, rows: int, k: int) -> tuple[int, ...]:
@@ -87,9 +86,8 @@ class Float:
     def nbytes(self, rows: int, k: int) -> int:
         return rows * k * self.size
 
-    def check(
-        self, encoded: Tensor, rows: int, k: int
-    ) -> tuple[None, Tensor]:  # [..., rows, k] of `dtype`
+    def check(self, encoded: Tensor, rows: int, k: int) -> tuple[None, Tensor]:
+        # [..., rows, k] of `dtype`
         return None, torch.linalg.vector_norm(encoded, dim=(-2, -1), dtype=torch.float32)
 
 
@@ -98,9 +96,8 @@ def numbers(octets: Tensor, dtype: torch.dtype) -> Tensor:
 
     Shapes: `[messages, nbytes]` uint8 -> `[messages, n]` of `dtype`.
     """
-    lines = (
-        octets[0] if len(octets) == 1 else octets
-    )  # torch refuses the odd stride of a single one
+    # torch refuses the odd stride of a single one
+    lines = octets[0] if len(octets) == 1 else octets
     size = dtype.itemsize
     if lines.storage_offset() % size or any(stride % size for stride in lines.stride()[:-1]):
         lines = lines.clone(memory_format=torch.contiguous_format)

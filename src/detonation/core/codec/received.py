@@ -144,9 +144,8 @@ class Arrived(Received):
     codec: Codec
     body: Tensor  # [replicas, nbytes] uint8
     rows: int
-    shared: (
-        Tensor | SharedIndices | None
-    )  # [rows, k], or [replicas, rows, k] where each replica has rows of its own
+    # [rows, k], or [replicas, rows, k] where each replica has rows of its own
+    shared: Tensor | SharedIndices | None
     aggregation: Aggregation
     unit: int = 1
     release: Callable[[], None] | None = None
@@ -269,9 +268,8 @@ class Collected(Received):
         owners = self.owners if end - first == self.rows else self.owners.of_bucket(end - first)
         of_each = first // owners.replicas, first // owners.replicas + owners.owned
         indices = self._replies.indices(*of_each)
-        unpacked = (
-            [] if indices is None else [narrow(indices)]
-        )  # before the values, beside which bitmaps would lie
+        # before the values, beside which bitmaps would lie
+        unpacked = [] if indices is None else [narrow(indices)]
         sent = [self._replies.values(*of_each), *unpacked]
         values, *collected = (lines.unsqueeze(0) for lines in owners.collect_each(sent))
         return Coefficients(values, collected[0] if collected else None)

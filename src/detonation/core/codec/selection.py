@@ -55,9 +55,8 @@ class Everything:
     shared: bool = True
     period: int = 1
 
-    def indices(
-        self, coefficients: Tensor, step: int, seed: int
-    ) -> Tensor:  # [rows, chunk] -> [rows, k] int64
+    def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
+        # [rows, chunk] -> [rows, k] int64
         return torch.arange(self.k, dtype=torch.int64, device=coefficients.device).expand(
             len(coefficients), -1
         )
@@ -89,9 +88,8 @@ class TopK:
     def k(self) -> int:
         return self.topk
 
-    def indices(
-        self, coefficients: Tensor, step: int, seed: int
-    ) -> Tensor:  # [rows, chunk] -> [rows, k] int64
+    def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
+        # [rows, chunk] -> [rows, k] int64
         if self.chunk in TOPK_CHUNKS and coefficients.device.type == "cpu" and len(coefficients):
             if self.chunk in kernel_library.KERNEL_CHUNKS and (
                 library := kernel_library.load_library()
@@ -137,9 +135,8 @@ class Rotation:
 
     @cached_property
     def k(self) -> int:
-        return (
-            1 if self.shares == 1 else max(1, 64 // self.shares)
-        )  # at rate 1 rows of one: no padding is sent
+        # at rate 1 rows of one: no padding is sent
+        return 1 if self.shares == 1 else max(1, 64 // self.shares)
 
     @cached_property
     def chunk(self) -> int:
@@ -150,9 +147,8 @@ class Rotation:
         permutations."""
         return *divmod(step, self.shares), 0
 
-    def indices(
-        self, coefficients: Tensor, step: int, seed: int
-    ) -> Tensor:  # [rows, chunk] -> [rows, k] int64
+    def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
+        # [rows, chunk] -> [rows, k] int64
         raise NotImplementedError
 
     def for_rows(self, first: int, rows: int) -> Rotation:

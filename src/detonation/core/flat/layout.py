@@ -175,9 +175,8 @@ class Layout:
             key = _unit_of(slot.name, unit)
             weights[key] = weights.get(key, 0) + (slot.numel if sizes is None else sizes[slot.name])
         loads, fragment_of = [0] * count, dict[str, int]()
-        for key in sorted(
-            weights, key=weights.__getitem__, reverse=True
-        ):  # stable: equal ones stay in order
+        for key in sorted(weights, key=weights.__getitem__, reverse=True):
+            # stable: equal ones stay in order
             fragment_of[key] = lightest = loads.index(min(loads))
             loads[lightest] += weights[key]
         shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in range(count)]

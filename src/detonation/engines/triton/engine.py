@@ -318,9 +318,8 @@ class TritonEngine(ReferenceEngine):
             first = self.codec.selection.first if isinstance(self.codec.selection, Random) else 0
             selecting = replace(compiled, basis="none", precision="fp32", block=1)
             room = partial(launches.Rotations.room, selecting, self.device)
-            rotations = self._runtime.shared(
-                ("rotations", selecting), room
-            )  # of all buckets and owners of a step
+            # of all buckets and owners of a step
+            rotations = self._runtime.shared(("rotations", selecting), room)
             self._coders[codec] = launches.Coder(
                 compiled,
                 self._slots,
