@@ -302,7 +302,7 @@ class TritonEngine(ReferenceEngine):
 
     def _rotate(self, codec: Codec, step: int) -> None:
         selection, coder = codec.selection, self._coder(codec)
-        place = selection.place(step, self._seed) if isinstance(selection, Rotation) else (0, 0, 0)
+        place = selection.phase(step, self._seed) if isinstance(selection, Rotation) else (0, 0, 0)
         if not selection.shared or coder.rotations.place == place:
             return
         coder.rotations.place = cycle, share, deal = place
