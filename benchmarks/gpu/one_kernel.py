@@ -158,7 +158,7 @@ def scan(device: torch.device, number: int) -> list[Compared]:
 def rotation(device: torch.device, number: int) -> list[Compared]:
     rule: Any = (Random(0.3), Striding(1 / 16), Striding(1 / 300))[number]
     rows, seed, step = 70, 5, 3
-    cycle, share, deal = rule.place(step, seed)
+    cycle, share, deal = rule.phase(step, seed)
     coding = launching.Coding(
         rule.chunk, rule.k, "none", type(rule).__name__.lower(), "fp32", 1, 0, False
     )

@@ -214,7 +214,7 @@ def test_a_signal_that_is_not_finite_is_found_and_changes_nothing():
 def test_rotations_are_those_of_the_selection(rule: Rotation):
     rows, seed = 70, 5
     for step in (0, 3, 11):
-        cycle, share, deal = rule.place(step, seed)
+        cycle, share, deal = rule.phase(step, seed)
         coding = launching.Coding(
             rule.chunk, rule.k, "none", type(rule).__name__.lower(), "fp32", 1, 0, False
         )

@@ -99,9 +99,8 @@ class Memory:
             else [Bucket.whole(self._layout)]
         ):
             flat = part.layout.flatten(part.cut(signals), self.residual.device)
-            added = (
-                flat if bad is None else flat.masked_fill_(bad, -0.0)
-            )  # which changes no bit of any zero
+            # which changes no bit of any zero
+            added = flat if bad is None else flat.masked_fill_(bad, -0.0)
             self.residual[part.rows].add_(added)
             del flat, added  # before the next one is made
         return self.residual

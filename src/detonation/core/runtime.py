@@ -36,9 +36,8 @@ def _exactly(products: Any, autocast: AbstractContextManager[None]) -> Iterator[
     legacy = "highest"
     with suppress(RuntimeError):  # of a caller who has the new settings alone
         legacy = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision(
-            "highest"
-        )  # where the two differ, torch raises whenever it is read
+        # where the two differ, torch raises whenever it is read
+        torch.set_float32_matmul_precision("highest")
     products.fp32_precision = "ieee"
     try:
         with autocast:

@@ -49,9 +49,8 @@ class Balance:
             everyone = self._link.collect(
                 torch.tensor([lasted], dtype=torch.int64, device=self._device)
             ).view(-1)
-            for link in (
-                self._shards
-            ):  # last: a replica may be lost after some of its shards have said theirs
+            for link in self._shards:
+                # last: a replica may be lost after some of its shards have said theirs
                 everyone = link.collect(everyone).amax(0)
             self.local_steps.agree(everyone.tolist())
             self._laps.clear()

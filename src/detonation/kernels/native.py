@@ -320,19 +320,16 @@ def _load(path: Path) -> Library:
 def _compile(compiler: str, path: Path) -> None:
     command = [compiler, *_FLAGS, "-o", str(path), *map(str, _SOURCES)]
     try:
-        subprocess.run(
-            command, check=True, capture_output=True, timeout=300
-        )  # 13 s alone; a machine may be busy
+        # 13 s alone; a machine may be busy
+        subprocess.run(command, check=True, capture_output=True, timeout=300)
     except subprocess.CalledProcessError as error:
         said = error.stderr.decode(errors="replace").strip().splitlines() or [
             f"code {error.returncode}"
         ]
-        full = [
-            line for line in said if "No space left" in line or "quota exceeded" in line
-        ]  # not so elsewhere
-        text = (full or [line for line in said if "error" in line] or said)[
-            0
-        ]  # what comes after follows from it
+        # not so elsewhere
+        full = [line for line in said if "No space left" in line or "quota exceeded" in line]
+        # what comes after follows from it
+        text = (full or [line for line in said if "error" in line] or said)[0]
         raise (OSError if full else subprocess.SubprocessError)(
             f"{compiler} failed: {text}"
         ) from error

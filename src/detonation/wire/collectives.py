@@ -69,13 +69,14 @@ class BlockIntegers:
         codes = unpack(encoded[..., :split], blocks * self.block, self.width, torch.float32).sub_(
             self.largest + 1
         )
+        # [..., blocks, 1]
         scales = (
             encoded[..., split : split + 2 * blocks]
             .contiguous()
             .view(torch.bfloat16)
             .float()
             .unsqueeze(-1)
-        )  # [..., blocks, 1]
+        )
         return (
             codes.view(*codes.shape[:-1], blocks, self.block).mul_(scales).flatten(-2)[..., :count]
         )
@@ -179,9 +180,8 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         """The residual, laid out for the parameters that are trained now."""
         # -> [nodes - 1, count] fp32
         sizes = dict(self._sizes())
-        if (
-            sum(sizes.values()) != count
-        ):  # before torch 2.13 a parameter without a gradient is left out
+        if sum(sizes.values()) != count:
+            # before torch 2.13 a parameter without a gradient is left out
             sizes = {"": count}
         if (
             self.residual is None
@@ -358,9 +358,8 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         if self._codec is None or exactly:
             reference.copy_(self._exact(own))
             return
-        reference.nan_to_num_(
-            0.0, 0.0, 0.0
-        )  # weights that were not finite for a while must not stay so
+        # weights that were not finite for a while must not stay so
+        reference.nan_to_num_(0.0, 0.0, 0.0)
         difference = own.float() - reference[self._link.replica].float()
         (arrived,), _ = self._link.wait([self._link.all_gather(self._codec.encode(difference))])
         for row, message in zip(reference, arrived, strict=True):

@@ -61,9 +61,8 @@ class ShardUnit:
             self.reduce = ErrorFeedbackReduce(link, in_node, codec, self._trained_sizes)
             module.set_custom_reduce_scatter(self.reduce)
             module.set_force_sum_reduction_for_comms(True)
-            if hasattr(
-                module, "set_reduce_scatter_unused_params"
-            ):  # since torch 2.13: equal sizes at every step
+            if hasattr(module, "set_reduce_scatter_unused_params"):
+                # since torch 2.13: equal sizes at every step
                 module.set_reduce_scatter_unused_params(True, recurse=False)
         setattr(module, _UNIT, self)
         self._hook_loading(cast(nn.Module, module))

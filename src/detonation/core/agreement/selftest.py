@@ -61,9 +61,8 @@ def selftest(scheme: Scheme, runtime: Runtime, base: BaseStep | None) -> dict[st
                 # `before` is not zeros: to add to zero rounds alike with and without fused
                 # multiply-add
                 before = _ramp(update.numel(), runtime.device).view(_SHAPE)
-                some = slice(
-                    64 if isinstance(base.optimizer, Muon) else None
-                )  # whose products take long
+                # whose products take long
+                some = slice(64 if isinstance(base.optimizer, Muon) else None)
                 found[STEP_SELFTEST] = digest(
                     _steps([before[some]], [gradient[some]], base.optimizer)
                 )[:16]

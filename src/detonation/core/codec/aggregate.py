@@ -39,7 +39,7 @@ class Aggregation(Protocol):
 
         Args:
             values: Of all replicas, in replica order.
-            indices: Of all replicas, or None where `values` are whole rows.
+            indices: Of all replicas; None if `values` are whole rows.
             chunk: Coefficients per row.
 
         Shapes: values `[replicas, rows, k]` fp32, indices `[replicas, rows, k]` integer -> `[rows,
@@ -57,9 +57,9 @@ class Mean(_Rowwise):
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
         total = scatter_sum(values, indices, chunk)
-        return (
-            total.div_(len(values)) if len(values) > 1 else total
-        )  # the sum of one message may share its memory
+        if len(values) == 1:  # the sum may share memory with the message
+            return total
+        return total.div_(len(values))
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,13 @@ class RescaledMean(_Rowwise):
     """
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
-        lengths = scatter_sum(square_root(added(values.square())).unsqueeze(-1), None, 1).squeeze(
-            -1
-        ) / len(values)
+        replicas = len(values)
+        lengths = square_root(added(values.square())).unsqueeze(-1)
+        mean_length = scatter_sum(lengths, None, 1).squeeze(-1) / replicas
         mean = Mean()(values, indices, chunk)
-        longer = lengths / square_root(added(mean.square()))
-        return mean * longer.nan_to_num(1.0, posinf=1.0).clamp_(max=len(values) ** 0.5).unsqueeze(
-            -1
-        )
+        longer = mean_length / square_root(added(mean.square()))
+        scale = longer.nan_to_num(1.0, posinf=1.0).clamp_(max=replicas**0.5)
+        return mean * scale.unsqueeze(-1)
 
 
 class NormWeighing(Aggregation, Protocol):
@@ -122,17 +121,15 @@ class ClippedMean:
     rowwise: ClassVar[bool] = False
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
-        return WeightedMean(self.weights(message_norms([values], values.shape[1])))(
-            values, indices, chunk
-        )
+        norms = message_norms([values], values.shape[1])
+        return WeightedMean(self.weights(norms))(values, indices, chunk)
 
     def weights(self, norms: Tensor) -> Tensor:  # [replicas] fp32 -> the same
         empty = norms <= 0  # torch.nanmedian makes the host wait for the device in some versions
         rising = norms.masked_fill(empty, torch.inf).sort().values
-        middle = rising.gather(
-            0, empty.logical_not().sum(0, keepdim=True).sub_(1).clamp_(min=0) // 2
-        )
-        return (middle / norms).nan_to_num(1.0, posinf=1.0).clamp_(max=1.0)
+        last = empty.logical_not().sum(0, keepdim=True).sub_(1).clamp_(min=0)
+        median = rising.gather(0, last // 2)
+        return (median / norms).nan_to_num(1.0, posinf=1.0).clamp_(max=1.0)
 
 
 @dataclass(frozen=True)
@@ -181,9 +178,8 @@ class Divided:
     replicas: int
     rowwise: ClassVar[bool] = True
 
-    def __call__(
-        self, values: Tensor, indices: Tensor | None, chunk: int
-    ) -> Tensor:  # [1, rows, k] -> [rows, k]
+    def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
+        # [1, rows, k] -> [rows, k]
         return values[0] / self.replicas
 
 
@@ -202,8 +198,10 @@ class Coefficients:
 
     def part(self, first: int, end: int) -> Coefficients:
         """The coefficients of rows `first` to `end`, `end` excluded."""
-        indices = None if self.indices is None else narrow(self.indices)[..., first:end, :]
-        return Coefficients(self.values[:, first:end], indices)
+        values = self.values[:, first:end]
+        if self.indices is None:
+            return Coefficients(values, None)
+        return Coefficients(values, narrow(self.indices)[..., first:end, :])
 
     @property
     def shared(self) -> bool:
@@ -213,8 +211,8 @@ class Coefficients:
         )
 
     def is_sparse(self, chunk: int) -> bool:
-        """True if the inverse transform is a sum over few coefficients, of which each replica chose
-        its own."""
+        """True if each replica chose its own coefficients, and they are so few that the inverse
+        transform is a sum over them."""
         replicas, _, k = self.values.shape
         return not self.shared and replicas * k <= most_summed(chunk)
 
@@ -238,8 +236,11 @@ def aggregate(coefficients: Coefficients, aggregation: Aggregation, chunk: int) 
 
     Shapes: -> `[rows, chunk]` fp32.
     """
-    values, indices = coefficients.values, coefficients.indices
+    values = coefficients.values
+    indices = coefficients.indices
     if indices is not None and (not isinstance(indices, torch.Tensor) or indices.dim() == 3):
         return aggregation(values, narrow(indices), chunk)
     together = aggregation(values, None, chunk)  # aggregated first, scattered once
-    return together if indices is None else scatter_sum([together], [narrow(indices)], chunk)
+    if indices is None:
+        return together
+    return scatter_sum([together], [narrow(indices)], chunk)

@@ -52,7 +52,8 @@ class Identity:
 
 @dataclass(frozen=True)
 class DCT:
-    """Orthonormal DCT-II of every chunk, as in DeMo (Peng, Quesnelle & Kingma, arXiv 2411.19870)."""
+    """Orthonormal DCT-II of every chunk, as in DeMo (Peng, Quesnelle & Kingma, arXiv
+    2411.19870)."""
 
     tile: ClassVar[int] = 0
 
@@ -66,8 +67,7 @@ class DCT:
         return product_in_order(coefficients, dct_waves(coefficients.shape[1], coefficients.device))
 
     def inverse_sparse(self, values: Tensor, indices: Tensor, chunk: int) -> Tensor:
-        """The inverse of rows with few nonzero coefficients. Coefficients with the same index add
-        up.
+        """Inverts rows with few nonzero coefficients. Coefficients with the same index add up.
 
         Shapes: values `[rows, k]` fp32, indices `[rows, k]` integer -> `[rows, chunk]` fp32.
         """
@@ -89,7 +89,8 @@ class TileDCT:
         return (matrix.T @ self._squares(chunks) @ matrix).view_as(chunks)
 
     def inverse(self, coefficients: Tensor) -> Tensor:  # [rows, chunk] -> [rows, chunk]
-        waves, tiles = dct_waves(self.tile, coefficients.device), self._squares(coefficients)
+        waves = dct_waves(self.tile, coefficients.device)
+        tiles = self._squares(coefficients)
         for _ in range(2):
             tiles = product_in_order(tiles.reshape(-1, self.tile), waves).view(tiles.shape).mT
         return tiles.reshape(coefficients.shape)
@@ -102,8 +103,8 @@ class TileDCT:
 def dct_matrix(size: int, device: torch.device) -> Tensor:
     """The matrix whose columns are the DCT-II basis vectors, with the same bits on every machine.
 
-    It is computed in whole numbers. The cosine of a library differs in its last bit between
-    processors, and an FFT between thread counts; replicas would diverge.
+    Integer arithmetic computes it. A library's cosine differs in its last bit between processors,
+    and an FFT differs between thread counts; replicas would diverge.
 
     Shapes: -> `[size, size]` fp32.
     """
@@ -111,9 +112,8 @@ def dct_matrix(size: int, device: torch.device) -> Tensor:
     steps = torch.outer(2 * at + 1, at) % (4 * size)  # steps of pi / (2 * size)
     scale = math.isqrt(2 * _ONE * _ONE // size)
     waves = [_cosine(number, 2 * size) * scale / (_ONE * _ONE) for number in range(2 * size + 1)]
-    matrix = torch.tensor(waves, dtype=torch.float64, device="cpu")[
-        torch.minimum(steps, 4 * size - steps)
-    ]
+    cosines = torch.tensor(waves, dtype=torch.float64, device="cpu")
+    matrix = cosines[torch.minimum(steps, 4 * size - steps)]
     matrix[:, 0] = math.sqrt(1 / size)  # correctly rounded by every processor
     return matrix.to(torch.float32).to(device)
 
@@ -141,7 +141,9 @@ def dct_waves(size: int, device: torch.device) -> Tensor:
 
 @lru_cache
 def _one_dnn() -> Callable[..., Tensor] | None:
-    return getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch._C._has_mkldnn else None
+    if not torch._C._has_mkldnn:
+        return None
+    return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
 def _product(one: Tensor, other: Tensor) -> Tensor:
@@ -149,5 +151,6 @@ def _product(one: Tensor, other: Tensor) -> Tensor:
 
     MKL, the default of torch, has half the throughput on AMD processors.
     """
-    product = _one_dnn() if one.device.type == "cpu" and one.numel() and other.numel() else None
-    return product(one, other, None, "none", [], "") if product else one @ other.T
+    if one.device.type == "cpu" and one.numel() and other.numel() and (product := _one_dnn()):
+        return product(one, other, None, "none", [], "")
+    return one @ other.T

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BlockCodebook:
-    """Base class: a packed code of `width` bits per value, and a few statistics per block of
+    """Base class: a packed code of `width` bits per value, and `statistics` numbers per block of
     values.
 
     Statistics are sent in bf16. The sender decodes its own message from them, as every receiver
@@ -31,7 +31,8 @@ class BlockCodebook:
 
     def encode(self, values: Tensor, negative_zeros: bool = False) -> Tensor:
         # [..., rows, k] fp32 -> [..., nbytes] uint8
-        messages, count = values.shape[:-2], values.shape[-2] * values.shape[-1]
+        *messages, rows, k = values.shape
+        count = rows * k
         blocks, counts = blocked(values.reshape(*messages, count), self.block)
         codes, statistics = self.quantise(blocks, counts, negative_zeros)
         of_each = -(-count // self.block)
@@ -39,9 +40,8 @@ class BlockCodebook:
         stated = statistics.to(torch.bfloat16).view(*messages, of_each * self.statistics)
         return torch.cat([pack(line, self.width), stated.view(torch.uint8)], -1)
 
-    def decode(
-        self, encoded: Tensor, rows: int, k: int
-    ) -> Tensor:  # [..., nbytes] uint8 -> [..., rows, k] fp32
+    def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor:
+        # [..., nbytes] uint8 -> [..., rows, k] fp32
         packed, statistics = torch.split(encoded, list(self.lengths(rows, k)), -1)
         return decoded(packed, self.all_levels(statistics), 0, (rows, k), self.width, self.block)
 
@@ -62,21 +62,18 @@ class BlockCodebook:
     def nbytes(self, rows: int, k: int) -> int:
         return sum(self.lengths(rows, k))
 
-    def check(
-        self, encoded: Tensor, rows: int, k: int
-    ) -> tuple[Tensor, Tensor]:  # [..., nbytes] uint8
+    def check(self, encoded: Tensor, rows: int, k: int) -> tuple[Tensor, Tensor]:
+        # [..., nbytes] uint8
         statistics = self._statistics(encoded[..., self.lengths(rows, k)[0] :])
         norms: Tensor = torch.linalg.vector_norm(statistics.abs().amax(-1), dim=-1)
         allowed = self.allowed(statistics.flatten(0, -2)).view_as(statistics)
         return allowed.flatten(-2).all(-1), norms.mul_(min(self.block, rows * k) ** 0.5)
 
-    def _statistics(
-        self, octets: Tensor
-    ) -> Tensor:  # [..., nbytes] uint8 -> [..., blocks, statistics] fp32
+    def _statistics(self, octets: Tensor) -> Tensor:
+        # [..., nbytes] uint8 -> [..., blocks, statistics] fp32
         line = octets.reshape(-1)
-        if (
-            line.device.type == "cpu" or line.storage_offset() % 2
-        ):  # torch needs aligned addresses for bf16
+        if line.device.type == "cpu" or line.storage_offset() % 2:
+            # torch needs aligned addresses for bf16
             line = line.clone()
         blocks = octets.shape[-1] // (2 * self.statistics)
         return line.view(torch.bfloat16).float().view(*octets.shape[:-1], blocks, self.statistics)
@@ -146,20 +143,18 @@ class TwoBit(BlockCodebook):
     ) -> tuple[Tensor, Tensor]:
         size = blocks.abs()
         deviation = torch.linalg.vector_norm(blocks, dim=1, keepdim=True) / counts.sqrt()
-        large, negative = size > deviation, is_negative(blocks, deviation, negative_zeros)
+        large = size > deviation
+        negative = is_negative(blocks, deviation, negative_zeros)
         tails = blocks * large  # sums along rows: scatter_add has no fixed order on an accelerator
-        over, under = (
-            part.sum(1, keepdim=True) for part in (tails.clamp(min=0), tails.clamp(max=0))
-        )
-        far, above = (
-            large.sum(1, keepdim=True, dtype=size.dtype),
-            (tails > 0).sum(1, keepdim=True, dtype=size.dtype),
-        )
+        over = tails.clamp(min=0).sum(1, keepdim=True)
+        under = tails.clamp(max=0).sum(1, keepdim=True)
+        far = large.sum(1, keepdim=True, dtype=size.dtype)
+        above = (tails > 0).sum(1, keepdim=True, dtype=size.dtype)
         small = size.masked_fill_(large, 0.0).sum(1, keepdim=True) / (counts - far).clamp_(min=1)
-        over, under = over / above.clamp(min=1), under / (far - above).clamp_(min=1)
-        return large.to(torch.uint8).add_(negative, alpha=2), torch.cat(
-            [small, over, -small, under], 1
-        )
+        over = over / above.clamp(min=1)
+        under = under / (far - above).clamp_(min=1)
+        codes = large.to(torch.uint8).add_(negative, alpha=2)
+        return codes, torch.cat([small, over, -small, under], 1)
 
     def allowed(self, statistics: Tensor) -> Tensor:
         return torch.cat([statistics[:, :2], -statistics[:, 2:]], 1) >= 0
@@ -183,9 +178,8 @@ class E3M0(BlockCodebook):
         size = blocks.abs()
         largest = size.amax(1, keepdim=True).to(torch.bfloat16).float()
         tiny = size <= largest / 128
-        octaves = (
-            torch.div(largest, size, out=size).log2_().round_().clamp_(0, 6).masked_fill_(tiny, 7)
-        )
+        octaves = torch.div(largest, size, out=size).log2_().round_()
+        octaves.clamp_(0, 6).masked_fill_(tiny, 7)
         return octaves.to(torch.uint8).add_(blocks < 0, alpha=8), largest
 
     def levels(self, statistics: Tensor) -> Tensor:
@@ -235,13 +229,15 @@ def is_negative(blocks: Tensor, scale: Tensor, negative_zeros: bool) -> Tensor:
     """True for values that are sent as negative. Rounding errors of values of size `scale` count as
     zero.
 
-    A row of a memory without new signals never returns to 0. Rounding errors of the basis remain,
+    Momentum without new signals never returns to exactly 0: rounding errors of the basis remain,
     and later denormal numbers, which no decay makes smaller.
 
     Shapes: `[blocks, block]` and `[blocks, 1]` fp32 -> `[blocks, block]` bool.
     """
     zero = scale * 2**-18
-    return blocks <= zero if negative_zeros else blocks < -zero
+    if negative_zeros:
+        return blocks <= zero
+    return blocks < -zero
 
 
 def blocked(lines: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -251,18 +247,21 @@ def blocked(lines: Tensor, block: int) -> tuple[Tensor, Tensor]:
     Shapes: `[..., n]` -> `[blocks, block]` and `[blocks, 1]` fp32.
     """
     missing = -lines.shape[-1] % block
-    filled = torch.nn.functional.pad(lines, (0, missing)) if missing else lines
-    blocks = filled.reshape(-1, block)  # the blocks of one line after those of the line before
-    return blocks, _counts(
-        len(blocks), filled.shape[-1] // block, block - missing, block, lines.device
-    )
+    if missing:
+        lines = torch.nn.functional.pad(lines, (0, missing))
+    blocks = lines.reshape(-1, block)  # the blocks of one line after those of the line before
+    of_a_line = lines.shape[-1] // block
+    return blocks, _counts(len(blocks), of_a_line, block - missing, block, lines.device)
 
 
 @lru_cache(maxsize=64)
 def _counts(
     blocks: int, blocks_of_a_line: int, last: int, block: int, device: torch.device
 ) -> Tensor:
-    """Number of values in each block: `last` in the last block of each line, `block` elsewhere."""  # [blocks, 1]
+    """Number of values in each block: `last` in the last block of each line, `block` elsewhere.
+
+    Shapes: -> `[blocks, 1]` fp32.
+    """
     counts = torch.full((blocks, 1), float(block), dtype=torch.float32, device=device)
     if blocks:
         counts[blocks_of_a_line - 1 :: blocks_of_a_line].fill_(float(last))
@@ -292,30 +291,38 @@ def decoded(
     Shapes: packed `[..., nbytes]` uint8, levels `[..., blocks, 2**width]` fp32 -> `[..., rows, k]`
     fp32.
     """
-    messages, count = packed.shape[:-1], math.prod(shape)
+    messages = packed.shape[:-1]
+    count = math.prod(shape)
     codes = unpack(packed, count, width, torch.uint8)
     missing = -count % block
-    filled = torch.nn.functional.pad(codes, (0, missing)) if missing else codes
-    blocks = filled.shape[-1] // block
-    codes, some = filled.view(*messages, blocks, block), slice(first, first + blocks)
+    if missing:
+        codes = torch.nn.functional.pad(codes, (0, missing))
+    blocks = codes.shape[-1] // block
+    codes = codes.view(*messages, blocks, block)
+    read = slice(first, first + blocks)
     if codes.device.type == "cpu" and width == 1:
-        values = torch.where(codes.view(torch.bool), levels[..., some, 1:], levels[..., some, :1])
+        values = torch.where(codes.view(torch.bool), levels[..., read, 1:], levels[..., read, :1])
     elif codes.device.type == "cpu":
-        values = levels[..., some, :].gather(-1, codes.to(torch.int64))
+        values = levels[..., read, :].gather(-1, codes.to(torch.int64))
     else:
         firsts = _firsts(levels.numel() // levels.shape[-1], levels.shape[-1], levels.device)
-        places = (
-            firsts.view(*levels.shape[:-1], 1)[..., some, :] + codes
-        )  # int32 takes half the memory of int64
-        values = levels.view(-1).index_select(0, places.view(-1)).view(codes.shape)
+        # int32 takes half the memory of int64
+        positions = firsts.view(*levels.shape[:-1], 1)[..., read, :] + codes
+        values = levels.view(-1).index_select(0, positions.view(-1)).view(codes.shape)
     return values.view(*messages, blocks * block)[..., :count].view(*messages, *shape)
 
 
 @lru_cache(maxsize=64)
 def _firsts(blocks: int, levels: int, device: torch.device) -> Tensor:
-    """Index of the first level of each block in the flattened levels."""  # [blocks, 1] integer
-    narrow = torch.int32 if blocks * levels < 2**31 else torch.int64
-    return torch.arange(0, blocks * levels, levels, dtype=narrow, device=device).unsqueeze(1)
+    """Index of the first level of each block in the flattened levels.
+
+    Shapes: -> `[blocks, 1]` integer.
+    """
+    end = blocks * levels
+    dtype = torch.int32
+    if end >= 2**31:
+        dtype = torch.int64
+    return torch.arange(0, end, levels, dtype=dtype, device=device).unsqueeze(1)
 
 
 @lru_cache(maxsize=8)

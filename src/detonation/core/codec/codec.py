@@ -41,14 +41,18 @@ class Selected:
 
 
 class PartLengths(dict[int, tuple[int, ...]]):
-    """`Codec.lengths`, computed once per number of rows: every step asks for the same few."""
+    """`Codec.lengths`, computed once per number of rows, because every step asks for the same
+    numbers."""
 
     def __init__(self, codec: Codec) -> None:
         self._of = codec
 
     def __missing__(self, rows: int) -> tuple[int, ...]:
-        indices = () if self._of.selection.shared else (self._of.index_coding.nbytes(rows),)
-        self[rows] = found = *self._of.precision.lengths(rows, self._of.selection.k), *indices
+        selection = self._of.selection
+        found = self._of.precision.lengths(rows, selection.k)
+        if not selection.shared:
+            found = (*found, self._of.index_coding.nbytes(rows))
+        self[rows] = found
         return found
 
 
@@ -56,7 +60,7 @@ class PartLengths(dict[int, tuple[int, ...]]):
 class Codec:
     """Encodes a signal as a message, and decodes messages to an update.
 
-    `alignment` is explained at `Scheme.aligned`.
+    `Scheme.aligned` explains `alignment`.
     """
 
     basis: Basis
@@ -77,7 +81,7 @@ class Codec:
         return isinstance(self.basis, Identity) and not isinstance(self.precision, Sign | TwoBit)
 
     def layout(self, shapes: Mapping[str, Sequence[int]]) -> Layout:
-        """The layout of the flat that this codec encodes, for local shards of these `shapes` by
+        """The layout of the flat that this codec encodes, given the `shapes` of local shards by
         name."""
         return Layout.of(shapes, self.selection.chunk, self.basis.tile)
 
@@ -128,11 +132,10 @@ class Codec:
         """
         if self.dense:
             return Selected(coefficients, None)
-        indices = (
-            self.selection.indices(coefficients, 0, 0)
-            if shared is None
-            else narrow(shared).to(torch.int64)
-        )
+        if shared is None:
+            indices = self.selection.indices(coefficients, 0, 0)
+        else:
+            indices = narrow(shared).to(torch.int64)
         return Selected(torch.gather(coefficients, 1, indices, out=out), indices)
 
     def empty(self, rows: int, step: int, seed: int, device: torch.device) -> Selected:
@@ -140,18 +143,14 @@ class Codec:
 
         Shapes: -> values `[rows, k]`.
         """
+        k = self.selection.k
+        values = torch.zeros(rows, k, dtype=torch.float32, device=device)
         if self.dense:
-            return Selected(
-                torch.zeros(rows, self.selection.chunk, dtype=torch.float32, device=device), None
-            )
+            return Selected(values, None)
         indices = self.shared_indices(rows, step, seed, device)
         if indices is None:
-            indices = torch.arange(self.selection.k, dtype=torch.int64, device=device).expand(
-                rows, -1
-            )
-        return Selected(
-            torch.zeros(rows, self.selection.k, dtype=torch.float32, device=device), indices
-        )
+            indices = torch.arange(k, dtype=torch.int64, device=device).expand(rows, -1)
+        return Selected(values, indices)
 
     def encode(self, selected: Selected, negative_zeros: bool = False) -> Tensor:
         """Encodes a message into memory of its own.
@@ -161,64 +160,66 @@ class Codec:
 
         Shapes: -> `[nbytes]` uint8.
         """
-        rows, device = len(selected.values), selected.values.device
+        rows = len(selected.values)
+        device = selected.values.device
         memory = partial(torch.empty, 1, self.nbytes(rows), dtype=torch.uint8, device=device)
         run = MessageRows(self, rows, memory, negative_zeros=negative_zeros)
         self.write(selected, run)
         return run.body[0]
 
     def width(self, rows: int, room: int) -> int:
-        """Bytes of a message with `room` bytes for its header, rounded up to whole lines of a
-        checksum."""
+        """Bytes of a message after `room` bytes of header, rounded up to whole checksum lines."""
         return -(-self.sent(rows, room) // LINE_BYTES) * LINE_BYTES
 
     def sent(self, rows: int, room: int) -> int:
-        """The bytes of a run that travel: `room` bytes for the header, the rows, and padding with
-        any content."""
+        """Bytes that are sent of a run: `room` bytes of header, the rows, and padding with
+        undefined content."""
         return -(-(room + self.nbytes(rows)) // self.alignment) * self.alignment
 
     def write(self, selected: Selected, run: MessageRows) -> None:
         """Encodes a selection into a run, unless its values are there already."""
-        values, indices = selected.values, selected.indices
+        values = selected.values
+        indices = selected.indices
+        count = 1
         if run.owners:
             values, indices = self._dealt(selected, run.owners)
-        count, encoded = run.owners.replicas if run.owners else 1, list["Tensor | None"]()
+            count = run.owners.replicas
+        encoded: list[Tensor | None] = []
         if not isinstance(self.precision, Float):  # before the run takes its memory
             octets = self.precision.encode(values, run.negative_zeros).view(count, -1)
-            encoded += torch.split(
-                octets, list(self.precision.lengths(run.rows, self.selection.k)), 1
-            )
+            lengths = self.precision.lengths(run.rows, self.selection.k)
+            encoded += torch.split(octets, list(lengths), 1)
             targets = [*run.parts]
         elif run.owners:  # each message begins at any address
             encoded.append(values.to(self.precision.dtype).view(torch.uint8).view(count, -1))
             targets = [*run.parts]
         else:
             assert run.numbers is not None
-            encoded.append(None if values.data_ptr() == run.numbers.data_ptr() else values)
+            if values.data_ptr() == run.numbers.data_ptr():
+                encoded.append(None)
+            else:
+                encoded.append(values)
             targets = [run.numbers]
         if indices is not None and not self.selection.shared:
             encoded.append(self.index_coding.encode(indices).view(count, -1))
             targets += run.parts[len(targets) :]
-        if (
-            values.device.type != "cpu"
-            and (run.room or run.whole)
-            and (padding := run.padding) is not None
-        ):
+        is_sent_alone = run.room or run.whole
+        if values.device.type != "cpu" and is_sent_alone and (padding := run.padding) is not None:
             targets.append(padding)
             encoded.append(zero_byte(padding.device).expand_as(padding))
         copy(targets, encoded)
 
     def _dealt(self, selected: Selected, owners: RowOwners) -> tuple[Tensor, Tensor | None]:
-        """The values and indices by owner of rows; padding is zeros at valid indices."""
-        # [owners, owned, k]
+        """The values and indices by owner of rows; padding is zeros at valid indices.
+
+        Shapes: -> `[owners, owned, k]` each.
+        """
         if self.selection.shared or selected.indices is None:
             return owners.deal(selected.values), None
         sent = narrow(selected.indices)
-        padding = (
-            torch.arange(self.selection.k, dtype=sent.dtype, device=sent.device)
-            if owners.missing
-            else None
-        )
+        padding = None
+        if owners.missing:
+            padding = torch.arange(self.selection.k, dtype=sent.dtype, device=sent.device)
         values, indices = owners.deal_each([(selected.values, None), (sent, padding)])
         return values, indices
 
@@ -231,11 +232,12 @@ class Codec:
         if run.whole or isinstance(self.precision, Float):
             values = self.values(run.parts, run.rows)
         else:
-            encoded = run.octets[
-                :, run.room : run.room + sum(self.precision.lengths(run.rows, self.selection.k))
-            ]
+            end = run.room + self.precision.nbytes(run.rows, self.selection.k)
+            encoded = run.octets[:, run.room : end]
             values = self.precision.decode(encoded, run.rows, self.selection.k)
-        return run.owners.collect(values) if run.owners else values[0]
+        if run.owners:
+            return run.owners.collect(values)
+        return values[0]
 
     def values(self, parts: Sequence[Tensor], rows: int) -> Tensor:
         """Decodes the values of messages from their parts.
@@ -244,37 +246,34 @@ class Codec:
         """
         k = self.selection.k
         if isinstance(self.precision, Float):
-            return (
-                numbers(parts[0], self.precision.dtype)
-                .view(len(parts[0]), rows, k)
-                .to(torch.float32)
-            )
-        encoded = parts if self.selection.shared else parts[:-1]
-        return self.precision.decode(torch.cat(tuple(encoded), 1), rows, k)
+            values = numbers(parts[0], self.precision.dtype)
+            return values.view(len(parts[0]), rows, k).to(torch.float32)
+        encoded = list(parts)
+        if not self.selection.shared:
+            encoded.pop()  # the indices
+        return self.precision.decode(torch.cat(encoded, 1), rows, k)
 
     @cached_property
     def unit(self) -> int:
-        """Messages can be cut after multiples of this number of rows: whole blocks of the
-        precision, whole bytes."""
+        """Number of rows after whose multiples messages can be cut: whole blocks of the precision,
+        and whole bytes."""
         block = self.precision.block
         return math.lcm(block // math.gcd(block, self.selection.k), 8)
 
     @cached_property
     def lengths(self) -> Mapping[int, tuple[int, ...]]:
-        """Bytes of each part of a message of `rows` rows. Each part can be cut between two aligned
-        rows."""
+        """Bytes of each part of a message, by its number of rows. Each part can be cut between two
+        aligned rows."""
         return PartLengths(self)
 
     def cut(self, parts: Sequence[Tensor], first: int, end: int) -> list[Tensor]:
-        """Cuts out rows `first` to `end`, `end` excluded, of messages in parts; both must be
+        """Cuts rows `first` to `end`, `end` excluded, out of the parts of messages. Both must be
         multiples of `unit`.
 
         Shapes: `[messages, length]` uint8 each -> the same.
         """
-        return [
-            part[:, a:b]
-            for part, a, b in zip(parts, self.lengths[first], self.lengths[end], strict=False)
-        ]
+        bounds = zip(parts, self.lengths[first], self.lengths[end], strict=False)
+        return [part[:, begin:stop] for part, begin, stop in bounds]
 
     def received(
         self,
@@ -292,13 +291,15 @@ class Codec:
 
         Shapes: messages `[nbytes]` uint8, shared `[rows, k]` integer.
         """
-        nbytes, device = self.nbytes(rows), messages[0].device
-        body = torch.empty(len(messages), -(-nbytes // 8) * 8, dtype=torch.uint8, device=device)[
-            :, :nbytes
-        ]
+        nbytes = self.nbytes(rows)
+        whole_words = -(-nbytes // 8) * 8
+        device = messages[0].device
+        memory = torch.empty(len(messages), whole_words, dtype=torch.uint8, device=device)
+        body = memory[:, :nbytes]
         copy(body.unbind(), messages)
-        known = None if shared is None else narrow(shared)
-        arrived = Arrived(self, body, rows, known, aggregation, self.unit)
+        if shared is not None:
+            shared = narrow(shared)
+        arrived = Arrived(self, body, rows, shared, aggregation, self.unit)
         if not aggregation.rowwise:
             arrived.weigh()
         return arrived

@@ -21,37 +21,33 @@ def mark(indices: Tensor, chunk: int) -> Tensor:
     Shapes: `[..., rows, k]` integer -> `[..., ceil(rows * chunk / 8)]` uint8.
     """
     *messages, rows, _ = indices.shape
-    kernel = kernel_library.load_library() if indices.device.type == "cpu" else None
-    if kernel:
+    if indices.device.type == "cpu" and (kernel := kernel_library.load_library()):
         return kernel.mark(indices, chunk)
     marked = torch.zeros(*messages, rows, chunk, dtype=torch.uint8, device=indices.device)
-    return pack(marked.scatter_(-1, indices.to(torch.int64), 1).view(*messages, rows * chunk), 1)
+    marked.scatter_(-1, indices.to(torch.int64), 1)
+    return pack(marked.view(*messages, rows * chunk), 1)
 
 
 def marked_indices(bitmap: Tensor, rows: int, k: int, chunk: int, dtype: torch.dtype) -> Tensor:
-    """The first `k` set bits of each row in rising order; 0 in place of those that are missing.
+    """The first `k` set bits of each row in rising order; 0 for each bit that is missing.
 
     Shapes: `[..., ceil(rows * chunk / 8)]` uint8 -> `[..., rows, k]` of `dtype`.
     """
-    messages = bitmap.shape[:-1]
-    kernel = kernel_library.load_library() if bitmap.device.type == "cpu" else None
-    if kernel:
+    if bitmap.device.type == "cpu" and (kernel := kernel_library.load_library()):
         return kernel.marked(bitmap, rows, k, chunk).to(dtype)
-    narrow = torch.uint8 if chunk < 256 else torch.int32
-    marked = unpack(bitmap, rows * chunk, 1, torch.uint8).view(*messages, rows, chunk)
-    wanted = (
-        torch.arange(1, k + 1, dtype=narrow, device=bitmap.device)
-        .expand(*messages, rows, k)
-        .contiguous()
-    )
-    # the place of the first bit at which so many are set; after the last one where there are not so
-    # many
-    counted = marked.cumsum_(-1) if narrow == marked.dtype else marked.cumsum(-1, dtype=narrow)
-    del marked
+    messages = bitmap.shape[:-1]
+    counted = unpack(bitmap, rows * chunk, 1, torch.uint8).view(*messages, rows, chunk)
+    if chunk < 256:
+        counted.cumsum_(-1)
+    else:
+        counted = counted.cumsum(-1, dtype=torch.int32)
+    wanted = torch.arange(1, k + 1, dtype=counted.dtype, device=bitmap.device)
+    wanted = wanted.expand(*messages, rows, k).contiguous()
+    # the first position up to which so many bits are set; `chunk` if fewer are set
+    positions = torch.searchsorted(counted.contiguous(), wanted, out_int32=True)
+    del counted
     found = torch.empty(wanted.shape, dtype=dtype, device=bitmap.device)
-    return torch.remainder(
-        torch.searchsorted(counted.contiguous(), wanted, out_int32=True), chunk, out=found
-    )
+    return torch.remainder(positions, chunk, out=found)
 
 
 def bitmap_faults(bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
@@ -59,10 +55,7 @@ def bitmap_faults(bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
 
     Shapes: `[messages, ceil(rows * chunk / 8)]` uint8 -> `[messages]` int64.
     """
-    kernel = (
-        kernel_library.load_library() if bitmaps.device.type == "cpu" else None
-    )  # exact, so even a small one is
-    if kernel:  # worth the call
+    if bitmaps.device.type == "cpu" and (kernel := kernel_library.load_library()):
         return kernel.check_indices(bitmaps, rows, k, chunk, 0)
     if chunk % 8:
         bits = unpack(bitmaps, rows * chunk, 1, torch.uint8).view(len(bitmaps), rows, chunk)
@@ -80,9 +73,9 @@ def index_faults(indices: Tensor, chunk: int, width: int) -> Tensor:
     """
     falls = (indices[..., 1:] <= indices[..., :-1]).flatten(1).any(1)
     found = falls * 2
-    return (
-        found if chunk == 2**width else torch.where((indices >= chunk).flatten(1).any(1), 1, found)
-    )
+    if chunk == 2**width:
+        return found
+    return torch.where((indices >= chunk).flatten(1).any(1), 1, found)
 
 
 @dataclass(frozen=True)
@@ -109,15 +102,17 @@ class IndexCoding:
     @cached_property
     def dtype(self) -> torch.dtype:
         """The smallest integer type that holds an index and that torch computes with."""
-        return torch.uint8 if self.width <= 8 else torch.int16 if self.width <= 15 else torch.int32
+        if self.width <= 8:
+            return torch.uint8
+        if self.width <= 15:
+            return torch.int16
+        return torch.int32
 
     def nbytes(self, rows: int) -> int:
         """Bytes of the indices of `rows` rows."""
-        return (
-            packed_bytes(rows, self.chunk)
-            if self.bitmap
-            else packed_bytes(rows * self.k, self.width)
-        )
+        if self.bitmap:
+            return packed_bytes(rows, self.chunk)
+        return packed_bytes(rows * self.k, self.width)
 
     def encode(self, indices: Tensor | Unpackable) -> Tensor:
         """Encodes the indices of each message.
@@ -126,7 +121,8 @@ class IndexCoding:
         """
         if isinstance(indices, PackedIndices):
             return indices.encoded
-        indices = indices if isinstance(indices, torch.Tensor) else indices.unpacked
+        if not isinstance(indices, torch.Tensor):
+            indices = indices.unpacked
         if self.bitmap:
             return mark(indices, self.chunk)
         *messages, rows, k = indices.shape
@@ -154,15 +150,10 @@ class IndexCoding:
         """
         if self.bitmap:
             return bitmap_faults(packed.encoded, packed.rows, self.k, self.chunk)
-        library = (
-            kernel_library.load_library()
-            if self.width and packed.encoded.device.type == "cpu"
-            else None
-        )
-        if library:
-            return library.check_indices(
-                packed.encoded, packed.rows, self.k, self.chunk, self.width
-            )
+        encoded = packed.encoded
+        is_on_host = encoded.device.type == "cpu"
+        if self.width and is_on_host and (kernel := kernel_library.load_library()):
+            return kernel.check_indices(encoded, packed.rows, self.k, self.chunk, self.width)
         return index_faults(packed.unpacked, self.chunk, self.width)
 
 
@@ -193,13 +184,12 @@ class PackedIndices:
             return self
         if not self.coding.bitmap:
             return self.unpacked[..., first:end, :]
-        return PackedIndices(
-            self.coding, self.encoded[..., first * self.coding.chunk // 8 :], end - first
-        )
+        begin = first * self.coding.chunk // 8
+        return PackedIndices(self.coding, self.encoded[..., begin:], end - first)
 
     def blank(self, skipped: Tensor) -> None:
-        """Sets the decoded indices of refused messages to zero, which is what their cleared bytes
-        decode to.
+        """Sets the decoded indices of refused messages to zero, as their cleared bytes decode to
+        zero.
 
         Shapes: `[messages]` bool.
         """
@@ -219,4 +209,6 @@ def narrow(indices: Tensor | Unpackable) -> Tensor:
 
     Shapes: -> `[..., rows, k]` integer.
     """
-    return indices if isinstance(indices, torch.Tensor) else indices.unpacked
+    if isinstance(indices, torch.Tensor):
+        return indices
+    return indices.unpacked

@@ -1,4 +1,5 @@
-"""Runs: rows of messages in memory, as they travel, and what is known of them without their bytes."""
+"""Message rows: consecutive rows of messages in memory as they are sent, and indices that receivers
+compute by themselves."""
 
 from __future__ import annotations
 
@@ -26,9 +27,8 @@ if TYPE_CHECKING:
 class Workspace:
     """Buffers of messages, by name. With a `depth` of 0 every call makes a new one.
 
-    A message stays in its buffer until the collective that carries it has ended. The next message
-    is encoded on the same stream, after that stream has waited for the collective. So there are as
-    many buffers as messages may be in flight.
+    A message stays in its buffer until its collective has ended. The next message is encoded on the
+    same stream, after that stream has waited for the collective. `depth` buffers therefore suffice.
 
     Args:
         depth: Messages of one name that may be in flight together.
@@ -38,26 +38,29 @@ class Workspace:
     _buffers: dict[Hashable, list[Tensor]] = field(default_factory=dict)
 
     def take(self, name: Hashable, shape: Sequence[int], device: torch.device) -> Tensor:
-        """The buffer that was used longest ago, with any content.
+        """Returns the buffer that was used longest ago. Its content is undefined.
 
         Shapes: -> `shape` uint8.
         """
         if not self.depth:
             return torch.empty(*shape, dtype=torch.uint8, device=device)
         buffers = self._buffers.setdefault(name, [])
-        oldest = buffers.pop(0) if len(buffers) == self.depth else None
-        if oldest is None or oldest.shape != torch.Size(shape):
-            oldest = torch.empty(*shape, dtype=torch.uint8, device=device)
-        buffers.append(oldest)
-        return oldest
+        if len(buffers) == self.depth:
+            oldest = buffers.pop(0)
+            if oldest.shape == torch.Size(shape):
+                buffers.append(oldest)
+                return oldest
+        new = torch.empty(*shape, dtype=torch.uint8, device=device)
+        buffers.append(new)
+        return new
 
 
 @dataclass(frozen=True)
 class MessageRows:
-    """Consecutive rows of a message in memory, as they travel. Every engine writes there.
+    """Consecutive rows of a message in memory, as they are sent. Every engine writes there.
 
-    With owners these are the same rows of several messages, one for each owner. The memory is
-    allocated at the first write.
+    With owners these are the same rows of several messages, one for each owner. The first write
+    allocates the memory.
 
     Args:
         codec: Precision and index coding, which define the parts.
@@ -66,7 +69,7 @@ class MessageRows:
         owners: How rows of the flat are assigned to messages; None for one message.
         negative_zeros: See `Precision.encode`.
         is_summed: Whether the network adds into this memory once it is sent.
-        whole: The run of which these are some rows.
+        whole: The run of all rows, if these are a part of it.
     """
 
     codec: Codec
@@ -86,11 +89,13 @@ class MessageRows:
 
     @cached_property
     def octets(self) -> Tensor:
-        """The memory: room for a header, the rows, and possibly other rows after them.
+        """The memory: bytes for a header, the rows, and possibly other rows after them.
 
         Shapes: -> `[messages, room + nbytes or more]` uint8.
         """
-        return self.whole.octets if self.whole else self.allocate()
+        if self.whole:
+            return self.whole.octets
+        return self.allocate()
 
     @property
     def body(self) -> Tensor:
@@ -138,22 +143,21 @@ class MessageRows:
             return None
         if self.whole is None:
             end = self.room + self.codec.lengths[self.rows][0]
-            return (
-                self.octets[0, self.room : end]
-                .view(precision.dtype)
-                .view(self.rows, self.codec.selection.k)
-            )
-        return numbers(self.parts[0], precision.dtype).view(self.rows, self.codec.selection.k)
+            values = self.octets[0, self.room : end].view(precision.dtype)
+        else:
+            values = numbers(self.parts[0], precision.dtype)
+        return values.view(self.rows, self.codec.selection.k)
 
     def of_rows(self, first: int, rows: int) -> MessageRows:
         """The `rows` rows from row `first` of the flat on, of a run that is a whole message."""
-        owners = self.owners and self.owners.of_bucket(rows)
-        begin, count = (first // owners.replicas, owners.owned) if owners else (first, rows)
-        return (
-            self
-            if count == self.rows
-            else replace(self, rows=count, first=begin, owners=owners, whole=self)
-        )
+        owners = None
+        if self.owners:
+            owners = self.owners.of_bucket(rows)
+            first //= owners.replicas
+            rows = owners.owned
+        if rows == self.rows:
+            return self
+        return replace(self, rows=rows, first=first, owners=owners, whole=self)
 
     def copy(self) -> MessageRows:
         """The same rows in memory of their own."""
@@ -173,7 +177,8 @@ def joined(runs: Sequence[Sequence[Tensor]], room: int, header: Tensor | None = 
     parts = [part for parts in zip(*runs, strict=True) for part in parts]
     lengths = [part.shape[1] for part in parts]
     nbytes = room + sum(lengths)
-    width, device = -(-nbytes // LINE_BYTES) * LINE_BYTES, parts[0].device
+    width = -(-nbytes // LINE_BYTES) * LINE_BYTES
+    device = parts[0].device
     found = torch.empty(len(parts[0]), width, dtype=torch.uint8, device=device)
     padding = zero_byte(device).expand(len(found), width - nbytes)
     copy(torch.split(found, [room, *lengths, width - nbytes], 1), [header, *parts, padding])

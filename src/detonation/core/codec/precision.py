@@ -48,11 +48,11 @@ class Precision(Protocol):
     def nbytes(self, rows: int, k: int) -> int: ...
 
     def check(self, encoded: Tensor, rows: int, k: int) -> tuple[Tensor | None, Tensor]:
-        """Checks an encoding: whether `encode` can have produced its statistics, and the norm of
+        """Returns whether `encode` can have produced the statistics of an encoding, and the norm of
         its values.
 
-        The first is None for a precision without statistics. The norm may be an upper bound; it is
-        not finite if a value is not.
+        The first result is None for a precision without statistics. The norm may be an upper bound;
+        it is NaN or infinite if a value is.
 
         Shapes: the output of `encode` -> `[...]` bool, `[...]` fp32.
         """
@@ -60,7 +60,7 @@ class Precision(Protocol):
 
 @dataclass(frozen=True)
 class Float:
-    """Values in a floating-point type of torch with `size` bytes. A name stands for the type, so
+    """Values in a floating-point type of torch with `size` bytes. The type is given by name, so
     that `plan` need not import torch."""
 
     name: str
@@ -76,9 +76,8 @@ class Float:
         # [..., rows, k] fp32 -> [..., rows, k] of `dtype`
         return values.to(self.dtype, copy=True)
 
-    def decode(
-        self, encoded: Tensor, rows: int, k: int
-    ) -> Tensor:  # [..., rows, k] of `dtype` -> [..., rows, k] fp32
+    def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor:
+        # [..., rows, k] of `dtype` -> [..., rows, k] fp32
         return encoded.to(torch.float32)
 
     def lengths(self, rows: int, k: int) -> tuple[int, ...]:
@@ -87,9 +86,8 @@ class Float:
     def nbytes(self, rows: int, k: int) -> int:
         return rows * k * self.size
 
-    def check(
-        self, encoded: Tensor, rows: int, k: int
-    ) -> tuple[None, Tensor]:  # [..., rows, k] of `dtype`
+    def check(self, encoded: Tensor, rows: int, k: int) -> tuple[None, Tensor]:
+        # [..., rows, k] of `dtype`
         return None, torch.linalg.vector_norm(encoded, dim=(-2, -1), dtype=torch.float32)
 
 
@@ -98,17 +96,15 @@ def numbers(octets: Tensor, dtype: torch.dtype) -> Tensor:
 
     Shapes: `[messages, nbytes]` uint8 -> `[messages, n]` of `dtype`.
     """
-    lines = (
-        octets[0] if len(octets) == 1 else octets
-    )  # torch refuses the odd stride of a single one
+    messages = len(octets)
+    if not octets.numel():
+        return octets.new_empty(messages, 0, dtype=dtype)
+    if messages == 1:  # torch refuses an odd stride, which means nothing for a single message
+        octets = octets[0]
     size = dtype.itemsize
-    if lines.storage_offset() % size or any(stride % size for stride in lines.stride()[:-1]):
-        lines = lines.clone(memory_format=torch.contiguous_format)
-    return (
-        lines.view(dtype).view(len(octets), -1)
-        if octets.numel()
-        else octets.new_empty(len(octets), 0, dtype=dtype)
-    )
+    if octets.storage_offset() % size or any(stride % size for stride in octets.stride()[:-1]):
+        octets = octets.clone(memory_format=torch.contiguous_format)
+    return octets.view(dtype).view(messages, -1)
 
 
 FP32 = Float("float32", 4)

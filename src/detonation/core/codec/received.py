@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from detonation.core.codec.codec import Codec
     from detonation.core.flat.owners import RowOwners
 
-NORM_BLOCKS, NORM_BLOCK = 4, 2**18
-"""The most blocks of rows in which messages are read for their norms, and the least coefficients of
-a block."""
+NORM_BLOCKS = 4
+"""Largest number of blocks of rows in which messages are read for their norms."""
+NORM_BLOCK = 2**18
+"""Smallest number of coefficients in such a block."""
 
 
 class Received:
@@ -43,7 +44,7 @@ class Received:
         unit: Messages can be cut after multiples of this number of rows.
         width: Coefficients per row, of all replicas together; 0 if unknown.
         release: Returns the receive buffer. Call it after the last read.
-        owners: How rows are assigned to owners, if each message holds the rows of one owner.
+        owners: Assignment of rows to owners, if each message holds the rows of one owner.
     """
 
     rows: int
@@ -81,39 +82,42 @@ class Received:
         return self.read(start, stop).part(first - start, end - start)
 
     def rows_of(self, first: int, rows: int) -> Received:
-        """A view of `rows` rows from row `first` on, at which messages can be cut."""
-        return Some(self, first, rows)
+        """A view of `rows` rows from row `first` on. Messages can be cut at both ends of it."""
+        return ReceivedRows(self, first, rows)
 
     def blocks(self, rows: int, read: int = 0) -> Iterator[Coefficients]:
-        """Yields blocks of `rows` rows or a few more.
+        """Yields blocks of `rows` rows, rounded up to a multiple of `unit`.
 
         Args:
-            rows: Per block.
+            rows: Rows per block.
             read: Rows that are decoded at once and then cut into blocks; at least `rows`.
         """
-        for some in self._read_in(max(rows, read)):
-            count = some.values.shape[1]
+        for decoded_rows in self._read_in(max(rows, read)):
+            count = decoded_rows.values.shape[1]
             if count <= rows or read <= rows:
-                yield some
+                yield decoded_rows
             else:
-                yield from (
-                    some.part(first, min(first + rows, count)) for first in range(0, count, rows)
-                )
-            del some  # before the next one is read
+                for first in range(0, count, rows):
+                    yield decoded_rows.part(first, min(first + rows, count))
+            del decoded_rows  # free them before the next rows are decoded
 
     def _read_in(self, rows: int) -> Iterator[Coefficients]:
-        """Decodes `rows` rows or a few more at a time."""
+        """Decodes `rows` rows at a time, rounded up to a multiple of `unit`."""
         step = max(1, -(-rows // self.unit)) * self.unit
         for first in range(0, max(1, self.rows), step):
             yield self.read(first, min(first + step, self.rows))
 
 
-class Some(Received):
-    """Some rows of messages, which can be cut there."""
+class ReceivedRows(Received):
+    """A part of the rows of received messages."""
 
     def __init__(self, whole: Received, first: int, rows: int) -> None:
-        self._whole, self._first, self.rows = whole, first, rows
-        self.aggregation, self.unit, self.width = whole.aggregation, whole.unit, whole.width
+        self._whole = whole
+        self._first = first
+        self.rows = rows
+        self.aggregation = whole.aggregation
+        self.unit = whole.unit
+        self.width = whole.width
 
     def read(self, first: int, end: int) -> Coefficients:
         return self._whole.read(self._first + first, self._first + end)
@@ -126,11 +130,9 @@ class DecodedMessages(Received):
     """
 
     def __init__(self, values: Tensor, indices: Tensor | None) -> None:
-        self._coefficients, self.rows, self.aggregation = (
-            Coefficients(values, indices),
-            values.shape[1],
-            Mean(),
-        )
+        self._coefficients = Coefficients(values, indices)
+        self.rows = values.shape[1]
+        self.aggregation = Mean()
 
     def read(self, first: int, end: int) -> Coefficients:
         return self._coefficients.part(first, end)
@@ -138,15 +140,14 @@ class DecodedMessages(Received):
 
 @dataclass(eq=False)
 class Arrived(Received):
-    """The messages of all replicas as bytes. They are decoded in blocks of rows, so that no copy is
-    larger."""
+    """The messages of all replicas as bytes. They are decoded in blocks of rows, so that no
+    temporary copy is larger than a block."""
 
     codec: Codec
     body: Tensor  # [replicas, nbytes] uint8
     rows: int
-    shared: (
-        Tensor | SharedIndices | None
-    )  # [rows, k], or [replicas, rows, k] where each replica has rows of its own
+    # [rows, k], or [replicas, rows, k] if each replica sent other rows
+    shared: Tensor | SharedIndices | None
     aggregation: Aggregation
     unit: int = 1
     release: Callable[[], None] | None = None
@@ -160,18 +161,21 @@ class Arrived(Received):
         return self
 
     def facts(self) -> tuple[Tensor, Tensor]:
-        """The facts that decide whether a message may be used, computed on the device.
+        """Computes on the device what decides whether a message may be used.
 
         Shapes: -> faults `[replicas]` int64: those of `IndexCoding.faults`, or 3 for statistics
         that no encoder produces; and the norm `[replicas]` fp32.
         """
-        packed = None if self.codec.selection.shared else self._packed
-        lawful, norms = self.codec.precision.check(self._encoded, self.rows, self.codec.selection.k)
+        packed = self._packed
+        k = self.codec.selection.k
+        allowed, norms = self.codec.precision.check(self._encoded, self.rows, k)
         if packed is None:
             faults = torch.zeros(len(norms), dtype=torch.int64, device=norms.device)
         else:
             faults = self.codec.index_coding.faults(packed)
-        return faults if lawful is None else faults.masked_fill_(lawful.logical_not(), 3), norms
+        if allowed is not None:
+            faults.masked_fill_(allowed.logical_not(), 3)
+        return faults, norms
 
     def blank(self, skipped: Tensor) -> None:
         """Replaces the `skipped` messages by zeros.
@@ -193,46 +197,54 @@ class Arrived(Received):
 
         Shapes: -> `[replicas, end - first, k]` fp32.
         """
-        precision, shape = self.codec.precision, (end - first, self.codec.selection.k)
-        if isinstance(precision, BlockCodebook):
-            some = (
-                self.parts if end - first == self.rows else self.codec.cut(self.parts, first, end)
-            )
-            begin = first * shape[1] // precision.block
-            return decoded(some[0], self.levels, begin, shape, precision.width, precision.block)
+        precision = self.codec.precision
         if isinstance(precision, Float):
             return self._encoded[:, first:end].to(torch.float32)
-        return self.codec.values(self.codec.cut(self.parts, first, end), end - first)
+        rows = end - first
+        parts: Sequence[Tensor] = self.parts
+        if rows < self.rows:
+            parts = self.codec.cut(parts, first, end)
+        if not isinstance(precision, BlockCodebook):
+            return self.codec.values(parts, rows)
+        k = self.codec.selection.k
+        begin = first * k // precision.block
+        return decoded(parts[0], self.levels, begin, (rows, k), precision.width, precision.block)
 
     def indices(self, first: int, end: int) -> Tensor | PackedIndices | None:
-        """Their indices; see `Coefficients`.
+        """The indices of these rows; see `Coefficients`.
 
         Shapes: -> `[..., end - first, k]` integer.
         """
-        if self._packed is not None:
-            return self._packed if end - first == self.rows else self._packed.part(first, end)
-        return None if self.shared is None else narrow(self.shared)[..., first:end, :]
+        if self.shared is not None:
+            return narrow(self.shared)[..., first:end, :]
+        if self._packed is None or end - first == self.rows:
+            return self._packed
+        return self._packed.part(first, end)
 
     @cached_property
     def parts(self) -> tuple[Tensor, ...]:
-        """The parts of each message; see `Codec.lengths`."""  # [replicas, length] uint8 each
+        """The parts of each message; see `Codec.lengths`.
+
+        Shapes: -> `[replicas, length]` uint8 each.
+        """
         return torch.split(self.body, list(self.codec.lengths[self.rows]), 1)
 
     @cached_property
     def _encoded(self) -> Tensor:
-        """The values as they travelled."""
-        # [replicas, rows, k] of a floating-point type, or [replicas, nbytes] uint8
+        """The values as they were sent.
+
+        Shapes: -> `[replicas, rows, k]` of a floating-point type, or `[replicas, nbytes]` uint8.
+        """
         precision = self.codec.precision
         if isinstance(precision, Float):
             values = self.body[:, : self.codec.lengths[self.rows][0]]
-            return numbers(values, precision.dtype).view(
-                len(self.body), self.rows, self.codec.selection.k
-            )
+            shape = (len(self.body), self.rows, self.codec.selection.k)
+            return numbers(values, precision.dtype).view(shape)
         return self.body[:, : precision.nbytes(self.rows, self.codec.selection.k)]
 
     @cached_property
     def levels(self) -> Tensor:
-        """The levels of all blocks, where values are codes."""
+        """The levels of all blocks. Only for precisions that send codes."""
         assert isinstance(self.codec.precision, BlockCodebook)
         return self.codec.precision.all_levels(self.parts[1])
 
@@ -248,17 +260,13 @@ class Collected(Received):
     """The replies of all owners of rows, as one message."""
 
     def __init__(self, replies: Arrived, owners: RowOwners) -> None:
-        self._replies, self.owners, self.rows, self.release = (
-            replies,
-            owners,
-            owners.rows,
-            replies.release,
-        )
-        self.unit, self.width, self.aggregation = (
-            owners.run * owners.replicas,
-            replies.codec.selection.k,
-            Mean(),
-        )
+        self._replies = replies
+        self.owners = owners
+        self.rows = owners.rows
+        self.release = replies.release
+        self.unit = owners.run * owners.replicas
+        self.width = replies.codec.selection.k
+        self.aggregation = Mean()
 
     @property
     def source(self) -> Arrived:
@@ -266,15 +274,20 @@ class Collected(Received):
 
     def read(self, first: int, end: int) -> Coefficients:
         assert self.owners
-        owners = self.owners if end - first == self.rows else self.owners.of_bucket(end - first)
-        of_each = first // owners.replicas, first // owners.replicas + owners.owned
-        indices = self._replies.indices(*of_each)
-        unpacked = (
-            [] if indices is None else [narrow(indices)]
-        )  # before the values, beside which bitmaps would lie
-        sent = [self._replies.values(*of_each), *unpacked]
-        values, *collected = (lines.unsqueeze(0) for lines in owners.collect_each(sent))
-        return Coefficients(values, collected[0] if collected else None)
+        owners = self.owners
+        if end - first < self.rows:
+            owners = owners.of_bucket(end - first)
+        begin = first // owners.replicas
+        stop = begin + owners.owned
+        sent = []
+        indices = self._replies.indices(begin, stop)
+        if indices is not None:  # unpacked before the values, to hold fewer temporaries at once
+            sent.append(narrow(indices))
+        sent.append(self._replies.values(begin, stop))
+        *unpacked, values = (lines.unsqueeze(0) for lines in owners.collect_each(sent))
+        if not unpacked:
+            return Coefficients(values, None)
+        return Coefficients(values, unpacked[0])
 
 
 @dataclass(eq=False)
@@ -284,8 +297,8 @@ class Sums(Received):
     Args:
         runs: First row and values `[rows, k]` of each run of rows, in rising order.
         shared: Indices of all rows; None if the values are whole rows.
-        report: `[1 + digits]` fp32. Its first number is 1 if all values are finite. If it is 0 the
-            sum counts as zeros. None if nobody needs to ask.
+        report: `[1 + digits]` fp32. Its first number is 1 if all values are finite. If it is 0, the
+            sum counts as zeros. None if the host has checked the values.
     """
 
     runs: Sequence[tuple[int, Tensor]]
@@ -296,14 +309,19 @@ class Sums(Received):
 
     @property
     def source(self) -> Sums | None:
-        return None if self.report is None else self
+        if self.report is None:
+            return None
+        return self
 
     def read(self, first: int, end: int) -> Coefficients:
         cut = [run[max(0, first - at) : max(0, end - at)] for at, run in self.runs]
         parts = [part for part in cut if len(part)] or cut[:1]
-        values = (torch.cat(parts) if len(parts) > 1 else parts[0]).to(torch.float32)
+        values = parts[0]
+        if len(parts) > 1:
+            values = torch.cat(parts)
+        values = values.to(torch.float32).unsqueeze(0)
         if self.report is not None:
             values = values.masked_fill(self.report[0] == 0, 0.0)
-        return Coefficients(
-            values.unsqueeze(0), None if self.shared is None else narrow(self.shared)[first:end]
-        )
+        if self.shared is None:
+            return Coefficients(values, None)
+        return Coefficients(values, narrow(self.shared)[first:end])

@@ -36,7 +36,8 @@ class Selection(Protocol):
 
     @property
     def period(self) -> int:
-        """Steps within which every coordinate is sent at least once; 0 if there is no such bound."""
+        """Steps within which every coordinate is sent at least once; 0 if there is no such
+        bound."""
 
     def indices(
         self, coefficients: Tensor, step: int, seed: int
@@ -55,12 +56,10 @@ class Everything:
     shared: bool = True
     period: int = 1
 
-    def indices(
-        self, coefficients: Tensor, step: int, seed: int
-    ) -> Tensor:  # [rows, chunk] -> [rows, k] int64
-        return torch.arange(self.k, dtype=torch.int64, device=coefficients.device).expand(
-            len(coefficients), -1
-        )
+    def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
+        # [rows, chunk] -> [rows, k] int64
+        numbers = torch.arange(self.k, dtype=torch.int64, device=coefficients.device)
+        return numbers.expand(len(coefficients), -1)
 
     def for_rows(self, first: int, rows: int) -> Everything:
         return self
@@ -89,13 +88,11 @@ class TopK:
     def k(self) -> int:
         return self.topk
 
-    def indices(
-        self, coefficients: Tensor, step: int, seed: int
-    ) -> Tensor:  # [rows, chunk] -> [rows, k] int64
+    def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
+        # [rows, chunk] -> [rows, k] int64
         if self.chunk in TOPK_CHUNKS and coefficients.device.type == "cpu" and len(coefficients):
-            if self.chunk in kernel_library.KERNEL_CHUNKS and (
-                library := kernel_library.load_library()
-            ):
+            has_kernel = self.chunk in kernel_library.KERNEL_CHUNKS
+            if has_kernel and (library := kernel_library.load_library()):
                 return library.topk(coefficients.contiguous(), self.topk).to(torch.int64)
             return topk_indices(coefficients, self.topk, max(1, CACHE_BLOCK // self.chunk))
         return coefficients.abs().topk(self.topk, dim=1, sorted=False).indices.sort(1).values
@@ -113,9 +110,9 @@ class Rotation:
     """Base class of selections that ignore the data: each step sends one of `shares` equal parts of
     a row.
 
-    `shares = ceil(1 / rate)`, so no step sends more than `rate`. A rate that is not one over a
-    whole number is rounded down. The chunk is a multiple of `shares`, so every message has the same
-    size. In `period` steps every coordinate is sent exactly once.
+    `shares = ceil(1 / rate)`, so a rate is rounded down to one over an integer. The chunk is a
+    multiple of `shares`, so every message has the same size. In `period` steps every coordinate is
+    sent exactly once.
     """
 
     rate: float
@@ -137,22 +134,21 @@ class Rotation:
 
     @cached_property
     def k(self) -> int:
-        return (
-            1 if self.shares == 1 else max(1, 64 // self.shares)
-        )  # at rate 1 rows of one: no padding is sent
+        if self.shares == 1:
+            return 1  # rows of one coordinate need no padding
+        return max(1, 64 // self.shares)
 
     @cached_property
     def chunk(self) -> int:
         return self.shares * self.k
 
-    def place(self, step: int, seed: int) -> tuple[int, int, int]:
-        """Number of the cycle, part of it that `step` sends, and the number that changes the rows'
-        permutations."""
+    def phase(self, step: int, seed: int) -> tuple[int, int, int]:
+        """Number of the cycle at `step`, number of the share that the step sends, and the number
+        that is XORed with the number of each row's permutation."""
         return *divmod(step, self.shares), 0
 
-    def indices(
-        self, coefficients: Tensor, step: int, seed: int
-    ) -> Tensor:  # [rows, chunk] -> [rows, k] int64
+    def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
+        # [rows, chunk] -> [rows, k] int64
         raise NotImplementedError
 
     def for_rows(self, first: int, rows: int) -> Rotation:
@@ -163,14 +159,14 @@ class Rotation:
 class Random(Rotation):
     """A random subset, the same on every replica.
 
-    Each row walks through one of 64 permutations of its indices. Every cycle of `shares` steps
-    draws new permutations and assigns them to rows anew. Work and memory per step grow with the
-    coefficients sent, not with the flat.
+    Each row sends its coordinates in the order of one of 64 permutations. Every cycle of `shares`
+    steps draws new permutations and assigns them to rows anew. Work and memory per step grow with
+    the coefficients sent, not with the flat.
 
     Args:
-        cycle: Whether a row keeps its permutation for a cycle, so that each coordinate is sent once
-            per cycle. Otherwise each step assigns the permutations anew, and the time between two
-            sendings of a coordinate has no bound.
+        cycle: True if a row keeps its permutation for a cycle, so that each coordinate is sent once
+            per cycle. If False, each step assigns the permutations anew; then a coordinate may wait
+            any number of steps.
         first: For a bucket, number of its first row in the flat.
         rows: For a bucket, rows of the flat; 0 for a selection of the whole flat.
     """
@@ -181,21 +177,26 @@ class Random(Rotation):
 
     @property
     def period(self) -> int:
-        return self.shares if self.cycle or self.shares == 1 else 0
+        if self.cycle or self.shares == 1:
+            return self.shares
+        return 0
 
-    def place(self, step: int, seed: int) -> tuple[int, int, int]:
-        number, share, _ = super().place(step, seed)
-        return number, share, 0 if self.cycle else random_start(seed, step, 2) % _TABLES
+    def phase(self, step: int, seed: int) -> tuple[int, int, int]:
+        cycle, share, change = super().phase(step, seed)
+        if not self.cycle:
+            change = random_start(seed, step, 2) % _TABLES
+        return cycle, share, change
 
     def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
-        number, share, deal = self.place(step, seed)
+        cycle, share, change = self.phase(step, seed)
         device = coefficients.device
-        table = _permutations(self.chunk, seed, number, device)[
-            :, share * self.k : (share + 1) * self.k
-        ]
-        choices = _choices(self.rows or len(coefficients), seed, number, device)
+        permutations = _permutations(self.chunk, seed, cycle, device)
+        table = permutations[:, share * self.k : (share + 1) * self.k]
+        choices = _choices(self.rows or len(coefficients), seed, cycle, device)
         mine = choices[self.first : self.first + len(coefficients)]
-        return table[(mine if self.cycle else mine ^ deal).long()]
+        if change:
+            mine = mine ^ change
+        return table[mine.long()]
 
     def for_rows(self, first: int, rows: int) -> Random:
         return replace(self, first=first, rows=rows)
@@ -206,15 +207,14 @@ class Striding(Rotation):
     """A comb: every `period`-th coordinate, with an offset that moves by one each step."""
 
     def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
+        _, offset, _ = self.phase(step, seed)
         device = coefficients.device
-        comb = torch.arange(
-            self.place(step, seed)[1], self.chunk, self.shares, dtype=torch.int64, device=device
-        )
+        comb = torch.arange(offset, self.chunk, self.shares, dtype=torch.int64, device=device)
         return comb.expand(len(coefficients), -1)
 
 
 def random_start(*key: int) -> int:
-    """The int64 from which the random words for `key` follow.
+    """The int64 that starts the sequence of random words for `key`.
 
     >>> random_start(0, 1, 0) == random_start(0, 1, 1)
     False
@@ -230,13 +230,15 @@ def random_start(*key: int) -> int:
 
 @lru_cache(maxsize=4)
 def _permutations(size: int, seed: int, cycle: int, device: torch.device) -> Tensor:
-    """Random permutations: the order of random words. Their low bits are the index, so no two are
-    equal."""
+    """Random permutations: the ranks of random words. Their low bits are the index, so no two words
+    are equal.
+
+    Shapes: -> `[64, size]` int64.
+    """
     bits = (size - 1).bit_length()
-    words = (
-        _random_words(_TABLES * size, device, seed, cycle, 0).view(_TABLES, size) >> bits << bits
-    )
-    return words.add_(torch.arange(size, dtype=torch.int64, device=device)).argsort(1)  # [64, size]
+    words = _random_words(_TABLES * size, device, seed, cycle, 0).view(_TABLES, size)
+    words = words >> bits << bits
+    return words.add_(torch.arange(size, dtype=torch.int64, device=device)).argsort(1)
 
 
 @lru_cache(maxsize=4)
@@ -248,26 +250,27 @@ def _choices(rows: int, seed: int, cycle: int, device: torch.device) -> Tensor:
 def _random_words(count: int, device: torch.device, *key: int) -> Tensor:
     """`count` random words that depend on `key` alone, so a resumed run restores no counter.
 
-    Splitmix64 (Steele, Lea & Flood, 2014) in integers. Generators of torch give other numbers on
-    other devices, even on GPUs of other sizes; replicas would select other coordinates.
+    Splitmix64 (Steele, Lea & Flood, 2014) in integers. Torch's generators give different numbers on
+    different devices, even on GPUs of different sizes; replicas would select different coordinates.
 
     Shapes: -> `[count]` int64.
     """
-    words, start = torch.empty(count, dtype=torch.int64, device=device), random_start(*key)
-    for first in range(0, count, _SOME):
-        block = words[first : first + _SOME]  # each operation within a cache
+    words = torch.empty(count, dtype=torch.int64, device=device)
+    start = random_start(*key)
+    for first in range(0, count, _BLOCK):
+        block = words[first : first + _BLOCK]
         torch.arange(first + 1, first + 1 + len(block), dtype=torch.int64, device=device, out=block)
         block.mul_(signed(_GOLDEN)).add_(start)
         for shift, factor in _ROUNDS:
-            block.bitwise_xor_((block >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(
-                signed(factor)
-            )
+            shifted = (block >> shift).bitwise_and_(2 ** (64 - shift) - 1)
+            block.bitwise_xor_(shifted).mul_(signed(factor))
     return words
 
 
 _TABLES = 64
 """Number of permutations that rows choose from; a power of two."""
-_SOME = 1 << 14
+_BLOCK = 1 << 14
+"""Words that are computed at once: they fit into a CPU's cache."""
 _GOLDEN = 0x9E3779B97F4A7C15
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 """The shifts and factors of splitmix64."""

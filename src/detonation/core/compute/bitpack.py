@@ -35,9 +35,8 @@ def pack(numbers: Tensor, width: int) -> Tensor:
     """
     count = numbers.shape[-1]
     if numbers.device.type == "cpu":
-        kernel = (
-            kernel_library.load_library()
-        )  # exact, so it does not matter which replicas have it
+        # exact, so it does not matter which replicas have it
+        kernel = kernel_library.load_library()
         if kernel:
             return kernel.pack(numbers, width, packed_bytes(count, width))
     if width > 16:  # of chunks above 65,536: bit by bit
@@ -76,9 +75,8 @@ def _bits(width: int, like: Tensor) -> Tensor:
     return torch.arange(width, dtype=like.dtype, device=like.device)
 
 
-def _pack(
-    numbers: Tensor, width: int
-) -> Tensor:  # [n] integer -> [n * width / 8] uint8, n a multiple of 8
+def _pack(numbers: Tensor, width: int) -> Tensor:
+    # [n] integer -> [n * width / 8] uint8, n a multiple of 8
     if numbers.device.type != "cpu" and width < 8:
         return _pack_at_once(numbers, width)
     lane = 8 if width <= 8 else 16
@@ -117,9 +115,8 @@ def _is_looked_up(octets: Tensor, width: int) -> bool:
     return width == 1 or (width in (2, 4) and octets.device.type != "cpu")
 
 
-def _unpack(
-    octets: Tensor, width: int
-) -> Tensor:  # [n * width / 8] uint8 -> [n] integer, n a multiple of 8
+def _unpack(octets: Tensor, width: int) -> Tensor:
+    # [n * width / 8] uint8 -> [n] integer, n a multiple of 8
     if _is_looked_up(octets, width):  # in any shape: the conversion makes a copy anyway
         return (
             _octets(octets.device, width)
@@ -136,10 +133,11 @@ def _unpack(
         ).view(torch.int64)
         del octets, units  # which may be a copy of all
     else:
+        # four numbers are in the first eight bytes, four in the last
         lane, octets = (
             16,
             octets.view(-1, width),
-        )  # four numbers are in the first eight bytes, four in the last
+        )
         words = torch.cat([octets[:, :8], octets[:, width - 8 :]], 1).view(torch.int64)
         words[:, 1] >>= 64 - 4 * width
         words &= signed(2 ** (4 * width) - 1)

@@ -49,9 +49,8 @@ def checksums(messages: Tensor, skipped: int = -1, out: Tensor | None = None) ->
     if out is None:
         out = torch.empty(len(messages), dtype=torch.int64, device=messages.device)
     if messages.device.type == "cpu":
-        kernel = (
-            kernel_library.load_library()
-        )  # exact, so it does not matter which replicas have it
+        # exact, so it does not matter which replicas have it
+        kernel = kernel_library.load_library()
         if kernel:
             return out.copy_(kernel.checksums(messages, skipped))
     if not messages.shape[1]:
@@ -92,9 +91,8 @@ def _words(messages: Tensor) -> Tensor:
 def _numbers(lines: int, device: torch.device) -> Tensor:
     """Odd factors of all columns, then even ones of all lines. Neighbours are unrelated, so errors
     do not cancel."""
-    at = torch.arange(1, 1 + _WORDS + lines, dtype=torch.int64, device=device) * signed(
-        _STRIDE
-    )  # [columns, then lines]
+    # [columns, then lines]
+    at = torch.arange(1, 1 + _WORDS + lines, dtype=torch.int64, device=device) * signed(_STRIDE)
     mixed = at.bitwise_xor_((at >> 32).bitwise_and_(0xFFFFFFFF))
     mixed[:_WORDS].bitwise_or_(1)
     mixed[_WORDS:].bitwise_and_(-2)

@@ -152,9 +152,8 @@ def product_in_order(weights: Tensor, vectors: Tensor) -> Tensor:
         weights.device.type == "cpu"
         and vectors.shape[0] == vectors.shape[1] in kernel_library.KERNEL_CHUNKS
     ):
-        library = (
-            kernel_library.load_library()
-        )  # exact: replicas with and without the kernel have the same bits
+        # exact: replicas with and without the kernel have the same bits
+        library = kernel_library.load_library()
         if library:
             return library.product(weights.contiguous(), vectors.contiguous())
     every = torch.arange(weights.shape[1], dtype=torch.int32, device=weights.device)

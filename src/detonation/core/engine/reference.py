@@ -327,9 +327,8 @@ class ReferenceEngine(Rule):
             may_be_message = isinstance(self.codec.basis, Identity) and isinstance(
                 received.aggregation, Mean
             )
-            may_be_message &= (
-                self.codec.selection.k == self.layout.chunk >= received.width
-            )  # of one replica
+            # of one replica
+            may_be_message &= self.codec.selection.k == self.layout.chunk >= received.width
             moved, signs = (
                 block.cut(weights),
                 block.layout.views(part.sign() if may_be_message else part.sign_()),

@@ -61,14 +61,12 @@ def selected_at_once(codec: Codec, rows: int, room: Room) -> tuple[int, int]:
         return (_rows(rows, 8, room, 9),) * 2  # a bucket may end a little later
     k, line, message = codec.selection.k, 4 * codec.selection.chunk, codec.nbytes(UNIT) // UNIT
     if is_heavy(codec):
-        kept = (
-            message + k * codec.index_coding.dtype.itemsize * codec.selection.shared
-        )  # for the update
+        # for the update
+        kept = message + k * codec.index_coding.dtype.itemsize * codec.selection.shared
     else:
         kept = message + kept_until_sent(codec) - 4 * k * (codec.precision == FP32)
-    free = line + BUCKETS * (
-        2 * message - kept
-    )  # the messages that are sent and received have not been made
+    # the messages that are sent and received have not been made
+    free = line + BUCKETS * (2 * message - kept)
     transformed = (
         0
         if isinstance(codec.basis, Identity)
@@ -129,12 +127,10 @@ def _decoded(codec: Codec, width: int) -> int:
     if codec.dense:
         return line if codec.precision == FP32 else 2 * line
     one_pass = not codec.selection.shared and codec.selection.chunk <= ONE_PASS_CHUNK
-    summed = line + (
-        12 * width if one_pass else 16 * k
-    )  # values, places, and bags of a sum in one pass
-    few = isinstance(codec.basis, DCT) and width <= most_summed(
-        codec.selection.chunk
-    )  # which need no product
+    # values, places, and bags of a sum in one pass
+    summed = line + (12 * width if one_pass else 16 * k)
+    # which need no product
+    few = isinstance(codec.basis, DCT) and width <= most_summed(codec.selection.chunk)
     products = (
         1 if few or isinstance(codec.basis, Identity) else 3 if isinstance(codec.basis, DCT) else 6
     )

@@ -1,4 +1,4 @@
-"""Kept rows: rows of a memory as they were before a step that may have to be undone there."""
+"""Kept rows: a copy of rows of a memory before a step, to undo the step in them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 class KeptRows:
-    """Rows of `memory` as they are now.
+    """A copy of rows of `memory`.
 
     Args:
         memory: `[rows, n]`.
-        numbers: The number of the parameter of each row, below 0 for a row that is not kept;
-            `[rows]` int64 on the host.
+        numbers: Number of the parameter of each row, below 0 for a row that is not copied; `[rows]`
+            int64 on the host.
     """
 
     def __init__(self, memory: Tensor, numbers: Tensor) -> None:
@@ -28,12 +28,13 @@ class KeptRows:
         self._is_change = False
 
     def become_change(self) -> None:
-        """Keeps what has changed in the rows since: other steps change them before `restore`."""
+        """Replaces the copy by the change since, if further steps change the rows before
+        `restore`."""
         self._kept = self._kept - self._memory[self._rows.to(self._memory.device)]
         self._is_change = True
 
     def restore(self, parameters: Collection[int]) -> None:
-        """Undoes what was done since in the rows of `parameters`."""
+        """Undoes the change in the rows of `parameters`."""
         if not parameters:
             return
         chosen = torch.isin(self._numbers, _on_host(parameters))
@@ -45,12 +46,15 @@ class KeptRows:
             self._memory.index_copy_(0, rows, kept)
 
     def forget(self) -> None:
-        """Keeps no row any more."""
+        """Drops all rows."""
         self._rows = self._rows[:0]
         self._numbers = self._numbers[:0]
         self._kept = self._kept[:0]
 
 
 def _on_host(numbers: Collection[int]) -> Tensor:
-    """Numbers in rising order, `[n]` int64 on the host."""
+    """The numbers in rising order.
+
+    Shapes: -> `[n]` int64 on the host.
+    """
     return torch.tensor(sorted(numbers), dtype=torch.int64, device="cpu")

@@ -1,10 +1,10 @@
-"""Flat: the local shards of many parameters seen as one `[rows, chunk]` matrix, in chunks or in
-tiles."""
+"""Layouts of a flat: which rows of the `[rows, chunk]` matrix hold which parameter, and how."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The squares of `side` x `side` coordinates that cover a matrix, zero-padded at its lower and
-    right edge.
+    """Squares of `side` x `side` coordinates that cover a matrix. Zeros pad its lower and right
+    edge.
 
-    Tile [i, j] is row i * across + j, in row-major order.
+    Tile [i, j] is row i * across + j.
     """
 
     height: int
@@ -30,14 +30,19 @@ class Tiles:
 
     @classmethod
     def of(cls, shape: Sequence[int], side: int) -> Tiles | None:
-        """The tiles of a parameter, folded to [first, rest]; None for one that does not fill a
-        single tile.
+        """The tiles of a parameter, reshaped to [first, rest]; None if it does not fill a single
+        tile.
 
         >>> Tiles.of((65, 64), 64).rows, Tiles.of((128, 3, 5, 5), 64).rows, Tiles.of((63, 999), 64)
         (2, 4, None)
         """
-        height, width = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (0, 0)
-        return cls(height, width, side) if side and min(height, width) >= side else None
+        if not side or len(shape) < 2:
+            return None
+        height = shape[0]
+        width = math.prod(shape[1:])
+        if min(height, width) < side:
+            return None
+        return cls(height, width, side)
 
     @property
     def down(self) -> int:
@@ -52,21 +57,18 @@ class Tiles:
         return self.down * self.across
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """The tiles of `tensor`, in memory of their own.
+        """Copies the tiles of `tensor`.
 
         Shapes: any of height * width elements -> `[rows, side * side]`.
         """
         side = self.side
         missing = (0, self.across * side - self.width, 0, self.down * side - self.height)
         padded = torch.nn.functional.pad(tensor.reshape(self.height, self.width), missing)
-        return (
-            padded.view(self.down, side, self.across, side)
-            .transpose(1, 2)
-            .reshape(self.rows, side * side)
-        )
+        squares = padded.view(self.down, side, self.across, side).transpose(1, 2)
+        return squares.reshape(self.rows, side * side)
 
     def join(self, tiles: Tensor) -> Tensor:
-        """The inverse of `cut`, in memory of its own.
+        """The inverse of `cut`, as a copy.
 
         Shapes: `[rows, side * side]` -> `[height, width]`.
         """
@@ -78,17 +80,17 @@ class Tiles:
 FragmentUnit = Literal["parameter", "block"]
 
 CACHE_BLOCK = 330_000
-"""Coordinates per operation of plain torch on a CPU: few enough for its cache, and enough to pay
-for the call.
+"""Coordinates per operation of plain torch on a CPU: few enough for its cache, and enough to
+outweigh the call.
 
-Not a power of two: neighbouring lines would compete for the same places in the cache.
+Not a power of two: neighbouring lines would map to the same cache sets.
 """
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The position of one parameter's local shard: `rows` rows from row `row` on, in chunks or in
-    tiles."""
+    """The position of one parameter's local shard in the flat: `rows` rows from row `row` on, in
+    chunks or in tiles."""
 
     name: str
     shape: tuple[int, ...]
@@ -98,17 +100,20 @@ class Slot:
 
     @cached_property
     def numel(self) -> int:
-        """The number of coordinates without the padding."""
+        """Number of coordinates without the padding."""
         return math.prod(self.shape)
 
     def strips(self, rows: int) -> Iterator[tuple[int, Slot, int]]:
-        """The slot in parts, each as a slot of its own: lines of about `rows` tiles, or all of a
-        parameter in chunks.
+        """Cuts the slot between lines of tiles into parts of about `rows` tiles. A parameter in
+        chunks is one part.
 
-        Yields the first row of each within this slot, the part, and its first coordinate.
+        Yields the first row of each part within this slot, the part as a slot, and its first
+        coordinate.
         """
         tiles = self.tiles
-        lines = max(1, rows // tiles.across) if tiles else 0
+        lines = 0
+        if tiles:
+            lines = max(1, rows // tiles.across)
         if tiles is None or lines >= tiles.down:
             yield 0, replace(self, row=0), 0
             return
@@ -123,10 +128,9 @@ class Slot:
 class Layout:
     """The assignment of rows of the flat matrix to parameters.
 
-    A row is `chunk` neighbouring coordinates of one parameter or, with `tile`, a square of tile x
-    tile coordinates of a matrix that fills at least one such square; `chunk` is then tile * tile.
-    The end of a parameter is zero-padded; the chunk never shrinks to a divisor. An empty local
-    shard has no rows, a scalar has one.
+    A row holds `chunk` consecutive coordinates of one parameter. With `tile`, `chunk` is tile *
+    tile, and each row of a matrix that fills at least one tile holds a tile of it. Zeros pad the
+    end of a parameter. An empty local shard has no rows, a scalar has one.
     """
 
     chunk: int
@@ -135,15 +139,19 @@ class Layout:
 
     @classmethod
     def of(cls, shapes: Mapping[str, Sequence[int]], chunk: int, tile: int = 0) -> Layout:
-        """The layout of local shards with these `shapes`, by parameter name, in the order given.
+        """The layout of local shards with these `shapes`, by parameter name, in this order.
 
         >>> Layout.of({"weight": (3, 30), "bias": (3,)}, chunk=64).rows
         3
         """
-        slots, row = [], 0
+        slots = []
+        row = 0
         for name, shape in shapes.items():
             tiles = Tiles.of(shape, tile)
-            rows = tiles.rows if tiles else -(-math.prod(shape) // chunk)
+            if tiles:
+                rows = tiles.rows
+            else:
+                rows = -(-math.prod(shape) // chunk)
             slots.append(Slot(name, tuple(shape), row, rows, tiles))
             row += rows
         return cls(chunk, tuple(slots), tile)
@@ -151,35 +159,36 @@ class Layout:
     def fragments(
         self, count: int, unit: FragmentUnit = "parameter", sizes: Mapping[str, int] | None = None
     ) -> list[Layout]:
-        """The layouts of `count` parts of nearly equal size: none exceeds the mean by more than the
-        largest unit.
+        """The layouts of `count` fragments of nearly equal size: none exceeds the mean by more than
+        the largest unit.
 
-        The units go to the lightest fragment, the largest first, and in the order of the model
-        where they are equally large. Equal layers are thus dealt out in turns.
+        Units go to the smallest fragment, the largest unit first, equal units in the order of the
+        model. Equal layers are thus assigned round robin.
 
         Args:
             count: At least 1.
-            unit: "parameter", or "block" for the parameters whose names are equal up to the first
-                number (layers.3), which then stay together.
-            sizes: Coordinates of each parameter over all shards, by name, so that all shards divide
-                alike; those of this layout when left out.
+            unit: "parameter", or "block" to keep parameters together whose names are equal up to
+                the first number (layers.3).
+            sizes: Number of coordinates of each parameter over all shards, by name, so that every
+                shard is divided alike; by default the sizes in this layout.
 
-        >>> layout = Layout.of({"0.weight": (8, 8), "0.bias": (8,), "1.weight": (8, 8), "1.bias": (8,)}, chunk=4)
+        >>> shapes = {"0.weight": (8, 8), "0.bias": (8,), "1.weight": (8, 8), "1.bias": (8,)}
+        >>> layout = Layout.of(shapes, chunk=4)
         >>> [[slot.name for slot in fragment.slots] for fragment in layout.fragments(2)]
         [['0.weight', '0.bias'], ['1.weight', '1.bias']]
         """
         if count == 1:
             return [self]
-        weights: dict[str, int] = {}
+        if sizes is None:
+            sizes = {slot.name: slot.numel for slot in self.slots}
+        size_of: Counter[str] = Counter()
         for slot in self.slots:
-            key = _unit_of(slot.name, unit)
-            weights[key] = weights.get(key, 0) + (slot.numel if sizes is None else sizes[slot.name])
-        loads, fragment_of = [0] * count, dict[str, int]()
-        for key in sorted(
-            weights, key=weights.__getitem__, reverse=True
-        ):  # stable: equal ones stay in order
+            size_of[_unit_of(slot.name, unit)] += sizes[slot.name]
+        loads = [0] * count
+        fragment_of: dict[str, int] = {}
+        for key, size in size_of.most_common():  # equal ones in the order of the model
             fragment_of[key] = lightest = loads.index(min(loads))
-            loads[lightest] += weights[key]
+            loads[lightest] += size
         shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in range(count)]
         for slot in self.slots:
             shapes[fragment_of[_unit_of(slot.name, unit)]][slot.name] = slot.shape
@@ -187,29 +196,28 @@ class Layout:
 
     @cached_property
     def rows(self) -> int:
-        """The number of rows of the flat."""
-        return self.slots[-1].row + self.slots[-1].rows if self.slots else 0
+        """Number of rows of the flat."""
+        return sum(slot.rows for slot in self.slots)
 
     @cached_property
     def numel(self) -> int:
-        """The number of coordinates without the padding."""
+        """Number of coordinates without the padding."""
         return sum(slot.numel for slot in self.slots)
 
     @cached_property
     def tiled(self) -> bool:
-        """True if a parameter lies in tiles."""
+        """True if a parameter is in tiles."""
         return any(slot.tiles for slot in self.slots)
 
     def zeros(self, device: torch.device) -> Tensor:
-        """A flat matrix of zeros: fp32, because a decay close to 1 does not change a bf16 number.
+        """A flat matrix of zeros in fp32: in bf16 a decay close to 1 would not change a number.
 
         Shapes: -> `[rows, chunk]` fp32.
         """
         return torch.zeros(self.rows, self.chunk, dtype=torch.float32, device=device)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The parts of `flat` in the local shape of each parameter, sharing memory; not for a
-        layout in tiles.
+        """Views of `flat` in the local shape of each parameter. Not for a layout in tiles.
 
         Shapes: `[rows, chunk]` -> one local shape per parameter.
         """
@@ -220,50 +228,57 @@ class Layout:
         return [line[start:stop].view(slot.shape) for slot, start, stop in self._spans]
 
     def parts(self, flat: Tensor) -> list[Tensor]:
-        """The parts of `flat` to read in the local shape of each parameter: views, or copies of
+        """The values of each parameter in its local shape, to read: views of `flat`, or copies for
         parameters in tiles.
 
         Shapes: `[rows, chunk]` -> one local shape per parameter.
         """
         if not self.tiled:
             return self.views(flat)
-        pairs = zip(self.slots, self._row_views(flat), strict=True)
-        return [
-            slot.tiles.join(part).reshape(slot.shape) if slot.tiles else part
-            for slot, part in pairs
-        ]
+        found = self._row_views(flat)
+        for number, slot in enumerate(self.slots):
+            if slot.tiles:
+                found[number] = slot.tiles.join(found[number]).reshape(slot.shape)
+        return found
 
     def scatter(self, parts: Iterable[Tensor], targets: Sequence[Tensor]) -> None:
         """Writes `parts`, consecutive rows of a flat, into `targets`.
 
-        Shapes: parts `[some rows, chunk]` each; targets contiguous, one local shape per parameter.
+        Shapes: parts `[n, chunk]` each; targets contiguous, one local shape per parameter.
         """
-        lines, at = [t.view(-1) for t in targets], 0
+        lines = [target.view(-1) for target in targets]
+        at = 0
         for part in parts:
-            line, pairs, end = part.reshape(-1), [], at + part.numel()
+            line = part.reshape(-1)
+            end = at + part.numel()
+            pairs = []
             for (_, start, stop), target in zip(self._spans, lines, strict=True):
-                low, high = max(at, start), min(end, stop)
+                low = max(at, start)
+                high = min(end, stop)
                 if low < high:
                     pairs.append((target[low - start : high - start], line[low - at : high - at]))
             copy([target for target, _ in pairs], [source for _, source in pairs])
             at = end
-            del part, line, pairs  # before the next one is made
+            del part, line, pairs  # free the part before the next one is made
 
     def write(self, flat: Tensor, tensors: Sequence[Tensor | None]) -> None:
-        """Writes `tensors` into their parts of `flat`; the part of an absent tensor and the padding
-        do not change.
+        """Writes `tensors` into `flat`. Coordinates of absent tensors and the padding do not
+        change.
 
         Shapes: one local shape per parameter -> `[rows, chunk]`.
         """
         if not self.tiled:
             copy(self.views(flat), tensors)
             return
-        pairs = zip(self.slots, tensors, strict=True)
-        sources = [slot.tiles.cut(t) if slot.tiles and t is not None else t for slot, t in pairs]
+        sources = []
+        for slot, tensor in zip(self.slots, tensors, strict=True):
+            if slot.tiles and tensor is not None:
+                tensor = slot.tiles.cut(tensor)
+            sources.append(tensor)
         copy(self._row_views(flat), sources)
 
     def fill(self, flat: Tensor, tensors: Sequence[Tensor | None]) -> None:
-        """Makes `flat` hold `tensors`; an absent tensor and the padding are zero.
+        """Writes `tensors` into `flat`, and zeros for absent tensors and the padding.
 
         Shapes: one local shape per parameter -> `[rows, chunk]`.
         """
@@ -279,23 +294,19 @@ class Layout:
 
         Shapes: -> `[padded]` int64.
         """
-        found = []
+        found = [torch.empty(0, dtype=torch.int64, device=device)]
         for slot, start, stop in self._spans:
             if slot.tiles:
-                inside = slot.tiles.cut(
-                    torch.ones(slot.shape, dtype=torch.bool, device="cpu")
-                ).view(-1)
-                found.append(inside.logical_not().nonzero().view(-1).to(device) + start)
+                inside = slot.tiles.cut(torch.ones(slot.shape, dtype=torch.bool, device="cpu"))
+                outside = inside.view(-1).logical_not().nonzero().view(-1)
+                found.append(outside.to(device) + start)
             else:
-                found.append(
-                    torch.arange(
-                        stop, start + slot.rows * self.chunk, dtype=torch.int64, device=device
-                    )
-                )
-        return torch.cat(found or [torch.empty(0, dtype=torch.long, device=device)])
+                end = start + slot.rows * self.chunk
+                found.append(torch.arange(stop, end, dtype=torch.int64, device=device))
+        return torch.cat(found)
 
     def row_numbers(self, parameters: Iterable[int]) -> Tensor:
-        """The number of the parameter of each row, for some `parameters`; -1 in all other rows.
+        """The number of the parameter of each row; -1 in rows of parameters not in `parameters`.
 
         Shapes: -> `[rows]` int64 on the host.
         """
@@ -316,35 +327,36 @@ class Layout:
 
     @cached_property
     def _spans(self) -> list[tuple[Slot, int, int]]:
-        """Each slot, and the positions in the flattened matrix where its coordinates begin and end."""
-        starts = [slot.row * self.chunk for slot in self.slots]
-        return [
-            (slot, start, start + slot.numel)
-            for slot, start in zip(self.slots, starts, strict=True)
-        ]
+        """Each slot, and the positions in the flattened matrix at which its coordinates begin and
+        end."""
+        found = []
+        for slot in self.slots:
+            start = slot.row * self.chunk
+            found.append((slot, start, start + slot.numel))
+        return found
 
     def _row_views(self, flat: Tensor) -> list[Tensor]:
-        """The rows of each slot in tiles, and the coordinates of each other slot in the shape of
-        its parameter."""
+        """Views of each slot: its rows if it is in tiles, else its coordinates in the shape of the
+        parameter."""
         line = flat.view(-1)
-        return [
-            (
-                flat[slot.row : slot.row + slot.rows]
-                if slot.tiles
-                else line[start:stop].view(slot.shape)
-            )
-            for slot, start, stop in self._spans
-        ]
+        found = []
+        for slot, start, stop in self._spans:
+            if slot.tiles:
+                found.append(flat[slot.row : slot.row + slot.rows])
+            else:
+                found.append(line[start:stop].view(slot.shape))
+        return found
 
 
 def _unit_of(name: str, unit: FragmentUnit) -> str:
-    """The name of the unit of a parameter.
+    """The name of the unit that contains a parameter.
 
     >>> _unit_of("model.layers.3.mlp.up.weight", "block"), _unit_of("model.norm.weight", "block")
     ('model.layers.3', 'model.norm.weight')
     """
-    block = re.match(r"(?:[^.]+\.)*?\d+(?=\.)", name) if unit == "block" else None
-    return block[0] if block else name
+    if unit == "block" and (block := re.match(r"(?:[^.]+\.)*?\d+(?=\.)", name)):
+        return block[0]
+    return name
 
 
 def copy(targets: Sequence[Tensor], sources: Sequence[Tensor | None]) -> None:

@@ -1,4 +1,4 @@
-"""Row owners: the rows that each replica aggregates for all."""
+"""Row owners: which replica aggregates which rows for all replicas."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RowOwners:
-    """Assigns `rows` rows to `replicas` in turns of `run` rows each; the remainder is split into
+    """Assigns `rows` rows to `replicas`: round robin in runs of `run` rows, and the remainder in
     equal parts.
 
-    The rows up to the end of any turn therefore have the same owners alone as in the whole.
+    A bucket that begins and ends at full rounds therefore has the same owners alone as in the whole
+    flat.
     """
 
     rows: int
@@ -29,27 +30,29 @@ class RowOwners:
 
     @cached_property
     def owned(self) -> int:
-        """The number of rows that each replica owns; the last ones may be padding."""
+        """Number of rows that each replica owns. The last ones may be padding."""
         return -(-self.rows // self.replicas)
 
     @property
     def in_turns(self) -> int:
-        """The rows of each replica that are dealt in turns."""
+        """Number of rows of each replica that are assigned round robin."""
         return self._turns * self.run
 
     def of_bucket(self, rows: int) -> RowOwners:
-        """The owners of `rows` rows that begin where a round of turns begins."""
-        return self if rows == self.rows else RowOwners(rows, self.replicas, self.run)
+        """The owners of a bucket of `rows` rows that begins at a full round."""
+        if rows == self.rows:
+            return self
+        return RowOwners(rows, self.replicas, self.run)
 
     @cached_property
     def missing(self) -> int:
-        """The rows of padding."""
+        """Number of padding rows."""
         return self.owned * self.replicas - self.rows
 
     def deal(self, lines: Tensor, padding: Tensor | None = None) -> Tensor:
         """The lines of each owner, in order.
 
-        Shapes: lines `[rows, n]`, padding `[n]`, zeros where it is None -> `[replicas, owned, n]`.
+        Shapes: lines `[rows, n]`, padding `[n]` (None: zeros) -> `[replicas, owned, n]`.
         """
         return self.deal_each([(lines, padding)])[0]
 
@@ -58,11 +61,14 @@ class RowOwners:
 
         Shapes: as in `deal`, for each.
         """
-        found = [each.new_empty(self.replicas, self.owned, each.shape[1]) for each, _ in lines]
-        pairs = self._pairs([each for each, _ in lines], found)
-        for (each, padding), parts in zip(lines, found, strict=True) if self.missing else ():
-            filled = each.new_zeros(each.shape[1]) if padding is None else padding
-            pairs += [(free, filled.expand_as(free)) for free in self._free(parts)]
+        matrices = [each for each, _ in lines]
+        found = [each.new_empty(self.replicas, self.owned, each.shape[1]) for each in matrices]
+        pairs = self._pairs(matrices, found)
+        if self.missing:
+            for (each, padding), parts in zip(lines, found, strict=True):
+                if padding is None:
+                    padding = each.new_zeros(each.shape[1])
+                pairs += [(free, padding.expand_as(free)) for free in self._free(parts)]
         copy([target for target, _ in pairs], [source for _, source in pairs])
         return found
 
@@ -71,9 +77,9 @@ class RowOwners:
 
         Shapes: `[replicas, owned, n]`, or `[owned, n]` of each owner -> `[rows, n]`.
         """
-        return self.collect_each(
-            [parts if isinstance(parts, torch.Tensor) else torch.stack(list(parts))]
-        )[0]
+        if not isinstance(parts, torch.Tensor):
+            parts = torch.stack(list(parts))
+        return self.collect_each([parts])[0]
 
     def collect_each(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """`collect` for several matrices, in one operation.
@@ -88,28 +94,38 @@ class RowOwners:
     def _pairs(
         self, matrices: Sequence[Tensor], dealt: Sequence[Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
-        """The dealt and the undealt rows, in the same shape: those in turns, and the remainders of
-        the owners."""
-        own, pairs = self._turns * self.run, []
-        begin, rest = self.replicas * own, self.owned - own
-        whole, left = divmod(self.rows - begin, rest) if rest else (0, 0)
+        """Pairs of views of `dealt` and `matrices` with the same shape and content: the rows that
+        are assigned round robin, then the remainders of the owners."""
+        pairs = []
+        own = self._turns * self.run
+        begin = self.replicas * own
+        rest = self.owned - own  # rows of each owner in the remainder
+        whole, left = self._remainder
+        end = begin + whole * rest
         for lines, parts in zip(matrices, dealt, strict=True):
             n = lines.shape[1]
             turns = lines[:begin].view(self._turns, self.replicas, self.run, n).transpose(0, 1)
             pairs.append((parts[:, :own].view(self.replicas, self._turns, self.run, n), turns))
-            pairs.append(
-                (parts[:whole, own:], lines[begin : begin + whole * rest].view(whole, rest, n))
-            )
+            pairs.append((parts[:whole, own:], lines[begin:end].view(whole, rest, n)))
             if left:
-                pairs.append((parts[whole, own : own + left], lines[begin + whole * rest :]))
+                pairs.append((parts[whole, own : own + left], lines[end:]))
         return pairs
 
     def _free(self, parts: Tensor) -> list[Tensor]:
         """The padding of `parts`."""
-        rest = self.owned - self._turns * self.run
-        whole, left = divmod(self.rows - self.replicas * self._turns * self.run, rest)
-        return [parts[whole, self.owned - rest + left :], parts[whole + 1 :, self.owned - rest :]]
+        own = self._turns * self.run
+        whole, left = self._remainder
+        return [parts[whole, own + left :], parts[whole + 1 :, own:]]
+
+    @cached_property
+    def _remainder(self) -> tuple[int, int]:
+        """Number of owners with a full part of the remainder, and the rows of the next one."""
+        own = self._turns * self.run
+        if own == self.owned:
+            return 0, 0
+        return divmod(self.rows - self.replicas * own, self.owned - own)
 
     @cached_property
     def _turns(self) -> int:
+        """Number of full rounds."""
         return self.rows // (self.replicas * self.run)

@@ -1,5 +1,4 @@
-"""The padding rows of embeddings, which stay where they are unless a replica has a gradient of
-them."""
+"""Padding rows of embeddings: they do not change unless a replica has a gradient for them."""
 
 from collections import Counter
 from typing import Any
@@ -16,8 +15,8 @@ _USED = "padding_row_is_used"
 def note_padding(model: nn.Module) -> None:
     """Notes the `padding_row` of each embedding with a `padding_idx`, on the shard that holds it.
 
-    Not where another module uses the weights, too, or `use_rows` was told that somebody does: an
-    output layer gives that row a gradient.
+    Skips weights that another module, such as an output layer, also uses, and weights marked by
+    `mark_used`: their padding row gets a gradient.
     """
     users = Counter(id(p) for module in model.modules() for p in module._parameters.values())
     for module in model.modules():
@@ -29,15 +28,16 @@ def note_padding(model: nn.Module) -> None:
                 first = chunk.offsets[0]
             row = module.padding_idx - first
             used = users[id(weight)] > 1 or getattr(weight, _USED, False)
-            held = 0 <= row < len(local(weight)) and not used
-            weight.padding_row = row if held else None
+            weight.padding_row = None
+            if 0 <= row < len(local(weight)) and not used:
+                weight.padding_row = row
 
 
 def used_rows(model: nn.Module) -> list[str]:
-    """The names of the embeddings whose padding rows have a gradient, as all replicas found."""
+    """Names of the embedding weights that `mark_used` marked: their padding rows get gradients."""
     return [bare_name(name) for name, p in model.named_parameters() if getattr(p, _USED, False)]
 
 
 def mark_used(parameter: Tensor, used: bool = True) -> None:
-    """Notes whether the padding row of `parameter` moves."""
+    """Notes whether the padding row of `parameter` gets a gradient."""
     setattr(parameter, _USED, used)

@@ -1,4 +1,4 @@
-"""Buckets: runs of rows of a flat, and the pieces of parameters that lie in them."""
+"""Buckets: consecutive rows of a flat, and the parts of parameters in them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ if TYPE_CHECKING:
 
     T = TypeVar("T", Tensor, Tensor | None)
 
-BUCKETS, SMALL_BUCKETS = 4, 8
-"""The most buckets that a flat is cut into; the second where the network adds up the messages, or a
-round ends. Each costs an accelerator some launches: a sum the fewest, and rounds are rare. Small
-ones take less memory."""
+BUCKETS = 4
+"""Largest number of buckets of a flat. On an accelerator each bucket costs kernel launches."""
+SMALL_BUCKETS = 8
+"""Largest number of buckets if the network adds up the messages, or at the end of a round. A sum
+needs fewer launches per bucket, and rounds are rare; smaller buckets take less memory."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """The coordinates from `start` to below `stop` of the flattened local shard of parameter number
-    `index`."""
+    """Coordinates `start` to `stop`, `stop` excluded, of the flattened local shard of parameter
+    number `index`."""
 
     index: int
     start: int
@@ -32,8 +33,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The rows of a layout from row `first` on: a layout of the pieces of parameters that lie in
-    them."""
+    """Rows of a layout from row `first` on, with a layout of the parts of parameters in them."""
 
     first: int
     layout: Layout
@@ -43,63 +43,58 @@ class Bucket:
     @classmethod
     def whole(cls, layout: Layout) -> Bucket:
         """All rows of `layout`."""
-        return cls(
-            0,
-            layout,
-            tuple(Span(i, 0, slot.numel) for i, slot in enumerate(layout.slots)),
-            is_whole=True,
-        )
+        pieces = tuple(Span(i, 0, slot.numel) for i, slot in enumerate(layout.slots))
+        return cls(0, layout, pieces, is_whole=True)
 
     @classmethod
     def of(cls, layout: Layout, first: int, end: int) -> Bucket:
-        """The rows of `layout` from `first` to below `end`."""
+        """Rows `first` to `end`, `end` excluded, of `layout`."""
         pieces: list[Span] = []
         shapes: dict[str, tuple[int, ...]] = {}
         for index, slot in enumerate(layout.slots):
-            start, stop = (
-                max(first - slot.row, 0) * layout.chunk,
-                min((end - slot.row) * layout.chunk, slot.numel),
-            )
+            start = max(first - slot.row, 0) * layout.chunk
+            stop = min((end - slot.row) * layout.chunk, slot.numel)
             if start < stop:
                 pieces.append(Span(index, start, stop))
-                shapes[slot.name] = slot.shape if stop - start == slot.numel else (stop - start,)
+                shapes[slot.name] = (stop - start,)
+                if stop - start == slot.numel:
+                    shapes[slot.name] = slot.shape
         return cls(first, Layout.of(shapes, layout.chunk), tuple(pieces))
 
     @classmethod
     def strips(cls, layout: Layout, rows: int) -> list[Bucket]:
-        """The rows of `layout` parameter by parameter, a matrix in tiles in whole lines of about
-        `rows` tiles."""
+        """The buckets of `layout` parameter by parameter; a parameter in tiles is cut into strips
+        of about `rows` tiles, see `Slot.strips`."""
         found = []
         for index, slot in enumerate(layout.slots):
             for first, strip, start in slot.strips(rows):
                 of_one = Layout(layout.chunk, (strip,), layout.tile)
-                found.append(
-                    cls(slot.row + first, of_one, (Span(index, start, start + strip.numel),))
-                )
+                span = Span(index, start, start + strip.numel)
+                found.append(cls(slot.row + first, of_one, (span,)))
         return found
 
     @cached_property
     def rows(self) -> slice:
-        """Its rows in the whole flat."""
+        """The rows of the bucket in the whole flat."""
         return slice(self.first, self.first + self.layout.rows)
 
     @cached_property
     def parameters(self) -> frozenset[int]:
-        """The numbers of the parameters that have a piece in the bucket."""
+        """Numbers of the parameters with coordinates in the bucket."""
         return frozenset(piece.index for piece in self.pieces)
 
     def cut(self, tensors: Sequence[T]) -> Sequence[T]:
-        """The pieces of `tensors` that lie in the bucket; a piece of a contiguous tensor shares its
-        memory.
+        """The parts of `tensors` in the bucket. A part of a contiguous tensor shares its memory.
 
         Shapes: one local shape per parameter -> one per piece: the local shape, or `[n]` for a part
         of it.
         """
         if self.is_whole:
             return tensors
-        return [
-            tensor
-            if (tensor := tensors[p.index]) is None or tensor.numel() == p.stop - p.start
-            else tensor.reshape(-1)[p.start : p.stop]
-            for p in self.pieces
-        ]
+        found = []
+        for piece in self.pieces:
+            tensor = tensors[piece.index]
+            if tensor is not None and tensor.numel() > piece.stop - piece.start:
+                tensor = tensor.reshape(-1)[piece.start : piece.stop]
+            found.append(tensor)
+        return found

@@ -1,4 +1,4 @@
-"""Local tensors: the part of parameters and gradients that lives on this rank."""
+"""Local tensors: the shards of parameters and gradients on this rank."""
 
 import ctypes
 import hashlib
@@ -14,7 +14,7 @@ _WRAPPERS = re.compile(r'(?<![^."])(?:_orig_mod|_checkpoint_wrapped_module)\.')
 
 
 def bare_name(name: str) -> str:
-    """The name of a parameter or buffer without what wrappers put into it: torch.compile,
+    """The name of a parameter or buffer without the prefixes of wrappers such as torch.compile and
     activation checkpointing.
 
     Example:
@@ -25,15 +25,19 @@ def bare_name(name: str) -> str:
 
 
 class Piece(Tensor):
-    """Rows of a parameter that replicate by themselves: a view of the local shard, and of its
+    """Rows of a parameter that are replicated by themselves: a view of the local shard, and of its
     gradient.
 
-    Replicas that cut a parameter at other rows have the same pieces, each on one rank of every
-    replica.
+    Replicas may shard a parameter at different rows. All have the same pieces, each on one rank of
+    every replica.
 
-    whole: The parameter. ranks: Those that hold this piece, one of each replica. offset: Its first
-    row in the parameter. rows: Its rows in the local shard. largest_shape: That of the largest
-    shard of any replica. cut: Cuts other parameters alike, by those who hold their pieces.
+    Attributes:
+        whole: The parameter.
+        ranks: The ranks that hold this piece, one of each replica.
+        offset: First row of the piece in the parameter.
+        rows: Rows of the piece in the local shard.
+        largest_shape: Shape of the largest shard of any replica.
+        cut: Cuts tensors at the same rows as their parameters, and groups the pieces by `ranks`.
     """
 
     whole: Tensor
@@ -44,39 +48,46 @@ class Piece(Tensor):
     largest_shape: tuple[int, ...]
     padding_row: int | None
     cut: Callable[[Mapping[str, Tensor]], Mapping[tuple[int, ...], Mapping[str, Tensor]]]
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # plain results
+    # operations return plain tensors
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def of(
         cls, whole: Tensor, ranks: tuple[int, ...], offset: int, rows: slice, largest: int
     ) -> "Piece":
-        """The `rows` of the local shard of `whole`; `largest` rows are in the largest shard of any
-        replica.
+        """The `rows` of the local shard of `whole`. The largest shard of any replica has `largest`
+        rows.
 
         Shapes: any with a first dimension -> `[len(rows), ...]`.
         """
         piece = Tensor._make_subclass(cls, local(whole.detach())[rows])
-        piece.whole, piece.ranks, piece.offset, piece.rows = whole, ranks, offset, rows
-        piece.whole_numel, piece.largest_shape = whole.numel(), (largest, *whole.shape[1:])
+        piece.whole = whole
+        piece.ranks = ranks
+        piece.offset = offset
+        piece.rows = rows
+        piece.whole_numel = whole.numel()
+        piece.largest_shape = (largest, *whole.shape[1:])
+        piece.padding_row = None
         row = padding_row(whole)
-        piece.padding_row = (
-            row - rows.start if row is not None and rows.start <= row < rows.stop else None
-        )
+        if row is not None and rows.start <= row < rows.stop:
+            piece.padding_row = row - rows.start
         return piece
 
     @property
     def grad(self) -> Tensor | None:
         gradient = self.whole.grad
-        return gradient if gradient is None or gradient.is_sparse else local(gradient)[self.rows]
+        if gradient is None or gradient.is_sparse:
+            return gradient
+        return local(gradient)[self.rows]
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        if self.whole.grad is None and gradient is not None:  # of zeros, to write into
+        if self.whole.grad is None and gradient is not None:  # zeros, to write into
             self.whole.grad = torch.zeros_like(self.whole)
 
 
 def cut_like(parameter: Tensor, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """`tensors`; or, where `parameter` is a `Piece`, the pieces of them that its ranks hold."""
+    """Returns `tensors`; if `parameter` is a `Piece`, their pieces on the same ranks."""
     if not isinstance(parameter, Piece):
         return tensors
     sharded = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
@@ -84,53 +95,50 @@ def cut_like(parameter: Tensor, tensors: Mapping[str, Tensor]) -> Mapping[str, T
 
 
 def whole_of(parameter: Tensor) -> Tensor:
-    """The parameter of which a `Piece` is a part; any other tensor itself."""
-    return parameter.whole if isinstance(parameter, Piece) else parameter
+    """The parameter that contains a `Piece`; any other tensor itself."""
+    if isinstance(parameter, Piece):
+        return parameter.whole
+    return parameter
 
 
 def state_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """The tensors that `optimizer` keeps of a parameter, as they lie on this rank; of a `Piece` its
-    rows of them."""
-    state = optimizer.state.get(whole_of(parameter), {})
-    found = {
-        key: local(tensor) for key, tensor in sorted(state.items()) if isinstance(tensor, Tensor)
-    }
-    if isinstance(parameter, Piece):
-        shard = local(parameter.whole).shape
-        found = {
-            key: tensor[parameter.rows] if tensor.shape == shard else tensor
-            for key, tensor in found.items()
-        }
+    """Local shards of the state tensors of a parameter in `optimizer`; for a `Piece` its rows of
+    them."""
+    found = {}
+    for key, value in sorted(optimizer.state.get(whole_of(parameter), {}).items()):
+        if not isinstance(value, Tensor):
+            continue
+        found[key] = local(value)
+        if isinstance(parameter, Piece) and found[key].shape == local(parameter.whole).shape:
+            found[key] = found[key][parameter.rows]
     return found
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of `tensor` that lives on this rank: the local shard of a DTensor, any other tensor
-    itself.
+    """The local shard of a DTensor; any other tensor itself.
 
     Shapes: any -> the local shape.
     """
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
 
 
 def whole_numel(tensor: Tensor) -> int:
-    """The elements of `tensor` over all shards: of a DTensor, or of a plain tensor that says so as
-    `whole_numel`."""
+    """Number of elements of `tensor` over all shards. A plain tensor that is a shard has an
+    attribute `whole_numel`."""
     return int(getattr(tensor, "whole_numel", tensor.numel()))
 
 
 def padding_row(tensor: Tensor) -> int | None:
-    """The row of this local shard that no gradient ever reaches, the padding of an embedding; None
-    without one.
-
-    Whoever knows the modules writes it to the tensor, as `padding_row`.
-    """
+    """The row of this local shard that never gets a gradient, the padding of an embedding; None
+    without one. `note_padding` sets it."""
     return getattr(tensor, "padding_row", None)
 
 
 def largest_local_shape(tensor: Tensor) -> tuple[int, ...]:
-    """The local shape of `tensor` on the rank that holds the largest shard, which all ranks can
-    tell."""
+    """The local shape of `tensor` on the rank with the largest shard. Every rank computes the
+    same."""
     if isinstance(tensor, Piece):
         return tensor.largest_shape
     shape = [*tensor.shape]
@@ -154,19 +162,24 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 
 def octets(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous host tensor, which lives as long as a view of it."""
+    """A view of the memory of a contiguous host tensor. It keeps the tensor alive."""
     array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr() or 1)
     array.owner = tensor  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
 
 
 def locals_of(parameters: Mapping[str, Tensor]) -> list[Tensor]:
-    """The part of each parameter that lives on this rank."""
-    return [p.to_local() if isinstance(p, DTensor) else p for p in parameters.values()]
+    """The local shard of each parameter."""
+    found = []
+    for parameter in parameters.values():
+        if isinstance(parameter, DTensor):  # not by `local`: a call per tensor and step
+            parameter = parameter.to_local()
+        found.append(parameter)
+    return found
 
 
 def local_gradients(parameters: Mapping[str, Tensor]) -> list[Tensor | None]:
-    """The local gradient of each parameter, laid out as the parameter is; None where there is none.
+    """The local gradient of each parameter, sharded like the parameter; None if it has none.
 
     Raises:
         ValueError: A gradient is sparse.
@@ -189,10 +202,10 @@ def local_gradients(parameters: Mapping[str, Tensor]) -> list[Tensor | None]:
 def gradients_to_fill(
     parameters: Mapping[str, Tensor], unused: Collection[int] = ()
 ) -> list[Tensor]:
-    """The local gradient of each parameter, to write into; created with zeros where there is none.
+    """The local gradient of each parameter, to write into. A missing one is created with zeros.
 
-    The parameters whose numbers are in `unused` have no gradient afterwards: what is written for
-    them goes to spare memory.
+    Parameters whose numbers are in `unused` get temporary memory instead, and have no gradient
+    afterwards.
     """
     found = []
     for number, parameter in enumerate(parameters.values()):
@@ -204,5 +217,7 @@ def gradients_to_fill(
             parameter.grad = torch.zeros_like(parameter)
         gradient = parameter.grad
         assert gradient is not None
-        found.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+        if isinstance(gradient, DTensor):
+            gradient = gradient.to_local()
+        found.append(gradient)
     return found

@@ -1,30 +1,23 @@
-"""Hooks on weights: where a room outside of core hears of weights that moved, and of a comparison
-of the replicas.
-
-They are empty unless a room attaches: whoever moves weights beside the steps of optimizers calls
-`moved`, and whoever compares the replicas calls `compared`.
-"""
+"""Hooks for packages outside of core: on weights that change without an optimizer step, and on a
+comparison of replicas."""
 
 from collections.abc import Callable
 
 from torch import nn
 
 ON_MOVE: list[Callable[[], object]] = []
-"""Called, on all ranks alike, after weights moved without a step of an optimizer."""
+"""Called on all ranks after weights changed without an optimizer step."""
 ON_COMPARISON: list[Callable[[nn.Module], object]] = []
-"""Called with the model where replicas are compared, and after rounds were completed.
-
-Collective.
-"""
+"""Called with the model when replicas are compared, and after rounds were completed. Collective."""
 
 
 def moved() -> None:
-    """Announces that weights moved without a step of an optimizer, on all ranks alike."""
+    """Calls the hooks after weights changed without an optimizer step. All ranks must call it."""
     for hook in ON_MOVE:
         hook()
 
 
 def compared(model: nn.Module) -> None:
-    """Announces that the replicas of `model` are compared. Collective."""
+    """Calls the hooks for a comparison of the replicas of `model`. Collective."""
     for hook in ON_COMPARISON:
         hook(model)

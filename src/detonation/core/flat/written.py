@@ -1,4 +1,4 @@
-"""Weights that others write: what changed since somebody looked, by the stamps of tensors."""
+"""Detection of weights that code outside of optimizer steps writes, by stamps of tensors."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -8,50 +8,54 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 Stamp = tuple[int, int, int]
-"""The identity of a tensor, its version, and the address of its memory."""
+"""Identity of a tensor, its version, and the address of its memory."""
 WeightPlace = tuple[Mapping[str, Parameter | None], str]
-"""The parameters of a module, and the name of one."""
+"""Parameters of a module, and the name of one."""
 
 
 def stamp(tensor: Tensor) -> Stamp:
-    """Numbers of which one is another after `tensor` was written, replaced, or given other memory.
+    """Numbers that change when `tensor` is written, replaced, or moved to other memory.
 
-    Reads nothing on a device. A write that torch does not count keeps them: by `tensor.data.copy_`,
-    in inference mode, or by a kernel that has the address alone.
+    Reads nothing from a device. Writes that torch does not count go unnoticed: `tensor.data.copy_`,
+    writes in inference mode, and kernels that only know the address.
     """
     mine: Any = getattr(tensor, "_local_tensor", tensor)
-    # a write to a DTensor counts on it alone, and one to its shard on the shard alone
-    version = _version(tensor) + (0 if mine is tensor else _version(mine))
-    # a subclass, such as a quantized weight, may have no address
-    address = mine.data_ptr() if type(mine) in (Tensor, Parameter) else 0
+    version = _version(tensor)
+    if mine is not tensor:  # a DTensor and its shard count their writes separately
+        version += _version(mine)
+    address = 0
+    if type(mine) in (Tensor, Parameter):  # other types, such as quantized weights, may have none
+        address = mine.data_ptr()
     return id(tensor), version, address
 
 
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    if tensor.is_inference():
+        return 0
+    return tensor._version
 
 
 @dataclass
 class WrittenWeights:
-    """Tells which weights were written since they were noted.
+    """Finds weights that were written since the last `note`.
 
-    Whoever moves weights notes them afterwards, so that what is found was written by others.
+    This library calls `note` whenever it has written weights itself.
     """
 
     places: Mapping[str, WeightPlace] = field(default_factory=dict)
-    """Where the model has each weight, by its name in the model."""
+    """The module and own name of each weight, by its name in the model."""
     _stamps: dict[str, Stamp] = field(default_factory=dict)
 
     def note(self) -> None:
-        """Takes the weights as they are now for known."""
+        """Notes the stamps of all weights."""
         self._stamps = {name: stamp(tensor) for name, tensor in self._tensors()}
 
     def forget(self) -> None:
-        """Finds nothing until the weights are noted again."""
+        """Forgets all stamps: `found` returns nothing until the next `note`."""
         self._stamps = {}
 
     def found(self) -> dict[str, Tensor]:
-        """The weights that were written since they were noted, by name."""
+        """Weights that were written since the last `note`, by name."""
         noted = self._stamps
         if not noted:
             return {}
@@ -65,7 +69,7 @@ class WrittenWeights:
 
 
 def weight_places(model: nn.Module) -> dict[str, WeightPlace]:
-    """Where `model` has each of its parameters, by the names of `named_parameters`."""
+    """The module and own name of each parameter of `model`, by its name in `named_parameters`."""
     modules = dict(model.named_modules())
     found = {}
     for name, _ in model.named_parameters():
@@ -75,7 +79,9 @@ def weight_places(model: nn.Module) -> dict[str, WeightPlace]:
 
 
 def first_names(names: Iterable[str], most: int = 3) -> str:
-    """The first of `names`, and how many there are more, for a message."""
+    """The first `most` names, and the number of further ones, for a message."""
     listed = list(names)
-    more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return ", ".join(listed[:most]) + more
+    text = ", ".join(listed[:most])
+    if len(listed) > most:
+        text += f" and {len(listed) - most} more"
+    return text

@@ -119,9 +119,8 @@ def resent(message: Tensor, sender: int) -> Tensor:
         return copy
     words = copy[:HEADER_BYTES].view(torch.int64)
     sealed = words[0] & ~(-1 << 56) == MAGIC
-    last = copy[
-        max(HEADER_BYTES, len(copy) - LINE_BYTES) :
-    ]  # which may end with padding of any content
+    # which may end with padding of any content
+    last = copy[max(HEADER_BYTES, len(copy) - LINE_BYTES) :]
     places = torch.arange(len(copy) - len(last), len(copy), dtype=torch.int64, device=copy.device)
     last.masked_fill_(sealed & (places >= HEADER_BYTES + words[4]), 0)
     words[3] = torch.where(sealed, sender << 32 | words[3] & 0xFFFFFFFF, words[3])

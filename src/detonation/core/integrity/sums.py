@@ -54,9 +54,8 @@ class SumGuard:
         # statuses have as many highest digits; marks take the rest of 256
         self._high = 1 + (self._most_said * self.statuses >> 16)
         marks, first = min(251, 256 // self._high - 1), (self._schema + 5 * place) % 251
-        self._marks = [
-            (1 + (first + step) % marks) * self._high for step in range(marks)
-        ]  # of steps, in turns
+        # of steps, in turns
+        self._marks = [(1 + (first + step) % marks) * self._high for step in range(marks)]
         self.noted = 0  # a digest of the sets that the replicas exchanged, see `Unused`
         self._sent = self._opened = 0
         self._received: dict[int, int] = {}  # digests by number of the exchange

@@ -193,9 +193,8 @@ class ProcessGroupCommunicator:
         if not self._own:
             return self._of_axis
         group = _group_beside(self._of_axis)
-        if (
-            self._is_gloo
-        ):  # NCCL ends a communicator on all ranks at once, which no collector of garbage does
+        if self._is_gloo:
+            # NCCL ends a communicator on all ranks at once, which no collector of garbage does
             weakref.finalize(self, _end, group).atexit = False
         return group
 
@@ -212,19 +211,18 @@ class ProcessGroupCommunicator:
 
         return wait
 
-    def all_gather(
-        self, mine: Tensor
-    ) -> Callable[[], Tensor]:  # [bytes] -> [replicas, bytes] uint8
+    def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:
+        # [bytes] -> [replicas, bytes] uint8
         return self._received(_all_gather, (self._size, len(mine)), mine)
 
-    def all_to_all(
-        self, mine: Tensor
-    ) -> Callable[[], Tensor]:  # [replicas * bytes] -> [replicas, bytes] uint8
+    def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
+        # [replicas * bytes] -> [replicas, bytes] uint8
         return self._received(dist.all_to_all_single, (self._size, len(mine) // self._size), mine)
 
     def _received(
         self, collective: Any, shape: tuple[int, int], mine: Tensor
-    ) -> Callable[[], Tensor]:  # -> shape
+    ) -> Callable[[], Tensor]:
+        # -> shape
         sent, copied = (mine, None) if self._staging is None else self._staging.to_host(mine)
         for index, free in enumerate(self._free):
             if free.shape == shape:
@@ -286,10 +284,11 @@ def _group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     timeout = max(each.options._timeout for each in backends)
     if options is not None:
         options._timeout = timeout
+    # else NCCL splits the world, with all its ranks
     bound, everyone.bound_device_id = (
         everyone.bound_device_id,
         None,
-    )  # else NCCL splits the world, with all its ranks
+    )
     try:
         make: Any = distributed_c10d._new_process_group_helper
         of_group = group.size(), group.rank(), ranks, backend, store, name

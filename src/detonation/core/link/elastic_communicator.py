@@ -127,9 +127,8 @@ class AgreedCommunicator:
     def __init__(self, between: RenumberedCommunicator, beside: Sequence[Communicator]) -> None:
         self._between, self._beside, self.size = between, beside, between.size
         self.all_gather = partial(self._rows, between.all_gather)
-        self.all_to_all = partial(
-            self._rows, between.all_to_all
-        )  # of which others may have received more, or less
+        # of which others may have received more, or less
+        self.all_to_all = partial(self._rows, between.all_to_all)
 
     def __getattr__(self, name: str) -> Any:  # replica and absent, as they are now
         return getattr(self._between, name)
@@ -155,9 +154,8 @@ class AgreedCommunicator:
             if self._alike(rows.device):
                 return rows
             absent = torch.tensor(sorted(self.absent), dtype=torch.int64, device=rows.device)
-            return rows.index_fill(
-                0, absent, 0
-            )  # of a copy: another replica may still need the rows
+            # of a copy: another replica may still need the rows
+            return rows.index_fill(0, absent, 0)
 
         return wait
 

@@ -38,16 +38,14 @@ class HierarchicalCommunicator:
 
         return wait
 
-    def all_gather(
-        self, mine: Tensor
-    ) -> Callable[[], Tensor]:  # [bytes] -> [replicas, bytes] uint8
+    def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:
+        # [bytes] -> [replicas, bytes] uint8
         return self._joined(
             self._slow.all_gather(self._own_part(mine.view(1, -1)).view(-1)), len(mine)
         )
 
-    def all_to_all(
-        self, mine: Tensor
-    ) -> Callable[[], Tensor]:  # [replicas * bytes] -> [replicas, bytes] uint8
+    def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
+        # [replicas * bytes] -> [replicas, bytes] uint8
         slices = mine.view(self.size(), -1)
         return self._joined(
             self._slow.all_to_all(self._own_part(slices).reshape(-1)), slices.shape[1]

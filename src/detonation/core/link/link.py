@@ -70,9 +70,8 @@ class Link:
             self._communicator, "recycle", lambda _: None
         )
         self.local_ranks = 1 if self._intra_node is None else self._intra_node.size()
-        self.send_to_all = partial(
-            send_to_all, self._inter_node
-        )  # not counted as sent, like what follows
+        # not counted as sent, like what follows
+        self.send_to_all = partial(send_to_all, self._inter_node)
         self.require_same = partial(require_same, self._inter_node, self._intra_node)
         self.bytes_sent = 0
         self.waited_s = 0.0

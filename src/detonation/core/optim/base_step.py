@@ -116,9 +116,8 @@ class _Lookout:
         self.is_away = False
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        moves = any(
-            group.get("lr", 1) != 0 for group in optimizer.param_groups
-        )  # else torch's helpers make state
+        # else torch's helpers make state
+        moves = any(group.get("lr", 1) != 0 for group in optimizer.param_groups)
         if self.users and moves and not self.is_away:
             raise RuntimeError(
                 f"the {type(optimizer).__name__} inside was stepped, which moves this replica"

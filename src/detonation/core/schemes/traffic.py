@@ -202,9 +202,8 @@ def overlapped_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks:
         )
         return bare + exchange_bytes(way, scheme, last, replicas, local_ranks)
     bare = sum(stage_bytes(scheme.codec, rows, replicas, local_ranks, bare=True) for rows in others)
-    answer = stage_bytes(
-        scheme.reply_codec(replicas), layout.rows, replicas, local_ranks
-    )  # all of it at once
+    # all of it at once
+    answer = stage_bytes(scheme.reply_codec(replicas), layout.rows, replicas, local_ranks)
     return bare + stage_bytes(scheme.codec, last, replicas, local_ranks) + answer
 
 

@@ -62,7 +62,8 @@ def why_decoded_in_torch(received: Received) -> str:
         if type(source.codec.selection) in (
             TopK,
             Everything,
-        ):  # which need no step; the others' indices tell it
+        ):
+            # which need no step; the others' indices tell it
             return ""
     return (
         ""

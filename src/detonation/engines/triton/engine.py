@@ -302,7 +302,7 @@ class TritonEngine(ReferenceEngine):
 
     def _rotate(self, codec: Codec, step: int) -> None:
         selection, coder = codec.selection, self._coder(codec)
-        place = selection.place(step, self._seed) if isinstance(selection, Rotation) else (0, 0, 0)
+        place = selection.phase(step, self._seed) if isinstance(selection, Rotation) else (0, 0, 0)
         if not selection.shared or coder.rotations.place == place:
             return
         coder.rotations.place = cycle, share, deal = place
@@ -318,9 +318,8 @@ class TritonEngine(ReferenceEngine):
             first = self.codec.selection.first if isinstance(self.codec.selection, Random) else 0
             selecting = replace(compiled, basis="none", precision="fp32", block=1)
             room = partial(launches.Rotations.room, selecting, self.device)
-            rotations = self._runtime.shared(
-                ("rotations", selecting), room
-            )  # of all buckets and owners of a step
+            # of all buckets and owners of a step
+            rotations = self._runtime.shared(("rotations", selecting), room)
             self._coders[codec] = launches.Coder(
                 compiled,
                 self._slots,

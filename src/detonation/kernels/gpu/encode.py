@@ -214,9 +214,8 @@ def encode_kernel(
                                 4 * K
                             )
                             octets = octets if BLOCK > 1 else values_out
-                            numbers_at = (
-                                numbers.to(tl.int64) - octets.to(tl.int64) - begin * K
-                            )  # a byte each
+                            # a byte each
+                            numbers_at = numbers.to(tl.int64) - octets.to(tl.int64) - begin * K
                             sent = sum_of_vectors(
                                 octets, 0, 0, numbers_at, 1, 1.0, local[:, None], present[:, None], column, inverse,
                                 CHUNK, COLUMNS, K, "fp32" if BLOCK > 1 else PRECISION, 1, 8, False, ALIGNED or BLOCK > 1

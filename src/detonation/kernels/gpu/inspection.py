@@ -78,9 +78,8 @@ class Inspector:
         )
         self._faults = torch.empty(count, PARTS, dtype=torch.int32, device=device)
         self._table = torch.empty(count, 13, dtype=torch.int64, device=device)
-        self._arrivals = torch.zeros(
-            count + 1, dtype=torch.int32, device=device
-        )  # zeros again after each launch
+        # zeros again after each launch
+        self._arrivals = torch.zeros(count + 1, dtype=torch.int32, device=device)
         self._runs: dict[tuple[int, ...], Tensor] = {}
 
     def seal(
@@ -174,9 +173,8 @@ class SumInspector:
 
     def __init__(self, device: torch.device) -> None:
         self._faults = torch.empty(SCANNING, dtype=torch.int32, device=device)
-        self._arrivals = torch.zeros(
-            1, dtype=torch.int32, device=device
-        )  # zero again after every launch
+        # zero again after every launch
+        self._arrivals = torch.zeros(1, dtype=torch.int32, device=device)
 
     def seal(self, status: Tensor, digits: Tensor, first: int, each: int, added: int) -> None:
         """Writes a status, and a number `added` to it, as `each` digits from `first` on; else
@@ -250,9 +248,8 @@ class Scanner:
         """
         slots, found = self._slots, self._found if found is None else found
         read = [s if s is None or s.dtype in KIND_OF else s.float() for s in signals]
-        read = [
-            s if s is None else s.contiguous() for s in read
-        ]  # copies live until the kernel is launched
+        # copies live until the kernel is launched
+        read = [s if s is None else s.contiguous() for s in read]
         table = self._addresses.update(read)
         launch(
             scan_kernel, self._programs, table.table, slots.starts, slots.numels, self._numbers, slots.count,

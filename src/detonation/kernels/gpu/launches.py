@@ -140,9 +140,8 @@ class Coder:
             4 if coding.basis == "dct" and coding.columns <= 64 and not INTERPRETED else 1
         )
         self._unit = max(self._together, coding.block // math.gcd(coding.block, coding.k))
-        values = self._unit * coding.k + 512 * (
-            coding.precision == "int8"
-        )  # of a program; 256 int64 are bins
+        # of a program; 256 int64 are bins
+        values = self._unit * coding.k + 512 * (coding.precision == "int8")
         most = min(PROGRAMS, max(1, WORKED_ON // values)) if coding.block > 1 else PROGRAMS
         self._programs = max(1, min(most, -(-slots.rows // self._unit)))
         room = self._programs * self._unit

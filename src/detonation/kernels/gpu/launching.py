@@ -13,16 +13,14 @@ from torch import Tensor
 
 from detonation.kernels.gpu.addressing import BF16, FP16, FP32, wide
 
-INTERPRETED = not isinstance(
-    wide, triton.JITFunction
-)  # as TRITON_INTERPRET asks, in any of its spellings
+# as TRITON_INTERPRET asks, in any of its spellings
+INTERPRETED = not isinstance(wide, triton.JITFunction)
 """True where Triton's interpreter runs the kernels, which takes as long for few numbers as for
 many."""
 KIND_OF = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 """The types of tensors that kernels read and write."""
-_DIRECT = (
-    not INTERPRETED and torch.version.hip is None
-)  # whose JIT compiles for the sizes of tensors, too
+# whose JIT compiles for the sizes of tensors, too
+_DIRECT = not INTERPRETED and torch.version.hip is None
 _compiled: dict[
     Hashable, tuple[Any, list[Any]]
 ] = {}  # with the constants that follow the arguments
@@ -146,9 +144,8 @@ def launch(kernel: Any, programs: int, *arguments: Any, warps: int = 8, **consta
         return
     # Triton launches on the current device, which may be another one
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        asked = (
-            arguments if _DIRECT else ()
-        )  # the JIT looks at each again, which takes longer than the launch itself
+        # the JIT looks at each again, which takes longer than the launch itself
+        asked = arguments if _DIRECT else ()
         kinds = [
             _COMPILED_FOR.get(type(each), lambda t: (t.dtype, t.data_ptr() % 16))(each)
             for each in asked

@@ -334,9 +334,8 @@ def decide_messages(
     bits = (tl.zeros([REPLICAS], tl.float64) + bound.to(tl.float64)).to(tl.int64, bitcast=True)
     tl.store(table + number * 13 + 11, bits, mask=number < replicas)
     tl.store(table + number * 13 + 12, (1 - fine).to(tl.int64), mask=number < replicas)
-    for replica in range(
-        replicas
-    ):  # rare, so that one program may take its time: a launch for it would cost each step
+    for replica in range(replicas):
+        # rare, so that one program may take its time: a launch for it would cost each step
         spoiled = tl.sum(tl.where(number == replica, 1 - fine, 0), axis=0)
         for first in range(0, tl.where(spoiled > 0, tl.cdiv(nbytes, LINE_WORDS), 0)):
             octet = wide(first) * LINE_WORDS + column

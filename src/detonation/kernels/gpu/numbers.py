@@ -117,9 +117,8 @@ def store_packed(octets, numbers, count, total, WIDTH: tl.constexpr, BYTES: tl.c
             value = tl.load(numbers + number, mask=number < tl.minimum(count, total), other=0).to(
                 tl.int32
             )
-            shift = (
-                number * WIDTH - byte * 8
-            )  # below 8 where it has a bit in the byte, below 0 where it began before
+            # below 8 where it has a bit in the byte, below 0 where it began before
+            shift = number * WIDTH - byte * 8
             moved = tl.where(
                 shift < 0,
                 value >> tl.maximum(-shift, 0),
@@ -161,9 +160,8 @@ def load_value(
         return load_bf16(statistics, index // BLOCK * 4 + code, mask)
     if PRECISION == "4bit":
         code = load_packed(octets, index, mask, 4)
-        power = ((127 - (code & 7)) << 23).to(
-            tl.float32, bitcast=True
-        )  # 2 to the power of minus the exponent
+        # 2 to the power of minus the exponent
+        power = ((127 - (code & 7)) << 23).to(tl.float32, bitcast=True)
         size = tl.where((code & 7) == 7, 0.0, load_bf16(statistics, index // BLOCK, mask) * power)
         return tl.where(code > 7, -size, size)
     code = tl.load(octets + index, mask=mask, other=0).to(tl.int32)
@@ -217,9 +215,8 @@ def quantised(
         return 2 * negative_of(values, deviation, negative_zeros).to(tl.int32) + large.to(tl.int32)
     largest = store_bf16(statistics, block, tl.max(size), written)
     code = tl.zeros_like(size).to(tl.int32)
-    for octave in tl.static_range(
-        6
-    ):  # rounded where the ratio passes a half-integral power of two: no logarithm
+    for octave in tl.static_range(6):
+        # rounded where the ratio passes a half-integral power of two: no logarithm
         code += (largest > size * (2.0 ** (octave + 0.5))).to(tl.int32)
     code = tl.where(size <= largest * 0.0078125, 7, code)
     return code + tl.where(values < 0, 8, 0)
@@ -229,9 +226,8 @@ def quantised(
 def rounded(numbers):
     """The nearest whole numbers to fp32 numbers, ties to even."""
     size = tl.abs(numbers)
-    whole = tl.where(
-        size < 8388608.0, (size + 8388608.0) - 8388608.0, size
-    )  # 2**23: from there on all are whole
+    # 2**23: from there on all are whole
+    whole = tl.where(size < 8388608.0, (size + 8388608.0) - 8388608.0, size)
     return tl.where(numbers < 0, -whole, whole)
 
 
@@ -268,9 +264,8 @@ def write_int8(octets, statistics, values, count, block, totals, SOME: tl.conste
         code = rounded(tl.minimum(tl.maximum(scaled, -127.0), 127.0)).to(tl.int32) + 128
         code = tl.minimum(tl.maximum(code, 0), 255)  # of what is not a number, too
         tl.store(octets + first + item, code.to(tl.uint8), mask=real)
-        far = tl.minimum(
-            tl.maximum(scaled, -8192.0), 8192.0
-        )  # 5,461 at most, but where squares of all are 0
+        # 5,461 at most, but where squares of all are 0
+        far = tl.minimum(tl.maximum(scaled, -8192.0), 8192.0)
         units = rounded(far * 4096.0).to(tl.int64)
         tl.atomic_add(totals + code, units * 131072 + 1, mask=real, sem="relaxed", scope="cta")
     tl.debug_barrier()
