@@ -45,7 +45,9 @@ def did_you_mean(name: str, names: Sequence[str]) -> str:
     """
     near = [known for known in names if known.lower() == name.lower()]
     near = near or difflib.get_close_matches(name, names, n=1)
-    return f", did you mean {near[0]!r}?" if near else ""
+    if near:
+        return f", did you mean {near[0]!r}?"
+    return ""
 
 
 def needs(module: str, extra: str) -> ModuleType:
@@ -131,7 +133,10 @@ def plain_types(value: object, hint: Any) -> str:
     >>> plain_types("x", int | None), plain_types(3, float), plain_types(True, int)
     ('a whole number', '', 'a whole number')
     """
-    kinds = set(get_args(hint)) if get_origin(hint) in (Union, UnionType) else {hint}
+    if get_origin(hint) in (Union, UnionType):
+        kinds = set(get_args(hint))
+    else:
+        kinds = {hint}
     accepted = kinds | ({int} if float in kinds else set())
     if not kinds <= {*_PLAIN, NoneType} or type(value) in accepted:
         return ""

@@ -111,7 +111,9 @@ def ended_by(number: int) -> str:
     >>> ended_by(signal.SIGINT), ended_by(signal.SIGTERM)
     ('interrupted', 'ended by SIGTERM')
     """
-    return "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+    if number == signal.SIGINT:
+        return "interrupted"
+    return f"ended by {signal.Signals(number).name}"
 
 
 @contextmanager
@@ -205,7 +207,9 @@ class _Watch:
 
 def _forget() -> None:
     global _speaks, _before_end, _ending
-    _speaks, _before_end, _ending = False, nothing, threading.RLock()
+    _speaks = False
+    _before_end = nothing
+    _ending = threading.RLock()
     _receivers.clear()
     if _watch is not None:
         _watch.forget()

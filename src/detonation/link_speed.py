@@ -50,7 +50,9 @@ class LinkSpeed:
         try:
             rate, unit, latency, time = found.groups() if found else (None,) * 4
             assert rate is not None and unit is not None
-            seconds = float(latency) / _PER_SECOND[time.lower()] if latency and time else 0.0
+            seconds = 0.0
+            if latency and time:
+                seconds = float(latency) / _PER_SECOND[time.lower()]
             return cls(float(rate) * _RATES[unit.lower().replace("bps", "bit")], seconds)
         except (AssertionError, ValueError) as error:
             raise ValueError(
@@ -68,7 +70,9 @@ class LinkSpeed:
             (u for u in ("gbit", "mbit", "kbit") if self.rate_bits_per_s >= _RATES[u]), "bit"
         )
         rate = f"{self.rate_bits_per_s / _RATES[unit]:.4g}{unit}"
-        return f"{rate},{self.latency_s * 1e3:.4g}ms" if self.latency_s else rate
+        if self.latency_s:
+            return f"{rate},{self.latency_s * 1e3:.4g}ms"
+        return rate
 
 
 def hops(kind: str, replicas: int) -> int:

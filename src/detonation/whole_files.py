@@ -29,7 +29,10 @@ def opened(
 
     Raises `OSError` at once for a directory, pipe, socket or device, and a link unless `links`.
     """
-    follows = 0 if links else os.O_NOFOLLOW
+    if links:
+        follows = 0
+    else:
+        follows = os.O_NOFOLLOW
     try:
         descriptor = os.open(path, flags | follows | os.O_NONBLOCK | os.O_CLOEXEC, permissions)
     except OSError as error:

@@ -67,8 +67,10 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self, directory: Path | str, model: nn.Module, optimizer: Replicated, keep: int = 3
     ) -> None:
         _require_positive(keep)
-        self.directory, self._keep = Path(directory), keep
-        self._model, self._optimizer = model, optimizer
+        self.directory = Path(directory)
+        self._keep = keep
+        self._model = model
+        self._optimizer = optimizer
         self._group: dist.ProcessGroup | None = None
         self._saver: ShardSaver | None = None
         self._thread: threading.Thread | None = None
@@ -110,7 +112,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
                 all ranks.
         """
         self._join()
-        outcome, self._outcome = self._outcome, None
+        outcome = self._outcome
+        self._outcome = None
         if isinstance(outcome, NotSaved):
             self._news = [line for line in self._news if line != str(outcome)]
             raise outcome
@@ -119,7 +122,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     def news(self) -> list[str]:
         """The failures of saves since the last call, in lines; the same on all ranks, sooner or
         later."""
-        lines, self._news = self._news, []
+        lines = self._news
+        self._news = []
         return lines
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -150,14 +154,16 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=SAVE_TIMEOUT_S))
         # a rank that is done must not close the group while another one still connects to it
         dist.barrier(self._group)
-        self._saver, self._broken = None, False
+        self._saver = None
+        self._broken = False
 
     def _write(self, saver: ShardSaver, job: SaveJob) -> None:
         try:
             self._outcome = saver.save(job)
             return
         except NotSaved as error:  # agreed on by all ranks
-            text, number = str(error), error.errno
+            text = str(error)
+            number = error.errno
         except (
             Exception
         ) as error:  # of this rank: gloo gives up for good once a rank is late or gone

@@ -40,11 +40,18 @@ class Elastic:
     def __init__(
         self, saved: CheckpointReader, own: Coordinates, among: Sequence[int] | None = None
     ) -> None:
-        self._saved, self._own = saved, own
-        self._among = range(saved.manifest.replicas) if among is None else among
+        self._saved = saved
+        self._own = own
+        self._among: Sequence[int] = range(saved.manifest.replicas)
+        if among is not None:
+            self._among = among
         self._before = saved.manifest.replicas
-        like, first = own.replica * self._before // own.replicas, self._among[0]
-        self._like = like if like in self._among and not saved.file(first, 0).moved else first
+        like = own.replica * self._before // own.replicas
+        first = self._among[0]
+        if like in self._among and not saved.file(first, 0).moved:
+            self._like = like
+        else:
+            self._like = first
 
     def agreed(self, key: str, box: Box | None, alike: bool = False, some: bool = False) -> Tensor:
         """The part `box` of a tensor that all replicas share from now on; None for one that is not
@@ -54,7 +61,9 @@ class Elastic:
             alike: the replicas are known to be equal, so that reading one of them is enough.
             some: replicas may lack it, and do not count then.
         """
-        replicas = [self._like] if alike else self._among
+        replicas = self._among
+        if alike:
+            replicas = [self._like]
         if some:
             replicas = [replica for replica in replicas if key in self._saved.file(replica, 0)]
         if box is not None:
@@ -186,9 +195,9 @@ def merge_shard_state(saved: CheckpointReader, model: nn.Module, own: Coordinate
                 state[f"residual.{name}"] = _residual(saved, unit, name, parameter, own)
     load_shard_state(model, state)
     lost = len(names) - len(state)
-    return (
-        f"; dropped: gradients of {lost} parameters that a shard wire had not sent" if lost else ""
-    )
+    if lost:
+        return f"; dropped: gradients of {lost} parameters that a shard wire had not sent"
+    return ""
 
 
 def _residual(
@@ -196,7 +205,9 @@ def _residual(
 ) -> Tensor:
     """This rank's residual for one parameter: all that was not sent of the shard in the next node,
     zero for others."""
-    nodes, node, size = unit.link.replicas, unit.link.replica, unit.sizes()[name]
+    nodes = unit.link.replicas
+    node = unit.link.replica
+    size = unit.sizes()[name]
     local_ranks = own.shards // nodes
     owner = (node + 1) % nodes * local_ranks + own.shard % local_ranks
     box = Box.of_shard(parameter, owner, own.shards)

@@ -62,7 +62,9 @@ class Texts:
         """The `text` of rank 0, on all ranks. Collective."""
         content = os.fsencode(text)
         if self.world_size == 1 or not (count := self._of_first([len(content)], torch.int64)[0]):
-            return text if self.rank == 0 else ""
+            if self.rank == 0:
+                return text
+            return ""
         # every rank needs a buffer of the same size; only that of rank 0 counts
         return os.fsdecode(bytes(self._of_first(content.ljust(count)[:count], torch.uint8)))
 
@@ -83,7 +85,9 @@ def texts_between(model: nn.Module, optimizer: Replicated) -> TextExchange:
     """Texts between all ranks that train `model`: those of an elastic axis, or of the default
     group."""
     elastic = elastic_axis(optimizer)
-    return elastic.texts() if elastic is not None else Texts(device_of(model))
+    if elastic is not None:
+        return elastic.texts()
+    return Texts(device_of(model))
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -134,21 +138,25 @@ def survey(directory: Path, texts: TextExchange) -> Volumes:
 
     Raises `OSError` on all ranks where one cannot write, with the host and the reason.
     """
-    rank, world_size, gather = texts.rank, texts.world_size, texts.gather
+    rank = texts.rank
+    world_size = texts.world_size
+    gather = texts.gather
     if world_size == 1:
         return Volumes((0,))
     token = gather(secrets.token_hex(8))[0]
-    leaders, writers = [-1] * world_size, [0]
+    leaders = [-1] * world_size
+    writers = [0]
     try:
         while -1 in leaders:
-            problem = _written(_probe(directory, token, rank)) if rank in writers else ""
+            problem = ""
+            if rank in writers:
+                problem = _written(_probe(directory, token, rank))
             if first := next((text for text in gather(problem) if text), ""):
                 raise OSError(0, first)
-            seen = (
-                leaders[rank]
-                if leaders[rank] >= 0
-                else _lowest_seen(directory, token, [0, *writers])
-            )
+            if leaders[rank] >= 0:
+                seen = leaders[rank]
+            else:
+                seen = _lowest_seen(directory, token, [0, *writers])
             leaders = [
                 int(text) for text in gather(str(rank if seen < 0 and rank in writers else seen))
             ]
@@ -189,8 +197,11 @@ class CheckpointsElsewhere:
     def __init__(
         self, directory: Path, model: nn.Module, named: re.Pattern[str], part: str
     ) -> None:
-        self._directory, self._named, self._part = directory, named, part
-        self._texts, self._volumes = Texts(device_of(model)), warn_unless_shared(directory, model)
+        self._directory = directory
+        self._named = named
+        self._part = part
+        self._texts = Texts(device_of(model))
+        self._volumes = warn_unless_shared(directory, model)
         self._before = self._names()
 
     def follow(self) -> None:
@@ -199,7 +210,8 @@ class CheckpointsElsewhere:
             return
         here = self._names()
         removed = self._texts.broadcast("\n".join(sorted(self._before - here))).split()
-        self._before, rank = here, self._texts.rank
+        self._before = here
+        rank = self._texts.rank
         if self._volumes.number(rank) and self._volumes.leads(rank):
             for name in here.intersection(removed):
                 if (self._directory / name / self._part).is_dir():

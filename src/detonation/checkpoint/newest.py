@@ -97,7 +97,8 @@ def _manifest(path: Path) -> tuple[Manifest | None, View]:
     try:
         content = manifest_bytes(path)
         status = (path / MANIFEST_NAME).stat()
-        digest, file = hashlib.sha256(content).hexdigest(), f"{status.st_ino} {status.st_ctime_ns}"
+        digest = hashlib.sha256(content).hexdigest()
+        file = f"{status.st_ino} {status.st_ctime_ns}"
         return parse_manifest(content), View(platform.node(), digest, file)
     except (CorruptCheckpoint, OSError) as error:
         return None, View(platform.node(), "", "", str(error))
@@ -128,11 +129,15 @@ def _files(
     Where it reads all, it shares the work with the ranks `beside` it.
     """
     present = {file.name for file in path.glob("*.safetensors")}
-    replicas, shards = range(manifest.replicas), range(manifest.shards)
+    replicas = range(manifest.replicas)
+    shards = range(manifest.shards)
     has = [r for r in replicas if all(file_name(r, shard) in present for shard in shards)]
     if (manifest.replicas, manifest.shards) == (own.replicas, own.shards):
         checked = [file_name(own.replica, shard) for shard in held]
-        lacks = [] if present.issuperset(checked) else [own.replica]
+        if present.issuperset(checked):
+            lacks = []
+        else:
+            lacks = [own.replica]
     else:
         checked = list(manifest.files)[beside.index(rank) :: len(beside)]
         lacks = [replica for replica in replicas if replica not in has]
@@ -154,7 +159,9 @@ def _absence(views: Sequence[View], manifest: Manifest, own: Coordinates) -> str
     for replica in sorted({replica for view in views for replica in view.lacks}):
         need = [rank for rank, view in enumerate(views) if replica in view.lacks]
         have = [rank for rank, view in enumerate(views) if replica in view.has]
-        there = f"only {_where(have, views)}" if have else "on no node"
+        there = "on no node"
+        if have:
+            there = f"only {_where(have, views)}"
         texts.append(f"replica {replica} is needed {_where(need, views)}, and is {there}")
     if not texts:
         return ""
@@ -239,7 +246,9 @@ def load_checkpoint(
         >>> folder.cleanup(); dt.leave()
     """
     found = find(Path(directory), model, optimizer)
-    return None if found is None else load_found(found, model, optimizer)
+    if found is None:
+        return None
+    return load_found(found, model, optimizer)
 
 
 def find(
@@ -253,7 +262,8 @@ def find(
 
     Raises `NoCheckpoint` where there are checkpoints and none is whole.
     """
-    texts, rejected = texts_between(model, optimizer), list[str]()
+    texts = texts_between(model, optimizer)
+    rejected = list[str]()
     names = [
         name
         for name in candidates(directory, texts)
@@ -264,11 +274,9 @@ def find(
         path, manifest, reason = inspect(directory, name, own, held, texts)
         if manifest is not None and not reason:
             return Found(path, manifest, rejected)
-        alternative = (
-            f"using {names[position + 1]}"
-            if position + 1 < len(names)
-            else "there is none before it"
-        )
+        alternative = "there is none before it"
+        if position + 1 < len(names):
+            alternative = f"using {names[position + 1]}"
         rejected.append(f"{name} rejected: {reason}; {alternative}")
         _log.warning("%s", rejected[-1])
     if rejected:
@@ -302,11 +310,10 @@ def _refused_together(found: Found, texts: TextExchange) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        text = (
-            str(error)
-            if isinstance(error, ValueError)
-            else f"{found.path} cannot be loaded: {error!r}"
-        )
+        if isinstance(error, ValueError):
+            text = str(error)
+        else:
+            text = f"{found.path} cannot be loaded: {error!r}"
         problem = text.split("\n")[0][:_LONGEST]
     for text in texts.gather(problem):
         if text:
@@ -321,6 +328,6 @@ def _other_versions(manifest: Manifest) -> str:
         for name, was in manifest.versions.items()
         if current.get(name) != was
     ]
-    return (
-        f"; written with {', '.join(other[:3])}: last bits may differ from now on" if other else ""
-    )
+    if other:
+        return f"; written with {', '.join(other[:3])}: last bits may differ from now on"
+    return ""

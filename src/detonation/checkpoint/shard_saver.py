@@ -61,7 +61,8 @@ class SaveJob:
     extra: dict[str, Any]
 
     def manifest(self, reports: Sequence[Mapping[str, Any]], volumes: Volumes) -> Manifest:
-        replicas, shards = self.coordinates.replicas, self.coordinates.shards
+        replicas = self.coordinates.replicas
+        shards = self.coordinates.shards
         names = [
             file_name(replica, shard) for replica in range(replicas) for shard in range(shards)
         ]
@@ -127,7 +128,9 @@ class ShardSaver:
     """
 
     def __init__(self, directory: Path, keep: int, texts: TextExchange) -> None:
-        self._directory, self._keep, self._texts = directory, keep, texts
+        self._directory = directory
+        self._keep = keep
+        self._texts = texts
         self._volumes: Volumes | None = None
 
     def save(self, job: SaveJob) -> Path:
@@ -147,7 +150,8 @@ class ShardSaver:
             ) from error
 
     def _saved(self, job: SaveJob) -> Path:
-        directory, step = self._directory, job.step
+        directory = self._directory
+        step = job.step
         volumes = self._volumes = self._volumes or self._survey(job)
         leads = volumes.leads(self._texts.rank)
         self._agree(job, volumes, leads, lambda: retention.begin(directory, step))
@@ -159,7 +163,10 @@ class ShardSaver:
             self._texts.rank == 0,
             lambda: made.append(job.manifest(reports, volumes).dumps()),
         )
-        manifest = "".join(made) if volumes.shared else self._texts.broadcast("".join(made))
+        if volumes.shared:
+            manifest = "".join(made)
+        else:
+            manifest = self._texts.broadcast("".join(made))
         self._agree(job, volumes, leads, lambda: retention.put_manifest(directory, step, manifest))
         reports = self._agree(job, volumes, leads, lambda: _commit(directory, step))
         if leads:
@@ -189,18 +196,17 @@ class ShardSaver:
         return volumes
 
     def _write_shard(self, job: SaveJob) -> dict[str, Any]:
-        own, world_size = job.coordinates, self._texts.world_size
+        own = job.coordinates
+        world_size = self._texts.world_size
         folder = retention.partial_path(self._directory, job.step)
         paths = {
             folder / file_name(own.replica, shard): each for shard, each in job.snapshots.items()
         }
         if world_size != job.ranks or any(path.exists() for path in paths):
             world = f"{own.replicas} replicas x {own.shards} shards"
-            more = (
-                ": pass intra_node where the ranks of a node hold the model whole"
-                if own.shards == 1
-                else ""
-            )
+            more = ""
+            if own.shards == 1:
+                more = ": pass intra_node where the ranks of a node hold the model whole"
             raise ValueError(
                 f"{world_size} ranks are not {world}, each once; this one is {own.name}{more}"
             )
@@ -224,7 +230,10 @@ class ShardSaver:
         try:
             report |= (act() if acts else None) or {}
         except (OSError, ValueError, TypeError, RecursionError) as error:
-            where = "" if volumes.shared else f" on {platform.node()}"
+            if volumes.shared:
+                where = ""
+            else:
+                where = f" on {platform.node()}"
             text = f"{getattr(error, 'strerror', None) or error}{where}"
             report["failure"] = text
             if isinstance(error, OSError):
@@ -251,11 +260,9 @@ class ShardSaver:
             json.loads(text) for text in self._texts.gather(json.dumps(_steps(self._directory)))
         ]
         before = [step for step in _common(saved) if step < job.step]
-        still = (
-            f"{retention.checkpoint_name(before[0])} is still whole"
-            if before
-            else "there is none before it"
-        )
+        still = "there is none before it"
+        if before:
+            still = f"{retention.checkpoint_name(before[0])} is still whole"
         sizes = ""
         if report.get("errno") in _OF_SIZE:
             sizes = f" (need {_amount(need)}, {_amount(report['free'])} free)"

@@ -35,7 +35,8 @@ class TrainingState(Stateful):
     """
 
     def __init__(self, model: nn.Module, optimizer: Replicated) -> None:
-        self._model, self._optimizer = model, optimizer
+        self._model = model
+        self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
         """The state under keys that torch.distributed.checkpoint may merge. Collective."""
@@ -48,18 +49,20 @@ class TrainingState(Stateful):
         }
         training = {"model": copies, "optimizer": base}
         coordinates = optimizer.coordinates
-        shared = (
-            training if alike(optimizer.levels) else {f"replica{coordinates.replica}": training}
-        )
+        if alike(optimizer.levels):
+            shared = training
+        else:
+            shared = {f"replica{coordinates.replica}": training}
         return {**shared, "replication": {coordinates.name: replica_state(optimizer)}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the result of `state_dict` of the same world. Collective."""
         optimizer = self._optimizer
         coordinates = optimizer.coordinates
-        training = (
-            state_dict if alike(optimizer.levels) else state_dict[f"replica{coordinates.replica}"]
-        )
+        if alike(optimizer.levels):
+            training = state_dict
+        else:
+            training = state_dict[f"replica{coordinates.replica}"]
         set_state_dict(
             self._model,
             optimizer,

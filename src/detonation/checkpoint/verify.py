@@ -64,7 +64,9 @@ class VerifyReport:
             return f"{self.path}: not whole: {'; '.join(self.faults)}"
         whole = "whole"
         if self.elsewhere:
-            more = f" and {len(self.elsewhere) - 1} more" if len(self.elsewhere) > 1 else ""
+            more = ""
+            if len(self.elsewhere) > 1:
+                more = f" and {len(self.elsewhere) - 1} more"
             whole = f"whole on this node ({self.elsewhere[0]}{more} are on other nodes)"
         if self.differences:
             return f"{self.path}: {whole}, but replicas differ: {'; '.join(self.differences)}"
@@ -124,8 +126,13 @@ def verify(checkpoint: Path) -> VerifyReport:
         found.compare_shards(here)
     except CorruptCheckpoint as error:
         return VerifyReport(checkpoint, [str(error)], [])
-    uncompared = "" if found.compared else _why_uncompared(described, here)
-    apart = found.apart if found.compared else None
+    if found.compared:
+        uncompared = ""
+    else:
+        uncompared = _why_uncompared(described, here)
+    apart = None
+    if found.compared:
+        apart = found.apart
     return VerifyReport(
         checkpoint, [], found.differences, found.compared, uncompared, elsewhere, apart
     )
@@ -152,7 +159,9 @@ def newest(directory: Path) -> Found:
         found = verify(path)
         if not found.faults:
             return Found(path, manifest.read_manifest(path), rejected)
-        alternative = f"using {older.name}" if older else "there is none before it"
+        alternative = "there is none before it"
+        if older:
+            alternative = f"using {older.name}"
         rejected.append(f"{path.name} rejected: {'; '.join(found.faults)}; {alternative}")
     raise ValueError(f"no checkpoint in {directory} is whole: {rejected[0]}")
 
@@ -237,7 +246,9 @@ class _Comparison:
                 raise CorruptCheckpoint(f"replicas {lowest} and {replica} have other tensors")
             unequal = self._unequal(keys, first, other)
             if unequal:
-                more = f" and {len(unequal) - 1} more" if len(unequal) > 1 else ""
+                more = ""
+                if len(unequal) > 1:
+                    more = f" and {len(unequal) - 1} more"
                 self.differences.append(
                     f"{unequal[0]}{more} on replica {replica}, shard {shard} (compared with replica"
                     f" {lowest})"
@@ -292,7 +303,9 @@ def _name_in_training(key: str) -> str:
     if part != "replica":
         return name
     _, kind, name = name.split(".", 2)
-    return name if kind == "anchor" else f"{name} ({kind})"
+    if kind == "anchor":
+        return name
+    return f"{name} ({kind})"
 
 
 def _must_agree(file: ShardReader, described: Manifest) -> list[str]:

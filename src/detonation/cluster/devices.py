@@ -46,7 +46,9 @@ def look_for_gpus() -> GPUs:
     )
     if torch.version.hip:
         files += [path for path in [Path("/dev/kfd")] if path.exists()]
-    usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    usable = 0
+    if torch.cuda.is_available():
+        usable = torch.cuda.device_count()
     return GPUs(
         usable, bool(torch.version.cuda or torch.version.hip), str(files[0]) if files else ""
     )
@@ -155,7 +157,10 @@ def _reason(env: Mapping[str, str], gpus: GPUs) -> str:
             "SLURM gave this task no GPU (CUDA_VISIBLE_DEVICES=NoDevFiles); ask for one, such as"
             " --gpus-per-task=1"
         )
-    signs = [gpus.driver] if gpus.driver else [f"{name}={env[name]}" for name in [*given, *slurm]]
+    if gpus.driver:
+        signs = [gpus.driver]
+    else:
+        signs = [f"{name}={env[name]}" for name in [*given, *slurm]]
     if not signs:
         return ""
     if not gpus.supported:
@@ -175,4 +180,7 @@ def peak_memory(device: torch.device) -> int:
     if device.type != "cpu":
         return int(torch.accelerator.max_memory_allocated(device))
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return held if sys.platform == "darwin" else 1024 * held  # in bytes there, in KiB elsewhere
+    # in bytes there, in KiB elsewhere
+    if sys.platform == "darwin":
+        return held
+    return 1024 * held

@@ -4,7 +4,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from detonation.cluster.processes.failure import (
@@ -76,7 +76,9 @@ class RankExits:
         """Notes how `rank` ended. A rank that fails ends the other ranks of a lost replica."""
         if code:
             failure = self._failure_of(rank, code)
-            of_replica = self._meeting.survives(failure) if self._meeting is not None else ()
+            of_replica: Collection[int] = ()
+            if self._meeting is not None:
+                of_replica = self._meeting.survives(failure)
             self._kill(of_replica)
             (self._survived if of_replica else self._failures).append(failure)
         elif self._meeting is not None and not self._meeting.has_left(rank):

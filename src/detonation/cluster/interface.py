@@ -17,7 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+LOOPBACK = "lo"
+if sys.platform == "darwin":
+    LOOPBACK = "lo0"
 _SIOCGIFADDR = 0x8915  # Linux
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 """Addresses of documentation: the route towards them is the default route."""
@@ -75,7 +77,9 @@ def way_towards(host: str) -> Way | None:
             if source in ways:
                 return Way(ways[source], source)
     names = sorted(set(ways.values()))
-    return way_over(names[0], host) if len(names) == 1 else None
+    if len(names) == 1:
+        return way_over(names[0], host)
+    return None
 
 
 def way_over(interface: str, host: str = "") -> Way:
@@ -112,7 +116,8 @@ def listening_address(host: str) -> str:
     address = str(where[0])
     if is_loopback(address) and not is_loopback(host):
         way = way_towards(host)
-        address = address if way is None else way.address
+        if way is not None:
+            address = way.address
     return address
 
 

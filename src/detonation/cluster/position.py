@@ -87,7 +87,9 @@ def first_host(hosts: str) -> str:
     ('gpu007', 'a', 'rack2-3-ib')
     """
     match = re.match(r"([^\[,]*)(?:\[(\w+)[^\]]*\])?([^\[,]*)", hosts)
-    return "".join(part or "" for part in match.groups()) if match else ""
+    if match:
+        return "".join(part or "" for part in match.groups())
+    return ""
 
 
 def _named(
@@ -100,7 +102,9 @@ def _named(
         local_world = world
     if local_rank is None and local_world is not None and world % local_world == 0:
         local_rank = rank % local_world
-    nodes = _number(env, "GROUP_WORLD_SIZE") if "GROUP_WORLD_SIZE" in env else None
+    nodes = None
+    if "GROUP_WORLD_SIZE" in env:
+        nodes = _number(env, "GROUP_WORLD_SIZE")
     return LaunchPosition(rank, world, local_rank, local_world, nodes=nodes)
 
 
@@ -155,7 +159,9 @@ def _tasks_here(env: Mapping[str, str], world: int) -> int | None:
     if env.get("SLURM_NTASKS_PER_NODE", "").isdigit():
         return min(world, int(env["SLURM_NTASKS_PER_NODE"]))
     nodes = env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", ""))
-    return world if nodes == "1" else None
+    if nodes == "1":
+        return world
+    return None
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -70,8 +70,15 @@ class Admission:
             raise ValueError(
                 "only an elastic axis lets replicas in: make it with detonation.elastic"
             )
-        self._model, self._optimizer, self._user, self._axis = model, optimizer, axis, axis.axis
-        self._host, self._token = host, None if token is None else checked_token(token)
+        self._model = model
+        self._optimizer = optimizer
+        self._user = axis
+        self._axis = axis.axis
+        self._host = host
+        if token is None:
+            self._token = None
+        else:
+            self._token = checked_token(token)
         self._feed: Feed | None = None
         self._guest = -1
         self._copy_turn = math.inf  # before which the guest gets no copy
@@ -105,7 +112,10 @@ class Admission:
             )
         way = self._axis.way_to(guest)
         host = self._host or ("127.0.0.1" if way is None else way.address)
-        address = f"[{host}]:0" if ":" in host else f"{host}:0"
+        if ":" in host:
+            address = f"[{host}]:0"
+        else:
+            address = f"{host}:0"
         self._feed = Feed(self._model, self._optimizer, address, token=self._token)
         # the shards of a newcomer step together, from copies of the same step
         self._feed.first_copy = self._copy_turn = math.inf
@@ -210,7 +220,9 @@ def _follow(
     deadline = time.monotonic() + timeout_s
     while not has_come():
         if time.monotonic() > deadline:
-            lost = f": {follower.trouble}" if follower.trouble else ""
+            lost = ""
+            if follower.trouble:
+                lost = f": {follower.trouble}"
             raise ReplicaLost(f"{late} for replica {guest.number} within {timeout_s:g} s{lost}")
         guest.let_in()
         follower.turn_to(guest.addresses(0))

@@ -47,19 +47,17 @@ class Follower(AbstractContextManager["Follower"]):
         behind: int,
         joins: bool = False,
     ) -> None:
-        self.model, self._token, self._make, self._most_behind, self._joins = (
-            model,
-            token,
-            make,
-            behind,
-            joins,
-        )
+        self.model = model
+        self._token = token
+        self._make = make
+        self._most_behind = behind
+        self._joins = joins
         self._addresses = [host_and_port(each) for each in address.split(",")]
         self._changed = threading.Condition()
         meshes = [p.device_mesh for p in local_parameters(model).values() if isinstance(p, DTensor)]
-        self._own_shard = (
-            max(meshes, key=lambda mesh: mesh.size()).get_local_rank() if meshes else None
-        )
+        self._own_shard: int | None = None
+        if meshes:
+            self._own_shard = max(meshes, key=lambda mesh: mesh.size()).get_local_rank()
         self._shards = [ShardFollower(model, bool(meshes), make, joins)]
         self._streams = [self._stream(self._own_shard or 0)]
         weakref.finalize(self, close_all, self._streams)  # whose place is for others
@@ -133,7 +131,10 @@ class Follower(AbstractContextManager["Follower"]):
             LostFeed: The feed refuses this follower, or ends before `to`, or `to` has passed.
             ValueError: The training is of another model, or this process would round otherwise.
         """
-        deadline = None if wait_s is None and to is not None else time.monotonic() + (wait_s or 0.0)
+        if wait_s is None and to is not None:
+            deadline = None
+        else:
+            deadline = time.monotonic() + (wait_s or 0.0)
         while True:
             moved = self._advance(to)
             if to is not None and self.step > to:
@@ -185,7 +186,8 @@ class Follower(AbstractContextManager["Follower"]):
         tensors = *self.model.parameters(), *self.model.buffers()
         most_bytes = LARGEST_STATE * sum(local(tensor).nbytes for tensor in tensors) + (64 << 20)
         if len(self._addresses) == 1:
-            host, port = self._addresses[0][0], self._addresses[0][1] + shard
+            host = self._addresses[0][0]
+            port = self._addresses[0][1] + shard
         elif shard < len(self._addresses):
             host, port = self._addresses[shard]
         else:
@@ -211,7 +213,10 @@ class Follower(AbstractContextManager["Follower"]):
             over = all(stream.ended for stream in self._streams) and self._came() == self._seen
             if over and not self.ended:  # what waits can no longer be taken, on all shards together
                 raise LostFeed("training has ended before the state of each of its shards came")
-            rest_s = 1.0 if deadline is None else min(1.0, deadline - time.monotonic())
+            if deadline is None:
+                rest_s = 1.0
+            else:
+                rest_s = min(1.0, deadline - time.monotonic())
             if self.ended or rest_s <= 0:
                 return False
             self._changed.wait_for(lambda: self._came() != self._seen, rest_s)
@@ -237,9 +242,10 @@ class Follower(AbstractContextManager["Follower"]):
                 ),
                 None,
             )
-            counts = (
-                [] if goal is None else [len(plan) - 1 - plan[::-1].index(goal) for plan in plans]
-            )
+            if goal is None:
+                counts = []
+            else:
+                counts = [len(plan) - 1 - plan[::-1].index(goal) for plan in plans]
             if not any(counts):
                 self._meet_again()
                 return False

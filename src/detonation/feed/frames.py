@@ -48,7 +48,8 @@ class FrameSocket:
     """
 
     def __init__(self, connection: socket.socket, key: bytes, feeds: bool) -> None:
-        self._connection, self._key = connection, key
+        self._connection = connection
+        self._key = key
         self._out, self._in = (b"feed", b"follower") if feeds else (b"follower", b"feed")
         self._sent = self._received = 0
         self.bytes_moved = 0
@@ -159,14 +160,19 @@ class Listener:
         host, port = host_and_port(address)
         try:
             host = listening_address(host)
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            if ":" in host:
+                family = socket.AF_INET6
+            else:
+                family = socket.AF_INET
             self._socket = socket.create_server((host, port), family=family, backlog=MOST_STRANGERS)
         except OSError as error:
             raise OSError(error.errno, f"cannot listen at {address}: {error.strerror}") from error
         self.port = int(self._socket.getsockname()[1])
-        self._token, self._admit = token, admit
+        self._token = token
+        self._admit = admit
         self._places = threading.BoundedSemaphore(MOST_STRANGERS)
-        self._silent_until, self._unsaid = 0.0, 0
+        self._silent_until = 0.0
+        self._unsaid = 0
         self._lock = threading.Lock()
         threading.Thread(target=self._accept, name="feed-listener", daemon=True).start()
 
@@ -218,14 +224,19 @@ class Listener:
                 if now < self._silent_until:
                     self._unsaid += 1
                     return
-                more, self._unsaid, self._silent_until = self._unsaid, 0, now + SILENT_S
-            also = f", and {more} more since the last such line" if more else ""
+                more = self._unsaid
+                self._unsaid = 0
+                self._silent_until = now + SILENT_S
+            also = ""
+            if more:
+                also = f", and {more} more since the last such line"
             _log.warning("refused %s: %s%s", peer, reason, also)
 
 
 ALIVE_S = 5.0
 """Seconds of silence after which a follower gets a sign of life."""
-LEAST_WAITING, FEW_STEPS = 64 << 20, 4
+LEAST_WAITING = 64 << 20
+FEW_STEPS = 4
 """Bytes of steps that may wait; or as many as the copy of the state has, which waited before them;
 or those of a few steps, because who is only so late is not dropped, however large a step is."""
 
@@ -237,14 +248,14 @@ class Subscription:
     """
 
     def __init__(self, connection: FrameSocket, peer: str, most_behind: int) -> None:
-        self.peer, self._connection, self._most_behind = peer, connection, most_behind
+        self.peer = peer
+        self._connection = connection
+        self._most_behind = most_behind
         self.alive = True
         self._begun = self._caught_up = False
-        self._skip, self._bytes, self._most_bytes = (
-            0,
-            0,
-            LEAST_WAITING,
-        )  # before `begin` nothing waits
+        self._skip = 0
+        self._bytes = 0  # nothing waits before `begin`
+        self._most_bytes = LEAST_WAITING
         self._queue: deque[tuple[int, Octets]] = deque()  # kind and content
         self._changed = threading.Condition()
         self.thread = threading.Thread(target=self._send, name="feed-sender", daemon=True)
@@ -255,7 +266,9 @@ class Subscription:
         be offered."""
         size = sum(map(len, state))
         with self._changed:
-            self._begun, self._skip, self._most_bytes = True, skip, max(LEAST_WAITING, size)
+            self._begun = True
+            self._skip = skip
+            self._most_bytes = max(LEAST_WAITING, size)
             self._queue.append((ABOUT, encoded({**about, "state_bytes": size})))
             pieces = ((part, at) for part in state for at in range(0, len(part), LONGEST_PIECE))
             self._queue.extend((STATE, part[at : at + LONGEST_PIECE]) for part, at in pieces)
@@ -283,7 +296,8 @@ class Subscription:
 
     def drop(self, reason: str) -> None:
         with self._changed:
-            was, self.alive = self.alive, False
+            was = self.alive
+            self.alive = False
             self._queue.clear()
             self._changed.notify()
         if was:

@@ -112,9 +112,12 @@ class Feed(StepRecorder):
             if value < 1:
                 raise ValueError(f"{name} is {value}, must be at least 1")
         require_followable(optimizer)
-        self._model, self._most_behind, self._most_followers = model, most_behind, most_followers
+        self._model = model
+        self._most_behind = most_behind
+        self._most_followers = most_followers
         self._about: dict[str, Any] = {"about": dict(about or {}), "run": run}
-        self._run, self._returns = run, 0  # to earlier states
+        self._run = run
+        self._returns = 0  # number of returns to earlier states
         self._lock = threading.Lock()  # of the two lists
         self._coming: list[Subscription] = []
         self._subscribed: list[Subscription] = []
@@ -130,7 +133,9 @@ class Feed(StepRecorder):
         host, port = host_and_port(address)
         shard = optimizer.coordinates.shard
         self._first_shard = shard == 0
-        bracketed = f"[{host}]" if ":" in host else host
+        bracketed = host
+        if ":" in host:
+            bracketed = f"[{host}]"
         self._listener = Listener(
             f"{bracketed}:{port + shard if port else 0}", checked_token(token), self._admit
         )
@@ -196,7 +201,10 @@ class Feed(StepRecorder):
     def end(self, what: str, optimizer: Replicated) -> None:
         """Ends a step, or a call of `synchronize`."""
         messages, goes_on = self.take_messages(what, optimizer)
-        self._synchronized = 0 if what == "step" else self._synchronized + 1
+        if what == "step":
+            self._synchronized = 0
+        else:
+            self._synchronized += 1
         if (
             not goes_on
         ):  # a name of its own: the same steps of another shard may still be those taken before
@@ -236,7 +244,8 @@ class Feed(StepRecorder):
         with self._lock:
             self._closed = True
             everyone = [*self._coming, *self._subscribed]
-            self._coming, self._subscribed = [], []
+            self._coming = []
+            self._subscribed = []
         for each in everyone:
             each.finish(
                 {
@@ -257,17 +266,16 @@ class Feed(StepRecorder):
 
     def _admit(self, connection: FrameSocket, peer: str, wanted: Mapping[str, Any]) -> None:
         """Takes in a follower; called by the threads of the listener."""
-        kind, answer = ABOUT, dict(self._about["about"])
+        kind = ABOUT
+        answer = dict(self._about["about"])
         if wanted.get("want") != "about":
             with self._lock:
                 here = sum(each.alive for each in (*self._coming, *self._subscribed))
                 if here < self._most_followers and not self._closed:
                     self._coming.append(Subscription(connection, peer, self._most_behind))
                     return
-            kind, answer = (
-                BYE,
-                {"ended": False, "reason": f"it has {here} followers, and takes no more"},
-            )
+            kind = BYE
+            answer = {"ended": False, "reason": f"it has {here} followers, and takes no more"}
         with contextlib.suppress(OSError):
             connection.send(kind, encoded(answer))
         connection.close()
@@ -276,7 +284,8 @@ class Feed(StepRecorder):
         """Gives those who wait a copy of the state after this step."""
         began = time.monotonic()
         with self._lock:
-            coming, self._coming = [each for each in self._coming if each.alive], []
+            coming = [each for each in self._coming if each.alive]
+            self._coming = []
         if not coming:
             return
         try:
@@ -315,8 +324,11 @@ class Feed(StepRecorder):
     def _extras(self, optimizer: Replicated) -> list[tuple[int, int, Readback]]:
         """The tensors that a follower needs beside the messages: the norm for clipping, and the
         buffers."""
-        step, found = optimizer.step_count, []
-        norm = optimizer.stats.grad_norm if optimizer.settings.clip else None
+        step = optimizer.step_count
+        found = []
+        norm = None
+        if optimizer.settings.clip:
+            norm = optimizer.stats.grad_norm
         if norm is not None:
             found.append((NORM, step, Readback(norm.detach().reshape(1).clone())))
         for index, buffer in enumerate(

@@ -43,7 +43,9 @@ class ReceivedSteps(Player):
         self.records: deque[LogRecord] = deque()
 
     def read(self) -> LogRecord | None:
-        return self.records.popleft() if self.records else None
+        if self.records:
+            return self.records.popleft()
+        return None
 
 
 class ShardFollower:
@@ -62,7 +64,10 @@ class ShardFollower:
     def __init__(
         self, model: nn.Module, sharded: bool, make: MakeOptimizer | None, joins: bool = False
     ) -> None:
-        self._model, self._sharded, self._make, self._joins = model, sharded, make, joins
+        self._model = model
+        self._sharded = sharded
+        self._make = make
+        self._joins = joins
         self.moment: Moment | None = None
         self.about: dict[str, Any] = {}
         self.optimizer: Replicated | None = None
@@ -99,9 +104,10 @@ class ShardFollower:
         saved = self.saved = ShardReader(joined.path)
         shared_state.load_weights_of(saved, self._model)
         trained = set(about["trained"])
-        self.module = (
-            self._model if self._sharded else shared_state.shard_views(saved, self._model, trained)
-        )
+        if self._sharded:
+            self.module = self._model
+        else:
+            self.module = shared_state.shard_views(saved, self._model, trained)
         parameters = local_parameters(self.module)
         base = base_optimizer(self._make, about, saved.groups, parameters)
         chosen = scheme_of_training(about)
@@ -130,7 +136,8 @@ class ShardFollower:
     def _require_same(self) -> None:
         """Raises `ValueError` where this process would not repeat the steps bit for bit, as replica
         0 takes them."""
-        optimizer, about = self.optimizer, self.about
+        optimizer = self.optimizer
+        about = self.about
         assert optimizer is not None
         for key, here in identity(optimizer).items():
             if key not in ("shards", "clip", "arguments", "optimizer") and here != about.get(key):
@@ -151,9 +158,10 @@ class ShardFollower:
             if r.kind == MESSAGE and r.place >= shared_state.BUFFERS
         }
         norm = extras.pop(shared_state.NORM, None)
-        self._norm = (
-            None if norm is None else torch.frombuffer(bytearray(norm), dtype=torch.float32)[0]
-        )
+        if norm is None:
+            self._norm = None
+        else:
+            self._norm = torch.frombuffer(bytearray(norm), dtype=torch.float32)[0]
         self._player.records.extend(
             r for r in records if r.kind != MESSAGE or r.place < shared_state.BUFFERS
         )
@@ -184,11 +192,9 @@ def moment_after(event: Joined | Stepped, before: Moment | None) -> Moment:
     end = event.records[-1]
     if end.kind == WRITTEN:  # whose shards may differ in what they wrote, and meet all the same
         return before
-    return (
-        (before[0], end.step, before[2] + 1)
-        if end.kind == SYNCHRONIZE
-        else (before[0], end.step, 0)
-    )
+    if end.kind == SYNCHRONIZE:
+        return (before[0], end.step, before[2] + 1)
+    return (before[0], end.step, 0)
 
 
 def base_optimizer(
@@ -222,7 +228,9 @@ def scheme_of_training(about: dict[str, Any]) -> Scheme:
 def _by_name(name: Sequence[str]) -> MakeOptimizer:
     module, kind = name
     ours: dict[str, Any] = {"SignSGD": SignSGD, "Muon": Muon}
-    found = ours.get(kind) if module.startswith("detonation.") else None
+    found = None
+    if module.startswith("detonation."):
+        found = ours.get(kind)
     if module.startswith("torch.optim."):
         found = getattr(torch.optim, kind, None)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
@@ -259,7 +267,9 @@ def joined_optimizer(
     Collective over `axis`; see `Follower.join`.
     """
     first = shards[0]
-    about, saved, before = first.about, first.saved, first.optimizer
+    about = first.about
+    saved = first.saved
+    before = first.optimizer
     assert saved is not None and before is not None
     if len(shards) > 1 and axis.size() > 1:
         raise ValueError(
@@ -310,7 +320,8 @@ def _hand_over(
     for level, replicator in enumerate(optimizer.build()):
         state: dict[str, Tensor] = {}
         for key, tensor in replicator.local_state().named().items():
-            full, name = f"{level}.{key}", key.partition(".")[2]
+            full = f"{level}.{key}"
+            name = key.partition(".")[2]
             if not shared_state.is_shared(full) or full not in found[0]:
                 state[key] = tensor.clone()  # empty
             elif name in parameters:
@@ -329,7 +340,8 @@ def _boxes(shards: Sequence[ShardFollower], name: str) -> list[Box | None]:
 def _whole(parts: Sequence[Any], boxes: Sequence[Box | None], like: Tensor) -> Any:
     """The parts of a tensor as one, in memory of its own; other values are those of the first
     shard."""
-    first, box = parts[0], boxes[0]
+    first = parts[0]
+    box = boxes[0]
     if not isinstance(first, Tensor):
         return first
     if box is None or not first.ndim or first.shape != box.shape:

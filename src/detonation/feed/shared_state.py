@@ -21,7 +21,8 @@ from detonation.core.schemes.traffic import collective_for
 from detonation.feed.frames import encoded, table_of
 from detonation.log.writer import identity, padding_of, rounding
 
-BUFFERS, NORM = 1 << 31, (1 << 32) - 1
+BUFFERS = 1 << 31
+NORM = (1 << 32) - 1
 """The places, among those of messages, of the model's buffers from the first one on, and of the
 norm for clipping."""
 PRIVATE = ("residual", "server_residual", "generator", "taken", "local_steps")
@@ -47,7 +48,9 @@ def require_followable(optimizer: Replicated) -> None:
     ((_, scheme),) = optimizer.levels
     if scheme.signal == "nothing":
         raise ValueError(f"under {scheme.name} replicas agree on nothing that could be followed")
-    built = optimizer.build() if optimizer.is_built else []
+    built = []
+    if optimizer.is_built:
+        built = optimizer.build()
     ways = [
         collective_for(scheme, each.layout, each.link.replicas, each.link.local_ranks)
         for each in built
@@ -63,7 +66,8 @@ def require_followable(optimizer: Replicated) -> None:
 def describe_training(optimizer: Replicated) -> dict[str, Any]:
     """All that a follower must know before it can load the state, as JSON values."""
     ((_, scheme),) = optimizer.levels
-    replicators, settings = optimizer.build(), optimizer.settings
+    replicators = optimizer.build()
+    settings = optimizer.settings
     kind = type(optimizer.base)
     described = {
         **identity(optimizer),
@@ -110,13 +114,15 @@ def load_weights_of(saved: ShardReader, model: nn.Module) -> None:
     alike, or is refused."""
     targets = {f"model.{name}": tensor for name, tensor in weights(model).items()}
     for key, target in targets.items():
-        tensor, whole = saved.tensor(key), tuple(target.shape)
+        tensor = saved.tensor(key)
+        whole = tuple(target.shape)
         part = local(target)
         box = saved.boxes.get(key, Box.of(target))
         if part is target and box.whole == whole:
             part = part_of(part, box)
         if part.shape != tensor.shape or part.dtype != tensor.dtype:
-            here, there = f"{whole} {part.dtype}", f"{box.whole} {tensor.dtype}"
+            here = f"{whole} {part.dtype}"
+            there = f"{box.whole} {tensor.dtype}"
             raise ValueError(
                 f"{key.removeprefix('model.')} is {there} in training, is {here} here: another"
                 " model"
@@ -173,7 +179,10 @@ def load_shared_state(
         mine = {}
         for key, tensor in replicator.local_state().named().items():
             full = f"{level}.{key}"
-            mine[key] = saved.tensor(found[full]) if full in found else torch.zeros_like(tensor)
+            if full in found:
+                mine[key] = saved.tensor(found[full])
+            else:
+                mine[key] = torch.zeros_like(tensor)
             if mine[key].shape != tensor.shape:
                 raise ValueError(
                     f"{full} is {tuple(mine[key].shape)} in training, is {tuple(tensor.shape)} here"

@@ -95,19 +95,18 @@ class Stream:
         most_waiting: int,
         changed: threading.Condition,
     ) -> None:
-        self.host, self.port = host, port
+        self.host = host
+        self.port = port
         self.inbox: deque[Joined | Stepped] = deque()
         self.ended = False
         self.refusal: Exception | None = None
         self.trouble = ""
         self.bytes_received = self.joins = self.came = 0
         self.failures = 0  # attempts since the last copy of the state that ended without one
-        self._token, self._most_bytes, self._most_waiting, self._changed = (
-            token,
-            most_bytes,
-            most_waiting,
-            changed,
-        )
+        self._token = token
+        self._most_bytes = most_bytes
+        self._most_waiting = most_waiting
+        self._changed = changed
         self._frames: FrameSocket | None = None
         self._dropped = False  # what still comes by this connection, after `come_again`
         self._closed = threading.Event()
@@ -142,7 +141,8 @@ class Stream:
 
     def _run(self) -> None:
         while not self._closed.is_set() and not self.ended and self.refusal is None:
-            joins, self._dropped = self.joins, False
+            joins = self.joins
+            self._dropped = False
             try:
                 self._follow()
             except (
@@ -159,7 +159,10 @@ class Stream:
                 self._hang_up()
                 with self._changed:
                     self._frames = None
-                    self.failures = 0 if self.joins > joins else self.failures + 1
+                    if self.joins > joins:
+                        self.failures = 0
+                    else:
+                        self.failures += 1
                     self._changed.notify_all()
             if not self.ended:
                 self._closed.wait(PAUSES_S[min(self.failures, len(PAUSES_S) - 1)])

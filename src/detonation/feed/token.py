@@ -12,7 +12,8 @@ from pathlib import Path
 
 from detonation.core.base_error import DetonationError
 
-TOKEN, TOKEN_FILE = "DETONATION_TOKEN", "DETONATION_TOKEN_FILE"
+TOKEN = "DETONATION_TOKEN"
+TOKEN_FILE = "DETONATION_TOKEN_FILE"
 SHORTEST = 16
 HANDSHAKE_S = 5.0
 """Seconds within which a connection must prove that it knows the token."""
@@ -42,7 +43,8 @@ def read_token(env: Mapping[str, str] | None = None) -> bytes:
         >>> read_token({"DETONATION_TOKEN": "0123456789abcdef"})
         b'0123456789abcdef'
     """
-    env = os.environ if env is None else env
+    if env is None:
+        env = os.environ
     where = TOKEN
     token = env.get(TOKEN, "").strip().encode()
     if not token and (name := env.get(TOKEN_FILE, "")):
@@ -61,7 +63,9 @@ def checked_token(token: bytes | None) -> bytes:
 
     Raises `ValueError` as that does, and below 16 bytes.
     """
-    return read_token() if token is None else _long_enough(token, "the token")
+    if token is None:
+        return read_token()
+    return _long_enough(token, "the token")
 
 
 def prove_to_follower(connection: socket.socket, token: bytes) -> bytes:

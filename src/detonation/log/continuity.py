@@ -36,7 +36,9 @@ class LogFile:
         if self.fault:
             return self.fault
         steps = f"steps {self.begun + 1} to {self.last}, whole"
-        torn = f", and {self.torn:,} bytes of a step that was not finished" if self.torn else ""
+        torn = ""
+        if self.torn:
+            torn = f", and {self.torn:,} bytes of a step that was not finished"
         return f"{self.path}: {steps if self.last > self.begun else 'no whole step'}{torn}"
 
 
@@ -46,7 +48,8 @@ def log_files(directory: Path) -> list[LogFile]:
 
 
 def _read(rank: str, begun: int, path: Path) -> LogFile:
-    last, count = begun, 0
+    last = begun
+    count = 0
     try:
         size = path.stat().st_size
         for record in whole_records(path):
@@ -80,16 +83,17 @@ def log_faults(
 
 def _lacks(name: str, files: Sequence[LogFile], measured: int, saved: int) -> list[str]:
     if not files:
-        return (
-            [f"{name} is missing: {measured} steps were measured"] if measured > LATE_STEPS else []
-        )
+        if measured > LATE_STEPS:
+            return [f"{name} is missing: {measured} steps were measured"]
+        return []
     found = [
         f"{name} lacks the steps {one.last + 1} to {other.begun}: {one.path.name} was shortened, "
         "or a file is missing"
         for one, other in pairwise(files)
         if one.last < other.begun and not one.fault
     ]
-    first, last = files[0], files[-1]
+    first = files[0]
+    last = files[-1]
     if first.begun > saved:
         found.append(
             f"{name} begins after step {first.begun}, and no checkpoint leads to it: the newest is "

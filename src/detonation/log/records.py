@@ -85,7 +85,8 @@ def record_of(octets: memoryview) -> tuple[LogRecord, memoryview]:
     """
     if len(octets) >= _HEADER.size:
         magic, kind, place, step, count, checksum = _HEADER.unpack(octets[: _HEADER.size])
-        content, rest = octets[_HEADER.size : _HEADER.size + count], octets[_HEADER.size + count :]
+        content = octets[_HEADER.size : _HEADER.size + count]
+        rest = octets[_HEADER.size + count :]
         head = zlib.crc32(octets[: _CHECKED.size])
         if magic == _MAGIC and len(content) == count and zlib.crc32(content, head) == checksum:
             return LogRecord(kind, place, step, content), rest
@@ -102,7 +103,8 @@ def whole_records(path: Path) -> Iterator[LogRecord]:
         size = os.fstat(file.fileno()).st_size
         while (record := _next(file, size)) is not None:
             yield record
-        at, rest = file.tell(), memoryview(file.read())
+        at = file.tell()
+        rest = memoryview(file.read())
         if any(
             _found(rest[match.start() :]) for match in re.finditer(_MAGIC, rest) if match.start()
         ):
@@ -115,11 +117,14 @@ def whole_records(path: Path) -> Iterator[LogRecord]:
 def _next(file: BinaryIO, size: int) -> LogRecord | None:
     """The record where `file` stands; None, and back to where it stood, where there is no whole
     one."""
-    at, head = file.tell(), file.read(_HEADER.size)
+    at = file.tell()
+    head = file.read(_HEADER.size)
     fits = len(head) == _HEADER.size and _HEADER.unpack(head)[4] <= size - at - len(
         head
     )  # before it is read
-    record = _found(memoryview(head + file.read(_HEADER.unpack(head)[4]))) if fits else None
+    record = None
+    if fits:
+        record = _found(memoryview(head + file.read(_HEADER.unpack(head)[4])))
     file.seek(at if record is None else file.tell())
     return record
 
@@ -173,7 +178,8 @@ class StepRecorder(Tape, ABC):
     def note(self, optimizer: Replicated) -> None:
         """Takes the weights as they are now for those that were recorded."""
         if self._watched is not (levels := optimizer.build()):
-            self._watched, places = levels, weight_places(optimizer.model)
+            self._watched = levels
+            places = weight_places(optimizer.model)
             self._numbers = {name: number for number, name in enumerate(places)}
             watched = {*self.watches(optimizer)} - _moved_by_rounds(optimizer)
             self._weights.places = {n: at for n, at in places.items() if bare_name(n) in watched}
@@ -183,7 +189,9 @@ class StepRecorder(Tape, ABC):
         """Copies the weights that were written since the last end, before a step moves them."""
         # training that went back to an earlier state has other weights, which is no write
         goes_on = optimizer is self._optimizer and optimizer.step_count == self._last
-        found = self._weights.found() if self.records and goes_on else {}
+        found = {}
+        if self.records and goes_on:
+            found = self._weights.found()
         self._written = [
             (self._numbers[name], optimizer.step_count, Readback(_copied(tensor)))
             for name, tensor in found.items()
@@ -202,7 +210,8 @@ class StepRecorder(Tape, ABC):
     def add_written(self) -> None:
         """Ends the weights that were written before the step under way, ahead of its messages."""
         if self._written:
-            written, self._written = self._written, []
+            written = self._written
+            self._written = []
             self._waiting.append((written, None))
 
     def take_last_writes(self) -> None:
@@ -219,7 +228,9 @@ class StepRecorder(Tape, ABC):
             copied = message.contiguous()
             if copied.data_ptr() == message.data_ptr():
                 copied = copied.clone()
-            taken = self._optimizer.step_count if self._optimizer else 0
+            taken = 0
+            if self._optimizer:
+                taken = self._optimizer.step_count
             self._messages.append((taken, (place, step, Readback(copied))))
             self._late = int(message.device.type != "cpu")
 
@@ -230,17 +241,24 @@ class StepRecorder(Tape, ABC):
         Where training went back to an earlier state in between, those that were then on their way
         are left out: the steps that are taken anew have others.
         """
-        before, same = optimizer.step_count - (what == "step"), optimizer is self._optimizer
+        before = optimizer.step_count - (what == "step")
+        same = optimizer is self._optimizer
         messages = [copy for taken, copy in self._messages if taken == before or not same]
         goes_on = self._last in (-1, before)
-        self._messages, self._optimizer, self._last = [], optimizer, optimizer.step_count
+        self._messages = []
+        self._optimizer = optimizer
+        self._last = optimizer.step_count
         return messages, goes_on
 
     def add(self, messages: Copies, what: str, optimizer: Replicated) -> None:
         """Ends a step, or a call of `synchronize`, to which `messages` belong."""
-        kind = STEP if what == "step" else SYNCHRONIZE
+        kind = SYNCHRONIZE
+        if what == "step":
+            kind = STEP
         changed = self._changed(optimizer.param_groups)
-        about = {"groups": changed} if kind == STEP or any(changed) else {}
+        about = {}
+        if kind == STEP or any(changed):
+            about = {"groups": changed}
         self._waiting.append((messages, noted(kind, optimizer.step_count, about)))
         self.flush(self._late)
 
@@ -253,7 +271,9 @@ class StepRecorder(Tape, ABC):
         """Hands on all steps but the last `late`."""
         while len(self._waiting) > late:
             copies, end = self._waiting.pop(0)
-            kind = MESSAGE if end else WRITTEN
+            kind = WRITTEN
+            if end:
+                kind = MESSAGE
             records = [
                 LogRecord(kind, place, step, octets(copy.wait())) for place, step, copy in copies
             ]
@@ -261,7 +281,10 @@ class StepRecorder(Tape, ABC):
 
     def forget(self) -> None:
         """Drops all that was not handed on; the next step records all options of the groups."""
-        self._messages, self._waiting, self._options, self._written = [], [], [], []
+        self._messages = []
+        self._waiting = []
+        self._options = []
+        self._written = []
         self._weights.forget()
 
     def _changed(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -271,7 +294,8 @@ class StepRecorder(Tape, ABC):
             for group in groups
         ]
         now = [{key: value for key, value in group.items() if _is_plain(value)} for group in plain]
-        before, self._options = [*self._options, *[{}] * (len(now) - len(self._options))], now
+        before = [*self._options, *[{}] * (len(now) - len(self._options))]
+        self._options = now
         return [
             {k: v for k, v in mine.items() if k not in old or old[k] != v}
             for mine, old in zip(now, before, strict=True)
@@ -318,7 +342,9 @@ def _moved_by_rounds(optimizer: Replicated) -> set[str]:
 
 
 def _plain(value: Any) -> Any:
-    return float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value)
+    return value
 
 
 def _is_plain(value: Any) -> bool:

@@ -74,13 +74,17 @@ class Player(Tape, ABC):
 
     def find(self, place: int, step: int) -> Tensor | None:
         """Like `take`, for a step whose end was read; None if it has none."""  # -> [bytes] uint8
-        return self.take(place, step) if (place, step) in self._messages else None
+        if (place, step) in self._messages:
+            return self.take(place, step)
+        return None
 
     def next_end(self) -> LogRecord | None:
         """Returns the end of the next step or call of `synchronize`; None after the last record."""
         while not self._ends and self._load():
             pass
-        return self._ends.popleft() if self._ends else None
+        if self._ends:
+            return self._ends.popleft()
+        return None
 
     def _load(self) -> bool:
         """Reads one record; false after the last one."""
@@ -108,7 +112,10 @@ class Playback(Player):
         self._rank = replace(optimizer.coordinates, replica=0).name
         self._exact = False
         self.first = first
-        self._to = math.inf if to is None else to
+        if to is None:
+            self._to = math.inf
+        else:
+            self._to = to
         files = [(begun, path) for _, begun, path in segments(directory, self._rank)]
         usable = [begun for begun, _ in files if begun <= first]
         if not usable:
@@ -140,7 +147,9 @@ class Playback(Player):
             if self._optimizer.step_count < self._to:  # otherwise the damage is after step `to`
                 raise
             return None
-        return None if end is None or end.step > self._to else end
+        if end is None or end.step > self._to:
+            return None
+        return end
 
     def reach(self) -> tuple[int, str]:
         """Finds the last step up to which the log has all that replicas agreed on, bit for bit.
@@ -223,7 +232,9 @@ class Playback(Player):
         if why:
             _log.warning(_NEAR, path, why)
         self._check_identity(path, about)
-        weights = about.get("start", "") if self.first == 0 else ""
+        weights = ""
+        if self.first == 0:
+            weights = about.get("start", "")
         if weights and weights != digest(self._optimizer.model.parameters()):
             raise ValueError(
                 f"{path} begins with other weights than this run: another seed, model or init_from"

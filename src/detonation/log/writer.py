@@ -75,8 +75,10 @@ class UpdateLog(StepRecorder):
         if fsync_every < 0:
             raise ValueError(f"fsync_every is {fsync_every}, must be at least 0")
         super().__init__()
-        self.directory, self._fsync_every = Path(directory), fsync_every
-        self._file, self._length = -1, 0
+        self.directory = Path(directory)
+        self._fsync_every = fsync_every
+        self._file = -1
+        self._length = 0
         self._closing: Callable[[], object] = lambda: None
         self._levels: object = None  # of which the file is
         self._thread: ThreadPoolExecutor | None = None
@@ -88,7 +90,8 @@ class UpdateLog(StepRecorder):
     def begin(self, optimizer: Replicated) -> None:
         """Notes with which weights a replay from the start begins."""
         self._start = {"start": digest(optimizer.model.parameters())}
-        self._optimizer, self._last = optimizer, optimizer.step_count
+        self._optimizer = optimizer
+        self._last = optimizer.step_count
         self.note(optimizer)
 
     def watches(self, optimizer: Replicated) -> Collection[str]:
@@ -136,7 +139,8 @@ class UpdateLog(StepRecorder):
         if another:
             self.flush()
             self._kept.clear()
-            self._levels, self._identity = optimizer.build(), _settings(optimizer)
+            self._levels = optimizer.build()
+            self._identity = _settings(optimizer)
         self._options = []  # so that each step has all options of the groups
         self.add_written()
         self.add(messages, what, optimizer)
@@ -146,7 +150,8 @@ class UpdateLog(StepRecorder):
         """Writes the kept steps, in the place of the first replica before; those that it has
         written are the same."""
         self.flush()
-        kept, self._kept = list(self._kept), deque(maxlen=_KEPT)
+        kept = list(self._kept)
+        self._kept = deque(maxlen=_KEPT)
         end = kept[0][-1]
         self._begin(
             optimizer, end.step - (end.kind == STEP), {**self._identity, "taken_over": True}
@@ -220,7 +225,8 @@ class UpdateLog(StepRecorder):
         path = self.directory / f"{rank.name}-{first}{SUFFIX}"
         self._file = replaced(path)
         self._closing = weakref.finalize(self, os.close, self._file)  # where nobody calls `close`
-        self._options, self._length = [], 0
+        self._options = []
+        self._length = 0
         self.hand_on([noted(START, first, about)])
 
     def hand_on(self, records: Sequence[LogRecord]) -> None:
@@ -241,7 +247,8 @@ class UpdateLog(StepRecorder):
     def _finish(self) -> None:
         """Waits for the step that is being written; raises the `OSError` that ended it."""
         if self._writing is not None:
-            writing, self._writing = self._writing, None
+            writing = self._writing
+            self._writing = None
             writing.result()
 
     def _append(self, records: Sequence[LogRecord]) -> None:
@@ -305,7 +312,9 @@ def round_like(about: Mapping[str, Any], optimizer: Replicated) -> dict[str, str
 def padding_of(optimizer: Replicated) -> dict[str, Any]:
     """The embeddings whose padding rows move, of which a replica without gradients cannot know."""
     used = used_rows(optimizer.model)
-    return {"padding": used} if used else {}
+    if used:
+        return {"padding": used}
+    return {}
 
 
 def use_padding_of(about: Mapping[str, Any], optimizer: Replicated) -> None:

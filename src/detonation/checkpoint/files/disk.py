@@ -37,7 +37,8 @@ def write_file(path: Path, content: Iterable[memoryview]) -> tuple[int, str]:
 
     Raises `OSError` where it cannot; then a part of the file may exist.
     """
-    digest, count = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    count = 0
     _about_to("create", path)
     descriptor = new_file(path)
     try:

@@ -26,7 +26,10 @@ from detonation.checkpoint.files.shard_file import CorruptCheckpoint
 from detonation.core.flat.tensors import octets
 
 VALUES_VERSION = 1
-_MARK, _EXTRA, _TYPE, _VALUE = "$values", "extra", "$type", "value"
+_MARK = "$values"
+_EXTRA = "extra"
+_TYPE = "$type"
+_VALUE = "value"
 _LARGEST_PLAIN = 2**63
 """From here on whole numbers are written in hexadecimal: Python limits decimal digits."""
 _REMEDY = (
@@ -138,14 +141,18 @@ class _Encoder:
             return "deque", [value.maxlen, self._items(value, path)]
         if kind is defaultdict:
             factory = value.default_factory
-            name = getattr(factory, "__name__", "") if factory else ""
+            name = ""
+            if factory:
+                name = getattr(factory, "__name__", "")
             if factory and _FACTORIES.get(name) is not factory:
                 raise ValueError(f"{path} is a defaultdict of {factory!r}: give dict(...) of it")
             return "defaultdict", [name, self._pairs(value, path)]
         return _foreign(value, path)
 
     def _items(self, values: Iterable[Any], path: str) -> list[Any]:
-        ordered = sorted(values, key=repr) if isinstance(values, set | frozenset) else values
+        ordered = values
+        if isinstance(values, set | frozenset):
+            ordered = sorted(values, key=repr)
         return [self.value(each, f"{path}[{i}]") for i, each in enumerate(ordered)]
 
     def _pairs(self, table: Mapping[Any, Any], path: str) -> list[list[Any]]:
@@ -262,13 +269,17 @@ def _foreign(value: Any, path: str) -> tuple[str, Any]:
             raise ValueError(
                 f"{path} is of numpy's type {array.dtype}, which is not saved: {_REMEDY}"
             )
-        name = "numpy.ndarray" if type(value) is numpy.ndarray else "numpy.generic"
+        name = "numpy.generic"
+        if type(value) is numpy.ndarray:
+            name = "numpy.ndarray"
         return name, [array.dtype.str, list(array.shape), _base64(array.tobytes())]
     if isinstance(value, DTensor):
         remedy = "give full_tensor() of it, or keep it in the model or optimizer"
         raise ValueError(f"{path} is a DTensor, of which this rank has a part: {remedy}")
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-    shown = repr(value)[:60] if isinstance(value, str | int | float | tuple) else ""
+    shown = ""
+    if isinstance(value, str | int | float | tuple):
+        shown = repr(value)[:60]
     raise ValueError(
         f"{path} is {shown or 'a value'} of type {kind}, which is not saved: {_REMEDY}"
     )
@@ -278,8 +289,12 @@ def _written_tensor(tensor: Tensor, path: str) -> list[Any]:
     if tensor.requires_grad:
         raise ValueError(f"{path} is a tensor that requires a gradient: give detach() of it")
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-        what = "a quantized tensor" if tensor.is_quantized else f"a tensor of {tensor.layout}"
-        what = "a tensor without memory (meta)" if tensor.is_meta else what
+        if tensor.is_quantized:
+            what = "a quantized tensor"
+        else:
+            what = f"a tensor of {tensor.layout}"
+        if tensor.is_meta:
+            what = "a tensor without memory (meta)"
         raise ValueError(f"{path} is {what}: give a dense one, or leave it out")
     host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return [_name_of_kind(host.dtype), list(host.shape), _base64(octets(host))]
@@ -287,7 +302,8 @@ def _written_tensor(tensor: Tensor, path: str) -> list[Any]:
 
 def _read_tensor(content: Any) -> Tensor:
     name, shape, text = content
-    kind, raw = _kind_of_tensor(name), _octets(text)
+    kind = _kind_of_tensor(name)
+    raw = _octets(text)
     if not all(type(size) is int and size >= 0 for size in shape) or len(shape) > 64:
         raise ValueError("its shape is none")
     if math.prod(shape) * kind.itemsize != len(raw):
@@ -314,7 +330,8 @@ def _read_array(content: Any) -> Any:
             "extra holds an array of numpy: install numpy to load it"
         ) from error
     name, shape, text = content
-    kind, raw = numpy.dtype(_text_of(name)), _octets(text)
+    kind = numpy.dtype(_text_of(name))
+    raw = _octets(text)
     if not _is_simple(kind, numpy) or math.prod(shape) * kind.itemsize != len(raw):
         raise ValueError("its bytes are not those of its shape and type")
     return numpy.ndarray(tuple(shape), kind, raw).copy()
@@ -351,7 +368,9 @@ def _enum_class(module: str, name: str) -> type[enum.Enum] | None:
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(part)
-    return found if isinstance(found, type) and issubclass(found, enum.Enum) else None
+    if isinstance(found, type) and issubclass(found, enum.Enum):
+        return found
+    return None
 
 
 def _values(content: Any) -> list[Any]:

@@ -75,11 +75,9 @@ class Box:
         nothing."""
         starts = [max(a, b) for a, b in zip(self.offset, other.offset, strict=True)]
         ends = [min(a, b) for a, b in zip(self._ends, other._ends, strict=True)]
-        return (
-            tuple(map(slice, starts, ends))
-            if all(a < b for a, b in zip(starts, ends, strict=True))
-            else None
-        )
+        if all(a < b for a, b in zip(starts, ends, strict=True)):
+            return tuple(map(slice, starts, ends))
+        return None
 
     @property
     def _ends(self) -> list[int]:
@@ -108,7 +106,8 @@ class CheckpointReader:
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
-        self.path, self.manifest = path, manifest
+        self.path = path
+        self.manifest = manifest
         self._files: dict[tuple[int, int], ShardReader] = {}
 
     def file(self, replica: int, shard: int) -> "ShardReader":
@@ -155,7 +154,8 @@ class ShardReader:
         ):
             raise CorruptCheckpoint(f"{path.name} needs {', '.join(_REST)} besides its tensors")
         self.boxes = {key: Box.from_json(value) for key, value in rest["boxes"].items()}
-        self.wrapped, self.on_host = set(map(str, rest["wrapped"])), set(map(str, rest["on_host"]))
+        self.wrapped = set(map(str, rest["wrapped"]))
+        self.on_host = set(map(str, rest["on_host"]))
         self._path = path
         self.values: dict[str, Any] = {
             key: self._decoded(value) for key, value in rest["values"].items()

@@ -52,13 +52,17 @@ def committed(directory: Path, name: str) -> Path:
     """The checkpoint `name` in `directory`: of a partial directory that has got its final name
     already, that one."""
     path = directory / name
-    return path if (path / MANIFEST_NAME).is_file() else directory / checkpoint_name(step_of(path))
+    if (path / MANIFEST_NAME).is_file():
+        return path
+    return directory / checkpoint_name(step_of(path))
 
 
 def step_of(path: Path) -> int:
     """The step of a checkpoint by its name; -1 for any other name."""
     match = _NAME.fullmatch(path.name)
-    return int(match[1] or match[2]) if match else -1
+    if match:
+        return int(match[1] or match[2])
+    return -1
 
 
 def begin(directory: Path, step: int) -> None:
@@ -119,7 +123,9 @@ def _unfinished(directory: Path, step: int) -> Path:
 def _give_name(partial: Path, target: Path) -> None:
     """Renames a whole checkpoint to `target`, and removes a checkpoint that had the name before."""
     try:
-        replaced = _aside(target) if target.is_dir() else None
+        replaced = None
+        if target.is_dir():
+            replaced = _aside(target)
         disk.rename(partial, target)
     except OSError:
         if _gone(target).is_dir() and not target.exists():

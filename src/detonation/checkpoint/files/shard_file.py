@@ -71,7 +71,9 @@ class TensorFile:
         """
         entry = self.entries[key]
         first, stop, _ = rows.indices(entry.shape[0] if entry.shape else 1)
-        shape = (max(stop - first, 0), *entry.shape[1:]) if entry.shape else ()
+        shape: tuple[int, ...] = ()
+        if entry.shape:
+            shape = (max(stop - first, 0), *entry.shape[1:])
         row_bytes = math.prod(entry.shape[1:]) * entry.dtype.itemsize
         tensor = torch.empty(shape, dtype=entry.dtype)
         if tensor.nbytes:
@@ -86,7 +88,8 @@ class TensorFile:
                 count = os.preadv(descriptor, [rest], at)
                 if not count:
                     raise OSError(0, "it has become shorter", str(self._path))
-                rest, at = rest[count:], at + count
+                rest = rest[count:]
+                at += count
         finally:
             os.close(descriptor)
 
@@ -126,11 +129,9 @@ def _entries(header: dict[str, Any], begin: int, size: int) -> dict[str, Entry]:
     for key, value in header.items():
         if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
             raise CorruptCheckpoint(f"{key[:60]!r} is no tensor")
-        dtype, shape, offsets = (
-            _BY_NAME.get(str(value["dtype"])),
-            value["shape"],
-            value["data_offsets"],
-        )
+        dtype = _BY_NAME.get(str(value["dtype"]))
+        shape = value["shape"]
+        offsets = value["data_offsets"]
         if dtype is None or not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
             raise CorruptCheckpoint(f"{key[:60]!r} has no type, shape or place of a tensor")
         start, end = offsets
@@ -190,7 +191,9 @@ def shard_fault(path: Path, expected: ShardSummary) -> str | None:
             same = hashlib.file_digest(file, "sha256").hexdigest() == expected.sha256
         except OSError as error:
             return f"{path.name} cannot be read ({error.strerror})"
-    return None if same else f"{path.name} is damaged: its checksum differs"
+    if same:
+        return None
+    return f"{path.name} is damaged: its checksum differs"
 
 
 def require_types(types: Mapping[str, torch.dtype]) -> None:
@@ -210,7 +213,8 @@ def shard_content(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> Ite
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     end = 0
     for name, tensor in ordered:
-        start, end = end, end + tensor.nbytes
+        start = end
+        end += tensor.nbytes
         header[name] = {
             "dtype": DTYPES[tensor.dtype],
             "shape": list(tensor.shape),

@@ -18,7 +18,9 @@ class LoopbackCommunicator(RenumberedCommunicator):
     """
 
     def __init__(self, replicas: int = 1) -> None:
-        self._replicas, self.replica, self.next_size = replicas, 0, replicas
+        self._replicas = replicas
+        self.replica = 0
+        self.next_size = replicas
 
     def size(self) -> int:
         return self._replicas

@@ -29,10 +29,12 @@ Start = Callable[[int], Callable[[], object]]
 """Starts an exchange of so many bytes, and returns a function that waits for it."""
 _SIZES = 2**10, 2**24
 """The smallest message, and the largest."""
-_HINTS, _SHOWS = 1.1, 1.5
+_HINTS = 1.1
+_SHOWS = 1.5
 """How many times longer than the shortest a message takes where a little larger ones, and it, show
 the rate."""
-_REPEATS, _FEWEST = 5, 2
+_REPEATS = 5
+_FEWEST = 2
 _PAIR_SIZES = (1024, 2**18)
 _PAIR_REPEATS = 3
 _NEAR_S = 1e-3
@@ -53,7 +55,9 @@ class Everyone:
     def __init__(
         self, device: torch.device, axis: Axis | None = None, shards: Sequence[Axis] = ()
     ) -> None:
-        self.device, self._axis, self._shards = device, axis, [Link(shard) for shard in shards]
+        self.device = device
+        self._axis = axis
+        self._shards = [Link(shard) for shard in shards]
         self._elastic = isinstance(axis, ElasticCommunicator)
 
     @cached_property
@@ -65,11 +69,9 @@ class Everyone:
 
     @property
     def size(self) -> int:
-        return (
-            math.prod(link.replicas for link in self._links)
-            if self._elastic
-            else dist.get_world_size()
-        )
+        if self._elastic:
+            return math.prod(link.replicas for link in self._links)
+        return dist.get_world_size()
 
     def barrier(self) -> None:
         """Waits for all, who then go on at about the same time: each pair of replicas sends
@@ -116,7 +118,9 @@ def probe_axis(
     """
     everyone = everyone or Everyone(device, axis)
     per_node = everyone.size // axis.size()
-    operations, link, silence = dict[str, Operation](), Link(axis), 0.0
+    operations = dict[str, Operation]()
+    link = Link(axis)
+    silence = 0.0
     if axis.size() > 1:
         zeros = partial(torch.zeros, dtype=torch.uint8, device=device)
         starts: dict[str, Start] = {
@@ -132,7 +136,9 @@ def probe_axis(
         if max(operation.latency_s for operation in operations.values()) > _NEAR_S:
             silence = _silence(starts["all-gather"], everyone)
     # a throttled link has the same speed between all pairs
-    pairs = _pairs(axis, everyone) if axis.size() > 2 and isinstance(axis, DeviceMesh) else ()
+    pairs: Sequence[LinkSample] = ()
+    if axis.size() > 2 and isinstance(axis, DeviceMesh):
+        pairs = _pairs(axis, everyone)
     return AxisProfile(axis.size(), per_node, operations, pairs, silence)
 
 
@@ -141,7 +147,9 @@ def fit_line(samples: Sequence[Sample]) -> Operation:
     latency >= 0."""
     x = torch.tensor([s.bytes_sent for s in samples], dtype=torch.float64)
     y = torch.tensor([s.seconds for s in samples], dtype=torch.float64)
-    latency, slope, scale = 0.0, 0.0, y
+    latency = 0.0
+    slope = 0.0
+    scale = y
     for _ in range(
         4
     ):  # relative to the line: relative to `y`, the luckiest of noisy times would count most
@@ -150,7 +158,8 @@ def fit_line(samples: Sequence[Sample]) -> Operation:
             torch.linalg.lstsq(weighted, (y / scale).view(-1, 1)).solution.view(-1).tolist()
         )
         if latency < 0 or slope <= 0:
-            latency, slope = max(0.0, float(y.min())) * (slope <= 0), float((y / x).min())
+            latency = max(0.0, float(y.min())) * (slope <= 0)
+            slope = float((y / x).min())
         scale = latency + slope * x
     off = ((latency + slope * x) / y - 1).abs().max()
     return Operation(latency, 8 / slope, float(off), list(samples))
@@ -160,7 +169,8 @@ def of_one_link(operations: Mapping[str, Operation]) -> dict[str, Operation]:
     """Gives operations that ended at a quarter of the size of another, or less, its rate for larger
     messages."""
     furthest = max(operations.values(), key=lambda line: line.samples[-1].bytes_sent)
-    largest, found = furthest.samples[-1].bytes_sent, dict(operations)
+    largest = furthest.samples[-1].bytes_sent
+    found = dict(operations)
     for name, line in operations.items():
         if 4 * line.samples[-1].bytes_sent <= largest:
             beyond = Sample(
@@ -178,7 +188,9 @@ def _samples(
     samples: list[Sample] = []
     size, largest = _SIZES
     start(size)()  # the first exchange opens connections
-    began, repeats, further = time.perf_counter(), _REPEATS, 16
+    began = time.perf_counter()
+    repeats = _REPEATS
+    further = 16
     while size <= largest:
         if len(samples) > 1:
             left_s = budget_s - everyone.over([time.perf_counter() - began])[0]
@@ -196,7 +208,10 @@ def _samples(
         # the mean: a run pays for the late and the lost, too
         samples.append(Sample(sent, statistics.fmean(times), (high - low) / median))
         longer = samples[-1].seconds / samples[0].seconds
-        shown, further = shown or longer > _SHOWS, 4 if longer > _HINTS else 16
+        shown = shown or longer > _SHOWS
+        further = 16
+        if longer > _HINTS:
+            further = 4
         size *= further
     return samples
 
@@ -241,15 +256,16 @@ def _pairs(axis: DeviceMesh, everyone: Everyone) -> list[LinkSample]:
     In rounds like those of a tournament, in which each replica sends to one other: as many rounds
     as replicas.
     """
-    replica, size, ranks = (
-        axis.get_local_rank(),
-        axis.size(),
-        dist.get_process_group_ranks(axis.get_group()),
-    )
+    replica = axis.get_local_rank()
+    size = axis.size()
+    ranks = dist.get_process_group_ranks(axis.get_group())
     samples: list[LinkSample] = []
     for pairs in _rounds(size):
         other = next((b if a == replica else a for a, b in pairs if replica in (a, b)), None)
-        peer = None if other is None else ranks[other]
+        if other is None:
+            peer = None
+        else:
+            peer = ranks[other]
         times = [0.0] * (2 * size)  # short and long, of the lower replica of each pair
         for i, nbytes in enumerate(_PAIR_SIZES):
             seconds = statistics.median(
@@ -258,7 +274,8 @@ def _pairs(axis: DeviceMesh, everyone: Everyone) -> list[LinkSample]:
             if other is not None:
                 times[i * size + min(replica, other)] = seconds
         agreed = everyone.over(times)
-        short, long = agreed[:size], agreed[size:]
+        short = agreed[:size]
+        long = agreed[size:]
         for a, b in pairs:
             # where two times differ by less than they vary, their difference means nothing
             seconds = max(long[a] - short[a], 0.1 * long[a])

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 PROFILE_FORMAT = 1
-SILENT_S, SILENT_BYTES = 1.0, 2**16
+SILENT_S = 1.0
+SILENT_BYTES = 2**16
 """The silence after which `probe` sends a message, and its size."""
 
 
@@ -119,7 +120,9 @@ class Profile:
             raise ValueError(
                 f"{path} is no profile ({error}): make one with detonation probe --out {path}"
             ) from error
-        version = table.pop("format", None) if isinstance(table, dict) else None
+        version = None
+        if isinstance(table, dict):
+            version = table.pop("format", None)
         if version != PROFILE_FORMAT:
             raise ValueError(
                 f"{path} has format {version}, this version reads {PROFILE_FORMAT}: measure again"
@@ -136,11 +139,9 @@ class Profile:
     def of(cls, table: Mapping[str, Any]) -> "Profile":
         """The inverse of `asdict`."""
         axes = {name: axis_profile(axis) for name, axis in table["axes"].items()}
-        steps = (
-            {name: Step(**step) for name, step in table["compute"]["steps"].items()}
-            if table["compute"]
-            else {}
-        )
+        steps = {}
+        if table["compute"]:
+            steps = {name: Step(**step) for name, step in table["compute"]["steps"].items()}
         compute = table["compute"] and Compute(**{**table["compute"], "steps": steps})
         return cls(**{**table, "axes": axes, "compute": compute})
 

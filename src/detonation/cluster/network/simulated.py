@@ -34,7 +34,8 @@ def simulate_replicas(act: Callable[["SimulatedCommunicator"], _T], replicas: in
     """
     scheduler = _Scheduler(replicas)
     results: dict[int, _T] = {}
-    ended, ends = [False] * replicas, SimpleQueue[None]()
+    ended = [False] * replicas
+    ends = SimpleQueue[None]()
 
     def run(replica: int) -> None:
         try:
@@ -93,7 +94,8 @@ class SimulatedCommunicator:
     """
 
     def __init__(self, replica: int, scheduler: "_Scheduler") -> None:
-        self.replica, self._scheduler = replica, scheduler
+        self.replica = replica
+        self._scheduler = scheduler
         self._started = 0
 
     def size(self) -> int:
@@ -125,9 +127,10 @@ class SimulatedCommunicator:
 
         def received() -> Tensor:
             found = self._scheduler.wait(self.replica, collective)
-            return (
-                found if found.device.type == "cpu" else found.clone()
-            )  # kernels write into messages that arrived
+            # kernels write into messages that arrived
+            if found.device.type == "cpu":
+                return found
+            return found.clone()
 
         return received
 
@@ -137,7 +140,8 @@ class _Collective:
 
     def __init__(self, replicas: int, combine: Callable[[list[Any]], Tensor]) -> None:
         self.inputs: dict[int, Any] = {}
-        self._replicas, self._combine = replicas, combine
+        self._replicas = replicas
+        self._combine = combine
         self._result: Tensor | None = None
 
     @property
@@ -227,7 +231,10 @@ def _sum(tensors: list[Tensor]) -> Tensor:
 
     A real network may add in another order, and so round differently.
     """
-    total = tensors[0] + tensors[1] if len(tensors) > 1 else tensors[0].clone()
+    if len(tensors) > 1:
+        total = tensors[0] + tensors[1]
+    else:
+        total = tensors[0].clone()
     for tensor in tensors[2:]:
         total += tensor
     return total

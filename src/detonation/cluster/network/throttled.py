@@ -42,7 +42,10 @@ class NodeLink:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.speed, self._node, self._clock, self._sleep = speed, node, clock, sleep
+        self.speed = speed
+        self._node = node
+        self._clock = clock
+        self._sleep = sleep
         # [nodes] float64: when all messages of each node will have left
         self._file, self._idle_from = _shared_memory(8 * nodes, device or torch.device("cpu"))
         weakref.finalize(self, os.close, self._file)
@@ -62,7 +65,10 @@ class NodeLink:
 
     def arrive(self, kind: str, left: Tensor, replicas: int) -> None:
         """Waits until the last of what has `left` is there."""  # [replicas] float64
-        far = min(1, replicas - 1) if kind == "all-to-all" else hops(kind, replicas)
+        if kind == "all-to-all":
+            far = min(1, replicas - 1)
+        else:
+            far = hops(kind, replicas)
         due = float(left.max()) + self.speed.seconds(0, far)
         while (early := due - self._clock()) > 0:
             self._sleep(early)
@@ -82,12 +88,14 @@ class ThrottledCommunicator(NodeLink):
     """
 
     def __init__(self, axis: DeviceMesh, speed: LinkSpeed) -> None:
-        world, device = dist.get_world_size(), torch.device(axis.device_type)
+        world = dist.get_world_size()
+        device = torch.device(axis.device_type)
         if int(os.environ.get("LOCAL_WORLD_SIZE", world)) < world:
             raise ValueError(ELSEWHERE)
         self.replica = axis.get_local_rank()
         super().__init__(speed, self.replica, axis.size(), device)
-        self._axis, self._group = axis, ProcessGroupCommunicator(axis, own=True)
+        self._axis = axis
+        self._group = ProcessGroupCommunicator(axis, own=True)
         self._peers = dist.get_process_group_ranks(axis.get_group())
         self._started = 0
         # [ranks, exchanges]: when each message will have left
@@ -126,10 +134,11 @@ class ThrottledCommunicator(NodeLink):
 
 def _shared_memory(nbytes: int, device: torch.device) -> tuple[int, Tensor]:
     """A nameless file that all ranks have open, and its memory as float64 zeros. Collective."""
-    path, rank = (
-        torch.zeros(4096, dtype=torch.uint8, device=device),
-        dist.get_rank() if dist.is_initialized() else -1,
-    )
+    path = torch.zeros(4096, dtype=torch.uint8, device=device)
+    if dist.is_initialized():
+        rank = dist.get_rank()
+    else:
+        rank = -1
     if rank <= 0:
         descriptor, name = tempfile.mkstemp(prefix="detonation-link-")
         os.truncate(descriptor, nbytes)

@@ -16,7 +16,10 @@ def allow_open_files() -> None:
     Raises `ValueError` where the hard limit is too low for any run.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MOST_OPEN if hard == resource.RLIM_INFINITY else min(hard, _MOST_OPEN)
+    if hard == resource.RLIM_INFINITY:
+        most = _MOST_OPEN
+    else:
+        most = min(hard, _MOST_OPEN)
     if soft != resource.RLIM_INFINITY and soft < most:
         with suppress(OSError, ValueError):  # of a sandbox that lets nobody change it
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -62,8 +62,12 @@ class WorldError(DetonationError, RuntimeError):
     """
 
     def __init__(self, failure: Failure, world_size: int, reported: bool = False) -> None:
-        self.failure, self.reported = failure, reported
-        where = "" if failure.complete or world_size == 1 else f"rank {failure.rank}: "
+        self.failure = failure
+        self.reported = reported
+        if failure.complete or world_size == 1:
+            where = ""
+        else:
+            where = f"rank {failure.rank}: "
         super().__init__(where + failure.text)
 
 
@@ -85,13 +89,16 @@ def failure_from_exit_code(rank: int, code: int) -> Failure:
 
     A rank that a request ended at once has 128 + its number; see `interrupts.end`.
     """
-    code = -(code - 128) if code - 128 in REQUESTS else code
+    if code - 128 in REQUESTS:
+        code = -(code - 128)
     if code > 0:
         return Failure(rank, time.time(), "SystemExit", f"ended with code {code} and no message")
     name = next(
         (each.name for each in signal.Signals if each == -code), f"signal {-code}"
     )  # real-time: no name
-    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+    hint = ""
+    if -code == signal.SIGKILL:
+        hint = " (out of memory?)"
     # gloo aborts the process when a peer is gone at the wrong moment, so SIGABRT may follow from
     # another rank's end.
     return Failure(
@@ -113,7 +120,9 @@ def describe(error: BaseException) -> str:
     if isinstance(error, ValueError | RunError | WorldError) or type(error) is RuntimeError:
         return lines[0]
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+        if error.filename:
+            return f"{error.strerror}: {error.filename}"
+        return error.strerror
     return f"{type(error).__name__}: {lines[0]}"
 
 

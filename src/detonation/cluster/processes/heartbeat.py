@@ -64,7 +64,9 @@ class FileBoard:
 
     def read_notice(self) -> str:
         """The notice on the board; "" for none."""
-        return read_text(self._notice) if self._notice.exists() else ""
+        if self._notice.exists():
+            return read_text(self._notice)
+        return ""
 
     def close(self, others: int) -> None:
         """Ends the use of the board after a failure: the files stay for the others to read."""
@@ -87,7 +89,10 @@ class StoreBoard:
         self._store.compare_set(_key("notice"), "", _NOTHING)
         # drawn anew in each attempt, so that a notice of an earlier one is not signed for this one
         drawn: bytes = self._store.compare_set(_key("board"), "", secrets.token_hex(8))
-        self._secret = token.encode() + drawn if token else b""
+        if token:
+            self._secret = token.encode() + drawn
+        else:
+            self._secret = b""
         self._ignored = False
         self.write_count(rank, 1)
 
@@ -122,11 +127,9 @@ class StoreBoard:
         return ""
 
     def _signed(self, notice: str) -> str:
-        signature = (
-            hmac.new(self._secret, notice.encode(), "sha256").hexdigest()
-            if self._secret
-            else "unsigned"
-        )
+        signature = "unsigned"
+        if self._secret:
+            signature = hmac.new(self._secret, notice.encode(), "sha256").hexdigest()
         return f"{signature} {notice}"
 
     def _authentic(self, found: str) -> bool:
@@ -169,9 +172,14 @@ class Heartbeat:
     def __init__(
         self, board: FileBoard | StoreBoard, rank: int, world_size: int, end: EndProcess
     ) -> None:
-        self._board, self._rank, self._world_size, self._end = board, rank, world_size, end
-        self._limit_s, self._shards = STARTUP_LIMIT_S, 1
-        self._notice, self._neighbour_count = "", 0
+        self._board = board
+        self._rank = rank
+        self._world_size = world_size
+        self._end = end
+        self._limit_s = STARTUP_LIMIT_S
+        self._shards = 1
+        self._notice = ""
+        self._neighbour_count = 0
         self._answered = time.monotonic()
         self._stopped = threading.Event()
         self._leaving = self._cut_off = False
@@ -185,7 +193,8 @@ class Heartbeat:
 
     def set_limit(self, limit_s: float, shards: int) -> None:
         """From now on a rank is lost after `limit_s` seconds of silence."""
-        self._limit_s, self._shards = limit_s, shards
+        self._limit_s = limit_s
+        self._shards = shards
 
     def leave(self, barrier: Callable[[], object]) -> None:
         """Calls `barrier`, where all ranks wait for each other, and stops the heartbeat."""
@@ -233,7 +242,8 @@ class Heartbeat:
 
     def _beat(self) -> None:
         """Writes this rank's count, and reads the neighbour's count and the notice."""
-        count, neighbour = 1, [(self._rank + 1) % self._world_size]
+        count = 1
+        neighbour = [(self._rank + 1) % self._world_size]
         while not self._stopped.wait(BEAT_S):
             count += 1
             try:
@@ -254,15 +264,19 @@ class Heartbeat:
         """Ends the process when the neighbour, or the board, is silent for too long, or when a
         notice is posted."""
         neighbour = (self._rank + 1) % self._world_size
-        latest, last_beat, awake = 0, time.monotonic(), time.monotonic()
+        latest = 0
+        last_beat = time.monotonic()
+        awake = time.monotonic()
         while not self._stopped.wait(BEAT_S):
             now = time.monotonic()
             if now - awake > _MISSED * BEAT_S:  # this process itself stood still
                 last_beat = self._answered = now
             awake = now
             if self._neighbour_count != latest:
-                latest, last_beat = self._neighbour_count, now
-            silence, unanswered = now - last_beat, now - self._answered
+                latest = self._neighbour_count
+                last_beat = now
+            silence = now - last_beat
+            unanswered = now - self._answered
             if unanswered > self._limit_s and not self._leaving:
                 self._end(self._board_lost(f"no answer for {unanswered:.1f} s"), False)
             if self._notice and self._reporting.acquire(blocking=False):
@@ -304,7 +318,10 @@ class Heartbeat:
             f"{rank} (replica {rank // self._shards}, shard {rank % self._shards})"
             for rank in ranks
         ]
-        who = f"rank {names[0]} has" if len(names) == 1 else f"ranks {', '.join(names)} have"
+        if len(names) == 1:
+            who = f"rank {names[0]} has"
+        else:
+            who = f"ranks {', '.join(names)} have"
         return (
             f"{who} not been heard of for {seconds:.1f} s: ended, stopped or cut off; go on with"
             " --resume"

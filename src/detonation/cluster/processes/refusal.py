@@ -27,8 +27,10 @@ from detonation.cluster.processes.failure import SecondaryFailure
 
 FRESH_S = 60.0
 """Replicas that are started together meet, or refuse, within this time."""
-_CONNECT_S, _LOOK_S = 3.0, 0.25
-_KEY, _REFUSED = "detonation/refused", "refused"
+_CONNECT_S = 3.0
+_LOOK_S = 0.25
+_KEY = "detonation/refused"
+_REFUSED = "refused"
 
 
 class RefusedStart(SecondaryFailure, ValueError):
@@ -42,7 +44,9 @@ class Preparation:
     """
 
     def __init__(self, store: Store, replica: int, rank: int) -> None:
-        self._store, self._replica, self._rank = store, replica, rank
+        self._store = store
+        self._replica = replica
+        self._rank = rank
         self._announces = self._all_prepared = False
 
     def begin(self) -> None:
@@ -124,8 +128,8 @@ def _prepared(rank: int) -> str:
 
 
 def _said(store: Store) -> dict[str, Any]:
-    text = _text(store)
-    return json.loads(text) if text else {}
+    said: dict[str, Any] = json.loads(_text(store) or "{}")
+    return said
 
 
 def _text(store: Store) -> str:

@@ -232,7 +232,9 @@ def _key(kind: str, rank: int) -> str:
 def describe_store_host(env: Mapping[str, str]) -> str:
     """The process that hosts the store of a launched world, in words."""
     where = f"{env.get('MASTER_ADDR', '?')}:{env.get('MASTER_PORT', '?')}"
-    return f"the launcher at {where}" if _agent_hosts_store(env) else f"rank 0 at {where}"
+    if _agent_hosts_store(env):
+        return f"the launcher at {where}"
+    return f"rank 0 at {where}"
 
 
 def use_interface(env: MutableMapping[str, str], interface: str = "") -> None:
@@ -244,7 +246,9 @@ def use_interface(env: MutableMapping[str, str], interface: str = "") -> None:
     known = [name for _, name in socket.if_nameindex()]
     wanted = interface or env.get(GLOO_INTERFACE, "")
     if not {*wanted.split(",")} <= {*known, ""}:
-        named = "--interface" if interface else GLOO_INTERFACE
+        named = GLOO_INTERFACE
+        if interface:
+            named = "--interface"
         raise ValueError(f"{named} is {wanted!r}, but this machine has {', '.join(known)}")
     if interface:
         env.update(dict.fromkeys(INTERFACES, interface))
@@ -253,7 +257,9 @@ def use_interface(env: MutableMapping[str, str], interface: str = "") -> None:
 def asked_interface(env: Mapping[str, str]) -> str:
     """The interface that the user asked for; "" where `env` has only one that was found."""
     name = env.get(GLOO_INTERFACE, "").partition(",")[0]
-    return "" if name == _found else name
+    if name == _found:
+        return ""
+    return name
 
 
 def keep_to_loopback(env: MutableMapping[str, str]) -> None:
@@ -349,10 +355,16 @@ def _listen(address: str, port: int, one_machine: bool) -> tuple[str, socket.soc
         if error.errno != errno.EADDRNOTAVAIL:
             raise
     asked = asked_interface(os.environ)
-    way = way_over(asked, address) if asked else way_towards(address)
+    if asked:
+        way: Way | None = way_over(asked, address)
+    else:
+        way = way_towards(address)
     if way is None or not way.address:
         return address, _server("", port, socket.AF_INET)
-    family = socket.AF_INET6 if ":" in way.address else socket.AF_INET
+    if ":" in way.address:
+        family = socket.AF_INET6
+    else:
+        family = socket.AF_INET
     return way.address, _server(way.address, port, family)
 
 

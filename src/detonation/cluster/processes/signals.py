@@ -38,7 +38,8 @@ class Stop:
         if number == signal.SIGINT or again or self._at_once:
             end(number)
         if not self:
-            self._since, self.number = now, number
+            self._since = now
+            self.number = number
 
     @contextmanager
     def at_once(self) -> Iterator[None]:

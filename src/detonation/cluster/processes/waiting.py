@@ -29,14 +29,17 @@ MEET_LINE_S = 5.0
 WAIT_LINE_S = 30.0
 """A rank that stands still for this long says so; again after twice the time, and so on. After
 twice the time it ends, where those for whom it waits have left."""
-_INSIDE, _OUTSIDE, _LEFT = "inside", "outside", "left"
+_INSIDE = "inside"
+_OUTSIDE = "outside"
+_LEFT = "left"
 _SAID = {
     _INSIDE: "is still in step {0}",
     _OUTSIDE: "is between steps {0} and {1}",
     "saving": "is in save_checkpoint after step {0}, which all ranks must call",
     _LEFT: "has left after step {0}",
 }
-_MOST_NAMED, _POLL_S = 8, 0.02
+_MOST_NAMED = 8
+_POLL_S = 0.02
 _log = logging.getLogger(__name__)
 
 
@@ -62,7 +65,9 @@ class Standing:
     @property
     def where_in_words(self) -> str:
         """The preposition before the number of the step."""
-        return "in" if self.where == _INSIDE else "after"
+        if self.where == _INSIDE:
+            return "in"
+        return "after"
 
 
 def who_waits(rank: int, standings: Sequence[Standing], seconds: float) -> str:
@@ -72,7 +77,9 @@ def who_waits(rank: int, standings: Sequence[Standing], seconds: float) -> str:
     >>> who_waits(0, [Standing(21, "inside"), Standing(20)], 30).partition(": ")[2]
     'rank 1 is between steps 20 and 21'
     """
-    return "" if standings.index(standings[rank]) < rank else _waiting(rank, standings, seconds)
+    if standings.index(standings[rank]) < rank:
+        return ""
+    return _waiting(rank, standings, seconds)
 
 
 def waits_in_vain(rank: int, standings: Sequence[Standing], partners: Collection[int]) -> bool:
@@ -110,7 +117,9 @@ def _waiting(rank: int, standings: Sequence[Standing], seconds: float) -> str:
     ]
     here = f"rank {rank} has waited for {seconds:.0f} s {mine.where_in_words} step {mine.steps}"
     if behind:
-        more = f" and {len(behind) - _MOST_NAMED} more" if len(behind) > _MOST_NAMED else ""
+        more = ""
+        if len(behind) > _MOST_NAMED:
+            more = f" and {len(behind) - _MOST_NAMED} more"
         others = ", ".join(standing_in_words(r, standings[r]) for r in behind[:_MOST_NAMED])
         return f"{here}, to which others have not come: {others}{more}"
     if mine.where == _INSIDE and all(other == mine for other in standings):
@@ -123,7 +132,10 @@ def _waiting(rank: int, standings: Sequence[Standing], seconds: float) -> str:
 
 def standing_in_words(rank: int, standing: Standing) -> str:
     """Where `rank` is, in words."""
-    said = "has not begun its first step" if standing == Standing(0) else _SAID[standing.where]
+    if standing == Standing(0):
+        said = "has not begun its first step"
+    else:
+        said = _SAID[standing.where]
     return f"rank {rank} {said.format(standing.steps, standing.steps + 1)}"
 
 
@@ -165,9 +177,14 @@ class Awaited:
         line_s: float | None = None,
         look: Callable[[], object] = lambda: None,
     ) -> None:
-        self._who, self._limit_s, self._look = who, limit_s, look
+        self._who = who
+        self._limit_s = limit_s
+        self._look = look
         self._began = time.monotonic()
-        self._due = MEET_LINE_S if line_s is None else line_s
+        if line_s is None:
+            self._due = MEET_LINE_S
+        else:
+            self._due = line_s
 
     def wait(self, away: Callable[[], Collection[int]], poll_s: float = _POLL_S) -> None:
         """Waits a moment longer; `away` finds the ranks that have not come. `TimeoutError` after
@@ -205,12 +222,15 @@ class Watch:
         line_s: float,
         end: Callable[[str], NoReturn],
     ) -> None:
-        self.source, self._end = store, end
+        self.source = store
+        self._end = end
         self._store: Store = store.clone()  # type: ignore[attr-defined]  # a connection of its own
-        self._rank, self._line_s = rank, line_s
+        self._rank = rank
+        self._line_s = line_s
         self._keys = [f"detonation/standing/{rank}" for rank in range(world_size)]
         self._published = Standing(-1)
-        self._text, self._left = "", False
+        self._text = ""
+        self._left = False
         self._stopped = threading.Event()
         self._publish(self._standing())
         PROGRESS.explain = self.explain
@@ -240,13 +260,19 @@ class Watch:
             error.args = (f"{self._text}: {error}",)
 
     def _run(self) -> None:
-        seen, since, due = self._standing(), time.monotonic(), self._line_s
+        seen = self._standing()
+        since = time.monotonic()
+        due = self._line_s
         while not self._stopped.wait(self._line_s / 4):
-            now, standing = time.monotonic(), self._standing()
+            now = time.monotonic()
+            standing = self._standing()
             try:
                 self._publish(standing)
                 if standing != seen:
-                    seen, since, due, self._text = standing, now, self._line_s, ""
+                    seen = standing
+                    since = now
+                    due = self._line_s
+                    self._text = ""
                     continue
                 if not self._store.check(self._keys):  # a rank has not published its standing yet
                     continue

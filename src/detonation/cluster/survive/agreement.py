@@ -12,7 +12,8 @@ from detonation.cluster.processes.rendezvous import name_of_first
 from detonation.cluster.processes.waiting import Standing
 from detonation.core.base_error import DetonationError
 
-SIZE, EPOCH = "size", "epoch"
+SIZE = "size"
+EPOCH = "epoch"
 """Keys: the numbers of replicas and shards at the start, and of the latest agreement."""
 GONE = b"gone"
 """The beat of a rank that is known to have ended."""
@@ -137,11 +138,15 @@ class Agreement:
     def awaited(self) -> int:
         """The replica for which all waited, which is a member now or not at all; -1 for none."""
         guests = {report.guest for report in self.reports.values()}
-        return guests.pop() if len(guests) == 1 else -1
+        if len(guests) == 1:
+            return guests.pop()
+        return -1
 
     def leaves_out(self, replica: int) -> str:
         """Why `replica`, which is no member, ends."""
-        verb = "go" if len(self.members) > 1 else "goes"
+        verb = "goes"
+        if len(self.members) > 1:
+            verb = "go"
         go_on = f"{in_words(self.members)} {verb} on without it from step {self.next_step}"
         beyond = {each for pair in self.apart if replica in pair for each in pair} - {replica}
         if replica in self.late:
@@ -176,7 +181,9 @@ def turn_of(turns: Sequence[int], user: int) -> int:
     >>> turn_of([3, 5], 1), turn_of([3, 5], 2)
     (5, 0)
     """
-    return turns[user] if user < len(turns) else 0
+    if user < len(turns):
+        return turns[user]
+    return 0
 
 
 def _largest(lists: Iterable[Sequence[int]]) -> list[int]:
@@ -270,11 +277,11 @@ def next_axis_store(
     """
     if base.check([f"{_AXES}/latest"]) and not base.check([f"{_AXES}/made"]):  # by `serve_one_axis`
         return axis_store(base, 0)
-    mine = str(base.add(f"{_AXES}/made", 1) - 1) if rank == 0 else ""
+    mine = ""
     if rank == 0:
-        axis_store(base, int(mine)).set(
-            axis_key("beat", 0), beat_of(0, 1.0)
-        )  # the others look who has come
+        mine = str(base.add(f"{_AXES}/made", 1) - 1)
+        # the other ranks watch for this heartbeat
+        axis_store(base, int(mine)).set(axis_key("beat", 0), beat_of(0, 1.0))
     timeout_s = base.timeout.total_seconds()  # type: ignore[attr-defined]
     meeting = PrefixStore(f"{_AXES}/meet", base)
     number = name_of_first(meeting, rank, world_size, mine, timeout_s, look)

@@ -16,7 +16,8 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
 
 FORM_S = 10.0
 """How long the members of a group may take to meet, once all have agreed on it."""
-_POLL_S, _LOOK_S = 0.5, 0.05
+_POLL_S = 0.5
+_LOOK_S = 0.05
 
 
 class Flight:
@@ -107,7 +108,8 @@ class Group:
         none is under way the sockets close at once, which wakes the peers that still wait.
         """
         held = [(self._group, [work for work in self._works if not work.is_completed()])]
-        self._group, self._works = None, []
+        self._group = None
+        self._works = []
         if held[0][1]:
             threading.Thread(
                 target=_outlast, args=(held,), name="abandoned group", daemon=True

@@ -90,7 +90,10 @@ class Membership:
         is_guest: bool = False,
         look: Callable[[], object] = lambda: None,
     ) -> None:
-        self.members = [replica] if is_guest else list(range(replicas))
+        if is_guest:
+            self.members = [replica]
+        else:
+            self.members = list(range(replicas))
         self.epoch = 0
         self.is_guest = is_guest
         self.guest = replicas
@@ -109,7 +112,10 @@ class Membership:
         self.silence_s = silence_s
         self.least = min_replicas
         self.end = end
-        self._confirm_s = CONFIRM_S if confirm_s is None else confirm_s
+        if confirm_s is None:
+            self._confirm_s = CONFIRM_S
+        else:
+            self._confirm_s = confirm_s
         # one connection for each thread
         self.store: Store = store.clone()  # type: ignore[attr-defined]
         self._beats: Store = store.clone()  # type: ignore[attr-defined]
@@ -296,7 +302,10 @@ class Membership:
     def _is_silent(self, rank: int) -> bool:
         """True if `rank` is lost. After a notice, it has `confirm_s` to report."""
         had_time = time.monotonic() - self.noticed_at > self._confirm_s
-        limit_s = self._confirm_s if had_time else self.silence_s
+        if had_time:
+            limit_s = self._confirm_s
+        else:
+            limit_s = self.silence_s
         return self._lost(rank, limit_s) or self._has_ended(rank)
 
     def _has_ended(self, rank: int) -> bool:
@@ -320,7 +329,10 @@ class Membership:
         ]
         reports |= self._reports(guests)
         ready = not guests and self.guest_asks and self._is_ready(self.store)
-        next_guest = self.guest if ready else -1
+        if ready:
+            next_guest = self.guest
+        else:
+            next_guest = -1
         record = agreement_record([*members, *guests], self.shards, reports, next_guest)
         self.store.compare_set(self._key("record"), "", json.dumps(record))
 
@@ -408,7 +420,10 @@ class Membership:
         now = time.monotonic()
         took = now - self._awake
         pace = self._pace
-        self._pace = took if count == 1 else min(took, 1.2 * pace)
+        if count == 1:
+            self._pace = took
+        else:
+            self._pace = min(took, 1.2 * pace)
         with self.changed:
             # this process was suspended, so old beats say nothing about the others
             if took > max(self._confirm_s / 2, 3 * pace):
@@ -436,7 +451,10 @@ class Membership:
             key = axis_key("port", rank)
             if self._beats.check([key]):
                 name = self._beats.get(key).decode()
-                self.ports[rank] = "" if refuses(name) else name
+                if refuses(name):
+                    self.ports[rank] = ""
+                else:
+                    self.ports[rank] = name
 
     def _watch_record(self) -> None:
         """Ends this process if it was left out and its main thread waits for something else."""
@@ -469,7 +487,10 @@ class Membership:
 
     def limit_s(self) -> float:
         """The silence after which a rank is lost, or the store is."""
-        least = self.silence_s if self.under_way else max(self.silence_s, STARTUP_S)
+        if self.under_way:
+            least = self.silence_s
+        else:
+            least = max(self.silence_s, STARTUP_S)
         return max(least, 4 * self._pace)
 
     def beat(self, rank: int) -> bytes:

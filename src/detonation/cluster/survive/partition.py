@@ -35,7 +35,8 @@ LEAVE_S = 5.0
 ends."""
 KNOCK_PATIENCE_S = 5.0
 """How long a kernel may take to answer on a link that is slow and full."""
-_TICK_S, _AWAKE_S = 0.1, 2.0
+_TICK_S = 0.1
+_AWAKE_S = 2.0
 _log = logging.getLogger("detonation")
 
 
@@ -116,7 +117,9 @@ class PartitionWatch:
         membership = self._membership
         waits = (membership.waits_in, membership.epoch)
         if waits != self._waits or not membership.waits_in:
-            self._waits, self._since, self._due = waits, now, WAIT_LINE_S
+            self._waits = waits
+            self._since = now
+            self._due = WAIT_LINE_S
             self._ask(now, 2 * WAIT_LINE_S)
             return
         waited = now - self._since

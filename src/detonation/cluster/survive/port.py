@@ -46,7 +46,10 @@ class Port:
             here = _address_towards(host)
             if not here:
                 return
-            family = socket.AF_INET6 if ":" in here else socket.AF_INET
+            if ":" in here:
+                family = socket.AF_INET6
+            else:
+                family = socket.AF_INET
             self._listener = socket.create_server((here, 0), family=family)
             self._listener.setblocking(False)
             self.name = f"{here} {self._listener.getsockname()[1]}"
@@ -68,7 +71,9 @@ def _address_towards(host: str) -> str:
     asked = asked_interface(os.environ)
     if asked and asked != LOOPBACK:
         return way_over(asked, host).address
-    return next(source_addresses(host), "") if host else ""
+    if host:
+        return next(source_addresses(host), "")
+    return ""
 
 
 def knock(name: str, patience_s: float = KNOCK_S) -> bool | None:
@@ -102,7 +107,9 @@ class Ways:
 
     def __init__(self, store: Store, rank: int) -> None:
         host, port = store_host(store)
-        self._store, self._host, self._name = store, host, f"{host}:{port}"
+        self._store = store
+        self._host = host
+        self._name = f"{host}:{port}"
         self._own = loopback_id()
         self._others: dict[int, str] = {}
         store.set(axis_key("loopback", rank), self._own)
@@ -123,7 +130,9 @@ class Ways:
 
     def line(self, way: Way) -> str:
         """Where this rank listens, in words; "" where that is loopback."""
-        return describe_ways([str(way)], self._name) if way.interface != LOOPBACK else ""
+        if way.interface != LOOPBACK:
+            return describe_ways([str(way)], self._name)
+        return ""
 
     def _loopback_of(self, rank: int) -> str:
         if rank not in self._others:

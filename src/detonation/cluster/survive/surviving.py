@@ -82,7 +82,10 @@ class SurvivingCommunicator(AxisEnd):
         self.guest: tuple[int, int] | None = None
         self.axis = self
         self.awaits = -1
-        self.adopted = entry.turn if entry else 0
+        if entry:
+            self.adopted = entry.turn
+        else:
+            self.adopted = 0
         self.departing: dict[int, Departure] = {}
         self.acting: AxisUser | None = None
         """The optimizer in whose step replicas leave now."""
@@ -173,7 +176,9 @@ class SurvivingCommunicator(AxisEnd):
 
     @property
     def _begun(self) -> int:
-        joined = self._entry.step if self._entry else 0
+        joined = 0
+        if self._entry:
+            joined = self._entry.step
         return max([joined, *(user.turns.steps for user in self.users.present)])
 
     def forget_departed(self, members: Sequence[int]) -> None:
@@ -211,7 +216,9 @@ class SurvivingCommunicator(AxisEnd):
     def start(self, kind: NumberedKind, values: Tensor, user: AxisEnd) -> Callable[[], Tensor]:
         """Starts a collective among the replicas that have a number for `user`; returns a function
         that waits."""
-        link, name, size = self._link, kind.replace("_", "-"), user.size()
+        link = self._link
+        name = kind.replace("_", "-")
+        size = user.size()
         if link is None:
             return self._start(kind, values, user)
         leaves = torch.tensor([link.leave(name, values, size)], dtype=torch.float64)
@@ -220,7 +227,8 @@ class SurvivingCommunicator(AxisEnd):
         told = self._start("all_gather", leaves.view(torch.uint8), user)
 
         def arrived() -> Tensor:
-            result, absent = arriving(), user.absent
+            result = arriving()
+            absent = user.absent
             link.arrive(name, told().view(torch.float64), size)
             user.absent = absent
             return result
@@ -254,7 +262,8 @@ class SurvivingCommunicator(AxisEnd):
     def _launch(self, each: NumberedCollective) -> None:
         """Starts a collective among the members that there are now."""
         each.members = [member for member in self._membership.members if member in each.layout]
-        work, each.flight = None, None
+        work = None
+        each.flight = None
         try:
             if each.kind == "all_reduce":
                 each.target = each.sent.clone()  # the network adds into it
@@ -313,7 +322,8 @@ class SurvivingCommunicator(AxisEnd):
         return True
 
     def _conclude(self, each: NumberedCollective, result: Tensor, absent: list[int]) -> None:
-        each.result, each.absent = result, frozenset(absent)
+        each.result = result
+        each.absent = frozenset(absent)
         while (following := self._kept.get(self._floor + 1)) and following.result is not None:
             self._floor += 1
 
@@ -396,7 +406,8 @@ class SurvivingCommunicator(AxisEnd):
 
         Who is noted already keeps that turn.
         """
-        membership, reports = self._membership, agreement.reports
+        membership = self._membership
+        reports = agreement.reports
         asked = {rank // membership.shards for rank, report in reports.items() if report.leaves}
         if membership.replica in asked:
             membership.leaves = False  # all know
@@ -427,7 +438,8 @@ class SurvivingCommunicator(AxisEnd):
         beyond = [each.number for each in done if each.number > self._floor]
         absent = {str(each.number): sorted(each.absent) for each in done}
         with self._changed:  # an optimizer that is made meanwhile is in all of it, or in nothing
-            turns, alive = list(self.users.turns), self.users.hold()
+            turns = list(self.users.turns)
+            alive = self.users.hold()
         return RankReport(
             self._floor,
             beyond,
@@ -451,7 +463,10 @@ class SurvivingCommunicator(AxisEnd):
             member * membership.shards + membership.shard for member in membership.members
         )
         self._listen("" if way is None else membership.ways.line(way))
-        address = "" if way is None else way.address
+        if way is None:
+            address = ""
+        else:
+            address = way.address
         limit_s = self.timeout_s + OVER_S
         make = partial(Group, store, rank, len(membership.members), limit_s, address)
         return Group.formed(
@@ -479,8 +494,10 @@ class SurvivingCommunicator(AxisEnd):
         """Copies the result of a collective from the member `holder` to those that have none."""
         held = each.result
         if held is None:
-            rows = () if each.kind == "all_reduce" else (len(each.layout),)
-            held = each.sent.new_empty(*rows, *each.sent.shape)
+            shape = [*each.sent.shape]
+            if each.kind != "all_reduce":
+                shape.insert(0, len(each.layout))
+            held = each.sent.new_empty(shape)
         try:
             flight = Flight(self._group.broadcast(held, holder), self._notify)
         except RuntimeError:

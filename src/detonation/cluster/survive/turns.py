@@ -67,7 +67,8 @@ class AxisUsers:
 
     def next_number(self) -> int:
         """The number of the optimizer that is made now; it has its `turns` from here on."""
-        entry, self._entry = self._entry, None
+        entry = self._entry
+        self._entry = None
         if entry is None:
             self.turns.append(Turns())
             return len(self.turns) - 1

@@ -23,7 +23,8 @@ from detonation.cluster.survive.membership import Membership
 from detonation.core.link.elastic_communicator import ElasticCommunicator, HandOver, PeerLost
 
 _TEXT_POLL_S = 0.01
-_TEXT, _LOST = b"+", b"-"
+_TEXT = b"+"
+_LOST = b"-"
 
 
 class StoreTexts:
@@ -34,14 +35,17 @@ class StoreTexts:
     """
 
     def __init__(self, membership: Membership, members: Sequence[int], channel: str) -> None:
-        self._membership, self._channel, self._count = membership, channel, 0
+        self._membership = membership
+        self._channel = channel
+        self._count = 0
         self._store: Store = membership.store.clone()  # type: ignore[attr-defined]  # one connection for each thread
         self._ranks = [
             member * membership.shards + shard
             for member in members
             for shard in range(membership.shards)
         ]
-        self.rank, self.world_size = self._ranks.index(membership.rank), len(self._ranks)
+        self.rank = self._ranks.index(membership.rank)
+        self.world_size = len(self._ranks)
 
     def gather(self, text: str) -> list[str]:
         """The texts of all ranks, by rank.
@@ -101,7 +105,9 @@ class Host:
     @property
     def guest(self) -> int | None:
         """A replica that asks to come in, or waits for its step; None without one."""
-        return self.membership.guest if self.membership.guest_asks else None
+        if self.membership.guest_asks:
+            return self.membership.guest
+        return None
 
     def offer(self, guest: int, address: str, user: int) -> None:
         """Lets a guest know where the state of this shard is, and that `user` lets it in."""
@@ -111,8 +117,11 @@ class Host:
 
     def door_of(self, guest: int) -> int:
         """The optimizer that lets a guest in."""
-        store, key = self.membership.store, axis_key("door", guest)
-        return int(store.get(key)) if store.check([key]) else 0
+        store = self.membership.store
+        key = axis_key("door", guest)
+        if store.check([key]):
+            return int(store.get(key))
+        return 0
 
     def tell_entry(self, guest: int, entry: GuestEntry) -> None:
         """Lets a guest know that the others have come to the turn before which it comes in."""
@@ -138,8 +147,11 @@ class Host:
 
         The shards of a replica are in the same turn, or in two that follow each other.
         """
-        store, shard, shards = self.membership.store, self.membership.shard, self.membership.shards
-        first, copy = self.membership.rank - shard, axis_key("copy", guest, self.membership.replica)
+        store = self.membership.store
+        shard = self.membership.shard
+        shards = self.membership.shards
+        first = self.membership.rank - shard
+        copy = axis_key("copy", guest, self.membership.replica)
         store.set(
             axis_key("coming", guest, first + shard), "1"
         )  # by rank: another replica gives it if this one is lost
@@ -147,7 +159,9 @@ class Host:
             [axis_key("coming", guest, first + each) for each in range(shards)]
         ):
             store.compare_set(copy, "", str(turn + (2 if shards > 1 else 0)))
-        return int(store.get(copy)) if store.check([copy]) else math.inf
+        if store.check([copy]):
+            return int(store.get(copy))
+        return math.inf
 
 
 class AxisEnd(ElasticCommunicator):
@@ -162,7 +176,8 @@ class AxisEnd(ElasticCommunicator):
     layout: list[int]
     pending: list[Agreement]
     adopted: int
-    name, channels = "", 0
+    name = ""
+    channels = 0
 
     @property
     def shared(self) -> bool:
@@ -188,8 +203,11 @@ class AxisEnd(ElasticCommunicator):
     def take(self, due: Sequence[Agreement], members: list[int], turn: int) -> None:
         """Takes the numbers that `members` have from `turn` on, by the agreements `due`."""
         self.pending = [each for each in self.pending if each not in due]
-        self.layout, self.replica = members, members.index(self.axis.host.membership.replica)
-        self.channels, self.adopted = 0, turn  # the same members may come together again
+        self.layout = members
+        self.replica = members.index(self.axis.host.membership.replica)
+        # the same members may come together again
+        self.channels = 0
+        self.adopted = turn
 
 
 class AxisUser(AxisEnd):
@@ -206,14 +224,23 @@ class AxisUser(AxisEnd):
         self.number = axis.users.next_number()
         self.turns = axis.users.turns[self.number]
         self._ahead = self.turns.begun - self.turns.steps  # a turn less the step of the optimizer
-        self._optimizer = None if hand_over is None else WeakMethod(hand_over)
-        self.axis, self.layout, self.replica = axis, axis.layout, axis.replica
-        self.pending, self.adopted = list(axis.pending), axis.adopted
-        self.name, self._membership = f"user{self.number}/", axis.host.membership
+        if hand_over is None:
+            self._optimizer = None
+        else:
+            self._optimizer = WeakMethod(hand_over)
+        self.axis = axis
+        self.layout = axis.layout
+        self.replica = axis.replica
+        self.pending = list(axis.pending)
+        self.adopted = axis.adopted
+        self.name = f"user{self.number}/"
+        self._membership = axis.host.membership
 
     @property
     def optimizer(self) -> HandOver | None:
-        return None if self._optimizer is None else self._optimizer()
+        if self._optimizer is None:
+            return None
+        return self._optimizer()
 
     @property
     def exists(self) -> bool:
@@ -282,7 +309,10 @@ class AxisUser(AxisEnd):
             self.axis.forget_departed(leaving)
             turn = self.turn_of(step)
             due = self._due(turn)
-            members = due[-1].members if due else self.layout
+            if due:
+                members = due[-1].members
+            else:
+                members = self.layout
             kept = [number for number, member in enumerate(self.layout) if member in members]
             if (
                 not due or due[-1] in self.axis.pending
@@ -300,12 +330,14 @@ class AxisUser(AxisEnd):
         """
         axis = self.axis
         gone = {user for member in leaving for user in axis.departing[member].gone}
-        axis.acting, axis.handed = self, leaving
+        axis.acting = self
+        axis.handed = leaving
         try:
             for user in axis.users.company(self, gone):
                 user.hand_over()
         finally:
-            axis.acting, axis.handed = None, ()
+            axis.acting = None
+            axis.handed = ()
 
     def hand_over(self) -> None:
         """Lets its optimizer hand over, in a step of another one.
@@ -332,7 +364,8 @@ class AxisUser(AxisEnd):
 
     def _await_guest(self, step: int) -> None:
         """Waits before `step` until all have agreed whether the guest has come."""
-        axis, membership = self.axis, self._membership
+        axis = self.axis
+        membership = self._membership
         awaited = membership.awaited()
         while True:
             with membership.changed:
@@ -368,6 +401,7 @@ class AxisUser(AxisEnd):
             users.end_others([each for each in range(len(users.turns)) if each != self.number])
 
     def _begin(self, step: int) -> None:
-        turns, membership = self.turns, self._membership
+        turns = self.turns
+        membership = self._membership
         turns.begin(self.turn_of(step), step)
         membership.under_way = membership.under_way or turns.begun > turns.first + 2

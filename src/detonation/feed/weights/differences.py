@@ -33,18 +33,18 @@ def patterns_of(tensor: Tensor) -> Tensor:
         [16256, 16384]
     """
     flat = tensor.detach().contiguous().view(-1)
-    return (
-        flat.view(torch.uint8).to(torch.int16)
-        if flat.element_size() == 1
-        else flat.view(torch.int16)
-    )
+    if flat.element_size() == 1:
+        return flat.view(torch.uint8).to(torch.int16)
+    return flat.view(torch.int16)
 
 
 def tensor_of(patterns: Tensor, like: Tensor) -> Tensor:
     """The tensor that has these bits, with the type and shape of `like`; a view of `patterns` where
     it can be."""
     # [patterns] int16, any -> that of like
-    bits = patterns.to(torch.uint8) if like.element_size() == 1 else patterns
+    bits = patterns
+    if like.element_size() == 1:
+        bits = patterns.to(torch.uint8)
     return bits.view(like.dtype).view(like.shape)
 
 

@@ -43,7 +43,9 @@ class LocalFolder:
         self._path.mkdir(parents=True, exist_ok=True)
 
     def names(self) -> list[str]:
-        return [path.name for path in self._path.iterdir()] if self._path.exists() else []
+        if self._path.exists():
+            return [path.name for path in self._path.iterdir()]
+        return []
 
     def read(self, name: str) -> bytearray:
         with reading(self._path / name) as file:
@@ -119,10 +121,14 @@ def folder_at(target: "Path | str | Folder") -> Folder:
     """The folder at a path, or at a URL with "://"; a folder itself."""
     if isinstance(target, str) and "://" in target:
         return RemoteFolder(target)
-    return LocalFolder(Path(target)) if isinstance(target, str | Path) else target
+    if isinstance(target, str | Path):
+        return LocalFolder(Path(target))
+    return target
 
 
-BASE, DIFFERENCE, END = "base", "difference", "end"
+BASE = "base"
+DIFFERENCE = "difference"
+END = "end"
 """Kinds: all weights at a step; the change from the step before; and that training ended at a step.
 """
 _NAME = re.compile(r"(\d{6})-(\d{12})-([0-9a-f]{16})\.(base|difference|end)\.safetensors")
@@ -173,11 +179,10 @@ def read_content(file: WeightFile, content: bytearray) -> tuple[dict[str, Any], 
     tensors = {}
     for name, entry in entries.items():
         empty = 0 in entry.shape
-        flat = (
-            torch.empty(0, dtype=entry.dtype)
-            if empty
-            else _part(content, entry.dtype, entry.start, entry.shape)
-        )
+        if empty:
+            flat = torch.empty(0, dtype=entry.dtype)
+        else:
+            flat = _part(content, entry.dtype, entry.start, entry.shape)
         tensors[name] = flat.view(entry.shape)
     return about, tensors
 

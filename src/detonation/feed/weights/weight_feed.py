@@ -56,8 +56,13 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
             )
         if base_every is not None and base_every < 1:
             raise ValueError(f"base_every is {base_every}, must be at least 1")
-        self._model, self._dtype, self._base_every = model, dtype, base_every
-        self._folder = None if target is None else folder_at(target)
+        self._model = model
+        self._dtype = dtype
+        self._base_every = base_every
+        if target is None:
+            self._folder = None
+        else:
+            self._folder = folder_at(target)
         if isinstance(self._folder, LocalFolder):
             self._folder.make()
         self._run = max(
@@ -67,7 +72,9 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         self._held: dict[str, Tensor] = {}  # the patterns that readers have
         self._state = ""  # the checksum of the last difference; before, the name of the first base
         self._since = self._since_bytes = self._base_bytes = 0
-        self.step, self.bytes_written, self.trouble = -1, 0, ""
+        self.step = -1
+        self.bytes_written = 0
+        self.trouble = ""
 
     @torch.no_grad()
     def publish(self, step: int) -> int:
@@ -85,7 +92,8 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         if step < 0:
             raise ValueError(f"step is {step}, must be at least 0")
         tensors = weights(self._model)
-        like, before = self._published(tensors), self.bytes_written
+        like = self._published(tensors)
+        before = self.bytes_written
         if self._folder is None:
             for name, kind in like.items():
                 _whole(tensors[name], kind.dtype)
@@ -132,7 +140,8 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         self, tensors: Mapping[str, Tensor], like: dict[str, Tensor], step: int, folder: Folder
     ) -> None:
         """Begins a run with a base. Where that fails, the next call does it."""
-        self._like, self._held = {}, {}
+        self._like = {}
+        self._held = {}
         held = {
             name: patterns_of(_whole(tensors[name], kind.dtype)).clone()
             for name, kind in like.items()
@@ -147,17 +156,16 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
             state,
             {name: tensor_of(held[name], like[name]) for name in like},
         )
-        self._run, self.step, self._state, self._like, self._held = (
-            self._run + 1,
-            step,
-            state,
-            like,
-            held,
-        )
+        self._run += 1
+        self.step = step
+        self._state = state
+        self._like = like
+        self._held = held
 
     def _go_on(self, tensors: Mapping[str, Tensor], step: int, folder: Folder) -> None:
         """Writes a difference, and a base where it is time."""
-        begin, found = starts(self._like), {}
+        begin = starts(self._like)
+        found = {}
         for name, kind in self._like.items():
             found[name] = changes(patterns_of(_whole(tensors[name], kind.dtype)), self._held[name])
         positions = torch.cat([changed.cpu() + begin[name] for name, (changed, _) in found.items()])
@@ -171,8 +179,10 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
             moved,
         ) in found.items():  # only now: what no reader has is part of the next difference
             move(self._held[name], changed, moved)
-        self.step, self._state = step, file.checksum
-        self._since, self._since_bytes = self._since + 1, self._since_bytes + size
+        self.step = step
+        self._state = file.checksum
+        self._since += 1
+        self._since_bytes += size
         if (
             self._since_bytes >= self._base_bytes
             if self._base_every is None
@@ -199,7 +209,8 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         about: Mapping[str, Any],
     ) -> tuple[WeightFile, int]:
         content = list(shard_content(tensors, {"step": step, **about}))
-        file, size = WeightFile.of(run, step, kind, content), sum(map(len, content))
+        file = WeightFile.of(run, step, kind, content)
+        size = sum(map(len, content))
         folder.write(file.name, content)
         self.bytes_written += size
         return file, size
@@ -239,4 +250,6 @@ def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     Shards are rounded before they travel.
     """
     cast = tensor.detach().to(dtype)
-    return cast.full_tensor() if isinstance(cast, DTensor) else cast
+    if isinstance(cast, DTensor):
+        return cast.full_tensor()
+    return cast
