@@ -106,7 +106,7 @@ def end(number: int) -> NoReturn:
 
 
 def ended_by(number: int) -> str:
-    """The cause of the end in words.
+    """Cause of the end in words.
 
     >>> ended_by(signal.SIGINT), ended_by(signal.SIGTERM)
     ('interrupted', 'ended by SIGTERM')
@@ -170,7 +170,7 @@ def _begin() -> None:
 
 
 class _Watch:
-    """The handlers, the pipe and the thread that reads it."""
+    """Handlers, the pipe and the thread that reads it."""
 
     def __init__(self) -> None:
         self._receiver, self._sender = os.pipe()

@@ -14,12 +14,12 @@ _FORM = re.compile(
 )
 
 SLOW_BACKENDS = ("gloo",)
-"""The backends that a user may choose for the axis between replicas."""
+"""Backends that a user may choose for the axis between replicas."""
 
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """The rate at which a node sends and receives at the same time, and the latency.
+    """Rate at which a node sends and receives at the same time, and the latency.
 
     Args:
         rate_bits_per_s: Above 0, may be infinite; shared by all local ranks of the node.
@@ -76,7 +76,7 @@ class LinkSpeed:
 
 
 def hops(kind: str, replicas: int) -> int:
-    """The number of messages of one exchange that follow one another, on a ring.
+    """Number of messages of one exchange that follow one another, on a ring.
 
     R - 1 for an all-gather and twice as many for an all-reduce; through owners 1 for all slices at
     once, then R - 1.

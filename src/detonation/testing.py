@@ -1,4 +1,4 @@
-"""The laws as a test helper: `check_scheme` holds a scheme, also one's own, to them in this
+"""Laws as a test helper: `check_scheme` holds a scheme, also one's own, to them in this
 process.
 
 Nothing inside the package imports this module; it needs torch alone, so that it runs in any test
@@ -76,7 +76,7 @@ def _signals(layout: Layout, seed: int, device: torch.device) -> list[Tensor]:
 
 
 def _sent(scheme: Scheme, flat: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """The update that one message makes alone, and that message."""
+    """Update that one message makes alone, and that message."""
     codec = scheme.codec
     selected = codec.select(flat, step, 0)
     message = codec.encode(selected)

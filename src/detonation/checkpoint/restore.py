@@ -61,8 +61,10 @@ def restore(
     _check(saved, model, optimizer, own)
     same = _same_shape(manifest, own)
     source: Elastic | ShardReader = file
-    if not same or any(held.values()):  # this rank needs parts of several files
-        source = Elastic(saved, own, [own.replica] if same else None)
+    if not same:
+        source = Elastic(saved, own)
+    elif any(held.values()):  # this rank needs parts of several files
+        source = Elastic(saved, own, [own.replica])
     _load_weights(saved, source, file, model)
     described = _described(saved, own, source)
     for name, parameter in local_parameters(model).items():

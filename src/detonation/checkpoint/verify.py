@@ -1,5 +1,4 @@
-"""Checkpoints on disk, read by one process: their verification, and their weights as the start of a
-run."""
+"""Checkpoints on disk, read by one process: verifies them, and loads their weights into a model."""
 
 import json
 import logging
@@ -126,13 +125,11 @@ def verify(checkpoint: Path) -> VerifyReport:
         found.compare_shards(here)
     except CorruptCheckpoint as error:
         return VerifyReport(checkpoint, [str(error)], [])
-    if found.compared:
-        uncompared = ""
-    else:
+    uncompared = ""
+    apart = found.apart
+    if not found.compared:
         uncompared = _why_uncompared(described, here)
-    apart = None
-    if found.compared:
-        apart = found.apart
+        apart = None
     return VerifyReport(
         checkpoint, [], found.differences, found.compared, uncompared, elsewhere, apart
     )
@@ -354,10 +351,15 @@ def load_weights(directory: Path, model: nn.Module) -> str:
     Raises:
         ValueError: `directory` has no weights, or those of another model.
     """
-    is_exported = any((directory / name).is_file() for name in (EXPORTED, _INDEX))
-    read, words = _exported(directory) if is_exported else _saved(directory)
+    open_weights = _saved
+    if any((directory / name).is_file() for name in (EXPORTED, _INDEX)):
+        open_weights = _exported
+    read, words = open_weights(directory)
     for name, tensor in weights(model).items():
-        part = read(name, Box.of(tensor) if isinstance(tensor, nn.Parameter) else None)
+        box = None
+        if isinstance(tensor, nn.Parameter):
+            box = Box.of(tensor)
+        part = read(name, box)
         if part.shape != local(tensor).shape:
             raise ValueError(
                 f"{directory} has {name} as {tuple(part.shape)}, not {tuple(tensor.shape)}: another"

@@ -1,4 +1,4 @@
-"""The process group that a rank joins at the position that its launcher gave it, and the device
+"""Process group that a rank joins at the position that its launcher gave it, and the device
 that it takes."""
 
 import gc
@@ -201,7 +201,7 @@ def _note_interface(line: str) -> None:
 
 
 def interface_line() -> str:
-    """Where the ranks of this world listen, in one line; "" where all share a machine."""
+    """Where the ranks of this world listen, in one line; "" if all share a machine."""
     return _interface
 
 
@@ -248,7 +248,7 @@ def set_group_timeouts(timeout_s: float) -> None:
 
 
 def local_device() -> torch.device:
-    """The device of this rank in the default process group."""
+    """Device of this rank in the default process group."""
     on_gpu = dist.get_backend() == "nccl"
     if on_gpu:
         return torch.device("cuda", torch.cuda.current_device())
@@ -292,10 +292,10 @@ def leave() -> None:
 
 
 def gpus_for(ranks: int) -> bool:
-    """True where each of `ranks` processes of this machine gets a GPU; False where all belong on
+    """True if each of `ranks` processes of this machine gets a GPU; False if all belong on
     the CPU.
 
-    Raises `ValueError` where a GPU is in sight, but not one for each; see `devices.choose_device`.
+    Raises `ValueError` if a GPU is in sight, but not one for each; see `devices.choose_device`.
     """
     gpus = look_for_gpus()
     if choose_device(os.environ, gpus).type == "cpu":

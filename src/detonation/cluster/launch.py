@@ -328,7 +328,7 @@ def run_under_launcher(
 
 
 def _reported(heartbeat: Heartbeat | None, failure: Failure, world_size: int) -> WorldError:
-    """The error of this rank: reported by the first rank with a cause of its own; a rank that lost
+    """Error of this rank: reported by the first rank with a cause of its own; a rank that lost
     a peer names it."""
     if heartbeat is None:
         return WorldError(failure, world_size)

@@ -1,4 +1,4 @@
-"""The device mesh of replicas and shards, the model laid out on it, and whether replicas hold the
+"""Device mesh of replicas and shards, the model laid out on it, and whether replicas hold the
 same weights."""
 
 import hashlib
@@ -30,7 +30,7 @@ from detonation.wire.wire import ShardWire
 
 
 def layers_of(module: nn.Module) -> Iterator[nn.Module]:
-    """The elements of every outermost `nn.ModuleList`: the layers of a transformer."""
+    """Elements of every outermost `nn.ModuleList`: the layers of a transformer."""
     for child in module.children():
         if isinstance(child, nn.ModuleList):
             yield from child
@@ -39,7 +39,7 @@ def layers_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def slow_axis_backend(axis: str, device: str, chosen: str | None) -> dict[int | str, Any] | None:
-    """The `backend_override` of `init_device_mesh` for the axis between replicas; None where the
+    """The `backend_override` of `init_device_mesh` for the axis between replicas; None if the
     default group serves.
 
     With NCCL the axis gets a communicator of its own, also where it has all ranks. Its kernels run
@@ -67,7 +67,7 @@ def slow_axis_backend(axis: str, device: str, chosen: str | None) -> dict[int | 
 
 
 def shard_links(mesh: DeviceMesh, wire: ShardWire) -> tuple[Link, dist.ProcessGroup | None]:
-    """The link between the nodes of a replica, and the group of this rank's node; None for nodes of
+    """Link between the nodes of a replica, and the group of this rank's node; None for nodes of
     one rank.
 
     Neighbouring ranks of the axis "shard" are the ranks of a node. Collective over all ranks of the
@@ -194,7 +194,7 @@ def _check_choices(timeout_s: float | None, slow_backend: str | None) -> None:
 
 
 def _world_size(position: LaunchPosition | None) -> int:
-    """The number of ranks in the process group, else of the launcher's world, else 1."""
+    """Number of ranks in the process group, else of the launcher's world, else 1."""
     if dist.is_initialized():
         return dist.get_world_size()
     if position:
@@ -205,7 +205,7 @@ def _world_size(position: LaunchPosition | None) -> int:
 def _shards_of_nodes(
     world: int, position: LaunchPosition | None, device: str | None
 ) -> int | Sequence[int]:
-    """The ranks of a node, as the launcher says; a list if nodes have different numbers.
+    """Ranks of a node, as the launcher says; a list if nodes have different numbers.
 
     Collective if the ranks are on several machines.
     """
@@ -218,7 +218,7 @@ def _shards_of_nodes(
 
 
 def _mesh_of(sizes: Sequence[int], device: str, slow: dict[int | str, Any] | None) -> DeviceMesh:
-    """The mesh of replicas with `sizes` ranks, and with the backend `slow` between them."""
+    """Mesh of replicas with `sizes` ranks, and with the backend `slow` between them."""
     if len({*sizes}) == 1:
         axes = (len(sizes), sizes[0])
         return init_device_mesh(
@@ -241,7 +241,7 @@ def _remedy(sizes: Sequence[int], world: int) -> str:
 
 
 def _sizes(replicas: int | None, shards: int | Sequence[int] | None, world: int) -> list[int]:
-    """The ranks of each replica. Raises `ValueError` if they do not make up the world."""
+    """Ranks of each replica. Raises `ValueError` if they do not make up the world."""
     if isinstance(shards, int | None):
         if shards is None:
             shards = world // max(1, replicas or 1)
@@ -381,7 +381,7 @@ def fingerprint(model: nn.Module, mesh: DeviceMesh) -> tuple[str, bool]:
             more axes. Without an axis "replicate" the first one joins the replicas.
 
     Returns:
-        The sha256 in hex, which depends on the number of shards, and True where all replicas are
+        The sha256 in hex, which depends on the number of shards, and True if all replicas are
         equal.
 
     Example:
@@ -421,7 +421,7 @@ def fingerprint(model: nn.Module, mesh: DeviceMesh) -> tuple[str, bool]:
 
 
 def weights_digest(model: nn.Module, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
-    """The sha256 of a rank's parameters, or of those given, and that of its persistent buffers.
+    """Sha256 of a rank's parameters, or of those given, and that of its persistent buffers.
 
     Shapes: `[64]` uint8.
     """
@@ -432,7 +432,7 @@ def weights_digest(model: nn.Module, parameters: Mapping[str, Tensor] | None = N
 
 
 def compared_digests(replicas: Sequence[Sequence[bytes]]) -> tuple[str, bool]:
-    """The fingerprint of the first replica, and whether all are equal, by the `weights_digest` of
+    """Fingerprint of the first replica, and whether all are equal, by the `weights_digest` of
     each shard."""
     of_parameters = b"".join(both[:32] for both in replicas[0])
     return hashlib.sha256(of_parameters).hexdigest(), all(

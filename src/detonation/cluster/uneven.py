@@ -20,7 +20,7 @@ from detonation.core.schemes.scheme import GradientScheme, Scheme
 
 Pieces = dict[str, Tensor]
 Owners = tuple[int, ...]
-"""The ranks that hold a piece, one of each replica."""
+"""Ranks that hold a piece, one of each replica."""
 
 
 class UnevenAxis:
@@ -113,7 +113,7 @@ class UnevenAxis:
                 dist.broadcast(piece, dist.get_global_rank(on.get_group(), 0), on.get_group())
 
     def norms(self, parameters: Mapping[str, Tensor]) -> list[tuple[list[Communicator], Pieces]]:
-        """The pieces of all owners, for `Clip`, in an order that all share; empty where another
+        """Pieces of all owners, for `Clip`, in an order that all share; empty if another
         rank has them."""
         empty = local(next(iter(parameters.values())))[:0].detach()
         parts = self.cut(parameters).items()
@@ -164,7 +164,7 @@ class UnevenAxis:
         return f"nodes of {[len(ranks) for ranks in self._nodes]} ranks"
 
     def _runs(self, rows: int) -> dict[Owners, tuple[int, int]]:
-        """The rows from which and below which each group of owners has a parameter of `rows` rows,
+        """Rows from which and below which each group of owners has a parameter of `rows` rows,
         as FSDP2 cuts it."""
         each = [max(1, -(-rows // len(ranks))) for ranks in self._nodes]
         cuts = {min(rows, cut) for size in each for cut in range(0, rows + size, size)}
@@ -192,7 +192,7 @@ class UnevenAxis:
         return piece
 
     def _problem(self, parameters: Mapping[str, Tensor]) -> str:
-        """The fault in the parameters of this rank, in words; "" without one."""
+        """Fault in the parameters of this rank, in words; "" without one."""
         node = [*self._nodes[self.replica]]
         for name, parameter in parameters.items():
             cut = parameter.ndim > 0 and len(node) == 1
@@ -209,7 +209,7 @@ class UnevenAxis:
 
 
 class UnevenMesh:
-    """The axes "replicate" and "shard" of replicas with different numbers of ranks, as `init_mesh`
+    """Axes "replicate" and "shard" of replicas with different numbers of ranks, as `init_mesh`
     returns them."""
 
     mesh_dim_names = ("replicate", "shard")
@@ -235,10 +235,10 @@ class UnevenMesh:
 
 
 def sizes_of_nodes(mine: int, device: torch.device) -> list[int]:
-    """The number of ranks of each node, where this rank's has `mine`. Collective over the default
+    """Number of ranks of each node, where this rank's has `mine`. Collective over the default
     group.
 
-    Raises `ValueError` where the ranks of a node are no neighbours.
+    Raises `ValueError` if the ranks of a node are no neighbours.
     """
     found = send_to_all(_world(device.type), mine, device)
     sizes = list[int]()

@@ -66,12 +66,12 @@ class Follower(AbstractContextManager["Follower"]):
 
     @property
     def about(self) -> dict[str, Any]:
-        """The values that the feed was given for its followers."""
+        """Values that the feed was given for its followers."""
         return dict(self._shards[0].about.get("about", {}))
 
     @property
     def ahead(self) -> int:
-        """The number of `Feed.ahead` as of the last copy of the state."""
+        """Number of `Feed.ahead` as of the last copy of the state."""
         return int(self._shards[0].about.get("ahead", 0))
 
     @property
@@ -98,18 +98,18 @@ class Follower(AbstractContextManager["Follower"]):
 
     @property
     def complete(self) -> bool:
-        """True where no message is on its way: at once, or, with a delay, after training has
+        """True if no message is on its way: at once, or, with a delay, after training has
         synchronized."""
         return all(shard.complete for shard in self._shards)
 
     @property
     def trouble(self) -> str:
-        """In words, why a connection was lost last; "" where none was."""
+        """In words, why a connection was lost last; "" if none was."""
         return next((stream.trouble for stream in self._streams if stream.trouble), "")
 
     @property
     def fingerprint(self) -> str:
-        """The sha256 (hex) of the weights, as `detonation.fingerprint` makes it of the replicas of
+        """Sha256 (hex) of the weights, as `detonation.fingerprint` makes it of the replicas of
         the training."""
         digests = (
             bytes.fromhex(digest(local_parameters(shard.module).values())) for shard in self._shards

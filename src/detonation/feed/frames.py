@@ -1,4 +1,4 @@
-"""The connections of a feed: frames of bounded length with a keyed checksum, and the listener that
+"""Connections of a feed: frames of bounded length with a keyed checksum, and the listener that
 refuses strangers.
 
 A subscription is one follower as its feed sees it, with a queue and a thread that sends.
@@ -25,12 +25,12 @@ from detonation.log.records import LogRecord, record_of
 
 Octets = bytes | bytearray | memoryview
 ABOUT, STATE, STEP_DONE, ALIVE, BYE, WANT = range(6)
-"""The kinds of frames: a description, a piece of the state, the records of a step, a sign of life,
+"""Kinds of frames: a description, a piece of the state, the records of a step, a sign of life,
 the end, and what a follower wants."""
 LONGEST_PIECE = 1 << 22
-"""The longest piece of a state, in bytes."""
+"""Longest piece of a state, in bytes."""
 SHORT = 1 << 24
-"""The longest description, in bytes."""
+"""Longest description, in bytes."""
 _HEADER = struct.Struct("<B7xQ")  # kind, bytes
 _TAG = 16
 
@@ -57,7 +57,7 @@ class FrameSocket:
     def send(self, kind: int, content: Octets = b"") -> None:
         """Sends one frame.
 
-        Raises `OSError` where the other end is gone, or takes nothing for too long.
+        Raises `OSError` if the other end is gone, or takes nothing for too long.
         """
         header = _HEADER.pack(kind, len(content))
         self._connection.sendall(header + self._tag(self._out, self._sent, header, content))
@@ -68,9 +68,9 @@ class FrameSocket:
         self.bytes_moved += len(header) + _TAG + len(content)
 
     def receive(self, most: int) -> tuple[int, bytearray]:
-        """The kind and the content of the next frame, of at most `most` bytes.
+        """Kind and the content of the next frame, of at most `most` bytes.
 
-        Raises `BadFrame` where it is longer, or its checksum is wrong, and `OSError` where the
+        Raises `BadFrame` if it is longer, or its checksum is wrong, and `OSError` where the
         other end is gone.
         """
         header = self._exactly(_HEADER.size)
@@ -117,7 +117,7 @@ def encoded(table: Mapping[str, Any]) -> bytes:
 
 
 def table_of(content: Octets) -> dict[str, Any]:
-    """The content of a frame as a JSON table. Raises `BadFrame` for anything else."""
+    """Content of a frame as a JSON table. Raises `BadFrame` for anything else."""
     try:
         found = json.loads(bytes(content))
     except (ValueError, RecursionError) as error:
@@ -128,7 +128,7 @@ def table_of(content: Octets) -> dict[str, Any]:
 
 
 def records_in(content: Octets) -> Iterator[LogRecord]:
-    """The records of a step, one after another. Raises `DamagedLog` where they are not whole."""
+    """Records of a step, one after another. Raises `DamagedLog` if they are not whole."""
     rest = memoryview(content)
     while rest:
         record, rest = record_of(rest)
@@ -151,7 +151,7 @@ class Listener:
     the token.
 
     Port 0 takes a free one. `admit` gets the connection after the handshake, the name of the other
-    end, and what it wants. Raises `OSError` where nobody can listen there.
+    end, and what it wants. Raises `OSError` if nobody can listen there.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The feed: what a rank of training sends to processes that follow it, without ever waiting for
+"""Feed: what a rank of training sends to processes that follow it, without ever waiting for
 them."""
 
 import contextlib
@@ -124,7 +124,7 @@ class Feed(StepRecorder):
         self._levels: object = None  # of which the followers know
         self._next_copy = 0.0
         self.first_copy = 0.0
-        """The step before which no follower gets a copy."""
+        """Step before which no follower gets a copy."""
         self.ahead: Callable[[], int] = lambda: 0
         """A number for followers with each copy; see `Follower.ahead`."""
         self._synchronized = 0  # calls of `synchronize` since the last step
@@ -194,7 +194,7 @@ class Feed(StepRecorder):
 
     @property
     def followers(self) -> int:
-        """The number of processes that follow, or wait for their copy."""
+        """Number of processes that follow, or wait for their copy."""
         with self._lock:
             return sum(each.alive for each in (*self._coming, *self._subscribed))
 
@@ -322,7 +322,7 @@ class Feed(StepRecorder):
         self._sort_out()
 
     def _extras(self, optimizer: Replicated) -> list[tuple[int, int, Readback]]:
-        """The tensors that a follower needs beside the messages: the norm for clipping, and the
+        """Tensors that a follower needs beside the messages: the norm for clipping, and the
         buffers."""
         step = optimizer.step_count
         found = []

@@ -32,7 +32,7 @@ from detonation.log.writer import identity, round_like, use_padding_of
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes the base optimizer of the training over parameter groups."""
 Moment = tuple[str, int, int]
-"""The start of the training, the steps that were taken, and the calls of `synchronize` since."""
+"""Start of the training, the steps that were taken, and the calls of `synchronize` since."""
 
 
 class ReceivedSteps(Player):
@@ -86,7 +86,7 @@ class ShardFollower:
     def apply(self, events: Sequence[Joined | Stepped]) -> None:
         """Loads a copy of the state, or repeats steps.
 
-        Raises `ValueError` where the state is of another model, and `DamagedLog` where steps do not
+        Raises `ValueError` if the state is of another model, and `DamagedLog` where steps do not
         follow each other.
         """
         for event in events:
@@ -134,7 +134,7 @@ class ShardFollower:
         self._buffers = [local(buffer) for buffer in persistent_buffers(self._model).values()]
 
     def _require_same(self) -> None:
-        """Raises `ValueError` where this process would not repeat the steps bit for bit, as replica
+        """Raises `ValueError` if this process would not repeat the steps bit for bit, as replica
         0 takes them."""
         optimizer = self.optimizer
         about = self.about
@@ -185,7 +185,7 @@ class ShardFollower:
 
 
 def moment_after(event: Joined | Stepped, before: Moment | None) -> Moment:
-    """The moment of a training after an event, and `before` it."""
+    """Moment of a training after an event, and `before` it."""
     if isinstance(event, Joined):
         return event.about["run"], event.about["step"], event.about["synchronized"]
     assert before is not None  # a stream begins with a copy
@@ -203,7 +203,7 @@ def base_optimizer(
     saved: Sequence[Any],
     parameters: Mapping[str, Tensor],
 ) -> torch.optim.Optimizer:
-    """The base optimizer of a training, over `parameters` in the groups of its state."""
+    """Base optimizer of a training, over `parameters` in the groups of its state."""
     groups = [
         {
             "params": [parameters[name] for name in group["parameters"]],
@@ -215,7 +215,7 @@ def base_optimizer(
 
 
 def scheme_of_training(about: dict[str, Any]) -> Scheme:
-    """The scheme of a training. Raises `ValueError` for one that is not registered here."""
+    """Scheme of a training. Raises `ValueError` for one that is not registered here."""
     name = about["scheme"]
     if ":" in name:
         raise ValueError(
@@ -243,7 +243,7 @@ def _by_name(name: Sequence[str]) -> MakeOptimizer:
 def reachable_moments(
     moment: Moment | None, inbox: Iterable[Joined | Stepped], to: int | None
 ) -> list[Moment | None]:
-    """The moments of a shard now, and after each of the events that wait, up to step `to`."""
+    """Moments of a shard now, and after each of the events that wait, up to step `to`."""
     found = [moment]
     for event in inbox:
         moment = moment_after(event, moment)
@@ -338,7 +338,7 @@ def _boxes(shards: Sequence[ShardFollower], name: str) -> list[Box | None]:
 
 
 def _whole(parts: Sequence[Any], boxes: Sequence[Box | None], like: Tensor) -> Any:
-    """The parts of a tensor as one, in memory of its own; other values are those of the first
+    """Parts of a tensor as one, in memory of its own; other values are those of the first
     shard."""
     first = parts[0]
     box = boxes[0]

@@ -1,4 +1,4 @@
-"""The state that a follower begins with: how a feed describes and writes it, and how it is put into
+"""State that a follower begins with: how a feed describes and writes it, and how it is put into
 an optimizer."""
 
 import math
@@ -23,7 +23,7 @@ from detonation.log.writer import identity, padding_of, rounding
 
 BUFFERS = 1 << 31
 NORM = (1 << 32) - 1
-"""The places, among those of messages, of the model's buffers from the first one on, and of the
+"""Places, among those of messages, of the model's buffers from the first one on, and of the
 norm for clipping."""
 PRIVATE = ("residual", "server_residual", "generator", "taken", "local_steps")
 """How the kinds of state begin that stay where they are: the memory of one replica, and who took
@@ -31,7 +31,7 @@ which local steps."""
 
 
 def require_followable(optimizer: Replicated) -> None:
-    """Raises `ValueError` where the messages of `optimizer` are not all that moves the weights of
+    """Raises `ValueError` if the messages of `optimizer` are not all that moves the weights of
     its replicas."""
     if len(optimizer.levels) > 1:
         raise ValueError("a feed takes one level of replication, not several")
@@ -89,13 +89,13 @@ def describe_training(optimizer: Replicated) -> dict[str, Any]:
 
 @torch.no_grad()
 def memory_norm(optimizer: Replicated) -> float:
-    """The norm of the signals that this replica has not sent yet, over all parameters of its shard."""
+    """Norm of the signals that this replica has not sent yet, over all parameters of its shard."""
     found = [each.channel.memory.residual for each in optimizer.build() if each.channel.memory]
     return math.hypot(*(float(torch.linalg.vector_norm(each)) for each in found))
 
 
 def shared_content(snapshot: Snapshot) -> list[memoryview]:
-    """The state that all replicas share, as the file of a checkpoint has it."""
+    """State that all replicas share, as the file of a checkpoint has it."""
     tensors = {
         key: tensor for key, tensor in snapshot.tensors.items() if not key.startswith("generator.")
     }
@@ -137,7 +137,7 @@ def load_weights_of(saved: ShardReader, model: nn.Module) -> None:
 
 
 def part_of(whole: Tensor, box: Box) -> Tensor:
-    """The part of a whole tensor that a box is, in the same memory.
+    """Part of a whole tensor that a box is, in the same memory.
 
     Shapes: any -> the shape of the box.
     """
@@ -159,7 +159,7 @@ def load_shared_state(
     """Puts the state of the base optimizer, and of the replicators, into an optimizer that took no
     step.
 
-    Its memory stays empty. Raises `ValueError` where it is of another model or scheme.
+    Its memory stays empty. Raises `ValueError` if it is of another model or scheme.
     """
     for name, parameter in parameters.items():
         load_base_state(saved, saved, optimizer, name, parameter)
@@ -197,7 +197,7 @@ def is_shared(key: str) -> bool:
 
 
 def options_of_group(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a parameter group, as a state has them."""
+    """Options of a parameter group, as a state has them."""
     plain = {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in saved["options"].items()
@@ -228,7 +228,7 @@ def shard_views(saved: ShardReader, model: nn.Module, trained: Collection[str]) 
 
 
 def require_elementwise(base: torch.optim.Optimizer, views: Mapping[str, Tensor]) -> None:
-    """Raises `ValueError` where an optimizer looks at more than one shard of a parameter at a time."""
+    """Raises `ValueError` if an optimizer looks at more than one shard of a parameter at a time."""
     name = type(base).__name__
     for view in views.values():
         for state in base.state.get(view, {}).values():

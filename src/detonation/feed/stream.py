@@ -1,4 +1,4 @@
-"""The stream of one shard: a thread that receives from a feed, and comes again where the connection
+"""Stream of one shard: a thread that receives from a feed, and comes again where the connection
 ends."""
 
 import os
@@ -51,7 +51,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Stepped:
-    """The records of one step, or of one call of `synchronize`; the last one ends it."""
+    """Records of one step, or of one call of `synchronize`; the last one ends it."""
 
     records: list[LogRecord]
 
@@ -65,7 +65,7 @@ def introduced(connection: socket.socket, token: bytes) -> FrameSocket:
 
 
 def read_about(address: str, token: bytes) -> dict[str, Any]:
-    """The description that the feed at `address` has for followers.
+    """Description that the feed at `address` has for followers.
 
     Raises `Refused`, or `OSError` without a feed.
     """
@@ -115,7 +115,7 @@ class Stream:
 
     @property
     def gone(self) -> bool:
-        """True where the feed is reached no more, and has not said that training has ended."""
+        """True if the feed is reached no more, and has not said that training has ended."""
         # `failures` counts until the end of a connection: that of one that is up may be from before
         # it.
         return not self.ended and self._frames is None and self.failures >= len(PAUSES_S)

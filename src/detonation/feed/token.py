@@ -1,4 +1,4 @@
-"""The shared secret of a feed and its followers, and the handshake in which both prove that they
+"""Shared secret of a feed and its followers, and the handshake in which both prove that they
 know it."""
 
 import hmac
@@ -23,20 +23,20 @@ _REFUSAL = bytes(32)  # a follower must tell it from a feed that goes away
 
 
 class Refused(DetonationError, ConnectionError):
-    """The other end of a connection is no feed or follower, or has another token."""
+    """Other end of a connection is no feed or follower, or has another token."""
 
 
 class LostFeed(DetonationError, ConnectionError):
-    """The feed of a follower is gone for good, or was not there in time."""
+    """Feed of a follower is gone for good, or was not there in time."""
 
 
 def read_token(env: Mapping[str, str] | None = None) -> bytes:
-    """The token in `DETONATION_TOKEN`, or in the file that `DETONATION_TOKEN_FILE` names, of `env`
+    """Token in `DETONATION_TOKEN`, or in the file that `DETONATION_TOKEN_FILE` names, of `env`
     or this process.
 
     A token is never an argument of a command, which every user of a machine can read.
 
-    Raises `ValueError` where there is none, it is shorter than 16 bytes, or others may read its
+    Raises `ValueError` if there is none, it is shorter than 16 bytes, or others may read its
     file.
 
     Example:
@@ -59,7 +59,7 @@ def read_token(env: Mapping[str, str] | None = None) -> bytes:
 
 
 def checked_token(token: bytes | None) -> bytes:
-    """The token that was given, or that of `read_token`.
+    """Token that was given, or that of `read_token`.
 
     Raises `ValueError` as that does, and below 16 bytes.
     """
@@ -69,7 +69,7 @@ def checked_token(token: bytes | None) -> bytes:
 
 
 def prove_to_follower(connection: socket.socket, token: bytes) -> bytes:
-    """The feed's side of the handshake; returns the key of the frames that follow.
+    """Feed's side of the handshake; returns the key of the frames that follow.
 
     Raises as `prove_to_feed`.
     """
@@ -87,9 +87,9 @@ def prove_to_follower(connection: socket.socket, token: bytes) -> bytes:
 
 
 def prove_to_feed(connection: socket.socket, token: bytes) -> bytes:
-    """The follower's side of the handshake; returns the key of the frames that follow.
+    """Follower's side of the handshake; returns the key of the frames that follow.
 
-    Raises `Refused` where the other end is no feed, or does not know the token, and `OSError` where
+    Raises `Refused` if the other end is no feed, or does not know the token, and `OSError` where
     it is gone.
     """
     deadline = time.monotonic() + HANDSHAKE_S
@@ -109,7 +109,7 @@ def prove_to_feed(connection: socket.socket, token: bytes) -> bytes:
 
 
 def receive_exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
-    """The next `count` bytes.
+    """Next `count` bytes.
 
     Raises `ConnectionError` at their end, and `TimeoutError` at the `deadline`.
     """

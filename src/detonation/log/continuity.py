@@ -9,7 +9,7 @@ from detonation.log.records import MESSAGE, DamagedLog, whole_records
 from detonation.log.writer import segments
 
 LATE_STEPS = 2
-"""The steps that a process may have measured and not logged when it was killed.
+"""Steps that a process may have measured and not logged when it was killed.
 
 A thread writes a large step while the next one computes, and an accelerator hands a step on late.
 """
@@ -21,7 +21,7 @@ class LogFile:
 
     rank: Of which it is. begun: The steps that were taken before it. last: Its last whole step,
     `begun` for none. torn: The bytes after its last whole record, of a step that was not finished.
-    fault: In words, "" where it is whole.
+    fault: In words, "" if it is whole.
     """
 
     path: Path
@@ -69,9 +69,9 @@ def log_faults(
 
     Args:
         files: The result of `log_files`.
-        shards: The number of ranks that must have one; 0 where that is not known.
-        measured: The last step that the run has measured; 0 where that is not known.
-        saved: The step of its newest whole checkpoint; 0 where there is none.
+        shards: The number of ranks that must have one; 0 if that is not known.
+        measured: The last step that the run has measured; 0 if that is not known.
+        saved: The step of its newest whole checkpoint; 0 if there is none.
     """
     found = []
     expected = [f"replica0-shard{shard}" for shard in range(shards)]

@@ -1,4 +1,4 @@
-"""The records of a log, each with a checksum, and the recorder: a tape that makes them of the
+"""Records of a log, each with a checksum, and the recorder: a tape that makes them of the
 messages of each step."""
 
 import json
@@ -33,7 +33,7 @@ _HEADER = struct.Struct(
 )  # magic, kind, place, step, bytes, checksum of all before and of the bytes
 _CHECKED = struct.Struct("<4sB3xIQQ")
 START, MESSAGE, STEP, SYNCHRONIZE, WRITTEN = range(5)
-"""The kinds of records: how the file was begun; messages; what ends the messages of a step, or of
+"""Kinds of records: how the file was begun; messages; what ends the messages of a step, or of
 `synchronize`; and weights that were written between steps."""
 
 _log = logging.getLogger("detonation")
@@ -79,9 +79,9 @@ def noted(kind: int, step: int, table: dict[str, Any]) -> LogRecord:
 
 
 def record_of(octets: memoryview) -> tuple[LogRecord, memoryview]:
-    """The record that `octets` begin with, and the octets after it.
+    """Record that `octets` begin with, and the octets after it.
 
-    Raises `DamagedLog` where it is not whole.
+    Raises `DamagedLog` if it is not whole.
     """
     if len(octets) >= _HEADER.size:
         magic, kind, place, step, count, checksum = _HEADER.unpack(octets[: _HEADER.size])
@@ -97,7 +97,7 @@ def whole_records(path: Path) -> Iterator[LogRecord]:
     """Yields the records of a file up to the first that is not whole, as a crash leaves one at the
     end.
 
-    Raises `DamagedLog` where whole records follow one that is damaged.
+    Raises `DamagedLog` if whole records follow one that is damaged.
     """
     with reading(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -115,7 +115,7 @@ def whole_records(path: Path) -> Iterator[LogRecord]:
 
 
 def _next(file: BinaryIO, size: int) -> LogRecord | None:
-    """The record where `file` stands; None, and back to where it stood, where there is no whole
+    """Record where `file` stands; None, and back to where it stood, where there is no whole
     one."""
     at = file.tell()
     head = file.read(_HEADER.size)
@@ -130,14 +130,14 @@ def _next(file: BinaryIO, size: int) -> LogRecord | None:
 
 
 def _found(octets: memoryview) -> LogRecord | None:
-    """The record that `octets` begin with, if it is whole."""
+    """Record that `octets` begin with, if it is whole."""
     with suppress(DamagedLog):
         return record_of(octets)[0]
     return None
 
 
 Copy = tuple[int, int, Readback]
-"""The place, the step and the bytes of a message."""
+"""Place, the step and the bytes of a message."""
 Copies = list[Copy]
 
 
@@ -172,7 +172,7 @@ class StepRecorder(Tape, ABC):
         """Takes the records of one step or call of `synchronize`: its messages, and its end."""
 
     def watches(self, optimizer: Replicated) -> Collection[str]:
-        """The names of the weights that somebody else than a step of `optimizer` may write."""
+        """Names of the weights that somebody else than a step of `optimizer` may write."""
         return local_parameters(optimizer.model).keys()
 
     def note(self, optimizer: Replicated) -> None:
@@ -235,7 +235,7 @@ class StepRecorder(Tape, ABC):
             self._late = int(message.device.type != "cpu")
 
     def take_messages(self, what: str, optimizer: Replicated) -> tuple[Copies, bool]:
-        """The messages of a step or call of `synchronize` that ends, and whether it follows the one
+        """Messages of a step or call of `synchronize` that ends, and whether it follows the one
         that ended last.
 
         Where training went back to an earlier state in between, those that were then on their way
@@ -264,7 +264,7 @@ class StepRecorder(Tape, ABC):
 
     @property
     def waiting(self) -> int:
-        """The steps that were not handed on yet."""
+        """Steps that were not handed on yet."""
         return len(self._waiting)
 
     def flush(self, late: int = 0) -> None:
@@ -288,7 +288,7 @@ class StepRecorder(Tape, ABC):
         self._weights.forget()
 
     def _changed(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The options of each parameter group that were not recorded yet."""
+        """Options of each parameter group that were not recorded yet."""
         plain = [
             {key: _plain(value) for key, value in group.items() if key != "params"}
             for group in groups
@@ -332,7 +332,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _moved_by_rounds(optimizer: Replicated) -> set[str]:
-    """The weights that replicas move on their own between messages: a write is part of that."""
+    """Weights that replicas move on their own between messages: a write is part of that."""
     return {
         slot.name
         for each in optimizer.build()

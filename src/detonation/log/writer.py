@@ -95,7 +95,7 @@ class UpdateLog(StepRecorder):
         self.note(optimizer)
 
     def watches(self, optimizer: Replicated) -> Collection[str]:
-        """The weights of this optimizer and those that nobody trains: others have their own log."""
+        """Weights of this optimizer and those that nobody trains: others have their own log."""
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         parameters = local_parameters(optimizer.model)
         return {name for name, p in parameters.items() if id(p) in own} | optimizer.frozen.keys()
@@ -263,7 +263,7 @@ class UpdateLog(StepRecorder):
 
 
 def identity(optimizer: Replicated) -> dict[str, Any]:
-    """The settings that a run must share with a log, to replay it.
+    """Settings that a run must share with a log, to replay it.
 
     Raises `ValueError` for several levels.
     """
@@ -310,7 +310,7 @@ def round_like(about: Mapping[str, Any], optimizer: Replicated) -> dict[str, str
 
 
 def padding_of(optimizer: Replicated) -> dict[str, Any]:
-    """The embeddings whose padding rows move, of which a replica without gradients cannot know."""
+    """Embeddings whose padding rows move, of which a replica without gradients cannot know."""
     used = used_rows(optimizer.model)
     if used:
         return {"padding": used}
@@ -329,7 +329,7 @@ def _settings(optimizer: Replicated) -> dict[str, Any]:
 
 
 def segments(directory: Path, rank: str) -> list[tuple[str, int, Path]]:
-    """The files of a log, in order: the rank that wrote each, the steps before, and its path;
+    """Files of a log, in order: the rank that wrote each, the steps before, and its path;
     `rank` is "" for all."""
     found = []
     for path in directory.glob(f"*{SUFFIX}"):

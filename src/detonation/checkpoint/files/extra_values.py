@@ -1,9 +1,9 @@
-"""Values of a caller as JSON that comes back equal in value and type.
+"""Values of a caller as JSON, which decodes to values equal in value and type.
 
-What would not is refused by its key. Plain JSON values are written as they are: texts, booleans,
-whole numbers, finite floats, None, lists, and dicts whose keys are texts. Every other value is a
-table `{"$type": name, "value": ...}`, and the whole then says so: `{"$values": 1, "extra": ...}`.
-Nothing is imported or called on the word of a file.
+A value that would not come back equal is refused by its key. Plain JSON values are written
+unchanged: texts, booleans, whole numbers, finite floats, None, lists, and dicts whose keys are
+texts. Every other value is a table `{"$type": name, "value": ...}`, and the whole is then wrapped
+in `{"$values": 1, "extra": ...}`. Reading a file imports no module that it names.
 """
 
 import base64
@@ -31,7 +31,7 @@ _EXTRA = "extra"
 _TYPE = "$type"
 _VALUE = "value"
 _LARGEST_PLAIN = 2**63
-"""From here on whole numbers are written in hexadecimal: Python limits decimal digits."""
+"""Whole numbers from here on are written in hexadecimal: Python limits decimal digits."""
 _REMEDY = (
     "give numbers, texts, bytes, lists, tuples, sets, dicts, tensors, numpy arrays, enums, dates "
     "or paths, or write it to a file of your own"
@@ -62,9 +62,9 @@ def encoded_extra(extra: Mapping[str, Any], most: int) -> dict[str, Any]:
 
 
 def decoded_extra(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `encoded_extra`; a table of an earlier version comes back as it is.
+    """Inverse of `encoded_extra`; a table of an earlier version is returned unchanged.
 
-    Raises `CorruptCheckpoint` for anything else, and where a class or package is missing.
+    Raises `CorruptCheckpoint` for anything else, and if a class or package is missing.
     """
     if _MARK not in table:
         return dict(table)
@@ -90,7 +90,7 @@ def encoded_number(value: float | None) -> Any:
 
 
 def decoded_value(value: Any) -> Any:
-    """The value of one that was encoded. Raises as `decoded_extra` does."""
+    """Inverse of `encoded_number`, also inside lists and tables. Raises as `decoded_extra` does."""
     if isinstance(value, list):
         return [decoded_value(each) for each in value]
     if not isinstance(value, dict):
@@ -110,7 +110,7 @@ def decoded_value(value: Any) -> Any:
 
 
 class _Encoder:
-    """tagged: Whether a value was written that is no plain JSON."""
+    """Encodes one value. tagged: whether it holds values that are not plain JSON."""
 
     def __init__(self) -> None:
         self.tagged = False
@@ -150,10 +150,9 @@ class _Encoder:
         return _foreign(value, path)
 
     def _items(self, values: Iterable[Any], path: str) -> list[Any]:
-        ordered = values
         if isinstance(values, set | frozenset):
-            ordered = sorted(values, key=repr)
-        return [self.value(each, f"{path}[{i}]") for i, each in enumerate(ordered)]
+            values = sorted(values, key=repr)
+        return [self.value(each, f"{path}[{i}]") for i, each in enumerate(values)]
 
     def _pairs(self, table: Mapping[Any, Any], path: str) -> list[list[Any]]:
         return [
@@ -180,7 +179,7 @@ def _largest(extra: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class _Leaf:
-    """How a value is written under `name` that holds no other, and read again."""
+    """Writes and reads a value that contains no other values, under the type `name`."""
 
     name: str
     write: Callable[[Any], Any]
@@ -254,7 +253,7 @@ _FACTORIES: dict[str, Any] = {
 
 
 def _foreign(value: Any, path: str) -> tuple[str, Any]:
-    """The name and the content of a tensor, an array or an enum.
+    """Name and content of a tensor, an array or an enum.
 
     Raises `ValueError` for any other value.
     """
@@ -289,10 +288,9 @@ def _written_tensor(tensor: Tensor, path: str) -> list[Any]:
     if tensor.requires_grad:
         raise ValueError(f"{path} is a tensor that requires a gradient: give detach() of it")
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        what = f"a tensor of {tensor.layout}"
         if tensor.is_quantized:
             what = "a quantized tensor"
-        else:
-            what = f"a tensor of {tensor.layout}"
         if tensor.is_meta:
             what = "a tensor without memory (meta)"
         raise ValueError(f"{path} is {what}: give a dense one, or leave it out")
@@ -314,7 +312,7 @@ def _read_tensor(content: Any) -> Tensor:
 
 
 def _is_simple(kind: Any, numpy: Any) -> bool:
-    """True for a type of numpy whose bytes are its value, and whose name says all about it."""
+    """True for a numpy type whose bytes are the value, and whose name describes it completely."""
     try:
         named = numpy.dtype(kind.str) == kind
     except TypeError:
@@ -364,7 +362,7 @@ def _read_enum(content: Any) -> enum.Enum:
 
 
 def _enum_class(module: str, name: str) -> type[enum.Enum] | None:
-    """The class of a module that is imported already: a file makes nobody import anything."""
+    """Class of a module that is already imported: a file must not cause imports."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(part)

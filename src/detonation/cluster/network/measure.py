@@ -28,7 +28,7 @@ from detonation.core.link.link import Link, mismatch_on_all
 Start = Callable[[int], Callable[[], object]]
 """Starts an exchange of so many bytes, and returns a function that waits for it."""
 _SIZES = 2**10, 2**24
-"""The smallest message, and the largest."""
+"""Smallest message, and the largest."""
 _HINTS = 1.1
 _SHOWS = 1.5
 """How many times longer than the shortest a message takes where a little larger ones, and it, show
@@ -87,7 +87,7 @@ class Everyone:
     def over(
         self, times: Sequence[float], reduced: Callable[[Sequence[float]], float] = max
     ) -> list[float]:
-        """The largest of each of `times` over all ranks, or their mean."""
+        """Largest of each of `times` over all ranks, or their mean."""
         return [reduced(each) for each in zip(*self.send_to_all(times), strict=True)]
 
     def send_to_all(self, value: Any) -> list[Any]:
@@ -99,7 +99,7 @@ class Everyone:
         return found
 
     def require_same(self, description: Mapping[str, str], notes: Mapping[str, str]) -> None:
-        """Raises `Mismatch` on all ranks where descriptions differ."""
+        """Raises `Mismatch` on all ranks if descriptions differ."""
         *shards, between = self._links
         for link in (between, *shards):
             with mismatch_on_all(shards, self.device):
@@ -219,7 +219,7 @@ def _samples(
 def _timed(
     start: Start, size: int, everyone: Everyone, repeats: int, silent_s: float = 0.0
 ) -> list[float]:
-    """The seconds of an exchange several times over, each after a silence, averaged over ranks.
+    """Seconds of an exchange several times over, each after a silence, averaged over ranks.
     Collective.
 
     One that begins late waits the less for it: on average over ranks this is the time that an

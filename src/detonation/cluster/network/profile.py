@@ -1,4 +1,4 @@
-"""The measurements of a cluster, and `profile.json`, the file that holds them."""
+"""Measurements of a cluster, and `profile.json`, the file that holds them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,12 +9,12 @@ from typing import Any
 PROFILE_FORMAT = 1
 SILENT_S = 1.0
 SILENT_BYTES = 2**16
-"""The silence after which `probe` sends a message, and its size."""
+"""Silence after which `probe` sends a message, and its size."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The time of one message size: a rank sends `bytes_sent` in `seconds` (mean; `spread` is IQR /
+    """Time of one message size: a rank sends `bytes_sent` in `seconds` (mean; `spread` is IQR /
     median)."""
 
     bytes_sent: int
@@ -93,7 +93,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Profile:
-    """The result of `detonation probe`."""
+    """Result of `detonation probe`."""
 
     replicas: int
     shards: int
@@ -112,7 +112,7 @@ class Profile:
     def read(cls, path: Path) -> "Profile":
         """Reads the profile at `path`.
 
-        Raises `ValueError` where it is no profile, or of another version.
+        Raises `ValueError` if it is no profile, or of another version.
         """
         try:
             table = json.loads(path.read_text(encoding="utf-8"))
@@ -137,7 +137,7 @@ class Profile:
 
     @classmethod
     def of(cls, table: Mapping[str, Any]) -> "Profile":
-        """The inverse of `asdict`."""
+        """Inverse of `asdict`."""
         axes = {name: axis_profile(axis) for name, axis in table["axes"].items()}
         steps = {}
         if table["compute"]:
@@ -147,7 +147,7 @@ class Profile:
 
 
 def axis_profile(table: Mapping[str, Any]) -> AxisProfile:
-    """The inverse of `asdict`."""
+    """Inverse of `asdict`."""
     operations = {
         name: Operation(
             **{**operation, "samples": [Sample(**sample) for sample in operation["samples"]]}

@@ -190,7 +190,7 @@ class _Scheduler:
             self.failure = error
 
     def collective(self, number: int, combine: Callable[[list[Any]], Tensor]) -> _Collective:
-        """The collective that each replica starts as its `number`-th."""
+        """Collective that each replica starts as its `number`-th."""
         if number not in self._open:
             self._open[number] = _Collective(self.replicas, combine)
         collective = self._open[number]
@@ -227,7 +227,7 @@ class _Scheduler:
 
 
 def _sum(tensors: list[Tensor]) -> Tensor:
-    """The sum in replica order.
+    """Sum in replica order.
 
     A real network may add in another order, and so round differently.
     """

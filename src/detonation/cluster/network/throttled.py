@@ -21,12 +21,12 @@ from detonation.link_speed import LinkSpeed, hops
 from detonation.whole_files import opened
 
 _WINDOW = 4096
-"""The most exchanges of one rank that may be under way at once."""
+"""Most exchanges of one rank that may be under way at once."""
 ELSEWHERE = "a link can be emulated between processes of one machine only: leave --link out"
 
 
 class NodeLink:
-    """The slow link of node `node`, which its ranks share: messages leave one after another, each
+    """Slow link of node `node`, which its ranks share: messages leave one after another, each
     after bytes / rate.
 
     Collective over the default process group, if there is one, whose ranks are those of `nodes`
@@ -83,7 +83,7 @@ class ThrottledCommunicator(NodeLink):
     real link. Only the sending side is limited: in ring collectives a node receives as much as it
     sends.
 
-    Collective: all ranks construct it together. Raises `ValueError` where not all ranks are
+    Collective: all ranks construct it together. Raises `ValueError` if not all ranks are
     processes of this machine.
     """
 

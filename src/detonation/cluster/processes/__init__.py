@@ -1,1 +1,1 @@
-"""The parts of a process's life: rendezvous, heartbeat, signals, results, failures and exit."""
+"""Parts of a process's life: rendezvous, heartbeat, signals, results, failures and exit."""

@@ -4,7 +4,7 @@ import resource
 from contextlib import suppress
 
 LEAST_OPEN = 64
-"""The number of open files below which no rank can meet the others and save."""
+"""Number of open files below which no rank can meet the others and save."""
 _MOST_OPEN = 1 << 20
 """More is of no use, and some programs look at each number up to the limit."""
 
@@ -13,7 +13,7 @@ def allow_open_files() -> None:
     """Raises the soft limit of open files to the hard one.
 
     gloo aborts in its accept where descriptors run out, and keeps those of strangers that connect.
-    Raises `ValueError` where the hard limit is too low for any run.
+    Raises `ValueError` if the hard limit is too low for any run.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:

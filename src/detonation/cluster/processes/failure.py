@@ -30,7 +30,7 @@ ROOT_CAUSE_WAIT_S = 2.0
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of one rank.
+    """End of one rank.
 
     kind: the class of the exception, or the name of the signal. text: the message. when:
     `time.time()`. network: the end of a peer can cause this failure. bad_input: the user can mend
@@ -85,7 +85,7 @@ def failure_from_exception(rank: int, error: BaseException) -> Failure:
 
 
 def failure_from_exit_code(rank: int, code: int) -> Failure:
-    """The failure of a rank that ended with `code` and left no message; below 0 it is a signal.
+    """Failure of a rank that ended with `code` and left no message; below 0 it is a signal.
 
     A rank that a request ended at once has 128 + its number; see `interrupts.end`.
     """
@@ -107,7 +107,7 @@ def failure_from_exit_code(rank: int, code: int) -> Failure:
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure | None:
-    """The earliest failure that no peer's end explains; where there is none, the earliest of all."""
+    """Earliest failure that no peer's end explains; where there is none, the earliest of all."""
     return min(failures, key=lambda failure: (failure.network, failure.when), default=None)
 
 
@@ -127,7 +127,7 @@ def describe(error: BaseException) -> str:
 
 
 def is_network_error(error: BaseException) -> bool:
-    """True where the end of another rank may be the only cause of `error`."""
+    """True if the end of another rank may be the only cause of `error`."""
     if isinstance(error, dist.DistError | ConnectionError | SecondaryFailure):
         return True
     return isinstance(error, RuntimeError) and any(

@@ -63,7 +63,7 @@ class FileBoard:
         return self.read_notice()
 
     def read_notice(self) -> str:
-        """The notice on the board; "" for none."""
+        """Notice on the board; "" for none."""
         if self._notice.exists():
             return read_text(self._notice)
         return ""
@@ -153,13 +153,13 @@ def _key(name: object) -> str:
 
 BEAT_S = 0.25
 STARTUP_LIMIT_S = 120.0
-"""The limit until the run knows the size of its messages: processes start at different speeds."""
+"""Limit until the run knows the size of its messages: processes start at different speeds."""
 _MISSED = 6
 """This many missing beats make a rank suspicious."""
 
 
 EndProcess = Callable[[str, bool], NoReturn]
-"""Ends this process. Takes the reason, and True where another rank reports it."""
+"""Ends this process. Takes the reason, and True if another rank reports it."""
 
 
 class Heartbeat:
@@ -215,7 +215,7 @@ class Heartbeat:
         board.
 
         Waits a moment for missing heartbeats, and names the silent ranks where there are any.
-        Returns the reason on the board, and True where another rank posted it.
+        Returns the reason on the board, and True if another rank posted it.
         """
         self._reporting.acquire()
         return self._explained(text, _MISSED * BEAT_S)
@@ -223,7 +223,7 @@ class Heartbeat:
     def report(self, text: str) -> bool:
         """Posts why this rank ends, so that all ranks end.
 
-        True where another rank has posted a reason already.
+        True if another rank has posted a reason already.
         """
         self._reporting.acquire()
         try:
@@ -297,7 +297,7 @@ class Heartbeat:
             return self._board_lost(str(error).splitlines()[0]), False
 
     def _silent_ranks(self) -> list[int]:
-        """The other ranks whose counts stand still for a moment."""
+        """Other ranks whose counts stand still for a moment."""
         ranks = range(self._world_size)
         before = self._board.read_counts(ranks)
         time.sleep(_MISSED * BEAT_S)
@@ -305,7 +305,7 @@ class Heartbeat:
         return [rank for rank in ranks if before[rank] == after[rank] and rank != self._rank]
 
     def _post(self, text: str) -> tuple[str, bool]:
-        """The text of the notice that is on the board now, and True where another rank posted it."""
+        """Text of the notice that is on the board now, and True if another rank posted it."""
         rank, _, posted = self._board.post_notice(f"{self._rank} {text}").partition(" ")
         return posted, int(rank) != self._rank
 

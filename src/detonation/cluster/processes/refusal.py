@@ -1,4 +1,4 @@
-"""The start of a run of several replicas that one of them refuses: a fault of set-up ends all, and
+"""Start of a run of several replicas that one of them refuses: a fault of set-up ends all, and
 is never survived.
 
 A replica is *preparing* until everything that it can find out by itself is known to be in order,
@@ -38,7 +38,7 @@ class RefusedStart(SecondaryFailure, ValueError):
 
 
 class Preparation:
-    """The start of one rank of replicas that have met. The methods are those of several threads.
+    """Start of one rank of replicas that have met. The methods are those of several threads.
 
     store: Where they agree; its keys are of this start alone.
     """
@@ -81,7 +81,7 @@ class Preparation:
 
 
 def is_prepared(store: Store, rank: int) -> bool:
-    """True where the set-up of `rank` is over, by the store where its axis agrees."""
+    """True if the set-up of `rank` is over, by the store where its axis agrees."""
     return bool(store.check([_prepared(rank)]))
 
 
@@ -133,5 +133,5 @@ def _said(store: Store) -> dict[str, Any]:
 
 
 def _text(store: Store) -> str:
-    """The newest refusal; "" for none. One request, so that no other rank comes in between."""
+    """Newest refusal; "" for none. One request, so that no other rank comes in between."""
     return str(store.compare_set(_KEY, "", "").decode())

@@ -1,4 +1,4 @@
-"""The store where processes meet, and the network interface that their sockets keep to."""
+"""Store where processes meet, and the network interface that their sockets keep to."""
 
 import contextlib
 import errno
@@ -36,13 +36,13 @@ from detonation.cluster.processes.waiting import MEET_LINE_S, Awaited, says_mean
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 INTERFACES = (GLOO_INTERFACE, "NCCL_SOCKET_IFNAME")
-"""The variables from which torch's network libraries read the interface to listen on."""
+"""Variables from which torch's network libraries read the interface to listen on."""
 _RENDEZVOUS_TIMEOUT_S = 300.0
 _CONNECT_S = 2.0
 _READ_S = 10.0
 _MOST_WAYS = 4
 _found = ""
-"""The interface that this process has found, and put into its environment."""
+"""Interface that this process has found, and put into its environment."""
 _log = logging.getLogger("detonation")
 
 
@@ -54,7 +54,7 @@ def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> St
     on one address alone (see `_listen`). Keys that an earlier attempt left in a store of the agent
     are out of sight.
 
-    Raises `ValueError` where another process has the port, or MASTER_ADDR or MASTER_PORT is missing
+    Raises `ValueError` if another process has the port, or MASTER_ADDR or MASTER_PORT is missing
     or wrong, and `RunError` where the ranks did not meet within 300 s.
     """
     rank = position.rank
@@ -115,10 +115,10 @@ def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> St
 
 
 def reached_store(host: str, port: int) -> TCPStore:
-    """The store that somebody keeps at `host` and `port`. Waits for it up to 300 s, with lines in
+    """Store that somebody keeps at `host` and `port`. Waits for it up to 300 s, with lines in
     the log.
 
-    Raises `ValueError` where nobody answers, or the host is unknown.
+    Raises `ValueError` if nobody answers, or the host is unknown.
     """
     where = f"{host}:{port}"
     began = time.monotonic()
@@ -154,7 +154,7 @@ def _wait_for_all(store: Store, world_size: int) -> None:
 
 
 def compare_devices(store: Store, position: LaunchPosition, device: torch.device) -> None:
-    """Raises `ValueError` on all ranks where two of them share a GPU, or only some have one.
+    """Raises `ValueError` on all ranks if two of them share a GPU, or only some have one.
 
     Collective.
     """
@@ -230,7 +230,7 @@ def _key(kind: str, rank: int) -> str:
 
 
 def describe_store_host(env: Mapping[str, str]) -> str:
-    """The process that hosts the store of a launched world, in words."""
+    """Process that hosts the store of a launched world, in words."""
     where = f"{env.get('MASTER_ADDR', '?')}:{env.get('MASTER_PORT', '?')}"
     if _agent_hosts_store(env):
         return f"the launcher at {where}"
@@ -241,7 +241,7 @@ def use_interface(env: MutableMapping[str, str], interface: str = "") -> None:
     """Notes in `env` the interface that the user asks for; without one the environment's own
     counts.
 
-    Raises `ValueError` where this machine does not have the interface.
+    Raises `ValueError` if this machine does not have the interface.
     """
     known = [name for _, name in socket.if_nameindex()]
     wanted = interface or env.get(GLOO_INTERFACE, "")
@@ -255,7 +255,7 @@ def use_interface(env: MutableMapping[str, str], interface: str = "") -> None:
 
 
 def asked_interface(env: Mapping[str, str]) -> str:
-    """The interface that the user asked for; "" where `env` has only one that was found."""
+    """Interface that the user asked for; "" if `env` has only one that was found."""
     name = env.get(GLOO_INTERFACE, "").partition(",")[0]
     if name == _found:
         return ""
@@ -280,7 +280,7 @@ def keep_to_one_interface(
     the user asked for always counts.
 
     Returns:
-        Where the ranks listen, in words; "" where that is loopback.
+        Where the ranks listen, in words; "" if that is loopback.
 
     Raises:
         ValueError: On all ranks, where one of them has no way to the others.
@@ -324,7 +324,7 @@ def describe_ways(ways: Sequence[str], store: str) -> str:
 
 
 def _own_way(asked: str, host: str) -> tuple[Way | None, str]:
-    """The way of this rank to others on other machines, and why it has none."""
+    """Way of this rank to others on other machines, and why it has none."""
     if asked == LOOPBACK:
         return None, f"{GLOO_INTERFACE} is {asked!r}, must be one that the others reach, or unset"
     try:
@@ -344,7 +344,7 @@ def _listen(address: str, port: int, one_machine: bool) -> tuple[str, socket.soc
     although other machines must reach it. The socket then listens on the interface that gloo keeps
     to, and only without one on all interfaces.
 
-    Raises `ValueError` where another process has the port.
+    Raises `ValueError` if another process has the port.
     """
     family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     host = str(where[0])

@@ -19,7 +19,7 @@ the launcher."""
 
 
 class Stop:
-    """The number of the signal that has asked this process to stop; 0 before there was a signal."""
+    """Number of the signal that has asked this process to stop; 0 before there was a signal."""
 
     def __init__(self) -> None:
         self.number = 0

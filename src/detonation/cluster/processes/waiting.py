@@ -53,7 +53,7 @@ class Standing:
 
     @classmethod
     def parse(cls, text: str) -> "Standing":
-        """The inverse of `str`. Raises `ValueError` for any other text."""
+        """Inverse of `str`. Raises `ValueError` for any other text."""
         steps, where = text.split(" ")
         if where not in _SAID:
             raise ValueError(f"{where!r} is no place in a loop")
@@ -64,14 +64,14 @@ class Standing:
 
     @property
     def where_in_words(self) -> str:
-        """The preposition before the number of the step."""
+        """Preposition before the number of the step."""
         if self.where == _INSIDE:
             return "in"
         return "after"
 
 
 def who_waits(rank: int, standings: Sequence[Standing], seconds: float) -> str:
-    """The line to log where `rank` has stood still for `seconds`; "" where it need not, or a lower
+    """Line to log where `rank` has stood still for `seconds`; "" if it need not, or a lower
     rank says it.
 
     >>> who_waits(0, [Standing(21, "inside"), Standing(20)], 30).partition(": ")[2]
@@ -83,7 +83,7 @@ def who_waits(rank: int, standings: Sequence[Standing], seconds: float) -> str:
 
 
 def waits_in_vain(rank: int, standings: Sequence[Standing], partners: Collection[int]) -> bool:
-    """True where `rank` is in a step to which none of its partners that have not come can come: all
+    """True if `rank` is in a step to which none of its partners that have not come can come: all
     of them have left.
 
     >>> waits_in_vain(0, [Standing(21, "inside"), Standing(20, "left"), Standing(20)], {1})
@@ -95,7 +95,7 @@ def waits_in_vain(rank: int, standings: Sequence[Standing], partners: Collection
 
 
 def partners_of(rank: int) -> set[int]:
-    """The ranks of all groups that `rank` is in, without the group of the whole world where there
+    """Ranks of all groups that `rank` is in, without the group of the whole world where there
     are others."""
     world = distributed_c10d._world
     mine = [

@@ -1,4 +1,4 @@
-"""The axis between replicas, of which some may be lost while the others train on: its store, the
+"""Axis between replicas, of which some may be lost while the others train on: its store, the
 axis, its guests."""
 
 import json
@@ -50,7 +50,7 @@ _TIMEOUT = timedelta(seconds=300)
 
 @dataclass(frozen=True)
 class Survival:
-    """The wish of a launcher to go on when replicas of `shards` ranks are lost, while
+    """Wish of a launcher to go on when replicas of `shards` ranks are lost, while
     `min_replicas` are left.
 
     address: "HOST:PORT" where the replicas meet; "" for a free port of this machine alone.
@@ -74,12 +74,12 @@ _place: Place | None = None
 
 
 def place() -> Place | None:
-    """The place of this process among replicas that may be lost, if it has one."""
+    """Place of this process among replicas that may be lost, if it has one."""
     return _place
 
 
 class MeetingPoint:
-    """The store of a launcher.
+    """Store of a launcher.
 
     It listens at once, and answers from `serve` on: a process that forks has no threads.
     """
@@ -112,7 +112,7 @@ class MeetingPoint:
             serve_one_axis(self._store)
 
     def survives(self, failure: Failure) -> Collection[int]:
-        """The ranks of the replica that `failure` takes along, where the others go on; none where
+        """Ranks of the replica that `failure` takes along, where the others go on; none where
         they cannot.
 
         A fault of set-up ends all.
@@ -136,7 +136,7 @@ class MeetingPoint:
         return self._store is not None and is_prepared(axis_store(self._store, 0), rank)
 
     def _members(self) -> set[int]:
-        """The replicas by the latest agreement: some may have come in since the start."""
+        """Replicas by the latest agreement: some may have come in since the start."""
         assert self._store is not None
         store = axis_store(self._store, 0)
         epoch = 0
@@ -147,13 +147,13 @@ class MeetingPoint:
         return {*range(self._replicas)}
 
     def has_left(self, rank: int) -> bool:
-        """True where `rank` was asked to leave before the others, and has."""
+        """True if `rank` was asked to leave before the others, and has."""
         return self._store is not None and axis_store(self._store, 0).check(
             [axis_key("asked", rank)]
         )
 
     def left_out(self) -> list[int]:
-        """The ranks of replicas without which the others go on."""
+        """Ranks of replicas without which the others go on."""
         if self._store:
             members = self._members()
         else:
@@ -210,7 +210,7 @@ def elastic(
     end: Callable[[str], object] | None = None,
     link: str = "",
 ) -> SurvivingCommunicator:
-    """The axis between replicas for `replicate`: training goes on when some of them are lost.
+    """Axis between replicas for `replicate`: training goes on when some of them are lost.
     Collective.
 
     A replica is lost with any of its ranks: killed, stopped, or cut off from the store. The others
@@ -302,7 +302,7 @@ def elastic(
 def _node_link(
     speed: LinkSpeed | None, membership: Membership, mesh: DeviceMesh | None
 ) -> NodeLink | None:
-    """The emulated link of this replica.
+    """Emulated link of this replica.
 
     Collective; raises `ValueError` where the first one is on another machine.
     """
@@ -396,7 +396,7 @@ class Guest:
         )  # at once: the others look for one number after another
 
     def addresses(self, timeout_s: float) -> str:
-        """The addresses of the feeds of all shards, separated by commas, once the others have them."""
+        """Addresses of the feeds of all shards, separated by commas, once the others have them."""
         deadline = time.monotonic() + timeout_s
         keys = [axis_key("feed", self.number, shard) for shard in range(self._shards)]
         while not self._store.check(keys):
@@ -419,7 +419,7 @@ class Guest:
         return None
 
     def come_in(self, entry: GuestEntry, timeout_s: float = 60.0) -> SurvivingCommunicator:
-        """The axis between the replicas, this one among them, or `ReplicaLost`. Collective."""
+        """Axis between the replicas, this one among them, or `ReplicaLost`. Collective."""
         report = RankReport(_ALL, [], {}, entry.step, self.number)
         deadline = time.monotonic() + timeout_s
         self._store.set(axis_key("at", self.number, self.membership.rank), "1")
@@ -455,7 +455,7 @@ class Guest:
         raise ReplicaLost(f"replica {self.number} could not form a process group with the others")
 
     def let_in(self, report: RankReport | None = None) -> Agreement | None:
-        """The agreement that lets this guest in, if there is one; `report` asks for it.
+        """Agreement that lets this guest in, if there is one; `report` asks for it.
 
         `ReplicaLost` where without.
         """

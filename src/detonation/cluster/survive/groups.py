@@ -47,7 +47,7 @@ class Group:
     """A process group of the replicas that are left. A collective waits `timeout_s` for a peer that
     is alive.
 
-    Its sockets listen at `address` of this machine; "" where gloo chooses one.
+    Its sockets listen at `address` of this machine; "" if gloo chooses one.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class Group:
 
     @staticmethod
     def formed(make: Callable[[], "Group"], in_vain: Callable[[], bool]) -> "Group":
-        """The group that `make` makes in another thread: members have `FORM_S` to meet, and a lost
+        """Group that `make` makes in another thread: members have `FORM_S` to meet, and a lost
         one never comes.
 
-        Raises `RuntimeError` where it fails, and as soon as it is `in_vain`.
+        Raises `RuntimeError` if it fails, and as soon as it is `in_vain`.
         """
         future: Future[Group] = Future()
 
@@ -146,7 +146,7 @@ class SurvivedLoss:
     left: bool = False
 
     def text(self, left: int, before: int) -> str:
-        """The loss in words, where `left` of `before` replicas go on."""
+        """Loss in words, where `left` of `before` replicas go on."""
         names = f"replica{'s' * (len(self.replicas) > 1)} {', '.join(map(str, self.replicas))}"
         end = (
             f"with step {self.next_step} as the first without it; {self.recovered_s:.2f} s after"

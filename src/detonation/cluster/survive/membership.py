@@ -41,10 +41,10 @@ from detonation.core.runtime import PROGRESS
 
 TICK_S = 0.05
 CONFIRM_S = 0.6
-"""The silence of a rank whose host does not answer: shorter, and a busy machine may lose replicas
+"""Silence of a rank whose host does not answer: shorter, and a busy machine may lose replicas
 that are alive."""
 STARTUP_S = 120.0
-"""The least limit of silence until a rank has taken its first steps: kernels are built and
+"""Least limit of silence until a rank has taken its first steps: kernels are built and
 libraries are loaded."""
 ARRIVE_S = 10.0
 """How long all wait for a replica that joins, once they have reached its first step."""
@@ -145,7 +145,7 @@ class Membership:
         atexit.register(self.stop)
 
     def first_text(self, name: str, text: str) -> str:
-        """The text of the rank that came first with one under `name`; the same on all ranks."""
+        """Text of the rank that came first with one under `name`; the same on all ranks."""
         return str(self.store.compare_set(f"text/{name}", "", text).decode())
 
     def call(self) -> None:
@@ -204,7 +204,7 @@ class Membership:
         return True
 
     def _lost_replicas(self, away: Sequence[int], guest: int, began: float) -> set[int]:
-        """The replicas of the ranks `away`, which have not reported, that are lost or too late."""
+        """Replicas of the ranks `away`, which have not reported, that are lost or too late."""
         gone = [rank for rank in away if self._is_silent(rank) or self._has_left(rank)]
         lost = {rank // self.shards for rank in gone}
         missing = {rank // self.shards for rank in away}
@@ -286,7 +286,7 @@ class Membership:
             self.is_guest = False
 
     def _ranks(self, guest: int = -1) -> list[int]:
-        """The ranks of the members, and of `guest` if it is none yet; -1 for no guest."""
+        """Ranks of the members, and of `guest` if it is none yet; -1 for no guest."""
         if guest < 0 or guest in self.members:
             return ranks_of_replicas(self.members, self.shards)
         return ranks_of_replicas([*self.members, guest], self.shards)
@@ -486,7 +486,7 @@ class Membership:
                 self.changed.release()
 
     def limit_s(self) -> float:
-        """The silence after which a rank is lost, or the store is."""
+        """Silence after which a rank is lost, or the store is."""
         if self.under_way:
             least = self.silence_s
         else:
@@ -494,7 +494,7 @@ class Membership:
         return max(least, 4 * self._pace)
 
     def beat(self, rank: int) -> bytes:
-        """The latest beat of `rank`; empty before its first."""
+        """Latest beat of `rank`; empty before its first."""
         return self._seen.get(rank, (b"", 0.0))[0]
 
     def awaited(self) -> Awaited:

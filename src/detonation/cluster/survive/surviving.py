@@ -40,7 +40,7 @@ from detonation.core.schemes.scheme import Scheme
 MOST_TRIES = 5
 """Agreements in a row after which no group could be made, although nobody was lost."""
 OVER_S = 30.0
-"""The limit of the network library comes after that of the membership, which knows who is late."""
+"""Limit of the network library comes after that of the membership, which knows who is late."""
 _log = logging.getLogger("detonation")
 
 
@@ -48,7 +48,7 @@ class SurvivingCommunicator(AxisEnd):
     """One shard's end of the axis between replicas; `losses` lists what it survived, `host` lets
     others in.
 
-    listening: where this rank listens, in words; "" where that is loopback.
+    listening: where this rank listens, in words; "" if that is loopback.
 
     All ranks start the same collectives in the same order, so a number names each. After a loss the
     ranks compare which they have finished. One that some have finished and others not is copied
@@ -88,7 +88,7 @@ class SurvivingCommunicator(AxisEnd):
             self.adopted = 0
         self.departing: dict[int, Departure] = {}
         self.acting: AxisUser | None = None
-        """The optimizer in whose step replicas leave now."""
+        """Optimizer in whose step replicas leave now."""
         self.handed: Sequence[int] = ()  # these replicas
         self.users = AxisUsers(entry, [each for one in let_in for each in one.reports.values()])
         self._own: AxisUser | None = None  # for calls of this end, where no optimizer was made
@@ -119,7 +119,7 @@ class SurvivingCommunicator(AxisEnd):
         threading.Thread(target=self._watch, name="recovery", daemon=True).start()
 
     def refuse(self, levels: Sequence[tuple[Axis, Scheme]], *_: object) -> None:
-        """Raises `ValueError` where a level around this one would join what is left of it by ranks
+        """Raises `ValueError` if a level around this one would join what is left of it by ranks
         that may be lost."""
         if levels[-1][0] is not self:
             raise ValueError(
@@ -154,7 +154,7 @@ class SurvivingCommunicator(AxisEnd):
 
     @property
     def least(self) -> int:
-        """The number of replicas without which nobody goes on."""
+        """Number of replicas without which nobody goes on."""
         return self._membership.least
 
     def depart(self) -> None:
@@ -195,7 +195,7 @@ class SurvivingCommunicator(AxisEnd):
         self.listening = line
 
     def way_to(self, replica: int) -> Way | None:
-        """Where the ranks of `replica` reach this rank; None where the environment decides."""
+        """Where the ranks of `replica` reach this rank; None if the environment decides."""
         membership = self._membership
         first = replica * membership.shards
         return membership.ways.to(range(first, first + membership.shards))
@@ -306,7 +306,7 @@ class SurvivingCommunicator(AxisEnd):
         return each.result
 
     def _take(self, each: NumberedCollective) -> bool:
-        """Takes the result of a collective that has ended; False where it failed."""
+        """Takes the result of a collective that has ended; False if it failed."""
         if each.flight is None or not each.flight.good:
             return False
         missing = [
@@ -474,7 +474,7 @@ class SurvivingCommunicator(AxisEnd):
         )
 
     def _catch_up(self, agreement: Agreement) -> bool:
-        """Copies what only some have finished, and starts the rest again; False where one more
+        """Copies what only some have finished, and starts the rest again; False if one more
         replica is lost."""
         membership = self._membership
         ranks = [member * membership.shards + membership.shard for member in agreement.members]

@@ -48,7 +48,7 @@ class StoreTexts:
         self.world_size = len(self._ranks)
 
     def gather(self, text: str) -> list[str]:
-        """The texts of all ranks, by rank.
+        """Texts of all ranks, by rank.
 
         Collective; raises `PeerLost` on all that are left where one is lost.
         """
@@ -73,7 +73,7 @@ class StoreTexts:
         return [value[1:].decode(errors="surrogateescape") for value in values]
 
     def broadcast(self, text: str) -> str:
-        """The text of the first rank. Collective, as `gather`."""
+        """Text of the first rank. Collective, as `gather`."""
         return self.gather(text if not self.rank else "")[0]
 
     def _away(self, keys: Sequence[str]) -> list[int]:
@@ -97,7 +97,7 @@ class Host:
     """One rank's dealings with a replica that comes in, by the store."""
 
     door = -1
-    """The optimizer that lets in the replica on which all have agreed."""
+    """Optimizer that lets in the replica on which all have agreed."""
 
     def __init__(self, membership: Membership) -> None:
         self.membership = membership
@@ -116,7 +116,7 @@ class Host:
         store.set(axis_key("feed", guest, self.membership.shard), address)
 
     def door_of(self, guest: int) -> int:
-        """The optimizer that lets a guest in."""
+        """Optimizer that lets a guest in."""
         store = self.membership.store
         key = axis_key("door", guest)
         if store.check([key]):
@@ -135,7 +135,7 @@ class Host:
         return not self.not_at(guest)
 
     def not_at(self, guest: int) -> list[int]:
-        """The ranks that have not reached the step at which `guest` joins."""
+        """Ranks that have not reached the step at which `guest` joins."""
         store = self.membership.store
         ranks = ranks_of_replicas(self.membership.members, self.membership.shards)
         if store.check([axis_key("at", guest, rank) for rank in ranks]):
@@ -143,7 +143,7 @@ class Host:
         return [rank for rank in ranks if not store.check([axis_key("at", guest, rank)])]
 
     def copy_turn(self, guest: int, turn: int) -> float:
-        """The turn after which all shards give their guest a copy; infinity until all have one.
+        """Turn after which all shards give their guest a copy; infinity until all have one.
 
         The shards of a replica are in the same turn, or in two that follow each other.
         """
@@ -217,7 +217,7 @@ class AxisUser(AxisEnd):
     Until then a lost replica is absent for it. Optimizers may be in different steps. All ranks make
     them in one order.
 
-    turns: how far it has come. optimizer: its method that hands over; None where none does.
+    turns: how far it has come. optimizer: its method that hands over; None if none does.
     """
 
     def __init__(self, axis: "SurvivingCommunicator", hand_over: HandOver | None) -> None:
@@ -248,7 +248,7 @@ class AxisUser(AxisEnd):
         return self._optimizer is None or self._optimizer() is not None
 
     def turn_of(self, step: int) -> int:
-        """The turn that begins with `step` of the optimizer."""
+        """Turn that begins with `step` of the optimizer."""
         return step + self._ahead
 
     def turns_ahead(self) -> int:
@@ -256,7 +256,7 @@ class AxisUser(AxisEnd):
         return self._ahead
 
     def step_of(self, turn: float) -> float:
-        """The step of the optimizer that begins `turn`, unless training goes back before."""
+        """Step of the optimizer that begins `turn`, unless training goes back before."""
         return turn - self._ahead
 
     def resume_at(self, step: int) -> None:

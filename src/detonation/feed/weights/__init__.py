@@ -1,2 +1,2 @@
-"""The weights of any training as files that any number of readers follow: bases, and exact
+"""Weights of any training as files that any number of readers follow: bases, and exact
 differences."""

@@ -19,11 +19,11 @@ from detonation.core.flat.tensors import octets
 CHUNK = 1 << 22
 """Patterns that are compared at a time, a multiple of 4: their differences stay in a cache."""
 MOST_PLANES = {"gaps": 5, "deltas": 2}
-"""The bytes that a number of each kind may have."""
+"""Bytes that a number of each kind may have."""
 
 
 def patterns_of(tensor: Tensor) -> Tensor:
-    """The bits of `tensor`: a view of it where it is contiguous and has more than one byte per
+    """Bits of `tensor`: a view of it where it is contiguous and has more than one byte per
     element, else a copy.
 
     Shapes: any -> `[patterns]` int16.
@@ -39,7 +39,7 @@ def patterns_of(tensor: Tensor) -> Tensor:
 
 
 def tensor_of(patterns: Tensor, like: Tensor) -> Tensor:
-    """The tensor that has these bits, with the type and shape of `like`; a view of `patterns` where
+    """Tensor that has these bits, with the type and shape of `like`; a view of `patterns` where
     it can be."""
     # [patterns] int16, any -> that of like
     bits = patterns
@@ -97,7 +97,7 @@ def move(tensor: Tensor, positions: Tensor, deltas: Tensor) -> None:
 
 
 def encode_difference(positions: Tensor, deltas: Tensor) -> dict[str, Tensor]:
-    """The planes of a difference, by name; none where nothing changed.
+    """Planes of a difference, by name; none where nothing changed.
 
     Shapes: `[changed]` int64 in rising order, `[changed]` int16 -> `[bytes]` uint8 each, on the
     host.
@@ -122,10 +122,10 @@ def encode_difference(positions: Tensor, deltas: Tensor) -> dict[str, Tensor]:
 def decode_difference(
     planes: Mapping[str, Tensor], count: int, patterns: int
 ) -> tuple[Tensor, Tensor]:
-    """The positions and deltas of a difference of `count` among `patterns` patterns, which a
+    """Positions and deltas of a difference of `count` among `patterns` patterns, which a
     stranger may have made.
 
-    Raises `ValueError` where the planes do not hold `count` positions below `patterns`.
+    Raises `ValueError` if the planes do not hold `count` positions below `patterns`.
 
     Shapes: `[bytes]` uint8 each -> `[count]` int64 in rising order, `[count]` int16.
     """
@@ -139,7 +139,7 @@ def decode_difference(
 
 
 def _planes(numbers: Tensor) -> list[Tensor]:
-    """The bytes of numbers that are not negative, the lowest first, up to the last that any of them
+    """Bytes of numbers that are not negative, the lowest first, up to the last that any of them
     has."""
     count = max(1, -(-int(numbers.max()).bit_length() // 8))
     return list(numbers.view(torch.uint8).view(len(numbers), -1)[:, :count].t().contiguous().cpu())
@@ -164,7 +164,7 @@ def _numbers(planes: Mapping[str, Tensor], name: str, count: int) -> Tensor:
 
 
 def _expanded(plane: Tensor, count: int) -> Tensor:
-    """The bytes of a plane, whose number is bounded before memory is taken."""
+    """Bytes of a plane, whose number is bounded before memory is taken."""
     coder = zlib.decompressobj()
     try:
         content = coder.decompress(octets(plane), count + 1)

@@ -1,4 +1,4 @@
-"""The files of a weight feed, and where they are: a directory, or a folder of any file system that
+"""Files of a weight feed, and where they are: a directory, or a folder of any file system that
 fsspec knows."""
 
 import contextlib
@@ -118,7 +118,7 @@ def _os_errors() -> Iterator[None]:
 
 
 def folder_at(target: "Path | str | Folder") -> Folder:
-    """The folder at a path, or at a URL with "://"; a folder itself."""
+    """Folder at a path, or at a URL with "://"; a folder itself."""
     if isinstance(target, str) and "://" in target:
         return RemoteFolder(target)
     if isinstance(target, str | Path):
@@ -136,7 +136,7 @@ _NAME = re.compile(r"(\d{6})-(\d{12})-([0-9a-f]{16})\.(base|difference|end)\.saf
 
 @dataclass(frozen=True, order=True)
 class WeightFile:
-    """The name of a file. Files sort by run and step."""
+    """Name of a file. Files sort by run and step."""
 
     run: int
     step: int
@@ -153,7 +153,7 @@ class WeightFile:
 
     @classmethod
     def known(cls, names: Iterable[str]) -> list[Self]:
-        """The files among `names`, sorted; others are ignored."""
+        """Files among `names`, sorted; others are ignored."""
         found = filter(None, map(_NAME.fullmatch, names))
         return sorted(cls(int(m[1]), int(m[2]), m[4], m[3]) for m in found)
 
@@ -161,7 +161,7 @@ class WeightFile:
 def read_content(file: WeightFile, content: bytearray) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Reads back the arguments of `shard_content`; the tensors are views of `content`.
 
-    Raises `CorruptCheckpoint` where the content is another than that of which the name was made, or
+    Raises `CorruptCheckpoint` if the content is another than that of which the name was made, or
     no such file.
     """
     if _checksum([memoryview(content)]) != file.checksum:

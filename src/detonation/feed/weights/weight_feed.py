@@ -1,4 +1,4 @@
-"""The weight feed: what any training loop calls after a step, so that readers elsewhere have its
+"""Weight feed: what any training loop calls after a step, so that readers elsewhere have its
 exact weights."""
 
 import logging
@@ -40,7 +40,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
     `Feed.of_weights`.
 
     step: The last that was published; -1 before. bytes_written: Of all files. trouble: In words,
-    why the last call did not write a file; "" where it wrote all.
+    why the last call did not write a file; "" if it wrote all.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         why, this returns 0, and the next call publishes the changes of both. Where `step` is not
         above the last one, training went back: readers get a base.
 
-        Raises `ValueError` where `step` is negative, or a tensor has a type that safetensors lacks,
+        Raises `ValueError` if `step` is negative, or a tensor has a type that safetensors lacks,
         as complex128.
         """
         if step < 0:
@@ -123,7 +123,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         self.close(ended=error is None)
 
     def _published(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The types and shapes of what is published, without memory, in the order of a file: wide
+        """Types and shapes of what is published, without memory, in the order of a file: wide
         types come first."""
         kinds = {
             k: self._dtype if self._dtype and v.is_floating_point() else v.dtype
@@ -236,7 +236,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
 
 
 def _begun(names: Iterable[str]) -> list[WeightFile]:
-    """The files among `names`, and those of which a trainer that was killed wrote a part."""
+    """Files among `names`, and those of which a trainer that was killed wrote a part."""
     return WeightFile.known(name.removesuffix(".part") for name in names)
 
 
@@ -245,7 +245,7 @@ def _layout(tensors: Mapping[str, Tensor]) -> list[tuple[str, torch.dtype, torch
 
 
 def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in a type, whole: a collective where it is sharded.
+    """Tensor in a type, whole: a collective where it is sharded.
 
     Shards are rounded before they travel.
     """
