@@ -1,5 +1,4 @@
-"""One shard of a training as its follower has it: an optimizer without peers, which repeats the
-steps of a stream."""
+"""One shard of training in a follower: an optimizer without peers repeats the steps of a stream."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,7 +31,7 @@ from detonation.log.writer import identity, round_like, use_padding_of
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes the base optimizer of the training over parameter groups."""
 Moment = tuple[str, int, int]
-"""Start of the training, the steps that were taken, and the calls of `synchronize` since."""
+"""Name of the start of training, steps since then, and calls of `synchronize` since that step."""
 
 
 class ReceivedSteps(Player):
@@ -49,16 +48,16 @@ class ReceivedSteps(Player):
 
 
 class ShardFollower:
-    """Repeats the steps of one shard of a training, in a model that is whole, or sharded as that of
-    training.
+    """Repeats the steps of one shard of training.
 
-    moment: Where it is; None before the first copy of the state.
+    moment: the last one that it has reached; None before the first copy of the state.
 
     Args:
-        model: Whole, or with parameters that are sharded as those of training are.
+        model: Whole, or sharded like the model of training.
+        sharded: Whether `model` is sharded.
         make: Makes the base optimizer; None for one of torch or of this library, by its name.
-        joins: It is for some steps, until this process is a replica that may be close to the
-            others.
+        joins: This process will join as a replica, so it may round differently if replicas may be
+            close instead of equal.
     """
 
     def __init__(
@@ -79,15 +78,14 @@ class ShardFollower:
 
     @property
     def complete(self) -> bool:
-        """True unless messages of steps before this moment are still on their way."""
+        """True unless messages of earlier steps are still to come."""
         delayed = self.optimizer is not None and self.optimizer.levels[0][1].round.delay > 0
         return self.moment is not None and (not delayed or self.moment[2] > 0)
 
     def apply(self, events: Sequence[Joined | Stepped]) -> None:
-        """Loads a copy of the state, or repeats steps.
+        """Loads copies of the state and repeats steps.
 
-        Raises `ValueError` if the state is of another model, and `DamagedLog` where steps do not
-        follow each other.
+        Raises `ValueError` if a state is of another model, and `DamagedLog` if a step is missing.
         """
         for event in events:
             if isinstance(event, Joined):
@@ -134,8 +132,8 @@ class ShardFollower:
         self._buffers = [local(buffer) for buffer in persistent_buffers(self._model).values()]
 
     def _require_same(self) -> None:
-        """Raises `ValueError` if this process would not repeat the steps bit for bit, as replica
-        0 takes them."""
+        """Raises `ValueError` if this process would not repeat the steps of replica 0 bit for
+        bit."""
         optimizer = self.optimizer
         about = self.about
         assert optimizer is not None
@@ -152,19 +150,16 @@ class ShardFollower:
             )
 
     def _repeat(self, records: Sequence[LogRecord], optimizer: Replicated) -> None:
-        extras = {
-            r.place: r.content
-            for r in records
-            if r.kind == MESSAGE and r.place >= shared_state.BUFFERS
-        }
+        extras: dict[int, Any] = {}
+        for record in records:
+            if record.kind == MESSAGE and record.place >= shared_state.BUFFERS:
+                extras[record.place] = record.content
+            else:
+                self._player.records.append(record)
         norm = extras.pop(shared_state.NORM, None)
-        if norm is None:
-            self._norm = None
-        else:
+        self._norm = None
+        if norm is not None:
             self._norm = torch.frombuffer(bytearray(norm), dtype=torch.float32)[0]
-        self._player.records.extend(
-            r for r in records if r.kind != MESSAGE or r.place < shared_state.BUFFERS
-        )
         while (end := self._player.next_end()) is not None:
             repeat_step(end, optimizer)
         for place, content in extras.items():
@@ -173,7 +168,7 @@ class ShardFollower:
             buffer.copy_(sent.view(buffer.shape))
 
     def _clip(self, base: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        """Clips by the norm over all shards, as training has measured it."""
+        """Clips by the norm over all shards, which training has sent."""
         if self._norm is None:
             return
         gradients = [
@@ -185,16 +180,17 @@ class ShardFollower:
 
 
 def moment_after(event: Joined | Stepped, before: Moment | None) -> Moment:
-    """Moment of a training after an event, and `before` it."""
+    """Moment of training after `event`, if it was at `before`."""
     if isinstance(event, Joined):
         return event.about["run"], event.about["step"], event.about["synchronized"]
-    assert before is not None  # a stream begins with a copy
+    assert before is not None  # the first event of a stream is a copy
+    run, _, synchronized = before
     end = event.records[-1]
-    if end.kind == WRITTEN:  # whose shards may differ in what they wrote, and meet all the same
+    if end.kind == WRITTEN:  # the shards may have written different weights at the same moment
         return before
     if end.kind == SYNCHRONIZE:
-        return (before[0], end.step, before[2] + 1)
-    return (before[0], end.step, 0)
+        return run, end.step, synchronized + 1
+    return run, end.step, 0
 
 
 def base_optimizer(
@@ -203,19 +199,18 @@ def base_optimizer(
     saved: Sequence[Any],
     parameters: Mapping[str, Tensor],
 ) -> torch.optim.Optimizer:
-    """Base optimizer of a training, over `parameters` in the groups of its state."""
-    groups = [
-        {
-            "params": [parameters[name] for name in group["parameters"]],
-            **shared_state.options_of_group(group),
-        }
-        for group in saved
-    ]
-    return (make or _by_name(about["optimizer"]))(groups)
+    """Makes the base optimizer of training, over `parameters` in the `saved` groups."""
+    groups = []
+    for group in saved:
+        members = [parameters[name] for name in group["parameters"]]
+        groups.append({"params": members, **shared_state.options_of_group(group)})
+    if make is None:
+        make = _by_name(about["optimizer"])
+    return make(groups)
 
 
 def scheme_of_training(about: dict[str, Any]) -> Scheme:
-    """Scheme of a training. Raises `ValueError` for one that is not registered here."""
+    """Makes the scheme of training. Raises `ValueError` if it is not registered here."""
     name = about["scheme"]
     if ":" in name:
         raise ValueError(
@@ -243,7 +238,7 @@ def _by_name(name: Sequence[str]) -> MakeOptimizer:
 def reachable_moments(
     moment: Moment | None, inbox: Iterable[Joined | Stepped], to: int | None
 ) -> list[Moment | None]:
-    """Moments of a shard now, and after each of the events that wait, up to step `to`."""
+    """Moments of a shard, now and after each event in `inbox` up to step `to`."""
     found = [moment]
     for event in inbox:
         moment = moment_after(event, moment)
@@ -261,8 +256,8 @@ def joined_optimizer(
     axis: Axis,
     safety: Safety,
 ) -> Replicated:
-    """An optimizer over the parameters of `model` along `axis`, at the step of the shards, with an
-    empty memory.
+    """Makes an optimizer over the parameters of `model` along `axis`, at the step of the shards,
+    with an empty memory.
 
     Collective over `axis`; see `Follower.join`.
     """
@@ -279,27 +274,22 @@ def joined_optimizer(
     parameters = local_parameters(model)
     optimized = {name for group in saved.groups for name in group["parameters"]}
     for name, parameter in parameters.items():
-        if name in optimized:  # others stay as they are, since no step moves them
+        if name in optimized:  # no step changes the others
             parameter.requires_grad_(name in about["trained"])
         mark_used(parameter, name in about.get("padding", ()))
     base = base_optimizer(make, about, saved.groups, parameters)
     for mine, group in zip(base.param_groups, before.param_groups, strict=True):
         mine |= {key: value for key, value in group.items() if key != "params"}
     for name, parameter in parameters.items():
-        views = [local_parameters(shard.module)[name] for shard in shards]
-        states = [
-            s.optimizer.base.state.get(view, {})
-            for s, view in zip(shards, views, strict=True)
-            if s.optimizer
-        ]
-        base.state[parameter].update(
-            {
-                key: _whole([state[key] for state in states], _boxes(shards, name), parameter)
-                for key in states[0]
-            }
-        )
-        if not states[0]:
-            del base.state[parameter]
+        states = []
+        for shard in shards:
+            view = local_parameters(shard.module)[name]
+            if shard.optimizer:
+                states.append(shard.optimizer.base.state.get(view, {}))
+        boxes = _boxes(shards, name)
+        for key in states[0]:
+            parts = [state[key] for state in states]
+            base.state[parameter][key] = _whole(parts, boxes, parameter)
     chosen = scheme_of_training(about)
     alike = {key: about[key] for key in ("clip", "balance", "seed", "kernels")}
     optimizer = replicate(base, model, axis, chosen, **alike, safety=safety)
@@ -315,7 +305,7 @@ def joined_optimizer(
 def _hand_over(
     shards: Sequence[ShardFollower], optimizer: Replicated, parameters: dict[str, Tensor]
 ) -> None:
-    """Gives the replicators the state that all replicas share."""
+    """Loads the state that all replicas share into the replicators of `optimizer`."""
     found = [shard.optimizer.local_state() for shard in shards if shard.optimizer is not None]
     for level, replicator in enumerate(optimizer.build()):
         state: dict[str, Tensor] = {}
@@ -338,8 +328,7 @@ def _boxes(shards: Sequence[ShardFollower], name: str) -> list[Box | None]:
 
 
 def _whole(parts: Sequence[Any], boxes: Sequence[Box | None], like: Tensor) -> Any:
-    """Parts of a tensor as one, in memory of its own; other values are those of the first
-    shard."""
+    """Assembles the parts of a tensor in new memory. Other values are those of the first shard."""
     first = parts[0]
     box = boxes[0]
     if not isinstance(first, Tensor):
