@@ -135,7 +135,7 @@ def records_in(content: Octets) -> Iterator[LogRecord]:
 
 MOST_STRANGERS = 8
 """Largest number of connections that have not proved yet that they have the token."""
-SILENT_S = 60.0
+REFUSAL_LINE_S = 60.0
 """Least time between two lines of the log about refused connections."""
 SHORTEST_FRAMES = 4096
 """Largest request of a follower, in bytes."""
@@ -213,7 +213,7 @@ class Listener:
         self._admit(frames, peer, wanted)
 
     def _refuse(self, connection: socket.socket, peer: str, reason: str) -> None:
-        """Closes the connection. Logs it at most once in `SILENT_S`, so that strangers cannot fill
+        """Closes the connection. Logs it at most once in `REFUSAL_LINE_S`, so that strangers cannot fill
         the log."""
         with contextlib.suppress(OSError), contextlib.closing(connection):
             with self._lock:
@@ -223,7 +223,7 @@ class Listener:
                     return
                 more = self._unsaid
                 self._unsaid = 0
-                self._silent_until = now + SILENT_S
+                self._silent_until = now + REFUSAL_LINE_S
             also = ""
             if more:
                 also = f", and {more} more since the last such line"
