@@ -213,8 +213,8 @@ class Listener:
         self._admit(frames, peer, wanted)
 
     def _refuse(self, connection: socket.socket, peer: str, reason: str) -> None:
-        """Closes the connection. Logs it at most once in `REFUSAL_LINE_S`, so that strangers cannot fill
-        the log."""
+        """Closes the connection. Logs it at most once in `REFUSAL_LINE_S`, so that strangers cannot
+        fill the log."""
         with contextlib.suppress(OSError), contextlib.closing(connection):
             with self._lock:
                 now = time.monotonic()
