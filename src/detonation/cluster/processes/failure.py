@@ -1,4 +1,4 @@
-"""A rank's end in a file: its cause in one line, or its result, as JSON."""
+"""Results and failures of ranks: files as JSON, and the root cause among several failures."""
 
 import json
 import signal
@@ -48,7 +48,7 @@ class Failure:
 
 
 class RunError(DetonationError, RuntimeError):
-    """A failure whose message is complete: it needs no class name and no rank beside it."""
+    """A failure whose message is complete without the class of the error and the rank."""
 
 
 class SecondaryFailure(RunError):
@@ -56,7 +56,7 @@ class SecondaryFailure(RunError):
 
 
 class WorldError(DetonationError, RuntimeError):
-    """A rank failed: the root cause, not the effects of that rank's end on its peers.
+    """A rank failed. The message is the root cause, not its effects on other ranks.
 
     reported: another process of the same launcher has reported it already.
     """
@@ -64,9 +64,8 @@ class WorldError(DetonationError, RuntimeError):
     def __init__(self, failure: Failure, world_size: int, reported: bool = False) -> None:
         self.failure = failure
         self.reported = reported
-        if failure.complete or world_size == 1:
-            where = ""
-        else:
+        where = ""
+        if world_size > 1 and not failure.complete:
             where = f"rank {failure.rank}: "
         super().__init__(where + failure.text)
 
@@ -85,17 +84,16 @@ def failure_from_exception(rank: int, error: BaseException) -> Failure:
 
 
 def failure_from_exit_code(rank: int, code: int) -> Failure:
-    """Failure of a rank that ended with `code` and left no message; below 0 it is a signal.
+    """Failure of a rank that ended with `code` and left no message.
 
-    A rank that a request ended at once has 128 + its number; see `interrupts.end`.
+    A signal has the code -number, or 128 + number if it was a request; see `interrupts.end`.
     """
     if code - 128 in REQUESTS:
         code = -(code - 128)
     if code > 0:
         return Failure(rank, time.time(), "SystemExit", f"ended with code {code} and no message")
-    name = next(
-        (each.name for each in signal.Signals if each == -code), f"signal {-code}"
-    )  # real-time: no name
+    names = (each.name for each in signal.Signals if each == -code)
+    name = next(names, f"signal {-code}")  # real-time signals have no name
     hint = ""
     if -code == signal.SIGKILL:
         hint = " (out of memory?)"
@@ -107,13 +105,13 @@ def failure_from_exit_code(rank: int, code: int) -> Failure:
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure | None:
-    """Earliest failure that no peer's end explains; where there is none, the earliest of all."""
+    """Earliest failure that the end of a peer cannot cause, or the earliest of all."""
     return min(failures, key=lambda failure: (failure.network, failure.when), default=None)
 
 
 def describe(error: BaseException) -> str:
-    """One line for a person: the message, after the class of the error where the message alone is
-    not clear."""
+    """Describes an error in one line: its message, after its class if the message alone is
+    unclear."""
     lines = str(error).strip().splitlines()
     if not lines:
         return type(error).__name__

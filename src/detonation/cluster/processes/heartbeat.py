@@ -73,11 +73,10 @@ class FileBoard:
 
 
 class StoreBoard:
-    """A board in the store of the rendezvous, over a connection of its own.
+    """A board in the store of the rendezvous, over its own connection.
 
-    Whoever reaches the store can write to it. With a `token`, which only the ranks know, a notice
-    of somebody else is ignored, and does not end the run. `host` says in words which process hosts
-    the store.
+    Any process that reaches the store can write to it. With a `token`, which only the ranks have,
+    notices of other processes are ignored. `host` says in words which process hosts the store.
     """
 
     def __init__(
@@ -89,10 +88,9 @@ class StoreBoard:
         self._store.compare_set(_key("notice"), "", _NOTHING)
         # drawn anew in each attempt, so that a notice of an earlier one is not signed for this one
         drawn: bytes = self._store.compare_set(_key("board"), "", secrets.token_hex(8))
+        self._secret = b""
         if token:
             self._secret = token.encode() + drawn
-        else:
-            self._secret = b""
         self._ignored = False
         self.write_count(rank, 1)
 
@@ -107,9 +105,7 @@ class StoreBoard:
 
     def post_notice(self, notice: str) -> str:
         found: bytes = self._store.compare_set(_key("notice"), _NOTHING, self._signed(notice))
-        if not self._authentic(
-            found.decode(errors="replace")
-        ):  # in the place of one of somebody else
+        if not self._authentic(found.decode(errors="replace")):  # replace a foreign notice
             self._store.set(_key("notice"), self._signed(notice))
         return self.read_notice()
 
@@ -141,7 +137,7 @@ class StoreBoard:
     def close(self, others: int) -> None:
         """Waits, on the host of the store, until `others` have closed the board, too."""
         deadline = time.monotonic() + _READING_S
-        closed = self._store.add(_key("closed"), 0 if self._hosted_here else 1)
+        closed = self._store.add(_key("closed"), int(not self._hosted_here))
         while self._hosted_here and closed < others and time.monotonic() < deadline:
             time.sleep(_READING_S / 100)
             closed = self._store.add(_key("closed"), 0)
@@ -214,7 +210,7 @@ class Heartbeat:
         """Finds out why this rank lost a connection, with the error `text`, and posts it on the
         board.
 
-        Waits a moment for missing heartbeats, and names the silent ranks where there are any.
+        Waits a moment for missing heartbeats, and names the silent ranks if there are any.
         Returns the reason on the board, and True if another rank posted it.
         """
         self._reporting.acquire()
@@ -223,7 +219,7 @@ class Heartbeat:
     def report(self, text: str) -> bool:
         """Posts why this rank ends, so that all ranks end.
 
-        True if another rank has posted a reason already.
+        Returns True if another rank has already posted a reason.
         """
         self._reporting.acquire()
         try:
@@ -289,10 +285,12 @@ class Heartbeat:
                 self._end(*self._explained(self._lost_message([neighbour], silence), silence))
 
     def _explained(self, text: str, silence: float) -> tuple[str, bool]:
-        """`explain`, where this thread is the one that reports."""
+        """`explain`, in the thread that holds `_reporting`."""
         try:
             lost = self._silent_ranks()
-            return self._post(self._lost_message(lost, silence) if lost else text)
+            if lost:
+                text = self._lost_message(lost, silence)
+            return self._post(text)
         except (RuntimeError, OSError) as error:
             return self._board_lost(str(error).splitlines()[0]), False
 
@@ -305,7 +303,8 @@ class Heartbeat:
         return [rank for rank in ranks if before[rank] == after[rank] and rank != self._rank]
 
     def _post(self, text: str) -> tuple[str, bool]:
-        """Text of the notice that is on the board now, and True if another rank posted it."""
+        """Posts `text`. Returns the notice that is then on the board, and True if another rank
+        posted it."""
         rank, _, posted = self._board.post_notice(f"{self._rank} {text}").partition(" ")
         return posted, int(rank) != self._rank
 

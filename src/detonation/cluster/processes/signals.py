@@ -1,5 +1,4 @@
-"""How a run is asked to stop, by signals, and how a rank ends, without waiting for the network
-library."""
+"""Signals that ask a run to stop, and the end of a rank without waiting for the network library."""
 
 import contextlib
 import ctypes
@@ -120,10 +119,9 @@ def end_now(code: int) -> NoReturn:
 
 
 def end_if_asked() -> None:
-    """Ends this process by the signal that has asked it to stop, where there is nothing to save
-    yet.
+    """Ends this process by the signal that has asked it to stop, if there was one.
 
-    Called in the main thread, which waits.
+    For waits of the main thread before training, when there is nothing to save.
     """
     if _stop:
         signal.signal(_stop.number, signal.SIG_DFL)
