@@ -1,4 +1,4 @@
-"""The entry of the command line: `detonation`, or `python -m detonation`."""
+"""Entry of the command line: `detonation`, or `python -m detonation`."""
 
 import os
 import sys

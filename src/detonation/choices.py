@@ -24,7 +24,7 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def unknown(kind: str, name: str, valid: Iterable[str]) -> ValueError:
-    """The error for a `name` that is not among `valid`: lists the valid names and suggests the
+    """Error for a `name` that is not among `valid`: lists the valid names and suggests the
     nearest.
 
     >>> str(unknown("scheme", "dem", ["demo", "full"]))
@@ -38,14 +38,16 @@ def unknown(kind: str, name: str, valid: Iterable[str]) -> ValueError:
 
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:
-    """A question about the nearest of `names`; "" where none is near.
+    """A question about the nearest of `names`; "" if none is near.
 
     >>> did_you_mean("quik-lm", ["quick-lm", "moe-lm"]), did_you_mean("x", ["quick-lm"])
     (", did you mean 'quick-lm'?", '')
     """
     near = [known for known in names if known.lower() == name.lower()]
     near = near or difflib.get_close_matches(name, names, n=1)
-    return f", did you mean {near[0]!r}?" if near else ""
+    if near:
+        return f", did you mean {near[0]!r}?"
+    return ""
 
 
 def needs(module: str, extra: str) -> ModuleType:
@@ -66,7 +68,7 @@ def needs(module: str, extra: str) -> ModuleType:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error, of libraries that write many; its kind, where it says nothing."""
+    """First line of an error, of libraries that write many; its kind, where it says nothing."""
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
@@ -123,7 +125,7 @@ def make(
 
 
 def plain_types(value: object, hint: Any) -> str:
-    """The plain types of annotation `hint` in words, where `value` has none of them; "" where it
+    """Plain types of annotation `hint` in words, where `value` has none of them; "" if it
     has, or none is plain.
 
     An int is a float, too, and a bool is no int.
@@ -131,7 +133,10 @@ def plain_types(value: object, hint: Any) -> str:
     >>> plain_types("x", int | None), plain_types(3, float), plain_types(True, int)
     ('a whole number', '', 'a whole number')
     """
-    kinds = set(get_args(hint)) if get_origin(hint) in (Union, UnionType) else {hint}
+    if get_origin(hint) in (Union, UnionType):
+        kinds = set(get_args(hint))
+    else:
+        kinds = {hint}
     accepted = kinds | ({int} if float in kinds else set())
     if not kinds <= {*_PLAIN, NoneType} or type(value) in accepted:
         return ""
@@ -141,7 +146,7 @@ def plain_types(value: object, hint: Any) -> str:
 def find_function(
     kind: str, name: str, table: Mapping[str, Callable[..., _T]]
 ) -> Callable[..., _T]:
-    """The function called `name`: of `table`, or of a module that the name spells.
+    """Function called `name`: of `table`, or of a module that the name spells.
 
     Raises `ValueError` for a name that is no key of `table`, nor "package.module:function"; `kind`
     is the noun for it.
@@ -160,7 +165,7 @@ def find_function(
 
 
 def imported(name: str) -> Callable[..., Any]:
-    """The function that "package.module:function" names.
+    """Function that "package.module:function" names.
 
     Raises:
         ValueError: The module does not exist, or has no such function; errors of the module itself

@@ -1,4 +1,4 @@
-"""The errors that this library names.
+"""Errors that this library names.
 
 A face, like `detonation` itself: nothing inside the package imports it.
 """

@@ -1,4 +1,4 @@
-"""The parts for a scheme, basis, selection or aggregation of your own (docs/extending.md).
+"""Parts for a scheme, basis, selection or aggregation of your own (docs/extending.md).
 
 A face, as `detonation`.
 """

@@ -106,12 +106,14 @@ def end(number: int) -> NoReturn:
 
 
 def ended_by(number: int) -> str:
-    """The cause of the end in words.
+    """Cause of the end in words.
 
     >>> ended_by(signal.SIGINT), ended_by(signal.SIGTERM)
     ('interrupted', 'ended by SIGTERM')
     """
-    return "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+    if number == signal.SIGINT:
+        return "interrupted"
+    return f"ended by {signal.Signals(number).name}"
 
 
 @contextmanager
@@ -168,7 +170,7 @@ def _begin() -> None:
 
 
 class _Watch:
-    """The handlers, the pipe and the thread that reads it."""
+    """Handlers, the pipe and the thread that reads it."""
 
     def __init__(self) -> None:
         self._receiver, self._sender = os.pipe()
@@ -205,7 +207,9 @@ class _Watch:
 
 def _forget() -> None:
     global _speaks, _before_end, _ending
-    _speaks, _before_end, _ending = False, nothing, threading.RLock()
+    _speaks = False
+    _before_end = nothing
+    _ending = threading.RLock()
     _receivers.clear()
     if _watch is not None:
         _watch.forget()

@@ -14,12 +14,12 @@ _FORM = re.compile(
 )
 
 SLOW_BACKENDS = ("gloo",)
-"""The backends that a user may choose for the axis between replicas."""
+"""Backends that a user may choose for the axis between replicas."""
 
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """The rate at which a node sends and receives at the same time, and the latency.
+    """Rate at which a node sends and receives at the same time, and the latency.
 
     Args:
         rate_bits_per_s: Above 0, may be infinite; shared by all local ranks of the node.
@@ -50,7 +50,9 @@ class LinkSpeed:
         try:
             rate, unit, latency, time = found.groups() if found else (None,) * 4
             assert rate is not None and unit is not None
-            seconds = float(latency) / _PER_SECOND[time.lower()] if latency and time else 0.0
+            seconds = 0.0
+            if latency and time:
+                seconds = float(latency) / _PER_SECOND[time.lower()]
             return cls(float(rate) * _RATES[unit.lower().replace("bps", "bit")], seconds)
         except (AssertionError, ValueError) as error:
             raise ValueError(
@@ -68,11 +70,13 @@ class LinkSpeed:
             (u for u in ("gbit", "mbit", "kbit") if self.rate_bits_per_s >= _RATES[u]), "bit"
         )
         rate = f"{self.rate_bits_per_s / _RATES[unit]:.4g}{unit}"
-        return f"{rate},{self.latency_s * 1e3:.4g}ms" if self.latency_s else rate
+        if self.latency_s:
+            return f"{rate},{self.latency_s * 1e3:.4g}ms"
+        return rate
 
 
 def hops(kind: str, replicas: int) -> int:
-    """The number of messages of one exchange that follow one another, on a ring.
+    """Number of messages of one exchange that follow one another, on a ring.
 
     R - 1 for an all-gather and twice as many for an all-reduce; through owners 1 for all slices at
     once, then R - 1.

@@ -1,4 +1,4 @@
-"""The laws as a test helper: `check_scheme` holds a scheme, also one's own, to them in this
+"""Laws as a test helper: `check_scheme` holds a scheme, also one's own, to them in this
 process.
 
 Nothing inside the package imports this module; it needs torch alone, so that it runs in any test
@@ -56,7 +56,8 @@ def check_scheme(
     )
     if scheme.signal == "nothing":
         return
-    layout, device = scheme.codec.layout(_SHAPES), torch.device(device)
+    layout = scheme.codec.layout(_SHAPES)
+    device = torch.device(device)
     _nothing_is_lost(scheme, layout, device)
     _everyone_is_heard(scheme, device)
     _messages_own_their_memory(scheme, layout, device)
@@ -75,7 +76,7 @@ def _signals(layout: Layout, seed: int, device: torch.device) -> list[Tensor]:
 
 
 def _sent(scheme: Scheme, flat: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """The update that one message makes alone, and that message."""
+    """Update that one message makes alone, and that message."""
     codec = scheme.codec
     selected = codec.select(flat, step, 0)
     message = codec.encode(selected)
@@ -87,7 +88,8 @@ def _sent(scheme: Scheme, flat: Tensor, step: int) -> tuple[Tensor, Tensor]:
 
 def _nothing_is_lost(scheme: Scheme, layout: Layout, device: torch.device) -> None:
     memory = Memory(layout, Feedback(decay=1.0), device)
-    sent, put_in = layout.zeros(device), layout.zeros(device)
+    sent = layout.zeros(device)
+    put_in = layout.zeros(device)
     for step in range(5):
         put_in += layout.flatten(_signals(layout, step, device), device)
         update, _ = _sent(scheme, memory.absorb(_signals(layout, step, device)), step)
@@ -95,12 +97,15 @@ def _nothing_is_lost(scheme: Scheme, layout: Layout, device: torch.device) -> No
         sent += update
     outside = layout.padding(device)
     rest = (memory.residual + sent - put_in).view(-1).index_fill(0, outside, 0.0)
-    worst = float(rest.abs().max()) if rest.numel() else 0.0
+    worst = 0.0
+    if rest.numel():
+        worst = float(rest.abs().max())
     _require(worst < 1e-3 * 5, "law 1, nothing is lost", f"residual + sent is off by {worst:g}")
 
 
 def _everyone_is_heard(scheme: Scheme, device: torch.device) -> None:
-    selection, rows = scheme.codec.selection, 7
+    selection = scheme.codec.selection
+    rows = 7
     if not (selection.shared and selection.period):
         return
     heard = torch.zeros(rows, selection.chunk, device=device)
@@ -121,7 +126,8 @@ def _messages_own_their_memory(scheme: Scheme, layout: Layout, device: torch.dev
     _require(
         torch.equal(message, before), "law 4, a message owns its memory", "it changed with the flat"
     )
-    nbytes, known = message.nbytes, scheme.codec.nbytes(layout.rows)
+    nbytes = message.nbytes
+    known = scheme.codec.nbytes(layout.rows)
     _require(
         nbytes == known,
         "law 4, a size that is known beforehand",
@@ -130,10 +136,8 @@ def _messages_own_their_memory(scheme: Scheme, layout: Layout, device: torch.dev
 
 
 def _zero_is_zero(scheme: Scheme, device: torch.device) -> None:
-    precision, values = (
-        scheme.codec.precision,
-        _signals(scheme.codec.layout({"w": (300, 7)}), 0, device)[0],
-    )
+    precision = scheme.codec.precision
+    values = _signals(scheme.codec.layout({"w": (300, 7)}), 0, device)[0]
     values[::2] = 0.0
     read, mirrored = (
         precision.decode(precision.encode(sign * values, negative_zeros=sign < 0), 300, 7)
@@ -159,7 +163,8 @@ def _replicas_agree(scheme: Scheme, replicas: int, steps: int, device: torch.dev
             return model, torch.optim.SGD(model.parameters(), lr=0.01)
 
         model, base = made()
-        optimizer, sent = replicate(base, model, communicator, scheme), []
+        optimizer = replicate(base, model, communicator, scheme)
+        sent = []
         for step in range(steps):
             before = optimizer.stats.bytes_sent
             generator = torch.Generator().manual_seed(100 * step + communicator.replica)
@@ -190,7 +195,9 @@ def _replicas_agree(scheme: Scheme, replicas: int, steps: int, device: torch.dev
     model = nn.Sequential(nn.Linear(31, 64), nn.Linear(64, 3))
     shapes = {"unused": (11,)} | {name: tuple(p.shape) for name, p in model.named_parameters()}
     layout = scheme.codec.layout(shapes)
-    sends = scheme.aligned() if decides_on_device(device) else scheme
+    sends = scheme
+    if decides_on_device(device):
+        sends = scheme.aligned()
     known = [bytes_sent(sends, layout, replicas, step) for step in range(steps)]
     if (
         scheme.signal == "gradients"

@@ -1,3 +1,3 @@
-"""The version of the package, where every room may read it without importing the package's face."""
+"""Version of the package, where every room may read it without importing the package's face."""
 
 __version__ = "0.2.0"

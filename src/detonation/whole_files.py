@@ -1,4 +1,4 @@
-"""The one way to files: no link is followed, no pipe waited for, no device read.
+"""One way to files: no link is followed, no pipe waited for, no device read.
 
 A run directory may be a stranger's, and any entry in it a link to a file of the user, a pipe or a
 device. Files that the user names may be links: those who read them say so. What is written is whole
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import IO, Any
 
 MOST_TEXT = 1 << 26
-"""The largest file of settings that is read, in bytes."""
+"""Largest file of settings that is read, in bytes."""
 MOST_RECORDS = 1 << 32
-"""The largest file of records that is read, in bytes."""
+"""Largest file of records that is read, in bytes."""
 _LINK = "it is a link, which is not followed"
 _ODD = "it is no ordinary file"
 
@@ -29,7 +29,10 @@ def opened(
 
     Raises `OSError` at once for a directory, pipe, socket or device, and a link unless `links`.
     """
-    follows = 0 if links else os.O_NOFOLLOW
+    if links:
+        follows = 0
+    else:
+        follows = os.O_NOFOLLOW
     try:
         descriptor = os.open(path, flags | follows | os.O_NONBLOCK | os.O_CLOEXEC, permissions)
     except OSError as error:
@@ -46,12 +49,12 @@ def opened(
 
 
 def reading(path: Path, links: bool = False) -> BufferedReader:
-    """The ordinary file at `path`, open to be read. Raises `OSError` as `opened` does."""
+    """Ordinary file at `path`, open to be read. Raises `OSError` as `opened` does."""
     return os.fdopen(opened(path, links=links), "rb")
 
 
 def new_file(path: Path) -> int:
-    """A descriptor of a new file, to be written. Raises `OSError` where there is an entry."""
+    """A descriptor of a new file, to be written. Raises `OSError` if there is an entry."""
     return opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
 
@@ -62,12 +65,12 @@ def replaced(path: Path) -> int:
 
 
 def open_lock(path: Path) -> IO[str]:
-    """The ordinary file at `path`, which is made where there is none, to be locked and written."""
+    """Ordinary file at `path`, which is made where there is none, to be locked and written."""
     return os.fdopen(opened(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+")
 
 
 def read_bytes(path: Path, most: int = MOST_TEXT, links: bool = False) -> bytes:
-    """The content of the ordinary file at `path`.
+    """Content of the ordinary file at `path`.
 
     Raises `OSError` as `opened` does, and where it has more than `most` bytes.
     """
@@ -80,7 +83,7 @@ def read_bytes(path: Path, most: int = MOST_TEXT, links: bool = False) -> bytes:
 def read_text(
     path: Path, errors: str = "strict", most: int = MOST_TEXT, links: bool = False
 ) -> str:
-    """The content of the ordinary file at `path` as UTF-8.
+    """Content of the ordinary file at `path` as UTF-8.
 
     Raises as `read_bytes` does, and `UnicodeDecodeError`.
     """
@@ -88,7 +91,7 @@ def read_text(
 
 
 def read_json(path: Path) -> Any:
-    """The content of the ordinary file at `path`.
+    """Content of the ordinary file at `path`.
 
     Raises as `read_text` does, and `ValueError` where it is no JSON.
     """
@@ -99,7 +102,7 @@ def write_whole(path: Path, content: bytes | bytearray | Iterable[memoryview]) -
     """Puts `content`, or its parts one after another, at `path`, on the disk when it returns.
 
     After a crash there is the old file or the new one. A link at `path` is replaced, and not
-    followed. Raises `OSError` where it cannot; then the old file stays, and nothing lies beside it.
+    followed. Raises `OSError` if it cannot; then the old file stays, and nothing lies beside it.
     """
     part = path.with_name(path.name + ".part")
     try:

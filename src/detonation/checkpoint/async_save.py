@@ -1,4 +1,4 @@
-"""Saving while training goes on: training waits only until its state is copied to the host."""
+"""Saving while training continues: it waits only until its state is copied to the host."""
 
 import logging
 import threading
@@ -20,27 +20,25 @@ from detonation.core.runtime import PROGRESS
 
 _log = logging.getLogger("detonation.checkpoint")
 _HOST = torch.device("cpu")
-_set_timeout = (
-    getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-)  # public from torch 2.14 on
+# public from torch 2.14 on
+_set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
 SAVE_TIMEOUT_S = 300.0
-"""How long a save waits for a rank that is alive; the time that a slow disk takes for a file comes
-on top."""
+"""Longest wait of a save for another rank, in addition to the time that a slow disk may need."""
 LOWEST_BYTES_PER_S = 10e6
-"""The lowest rate at which a rank is expected to write."""
+"""Lowest rate at which a rank is expected to write."""
 
 
 class Checkpoints(AbstractContextManager["Checkpoints"]):
-    """The checkpoints of one run. `save` copies the state and returns; a thread writes the copy.
+    """Checkpoints of one run. `save` copies the state and returns; a thread writes the copy.
 
-    One save is under way at a time; the next waits for it. The outcome of a save that nobody waited
-    for is in the log and in `news`. As a context manager it waits for the last save, unless an
+    One save runs at a time; the next waits for it. `wait` returns the outcome of a save; the log
+    and `news` have its failure. As a context manager it waits for the last save, unless an
     exception leaves the context.
 
     Args:
-        directory: of the checkpoints; nodes without a shared file system each have one, with the
-            files of their ranks.
-        keep: how many of the newest checkpoints stay.
+        directory: for the checkpoints. Without a shared file system each node has its own, with
+            the files of its ranks.
+        keep: how many of the newest checkpoints to keep.
 
     Raises:
         ValueError: `keep` is below 1.
@@ -49,7 +47,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         >>> import tempfile, torch, torch.distributed as dist, detonation as dt
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> model, mesh = torch.nn.Linear(8, 1), dt.init_mesh(replicas=1, shards=1, device="cpu")
-        >>> optimizer = dt.replicate(torch.optim.AdamW(model.parameters()), model, mesh["replicate"], dt.loco())
+        >>> adamw = torch.optim.AdamW(model.parameters())
+        >>> optimizer = dt.replicate(adamw, model, mesh["replicate"], dt.loco())
         >>> folder = tempfile.TemporaryDirectory()
         >>> with dt.Checkpoints(folder.name, model, optimizer, keep=2) as checkpoints:
         ...     for step in range(6):
@@ -67,8 +66,10 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self, directory: Path | str, model: nn.Module, optimizer: Replicated, keep: int = 3
     ) -> None:
         _require_positive(keep)
-        self.directory, self._keep = Path(directory), keep
-        self._model, self._optimizer = model, optimizer
+        self.directory = Path(directory)
+        self._keep = keep
+        self._model = model
+        self._optimizer = optimizer
         self._group: dist.ProcessGroup | None = None
         self._saver: ShardSaver | None = None
         self._thread: threading.Thread | None = None
@@ -77,10 +78,10 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._news: list[str] = []
 
     def save(self, extra: Mapping[str, Any] | None = None) -> None:
-        """Starts saving the state between two steps, under the name of `optimizer.step_count`. All
-        ranks call it.
+        """Starts saving the state between two steps, as the checkpoint of `optimizer.step_count`.
+        All ranks call it.
 
-        `extra`, and `ValueError`, are as in `save_checkpoint`.
+        `extra` and `ValueError` are as in `save_checkpoint`.
         """
         self._join()
         elastic = elastic_axis(self._optimizer)
@@ -90,10 +91,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         if self._group is not None:
             timeout = timedelta(seconds=SAVE_TIMEOUT_S + job.bytes / LOWEST_BYTES_PER_S)
             _set_timeout(timeout, self._group)
-        if elastic is not None:  # replicas may be others than at the last save
+        if elastic is not None:  # the replicas may have changed since the last save
             self._saver = ShardSaver(self.directory, self._keep, elastic.texts())
-        # daemon: after a failure elsewhere, nobody may wait for a thread that waits for a rank that
-        # is gone
+        # daemon: the thread may wait for a lost rank forever, and must not keep the process alive
         self._saver = self._saver or ShardSaver(
             self.directory, self._keep, Texts(_HOST, self._group)
         )
@@ -103,27 +103,28 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._thread.start()
 
     def wait(self) -> Path | None:
-        """Waits for the save that is under way; returns the checkpoint, the same path on all ranks.
+        """Waits for the running save; returns the checkpoint, the same path on all ranks.
 
         Raises:
-            NotSaved: one of the ranks could not write, or was too late for the others; raised on
-                all ranks.
+            NotSaved: one of the ranks could not write, or was too late; raised on all ranks.
         """
         self._join()
-        outcome, self._outcome = self._outcome, None
+        outcome = self._outcome
+        self._outcome = None
         if isinstance(outcome, NotSaved):
             self._news = [line for line in self._news if line != str(outcome)]
             raise outcome
         return outcome
 
     def news(self) -> list[str]:
-        """The failures of saves since the last call, in lines; the same on all ranks, sooner or
-        later."""
-        lines, self._news = self._news, []
+        """Failures of saves since the last call, one line each. All ranks get the same lines, but
+        maybe in different calls."""
+        lines = self._news
+        self._news = []
         return lines
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if error is not None:  # other ranks may be gone, and a save may wait for them
+        if error is not None:  # a running save may wait for ranks that have ended
             return
         self._join()
         if self._group is not None:
@@ -135,38 +136,41 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self._thread.join()
 
     def _open_group(self) -> None:
-        """Makes the writing thread's group, and another one once a save has broken it on any rank.
+        """Makes the writing thread's group, and a new one after a save has broken it on any rank.
 
         Collective.
         """
         if dist.get_world_size() == 1:
             return
         if self._group is not None:
-            # the rank that was late, or done before another one gave up, does not know by itself
-            if not any(Texts(device_of(self._model)).gather("broken" if self._broken else "")):
+            # a rank on which the save succeeded learns here that it failed on another
+            broken = ""
+            if self._broken:
+                broken = "broken"
+            if not any(Texts(device_of(self._model)).gather(broken)):
                 return
             dist.destroy_process_group(self._group)
         # collectives of the writing thread must not mix with those of training
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=SAVE_TIMEOUT_S))
-        # a rank that is done must not close the group while another one still connects to it
+        # no rank may close the group while another one still connects to it
         dist.barrier(self._group)
-        self._saver, self._broken = None, False
+        self._saver = None
+        self._broken = False
 
     def _write(self, saver: ShardSaver, job: SaveJob) -> None:
         try:
             self._outcome = saver.save(job)
             return
-        except NotSaved as error:  # agreed on by all ranks
-            text, number = str(error), error.errno
-        except (
-            Exception
-        ) as error:  # of this rank: gloo gives up for good once a rank is late or gone
-            self._broken = True
+        except NotSaved as error:  # raised on all ranks
+            text = str(error)
+            number = error.errno
+        except Exception as error:  # on this rank alone, such as a timeout of gloo
+            self._broken = True  # after an error, gloo cannot use the group again
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             still = "the checkpoints before it are as they were"
             text = f"checkpoint {checkpoint_name(job.step)} failed: {reason}; {still}"
             number = getattr(error, "errno", None)
-        # the text alone: frames in the traceback of the error hold the copy of the state
+        # keep the text only: the traceback of the error would keep the copy of the state alive
         self._outcome = NotSaved(text, number)
         self._news.append(text)
         _log.warning("%s", text)
@@ -185,31 +189,33 @@ def save_checkpoint(
     `Checkpoints` saves while training goes on.
 
     Args:
-        directory: of the checkpoints; nodes without a shared file system each have one, with the
-            files of their ranks.
-        extra: Values that loading returns equal in value and type, such as a scheduler's state:
+        directory: for the checkpoints. Without a shared file system each node has its own, with
+            the files of its ranks.
+        extra: values such as a scheduler's state, which loading returns equal in value and type:
             numbers, texts, bytes, the containers of Python and of `collections`, tensors, numpy
-            arrays, enums, dates and paths. Those of rank 0 count.
-        keep: how many of the newest checkpoints stay.
+            arrays, enums, dates and paths. Only those of rank 0 are saved.
+        keep: how many of the newest checkpoints to keep.
         frozen: False leaves out the parameters that require no gradient, such as the model under a
-            LoRA adapter; loading then leaves them as they are.
+            LoRA adapter; loading then leaves them unchanged.
 
     Returns:
         The checkpoint, `directory/step-NNNNNN`.
 
     Raises:
-        NotSaved: one of the ranks could not write; raised on all ranks. Earlier checkpoints are as
-            they were.
-        ValueError: `keep` is below 1, or the state or `extra` holds something that a checkpoint
-            cannot hold; the message has its key.
+        NotSaved: one of the ranks could not write; raised on all ranks. Earlier checkpoints are
+            unchanged.
+        ValueError: `keep` is below 1, or a checkpoint cannot hold a value in the state or in
+            `extra`; the message has its key.
 
     Example:
         >>> import tempfile, torch, torch.distributed as dist, detonation as dt
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> model, mesh = torch.nn.Linear(8, 1), dt.init_mesh(replicas=1, shards=1, device="cpu")
-        >>> optimizer = dt.replicate(torch.optim.AdamW(model.parameters()), model, mesh["replicate"], dt.loco())
+        >>> adamw = torch.optim.AdamW(model.parameters())
+        >>> optimizer = dt.replicate(adamw, model, mesh["replicate"], dt.loco())
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     sorted(file.name for file in dt.save_checkpoint(folder, model, optimizer, {"epoch": 3}).iterdir())
+        ...     saved = dt.save_checkpoint(folder, model, optimizer, {"epoch": 3})
+        ...     sorted(file.name for file in saved.iterdir())
         ['manifest.json', 'replica0-shard0.safetensors']
         >>> dt.leave()
     """

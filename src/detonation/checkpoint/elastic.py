@@ -1,18 +1,17 @@
-"""Elastic loading: the state of a rank in a world of another shape, without losing anything that
-was not sent yet.
+"""Elastic loading: the state of a rank in a world of another shape, with all that was not sent yet.
 
-R replicas saved, R' go on. State that differs between replicas becomes, for replica j of the new
-world:
+R replicas saved, R' replicas continue. State that differs between replicas becomes, for replica j
+of the new world:
 
-    memory         r'_j = R'/R * sum of r_i over the i with target(i) = j
-                   target(i) = i if R <= R' else floor(i * R' / R)
-    everything else   the mean over all i that have it (where they are bitwise equal: that tensor)
+    memory            r'_j = R'/R * sum of r_i over the i with target(i) = j
+                      target(i) = i if R <= R' else floor(i * R' / R)
+    everything else   the mean over all i that have it (if all are bitwise equal: that tensor)
 
-The first rule keeps the mean of the memories, (1/R') sum r' = (1/R) sum r, which is their sum once
-all is sent: neighbours are merged by mean, and a joiner starts with zero. The second rule keeps the
-mean of the weights, and so the mean distance of the replicas from their anchor, which is the signal
-of the open round. The server residuals, which the owners have not sent, are common to all replicas:
-they are put together by coordinate, and go to the new owners.
+The first rule keeps the mean of the memories, (1/R') sum r' = (1/R) sum r, and so the sum of all
+that is still to be sent: neighbours are merged by mean, and a joiner starts with zero. The second
+rule keeps the mean of the weights. So it keeps the mean distance of the replicas from their anchor,
+which is the signal of the open round. Server residuals, which their owners have not sent, are
+common to all replicas: they are assembled by coordinate and given to the new owners.
 """
 
 from collections.abc import Sequence
@@ -31,30 +30,37 @@ from detonation.wire.units import ShardUnit, load_shard_state, shard_units
 
 
 class Elastic:
-    """The state of the rank at `own`, read from a checkpoint of a world of another shape.
+    """State of the rank at `own`, read from a checkpoint of a world of another shape.
 
-    Where all share a tensor, the replicas `among` are read, all by default. Of close replicas the
-    first counts.
+    among: the replicas to read shared tensors from; all by default. If the replicas were close but
+    not equal, equal state is read from the first of them.
     """
 
     def __init__(
         self, saved: CheckpointReader, own: Coordinates, among: Sequence[int] | None = None
     ) -> None:
-        self._saved, self._own = saved, own
-        self._among = range(saved.manifest.replicas) if among is None else among
+        self._saved = saved
+        self._own = own
+        self._among: Sequence[int] = range(saved.manifest.replicas)
+        if among is not None:
+            self._among = among
         self._before = saved.manifest.replicas
-        like, first = own.replica * self._before // own.replicas, self._among[0]
-        self._like = like if like in self._among and not saved.file(first, 0).moved else first
+        like = own.replica * self._before // own.replicas
+        first = self._among[0]
+        if like in self._among and not saved.file(first, 0).moved:
+            self._like = like
+        else:
+            self._like = first
 
     def agreed(self, key: str, box: Box | None, alike: bool = False, some: bool = False) -> Tensor:
-        """The part `box` of a tensor that all replicas share from now on; None for one that is not
-        sharded.
+        """Part `box` of a tensor that all replicas share from now on.
 
         Args:
-            alike: the replicas are known to be equal, so that reading one of them is enough.
-            some: replicas may lack it, and do not count then.
+            box: None for a tensor that is not sharded.
+            alike: the replicas are equal, so that one of them is enough.
+            some: skip replicas without the tensor.
         """
-        replicas = [self._like] if alike else self._among
+        replicas = self._replicas(alike)
         if some:
             replicas = [replica for replica in replicas if key in self._saved.file(replica, 0)]
         if box is not None:
@@ -62,16 +68,18 @@ class Elastic:
         tensors = [file.tensor(key) for replica in replicas for file in self._saved.shards(replica)]
         return _merge(tensors, key)
 
-    def own(self, key: str, alike: bool) -> Tensor:
-        """A tensor of the base optimizer that is not cut like its parameter: each shard may have
-        one of its own.
+    def _replicas(self, alike: bool) -> Sequence[int]:
+        if alike:
+            return [self._like]
+        return self._among
 
-        Raises `ValueError` where shards have different ones, and there are more or fewer of them
-        now.
+    def own(self, key: str, alike: bool) -> Tensor:
+        """A tensor of the base optimizer that is not sharded like its parameter, so that each shard
+        may have a different one.
+
+        Raises `ValueError` if the shards have different ones and their number has changed.
         """
-        replicas = [
-            r for r in ([self._like] if alike else self._among) if key in self._saved.file(r, 0)
-        ]
+        replicas = [r for r in self._replicas(alike) if key in self._saved.file(r, 0)]
         if self._saved.manifest.shards == self._own.shards:
             return _merge(
                 [self._saved.file(replica, self._own.shard).tensor(key) for replica in replicas],
@@ -85,7 +93,7 @@ class Elastic:
         return _merge([first for first, *_ in found], key)
 
     def memory(self, key: str, box: Box) -> Tensor:
-        """The part `box` of this replica's share of the memories."""
+        """Part `box` of this replica's share of the memories."""
         sources = memory_sources(self._own.replica, self._before, self._own.replicas)
         if not sources:
             return torch.zeros(box.shape)
@@ -98,8 +106,7 @@ class Elastic:
     def server_residual(
         self, key: str, channel: Channel, boxes: dict[str, Box]
     ) -> list[Tensor] | None:
-        """The server residuals for each parameter of `channel`; None where the saved world had no
-        owners."""
+        """Server residuals of the parameters in `boxes`; None if the saved world had no owners."""
         if all(key not in file.keys for file in self._saved.shards(0)):
             return None
         shards = [
@@ -113,7 +120,7 @@ class Elastic:
     def _server_residual_of_shard(
         self, key: str, channel: Channel, shard: int
     ) -> dict[str, TensorPart]:
-        """The server residuals of the replicas of one shard, by parameter."""
+        """Server residuals of the replicas of one shard, by parameter."""
         files = [self._saved.file(replica, shard) for replica in range(self._before)]
         boxes = {slot.name: files[0].boxes[f"model.{slot.name}"] for slot in channel.layout.slots}
         shapes = {name: box.shape for name, box in boxes.items()}
@@ -132,10 +139,12 @@ class Elastic:
 
 
 def memory_sources(replica: int, before: int, now: int) -> range:
-    """The replicas of a world of `before` whose memory goes to `replica` in a world of `now`.
+    """Replicas of a world of `before` whose memory goes to `replica` in a world of `now`.
 
-    >>> [list(memory_sources(j, 4, 2)) for j in range(2)], [list(memory_sources(j, 2, 3)) for j in range(3)]
-    ([[0, 1], [2, 3]], [[0], [1], []])
+    >>> [list(memory_sources(j, 4, 2)) for j in range(2)]
+    [[0, 1], [2, 3]]
+    >>> [list(memory_sources(j, 2, 3)) for j in range(3)]
+    [[0], [1], []]
     """
     if before <= now:
         return range(replica, min(replica + 1, before))
@@ -143,7 +152,7 @@ def memory_sources(replica: int, before: int, now: int) -> range:
 
 
 def _merge(tensors: list[Tensor], key: str) -> Tensor:
-    """The common tensor, or the mean where they differ.
+    """Returns the first of equal tensors, or the mean of different ones.
 
     Raises `ValueError` for integers that differ.
     """
@@ -156,7 +165,8 @@ def _merge(tensors: list[Tensor], key: str) -> Tensor:
 
 
 def owned_rows(pieces: list[Tensor], channel: Channel) -> Tensor:
-    # a tensor of each parameter's local shape -> [owned, chunk] coefficients
+    """Coefficients of the rows that this rank owns: [owned, chunk], from one tensor of the local
+    shape for each parameter."""
     codec = channel.engine.codec
     flat = codec.basis.forward(channel.layout.flatten(pieces, torch.device("cpu")))
     owners = RowOwners(
@@ -166,37 +176,38 @@ def owned_rows(pieces: list[Tensor], channel: Channel) -> Tensor:
 
 
 SHARD = "shard.0."
-"""The beginning of the keys of a shard wire's state."""
+"""Beginning of the keys of a shard wire's state."""
 _RESIDUAL = f"{SHARD}residual."
 
 
 def merge_shard_state(saved: CheckpointReader, model: nn.Module, own: Coordinates) -> str:
-    """Continues from the residuals of `saved`; returns in words the state that had to be dropped.
+    """Loads the residuals of `saved` into the shard wire. Collective.
 
-    Collective.
+    Returns in words the state that had to be dropped.
     """
     names = {k.removeprefix(_RESIDUAL) for k in saved.file(0, 0).keys if k.startswith(_RESIDUAL)}
     state = {}
     for unit in (unit for unit in shard_units(model) if unit.reduce is not None):
         for name, parameter in unit.parameters.items():
-            one_axis = (
-                isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1
-            )  # not tensor-parallel, too
+            # a second axis would be that of tensor parallelism
+            one_axis = isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1
             if name in names and parameter.requires_grad and one_axis:
                 state[f"residual.{name}"] = _residual(saved, unit, name, parameter, own)
     load_shard_state(model, state)
     lost = len(names) - len(state)
-    return (
-        f"; dropped: gradients of {lost} parameters that a shard wire had not sent" if lost else ""
-    )
+    if lost:
+        return f"; dropped: gradients of {lost} parameters that a shard wire had not sent"
+    return ""
 
 
 def _residual(
     saved: CheckpointReader, unit: ShardUnit, name: str, parameter: Tensor, own: Coordinates
 ) -> Tensor:
-    """This rank's residual for one parameter: all that was not sent of the shard in the next node,
-    zero for others."""
-    nodes, node, size = unit.link.replicas, unit.link.replica, unit.sizes()[name]
+    """This rank's residual for one parameter: everything that was not sent yet of the shard on the
+    next node, and zero for the other nodes."""
+    nodes = unit.link.replicas
+    node = unit.link.replica
+    size = unit.sizes()[name]
     local_ranks = own.shards // nodes
     owner = (node + 1) % nodes * local_ranks + own.shard % local_ranks
     box = Box.of_shard(parameter, owner, own.shards)
@@ -212,17 +223,20 @@ def _residual(
 
 
 def _unsent(saved: CheckpointReader, name: str, box: Box, replica: int) -> Tensor:
-    """The part `box` of the gradients of one parameter that the nodes of a saved replica have not
-    sent."""
+    """Part `box` of the gradients of one parameter that the nodes of a saved replica had not sent
+    yet."""
     files = saved.shards(replica)
     residuals = [file.tensor(f"{_RESIDUAL}{name}") for file in files]  # [nodes - 1, size] each
     nodes = len(residuals[0]) + 1
     local_ranks = len(files) // nodes
     pieces = []
     for shard, file in enumerate(files):
-        at, place = divmod(shard, local_ranks)
-        senders = [node for node in range(nodes) if node != at]
-        rows = [residuals[node * local_ranks + place][at - (at > node)] for node in senders]
+        own_node, local_rank = divmod(shard, local_ranks)
+        rows = []
+        for node in range(nodes):
+            if node != own_node:  # a sender has a row for each node but its own
+                row = own_node - (own_node > node)
+                rows.append(residuals[node * local_ranks + local_rank][row])
         part = file.boxes[f"model.{name}"]
         unsent = torch.stack(rows).sum(0)[: torch.Size(part.shape).numel()].view(part.shape)
         pieces.append(TensorPart(part, unsent.dtype, unsent.__getitem__))

@@ -1,4 +1,4 @@
-"""Texts from every rank to every rank, and volumes: the ranks that see the same directory."""
+"""Exchanges texts between all ranks, and finds volumes: the ranks that share a directory."""
 
 import contextlib
 import logging
@@ -24,8 +24,10 @@ from detonation.core.optimizer.replicated import Replicated
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts between all ranks of `group`, by default the default group, whose backend can send
-    tensors of `device`."""
+    """Exchanges texts between all ranks of `group`; None is the default group.
+
+    The backend of the group must support tensors on `device`.
+    """
 
     device: torch.device
     group: dist.ProcessGroup | None = None
@@ -39,7 +41,7 @@ class Texts:
         return dist.get_world_size()
 
     def gather(self, text: str) -> list[str]:
-        """The texts of all ranks, by rank. Collective."""
+        """Texts of all ranks, by rank. Collective."""
         if self.world_size == 1:
             return [text]
         content = os.fsencode(text)
@@ -59,41 +61,45 @@ class Texts:
         ]
 
     def broadcast(self, text: str) -> str:
-        """The `text` of rank 0, on all ranks. Collective."""
+        """Returns the `text` of rank 0 on all ranks. Collective."""
+        if self.world_size == 1:
+            return text
         content = os.fsencode(text)
-        if self.world_size == 1 or not (count := self._of_first([len(content)], torch.int64)[0]):
-            return text if self.rank == 0 else ""
-        # every rank needs a buffer of the same size; only that of rank 0 counts
+        count = self._of_first([len(content)], torch.int64)[0]
+        if not count:
+            return ""
+        # every rank needs a buffer of the same size; only that of rank 0 is read
         return os.fsdecode(bytes(self._of_first(content.ljust(count)[:count], torch.uint8)))
 
     def _of_first(self, values: Sequence[int], dtype: torch.dtype) -> list[int]:
-        """The `values` of rank 0. Every rank has equally many."""
+        """Returns the `values` of rank 0. All ranks must give equally many."""
         tensor = torch.tensor(list(values), dtype=dtype, device=self.device)
         dist.broadcast(tensor, src=0, group=self.group)
         return tensor.tolist()
 
 
 def elastic_axis(optimizer: Replicated) -> ElasticCommunicator | None:
-    """The axis between the replicas of `optimizer`, if they may be lost."""
+    """Axis between the replicas of `optimizer`, if training survives the loss of some."""
     found = (axis for axis, _ in optimizer.levels if isinstance(axis, ElasticCommunicator))
     return next(found, None)
 
 
 def texts_between(model: nn.Module, optimizer: Replicated) -> TextExchange:
-    """Texts between all ranks that train `model`: those of an elastic axis, or of the default
-    group."""
+    """Exchange of texts between all ranks that train `model`, over an elastic axis if it has one."""
     elastic = elastic_axis(optimizer)
-    return elastic.texts() if elastic is not None else Texts(device_of(model))
+    if elastic is not None:
+        return elastic.texts()
+    return Texts(device_of(model))
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of the model's parameters, which its process group can send from."""
+    """Device of the model's parameters, from which its process group can send."""
     return next(local(parameter).device for parameter in model.parameters())
 
 
 @dataclass(frozen=True)
 class Volumes:
-    """The ranks of each directory. leaders: for each rank the lowest rank that sees the same
+    """Ranks that share each directory. leaders: for each rank, the lowest rank that shares its
     directory."""
 
     leaders: tuple[int, ...]
@@ -107,51 +113,52 @@ class Volumes:
         return self.leaders[rank] == rank
 
     def number(self, rank: int) -> int:
-        """The volume of `rank`, counted from 0, which is that of rank 0."""
+        """Number of the volume of `rank`; rank 0 has volume 0."""
         return sorted(set(self.leaders)).index(self.leaders[rank])
 
     def ranks_text(self) -> str:
-        """The ranks of each volume.
+        """Ranks of each volume.
 
         >>> Volumes((0, 0, 2, 3, 2)).ranks_text()
         'ranks 0-1; ranks 2, 4; ranks 3'
         """
-        members = {
-            leader: [r for r, mine in enumerate(self.leaders) if mine == leader]
-            for leader in self.leaders
-        }
-        return "; ".join(f"ranks {ranges(members[leader])}" for leader in sorted(members))
+        members: dict[int, list[int]] = {leader: [] for leader in sorted(self.leaders)}
+        for rank, leader in enumerate(self.leaders):
+            members[leader].append(rank)
+        return "; ".join(f"ranks {ranges(each)}" for each in members.values())
 
 
 def survey(directory: Path, texts: TextExchange) -> Volumes:
-    """Finds out which ranks see the same `directory`, by files that are gone afterwards. Collective
-    by `texts`.
+    """Finds out which ranks share `directory`, with temporary files. Collective by `texts`.
 
-    Rank 0 writes a file under a random name, and all ranks look for it. Only ranks that do not see
-    it make their directory and write a file, too. Then each looks again for the file of rank 0,
-    because the cache of a network file system may have hidden a directory that was made a moment
-    ago.
+    Rank 0 writes a file under a random name, and all ranks look for it. Only the ranks that do not
+    find it make their directory and write a file, too. Then each looks again for the file of rank
+    0, because the cache of a network file system may have hidden a new directory.
 
-    Raises `OSError` on all ranks where one cannot write, with the host and the reason.
+    Raises `OSError` on all ranks, with the host and the reason, if one of them cannot write.
     """
-    rank, world_size, gather = texts.rank, texts.world_size, texts.gather
+    rank = texts.rank
+    world_size = texts.world_size
+    gather = texts.gather
     if world_size == 1:
         return Volumes((0,))
     token = gather(secrets.token_hex(8))[0]
-    leaders, writers = [-1] * world_size, [0]
+    leaders = [-1] * world_size
+    writers = [0]
     try:
         while -1 in leaders:
-            problem = _written(_probe(directory, token, rank)) if rank in writers else ""
+            problem = ""
+            if rank in writers:
+                problem = _written(_probe(directory, token, rank))
             if first := next((text for text in gather(problem) if text), ""):
                 raise OSError(0, first)
-            seen = (
-                leaders[rank]
-                if leaders[rank] >= 0
-                else _lowest_seen(directory, token, [0, *writers])
-            )
-            leaders = [
-                int(text) for text in gather(str(rank if seen < 0 and rank in writers else seen))
-            ]
+            if leaders[rank] >= 0:
+                seen = leaders[rank]
+            else:
+                seen = _lowest_seen(directory, token, [0, *writers])
+            if seen < 0 and rank in writers:
+                seen = rank
+            leaders = [int(text) for text in gather(str(seen))]
             writers = [other for other, leader in enumerate(leaders) if leader < 0]
     finally:
         with contextlib.suppress(OSError):
@@ -160,11 +167,11 @@ def survey(directory: Path, texts: TextExchange) -> Volumes:
 
 
 def warn_unless_shared(directory: Path, model: nn.Module) -> Volumes:
-    """Makes `directory` for a library that saves files of its own, and warns where nodes do not
-    share it. Collective.
+    """Makes `directory` for a library that saves its own files, and warns if nodes do not share it.
+    Collective.
 
-    Each node has its own part of our state. The library's own part is missing somewhere, which it
-    says when it resumes. Raises `OSError` on all ranks where one cannot write there.
+    Each node then has the part of our state that it needs, but not all files of the library.
+    Raises `OSError` on all ranks if one of them cannot write there.
     """
     volumes = survey(directory, Texts(device_of(model)))
     if dist.get_rank() == 0 and not volumes.shared:
@@ -178,28 +185,33 @@ def warn_unless_shared(directory: Path, model: nn.Module) -> Volumes:
 
 
 class CheckpointsElsewhere:
-    """The checkpoints of a library on disks of other nodes, of which it removes old ones on that of
-    rank 0 alone.
+    """Removes old checkpoints of a library on nodes that do not share the disk of rank 0.
 
-    All ranks make it before training, with the line of `warn_unless_shared`. Only what rank 0 had
-    and has no more is removed, on each other disk once, and only where it holds our `part`. named:
-    What checkpoints are called.
+    The library itself removes them on the disk of rank 0 only. All ranks construct it before
+    training; it warns as `warn_unless_shared` does. It removes a checkpoint only if rank 0 had it
+    and has it no longer, and only if the directory holds our `part`.
+
+    named: matches the names of checkpoints.
     """
 
     def __init__(
         self, directory: Path, model: nn.Module, named: re.Pattern[str], part: str
     ) -> None:
-        self._directory, self._named, self._part = directory, named, part
-        self._texts, self._volumes = Texts(device_of(model)), warn_unless_shared(directory, model)
+        self._directory = directory
+        self._named = named
+        self._part = part
+        self._texts = Texts(device_of(model))
+        self._volumes = warn_unless_shared(directory, model)
         self._before = self._names()
 
     def follow(self) -> None:
-        """Removes elsewhere what rank 0 has removed since the last call. Collective."""
+        """Removes the checkpoints that rank 0 has removed since the last call. Collective."""
         if self._volumes.shared:
             return
         here = self._names()
         removed = self._texts.broadcast("\n".join(sorted(self._before - here))).split()
-        self._before, rank = here, self._texts.rank
+        self._before = here
+        rank = self._texts.rank
         if self._volumes.number(rank) and self._volumes.leads(rank):
             for name in here.intersection(removed):
                 if (self._directory / name / self._part).is_dir():
@@ -217,7 +229,7 @@ def _probe(directory: Path, token: str, rank: int) -> Path:
 
 
 def _written(path: Path) -> str:
-    """Writes an empty file; the reason where it cannot."""
+    """Writes an empty file. Returns the reason if that fails, or ""."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         disk.touch(path)
@@ -227,7 +239,7 @@ def _written(path: Path) -> str:
 
 
 def _lowest_seen(directory: Path, token: str, writers: Sequence[int]) -> int:
-    """The lowest of `writers` whose file is in `directory` here; -1 where there is none."""
+    """Lowest of `writers` whose file this rank finds in `directory`; -1 if there is none."""
     for writer in writers:
         try:
             _probe(directory, token, writer).stat()
@@ -238,13 +250,13 @@ def _lowest_seen(directory: Path, token: str, writers: Sequence[int]) -> int:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers with runs drawn together.
+    """Ascending numbers in words, with runs as ranges.
 
     >>> ranges([0, 1, 2, 3, 8])
     '0-3, 8'
     """
-    runs = [
-        [number for _, number in run]
-        for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
-    ]
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    words = []
+    for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        first, *rest = [number for _, number in run]
+        words.append(f"{first}-{rest[-1]}" if rest else str(first))
+    return ", ".join(words)

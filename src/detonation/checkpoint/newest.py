@@ -1,5 +1,7 @@
-"""The newest checkpoint that all ranks find whole, by the views that they have of each, and its
-loading."""
+"""Finds the newest checkpoint that is whole for all ranks, and loads it.
+
+Each rank inspects the checkpoints in its own directory; the ranks then exchange their views.
+"""
 
 import hashlib
 import json
@@ -35,12 +37,12 @@ from detonation.core.optimizer.replicated import Replicated
 
 @dataclass(frozen=True)
 class View:
-    """One rank's view.
+    """One rank's view of a checkpoint.
 
-    host: the name of its machine. digest: of the manifest. file: the identity of the manifest's
-    file, the same for all ranks that share it. fault: of the manifest, or of a file that this rank
-    checks. lacks: replicas of which this rank needs a file that is not there. has: replicas of
-    which all files are there.
+    host: the name of its machine. digest: sha256 of the manifest. file: inode and change time of
+    the manifest, equal on all ranks that share the file. fault: in the manifest, or in a file that
+    this rank checks. lacks: replicas that miss a file which this rank needs. has: replicas with all
+    their files.
     """
 
     host: str
@@ -52,10 +54,7 @@ class View:
 
 
 def candidates(directory: Path, texts: TextExchange) -> list[str]:
-    """The names of the checkpoints that any rank sees in its `directory`, newest first.
-
-    Collective.
-    """
+    """Names of the checkpoints that any rank has in its `directory`, newest first. Collective."""
     mine = json.dumps([path.name for path in retention.saved_checkpoints(directory)])
     names = {Path(name) for text in set(texts.gather(mine)) for name in json.loads(text)}
     return [path.name for path in retention.newest_first(names)]
@@ -64,12 +63,11 @@ def candidates(directory: Path, texts: TextExchange) -> list[str]:
 def inspect(
     directory: Path, name: str, own: Coordinates, held: Collection[int], texts: TextExchange
 ) -> tuple[Path, Manifest | None, str]:
-    """This rank's path of the checkpoint `name`, its manifest, and the reason why not all ranks can
-    load it.
+    """This rank's path of the checkpoint `name`, its manifest, and the reason why some rank cannot
+    load it; "" for none. Collective.
 
-    `held`: the shards of this rank.
-
-    Collective. The path may be that of the final name where another rank still has the partial one.
+    held: the shards of this rank. The path may have the final name although another rank still has
+    the partial one.
     """
     path = retention.committed(directory, name)
     manifest, view = _manifest(path)
@@ -79,14 +77,11 @@ def inspect(
     assert manifest is not None
     if retention.step_of(path) != manifest.step:
         return path, None, f"its name is not that of step {manifest.step}"
-    beside = [rank for rank, other in enumerate(views) if other.file == view.file]
-    view = _files(path, manifest, own, held, beside, texts.rank)
+    sharing = [rank for rank, other in enumerate(views) if other.file == view.file]
+    view = _files(path, manifest, own, held, sharing, texts.rank)
     views = _gathered(view, texts)
-    return (
-        path,
-        manifest,
-        _absence(views, manifest, own) or next((v.fault for v in views if v.fault), ""),
-    )
+    fault = next((other.fault for other in views if other.fault), "")
+    return path, manifest, _absence(views, manifest, own) or fault
 
 
 def _gathered(view: View, texts: TextExchange) -> list[View]:
@@ -97,14 +92,15 @@ def _manifest(path: Path) -> tuple[Manifest | None, View]:
     try:
         content = manifest_bytes(path)
         status = (path / MANIFEST_NAME).stat()
-        digest, file = hashlib.sha256(content).hexdigest(), f"{status.st_ino} {status.st_ctime_ns}"
+        digest = hashlib.sha256(content).hexdigest()
+        file = f"{status.st_ino} {status.st_ctime_ns}"
         return parse_manifest(content), View(platform.node(), digest, file)
     except (CorruptCheckpoint, OSError) as error:
         return None, View(platform.node(), "", "", str(error))
 
 
 def _disagreement(views: Sequence[View]) -> str:
-    """The reason why ranks do not see the same whole manifest; "" where they do."""
+    """Says why the ranks do not have the same whole manifest; "" if they have."""
     first = views[0]
     if all(view.fault for view in views):
         return first.fault
@@ -120,33 +116,35 @@ def _files(
     manifest: Manifest,
     own: Coordinates,
     held: Collection[int],
-    beside: Sequence[int],
+    sharing: Sequence[int],
     rank: int,
 ) -> View:
     """Checks the files that this rank reads.
 
-    Where it reads all, it shares the work with the ranks `beside` it.
+    If it needs all files, the ranks `sharing` its directory check some each.
     """
     present = {file.name for file in path.glob("*.safetensors")}
-    replicas, shards = range(manifest.replicas), range(manifest.shards)
+    replicas = range(manifest.replicas)
+    shards = range(manifest.shards)
     has = [r for r in replicas if all(file_name(r, shard) in present for shard in shards)]
     if (manifest.replicas, manifest.shards) == (own.replicas, own.shards):
         checked = [file_name(own.replica, shard) for shard in held]
-        lacks = [] if present.issuperset(checked) else [own.replica]
+        lacks = [own.replica]
+        if present.issuperset(checked):
+            lacks = []
     else:
-        checked = list(manifest.files)[beside.index(rank) :: len(beside)]
+        checked = list(manifest.files)[sharing.index(rank) :: len(sharing)]
         lacks = [replica for replica in replicas if replica not in has]
-    faults = [
-        fault for name in checked if (fault := shard_fault(path / name, manifest.files[name]))
-    ]
-    return View(platform.node(), "", "", faults[0] if faults else "", lacks, has)
+    faults = [shard_fault(path / name, manifest.files[name]) for name in checked]
+    fault = next(filter(None, faults), "")
+    return View(platform.node(), "", "", fault, lacks, has)
 
 
 def _absence(views: Sequence[View], manifest: Manifest, own: Coordinates) -> str:
-    """The replicas whose files are on other nodes than on those that need them, with the remedy; ""
-    for none.
+    """Names the replicas whose files are not on the nodes that need them, and the remedy; "" if
+    every node has what it needs.
 
-    Where all ranks see the same files, a file that is missing is a fault like any other.
+    If all ranks have the same files, a missing one is a fault of the checkpoint instead.
     """
     if not manifest.volumes and all(view.has == views[0].has for view in views):
         return ""
@@ -154,7 +152,9 @@ def _absence(views: Sequence[View], manifest: Manifest, own: Coordinates) -> str
     for replica in sorted({replica for view in views for replica in view.lacks}):
         need = [rank for rank, view in enumerate(views) if replica in view.lacks]
         have = [rank for rank, view in enumerate(views) if replica in view.has]
-        there = f"only {_where(have, views)}" if have else "on no node"
+        there = "on no node"
+        if have:
+            there = f"only {_where(have, views)}"
         texts.append(f"replica {replica} is needed {_where(need, views)}, and is {there}")
     if not texts:
         return ""
@@ -177,12 +177,12 @@ _log = logging.getLogger("detonation.checkpoint")
 
 
 class NoCheckpoint(DetonationError, ValueError):
-    """There is no checkpoint to load, or none that is whole."""
+    """Checkpoints exist, but none of them is whole."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A whole checkpoint. rejected: a line for each newer checkpoint that is not whole."""
+    """A whole checkpoint. rejected: one line for each newer checkpoint, with its fault."""
 
     path: Path
     manifest: Manifest
@@ -193,9 +193,9 @@ class Found:
 class Loaded:
     """A checkpoint that was loaded.
 
-    step: the step after which it was taken. extra: the values that were saved with it, equal in
-    value and type; tensors are on the host. merged: in words, how its
-    world was merged into this one.
+    step: the step after which it was saved. extra: the values that were saved with it, equal in
+    value and type; tensors are on the host. merged: in words, how the saved world was merged into
+    this one.
     """
 
     path: Path
@@ -210,26 +210,25 @@ def load_checkpoint(
     """Loads the newest whole checkpoint of `directory` into `model` and `optimizer`. All ranks call
     it.
 
-    Call it after `replicate` and before the first step. In a world of the shape that saved,
-    training goes on bit for bit as if it had not stopped. In another world the weights are exact
-    where the replicas agreed, and memories are merged as `detonation.checkpoint.elastic` describes.
-    Checkpoints that are not whole are passed over; the log has the reason for each.
+    Call it after `replicate` and before the first step. In a world of the saved shape, training
+    continues bit for bit as if it had not stopped. In a world of another shape, weights on which
+    the replicas agreed are exact, and memories are merged as `detonation.checkpoint.elastic`
+    describes. Checkpoints that are not whole are skipped; the log has the reason for each.
 
     Returns:
-        The path, step and `extra` of the checkpoint; None where `directory` holds no checkpoint at
-        all.
+        The path, step and `extra` of the checkpoint; None if `directory` holds no checkpoint.
 
     Raises:
-        NoCheckpoint: there are checkpoints, and none is whole for all ranks. Where nodes share no
-            file system, the message says which replica's files are needed on which host, and where
-            they are.
+        NoCheckpoint: no checkpoint is whole for all ranks. If nodes share no file system, the
+            message says which replica's files are needed on which host, and which host has them.
         ValueError: the checkpoint is of another model, optimizer, scheme or seed.
 
     Example:
         >>> import tempfile, torch, torch.distributed as dist, detonation as dt
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> model, mesh = torch.nn.Linear(8, 1), dt.init_mesh(replicas=1, shards=1, device="cpu")
-        >>> optimizer = dt.replicate(torch.optim.AdamW(model.parameters()), model, mesh["replicate"], dt.loco())
+        >>> adamw = torch.optim.AdamW(model.parameters())
+        >>> optimizer = dt.replicate(adamw, model, mesh["replicate"], dt.loco())
         >>> folder = tempfile.TemporaryDirectory()
         >>> dt.load_checkpoint(folder.name, model, optimizer)  # nothing to load yet
         >>> path = dt.save_checkpoint(folder.name, model, optimizer, {"epoch": 3})
@@ -239,21 +238,21 @@ def load_checkpoint(
         >>> folder.cleanup(); dt.leave()
     """
     found = find(Path(directory), model, optimizer)
-    return None if found is None else load_found(found, model, optimizer)
+    if found is None:
+        return None
+    return load_found(found, model, optimizer)
 
 
 def find(
     directory: Path, model: nn.Module, optimizer: Replicated, most: int | None = None
 ) -> Found | None:
-    """The newest checkpoint of `directory` that all ranks find whole; None where there is none at
-    all. Collective.
+    """Newest checkpoint of `directory` that is whole for all ranks, at step `most` or before; None
+    if there is no checkpoint. Collective.
 
-    Args:
-        most: The step after which no checkpoint counts.
-
-    Raises `NoCheckpoint` where there are checkpoints and none is whole.
+    Raises `NoCheckpoint` if there are checkpoints and none is whole.
     """
-    texts, rejected = texts_between(model, optimizer), list[str]()
+    texts = texts_between(model, optimizer)
+    rejected = list[str]()
     names = [
         name
         for name in candidates(directory, texts)
@@ -264,11 +263,9 @@ def find(
         path, manifest, reason = inspect(directory, name, own, held, texts)
         if manifest is not None and not reason:
             return Found(path, manifest, rejected)
-        alternative = (
-            f"using {names[position + 1]}"
-            if position + 1 < len(names)
-            else "there is none before it"
-        )
+        alternative = "there is none before it"
+        if position + 1 < len(names):
+            alternative = f"using {names[position + 1]}"
         rejected.append(f"{name} rejected: {reason}; {alternative}")
         _log.warning("%s", rejected[-1])
     if rejected:
@@ -277,9 +274,9 @@ def find(
 
 
 def load_found(found: Found, model: nn.Module, optimizer: Replicated) -> Loaded:
-    """Loads `found` into both.
+    """Loads `found` into `model` and `optimizer`. Collective.
 
-    Collective. Raises `ValueError` on all ranks where it is of another run.
+    Raises `ValueError` on all ranks if the checkpoint is of another run.
     """
     texts = texts_between(model, optimizer)
     with _refused_together(found, texts):
@@ -294,19 +291,15 @@ def load_found(found: Found, model: nn.Module, optimizer: Replicated) -> Loaded:
 
 @contextmanager
 def _refused_together(found: Found, texts: TextExchange) -> Iterator[None]:
-    """Raises on all ranks what one raises: whatever a stranger wrote, all ranks refuse it together.
-
-    Collective.
-    """
+    """Raises `ValueError` on all ranks if the block raises on one of them. Collective."""
     problem = ""
     try:
         yield
     except Exception as error:
-        text = (
-            str(error)
-            if isinstance(error, ValueError)
-            else f"{found.path} cannot be loaded: {error!r}"
-        )
+        if isinstance(error, ValueError):
+            text = str(error)
+        else:
+            text = f"{found.path} cannot be loaded: {error!r}"
         problem = text.split("\n")[0][:_LONGEST]
     for text in texts.gather(problem):
         if text:
@@ -314,13 +307,13 @@ def _refused_together(found: Found, texts: TextExchange) -> Iterator[None]:
 
 
 def _other_versions(manifest: Manifest) -> str:
-    """A warning where other versions wrote the checkpoint; else ""."""
+    """Warns, in words, if other versions wrote the checkpoint; else ""."""
     current = versions()
     other = [
         f"{name} {str(was)[:20]!r}"
         for name, was in manifest.versions.items()
         if current.get(name) != was
     ]
-    return (
-        f"; written with {', '.join(other[:3])}: last bits may differ from now on" if other else ""
-    )
+    if other:
+        return f"; written with {', '.join(other[:3])}: last bits may differ from now on"
+    return ""

@@ -61,8 +61,10 @@ def restore(
     _check(saved, model, optimizer, own)
     same = _same_shape(manifest, own)
     source: Elastic | ShardReader = file
-    if not same or any(held.values()):  # this rank needs parts of several files
-        source = Elastic(saved, own, [own.replica] if same else None)
+    if not same:
+        source = Elastic(saved, own)
+    elif any(held.values()):  # this rank needs parts of several files
+        source = Elastic(saved, own, [own.replica])
     _load_weights(saved, source, file, model)
     described = _described(saved, own, source)
     for name, parameter in local_parameters(model).items():
@@ -83,7 +85,9 @@ def restore(
     for shard, replicators in of_shards.items():
         _load_local_state(saved.file(own.replica, shard), replicators)
     wire = {k.removeprefix(SHARD): file.tensor(k) for k in file.keys if k.startswith(SHARD)}
-    how = "exactly as saved, and replicas stay close" if stays_close else "exactly as saved"
+    how = "exactly as saved"
+    if stays_close:
+        how = "exactly as saved, and replicas stay close"
     return how + _load_generators(file, model), partial(_load_wire, model, wire)
 
 
@@ -102,7 +106,9 @@ def _load_weights(
     for name, tensor in found.items():
         key = f"model.{name}"
         # each rank has the whole of a buffer, and each replica has its own
-        box = Box.of(tensor) if name in parameters else None
+        box = None
+        if name in parameters:
+            box = Box.of(tensor)
         if isinstance(source, ShardReader):
             read = source.tensor(key)
             _require_same_box(saved, name, source.boxes.get(key), box)
@@ -208,13 +214,17 @@ def _other_groups(saved: Sequence[Any], own: Sequence[Sequence[str]]) -> str:
         [len(group) for group in own],
     ]
     odd = [name for name, other in zip(was, now, strict=False) if name != other]
-    order = f", in another order from {odd[0]} on" if odd else ""
+    order = ""
+    if odd:
+        order = f", in another order from {odd[0]} on"
     return f"other parameter groups: of {sizes[0]} parameters, here of {sizes[1]}{order}"
 
 
 def _few(names: Sequence[str]) -> str:
     """First three names, and the number of the others."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    more = ""
+    if len(names) > 3:
+        more = f" and {len(names) - 3} more"
     return ", ".join(names[:3]) + more
 
 
@@ -266,9 +276,9 @@ def _load_generators(source: ShardReader, model: nn.Module) -> str:
     for key in found.keys() & source.keys:
         found[key].set_state(source.tensor(key))
     anew = [key.removeprefix("generator.") for key in found if key not in source]
-    return (
-        f"; the random generator of {', '.join(anew)} was not saved and starts anew" if anew else ""
-    )
+    if anew:
+        return f"; the random generator of {', '.join(anew)} was not saved and starts anew"
+    return ""
 
 
 def load_base_state(
@@ -300,7 +310,10 @@ def load_base_state(
         # The state of a plain parameter is plain, and that of a DTensor mostly a DTensor. The model
         # may be sharded now although it was not when it was saved.
         wrapped = key in file.wrapped or (key in file.boxes and f"model.{name}" not in file.wrapped)
-        state[_entry(key, prefix)] = _as_dtensor(parameter, tensor, whole) if wrapped else tensor
+        if wrapped:
+            state[_entry(key, prefix)] = _as_dtensor(parameter, tensor, whole)
+        else:
+            state[_entry(key, prefix)] = tensor
     if state:
         optimizer.base.state[parameter] = state
     else:
@@ -314,7 +327,9 @@ def _stored(source: ShardReader, key: str, parameter: Tensor) -> tuple[Tensor, t
     """
     tensor = source.tensor(key)
     box = source.boxes.get(key)
-    whole = box.whole if box else ()
+    whole: tuple[int, ...] = ()
+    if box:
+        whole = box.whole
     if whole == tuple(parameter.shape) and tensor.shape != local(parameter).shape:
         raise CorruptCheckpoint(
             f"{key} has shape {tuple(tensor.shape)}, not {tuple(local(parameter).shape)}"
@@ -456,7 +471,9 @@ def _merge_policy(replicas: int, shards: int, own: Coordinates) -> str:
     worlds = f"from {replicas} replicas x {shards} shards to {own.replicas} x {own.shards}"
     if replicas == own.replicas:
         return f"{worlds}: weights and memory exact, resharded"
-    joiners = "; joiners start with none" if own.replicas > replicas else " of neighbours"
+    joiners = " of neighbours"
+    if own.replicas > replicas:
+        joiners = "; joiners start with none"
     mean = "its mean over the replicas is kept"
     return (
         f"{worlds}: weights exact where replicas agreed, else their mean; memory merged by"

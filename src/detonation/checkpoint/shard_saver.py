@@ -1,5 +1,5 @@
-"""One rank's save: what it has to save, its file, and the agreement of all ranks that their files
-are a checkpoint."""
+"""The save of one rank: its data, its file, and the agreement of all ranks that their files make up
+a checkpoint."""
 
 import contextlib
 import errno
@@ -34,9 +34,9 @@ from detonation.core.optimizer.replicated import Replicated
 
 
 class NotSaved(DetonationError, OSError):
-    """A checkpoint could not be written. The message names it, the reason, and what is still whole.
+    """A checkpoint could not be written. The message names it, the reason, and the newest whole one.
 
-    errno: The number of the error of the system, if one was the reason.
+    errno: number of the system's error, if one was the reason.
     """
 
     def __init__(self, text: str, number: int | None = None) -> None:
@@ -46,9 +46,10 @@ class NotSaved(DetonationError, OSError):
 
 @dataclass(frozen=True)
 class SaveJob:
-    """The data that one rank of `ranks` has to write, by shard.
+    """Data that one rank has to write, by shard.
 
-    bytes: about its size. identity: see `run_identity`. extra: as `encoded_extra` writes it.
+    ranks: the number of ranks that save. bytes: approximate size of the data. identity: see
+    `run_identity`. extra: as `encoded_extra` writes it.
     """
 
     step: int
@@ -61,20 +62,21 @@ class SaveJob:
     extra: dict[str, Any]
 
     def manifest(self, reports: Sequence[Mapping[str, Any]], volumes: Volumes) -> Manifest:
-        replicas, shards = self.coordinates.replicas, self.coordinates.shards
+        """Manifest of the files that all ranks have reported, by rank."""
+        replicas = self.coordinates.replicas
+        shards = self.coordinates.shards
         names = [
             file_name(replica, shard) for replica in range(replicas) for shard in range(shards)
         ]
-        files = {
-            name: ShardSummary(*summary)
-            for report in reports
-            for name, summary in report["files"].items()
-        }
-        numbers = {
-            name: volumes.number(rank)
-            for rank, report in enumerate(reports)
-            for name in report["files"]
-        }
+        files: dict[str, ShardSummary] = {}
+        numbers: dict[str, int] = {}
+        for rank, report in enumerate(reports):
+            for name, summary in report["files"].items():
+                files[name] = ShardSummary(*summary)
+                numbers[name] = volumes.number(rank)
+        directories: list[int] = []
+        if not volumes.shared:
+            directories = [numbers[name] for name in names]
         return Manifest(
             step=self.step,
             replicas=replicas,
@@ -84,7 +86,7 @@ class SaveJob:
             files={name: files[name] for name in names},
             versions=versions(),
             extra=self.extra,
-            volumes=[] if volumes.shared else [numbers[name] for name in names],
+            volumes=directories,
         )
 
 
@@ -99,14 +101,16 @@ def make_save_job(
     snapshot = take_snapshot(model, optimizer, frozen)
     shard_file.require_types({name: tensor.dtype for name, tensor in snapshot.tensors.items()})
     own, held = held_shards(model, optimizer)
+    ranks = own.replicas * own.shards
+    if any(held.values()):
+        ranks = dist.get_world_size()
+    header_bytes = 200  # of one tensor, about
     return SaveJob(
         optimizer.step_count,
         own,
-        dist.get_world_size() if any(held.values()) else own.replicas * own.shards,
+        ranks,
         split_snapshot(snapshot, optimizer, held),
-        sum(
-            tensor.nbytes + 200 for tensor in snapshot.tensors.values()
-        ),  # about what the file will need
+        sum(tensor.nbytes + header_bytes for tensor in snapshot.tensors.values()),
         alike(optimizer.levels),
         run_identity(optimizer),
         values,
@@ -114,29 +118,31 @@ def make_save_job(
 
 
 _OF_SIZE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, 0)
-"""Errors of the system after which it helps to know the sizes; 0 is one that has no number."""
+"""Errors after which the message shows the needed and the free bytes; 0 is one without a number."""
 _log = logging.getLogger("detonation.checkpoint")
 
 
 class ShardSaver:
-    """Saves the file of this rank, and with the other ranks turns the files of all into a
-    checkpoint; `keep` stay.
+    """Saves the file of this rank, and with the other ranks turns all files into a checkpoint.
 
-    Without a shared file system `directory` is one of its own on each node. Each then has the files
-    of its own ranks, and all have the same manifest.
+    keep: how many of the newest checkpoints to keep. Without a shared file system each node has its
+    own `directory`, with the files of its ranks and the same manifest.
     """
 
     def __init__(self, directory: Path, keep: int, texts: TextExchange) -> None:
-        self._directory, self._keep, self._texts = directory, keep, texts
+        self._directory = directory
+        self._keep = keep
+        self._texts = texts
         self._volumes: Volumes | None = None
 
     def save(self, job: SaveJob) -> Path:
-        """Saves `job`. Collective; the leader of each volume makes, names and removes directories.
+        """Saves `job`. Collective; the leader of each volume makes, renames and removes directories.
 
-        All manifests are on the disk before the first of them counts, and all count before an older
-        checkpoint goes. So whenever a node ends, one checkpoint is whole on all nodes.
+        All manifests are on the disk before the first one gets its final name, and all have it
+        before an older checkpoint is removed. So whenever a node fails, one checkpoint is whole on
+        all nodes.
 
-        Raises `NotSaved` on all ranks where one of them cannot write, or is lost.
+        Raises `NotSaved` on all ranks if one of them cannot write, or is lost.
         """
         try:
             return self._saved(job)
@@ -147,7 +153,8 @@ class ShardSaver:
             ) from error
 
     def _saved(self, job: SaveJob) -> Path:
-        directory, step = self._directory, job.step
+        directory = self._directory
+        step = job.step
         volumes = self._volumes = self._volumes or self._survey(job)
         leads = volumes.leads(self._texts.rank)
         self._agree(job, volumes, leads, lambda: retention.begin(directory, step))
@@ -159,7 +166,10 @@ class ShardSaver:
             self._texts.rank == 0,
             lambda: made.append(job.manifest(reports, volumes).dumps()),
         )
-        manifest = "".join(made) if volumes.shared else self._texts.broadcast("".join(made))
+        if volumes.shared:
+            manifest = "".join(made)
+        else:
+            manifest = self._texts.broadcast("".join(made))
         self._agree(job, volumes, leads, lambda: retention.put_manifest(directory, step, manifest))
         reports = self._agree(job, volumes, leads, lambda: _commit(directory, step))
         if leads:
@@ -189,18 +199,17 @@ class ShardSaver:
         return volumes
 
     def _write_shard(self, job: SaveJob) -> dict[str, Any]:
-        own, world_size = job.coordinates, self._texts.world_size
+        own = job.coordinates
+        world_size = self._texts.world_size
         folder = retention.partial_path(self._directory, job.step)
         paths = {
             folder / file_name(own.replica, shard): each for shard, each in job.snapshots.items()
         }
         if world_size != job.ranks or any(path.exists() for path in paths):
             world = f"{own.replicas} replicas x {own.shards} shards"
-            more = (
-                ": pass intra_node where the ranks of a node hold the model whole"
-                if own.shards == 1
-                else ""
-            )
+            more = ""
+            if own.shards == 1:
+                more = ": pass intra_node where the ranks of a node hold the model whole"
             raise ValueError(
                 f"{world_size} ranks are not {world}, each once; this one is {own.name}{more}"
             )
@@ -216,15 +225,18 @@ class ShardSaver:
         acts: bool,
         act: Callable[[], Mapping[str, Any] | None],
     ) -> list[dict[str, Any]]:
-        """Calls `act` on the ranks that act.
+        """Calls `act` if this rank `acts`; returns the reports of all ranks. Collective.
 
-        Returns the reports of all ranks; raises `NotSaved` where one failed.
+        Raises `NotSaved` on all ranks if `act` failed on one.
         """
         report: dict[str, Any] = {"need": job.bytes}
         try:
-            report |= (act() if acts else None) or {}
+            if acts:
+                report |= act() or {}
         except (OSError, ValueError, TypeError, RecursionError) as error:
-            where = "" if volumes.shared else f" on {platform.node()}"
+            where = ""
+            if not volumes.shared:
+                where = f" on {platform.node()}"
             text = f"{getattr(error, 'strerror', None) or error}{where}"
             report["failure"] = text
             if isinstance(error, OSError):
@@ -236,26 +248,25 @@ class ShardSaver:
         if volumes.leads(self._texts.rank):
             with contextlib.suppress(OSError):
                 retention.abandon(self._directory, job.step)
-        self._volumes = None  # a file system may have come or gone
-        beside = [
-            rank for rank, leader in enumerate(volumes.leaders) if leader == volumes.leaders[failed]
+        self._volumes = None  # a file system may have been mounted or unmounted
+        full = volumes.leaders[failed]
+        needs = [
+            report["need"] for rank, report in enumerate(reports) if volumes.leaders[rank] == full
         ]
-        raise self._failure(job, reports[failed], sum(reports[rank]["need"] for rank in beside))
+        raise self._failure(job, reports[failed], sum(needs))
 
     def _failure(self, job: SaveJob, report: Mapping[str, Any], need: int) -> NotSaved:
-        """The error, the same on all ranks.
+        """Makes the error, the same on all ranks.
 
-        Collective, so that none raises before all have cleaned up.
+        Collective, so that no rank raises before all have cleaned up.
         """
         saved = [
             json.loads(text) for text in self._texts.gather(json.dumps(_steps(self._directory)))
         ]
         before = [step for step in _common(saved) if step < job.step]
-        still = (
-            f"{retention.checkpoint_name(before[0])} is still whole"
-            if before
-            else "there is none before it"
-        )
+        still = "there is none before it"
+        if before:
+            still = f"{retention.checkpoint_name(before[0])} is still whole"
         sizes = ""
         if report.get("errno") in _OF_SIZE:
             sizes = f" (need {_amount(need)}, {_amount(report['free'])} free)"
@@ -287,9 +298,7 @@ def _free(directory: Path) -> int:
 
 def _amount(count: int) -> str:
     """A number of bytes in words: 2.1 GB."""
-    unit, name = next(
-        (u, n)
-        for u, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
-        if count >= u or u == 1
-    )
-    return f"{count / unit:.1f} {name}"
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count:.1f} bytes"

@@ -137,7 +137,10 @@ def take_snapshot(
             f"the optimizer keeps a state {odd[0]!r} of no parameter: a checkpoint cannot hold it"
         )
     _warn_of_extra_state(model)
-    left_out = set() if frozen else frozen_weights(model)
+    if frozen:
+        left_out = set()
+    else:
+        left_out = frozen_weights(model)
     found = {
         f"model.{name}": tensor for name, tensor in weights(model).items() if name not in left_out
     }
@@ -312,7 +315,9 @@ def _boxes(model: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Box]:
     boxes = {}
     by_layout: dict[object, Box] = {}  # torch computes a box slowly, and most tensors share one
     for key, tensor in found.items():
-        like = tensor if isinstance(tensor, DTensor) else parameters.get(_parameter_of(key))
+        like: Tensor | None = tensor
+        if not isinstance(tensor, DTensor):
+            like = parameters.get(_parameter_of(key))
         if like is None or (like is not tensor and local(like).shape != tensor.shape):
             continue
         layout: object = like.shape
@@ -353,4 +358,6 @@ def _parameter_of(key: str) -> str:
     part, _, rest = key.partition(".")
     if part == "optimizer":
         return rest.rpartition(".")[0]
-    return rest if part == "model" else ".".join(rest.split(".")[2:])
+    if part == "model":
+        return rest
+    return ".".join(rest.split(".")[2:])

@@ -1,4 +1,4 @@
-"""The state of a training in the format of torch.distributed.checkpoint."""
+"""State of a run in the format of torch.distributed.checkpoint."""
 
 from typing import Any
 
@@ -12,17 +12,17 @@ from detonation.core.optimizer.state import load_replica_state, replica_state
 
 
 class TrainingState(Stateful):
-    """A model and its replicated optimizer as one `Stateful`: `dcp.save({"app":
-    TrainingState(model, optimizer)})`.
+    """A model and its replicated optimizer as one `Stateful`.
 
-    The state that all replicas share has shared keys, which torch.distributed.checkpoint writes
-    once; private state has keys that name replica and shard. A world with other replicas or shards
-    misses its keys and is refused by name. All ranks call save and load. For reading and writing
-    torch's format only: it unpickles its own metadata, and is neither atomic nor checked;
-    `detonation.save_checkpoint` is.
+    Save it with `dcp.save({"app": TrainingState(model, optimizer)})`; all ranks call save and load.
+    State that all replicas share has shared keys, which torch.distributed.checkpoint writes once.
+    Private state has keys that name replica and shard.
+
+    Use it for torch's format only. That format unpickles its own metadata, and a save is neither
+    atomic nor checked; `detonation.save_checkpoint` is both.
 
     Raises:
-        KeyError: While loading, where the saved world had other replicas or shards.
+        KeyError: while loading, if the saved world had other replicas or shards.
 
     Example:
         >>> import torch, detonation as dt
@@ -35,31 +35,33 @@ class TrainingState(Stateful):
     """
 
     def __init__(self, model: nn.Module, optimizer: Replicated) -> None:
-        self._model, self._optimizer = model, optimizer
+        self._model = model
+        self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """The state under keys that torch.distributed.checkpoint may merge. Collective."""
+        """State under keys that torch.distributed.checkpoint may merge. Collective."""
         optimizer = self._optimizer
         optimizer.set_up()
         model, base = get_state_dict(self._model, optimizer)
-        copies = {
-            name: value.clone() if isinstance(value, Tensor) else value
-            for name, value in model.items()
-        }
-        training = {"model": copies, "optimizer": base}
+        for name, value in model.items():
+            if isinstance(value, Tensor):
+                model[name] = value.clone()
+        training = {"model": model, "optimizer": base}
         coordinates = optimizer.coordinates
-        shared = (
-            training if alike(optimizer.levels) else {f"replica{coordinates.replica}": training}
-        )
+        if alike(optimizer.levels):
+            shared = training
+        else:
+            shared = {f"replica{coordinates.replica}": training}
         return {**shared, "replication": {coordinates.name: replica_state(optimizer)}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the result of `state_dict` of the same world. Collective."""
         optimizer = self._optimizer
         coordinates = optimizer.coordinates
-        training = (
-            state_dict if alike(optimizer.levels) else state_dict[f"replica{coordinates.replica}"]
-        )
+        if alike(optimizer.levels):
+            training = state_dict
+        else:
+            training = state_dict[f"replica{coordinates.replica}"]
         set_state_dict(
             self._model,
             optimizer,

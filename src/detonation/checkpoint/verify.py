@@ -1,5 +1,4 @@
-"""Checkpoints on disk, read by one process: their verification, and their weights as the start of a
-run."""
+"""Checkpoints on disk, read by one process: verifies them, and loads their weights into a model."""
 
 import json
 import logging
@@ -64,7 +63,9 @@ class VerifyReport:
             return f"{self.path}: not whole: {'; '.join(self.faults)}"
         whole = "whole"
         if self.elsewhere:
-            more = f" and {len(self.elsewhere) - 1} more" if len(self.elsewhere) > 1 else ""
+            more = ""
+            if len(self.elsewhere) > 1:
+                more = f" and {len(self.elsewhere) - 1} more"
             whole = f"whole on this node ({self.elsewhere[0]}{more} are on other nodes)"
         if self.differences:
             return f"{self.path}: {whole}, but replicas differ: {'; '.join(self.differences)}"
@@ -124,8 +125,11 @@ def verify(checkpoint: Path) -> VerifyReport:
         found.compare_shards(here)
     except CorruptCheckpoint as error:
         return VerifyReport(checkpoint, [str(error)], [])
-    uncompared = "" if found.compared else _why_uncompared(described, here)
-    apart = found.apart if found.compared else None
+    uncompared = ""
+    apart = found.apart
+    if not found.compared:
+        uncompared = _why_uncompared(described, here)
+        apart = None
     return VerifyReport(
         checkpoint, [], found.differences, found.compared, uncompared, elsewhere, apart
     )
@@ -152,7 +156,9 @@ def newest(directory: Path) -> Found:
         found = verify(path)
         if not found.faults:
             return Found(path, manifest.read_manifest(path), rejected)
-        alternative = f"using {older.name}" if older else "there is none before it"
+        alternative = "there is none before it"
+        if older:
+            alternative = f"using {older.name}"
         rejected.append(f"{path.name} rejected: {'; '.join(found.faults)}; {alternative}")
     raise ValueError(f"no checkpoint in {directory} is whole: {rejected[0]}")
 
@@ -237,7 +243,9 @@ class _Comparison:
                 raise CorruptCheckpoint(f"replicas {lowest} and {replica} have other tensors")
             unequal = self._unequal(keys, first, other)
             if unequal:
-                more = f" and {len(unequal) - 1} more" if len(unequal) > 1 else ""
+                more = ""
+                if len(unequal) > 1:
+                    more = f" and {len(unequal) - 1} more"
                 self.differences.append(
                     f"{unequal[0]}{more} on replica {replica}, shard {shard} (compared with replica"
                     f" {lowest})"
@@ -292,7 +300,9 @@ def _name_in_training(key: str) -> str:
     if part != "replica":
         return name
     _, kind, name = name.split(".", 2)
-    return name if kind == "anchor" else f"{name} ({kind})"
+    if kind == "anchor":
+        return name
+    return f"{name} ({kind})"
 
 
 def _must_agree(file: ShardReader, described: Manifest) -> list[str]:
@@ -341,10 +351,15 @@ def load_weights(directory: Path, model: nn.Module) -> str:
     Raises:
         ValueError: `directory` has no weights, or those of another model.
     """
-    is_exported = any((directory / name).is_file() for name in (EXPORTED, _INDEX))
-    read, words = _exported(directory) if is_exported else _saved(directory)
+    open_weights = _saved
+    if any((directory / name).is_file() for name in (EXPORTED, _INDEX)):
+        open_weights = _exported
+    read, words = open_weights(directory)
     for name, tensor in weights(model).items():
-        part = read(name, Box.of(tensor) if isinstance(tensor, nn.Parameter) else None)
+        box = None
+        if isinstance(tensor, nn.Parameter):
+            box = Box.of(tensor)
+        part = read(name, box)
         if part.shape != local(tensor).shape:
             raise ValueError(
                 f"{directory} has {name} as {tuple(part.shape)}, not {tuple(tensor.shape)}: another"

@@ -1,2 +1,2 @@
-"""The processes of a run and the network between them: start, meet, lay out on a mesh, watch each
+"""Processes of a run and the network between them: start, meet, lay out on a mesh, watch each
 other, end."""

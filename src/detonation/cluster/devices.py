@@ -1,4 +1,4 @@
-"""The device of a rank, its memory and its speed: a GPU, or the CPU where none is in sight or the
+"""Device of a rank, its memory and its speed: a GPU, or the CPU where none is in sight or the
 user says so."""
 
 import re
@@ -13,7 +13,7 @@ import torch
 from detonation.cluster.position import LaunchPosition
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-"""The variables that limit the GPUs of a process; each may hide all of them."""
+"""Variables that limit the GPUs of a process; each may hide all of them."""
 _SLURM = (
     "SLURM_STEP_GPUS",
     "SLURM_JOB_GPUS",
@@ -46,7 +46,9 @@ def look_for_gpus() -> GPUs:
     )
     if torch.version.hip:
         files += [path for path in [Path("/dev/kfd")] if path.exists()]
-    usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    usable = 0
+    if torch.cuda.is_available():
+        usable = torch.cuda.device_count()
     return GPUs(
         usable, bool(torch.version.cuda or torch.version.hip), str(files[0]) if files else ""
     )
@@ -58,14 +60,14 @@ def choose_device(
     position: LaunchPosition | None = None,
     asked: str | None = None,
 ) -> torch.device:
-    """The device that a rank takes. A rank takes the CPU only where no GPU is in sight, or where
+    """Device that a rank takes. A rank takes the CPU only where no GPU is in sight, or where
     the user says so.
 
     A process that sees one GPU takes it, whatever its local rank: launchers such as srun hide the
     GPUs of other ranks. `position` is None for a process that stands alone; `asked` is "cpu" or
     "cuda", and None chooses.
 
-    Raises `ValueError` where a GPU is in sight that the rank cannot take. The message names the
+    Raises `ValueError` if a GPU is in sight that the rank cannot take. The message names the
     setting to change.
 
     >>> choose_device({}, GPUs(8, True), LaunchPosition(13, 64, 5, 8)), choose_device({}, GPUs(0, False))
@@ -89,7 +91,7 @@ def choose_device(
 
 
 def require_gpu_each(gpus: GPUs, ranks: int) -> None:
-    """Raises `ValueError` where `ranks` processes of this machine would share its GPUs."""
+    """Raises `ValueError` if `ranks` processes of this machine would share its GPUs."""
     if 0 < gpus.usable < ranks:
         raise ValueError(
             f"{gpus.usable} GPU(s) are visible for {ranks} ranks on this machine: start one rank"
@@ -108,7 +110,7 @@ def device_name(device: torch.device, host: str) -> str:
 
 
 def require_own_devices(names: Sequence[str]) -> None:
-    """Raises `ValueError` where only some ranks, by their `device_name`, are on GPUs, or where two
+    """Raises `ValueError` if only some ranks, by their `device_name`, are on GPUs, or where two
     share a GPU."""
     on_cpu = [rank for rank, name in enumerate(names) if name.startswith("the CPU")]
     if on_cpu and len(on_cpu) < len(names):
@@ -155,7 +157,10 @@ def _reason(env: Mapping[str, str], gpus: GPUs) -> str:
             "SLURM gave this task no GPU (CUDA_VISIBLE_DEVICES=NoDevFiles); ask for one, such as"
             " --gpus-per-task=1"
         )
-    signs = [gpus.driver] if gpus.driver else [f"{name}={env[name]}" for name in [*given, *slurm]]
+    if gpus.driver:
+        signs = [gpus.driver]
+    else:
+        signs = [f"{name}={env[name]}" for name in [*given, *slurm]]
     if not signs:
         return ""
     if not gpus.supported:
@@ -175,4 +180,7 @@ def peak_memory(device: torch.device) -> int:
     if device.type != "cpu":
         return int(torch.accelerator.max_memory_allocated(device))
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return held if sys.platform == "darwin" else 1024 * held  # in bytes there, in KiB elsewhere
+    # in bytes there, in KiB elsewhere
+    if sys.platform == "darwin":
+        return held
+    return 1024 * held

@@ -4,7 +4,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from detonation.cluster.processes.failure import (
@@ -18,17 +18,17 @@ from detonation.whole_files import read_json
 
 _POLL_S = 0.02
 _LEAVING_S = 15.0
-"""The last replicas must end within this time after the first one."""
+"""Last replicas must end within this time after the first one."""
 _log = logging.getLogger("detonation")
 
 
 def failure_file(folder: Path, rank: int) -> Path:
-    """The file in which `rank` leaves its failure to the process that waits for it."""
+    """File in which `rank` leaves its failure to the process that waits for it."""
     return folder / f"failure-{rank}.json"
 
 
 class RankExits:
-    """The exits of all ranks of a world on this machine. Removes ranks that have ended from `pids`.
+    """Exits of all ranks of a world on this machine. Removes ranks that have ended from `pids`.
 
     With a `meeting` point, failures of a lost replica do not count if the other replicas go on.
     """
@@ -76,14 +76,16 @@ class RankExits:
         """Notes how `rank` ended. A rank that fails ends the other ranks of a lost replica."""
         if code:
             failure = self._failure_of(rank, code)
-            of_replica = self._meeting.survives(failure) if self._meeting is not None else ()
+            of_replica: Collection[int] = ()
+            if self._meeting is not None:
+                of_replica = self._meeting.survives(failure)
             self._kill(of_replica)
             (self._survived if of_replica else self._failures).append(failure)
         elif self._meeting is not None and not self._meeting.has_left(rank):
             self._end_deadline = time.monotonic() + _LEAVING_S
 
     def _failure_of(self, rank: int, code: int) -> Failure:
-        """The failure that `rank` left in the folder, or one made from its exit code."""
+        """Failure that `rank` left in the folder, or one made from its exit code."""
         path = failure_file(self._folder, rank)
         if path.exists():
             return Failure(**read_json(path))
@@ -109,7 +111,7 @@ class RankExits:
         return now > self._cause_deadline
 
     def _root_cause(self) -> Failure | None:
-        """The root cause. Failures of lost replicas count if all others only lost a peer."""
+        """Root cause. Failures of lost replicas count if all others only lost a peer."""
         if self._failures and all(failure.network for failure in self._failures):
             return root_cause([*self._failures, *self._survived])
         return root_cause(self._failures)

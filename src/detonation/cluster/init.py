@@ -1,4 +1,4 @@
-"""The process group that a rank joins at the position that its launcher gave it, and the device
+"""Process group that a rank joins at the position that its launcher gave it, and the device
 that it takes."""
 
 import gc
@@ -92,11 +92,9 @@ def init_rank(
         )
     _init_group(store, position.rank, position.world_size, device)
     global _heartbeat
-    _heartbeat = (
-        Heartbeat(board, position.rank, position.world_size, end)
-        if position.world_size > 1
-        else None
-    )
+    _heartbeat = None
+    if position.world_size > 1:
+        _heartbeat = Heartbeat(board, position.rank, position.world_size, end)
     if _heartbeat is not None:
         watching = _heartbeat
         watch_waiting(lambda text: end(text, watching.report(text)))
@@ -145,7 +143,8 @@ def join_world(asked: str | None = None) -> torch.device:
             "no launcher and no process group: this process is a world of one; torchrun starts more"
         )
         store: Store = HashStore()
-        device, position = _chosen_device(None, asked), LaunchPosition(0, 1, 0, 1)
+        device = _chosen_device(None, asked)
+        position = LaunchPosition(0, 1, 0, 1)
     else:
         store, device = meet(position, asked=asked)
     dist.init_process_group(
@@ -202,7 +201,7 @@ def _note_interface(line: str) -> None:
 
 
 def interface_line() -> str:
-    """Where the ranks of this world listen, in one line; "" where all share a machine."""
+    """Where the ranks of this world listen, in one line; "" if all share a machine."""
     return _interface
 
 
@@ -249,9 +248,11 @@ def set_group_timeouts(timeout_s: float) -> None:
 
 
 def local_device() -> torch.device:
-    """The device of this rank in the default process group."""
+    """Device of this rank in the default process group."""
     on_gpu = dist.get_backend() == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def note_loss() -> None:
@@ -291,10 +292,10 @@ def leave() -> None:
 
 
 def gpus_for(ranks: int) -> bool:
-    """True where each of `ranks` processes of this machine gets a GPU; False where all belong on
+    """True if each of `ranks` processes of this machine gets a GPU; False if all belong on
     the CPU.
 
-    Raises `ValueError` where a GPU is in sight, but not one for each; see `devices.choose_device`.
+    Raises `ValueError` if a GPU is in sight, but not one for each; see `devices.choose_device`.
     """
     gpus = look_for_gpus()
     if choose_device(os.environ, gpus).type == "cpu":

@@ -1,4 +1,4 @@
-"""The interface of this machine that leads to a host, as the kernel's routes say, and what loopback
+"""Interface of this machine that leads to a host, as the kernel's routes say, and what loopback
 joins.
 
 Two processes reach each other over loopback if, and only if, they are in one network namespace of
@@ -17,17 +17,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+LOOPBACK = "lo"
+if sys.platform == "darwin":
+    LOOPBACK = "lo0"
 _SIOCGIFADDR = 0x8915  # Linux
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 """Addresses of documentation: the route towards them is the default route."""
 _OF_THE_LINK = "20"
-"""The scope, in Linux's table, of IPv6 addresses that mean nothing beyond one link."""
+"""Scope, in Linux's table, of IPv6 addresses that mean nothing beyond one link."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """The way of this machine to a host: an interface, and the address of this machine on it."""
+    """Way of this machine to a host: an interface, and the address of this machine on it."""
 
     interface: str
     address: str
@@ -57,7 +59,7 @@ def loopback_id() -> str:
 
 
 def way_towards(host: str) -> Way | None:
-    """The way to `host`, never loopback; None where the kernel knows none. Sends nothing.
+    """Way to `host`, never loopback; None if the kernel knows none. Sends nothing.
 
     A host that leads to loopback here, as a machine's own name does on Debian, gives the way of the
     default route, or the only interface with an address where there is no default route.
@@ -75,11 +77,13 @@ def way_towards(host: str) -> Way | None:
             if source in ways:
                 return Way(ways[source], source)
     names = sorted(set(ways.values()))
-    return way_over(names[0], host) if len(names) == 1 else None
+    if len(names) == 1:
+        return way_over(names[0], host)
+    return None
 
 
 def way_over(interface: str, host: str = "") -> Way:
-    """The way over an interface that was asked for: its address of the kind that `host` has."""
+    """Way over an interface that was asked for: its address of the kind that `host` has."""
     addresses = addresses_of(interface)
     sources = [*source_addresses(host)]
     if sources:
@@ -103,16 +107,17 @@ def find_way(host: str) -> Way | None:
 
 
 def listening_address(host: str) -> str:
-    """The address at which this machine listens, so that others reach it as `host`.
+    """Address at which this machine listens, so that others reach it as `host`.
 
     It is loopback only where `host` says so, not where a name of this machine leads there, as on
-    Debian. Raises `OSError` where no host has that name.
+    Debian. Raises `OSError` if no host has that name.
     """
     *_, where = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     address = str(where[0])
     if is_loopback(address) and not is_loopback(host):
         way = way_towards(host)
-        address = address if way is None else way.address
+        if way is not None:
+            address = way.address
     return address
 
 
@@ -141,7 +146,7 @@ def addresses_of(interface: str) -> list[str]:
 
 
 def source_addresses(target: str) -> Iterator[str]:
-    """The address of this machine from which a datagram to each address of `target` would leave."""
+    """Address of this machine from which a datagram to each address of `target` would leave."""
     with contextlib.suppress(OSError):
         for family, kind, _, _, where in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:

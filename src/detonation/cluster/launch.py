@@ -106,7 +106,10 @@ def run_local(
                     pids[rank] = start(mine)
             if meeting is not None:
                 meeting.serve()
-            deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+            if timeout_s is None:
+                deadline = float("inf")
+            else:
+                deadline = time.monotonic() + timeout_s
             failure = RankExits(pids, folder, deadline, meeting).wait()
             if failure is not None:
                 _raise_failure(failure, stop, world_size)
@@ -161,17 +164,21 @@ def _fork(enter: Callable[[int], None] | None, mine: _Rank) -> int:
 
 
 def _spawn(mine: _Rank) -> int:
-    task, function = mine.folder / f"task-{mine.rank}.json", mine.function
+    task = mine.folder / f"task-{mine.rank}.json"
+    function = mine.function
     called = [function.__module__, function.__qualname__, list(mine.arguments)]
     write_result(task, [mine.rank, mine.world_size, *called, mine.parent, mine.where])
     # Ctrl-C is the parent's from the first instruction on; a request ends a rank that still
     # imports.
-    masked, command = [signal.SIGINT], [sys.executable, "-m", __name__, str(task)]
+    masked = [signal.SIGINT]
+    command = [sys.executable, "-m", __name__, str(task)]
     return os.posix_spawn(sys.executable, command, os.environ, setsigmask=masked)
 
 
 def _child(mine: _Rank, enter: Callable[[int], None] | None = None) -> int:
-    rank, world_size, folder = mine.rank, mine.world_size, mine.folder
+    rank = mine.rank
+    world_size = mine.world_size
+    folder = mine.folder
     die_with_parent(mine.parent)
     # The parent handles Ctrl-C; a second traceback from each child would help nobody.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -321,7 +328,7 @@ def run_under_launcher(
 
 
 def _reported(heartbeat: Heartbeat | None, failure: Failure, world_size: int) -> WorldError:
-    """The error of this rank: reported by the first rank with a cause of its own; a rank that lost
+    """Error of this rank: reported by the first rank with a cause of its own; a rank that lost
     a peer names it."""
     if heartbeat is None:
         return WorldError(failure, world_size)

@@ -1,4 +1,4 @@
-"""The device mesh of replicas and shards, the model laid out on it, and whether replicas hold the
+"""Device mesh of replicas and shards, the model laid out on it, and whether replicas hold the
 same weights."""
 
 import hashlib
@@ -30,7 +30,7 @@ from detonation.wire.wire import ShardWire
 
 
 def layers_of(module: nn.Module) -> Iterator[nn.Module]:
-    """The elements of every outermost `nn.ModuleList`: the layers of a transformer."""
+    """Elements of every outermost `nn.ModuleList`: the layers of a transformer."""
     for child in module.children():
         if isinstance(child, nn.ModuleList):
             yield from child
@@ -39,7 +39,7 @@ def layers_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def slow_axis_backend(axis: str, device: str, chosen: str | None) -> dict[int | str, Any] | None:
-    """The `backend_override` of `init_device_mesh` for the axis between replicas; None where the
+    """The `backend_override` of `init_device_mesh` for the axis between replicas; None if the
     default group serves.
 
     With NCCL the axis gets a communicator of its own, also where it has all ranks. Its kernels run
@@ -59,16 +59,15 @@ def slow_axis_backend(axis: str, device: str, chosen: str | None) -> dict[int | 
     options._timeout = distributed_c10d._get_default_timeout(dist.get_backend())
     # the axis carries tensors of the same devices as the default group; a lone name lets NCCL split
     # that group
-    name = (
-        "nccl"
-        if set(backends.values()) == {"nccl"}
-        else ",".join(f"{d}:{b}" for d, b in backends.items())
-    )
+    if set(backends.values()) == {"nccl"}:
+        name = "nccl"
+    else:
+        name = ",".join(f"{d}:{b}" for d, b in backends.items())
     return {axis: (name, options)}
 
 
 def shard_links(mesh: DeviceMesh, wire: ShardWire) -> tuple[Link, dist.ProcessGroup | None]:
-    """The link between the nodes of a replica, and the group of this rank's node; None for nodes of
+    """Link between the nodes of a replica, and the group of this rank's node; None for nodes of
     one rank.
 
     Neighbouring ranks of the axis "shard" are the ranks of a node. Collective over all ranks of the
@@ -83,11 +82,10 @@ def shard_links(mesh: DeviceMesh, wire: ShardWire) -> tuple[Link, dist.ProcessGr
             " it out"
         )
     shards = mesh["shard"].size()
-    nodes = (
-        wire.nodes
-        if wire.nodes is not None
-        else max(1, shards // _ranks_of_a_node("shard_wire(nodes=...)"))
-    )
+    if wire.nodes is not None:
+        nodes = wire.nodes
+    else:
+        nodes = max(1, shards // _ranks_of_a_node("shard_wire(nodes=...)"))
     if nodes < 2 or shards % nodes:
         raise ValueError(
             f"the {shards} shards of a replica cannot lie on {nodes} nodes with equally many each:"
@@ -196,16 +194,18 @@ def _check_choices(timeout_s: float | None, slow_backend: str | None) -> None:
 
 
 def _world_size(position: LaunchPosition | None) -> int:
-    """The number of ranks in the process group, else of the launcher's world, else 1."""
+    """Number of ranks in the process group, else of the launcher's world, else 1."""
     if dist.is_initialized():
         return dist.get_world_size()
-    return position.world_size if position else 1
+    if position:
+        return position.world_size
+    return 1
 
 
 def _shards_of_nodes(
     world: int, position: LaunchPosition | None, device: str | None
 ) -> int | Sequence[int]:
-    """The ranks of a node, as the launcher says; a list if nodes have different numbers.
+    """Ranks of a node, as the launcher says; a list if nodes have different numbers.
 
     Collective if the ranks are on several machines.
     """
@@ -218,26 +218,30 @@ def _shards_of_nodes(
 
 
 def _mesh_of(sizes: Sequence[int], device: str, slow: dict[int | str, Any] | None) -> DeviceMesh:
-    """The mesh of replicas with `sizes` ranks, and with the backend `slow` between them."""
+    """Mesh of replicas with `sizes` ranks, and with the backend `slow` between them."""
     if len({*sizes}) == 1:
         axes = (len(sizes), sizes[0])
         return init_device_mesh(
             device, axes, mesh_dim_names=("replicate", "shard"), backend_override=slow
         )
-    backend = slow["replicate"] if slow else None
+    backend = None
+    if slow:
+        backend = slow["replicate"]
     return cast(DeviceMesh, UnevenMesh(sizes, device, backend))
 
 
 def _remedy(sizes: Sequence[int], world: int) -> str:
     """What to do if the world has another size than `sizes` make up."""
     if world == 1 and launch_position(os.environ) is None and sum(sizes) > 1:
-        script = sys.argv[0] if sys.argv[0].endswith(".py") else "your_script.py"
+        script = "your_script.py"
+        if sys.argv[0].endswith(".py"):
+            script = sys.argv[0]
         return f"start them with torchrun --nproc-per-node {sum(sizes)} {script}"
     return "omit one"
 
 
 def _sizes(replicas: int | None, shards: int | Sequence[int] | None, world: int) -> list[int]:
-    """The ranks of each replica. Raises `ValueError` if they do not make up the world."""
+    """Ranks of each replica. Raises `ValueError` if they do not make up the world."""
     if isinstance(shards, int | None):
         if shards is None:
             shards = world // max(1, replicas or 1)
@@ -247,7 +251,9 @@ def _sizes(replicas: int | None, shards: int | Sequence[int] | None, world: int)
         asked = f"{replicas} replicas x {shards} shards"
     else:
         sizes = [*shards]
-        count = len(shards) if replicas is None else replicas
+        count = len(shards)
+        if replicas is not None:
+            count = replicas
         asked = f"{count} replicas of {sizes} shards"
     if sum(sizes) != world or min(sizes, default=0) < 1 or replicas not in (None, len(sizes)):
         raise ValueError(
@@ -307,7 +313,9 @@ def shard(
             f'the mesh has the axes {names}: pass the whole mesh, ("replicate", "shard"), as of'
             " init_mesh"
         )
-    links = shard_links(mesh, wire) if wire else None
+    links = None
+    if wire:
+        links = shard_links(mesh, wire)
     same_weights(model, mesh["shard"])
     policy = mixed_precision or MixedPrecisionPolicy()
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
@@ -373,7 +381,7 @@ def fingerprint(model: nn.Module, mesh: DeviceMesh) -> tuple[str, bool]:
             more axes. Without an axis "replicate" the first one joins the replicas.
 
     Returns:
-        The sha256 in hex, which depends on the number of shards, and True where all replicas are
+        The sha256 in hex, which depends on the number of shards, and True if all replicas are
         equal.
 
     Example:
@@ -388,8 +396,13 @@ def fingerprint(model: nn.Module, mesh: DeviceMesh) -> tuple[str, bool]:
     device = torch.device("cpu")  # wherever the parameters are, also offloaded ones
     if not carries(distributed_c10d._get_default_group(), device):
         device = torch.device(mesh.device_type)
-    axis = mesh["replicate"] if isinstance(mesh, UnevenMesh) else None
-    parts = axis.cut(local_parameters(model)) if axis is not None else {(): local_parameters(model)}
+    axis = None
+    if isinstance(mesh, UnevenMesh):
+        axis = mesh["replicate"]
+    if axis is not None:
+        parts = axis.cut(local_parameters(model))
+    else:
+        parts = {(): local_parameters(model)}
     buffer = torch.cat([weights_digest(model, pieces) for pieces in parts.values()]).to(device)
     gathered = [torch.empty_like(buffer) for _ in range(mesh.size())]
     dist.all_gather(gathered, buffer)
@@ -408,17 +421,18 @@ def fingerprint(model: nn.Module, mesh: DeviceMesh) -> tuple[str, bool]:
 
 
 def weights_digest(model: nn.Module, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
-    """The sha256 of a rank's parameters, or of those given, and that of its persistent buffers.
+    """Sha256 of a rank's parameters, or of those given, and that of its persistent buffers.
 
     Shapes: `[64]` uint8.
     """
-    parameters = local_parameters(model) if parameters is None else parameters
+    if parameters is None:
+        parameters = local_parameters(model)
     both = bytes.fromhex(digest(parameters.values()) + digest(persistent_buffers(model).values()))
     return torch.tensor(list(both), dtype=torch.uint8)
 
 
 def compared_digests(replicas: Sequence[Sequence[bytes]]) -> tuple[str, bool]:
-    """The fingerprint of the first replica, and whether all are equal, by the `weights_digest` of
+    """Fingerprint of the first replica, and whether all are equal, by the `weights_digest` of
     each shard."""
     of_parameters = b"".join(both[:32] for both in replicas[0])
     return hashlib.sha256(of_parameters).hexdigest(), all(

@@ -1,4 +1,4 @@
-"""The position that a launcher gave this process, and addresses as users write them."""
+"""Position that a launcher gave this process, and addresses as users write them."""
 
 import re
 import socket
@@ -29,7 +29,7 @@ class LaunchPosition:
     """Rank `rank` of `world_size`; on its own machine it is rank `local_rank` of
     `local_world_size`.
 
-    local_rank, local_world_size: None where the launcher does not say. nodes: how many torchrun
+    local_rank, local_world_size: None if the launcher does not say. nodes: how many torchrun
     has; None elsewhere. address, port: where the ranks meet, for a launcher that does not set
     MASTER_ADDR and MASTER_PORT.
     """
@@ -52,7 +52,7 @@ class LaunchPosition:
 
     @property
     def one_machine(self) -> bool:
-        """True where all ranks are known to be on this machine."""
+        """True if all ranks are known to be on this machine."""
         return self.local_world_size == self.world_size
 
 
@@ -60,7 +60,7 @@ def launch_position(env: Mapping[str, str]) -> LaunchPosition | None:
     """Reads the position that torchrun, a Kubernetes job, mpirun or srun gave this process; None
     without a launcher.
 
-    Raises `ValueError` where a variable of the launcher is not a whole number.
+    Raises `ValueError` if a variable of the launcher is not a whole number.
 
     >>> launch_position({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}).local_world_size
     4
@@ -81,26 +81,30 @@ def launch_position(env: Mapping[str, str]) -> LaunchPosition | None:
 
 
 def first_host(hosts: str) -> str:
-    """The first name in SLURM's compressed list of hosts.
+    """First name in SLURM's compressed list of hosts.
 
     >>> first_host("gpu[007-009,012],login1"), first_host("a,b"), first_host("rack2-[3,5]-ib")
     ('gpu007', 'a', 'rack2-3-ib')
     """
     match = re.match(r"([^\[,]*)(?:\[(\w+)[^\]]*\])?([^\[,]*)", hosts)
-    return "".join(part or "" for part in match.groups()) if match else ""
+    if match:
+        return "".join(part or "" for part in match.groups())
+    return ""
 
 
 def _named(
     env: Mapping[str, str], names: tuple[str, str, str, str], meeting_here: bool = False
 ) -> LaunchPosition:
-    """The position in four variables; the last two may be absent, and `meeting_here` then decides."""
+    """Position in four variables; the last two may be absent, and `meeting_here` then decides."""
     rank, world = (_number(env, name) for name in names[:2])
     local_rank, local_world = (_number(env, name) if name in env else None for name in names[2:])
     if local_world is None and (meeting_here or world == 1):
         local_world = world
     if local_rank is None and local_world is not None and world % local_world == 0:
         local_rank = rank % local_world
-    nodes = _number(env, "GROUP_WORLD_SIZE") if "GROUP_WORLD_SIZE" in env else None
+    nodes = None
+    if "GROUP_WORLD_SIZE" in env:
+        nodes = _number(env, "GROUP_WORLD_SIZE")
     return LaunchPosition(rank, world, local_rank, local_world, nodes=nodes)
 
 
@@ -125,7 +129,7 @@ _SLURM_COUNTS = {"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"}
 
 
 def _slurm_tasks(env: Mapping[str, str]) -> int:
-    """The tasks of the step. SLURM_NTASKS is the job's in a shell, and the step's under srun."""
+    """Tasks of the step. SLURM_NTASKS is the job's in a shell, and the step's under srun."""
     of_step = "SLURM_STEP_NUM_TASKS" in env
     return _number(env, "SLURM_STEP_NUM_TASKS" if of_step else "SLURM_NTASKS")
 
@@ -145,7 +149,7 @@ def _slurm(env: Mapping[str, str]) -> LaunchPosition:
 
 
 def _tasks_here(env: Mapping[str, str], world: int) -> int | None:
-    """The tasks of this step on this node, from a list such as "8(x2),4"; None where SLURM does not
+    """Tasks of this step on this node, from a list such as "8(x2),4"; None if SLURM does not
     say."""
     groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
     per_node = [int(tasks) for tasks, nodes in groups for _ in range(int(nodes or 1))]
@@ -155,7 +159,9 @@ def _tasks_here(env: Mapping[str, str], world: int) -> int | None:
     if env.get("SLURM_NTASKS_PER_NODE", "").isdigit():
         return min(world, int(env["SLURM_NTASKS_PER_NODE"]))
     nodes = env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", ""))
-    return world if nodes == "1" else None
+    if nodes == "1":
+        return world
+    return None
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -168,7 +174,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 
 
 def require_known_host(flag: str, address: str) -> None:
-    """Raises `ValueError` where the HOST of "HOST:PORT", which `flag` gives, is unknown here."""
+    """Raises `ValueError` if the HOST of "HOST:PORT", which `flag` gives, is unknown here."""
     host, port = host_and_port(address)
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -179,7 +185,7 @@ def require_known_host(flag: str, address: str) -> None:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """The two parts of "HOST:PORT"; an IPv6 address stands in brackets.
+    """Two parts of "HOST:PORT"; an IPv6 address stands in brackets.
 
     Raises:
         ValueError: It is no such address.

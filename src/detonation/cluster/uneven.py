@@ -20,7 +20,7 @@ from detonation.core.schemes.scheme import GradientScheme, Scheme
 
 Pieces = dict[str, Tensor]
 Owners = tuple[int, ...]
-"""The ranks that hold a piece, one of each replica."""
+"""Ranks that hold a piece, one of each replica."""
 
 
 class UnevenAxis:
@@ -41,9 +41,12 @@ class UnevenAxis:
     shared = True  # gradients leave in `step` alone
 
     def __init__(self, nodes: Sequence[Sequence[int]], shard: DeviceMesh, backend: Any) -> None:
-        self._nodes, self._shard, self._device = nodes, shard, torch.device(shard.device_type)
+        self._nodes = nodes
+        self._shard = shard
+        self._device = torch.device(shard.device_type)
         self._backend, self._options = backend if isinstance(backend, tuple) else (backend, None)
-        self._rank, self._world = dist.get_rank(), _world(shard.device_type)
+        self._rank = dist.get_rank()
+        self._world = _world(shard.device_type)
         self.replica = next(number for number, ranks in enumerate(nodes) if self._rank in ranks)
         self._groups: dict[Owners, DeviceMesh | None] = {}
 
@@ -88,7 +91,10 @@ class UnevenAxis:
         for ranks in (ranks for ranks in parts if ranks not in self._groups):
             group = dist.new_group(list(ranks), timeout, self._backend, self._options)
             here = self._rank in ranks
-            self._groups[ranks] = DeviceMesh.from_group(group, self._device.type) if here else None
+            if here:
+                self._groups[ranks] = DeviceMesh.from_group(group, self._device.type)
+            else:
+                self._groups[ranks] = None
         numbers = {ranks: number for number, ranks in enumerate(self._groups)}
         return [
             (numbers[r], on, part)
@@ -107,7 +113,7 @@ class UnevenAxis:
                 dist.broadcast(piece, dist.get_global_rank(on.get_group(), 0), on.get_group())
 
     def norms(self, parameters: Mapping[str, Tensor]) -> list[tuple[list[Communicator], Pieces]]:
-        """The pieces of all owners, for `Clip`, in an order that all share; empty where another
+        """Pieces of all owners, for `Clip`, in an order that all share; empty if another
         rank has them."""
         empty = local(next(iter(parameters.values())))[:0].detach()
         parts = self.cut(parameters).items()
@@ -158,7 +164,7 @@ class UnevenAxis:
         return f"nodes of {[len(ranks) for ranks in self._nodes]} ranks"
 
     def _runs(self, rows: int) -> dict[Owners, tuple[int, int]]:
-        """The rows from which and below which each group of owners has a parameter of `rows` rows,
+        """Rows from which and below which each group of owners has a parameter of `rows` rows,
         as FSDP2 cuts it."""
         each = [max(1, -(-rows // len(ranks))) for ranks in self._nodes]
         cuts = {min(rows, cut) for size in each for cut in range(0, rows + size, size)}
@@ -173,16 +179,20 @@ class UnevenAxis:
     def _piece(
         self, parameter: Tensor, ranks: Owners, run: Mapping[Owners, tuple[int, int]]
     ) -> Piece:
-        rows, node = parameter.shape[0], self._nodes[self.replica]
+        rows = parameter.shape[0]
+        node = self._nodes[self.replica]
         first, end = run.get(ranks, (rows, rows))
-        begin = first if first == end else node.index(self._rank) * -(-rows // len(node))
+        if first == end:
+            begin = first
+        else:
+            begin = node.index(self._rank) * -(-rows // len(node))
         largest = -(-rows // max(map(len, self._nodes)))
         piece = Piece.of(parameter, ranks, first, slice(first - begin, end - begin), largest)
         piece.cut = self.cut
         return piece
 
     def _problem(self, parameters: Mapping[str, Tensor]) -> str:
-        """The fault in the parameters of this rank, in words; "" without one."""
+        """Fault in the parameters of this rank, in words; "" without one."""
         node = [*self._nodes[self.replica]]
         for name, parameter in parameters.items():
             cut = parameter.ndim > 0 and len(node) == 1
@@ -199,7 +209,7 @@ class UnevenAxis:
 
 
 class UnevenMesh:
-    """The axes "replicate" and "shard" of replicas with different numbers of ranks, as `init_mesh`
+    """Axes "replicate" and "shard" of replicas with different numbers of ranks, as `init_mesh`
     returns them."""
 
     mesh_dim_names = ("replicate", "shard")
@@ -211,7 +221,9 @@ class UnevenMesh:
         group = next(
             group for group, ranks in zip(groups, nodes, strict=True) if dist.get_rank() in ranks
         )
-        self.device_type, self.size, self.get_rank = device_type, lambda: ends[-1], dist.get_rank
+        self.device_type = device_type
+        self.size = lambda: ends[-1]
+        self.get_rank = dist.get_rank
         shard = DeviceMesh.from_group(group, device_type, mesh_dim_names=("shard",))
         self._axes = {"shard": shard, "replicate": UnevenAxis(nodes, shard, backend)}
 
@@ -223,12 +235,13 @@ class UnevenMesh:
 
 
 def sizes_of_nodes(mine: int, device: torch.device) -> list[int]:
-    """The number of ranks of each node, where this rank's has `mine`. Collective over the default
+    """Number of ranks of each node, where this rank's has `mine`. Collective over the default
     group.
 
-    Raises `ValueError` where the ranks of a node are no neighbours.
+    Raises `ValueError` if the ranks of a node are no neighbours.
     """
-    found, sizes = send_to_all(_world(device.type), mine, device), list[int]()
+    found = send_to_all(_world(device.type), mine, device)
+    sizes = list[int]()
     while (at := sum(sizes)) < len(found):
         sizes.append(found[at])
         if found[at : at + sizes[-1]] != [sizes[-1]] * sizes[-1]:

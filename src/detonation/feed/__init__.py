@@ -1,2 +1,1 @@
-"""Weights in training for processes elsewhere, which are no replicas: a copy of the state, then
-what each step sent."""
+"""Serves weights in training to other processes: a copy of the state, then each step's messages."""

@@ -1,5 +1,5 @@
-"""Replicas that come in while others train: the door of those that train, and the way in for a
-newcomer."""
+"""Replicas that join while others train: `Admission` on the others, and `admitted` on the new
+one."""
 
 import contextlib
 import gc
@@ -27,16 +27,18 @@ _log = logging.getLogger("detonation.feed")
 
 
 class Admission:
-    """Lets replicas come in that ask for it. Each rank of each replica has one, and calls
-    `after_step` in its loop.
+    """Lets new replicas join. Each rank of each replica has one, and calls `after_step` after each
+    step.
 
-    The ranks of the first replica that stays open a feed for the newcomer, which takes a copy of
-    the state, and follows until all agree on a step. Without a newcomer this costs nothing.
+    The ranks of the first replica open a feed for a new replica. That one gets a copy of the state,
+    and follows until all agree on the step at which it joins. Without a new replica this costs
+    nothing.
 
     Args:
         model: The trained model.
         optimizer: Made by `replicate` over an elastic axis.
-        host: An address of this machine that newcomers reach; by default that towards the store.
+        host: An address of this machine that new replicas can reach; by default the one that
+            reaches the store.
         token: As in `Feed`.
 
     Raises:
@@ -70,18 +72,24 @@ class Admission:
             raise ValueError(
                 "only an elastic axis lets replicas in: make it with detonation.elastic"
             )
-        self._model, self._optimizer, self._user, self._axis = model, optimizer, axis, axis.axis
-        self._host, self._token = host, None if token is None else checked_token(token)
+        self._model = model
+        self._optimizer = optimizer
+        self._user = axis
+        self._axis = axis.axis
+        self._host = host
+        self._token = token
+        if token is not None:
+            checked_token(token)
         self._feed: Feed | None = None
         self._guest = -1
-        self._copy_turn = math.inf  # before which the guest gets no copy
+        self._copy_turn = math.inf  # the guest gets no copy before
 
     def after_step(self) -> None:
-        """Opens a feed where a newcomer asks for it, and closes it once the newcomer is in, or
-        gone."""
+        """Opens a feed for a new replica that asks to join, and closes it after that one has joined
+        or is lost."""
         guest = self._axis.host.guest
         if self._feed is not None:
-            self._feed.flush()  # the last step before the newcomer's must not wait for another
+            self._feed.flush()  # the new replica needs the last step before it joins
             if self._feed.followers and math.isinf(self._copy_turn):
                 turn = self._user.turn_of(self._optimizer.step_count)
                 self._copy_turn = self._axis.host.copy_turn(self._guest, turn)
@@ -98,22 +106,27 @@ class Admission:
                 _log.warning("replica %d asks to join, but cannot: %s", guest, error)
 
     def _open(self, guest: int) -> None:
-        gc.collect()  # a dropped optimizer is none, also where a cycle of references kept it
+        gc.collect()  # frees dropped optimizers that reference cycles keep alive
         if len(self._axis.users.present) > 1:
             raise ValueError(
                 "several optimizers use the axis, and a newcomer takes the state of one"
             )
         way = self._axis.way_to(guest)
-        host = self._host or ("127.0.0.1" if way is None else way.address)
-        address = f"[{host}]:0" if ":" in host else f"{host}:0"
-        self._feed = Feed(self._model, self._optimizer, address, token=self._token)
-        # the shards of a newcomer step together, from copies of the same step
+        host = "127.0.0.1"
+        if way is not None:
+            host = way.address
+        host = self._host or host
+        if ":" in host:
+            host = f"[{host}]"
+        self._feed = Feed(self._model, self._optimizer, f"{host}:0", token=self._token)
+        # the shards of the new replica need copies of the same step
         self._feed.first_copy = self._copy_turn = math.inf
         self._feed.ahead = self._user.turns_ahead
         self._before = self._optimizer.tape
-        self._optimizer.record(
-            self._feed if self._before is None else Tapes([self._before, self._feed])
-        )
+        if self._before is None:
+            self._optimizer.record(self._feed)
+        else:
+            self._optimizer.record(Tapes([self._before, self._feed]))
         self._axis.host.offer(guest, self._feed.address, self._user.number)
 
 
@@ -126,31 +139,30 @@ def admitted(
     safety: Safety | None = None,
     timeout_s: float = 60.0,
 ) -> tuple[Replicated, SurvivingCommunicator]:
-    """Comes in as a new replica of a training that goes on elsewhere. Collective over the shards of
-    this replica.
+    """Joins running training as a new replica. Collective over the shards of this replica.
 
-    Weights and optimizer state come from a replica with an `Admission`, while it trains on. All
-    agree on a step; from there on this replica is one of them: bit for bit, or close where it
-    rounds otherwise. Its memory is empty.
+    A replica with an `Admission` sends weights and optimizer state, and trains on meanwhile. All
+    replicas agree on a step. From that step on this replica is equal to the others bit for bit, or
+    close to them if it rounds differently. Its memory is empty.
 
     Args:
-        model: As the trained one, with any weights; sharded with the mesh of `guest` as the others
-            are.
+        model: Like the trained one, with any weights; sharded like the others, with the mesh of
+            `guest`.
         guest: This replica.
         token: As in `Feed`.
         optimizer: As in `follow`.
-        safety: As in `replicate`, the same as that of the others.
+        safety: As in `replicate`, equal to that of the others.
         timeout_s: Seconds to wait for each answer of the others.
 
     Returns:
-        The optimizer, at the step at which this replica came in (`step_count`), and the axis.
+        The optimizer, at the step at which this replica joined (`step_count`), and the axis.
 
     Raises:
-        ReplicaLost: Nobody has let this replica in in time, training ended before, or the others
-            went on without it.
+        ReplicaLost: No replica has answered in time, training ended before, or the others continued
+            without this replica.
         LostFeed: The feed refuses this replica.
-        ValueError: The training is of another model or number of shards, or there is no token or a
-            shorter one.
+        ValueError: The training is of another model or number of shards, or the token is missing or
+            too short.
 
     Example:
         >>> import torch.distributed as dist, detonation as dt
@@ -182,16 +194,16 @@ def admitted(
                     " came in"
                 )
             step = entry.step
-            # by the turn: after training went back, the same step is another one
+            # compare the turn, too: training may have gone back and repeated the step
             follow(
                 f"the weights of step {step} did not come",
                 lambda: follower.step == step and follower.ahead == entry.turn - step,
             )
-            # with a delay the others receive what is on its way before this replica comes in
+            # with a delay, the others receive all messages in flight before this replica joins
             follow(f"the others did not synchronize after step {step}", lambda: follower.complete)
             axis = guest.come_in(entry, timeout_s)
             joined = follower.join(axis, safety)
-        joined.verify()  # as the others do
+        joined.verify()  # collective: the others call it at this step
         undo.pop_all()
     return joined, axis
 
@@ -205,12 +217,14 @@ def _follow(
 ) -> None:
     """Follows the replica that offers the state, or another one if that is lost, until `has_come`.
 
-    Raises `ReplicaLost` after `timeout_s`, and where the others have gone on without `guest`.
+    Raises `ReplicaLost` after `timeout_s`, or if the others have continued without `guest`.
     """
     deadline = time.monotonic() + timeout_s
     while not has_come():
         if time.monotonic() > deadline:
-            lost = f": {follower.trouble}" if follower.trouble else ""
+            lost = ""
+            if follower.trouble:
+                lost = f": {follower.trouble}"
             raise ReplicaLost(f"{late} for replica {guest.number} within {timeout_s:g} s{lost}")
         guest.let_in()
         follower.turn_to(guest.addresses(0))

@@ -1,9 +1,10 @@
-"""`follow`: holds the exact weights of a training that runs elsewhere."""
+"""`follow`: keeps the exact weights of training in another process."""
 
 import hashlib
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, overload
@@ -17,25 +18,30 @@ from detonation.core.flat.tensors import digest, local
 from detonation.core.link.communicator import Axis
 from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.replicated import Replicated
-from detonation.feed.shard import MakeOptimizer, ShardFollower, joined_optimizer, reachable_moments
+from detonation.feed.shard import (
+    MakeOptimizer,
+    Moment,
+    ShardFollower,
+    joined_optimizer,
+    reachable_moments,
+)
 from detonation.feed.stream import Joined, Stepped, Stream, close_all
 from detonation.feed.token import LostFeed, checked_token
 from detonation.feed.weights.folders import Folder, folder_at
 from detonation.feed.weights.weight_follower import WeightFollower
 
 LARGEST_STATE = 24
-"""Bytes of a state per byte of a model: bf16 weights with fp32 moments, anchor and momentum have
-18."""
+"""Largest ratio of a state to its model, in bytes: bf16 weights with fp32 moments, anchor and
+momentum have 18."""
 
 
 class Follower(AbstractContextManager["Follower"]):
-    """Holds the weights of a training in a model of this process. Made by `follow`.
+    """Keeps the weights of training in a model of this process. Made by `follow`.
 
-    The model changes within `update` alone, so that it can be used between two calls as it is.
-    Where one thread updates and others use the model, all of them hold one lock.
+    Only `update` changes the model, so you can use it between two calls. If other threads use the
+    model, share a lock between them and the thread that calls `update`.
 
-    model: As it was given to `follow`. step: Of the training; -1 before the first copy of the
-    state.
+    model: the argument of `follow`. step: of training; -1 before the first copy of the state.
     """
 
     def __init__(
@@ -47,93 +53,93 @@ class Follower(AbstractContextManager["Follower"]):
         behind: int,
         joins: bool = False,
     ) -> None:
-        self.model, self._token, self._make, self._most_behind, self._joins = (
-            model,
-            token,
-            make,
-            behind,
-            joins,
-        )
+        self.model = model
+        self._token = token
+        self._make = make
+        self._most_behind = behind
+        self._joins = joins
         self._addresses = [host_and_port(each) for each in address.split(",")]
         self._changed = threading.Condition()
         meshes = [p.device_mesh for p in local_parameters(model).values() if isinstance(p, DTensor)]
-        self._own_shard = (
-            max(meshes, key=lambda mesh: mesh.size()).get_local_rank() if meshes else None
-        )
+        self._own_shard: int | None = None
+        if meshes:
+            self._own_shard = max(meshes, key=lambda mesh: mesh.size()).get_local_rank()
         self._shards = [ShardFollower(model, bool(meshes), make, joins)]
         self._streams = [self._stream(self._own_shard or 0)]
-        weakref.finalize(self, close_all, self._streams)  # whose place is for others
+        weakref.finalize(self, close_all, self._streams)
         self._seen = self._came()
         self.step = -1
 
     @property
     def about(self) -> dict[str, Any]:
-        """The values that the feed was given for its followers."""
+        """Values that the feed was given for its followers."""
         return dict(self._shards[0].about.get("about", {}))
 
     @property
     def ahead(self) -> int:
-        """The number of `Feed.ahead` as of the last copy of the state."""
+        """Number of `Feed.ahead` in the last copy of the state."""
         return int(self._shards[0].about.get("ahead", 0))
 
     @property
     def bytes_received(self) -> int:
-        """Bytes that came from the feed, copies of the state among them."""
+        """Bytes received from the feed, including copies of the state."""
         return sum(stream.bytes_received for stream in self._streams)
 
     @property
     def joins(self) -> int:
-        """Copies of the state that came: one, and one more each time that the connection was lost."""
+        """Number of received copies of the state: one, and one more for each lost connection."""
         return self._streams[0].joins
 
     @property
     def behind(self) -> int:
-        """Steps that have come, and that `update` would take."""
+        """Number of received steps that `update` has not applied yet."""
         with self._changed:
             return sum(isinstance(event, Stepped) for event in self._streams[0].inbox)
 
     @property
     def ended(self) -> bool:
-        """True once training has come to its end, and the model is at it."""
+        """True after training has ended and the model has its last weights."""
         with self._changed:
             return all(stream.ended and not stream.inbox for stream in self._streams)
 
     @property
     def complete(self) -> bool:
-        """True where no message is on its way: at once, or, with a delay, after training has
-        synchronized."""
+        """True if no message of an earlier step is still to come. With a delay, that is after
+        training has synchronized."""
         return all(shard.complete for shard in self._shards)
 
     @property
     def trouble(self) -> str:
-        """In words, why a connection was lost last; "" where none was."""
+        """Reason in words why a connection was lost last; "" if none was."""
         return next((stream.trouble for stream in self._streams if stream.trouble), "")
 
     @property
     def fingerprint(self) -> str:
-        """The sha256 (hex) of the weights, as `detonation.fingerprint` makes it of the replicas of
-        the training."""
+        """Sha256 (hex) of the weights, equal to `detonation.fingerprint` of the replicas."""
         digests = (
             bytes.fromhex(digest(local_parameters(shard.module).values())) for shard in self._shards
         )
         return hashlib.sha256(b"".join(digests)).hexdigest()
 
     def update(self, to: int | None = None, wait_s: float | None = None) -> int:
-        """Takes the steps that have come; returns `step`.
+        """Applies the received steps; returns `step`.
 
-        Where the connection was lost, the model may go back, as training does that begins anew from
-        a checkpoint.
+        After a lost connection the model may go back, because training may have restarted from a
+        checkpoint.
 
         Args:
-            to: Take steps up to this one, and wait for it.
+            to: Apply steps up to this one, and wait for it.
             wait_s: Seconds to wait for anything new (by default 0), or with `to` for that step (by
                 default no limit).
 
         Raises:
-            LostFeed: The feed refuses this follower, or ends before `to`, or `to` has passed.
-            ValueError: The training is of another model, or this process would round otherwise.
+            LostFeed: The feed refuses this follower or ends before `to`, or training is past `to`.
+            ValueError: The training is of another model, or this process would round differently.
         """
-        deadline = None if wait_s is None and to is not None else time.monotonic() + (wait_s or 0.0)
+        if wait_s is None and to is not None:
+            deadline = None
+        else:
+            deadline = time.monotonic() + (wait_s or 0.0)
         while True:
             moved = self._advance(to)
             if to is not None and self.step > to:
@@ -146,17 +152,17 @@ class Follower(AbstractContextManager["Follower"]):
                 return self.step
 
     def join(self, axis: Axis, safety: Safety | None = None) -> Replicated:
-        """Goes on from here as a replica along `axis`: an optimizer over the parameters of the
-        model, with the state.
+        """Continues as a replica along `axis`: returns an optimizer over the model's parameters,
+        with the received state.
 
-        Its memory is empty: what the replicas have not sent yet is theirs, and a newcomer has
-        nothing of its own. The replicas compare themselves before this returns, so all of them call
-        `Replicated.resume_at` at this step, or join as well. Do not call `update` after that,
-        unless the optimizer is for saving alone. The arguments are those of `replicate`.
+        Its memory is empty: each of the others keeps what it has not sent yet. Replicas are
+        compared before this returns, so the others call `Replicated.resume_at` at this step, or
+        join as well. Do not call `update` afterwards, unless you only save with the optimizer. The
+        arguments are those of `replicate`.
 
         Raises:
-            LostFeed: There is no state yet.
-            ValueError: The model is whole, and training has several shards: make it with
+            LostFeed: No state was received yet.
+            ValueError: Training has several shards, but the model is whole: make it with
                 `detonation.shard` first, unless `axis` has one replica.
             Mismatch: The replicas differ.
         """
@@ -165,8 +171,8 @@ class Follower(AbstractContextManager["Follower"]):
         return joined_optimizer(self.model, self._shards, self._make, axis, safety or Safety())
 
     def turn_to(self, address: str) -> None:
-        """Follows the same training at `address` from now on, where that is another one, from a
-        copy of its state."""
+        """Follows the same training at `address` from now on. A new address starts with a new copy
+        of the state."""
         addresses = [host_and_port(each) for each in address.split(",")]
         if addresses != self._addresses:
             self._addresses = addresses
@@ -175,7 +181,7 @@ class Follower(AbstractContextManager["Follower"]):
             del self._shards[1:]
 
     def close(self) -> None:
-        """Follows no longer; the model stays where it is."""
+        """Stops following; the model keeps its weights."""
         close_all(self._streams)
 
     def __exit__(self, *raised: object) -> None:
@@ -185,7 +191,8 @@ class Follower(AbstractContextManager["Follower"]):
         tensors = *self.model.parameters(), *self.model.buffers()
         most_bytes = LARGEST_STATE * sum(local(tensor).nbytes for tensor in tensors) + (64 << 20)
         if len(self._addresses) == 1:
-            host, port = self._addresses[0][0], self._addresses[0][1] + shard
+            host = self._addresses[0][0]
+            port = self._addresses[0][1] + shard
         elif shard < len(self._addresses):
             host, port = self._addresses[shard]
         else:
@@ -196,7 +203,7 @@ class Follower(AbstractContextManager["Follower"]):
         return Stream(host, port, self._token, most_bytes, self._most_behind, self._changed)
 
     def _wait(self, deadline: float | None, to: int | None) -> bool:
-        """Waits for something new; false where nothing is to come in time."""
+        """Waits until something arrives; false if that cannot happen in time."""
         with self._changed:
             for stream in self._streams:
                 if stream.refusal is not None:
@@ -209,64 +216,60 @@ class Follower(AbstractContextManager["Follower"]):
             if self.ended and to is not None:
                 raise LostFeed(f"training has ended after {self.step} steps, before {to}")
             over = all(stream.ended for stream in self._streams) and self._came() == self._seen
-            if over and not self.ended:  # what waits can no longer be taken, on all shards together
+            if over and not self.ended:  # no step that all shards have can come any more
                 raise LostFeed("training has ended before the state of each of its shards came")
-            rest_s = 1.0 if deadline is None else min(1.0, deadline - time.monotonic())
+            rest_s = 1.0
+            if deadline is not None:
+                rest_s = min(1.0, deadline - time.monotonic())
             if self.ended or rest_s <= 0:
                 return False
             self._changed.wait_for(lambda: self._came() != self._seen, rest_s)
         return True
 
     def _came(self) -> tuple[object, ...]:
-        """All that `_wait` waits for: events, and what ends a stream."""
+        """Counts of events, and the ends of streams: a change of these ends `_wait`."""
         return tuple((stream.came, stream.ended, stream.refusal) for stream in self._streams)
 
     def _advance(self, to: int | None) -> bool:
-        """Brings all shards to the last moment that all of them can reach; true if that moved any."""
+        """Brings all shards to the last moment that all of them can reach; true if that moved one."""
         self._open_streams()
         with self._changed:
             self._seen = self._came()
             plans = [
                 reachable_moments(shard.moment, stream.inbox, to) for shard, stream in self._pairs()
             ]
-            goal = next(
-                (
-                    m
-                    for m in reversed(plans[0])
-                    if m is not None and all(m in plan for plan in plans)
-                ),
-                None,
-            )
-            counts = (
-                [] if goal is None else [len(plan) - 1 - plan[::-1].index(goal) for plan in plans]
-            )
+            goal = _last_common(plans)
+            counts = []
+            if goal is not None:
+                counts = [len(plan) - 1 - plan[::-1].index(goal) for plan in plans]
             if not any(counts):
-                self._meet_again()
+                self._restart_late()
                 return False
             pairs = zip(counts, self._streams, strict=True)
             events = [[stream.inbox.popleft() for _ in range(count)] for count, stream in pairs]
             self._changed.notify_all()
         for taken, (shard, _) in zip(events, self._pairs(), strict=True):
             copies = [number for number, event in enumerate(taken) if isinstance(event, Joined)]
-            shard.apply(taken[copies[-1] :] if copies else taken)
+            begin = max(copies, default=0)  # the last copy makes earlier events needless
+            shard.apply(taken[begin:])
         assert goal is not None
         self.step = goal[1]
         return True
 
-    def _meet_again(self) -> None:
-        """Drops as many steps as may wait, where no other stream has them: one has come again, and
-        is beyond them."""
+    def _restart_late(self) -> None:
+        """Restarts full streams whose steps no other stream has, because that one reconnected and
+        has a later copy."""
         joined = [
             any(isinstance(event, Joined) for event in stream.inbox) for stream in self._streams
         ]
         for number, stream in enumerate(self._streams):
             others = joined[:number] + joined[number + 1 :]
             if len(stream.inbox) >= self._most_behind and any(others):
-                stream.come_again()
+                stream.restart()
 
     def _open_streams(self) -> None:
-        """Opens the streams of the other shards, once the first one has told how many there are;
-        closes odd ones."""
+        """Opens a stream for each shard, and closes surplus ones, when the first stream has the
+        number of shards."""
         with self._changed:
             joined = next(
                 (event for event in self._streams[0].inbox if isinstance(event, Joined)), None
@@ -282,6 +285,14 @@ class Follower(AbstractContextManager["Follower"]):
 
     def _pairs(self) -> list[tuple[ShardFollower, Stream]]:
         return list(zip(self._shards, self._streams, strict=True))
+
+
+def _last_common(plans: Sequence[Sequence[Moment | None]]) -> Moment | None:
+    """Last moment that is in all `plans`; None if there is none."""
+    for moment in reversed(plans[0]):
+        if moment is not None and all(moment in plan for plan in plans):
+            return moment
+    return None
 
 
 @overload
@@ -313,38 +324,38 @@ def follow(
     wait: bool = True,
     timeout_s: float = 60.0,
 ) -> Follower | WeightFollower:
-    """Holds the weights of the training behind a `Feed` in `model`, bit for bit, step by step.
+    """Keeps the weights of the training behind a `Feed` in `model`, bit for bit, step by step.
 
-    This process is no replica: it sends nothing, and training does not wait for it. It gets a copy
-    of the state of training, and then the messages of each step, which it applies with the
-    optimizer of training. It needs the memory that training needs without gradients: weights and
-    the state of the optimizer. Shards of a replica come in streams of their own, and become one
-    model here; each rank of a model that `detonation.shard` has cut into as many gets one.
+    This process is no replica: it sends nothing, and training does not wait for it. It receives a
+    copy of the state of training, and then the messages of each step, which it applies with the
+    optimizer of training. It needs memory for the weights and the state of the optimizer, but not
+    for gradients. Each shard of a replica has its own stream. If `model` is whole, this process
+    merges all of them; if `detonation.shard` made it with as many shards, each rank reads one.
 
-    A connection that is lost comes again by itself, with a copy of the state as it is then.
+    A lost connection reconnects by itself, with a new copy of the state.
 
-    From the directory of a `Feed.of_weights` it reads weights alone, of a training with any
-    optimizer. Then no token and no `optimizer` is given, the arithmetic of this process is of no
-    matter, and it needs no memory but the model's.
+    From the directory of a `Feed.of_weights` it reads the weights only, of training with any
+    optimizer. In this case give neither a token nor `optimizer`. This process may round
+    differently, and needs memory for the model only.
 
     Args:
-        model: As the trained one, with any weights; it may be in use between the calls of
+        model: Like the trained one, with any weights. You may use it between the calls of
             `Follower.update`.
-        address: "HOST:PORT" of the feed of shard 0, that of shard s being at the port + s; or the
-            addresses of all shards, separated by commas. Or the `Path` of a directory of weights,
-            or a `RemoteFolder`.
-        token: At least 16 bytes, in the place of that of the environment; see `Feed`.
-        optimizer: Makes the base optimizer over parameter groups, where it is neither of torch nor
-            of this library.
-        most_behind: Steps that may wait for `Follower.update`; with more the feed drops the
+        address: "HOST:PORT" of the feed of shard 0, if the feed of shard s is at the port + s; or
+            the addresses of all shards, separated by commas. Or the `Path` of a directory of
+            weights, or a `RemoteFolder`.
+        token: At least 16 bytes; None reads the environment. See `Feed`.
+        optimizer: Makes the base optimizer over parameter groups, if it is neither from torch nor
+            from this library.
+        most_behind: Steps that may wait for `Follower.update`. With more, the feed disconnects the
             follower, which reconnects.
-        wait: Return when the model has the first weights.
+        wait: Return after the model has the first weights.
         timeout_s: Seconds to wait for them.
 
     Raises:
-        LostFeed: The feed refuses the token, or no weights came in time.
-        ValueError: The token is missing or short, the training is of another model, or this process
-            rounds otherwise.
+        LostFeed: The feed refuses the token, or no weights arrived in time.
+        ValueError: The token is missing or too short, the training is of another model, or this
+            process rounds differently.
 
     Example:
         >>> follow(nn.Linear(8, 1), "127.0.0.1", token=b"0123456789abcdef")

@@ -1,7 +1,5 @@
-"""The connections of a feed: frames of bounded length with a keyed checksum, and the listener that
-refuses strangers.
-
-A subscription is one follower as its feed sees it, with a queue and a thread that sends.
+"""Connections of a feed: authenticated frames of bounded length, the listener that checks the
+token, and the subscription of one follower, with a queue and a thread that sends.
 """
 
 import contextlib
@@ -25,52 +23,53 @@ from detonation.log.records import LogRecord, record_of
 
 Octets = bytes | bytearray | memoryview
 ABOUT, STATE, STEP_DONE, ALIVE, BYE, WANT = range(6)
-"""The kinds of frames: a description, a piece of the state, the records of a step, a sign of life,
-the end, and what a follower wants."""
+"""Kinds of frames: a description, a piece of the state, the records of a step, keep-alive, the end,
+and the request of a follower."""
 LONGEST_PIECE = 1 << 22
-"""The longest piece of a state, in bytes."""
+"""Longest piece of a state, in bytes."""
 SHORT = 1 << 24
-"""The longest description, in bytes."""
+"""Longest description, in bytes."""
 _HEADER = struct.Struct("<B7xQ")  # kind, bytes
 _TAG = 16
 
 
 class BadFrame(DetonationError, ConnectionError):
-    """A frame is damaged, or larger than it may be."""
+    """A frame is damaged or too large."""
 
 
 class FrameSocket:
-    """Sends or receives frames over a connection whose ends have proved that they know the token.
+    """Sends or receives frames over a connection after its handshake.
 
-    A frame has a checksum under the `key` of the handshake, which covers its number: somebody on
-    the way can neither change, insert, repeat nor leave out a frame. Anybody there can read it.
-    `feeds` says that this is the feed's end.
+    A frame has a checksum under the `key` of the handshake, which covers its number. So nobody on
+    the network can change, insert, repeat or omit a frame; but frames are not encrypted.
+
+    feeds: whether this is the end of the feed.
     """
 
     def __init__(self, connection: socket.socket, key: bytes, feeds: bool) -> None:
-        self._connection, self._key = connection, key
-        self._out, self._in = (b"feed", b"follower") if feeds else (b"follower", b"feed")
+        self._connection = connection
+        self._key = key
+        self._out = b"follower"
+        self._in = b"feed"
+        if feeds:
+            self._out, self._in = self._in, self._out
         self._sent = self._received = 0
         self.bytes_moved = 0
 
     def send(self, kind: int, content: Octets = b"") -> None:
-        """Sends one frame.
-
-        Raises `OSError` where the other end is gone, or takes nothing for too long.
-        """
+        """Sends one frame. Raises `OSError` if the other end is gone or does not read."""
         header = _HEADER.pack(kind, len(content))
         self._connection.sendall(header + self._tag(self._out, self._sent, header, content))
         self._sent += 1
         rest = memoryview(content)
-        while rest:  # the time limit of `sendall` would be one for the whole frame
+        while rest:  # `sendall` would apply its timeout to the whole frame
             rest = rest[self._connection.send(rest) :]
         self.bytes_moved += len(header) + _TAG + len(content)
 
     def receive(self, most: int) -> tuple[int, bytearray]:
-        """The kind and the content of the next frame, of at most `most` bytes.
+        """Kind and content of the next frame, of at most `most` bytes.
 
-        Raises `BadFrame` where it is longer, or its checksum is wrong, and `OSError` where the
-        other end is gone.
+        Raises `BadFrame` if the frame is longer or damaged, and `OSError` if the other end is gone.
         """
         header = self._exactly(_HEADER.size)
         kind, size = _HEADER.unpack(header)
@@ -87,7 +86,7 @@ class FrameSocket:
         return kind, content
 
     def close(self) -> None:
-        """Ends the connection, also for a thread that is sending or receiving."""
+        """Closes the connection, also for a thread that is sending or receiving."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
@@ -116,7 +115,7 @@ def encoded(table: Mapping[str, Any]) -> bytes:
 
 
 def table_of(content: Octets) -> dict[str, Any]:
-    """The content of a frame as a JSON table. Raises `BadFrame` for anything else."""
+    """Content of a frame as a JSON table. Raises `BadFrame` for anything else."""
     try:
         found = json.loads(bytes(content))
     except (ValueError, RecursionError) as error:
@@ -127,7 +126,7 @@ def table_of(content: Octets) -> dict[str, Any]:
 
 
 def records_in(content: Octets) -> Iterator[LogRecord]:
-    """The records of a step, one after another. Raises `DamagedLog` where they are not whole."""
+    """Records of a step, one after another. Raises `DamagedLog` if they are not whole."""
     rest = memoryview(content)
     while rest:
         record, rest = record_of(rest)
@@ -135,22 +134,21 @@ def records_in(content: Octets) -> Iterator[LogRecord]:
 
 
 MOST_STRANGERS = 8
-"""Connections that have not proved yet that they know the token; more are closed at once."""
-SILENT_S = 60.0
-"""Seconds between two lines of the log about strangers."""
+"""Largest number of connections that have not proved yet that they have the token."""
+REFUSAL_LINE_S = 60.0
+"""Least time between two lines of the log about refused connections."""
 SHORTEST_FRAMES = 4096
-"""Bytes of what a follower may want."""
+"""Largest request of a follower, in bytes."""
 STUCK_S = 30.0
-"""Seconds in which a follower must take some of a frame."""
+"""Seconds after which a follower that reads nothing is disconnected."""
 _log = logging.getLogger("detonation.feed")
 
 
 class Listener:
-    """Listens at `address`, and calls `admit` in a thread of its own for each connection that knows
-    the token.
+    """Listens at `address`, and calls `admit` in a new thread for each follower with the token.
 
-    Port 0 takes a free one. `admit` gets the connection after the handshake, the name of the other
-    end, and what it wants. Raises `OSError` where nobody can listen there.
+    Port 0 chooses a free one. `admit` gets the connection after the handshake, the name of the
+    other end, and its request. Raises `OSError` if this process cannot listen at `address`.
     """
 
     def __init__(
@@ -159,19 +157,24 @@ class Listener:
         host, port = host_and_port(address)
         try:
             host = listening_address(host)
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            if ":" in host:
+                family = socket.AF_INET6
+            else:
+                family = socket.AF_INET
             self._socket = socket.create_server((host, port), family=family, backlog=MOST_STRANGERS)
         except OSError as error:
             raise OSError(error.errno, f"cannot listen at {address}: {error.strerror}") from error
         self.port = int(self._socket.getsockname()[1])
-        self._token, self._admit = token, admit
-        self._places = threading.BoundedSemaphore(MOST_STRANGERS)
-        self._silent_until, self._unsaid = 0.0, 0
+        self._token = token
+        self._admit = admit
+        self._strangers = threading.BoundedSemaphore(MOST_STRANGERS)
+        self._silent_until = 0.0
+        self._unsaid = 0
         self._lock = threading.Lock()
         threading.Thread(target=self._accept, name="feed-listener", daemon=True).start()
 
     def close(self) -> None:
-        """Listens no longer."""
+        """Stops listening."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._socket.close()
@@ -183,10 +186,10 @@ class Listener:
             except OSError:
                 if self._socket.fileno() < 0:
                     return
-                time.sleep(0.1)  # out of file descriptors: others may be closed soon
+                time.sleep(0.1)  # no file descriptor is free: others may close soon
                 continue
             peer = f"{host}:{port}"
-            if not self._places.acquire(blocking=False):
+            if not self._strangers.acquire(blocking=False):
                 self._refuse(connection, peer, "too many connections have not shown a token yet")
                 continue
             threading.Thread(
@@ -200,62 +203,69 @@ class Listener:
             if kind != WANT:
                 raise BadFrame("it does not say what it wants")
             wanted = table_of(content)
-        except OSError as error:  # `Refused` and `BadFrame` are among them
+        except OSError as error:  # `Refused` and `BadFrame` are OSErrors
             self._refuse(connection, peer, str(error) or type(error).__name__)
             return
         finally:
-            self._places.release()
+            self._strangers.release()
         connection.settimeout(STUCK_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._admit(frames, peer, wanted)
 
     def _refuse(self, connection: socket.socket, peer: str, reason: str) -> None:
-        """Closes the connection, and logs that at most once in `SILENT_S`: a log must not grow by
-        strangers."""
+        """Closes the connection. Logs it at most once in `REFUSAL_LINE_S`, so that strangers cannot
+        fill the log."""
         with contextlib.suppress(OSError), contextlib.closing(connection):
             with self._lock:
                 now = time.monotonic()
                 if now < self._silent_until:
                     self._unsaid += 1
                     return
-                more, self._unsaid, self._silent_until = self._unsaid, 0, now + SILENT_S
-            also = f", and {more} more since the last such line" if more else ""
+                more = self._unsaid
+                self._unsaid = 0
+                self._silent_until = now + REFUSAL_LINE_S
+            also = ""
+            if more:
+                also = f", and {more} more since the last such line"
             _log.warning("refused %s: %s%s", peer, reason, also)
 
 
 ALIVE_S = 5.0
-"""Seconds of silence after which a follower gets a sign of life."""
-LEAST_WAITING, FEW_STEPS = 64 << 20, 4
-"""Bytes of steps that may wait; or as many as the copy of the state has, which waited before them;
-or those of a few steps, because who is only so late is not dropped, however large a step is."""
+"""Seconds of silence after which a follower gets a keep-alive frame."""
+LEAST_WAITING = 64 << 20
+"""Bytes of steps that may always wait for a follower, or as many as its copy of the state has."""
+FEW_STEPS = 4
+"""Steps that may always wait for a follower, however large they are."""
 
 
 class Subscription:
-    """Sends one follower, called `peer` in the log, a copy of the state, and then each step.
+    """Sends a copy of the state, and then each step, to one follower, called `peer` in the log.
 
-    `most_behind` steps may wait, once the follower has caught up after its copy.
+    most_behind: steps that may wait, after the follower has caught up with its copy.
     """
 
     def __init__(self, connection: FrameSocket, peer: str, most_behind: int) -> None:
-        self.peer, self._connection, self._most_behind = peer, connection, most_behind
+        self.peer = peer
+        self._connection = connection
+        self._most_behind = most_behind
         self.alive = True
         self._begun = self._caught_up = False
-        self._skip, self._bytes, self._most_bytes = (
-            0,
-            0,
-            LEAST_WAITING,
-        )  # before `begin` nothing waits
+        self._skip = 0
+        self._bytes = 0  # nothing waits before `begin`
+        self._most_bytes = LEAST_WAITING
         self._queue: deque[tuple[int, Octets]] = deque()  # kind and content
         self._changed = threading.Condition()
         self.thread = threading.Thread(target=self._send, name="feed-sender", daemon=True)
         self.thread.start()
 
     def begin(self, about: Mapping[str, Any], state: Sequence[memoryview], skip: int) -> None:
-        """Queues a description and the copy of the state; `skip` steps before the copy are still to
-        be offered."""
+        """Queues a description and the copy of the state. The next `skip` calls of `offer` are of
+        steps before the copy."""
         size = sum(map(len, state))
         with self._changed:
-            self._begun, self._skip, self._most_bytes = True, skip, max(LEAST_WAITING, size)
+            self._begun = True
+            self._skip = skip
+            self._most_bytes = max(LEAST_WAITING, size)
             self._queue.append((ABOUT, encoded({**about, "state_bytes": size})))
             pieces = ((part, at) for part in state for at in range(0, len(part), LONGEST_PIECE))
             self._queue.extend((STATE, part[at : at + LONGEST_PIECE]) for part, at in pieces)
@@ -263,7 +273,7 @@ class Subscription:
         _log.info("%s follows from step %s on", self.peer, about.get("step"))
 
     def offer(self, step: Octets) -> None:
-        """Queues the records of a step, or drops a follower that is too far behind."""
+        """Queues the records of a step. Disconnects the follower if it is too far behind."""
         with self._changed:
             if self._skip:
                 self._skip -= 1
@@ -283,7 +293,8 @@ class Subscription:
 
     def drop(self, reason: str) -> None:
         with self._changed:
-            was, self.alive = self.alive, False
+            was = self.alive
+            self.alive = False
             self._queue.clear()
             self._changed.notify()
         if was:

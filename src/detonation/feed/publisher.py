@@ -1,5 +1,4 @@
-"""The feed: what a rank of training sends to processes that follow it, without ever waiting for
-them."""
+"""Feed: a rank of training sends its updates to followers, and never waits for them."""
 
 import contextlib
 import logging
@@ -39,39 +38,38 @@ from detonation.feed.weights.weight_feed import WeightFeed
 from detonation.log.records import MESSAGE, LogRecord, StepRecorder
 
 FAILED_S = 60.0
-"""Seconds after which a copy that failed is tried again."""
+"""Seconds from a failed copy of the state to the next attempt."""
 REST = 100.0
-"""Copies of the state take at most one part in so many of the training's time."""
+"""Least time between two copies, in multiples of the time that one takes: 1 % of training."""
 _log = logging.getLogger("detonation.feed")
 
 
 class Feed(StepRecorder):
-    """Serves the weights of training to processes that follow it: a copy of the state, and then
-    each step's messages.
+    """Serves the weights of training to followers: a copy of the state, then each step's messages.
 
-    Each rank of one replica, whichever, has a feed: `optimizer.record(feed)`. The rank of shard s
-    listens at the port of `address` + s. Whoever comes gets a copy of the state after the step that
-    is under way, and from there on the messages of all replicas, as they travelled. Training never
-    waits for a follower: threads send, and one that is too far behind is dropped, and comes again.
-    Without followers a step costs nothing.
+    Each rank of one replica has a feed: `optimizer.record(feed)`. The rank of shard s listens at
+    the port of `address` + s. A new follower gets a copy of the state after the current step, and
+    from then on the messages of all replicas, unchanged. Training never waits for a follower:
+    threads send, and a follower that is too far behind is disconnected and reconnects. Without
+    followers a step costs nothing.
 
-    A follower needs its token (`DETONATION_TOKEN`, or a file that `DETONATION_TOKEN_FILE` names).
-    Nothing is encrypted.
+    A follower needs the same token as the feed: `DETONATION_TOKEN`, or the content of the file that
+    `DETONATION_TOKEN_FILE` names. The connection is authenticated, but not encrypted.
 
     Args:
         model: The trained model.
         optimizer: Made by `replicate`, with one level.
-        address: "HOST:PORT" of the interface to listen at; port 0 takes a free one.
-        token: At least 16 bytes, in the place of that of the environment.
-        most_behind: Steps that wait for a follower until it is dropped.
-        most_followers: Followers at a time.
+        address: "HOST:PORT" of the interface to listen at; port 0 chooses a free one.
+        token: At least 16 bytes; None reads the environment.
+        most_behind: Steps that may wait for a follower before it is disconnected.
+        most_followers: Largest number of followers at a time.
         about: JSON values for the followers, such as the configuration of the run.
-        run: A name of this start of the training, the same for all shards.
+        run: Name of this start of the training, the same for all shards.
 
     Raises:
-        ValueError: There is no token or a shorter one, the address is none, or the optimizer cannot
-            be followed.
-        OSError: Nobody can listen there.
+        ValueError: The token is missing or too short, the address is not valid, or the optimizer
+            cannot be followed.
+        OSError: This process cannot listen at `address`.
 
     Example:
         >>> import torch, detonation as dt
@@ -112,30 +110,34 @@ class Feed(StepRecorder):
             if value < 1:
                 raise ValueError(f"{name} is {value}, must be at least 1")
         require_followable(optimizer)
-        self._model, self._most_behind, self._most_followers = model, most_behind, most_followers
+        self._model = model
+        self._most_behind = most_behind
+        self._most_followers = most_followers
         self._about: dict[str, Any] = {"about": dict(about or {}), "run": run}
-        self._run, self._returns = run, 0  # to earlier states
+        self._run = run
+        self._returns = 0  # number of returns to earlier states
         self._lock = threading.Lock()  # of the two lists
         self._coming: list[Subscription] = []
         self._subscribed: list[Subscription] = []
-        self._levels: object = None  # of which the followers know
+        self._levels: object = None  # of the last copy
         self._next_copy = 0.0
         self.first_copy = 0.0
-        """The step before which no follower gets a copy."""
+        """Step before which no follower gets a copy."""
         self.ahead: Callable[[], int] = lambda: 0
-        """A number for followers with each copy; see `Follower.ahead`."""
+        """Makes a number that each copy contains; see `Follower.ahead`."""
         self._synchronized = 0  # calls of `synchronize` since the last step
-        self._sent: dict[int, bytes] = {}  # the buffers of the model, as they were sent last
+        self._sent: dict[int, bytes] = {}  # the model's buffers when they were last sent
         self.records = self._closed = False
         host, port = host_and_port(address)
         shard = optimizer.coordinates.shard
         self._first_shard = shard == 0
-        bracketed = f"[{host}]" if ":" in host else host
-        self._listener = Listener(
-            f"{bracketed}:{port + shard if port else 0}", checked_token(token), self._admit
-        )
-        self.address = f"{bracketed}:{self._listener.port - (shard if port else 0)}"
-        """That followers need."""
+        if ":" in host:
+            host = f"[{host}]"
+        if not port:
+            shard = 0  # each shard has a free port of its own
+        self._listener = Listener(f"{host}:{port + shard}", checked_token(token), self._admit)
+        self.address = f"{host}:{self._listener.port - shard}"
+        """Address to give to `follow`."""
 
     @staticmethod
     def of_weights(
@@ -145,26 +147,26 @@ class Feed(StepRecorder):
         dtype: torch.dtype | None = None,
         base_every: int | None = None,
     ) -> WeightFeed:
-        """A feed of weights alone, as files that any number of readers poll: for any training loop
-        and any optimizer.
+        """A feed of weights alone, as files that any number of readers poll. It works with any
+        training loop and any optimizer.
 
-        Call `publish(step)` after each step, or after as many as you like. A file has the values
-        that changed since the call before, exactly. In bf16 that is about 0.01 bytes per parameter
-        at a learning rate of 1e-6. The first file, and others at times, are bases, which have all
-        weights, so that a reader can begin there. The two newest bases stay, with the differences
-        since the older; files before are removed.
+        Call `publish(step)` after each step, or less often. A file has the exact values that
+        changed since the previous call. In bf16 that is about 0.01 bytes per parameter at a
+        learning rate of 1e-6. The first file, and some later ones, are bases: they have all
+        weights, so that a reader can begin there. The feed keeps the two newest bases and the
+        differences after the older one, and removes earlier files.
 
-        It keeps a copy of the published weights on the device of the model.
+        The feed keeps a copy of the published weights on the device of the model.
 
         Args:
-            model: In training, also sharded by FSDP2: then each rank calls `publish`.
-            target: A directory, which is made; or a URL with "://" that fsspec knows; None on each
-                rank of a sharded model but the one that writes.
-            dtype: To which floating-point weights are rounded, such as torch.bfloat16 of fp32
-                weights; readers hold a model of this type. Left out, each is published as it is;
-                fp32 weights change almost all at each step.
-            base_every: The differences after which there is a base; left out, as many as have the
-                bytes of a base.
+            model: The trained model. If FSDP2 shards it, each rank calls `publish`.
+            target: A directory, which is made if it is missing, or a URL with "://" for fsspec.
+                If the model is sharded, one rank writes; the others give None.
+            dtype: Rounds floating-point weights to this type, such as fp32 weights to
+                torch.bfloat16; readers have a model of this type. By default weights are not
+                rounded; almost all fp32 weights change at each step.
+            base_every: Number of differences between two bases. By default there is a new base
+                when the differences have as many bytes as the last base.
 
         Raises:
             ValueError: `dtype` is no floating-point type, or `base_every` is below 1.
@@ -174,7 +176,8 @@ class Feed(StepRecorder):
             >>> import tempfile, torch, detonation as dt
             >>> from pathlib import Path
             >>> trained, served = nn.Linear(8, 1), nn.Linear(8, 1).bfloat16()
-            >>> adam, folder = torch.optim.AdamW(trained.parameters()), tempfile.TemporaryDirectory()
+            >>> adam = torch.optim.AdamW(trained.parameters())
+            >>> folder = tempfile.TemporaryDirectory()
             >>> with dt.Feed.of_weights(trained, folder.name, dtype=torch.bfloat16) as feed:
             ...     for step in range(3):
             ...         trained(torch.ones(1, 8)).sum().backward()
@@ -189,17 +192,20 @@ class Feed(StepRecorder):
 
     @property
     def followers(self) -> int:
-        """The number of processes that follow, or wait for their copy."""
+        """Number of processes that follow, or wait for their copy."""
         with self._lock:
             return sum(each.alive for each in (*self._coming, *self._subscribed))
 
     def end(self, what: str, optimizer: Replicated) -> None:
         """Ends a step, or a call of `synchronize`."""
         messages, goes_on = self.take_messages(what, optimizer)
-        self._synchronized = 0 if what == "step" else self._synchronized + 1
+        if what == "step":
+            self._synchronized = 0
+        else:
+            self._synchronized += 1
         if (
             not goes_on
-        ):  # a name of its own: the same steps of another shard may still be those taken before
+        ):  # a new name: another shard may still have the earlier steps of these numbers
             self._returns += 1
             self._about["run"] = f"{self._run}, returned {self._returns} times"
             self._drop_all("training went back to an earlier state")
@@ -215,9 +221,7 @@ class Feed(StepRecorder):
         if self._coming and due:
             try:
                 self._let_in(optimizer)
-            except (
-                Exception
-            ) as error:  # whatever it is, as a lack of memory for the copy: training goes on
+            except Exception as error:  # such as a lack of memory: training continues
                 _log.exception("no copy of the state for followers")
                 self._next_copy = time.monotonic() + FAILED_S
                 self._drop_all(f"there is no copy of the state: {error}")
@@ -226,9 +230,9 @@ class Feed(StepRecorder):
             self.note(optimizer)
 
     def close(self, ended: bool = True, wait_s: float = 10.0) -> None:
-        """Sends what is left to each follower, at most for `wait_s` seconds, and listens no longer.
+        """Stops listening, and sends queued steps to each follower for at most `wait_s` seconds.
 
-        Followers of a training that has not `ended` wait for its next start.
+        Unless training has `ended`, followers wait for its next start.
         """
         self._listener.close()
         self.take_last_writes()
@@ -236,14 +240,13 @@ class Feed(StepRecorder):
         with self._lock:
             self._closed = True
             everyone = [*self._coming, *self._subscribed]
-            self._coming, self._subscribed = [], []
+            self._coming = []
+            self._subscribed = []
+        reason = "training has stopped"
+        if ended:
+            reason = "training has ended"
         for each in everyone:
-            each.finish(
-                {
-                    "ended": ended,
-                    "reason": "training has ended" if ended else "training has stopped",
-                }
-            )
+            each.finish({"ended": ended, "reason": reason})
         deadline = time.monotonic() + wait_s
         for each in everyone:
             each.thread.join(max(0.0, deadline - time.monotonic()))
@@ -256,33 +259,32 @@ class Feed(StepRecorder):
             each.offer(content)
 
     def _admit(self, connection: FrameSocket, peer: str, wanted: Mapping[str, Any]) -> None:
-        """Takes in a follower; called by the threads of the listener."""
-        kind, answer = ABOUT, dict(self._about["about"])
+        """Accepts or refuses a follower. Called by the threads of the listener."""
+        kind = ABOUT
+        answer = dict(self._about["about"])
         if wanted.get("want") != "about":
             with self._lock:
                 here = sum(each.alive for each in (*self._coming, *self._subscribed))
                 if here < self._most_followers and not self._closed:
                     self._coming.append(Subscription(connection, peer, self._most_behind))
                     return
-            kind, answer = (
-                BYE,
-                {"ended": False, "reason": f"it has {here} followers, and takes no more"},
-            )
+            kind = BYE
+            answer = {"ended": False, "reason": f"it has {here} followers, and takes no more"}
         with contextlib.suppress(OSError):
             connection.send(kind, encoded(answer))
         connection.close()
 
     def _let_in(self, optimizer: Replicated) -> None:
-        """Gives those who wait a copy of the state after this step."""
+        """Sends a copy of the state after this step to the followers that wait for one."""
         began = time.monotonic()
         with self._lock:
-            coming, self._coming = [each for each in self._coming if each.alive], []
+            coming = [each for each in self._coming if each.alive]
+            self._coming = []
         if not coming:
             return
         try:
-            require_followable(
-                optimizer
-            )  # by now the collectives are known, and whether replicas are close
+            # after the first step the collectives are known, and whether replicas are close
+            require_followable(optimizer)
         except ValueError as error:
             for each in coming:
                 each.finish({"ended": False, "reason": str(error)})
@@ -294,7 +296,7 @@ class Feed(StepRecorder):
         about = describe_training(optimizer) | self._about | told
         for each in coming:
             each.begin(about, state, self.waiting)
-        self._options = []  # all options of the groups come with the next step
+        self._options = []  # the next step sends all options of the groups
         self._sent = {}
         now = time.monotonic()
         self._next_copy = now + REST * (now - began)
@@ -313,18 +315,17 @@ class Feed(StepRecorder):
         self._sort_out()
 
     def _extras(self, optimizer: Replicated) -> list[tuple[int, int, Readback]]:
-        """The tensors that a follower needs beside the messages: the norm for clipping, and the
+        """Tensors that a follower needs in addition to the messages: the norm for clipping, and the
         buffers."""
-        step, found = optimizer.step_count, []
-        norm = optimizer.stats.grad_norm if optimizer.settings.clip else None
-        if norm is not None:
+        step = optimizer.step_count
+        found = []
+        norm = optimizer.stats.grad_norm
+        if optimizer.settings.clip and norm is not None:
             found.append((NORM, step, Readback(norm.detach().reshape(1).clone())))
-        for index, buffer in enumerate(
-            persistent_buffers(self._model).values() if self._first_shard else ()
-        ):
-            found.append(
-                (BUFFERS + index, step, Readback(local(buffer.detach()).clone().reshape(-1)))
-            )
+        if self._first_shard:
+            for index, buffer in enumerate(persistent_buffers(self._model).values()):
+                copied = local(buffer.detach()).clone().reshape(-1)
+                found.append((BUFFERS + index, step, Readback(copied)))
         return found
 
     def _is_new(self, record: LogRecord) -> bool:

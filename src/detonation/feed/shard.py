@@ -1,5 +1,4 @@
-"""One shard of a training as its follower has it: an optimizer without peers, which repeats the
-steps of a stream."""
+"""One shard of training in a follower: an optimizer without peers repeats the steps of a stream."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,7 +31,7 @@ from detonation.log.writer import identity, round_like, use_padding_of
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes the base optimizer of the training over parameter groups."""
 Moment = tuple[str, int, int]
-"""The start of the training, the steps that were taken, and the calls of `synchronize` since."""
+"""Name of the start of training, steps since then, and calls of `synchronize` since that step."""
 
 
 class ReceivedSteps(Player):
@@ -43,26 +42,31 @@ class ReceivedSteps(Player):
         self.records: deque[LogRecord] = deque()
 
     def read(self) -> LogRecord | None:
-        return self.records.popleft() if self.records else None
+        if self.records:
+            return self.records.popleft()
+        return None
 
 
 class ShardFollower:
-    """Repeats the steps of one shard of a training, in a model that is whole, or sharded as that of
-    training.
+    """Repeats the steps of one shard of training.
 
-    moment: Where it is; None before the first copy of the state.
+    moment: the last one that it has reached; None before the first copy of the state.
 
     Args:
-        model: Whole, or with parameters that are sharded as those of training are.
+        model: Whole, or sharded like the model of training.
+        sharded: Whether `model` is sharded.
         make: Makes the base optimizer; None for one of torch or of this library, by its name.
-        joins: It is for some steps, until this process is a replica that may be close to the
-            others.
+        joins: This process will join as a replica, so it may round differently if replicas may be
+            close instead of equal.
     """
 
     def __init__(
         self, model: nn.Module, sharded: bool, make: MakeOptimizer | None, joins: bool = False
     ) -> None:
-        self._model, self._sharded, self._make, self._joins = model, sharded, make, joins
+        self._model = model
+        self._sharded = sharded
+        self._make = make
+        self._joins = joins
         self.moment: Moment | None = None
         self.about: dict[str, Any] = {}
         self.optimizer: Replicated | None = None
@@ -74,15 +78,14 @@ class ShardFollower:
 
     @property
     def complete(self) -> bool:
-        """True unless messages of steps before this moment are still on their way."""
+        """True unless messages of earlier steps are still to come."""
         delayed = self.optimizer is not None and self.optimizer.levels[0][1].round.delay > 0
         return self.moment is not None and (not delayed or self.moment[2] > 0)
 
     def apply(self, events: Sequence[Joined | Stepped]) -> None:
-        """Loads a copy of the state, or repeats steps.
+        """Loads copies of the state and repeats steps.
 
-        Raises `ValueError` where the state is of another model, and `DamagedLog` where steps do not
-        follow each other.
+        Raises `ValueError` if a state is of another model, and `DamagedLog` if a step is missing.
         """
         for event in events:
             if isinstance(event, Joined):
@@ -99,9 +102,10 @@ class ShardFollower:
         saved = self.saved = ShardReader(joined.path)
         shared_state.load_weights_of(saved, self._model)
         trained = set(about["trained"])
-        self.module = (
-            self._model if self._sharded else shared_state.shard_views(saved, self._model, trained)
-        )
+        if self._sharded:
+            self.module = self._model
+        else:
+            self.module = shared_state.shard_views(saved, self._model, trained)
         parameters = local_parameters(self.module)
         base = base_optimizer(self._make, about, saved.groups, parameters)
         chosen = scheme_of_training(about)
@@ -128,9 +132,10 @@ class ShardFollower:
         self._buffers = [local(buffer) for buffer in persistent_buffers(self._model).values()]
 
     def _require_same(self) -> None:
-        """Raises `ValueError` where this process would not repeat the steps bit for bit, as replica
-        0 takes them."""
-        optimizer, about = self.optimizer, self.about
+        """Raises `ValueError` if this process would not repeat the steps of replica 0 bit for
+        bit."""
+        optimizer = self.optimizer
+        about = self.about
         assert optimizer is not None
         for key, here in identity(optimizer).items():
             if key not in ("shards", "clip", "arguments", "optimizer") and here != about.get(key):
@@ -145,18 +150,16 @@ class ShardFollower:
             )
 
     def _repeat(self, records: Sequence[LogRecord], optimizer: Replicated) -> None:
-        extras = {
-            r.place: r.content
-            for r in records
-            if r.kind == MESSAGE and r.place >= shared_state.BUFFERS
-        }
+        extras: dict[int, Any] = {}
+        for record in records:
+            if record.kind == MESSAGE and record.place >= shared_state.BUFFERS:
+                extras[record.place] = record.content
+            else:
+                self._player.records.append(record)
         norm = extras.pop(shared_state.NORM, None)
-        self._norm = (
-            None if norm is None else torch.frombuffer(bytearray(norm), dtype=torch.float32)[0]
-        )
-        self._player.records.extend(
-            r for r in records if r.kind != MESSAGE or r.place < shared_state.BUFFERS
-        )
+        self._norm = None
+        if norm is not None:
+            self._norm = torch.frombuffer(bytearray(norm), dtype=torch.float32)[0]
         while (end := self._player.next_end()) is not None:
             repeat_step(end, optimizer)
         for place, content in extras.items():
@@ -165,7 +168,7 @@ class ShardFollower:
             buffer.copy_(sent.view(buffer.shape))
 
     def _clip(self, base: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        """Clips by the norm over all shards, as training has measured it."""
+        """Clips by the norm over all shards, which training has sent."""
         if self._norm is None:
             return
         gradients = [
@@ -177,18 +180,17 @@ class ShardFollower:
 
 
 def moment_after(event: Joined | Stepped, before: Moment | None) -> Moment:
-    """The moment of a training after an event, and `before` it."""
+    """Moment of training after `event`, if it was at `before`."""
     if isinstance(event, Joined):
         return event.about["run"], event.about["step"], event.about["synchronized"]
-    assert before is not None  # a stream begins with a copy
+    assert before is not None  # the first event of a stream is a copy
+    run, _, synchronized = before
     end = event.records[-1]
-    if end.kind == WRITTEN:  # whose shards may differ in what they wrote, and meet all the same
+    if end.kind == WRITTEN:  # the shards may have written different weights at the same moment
         return before
-    return (
-        (before[0], end.step, before[2] + 1)
-        if end.kind == SYNCHRONIZE
-        else (before[0], end.step, 0)
-    )
+    if end.kind == SYNCHRONIZE:
+        return run, end.step, synchronized + 1
+    return run, end.step, 0
 
 
 def base_optimizer(
@@ -197,19 +199,18 @@ def base_optimizer(
     saved: Sequence[Any],
     parameters: Mapping[str, Tensor],
 ) -> torch.optim.Optimizer:
-    """The base optimizer of a training, over `parameters` in the groups of its state."""
-    groups = [
-        {
-            "params": [parameters[name] for name in group["parameters"]],
-            **shared_state.options_of_group(group),
-        }
-        for group in saved
-    ]
-    return (make or _by_name(about["optimizer"]))(groups)
+    """Makes the base optimizer of training, over `parameters` in the `saved` groups."""
+    groups = []
+    for group in saved:
+        members = [parameters[name] for name in group["parameters"]]
+        groups.append({"params": members, **shared_state.options_of_group(group)})
+    if make is None:
+        make = _by_name(about["optimizer"])
+    return make(groups)
 
 
 def scheme_of_training(about: dict[str, Any]) -> Scheme:
-    """The scheme of a training. Raises `ValueError` for one that is not registered here."""
+    """Makes the scheme of training. Raises `ValueError` if it is not registered here."""
     name = about["scheme"]
     if ":" in name:
         raise ValueError(
@@ -222,7 +223,9 @@ def scheme_of_training(about: dict[str, Any]) -> Scheme:
 def _by_name(name: Sequence[str]) -> MakeOptimizer:
     module, kind = name
     ours: dict[str, Any] = {"SignSGD": SignSGD, "Muon": Muon}
-    found = ours.get(kind) if module.startswith("detonation.") else None
+    found = None
+    if module.startswith("detonation."):
+        found = ours.get(kind)
     if module.startswith("torch.optim."):
         found = getattr(torch.optim, kind, None)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
@@ -235,7 +238,7 @@ def _by_name(name: Sequence[str]) -> MakeOptimizer:
 def reachable_moments(
     moment: Moment | None, inbox: Iterable[Joined | Stepped], to: int | None
 ) -> list[Moment | None]:
-    """The moments of a shard now, and after each of the events that wait, up to step `to`."""
+    """Moments of a shard, now and after each event in `inbox` up to step `to`."""
     found = [moment]
     for event in inbox:
         moment = moment_after(event, moment)
@@ -253,13 +256,15 @@ def joined_optimizer(
     axis: Axis,
     safety: Safety,
 ) -> Replicated:
-    """An optimizer over the parameters of `model` along `axis`, at the step of the shards, with an
-    empty memory.
+    """Makes an optimizer over the parameters of `model` along `axis`, at the step of the shards,
+    with an empty memory.
 
     Collective over `axis`; see `Follower.join`.
     """
     first = shards[0]
-    about, saved, before = first.about, first.saved, first.optimizer
+    about = first.about
+    saved = first.saved
+    before = first.optimizer
     assert saved is not None and before is not None
     if len(shards) > 1 and axis.size() > 1:
         raise ValueError(
@@ -269,27 +274,22 @@ def joined_optimizer(
     parameters = local_parameters(model)
     optimized = {name for group in saved.groups for name in group["parameters"]}
     for name, parameter in parameters.items():
-        if name in optimized:  # others stay as they are, since no step moves them
+        if name in optimized:  # no step changes the others
             parameter.requires_grad_(name in about["trained"])
         mark_used(parameter, name in about.get("padding", ()))
     base = base_optimizer(make, about, saved.groups, parameters)
     for mine, group in zip(base.param_groups, before.param_groups, strict=True):
         mine |= {key: value for key, value in group.items() if key != "params"}
     for name, parameter in parameters.items():
-        views = [local_parameters(shard.module)[name] for shard in shards]
-        states = [
-            s.optimizer.base.state.get(view, {})
-            for s, view in zip(shards, views, strict=True)
-            if s.optimizer
-        ]
-        base.state[parameter].update(
-            {
-                key: _whole([state[key] for state in states], _boxes(shards, name), parameter)
-                for key in states[0]
-            }
-        )
-        if not states[0]:
-            del base.state[parameter]
+        states = []
+        for shard in shards:
+            view = local_parameters(shard.module)[name]
+            if shard.optimizer:
+                states.append(shard.optimizer.base.state.get(view, {}))
+        boxes = _boxes(shards, name)
+        for key in states[0]:
+            parts = [state[key] for state in states]
+            base.state[parameter][key] = _whole(parts, boxes, parameter)
     chosen = scheme_of_training(about)
     alike = {key: about[key] for key in ("clip", "balance", "seed", "kernels")}
     optimizer = replicate(base, model, axis, chosen, **alike, safety=safety)
@@ -305,12 +305,13 @@ def joined_optimizer(
 def _hand_over(
     shards: Sequence[ShardFollower], optimizer: Replicated, parameters: dict[str, Tensor]
 ) -> None:
-    """Gives the replicators the state that all replicas share."""
+    """Loads the state that all replicas share into the replicators of `optimizer`."""
     found = [shard.optimizer.local_state() for shard in shards if shard.optimizer is not None]
     for level, replicator in enumerate(optimizer.build()):
         state: dict[str, Tensor] = {}
         for key, tensor in replicator.local_state().named().items():
-            full, name = f"{level}.{key}", key.partition(".")[2]
+            full = f"{level}.{key}"
+            name = key.partition(".")[2]
             if not shared_state.is_shared(full) or full not in found[0]:
                 state[key] = tensor.clone()  # empty
             elif name in parameters:
@@ -327,9 +328,9 @@ def _boxes(shards: Sequence[ShardFollower], name: str) -> list[Box | None]:
 
 
 def _whole(parts: Sequence[Any], boxes: Sequence[Box | None], like: Tensor) -> Any:
-    """The parts of a tensor as one, in memory of its own; other values are those of the first
-    shard."""
-    first, box = parts[0], boxes[0]
+    """Assembles the parts of a tensor in new memory. Other values are those of the first shard."""
+    first = parts[0]
+    box = boxes[0]
     if not isinstance(first, Tensor):
         return first
     if box is None or not first.ndim or first.shape != box.shape:

@@ -1,5 +1,5 @@
-"""The state that a follower begins with: how a feed describes and writes it, and how it is put into
-an optimizer."""
+"""Copy of the state for a follower: how a feed describes and writes it, and how a follower loads
+it."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -21,17 +21,16 @@ from detonation.core.schemes.traffic import collective_for
 from detonation.feed.frames import encoded, table_of
 from detonation.log.writer import identity, padding_of, rounding
 
-BUFFERS, NORM = 1 << 31, (1 << 32) - 1
-"""The places, among those of messages, of the model's buffers from the first one on, and of the
-norm for clipping."""
+BUFFERS = 1 << 31
+NORM = (1 << 32) - 1
+"""Numbers, in the range of those of messages, for the model's first buffer (the others follow) and
+for the norm for clipping."""
 PRIVATE = ("residual", "server_residual", "generator", "taken", "local_steps")
-"""How the kinds of state begin that stay where they are: the memory of one replica, and who took
-which local steps."""
+"""Prefixes of the state that a replica does not share: its memory, and its local steps."""
 
 
 def require_followable(optimizer: Replicated) -> None:
-    """Raises `ValueError` where the messages of `optimizer` are not all that moves the weights of
-    its replicas."""
+    """Raises `ValueError` if the messages of `optimizer` alone do not determine the weights."""
     if len(optimizer.levels) > 1:
         raise ValueError("a feed takes one level of replication, not several")
     if optimizer.settings.intra_node is not None:
@@ -47,13 +46,14 @@ def require_followable(optimizer: Replicated) -> None:
     ((_, scheme),) = optimizer.levels
     if scheme.signal == "nothing":
         raise ValueError(f"under {scheme.name} replicas agree on nothing that could be followed")
-    built = optimizer.build() if optimizer.is_built else []
-    ways = [
-        collective_for(scheme, each.layout, each.link.replicas, each.link.local_ranks)
-        for each in built
-    ]
-    if scheme.round.delay and "owner" in (scheme.link, *ways):
-        # a copy waits for messages in flight, which would start the second collective on this
+    collectives = [scheme.link]
+    if optimizer.is_built:
+        for each in optimizer.build():
+            link = each.link
+            found = collective_for(scheme, each.layout, link.replicas, link.local_ranks)
+            collectives.append(found)
+    if scheme.round.delay and "owner" in collectives:
+        # a copy waits for messages in flight, and that would start the second collective on this
         # replica alone
         raise ValueError(
             f"{scheme.name} with a delay and owners cannot be followed: use link='all-gather'"
@@ -61,9 +61,10 @@ def require_followable(optimizer: Replicated) -> None:
 
 
 def describe_training(optimizer: Replicated) -> dict[str, Any]:
-    """All that a follower must know before it can load the state, as JSON values."""
+    """Everything that a follower needs before it can load the state, as JSON values."""
     ((_, scheme),) = optimizer.levels
-    replicators, settings = optimizer.build(), optimizer.settings
+    replicators = optimizer.build()
+    settings = optimizer.settings
     kind = type(optimizer.base)
     described = {
         **identity(optimizer),
@@ -85,38 +86,39 @@ def describe_training(optimizer: Replicated) -> dict[str, Any]:
 
 @torch.no_grad()
 def memory_norm(optimizer: Replicated) -> float:
-    """The norm of the signals that this replica has not sent yet, over all parameters of its shard."""
+    """Norm of the signals that this replica has not sent yet, over all parameters of its shard."""
     found = [each.channel.memory.residual for each in optimizer.build() if each.channel.memory]
     return math.hypot(*(float(torch.linalg.vector_norm(each)) for each in found))
 
 
 def shared_content(snapshot: Snapshot) -> list[memoryview]:
-    """The state that all replicas share, as the file of a checkpoint has it."""
-    tensors = {
-        key: tensor for key, tensor in snapshot.tensors.items() if not key.startswith("generator.")
-    }
-    own = {
-        key
-        for key in tensors
-        if key.startswith("replica.") and not is_shared(key.removeprefix("replica."))
-    }
-    tensors = {key: tensor for key, tensor in tensors.items() if key not in own}
+    """State that all replicas share, in the format of a checkpoint's shard file."""
+    tensors = {}
+    for key, tensor in snapshot.tensors.items():
+        part, _, rest = key.partition(".")
+        private = part == "generator" or (part == "replica" and not is_shared(rest))
+        if not private:
+            tensors[key] = tensor
     return list(shard_content(tensors, snapshot.rest))
 
 
 @torch.no_grad()
 def load_weights_of(saved: ShardReader, model: nn.Module) -> None:
-    """Copies the part of the weights that `saved` has into `model`, which is whole or sharded
-    alike, or is refused."""
+    """Copies the weights in `saved` into `model`, which is whole or sharded in the same way.
+
+    Raises `ValueError` if the weights are of another model.
+    """
     targets = {f"model.{name}": tensor for name, tensor in weights(model).items()}
     for key, target in targets.items():
-        tensor, whole = saved.tensor(key), tuple(target.shape)
+        tensor = saved.tensor(key)
+        whole = tuple(target.shape)
         part = local(target)
         box = saved.boxes.get(key, Box.of(target))
         if part is target and box.whole == whole:
             part = part_of(part, box)
         if part.shape != tensor.shape or part.dtype != tensor.dtype:
-            here, there = f"{whole} {part.dtype}", f"{box.whole} {tensor.dtype}"
+            here = f"{whole} {part.dtype}"
+            there = f"{box.whole} {tensor.dtype}"
             raise ValueError(
                 f"{key.removeprefix('model.')} is {there} in training, is {here} here: another"
                 " model"
@@ -131,13 +133,13 @@ def load_weights_of(saved: ShardReader, model: nn.Module) -> None:
 
 
 def part_of(whole: Tensor, box: Box) -> Tensor:
-    """The part of a whole tensor that a box is, in the same memory.
+    """Part `box` of a whole tensor, as a view.
 
     Shapes: any -> the shape of the box.
     """
     for dim, (start, size) in enumerate(zip(box.offset, box.shape, strict=True)):
         if start + size > whole.shape[dim]:
-            start = 0  # an empty shard begins beyond the end
+            start = 0  # the offset of an empty shard may be beyond the end
             if size:
                 raise CorruptCheckpoint(
                     f"a box ends beyond its tensor of shape {tuple(whole.shape)}"
@@ -150,10 +152,9 @@ def part_of(whole: Tensor, box: Box) -> Tensor:
 def load_shared_state(
     saved: ShardReader, optimizer: Replicated, parameters: Mapping[str, Tensor], step: int
 ) -> None:
-    """Puts the state of the base optimizer, and of the replicators, into an optimizer that took no
-    step.
+    """Loads the state of the base optimizer and of the replicators into a new optimizer.
 
-    Its memory stays empty. Raises `ValueError` where it is of another model or scheme.
+    Its memory stays empty. Raises `ValueError` if the state is of another model or scheme.
     """
     for name, parameter in parameters.items():
         load_base_state(saved, saved, optimizer, name, parameter)
@@ -173,35 +174,39 @@ def load_shared_state(
         mine = {}
         for key, tensor in replicator.local_state().named().items():
             full = f"{level}.{key}"
-            mine[key] = saved.tensor(found[full]) if full in found else torch.zeros_like(tensor)
-            if mine[key].shape != tensor.shape:
+            loaded = torch.zeros_like(tensor)
+            if full in found:
+                loaded = saved.tensor(found[full])
+            if loaded.shape != tensor.shape:
                 raise ValueError(
-                    f"{full} is {tuple(mine[key].shape)} in training, is {tuple(tensor.shape)} here"
+                    f"{full} is {tuple(loaded.shape)} in training, is {tuple(tensor.shape)} here"
                 )
+            mine[key] = loaded
         replicator.local_state().load(mine)
     optimizer.resume_at(step)
 
 
 def is_shared(key: str) -> bool:
-    """False for the state that is one replica's own, such as 0.residual.layer.weight."""
+    """False for state of one replica alone, such as 0.residual.layer.weight."""
     return not key.partition(".")[2].startswith(PRIVATE)
 
 
 def options_of_group(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a parameter group, as a state has them."""
-    plain = {
-        key: tuple(value) if isinstance(value, list) else value
-        for key, value in saved["options"].items()
-    }
-    return plain | {key: torch.tensor(value) for key, value in saved["tensors"].items()}
+    """Options of a saved parameter group, with their original types."""
+    options = dict(saved["options"])
+    for key, value in options.items():
+        if isinstance(value, list):
+            options[key] = tuple(value)
+    for key, value in saved["tensors"].items():
+        options[key] = torch.tensor(value)
+    return options
 
 
 def shard_views(saved: ShardReader, model: nn.Module, trained: Collection[str]) -> nn.Module:
-    """A module with the names of `model`, whose parameters are the parts that the shard of `saved`
-    has of them.
+    """A module with the names of `model`, whose parameters are views of the parts in `saved`.
 
-    A step of an optimizer on it moves `model`. Neither the gradients nor `requires_grad` of `model`
-    change; views of `trained` parameters require gradients.
+    An optimizer that steps it changes the weights of `model`, but neither its gradients nor its
+    `requires_grad`. Views of `trained` parameters require gradients.
     """
     views: dict[str, Tensor] = {}
     parameters = local_parameters(model)
@@ -210,16 +215,15 @@ def shard_views(saved: ShardReader, model: nn.Module, trained: Collection[str]) 
         box = saved.boxes.get(f"model.{name}", Box.of(parameter))
         view = nn.Parameter(part_of(parameter.detach(), box), requires_grad=name in trained)
         view.whole_numel = parameter.numel()  # type: ignore[attr-defined]
-        if (row := padding_row(parameter)) is not None and box.offset[0] <= row < box.offset[
-            0
-        ] + box.shape[0]:
+        row = padding_row(parameter)
+        if row is not None and 0 <= row - box.offset[0] < box.shape[0]:
             view.padding_row = row - box.offset[0]  # type: ignore[attr-defined]
         views[name] = view
     return _tree(views)
 
 
 def require_elementwise(base: torch.optim.Optimizer, views: Mapping[str, Tensor]) -> None:
-    """Raises `ValueError` where an optimizer looks at more than one shard of a parameter at a time."""
+    """Raises `ValueError` if an optimizer needs whole parameters, not shards of them."""
     name = type(base).__name__
     for view in views.values():
         for state in base.state.get(view, {}).values():
@@ -233,7 +237,7 @@ def require_elementwise(base: torch.optim.Optimizer, views: Mapping[str, Tensor]
 
 
 def _tree(parameters: Mapping[str, Tensor]) -> nn.Module:
-    """A module in which each parameter has its full name, in the order of the model."""
+    """A module with `parameters` under their full names, in the same order."""
     root = nn.Module()
     for name, parameter in parameters.items():
         owner = root

@@ -1,5 +1,4 @@
-"""The stream of one shard: a thread that receives from a feed, and comes again where the connection
-ends."""
+"""Stream of one shard: a thread that receives from a feed, and reconnects."""
 
 import os
 import shutil
@@ -33,14 +32,14 @@ from detonation.log.records import DamagedLog, LogRecord
 from detonation.whole_files import new_file
 
 SILENCE_S = 30.0
-"""Seconds without a sign of life after which a feed counts as lost."""
+"""Seconds of silence after which a feed counts as lost."""
 PAUSES_S = (0.1, 0.2, 0.5, 1.0)
-"""Seconds before each attempt to connect again; the last repeats."""
+"""Seconds before each attempt to reconnect; the last one repeats."""
 
 
 @dataclass(frozen=True)
 class Joined:
-    """A copy of the state: its description, and its file, which is there as long as this object."""
+    """A copy of the state: its description, and its file, which exists as long as this object."""
 
     about: dict[str, Any]
     path: Path
@@ -51,23 +50,22 @@ class Joined:
 
 @dataclass(frozen=True)
 class Stepped:
-    """The records of one step, or of one call of `synchronize`; the last one ends it."""
+    """Records of one step, or of one call of `synchronize`; the last one ends it."""
 
     records: list[LogRecord]
 
 
 def introduced(connection: socket.socket, token: bytes) -> FrameSocket:
-    """Shows the token to a feed, which then waits for the follower to `WANT` its "state", or what
-    it is "about"."""
+    """Proves to a feed that this follower has the token. The feed then expects a `WANT` frame."""
     key = prove_to_feed(connection, token)
     connection.settimeout(SILENCE_S)
     return FrameSocket(connection, key, feeds=False)
 
 
 def read_about(address: str, token: bytes) -> dict[str, Any]:
-    """The description that the feed at `address` has for followers.
+    """Description of training that the feed at `address` gives to followers.
 
-    Raises `Refused`, or `OSError` without a feed.
+    Raises `Refused`, or `OSError` if there is no feed.
     """
     host, port = host_and_port(address.split(",")[0])
     with socket.create_connection((host, port), HANDSHAKE_S) as connection:
@@ -79,11 +77,10 @@ def read_about(address: str, token: bytes) -> dict[str, Any]:
 
 
 class Stream:
-    """Receives from the feed at `host`, `port` into `inbox`, whose changes it announces by
-    `changed`.
+    """Receives from the feed at `host`, `port` into `inbox`, and notifies `changed`.
 
-    A copy of the state, and the records of a step, have at most `most_bytes`. Where more than
-    `most_waiting` steps wait in `inbox`, the feed has to wait, and drops this follower.
+    A copy of the state, and the records of a step, have at most `most_bytes`. With `most_waiting`
+    steps in `inbox` it stops reading, and the feed then disconnects this follower.
     """
 
     def __init__(
@@ -95,30 +92,28 @@ class Stream:
         most_waiting: int,
         changed: threading.Condition,
     ) -> None:
-        self.host, self.port = host, port
+        self.host = host
+        self.port = port
         self.inbox: deque[Joined | Stepped] = deque()
         self.ended = False
         self.refusal: Exception | None = None
         self.trouble = ""
         self.bytes_received = self.joins = self.came = 0
-        self.failures = 0  # attempts since the last copy of the state that ended without one
-        self._token, self._most_bytes, self._most_waiting, self._changed = (
-            token,
-            most_bytes,
-            most_waiting,
-            changed,
-        )
+        self.failures = 0  # attempts without a copy of the state since the last copy
+        self._token = token
+        self._most_bytes = most_bytes
+        self._most_waiting = most_waiting
+        self._changed = changed
         self._frames: FrameSocket | None = None
-        self._dropped = False  # what still comes by this connection, after `come_again`
+        self._dropped = False  # ignore the rest of this connection, after `restart`
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"follow-{port}", daemon=True)
         self._thread.start()
 
     @property
     def gone(self) -> bool:
-        """True where the feed is reached no more, and has not said that training has ended."""
-        # `failures` counts until the end of a connection: that of one that is up may be from before
-        # it.
+        """True if the feed cannot be reached, and has not said that training has ended."""
+        # during a connection, `failures` is still the number before it
         return not self.ended and self._frames is None and self.failures >= len(PAUSES_S)
 
     def close(self) -> None:
@@ -128,30 +123,26 @@ class Stream:
         with self._changed:
             self._changed.notify_all()
 
-    def come_again(self) -> None:
-        """Drops all that waits, and the connection, for a new copy. The caller holds `changed`."""
+    def restart(self) -> None:
+        """Drops the queue and the connection, to get a new copy. The caller holds `changed`."""
         self.inbox.clear()
         self._dropped = True
         self._hang_up()
         self._changed.notify_all()
 
     def _hang_up(self) -> None:
-        frames = self._frames  # which the thread may set to None meanwhile
+        frames = self._frames  # the thread may set it to None meanwhile
         if frames is not None:
             frames.close()
 
     def _run(self) -> None:
         while not self._closed.is_set() and not self.ended and self.refusal is None:
-            joins, self._dropped = self.joins, False
+            joins = self.joins
+            self._dropped = False
             try:
                 self._follow()
-            except (
-                Refused,
-                BadFrame,
-                DamagedLog,
-                OSError,
-                UnicodeError,
-            ) as error:  # the last is of an odd host
+            except (OSError, DamagedLog, UnicodeError) as error:
+                # `Refused` and `BadFrame` are OSErrors; a UnicodeError is of an invalid host name
                 self.trouble = f"{self.host}:{self.port}: {error or type(error).__name__}"
                 if isinstance(error, Refused | UnicodeError):
                     self.refusal = Refused(self.trouble)
@@ -159,16 +150,18 @@ class Stream:
                 self._hang_up()
                 with self._changed:
                     self._frames = None
-                    self.failures = 0 if self.joins > joins else self.failures + 1
+                    if self.joins > joins:
+                        self.failures = 0
+                    else:
+                        self.failures += 1
                     self._changed.notify_all()
             if not self.ended:
                 self._closed.wait(PAUSES_S[min(self.failures, len(PAUSES_S) - 1)])
 
     def _follow(self) -> None:
         with socket.create_connection((self.host, self.port), HANDSHAKE_S) as connection:
-            frames = self._frames = introduced(
-                connection, self._token
-            )  # first: a feed that knows of it is not `gone`
+            # set before anything is sent: a feed that answers is not `gone`
+            frames = self._frames = introduced(connection, self._token)
             frames.send(WANT, encoded({"want": "state"}))
             about: dict[str, Any] = {}
             while not self._closed.is_set():
@@ -216,7 +209,7 @@ class Stream:
             self._changed.wait_for(
                 lambda: len(self.inbox) < self._most_waiting or self._closed.is_set()
             )
-            if self._dropped:  # an inbox begins with a copy, not with a step of before
+            if self._dropped:  # the next event in the inbox must be a copy
                 raise ConnectionResetError("too far from the other shards")
             self.inbox.append(event)
             self.came += 1

@@ -1,5 +1,4 @@
-"""The shared secret of a feed and its followers, and the handshake in which both prove that they
-know it."""
+"""Shared token of a feed and its followers, and the handshake that proves that both have it."""
 
 import hmac
 import os
@@ -12,13 +11,14 @@ from pathlib import Path
 
 from detonation.core.base_error import DetonationError
 
-TOKEN, TOKEN_FILE = "DETONATION_TOKEN", "DETONATION_TOKEN_FILE"
+TOKEN = "DETONATION_TOKEN"
+TOKEN_FILE = "DETONATION_TOKEN_FILE"
 SHORTEST = 16
 HANDSHAKE_S = 5.0
 """Seconds within which a connection must prove that it knows the token."""
 _MAGIC = b"DTFEED\x00\x01"  # the last two bytes are the version of the protocol
 _NONCE = 32
-_REFUSAL = bytes(32)  # a follower must tell it from a feed that goes away
+_REFUSAL = bytes(32)  # differs from the end of the connection, after which a follower reconnects
 
 
 class Refused(DetonationError, ConnectionError):
@@ -26,23 +26,24 @@ class Refused(DetonationError, ConnectionError):
 
 
 class LostFeed(DetonationError, ConnectionError):
-    """The feed of a follower is gone for good, or was not there in time."""
+    """A follower has lost its feed for good, or did not reach it in time."""
 
 
 def read_token(env: Mapping[str, str] | None = None) -> bytes:
-    """The token in `DETONATION_TOKEN`, or in the file that `DETONATION_TOKEN_FILE` names, of `env`
-    or this process.
+    """Reads the token from `DETONATION_TOKEN`, or from the file that `DETONATION_TOKEN_FILE` names.
 
-    A token is never an argument of a command, which every user of a machine can read.
+    env: by default the environment of this process. A token is never an argument of a command,
+    because all users of a machine can read those.
 
-    Raises `ValueError` where there is none, it is shorter than 16 bytes, or others may read its
-    file.
+    Raises `ValueError` if the token is missing, shorter than 16 bytes, or in a file that other
+    users may read.
 
     Example:
         >>> read_token({"DETONATION_TOKEN": "0123456789abcdef"})
         b'0123456789abcdef'
     """
-    env = os.environ if env is None else env
+    if env is None:
+        env = os.environ
     where = TOKEN
     token = env.get(TOKEN, "").strip().encode()
     if not token and (name := env.get(TOKEN_FILE, "")):
@@ -57,15 +58,17 @@ def read_token(env: Mapping[str, str] | None = None) -> bytes:
 
 
 def checked_token(token: bytes | None) -> bytes:
-    """The token that was given, or that of `read_token`.
+    """Returns `token`, or that of `read_token` if it is None.
 
-    Raises `ValueError` as that does, and below 16 bytes.
+    Raises `ValueError` as `read_token` does.
     """
-    return read_token() if token is None else _long_enough(token, "the token")
+    if token is None:
+        return read_token()
+    return _long_enough(token, "the token")
 
 
 def prove_to_follower(connection: socket.socket, token: bytes) -> bytes:
-    """The feed's side of the handshake; returns the key of the frames that follow.
+    """Feed's side of the handshake; returns the key for the frames.
 
     Raises as `prove_to_feed`.
     """
@@ -83,10 +86,9 @@ def prove_to_follower(connection: socket.socket, token: bytes) -> bytes:
 
 
 def prove_to_feed(connection: socket.socket, token: bytes) -> bytes:
-    """The follower's side of the handshake; returns the key of the frames that follow.
+    """Follower's side of the handshake; returns the key for the frames.
 
-    Raises `Refused` where the other end is no feed, or does not know the token, and `OSError` where
-    it is gone.
+    Raises `Refused` if the other end is no feed or has another token, and `OSError` if it is gone.
     """
     deadline = time.monotonic() + HANDSHAKE_S
     connection.settimeout(HANDSHAKE_S)
@@ -105,9 +107,9 @@ def prove_to_feed(connection: socket.socket, token: bytes) -> bytes:
 
 
 def receive_exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
-    """The next `count` bytes.
+    """Next `count` bytes of a connection.
 
-    Raises `ConnectionError` at their end, and `TimeoutError` at the `deadline`.
+    Raises `ConnectionError` if it ends before, and `TimeoutError` at the `deadline`.
     """
     found = b""
     while len(found) < count:

@@ -1,5 +1,4 @@
-"""The log of agreed updates: each step's messages as the replicas received them, and the replay of
-a log.
+"""Log of updates: the messages of each step as the replicas received them, and their replay.
 
-A checkpoint and the log after it are any later step, bit for bit.
+A checkpoint and the log after it reproduce any later step, bit for bit.
 """

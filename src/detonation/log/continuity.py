@@ -1,4 +1,4 @@
-"""What a log lacks of the steps that a run has measured, but for the torn end of a kill."""
+"""Finds the steps that a run has measured and its log lacks, except for those that a kill loses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,9 +9,10 @@ from detonation.log.records import MESSAGE, DamagedLog, whole_records
 from detonation.log.writer import segments
 
 LATE_STEPS = 2
-"""The steps that a process may have measured and not logged when it was killed.
+"""Largest number of steps that a killed process may have measured, but not logged.
 
-A thread writes a large step while the next one computes, and an accelerator hands a step on late.
+A thread writes a large step while the next one computes, and with an accelerator the messages of a
+step are on the host one step later.
 """
 
 
@@ -19,9 +20,9 @@ A thread writes a large step while the next one computes, and an accelerator han
 class LogFile:
     """One file of a log.
 
-    rank: Of which it is. begun: The steps that were taken before it. last: Its last whole step,
-    `begun` for none. torn: The bytes after its last whole record, of a step that was not finished.
-    fault: In words, "" where it is whole.
+    rank: the rank that wrote it. begun: number of steps before its first one. last: its last whole
+    step; `begun` for none. torn: number of bytes after its last whole record, of a step that was
+    not finished. fault: in words; "" if it is whole.
     """
 
     path: Path
@@ -32,12 +33,16 @@ class LogFile:
     fault: str = ""
 
     def line(self) -> str:
-        """What is in the file, in words."""
+        """Describes the content in one line."""
         if self.fault:
             return self.fault
-        steps = f"steps {self.begun + 1} to {self.last}, whole"
-        torn = f", and {self.torn:,} bytes of a step that was not finished" if self.torn else ""
-        return f"{self.path}: {steps if self.last > self.begun else 'no whole step'}{torn}"
+        steps = "no whole step"
+        if self.last > self.begun:
+            steps = f"steps {self.begun + 1} to {self.last}, whole"
+        torn = ""
+        if self.torn:
+            torn = f", and {self.torn:,} bytes of a step that was not finished"
+        return f"{self.path}: {steps}{torn}"
 
 
 def log_files(directory: Path) -> list[LogFile]:
@@ -46,11 +51,13 @@ def log_files(directory: Path) -> list[LogFile]:
 
 
 def _read(rank: str, begun: int, path: Path) -> LogFile:
-    last, count = begun, 0
+    last = begun
+    count = 0
     try:
         size = path.stat().st_size
         for record in whole_records(path):
-            last = max(last, record.step if record.kind != MESSAGE else last)
+            if record.kind != MESSAGE:
+                last = max(last, record.step)
             count += record.size
     except DamagedLog as error:
         return LogFile(path, rank, begun, last, fault=str(error))
@@ -62,13 +69,13 @@ def _read(rank: str, begun: int, path: Path) -> LogFile:
 def log_faults(
     directory: Path, files: Sequence[LogFile], shards: int, measured: int, saved: int
 ) -> list[str]:
-    """What the log in `directory` lacks, in words; the torn end that a kill leaves is no fault.
+    """Faults of the log in `directory`, in words. An unfinished last step is no fault.
 
     Args:
-        files: The result of `log_files`.
-        shards: The number of ranks that must have one; 0 where that is not known.
-        measured: The last step that the run has measured; 0 where that is not known.
-        saved: The step of its newest whole checkpoint; 0 where there is none.
+        files: Result of `log_files`.
+        shards: Number of ranks that must have a log; 0 if unknown.
+        measured: Last step that the run has measured; 0 if unknown.
+        saved: Step of its newest whole checkpoint; 0 if there is none.
     """
     found = []
     expected = [f"replica0-shard{shard}" for shard in range(shards)]
@@ -80,16 +87,17 @@ def log_faults(
 
 def _lacks(name: str, files: Sequence[LogFile], measured: int, saved: int) -> list[str]:
     if not files:
-        return (
-            [f"{name} is missing: {measured} steps were measured"] if measured > LATE_STEPS else []
-        )
+        if measured > LATE_STEPS:
+            return [f"{name} is missing: {measured} steps were measured"]
+        return []
     found = [
         f"{name} lacks the steps {one.last + 1} to {other.begun}: {one.path.name} was shortened, "
         "or a file is missing"
         for one, other in pairwise(files)
         if one.last < other.begun and not one.fault
     ]
-    first, last = files[0], files[-1]
+    first = files[0]
+    last = files[-1]
     if first.begun > saved:
         found.append(
             f"{name} begins after step {first.begun}, and no checkpoint leads to it: the newest is "

@@ -1,5 +1,4 @@
-"""Replay: tapes that play back recorded messages, and the steps of a log, repeated without other
-replicas."""
+"""Replay: tapes that play back recorded messages, to repeat the steps of a log without replicas."""
 
 import json
 import logging
@@ -74,13 +73,17 @@ class Player(Tape, ABC):
 
     def find(self, place: int, step: int) -> Tensor | None:
         """Like `take`, for a step whose end was read; None if it has none."""  # -> [bytes] uint8
-        return self.take(place, step) if (place, step) in self._messages else None
+        if (place, step) in self._messages:
+            return self.take(place, step)
+        return None
 
     def next_end(self) -> LogRecord | None:
         """Returns the end of the next step or call of `synchronize`; None after the last record."""
         while not self._ends and self._load():
             pass
-        return self._ends.popleft() if self._ends else None
+        if self._ends:
+            return self._ends.popleft()
+        return None
 
     def _load(self) -> bool:
         """Reads one record; false after the last one."""
@@ -108,7 +111,9 @@ class Playback(Player):
         self._rank = replace(optimizer.coordinates, replica=0).name
         self._exact = False
         self.first = first
-        self._to = math.inf if to is None else to
+        self._to: float = math.inf
+        if to is not None:
+            self._to = to
         files = [(begun, path) for _, begun, path in segments(directory, self._rank)]
         usable = [begun for begun, _ in files if begun <= first]
         if not usable:
@@ -140,7 +145,9 @@ class Playback(Player):
             if self._optimizer.step_count < self._to:  # otherwise the damage is after step `to`
                 raise
             return None
-        return None if end is None or end.step > self._to else end
+        if end is None or end.step > self._to:
+            return None
+        return end
 
     def reach(self) -> tuple[int, str]:
         """Finds the last step up to which the log has all that replicas agreed on, bit for bit.
@@ -223,7 +230,9 @@ class Playback(Player):
         if why:
             _log.warning(_NEAR, path, why)
         self._check_identity(path, about)
-        weights = about.get("start", "") if self.first == 0 else ""
+        weights = ""
+        if self.first == 0:
+            weights = about.get("start", "")
         if weights and weights != digest(self._optimizer.model.parameters()):
             raise ValueError(
                 f"{path} begins with other weights than this run: another seed, model or init_from"
@@ -258,29 +267,27 @@ class Playback(Player):
 
 
 def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) -> int:
-    """Takes the steps that a log has from `optimizer.step_count` on; returns the number of steps
-    taken in all.
+    """Repeats the steps of a log after `optimizer.step_count`; returns the new number of steps.
 
-    The weights and the state of the base optimizer that replicas agree on are then those of
-    training, bit for bit. Under schemes that exchange parameters that is so where a round ends, and
-    for what the replicas agreed on last. Memory private to a replica, as that of error feedback, is
-    not in a log. Where other parameters are trained from a step on, replay ends before it, and goes
-    on from a checkpoint after it.
+    Weights and base optimizer state on which the replicas agreed are then those of training, bit
+    for bit. Schemes that exchange parameters agree at the end of a round, so replay reproduces the
+    last agreed weights. A log does not contain the private memory of a replica, such as that of
+    error feedback. If the trained parameters changed at a step, replay ends before it; load a
+    checkpoint after that step to continue.
 
-    All ranks of a world call it after `load_checkpoint`. The last step is then the last that all
-    can take bit for bit, the end of a round; memories are empty, and a warning says why no further.
-    Over a `LoopbackCommunicator` one process per shard stands for all replicas, as many as there
-    were; of close ones it has the weights of replica 0. If it rounds otherwise than training did,
-    it comes near and warns.
+    In a world, all ranks call it after `load_checkpoint`. They replay up to the last end of a round
+    that all of them can reproduce bit for bit, and a warning says why no further. Memories are then
+    empty. With a `LoopbackCommunicator`, one process per shard acts for all replicas; if they were
+    close, it has the weights of replica 0. If it rounds differently from training, its weights are
+    near those of training, and it warns.
 
     Args:
-        directory: Of the `UpdateLog`.
+        directory: Directory of the `UpdateLog`.
         optimizer: Made by `replicate`, with the scheme, the seed and the base optimizer of the run.
-        to: The number of steps after which to stop, before the next one begins; None for the end of
-            the log.
+        to: Number of steps after which to stop; None for the end of the log.
 
     Raises:
-        DamagedLog: The log is damaged, or ends before `to`. The steps up to there were taken.
+        DamagedLog: The log is damaged, or ends before `to`. The steps before were repeated.
         ValueError: There is no log of these steps, or it is of another run. A world raises neither,
             but warns.
 
@@ -359,7 +366,10 @@ def _alone(directory: Path, optimizer: Replicated) -> Replicated:
     (_, path), *_ = Playback(directory, optimizer, optimizer.step_count).files
     start = next(whole_records(path), None)
     ((axis, scheme),) = optimizer.levels
-    like = LoopbackCommunicator(start.table()["replicas"] if start else axis.size())
+    replicas = axis.size()
+    if start:
+        replicas = start.table()["replicas"]
+    like = LoopbackCommunicator(replicas)
     alone = Replicated(optimizer.base, optimizer.model, [(like, scheme)], optimizer.settings)
     _hand_over(optimizer, alone)
     alone.step_count = optimizer.step_count
@@ -371,12 +381,11 @@ def _hand_over(old: Replicated, new: Replicated) -> None:
     for before, after in zip(old.build(), new.build(), strict=True):
         shared = before.local_state().named()
         state = after.local_state()
-        state.load(
-            {
-                key: own if key.startswith(_PRIVATE) else shared[key]
-                for key, own in state.named().items()
-            }
-        )
+        merged = state.named()
+        for key in merged:
+            if not key.startswith(_PRIVATE):
+                merged[key] = shared[key]
+        state.load(merged)
 
 
 @torch.no_grad()
@@ -429,6 +438,6 @@ def _write_again(record: LogRecord, optimizer: Replicated) -> None:
             f"the record of a weight written after step {record.step} fits no weight here: it is "
             "of another model"
         )
-    for each in own if record.content else ():
+    if record.content:  # a shard may be empty
         octets = torch.frombuffer(bytearray(record.content), dtype=torch.uint8)
-        each.copy_(octets.view(each.dtype).view(each.shape))
+        own[0].copy_(octets.view(own[0].dtype).view(own[0].shape))

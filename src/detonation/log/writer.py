@@ -1,4 +1,4 @@
-"""`UpdateLog`: every agreed update of a rank, appended to files."""
+"""`UpdateLog`: appends every update of a rank to files."""
 
 import hashlib
 import logging
@@ -24,9 +24,9 @@ from detonation.whole_files import replaced
 
 SUFFIX = ".updates"
 AT_ONCE_BYTES = 1 << 16
-"""A step with more bytes is written by a thread: less takes no longer than to wake one up."""
+"""Largest step that is written without a thread: to start one takes as long."""
 _KEPT = 4
-"""Steps that a replica keeps which may have to go on with the log of another."""
+"""Number of last steps that a replica keeps, if it may have to continue the log of another."""
 _log = logging.getLogger("detonation")
 
 
@@ -34,34 +34,33 @@ class UpdateLog(StepRecorder):
     """Records each step's messages, as all replicas received them, and the options of the optimizer
     at that step.
 
-    A checkpoint and the log after it are any later step, bit for bit: see `replay`. The first
-    replica records, one file per shard; the others hold an `UpdateLog` that writes nothing. A step
-    is in the log with all it needs or not at all: a process that is killed loses the step that it
-    was in. Its size is that of the messages of all replicas, packed as they travelled.
+    A checkpoint and the log after it reproduce any later step, bit for bit: see `replay`. The first
+    replica records one file per shard; the `UpdateLog` of the others writes nothing. A step is in
+    the log completely or not at all: a killed process loses the step that it was in. A step has the
+    size of the messages of all replicas, compressed as they were sent.
 
-    A thread writes a large step (`full`, most rounds) while the next one computes, so a process
-    that is killed may also lose the step before; and the messages of two steps stay in host memory.
-    `close` waits for it.
+    A thread writes a large step (of `full`, or most rounds) while the next one computes. So a
+    killed process may also lose the step before, and the messages of two steps are in host memory.
+    `close` waits for the thread.
+
+    If the log can no longer be written, as on a full disk, it ends after its last whole step with
+    one warning, and training continues. After training went back to an earlier state, a new file
+    begins there, and its steps replace those that were recorded before.
 
     Args:
-        directory: Of the files, made if it is missing; of this run alone.
-        fsync_every: Steps after which the disk must have the log; 0 leaves that to the system,
-            which loses nothing when a process dies, and some seconds when the machine does.
-
-    A log that can no longer be written, as on a full disk, ends after its last whole step, with one
-    warning: training goes on. Where training goes back to an earlier state, in a process or a new
-    one, another file begins there, which takes the place of the steps that were taken from there
-    on.
+        directory: For the files of this run alone; made if it is missing.
+        fsync_every: Number of steps after which the log is forced to the disk. With 0 the system
+            decides: nothing is lost if a process dies, and some seconds if the machine does.
 
     Raises:
-        ValueError: At `Replicated.record`: the optimizer has several levels, of which the log would
-            need all.
+        ValueError: At `Replicated.record`, if the optimizer has several levels.
 
     Example:
         >>> import tempfile, torch, detonation as dt
         >>> from detonation.cluster.network.loopback import LoopbackCommunicator
         >>> model = torch.nn.Linear(2, 1)
-        >>> optimizer = dt.replicate(torch.optim.SGD(model.parameters()), model, LoopbackCommunicator(2), dt.full())
+        >>> sgd = torch.optim.SGD(model.parameters())
+        >>> optimizer = dt.replicate(sgd, model, LoopbackCommunicator(2), dt.full())
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     optimizer.record(dt.UpdateLog(folder))
         ...     optimizer.step()
@@ -75,24 +74,28 @@ class UpdateLog(StepRecorder):
         if fsync_every < 0:
             raise ValueError(f"fsync_every is {fsync_every}, must be at least 0")
         super().__init__()
-        self.directory, self._fsync_every = Path(directory), fsync_every
-        self._file, self._length = -1, 0
+        self.directory = Path(directory)
+        self._fsync_every = fsync_every
+        self._file = -1
+        self._length = 0
         self._closing: Callable[[], object] = lambda: None
-        self._levels: object = None  # of which the file is
+        self._levels: object = None  # for which the file was begun
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None  # the last step
         self._kept: deque[list[LogRecord]] = deque(maxlen=_KEPT)
         self._identity: dict[str, Any] = {}  # of the kept steps
-        self._start: dict[str, Any] = {}  # a digest of the weights before the first step
+        self._start: dict[str, Any] = {}  # digest of the weights before the first step
 
     def begin(self, optimizer: Replicated) -> None:
-        """Notes with which weights a replay from the start begins."""
+        """Records a digest of the weights, with which a replay from the start must begin."""
         self._start = {"start": digest(optimizer.model.parameters())}
-        self._optimizer, self._last = optimizer, optimizer.step_count
+        self._optimizer = optimizer
+        self._last = optimizer.step_count
         self.note(optimizer)
 
     def watches(self, optimizer: Replicated) -> Collection[str]:
-        """The weights of this optimizer and those that nobody trains: others have their own log."""
+        """Weights of this optimizer and weights that nobody trains; other optimizers have their own
+        log."""
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         parameters = local_parameters(optimizer.model)
         return {name for name, p in parameters.items() if id(p) in own} | optimizer.frozen.keys()
@@ -106,9 +109,8 @@ class UpdateLog(StepRecorder):
         if not self.records:
             return
         with self._forgiving():
-            another = (
-                not goes_on or optimizer.build() is not self._levels
-            )  # settings or parameters, or the first step
+            # at the first step, and after a change of settings or trained parameters
+            another = not goes_on or optimizer.build() is not self._levels
             if not first:
                 self._keep(messages, what, optimizer, another)
                 return
@@ -131,22 +133,23 @@ class UpdateLog(StepRecorder):
                 os.fsync(self._file)
 
     def _keep(self, messages: Copies, what: str, optimizer: Replicated, another: bool) -> None:
-        """Keeps the latest steps of a file, which the first replica may not have written when it is
-        lost."""
+        """Keeps the last steps, which the first replica may not have written when it is lost."""
         if another:
             self.flush()
             self._kept.clear()
-            self._levels, self._identity = optimizer.build(), _settings(optimizer)
-        self._options = []  # so that each step has all options of the groups
+            self._levels = optimizer.build()
+            self._identity = _settings(optimizer)
+        self._options = []  # each kept step has all options of the groups
         self.add_written()
         self.add(messages, what, optimizer)
         self.note(optimizer)
 
     def _write_kept(self, optimizer: Replicated) -> None:
-        """Writes the kept steps, in the place of the first replica before; those that it has
-        written are the same."""
+        """Writes the kept steps in place of the lost first replica. Steps that it had written are
+        the same."""
         self.flush()
-        kept, self._kept = list(self._kept), deque(maxlen=_KEPT)
+        kept = list(self._kept)
+        self._kept = deque(maxlen=_KEPT)
         end = kept[0][-1]
         self._begin(
             optimizer, end.step - (end.kind == STEP), {**self._identity, "taken_over": True}
@@ -156,13 +159,13 @@ class UpdateLog(StepRecorder):
         self._close_file()
 
     def rotate(self, oldest: int = 0) -> None:
-        """Begins another file, as after a checkpoint; removes those whose steps are all among the
-        first `oldest`."""
+        """Begins a new file, as after a checkpoint. Removes files that end at or before step
+        `oldest`."""
         self.close()
+        if not self.records:
+            return
         try:
-            for (rank, _, path), (other, end, _) in pairwise(
-                segments(self.directory, "") if self.records else ()
-            ):
+            for (rank, _, path), (other, end, _) in pairwise(segments(self.directory, "")):
                 if rank == other and end <= oldest:
                     path.unlink(missing_ok=True)
         except OSError as error:
@@ -171,7 +174,7 @@ class UpdateLog(StepRecorder):
             )
 
     def close(self) -> None:
-        """Writes what is left, and closes the file; another step opens another."""
+        """Writes all queued steps and closes the file. A later step opens a new one."""
         if self._file >= 0:
             self.take_last_writes()
         self._close_file()
@@ -182,7 +185,7 @@ class UpdateLog(StepRecorder):
                 self.flush()
                 self._finish()
                 os.fsync(self._file)
-            with suppress(OSError):  # the disk has it all, or the log has ended
+            with suppress(OSError):  # the disk has everything, or the log has ended
                 self._closing()
         self._file = -1
         if self._thread is not None:
@@ -191,7 +194,7 @@ class UpdateLog(StepRecorder):
 
     @contextmanager
     def _forgiving(self) -> Iterator[None]:
-        """Ends the log with its last whole step where it cannot be written."""
+        """Ends the log with its last whole step if the block fails to write."""
         try:
             yield
         except OSError as error:
@@ -208,24 +211,24 @@ class UpdateLog(StepRecorder):
 
     def _begin(self, optimizer: Replicated, first: int, settings: dict[str, Any]) -> None:
         rank = optimizer.coordinates
-        about = {"version": LOG_VERSION, "first": first, "rank": rank.name, **settings} | (
-            {} if first else self._start
-        )
+        about = {"version": LOG_VERSION, "first": first, "rank": rank.name, **settings}
+        if not first:
+            about |= self._start
         self.directory.mkdir(parents=True, exist_ok=True)
         for _, begun, later in segments(self.directory, rank.name):
-            if (
-                begun > first
-            ):  # training went back to before them: a replay would take their steps for its own
+            if begun > first:  # training went back, and will repeat the steps of these files
                 later.unlink(missing_ok=True)
         path = self.directory / f"{rank.name}-{first}{SUFFIX}"
         self._file = replaced(path)
-        self._closing = weakref.finalize(self, os.close, self._file)  # where nobody calls `close`
-        self._options, self._length = [], 0
+        self._closing = weakref.finalize(self, os.close, self._file)
+        self._options = []
+        self._length = 0
         self.hand_on([noted(START, first, about)])
 
     def hand_on(self, records: Sequence[LogRecord]) -> None:
-        """Appends the records to the file, many bytes in a thread while the next step computes;
-        keeps them where another replica writes it.
+        """Appends the records to the file, or keeps them if another replica writes it.
+
+        A thread appends a large step while the next one computes.
         """
         if self._file < 0:
             self._kept.append([*records])
@@ -239,9 +242,10 @@ class UpdateLog(StepRecorder):
         self._writing = self._thread.submit(self._append, records)
 
     def _finish(self) -> None:
-        """Waits for the step that is being written; raises the `OSError` that ended it."""
+        """Waits for the thread; raises its `OSError` if it could not write."""
         if self._writing is not None:
-            writing, self._writing = self._writing, None
+            writing = self._writing
+            self._writing = None
             writing.result()
 
     def _append(self, records: Sequence[LogRecord]) -> None:
@@ -256,7 +260,7 @@ class UpdateLog(StepRecorder):
 
 
 def identity(optimizer: Replicated) -> dict[str, Any]:
-    """The settings that a run must share with a log, to replay it.
+    """Settings that a run must share with a log to replay it.
 
     Raises `ValueError` for several levels.
     """
@@ -281,35 +285,38 @@ def identity(optimizer: Replicated) -> dict[str, Any]:
 
 
 def arithmetic(optimizer: Replicated) -> dict[str, str]:
-    """How this process rounds: the self-test with the scheme and the base optimizer in use."""
+    """Digests of a self-test with the scheme and the base optimizer, which depend on how this
+    process rounds."""
     ((_, scheme),) = optimizer.levels
-    return {
-        k: v
-        for r in optimizer.build()[:1]
-        for k, v in selftest(scheme, r.channel.runtime, r.stepped).items()
-    }
+    found: dict[str, str] = {}
+    for replicator in optimizer.build()[:1]:
+        found |= selftest(scheme, replicator.channel.runtime, replicator.stepped)
+    return found
 
 
 def rounding(optimizer: Replicated) -> dict[str, Any]:
-    """Facts that another process needs to round as this one."""
+    """Settings and digests with which another process can round like this one."""
     return {"rounds_singly": optimizer.base_step.rounds_singly, "selftest": arithmetic(optimizer)}
 
 
 def round_like(about: Mapping[str, Any], optimizer: Replicated) -> dict[str, str]:
-    """Takes the steps of `optimizer` in the way of a run that `about` describes; returns
+    """Makes `optimizer` round like the run that `about` describes, if it can; returns
     `arithmetic`."""
     optimizer.base_step.round_singly(about.get("rounds_singly", False))
     return arithmetic(optimizer)
 
 
 def padding_of(optimizer: Replicated) -> dict[str, Any]:
-    """The embeddings whose padding rows move, of which a replica without gradients cannot know."""
+    """Names the embeddings whose padding rows change: a replica without gradients cannot know
+    them."""
     used = used_rows(optimizer.model)
-    return {"padding": used} if used else {}
+    if used:
+        return {"padding": used}
+    return {}
 
 
 def use_padding_of(about: Mapping[str, Any], optimizer: Replicated) -> None:
-    """Lets the padding rows move that moved in a run that `about` describes."""
+    """Lets the same padding rows change as in the run that `about` describes."""
     if names := about.get("padding"):
         use_rows(names, optimizer.build(), optimizer.base_step)
 
@@ -320,8 +327,8 @@ def _settings(optimizer: Replicated) -> dict[str, Any]:
 
 
 def segments(directory: Path, rank: str) -> list[tuple[str, int, Path]]:
-    """The files of a log, in order: the rank that wrote each, the steps before, and its path;
-    `rank` is "" for all."""
+    """Files of a log, in order: the rank that wrote each, the number of steps before it, and its
+    path. `rank` is "" for all ranks."""
     found = []
     for path in directory.glob(f"*{SUFFIX}"):
         name, _, first = path.name.removesuffix(SUFFIX).rpartition("-")

@@ -1,4 +1,4 @@
-"""The files of a checkpoint, by key: shards, manifest, their directory.
+"""Files of a checkpoint, by key: shards, manifest, and their directory.
 
-Nothing here knows a model or an optimizer.
+Nothing here depends on a model or an optimizer.
 """

@@ -1,5 +1,4 @@
-"""Every change that saving makes to the file system, in small operations, so that a test can stop
-before each."""
+"""All changes that saving makes to the file system, in small operations: a test can stop each."""
 
 import contextlib
 import hashlib
@@ -12,13 +11,10 @@ from detonation.whole_files import new_file, sync_entries
 
 WRITE_BLOCK = 1 << 20
 PROBE = ".volume-"
-"""How the names of files begin that are there for a moment, to find out who sees a directory."""
+"""Prefix of temporary files, by which ranks find out which of them share a directory."""
 
 observer: Callable[[str, Path], None] | None = None
-"""For tests: called before each operation with its name and path.
-
-An exception of it stops the operation.
-"""
+"""For tests: called before each operation with its name and path. It may raise to stop it."""
 
 
 def make_directory(path: Path) -> None:
@@ -27,31 +23,29 @@ def make_directory(path: Path) -> None:
 
 
 def touch(path: Path) -> None:
-    """Makes an empty file. Raises `OSError` where there is one."""
+    """Makes an empty file. Raises `OSError` if the file exists."""
     _about_to("create", path)
     os.close(new_file(path))
 
 
 def write_file(path: Path, content: Iterable[memoryview]) -> tuple[int, str]:
-    """Writes a new file, on the disk when it returns; its size and sha256 (hex).
+    """Writes a new file and waits until it is on the disk. Returns its size and sha256 (hex).
 
-    Raises `OSError` where it cannot; then a part of the file may exist.
+    Raises `OSError` if that fails; then a part of the file may exist.
     """
-    digest, count = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    count = 0
     _about_to("create", path)
     descriptor = new_file(path)
     try:
-        for block in (
-            part[at : at + WRITE_BLOCK]
-            for part in content
-            for at in range(0, len(part), WRITE_BLOCK)
-        ):
-            _about_to("write", path)
-            rest = block
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
-            digest.update(block)
-            count += len(block)
+        for part in content:
+            for at in range(0, len(part), WRITE_BLOCK):
+                _about_to("write", path)
+                rest = part[at : at + WRITE_BLOCK]
+                while rest:
+                    rest = rest[os.write(descriptor, rest) :]
+            digest.update(part)
+            count += len(part)
         _about_to("fsync", path)
         os.fsync(descriptor)
     finally:
@@ -60,9 +54,9 @@ def write_file(path: Path, content: Iterable[memoryview]) -> tuple[int, str]:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Moves `source` to `target`, on the disk when it returns.
+    """Moves `source` to `target` and waits until that is on the disk.
 
-    After a crash it is at either path, never at both.
+    After a crash the entry is at either path, never at both.
     """
     _about_to("rename", source)
     source.rename(target)
@@ -76,8 +70,10 @@ def sync_directory(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a directory with its contents, or a link to one without them; entries that cannot be
-    removed stay."""
+    """Removes a directory with its contents, or only the link if `path` is one.
+
+    Entries that cannot be removed stay.
+    """
     if path.is_symlink():
         _about_to("unlink", path)
         with contextlib.suppress(OSError):

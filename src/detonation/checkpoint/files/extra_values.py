@@ -1,9 +1,9 @@
-"""Values of a caller as JSON that comes back equal in value and type.
+"""Values of a caller as JSON, which decodes to values equal in value and type.
 
-What would not is refused by its key. Plain JSON values are written as they are: texts, booleans,
-whole numbers, finite floats, None, lists, and dicts whose keys are texts. Every other value is a
-table `{"$type": name, "value": ...}`, and the whole then says so: `{"$values": 1, "extra": ...}`.
-Nothing is imported or called on the word of a file.
+A value that would not come back equal is refused by its key. Plain JSON values are written
+unchanged: texts, booleans, whole numbers, finite floats, None, lists, and dicts whose keys are
+texts. Every other value is a table `{"$type": name, "value": ...}`, and the whole is then wrapped
+in `{"$values": 1, "extra": ...}`. Reading a file imports no module that it names.
 """
 
 import base64
@@ -26,9 +26,12 @@ from detonation.checkpoint.files.shard_file import CorruptCheckpoint
 from detonation.core.flat.tensors import octets
 
 VALUES_VERSION = 1
-_MARK, _EXTRA, _TYPE, _VALUE = "$values", "extra", "$type", "value"
+_MARK = "$values"
+_EXTRA = "extra"
+_TYPE = "$type"
+_VALUE = "value"
 _LARGEST_PLAIN = 2**63
-"""From here on whole numbers are written in hexadecimal: Python limits decimal digits."""
+"""Whole numbers from here on are written in hexadecimal: Python limits decimal digits."""
 _REMEDY = (
     "give numbers, texts, bytes, lists, tuples, sets, dicts, tensors, numpy arrays, enums, dates "
     "or paths, or write it to a file of your own"
@@ -59,9 +62,9 @@ def encoded_extra(extra: Mapping[str, Any], most: int) -> dict[str, Any]:
 
 
 def decoded_extra(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `encoded_extra`; a table of an earlier version comes back as it is.
+    """Inverse of `encoded_extra`; a table of an earlier version is returned unchanged.
 
-    Raises `CorruptCheckpoint` for anything else, and where a class or package is missing.
+    Raises `CorruptCheckpoint` for anything else, and if a class or package is missing.
     """
     if _MARK not in table:
         return dict(table)
@@ -87,7 +90,7 @@ def encoded_number(value: float | None) -> Any:
 
 
 def decoded_value(value: Any) -> Any:
-    """The value of one that was encoded. Raises as `decoded_extra` does."""
+    """Inverse of `encoded_number`, also inside lists and tables. Raises as `decoded_extra` does."""
     if isinstance(value, list):
         return [decoded_value(each) for each in value]
     if not isinstance(value, dict):
@@ -107,7 +110,7 @@ def decoded_value(value: Any) -> Any:
 
 
 class _Encoder:
-    """tagged: Whether a value was written that is no plain JSON."""
+    """Encodes one value. tagged: whether it holds values that are not plain JSON."""
 
     def __init__(self) -> None:
         self.tagged = False
@@ -138,15 +141,18 @@ class _Encoder:
             return "deque", [value.maxlen, self._items(value, path)]
         if kind is defaultdict:
             factory = value.default_factory
-            name = getattr(factory, "__name__", "") if factory else ""
+            name = ""
+            if factory:
+                name = getattr(factory, "__name__", "")
             if factory and _FACTORIES.get(name) is not factory:
                 raise ValueError(f"{path} is a defaultdict of {factory!r}: give dict(...) of it")
             return "defaultdict", [name, self._pairs(value, path)]
         return _foreign(value, path)
 
     def _items(self, values: Iterable[Any], path: str) -> list[Any]:
-        ordered = sorted(values, key=repr) if isinstance(values, set | frozenset) else values
-        return [self.value(each, f"{path}[{i}]") for i, each in enumerate(ordered)]
+        if isinstance(values, set | frozenset):
+            values = sorted(values, key=repr)
+        return [self.value(each, f"{path}[{i}]") for i, each in enumerate(values)]
 
     def _pairs(self, table: Mapping[Any, Any], path: str) -> list[list[Any]]:
         return [
@@ -173,7 +179,7 @@ def _largest(extra: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class _Leaf:
-    """How a value is written under `name` that holds no other, and read again."""
+    """Writes and reads a value that contains no other values, under the type `name`."""
 
     name: str
     write: Callable[[Any], Any]
@@ -247,7 +253,7 @@ _FACTORIES: dict[str, Any] = {
 
 
 def _foreign(value: Any, path: str) -> tuple[str, Any]:
-    """The name and the content of a tensor, an array or an enum.
+    """Name and content of a tensor, an array or an enum.
 
     Raises `ValueError` for any other value.
     """
@@ -262,13 +268,17 @@ def _foreign(value: Any, path: str) -> tuple[str, Any]:
             raise ValueError(
                 f"{path} is of numpy's type {array.dtype}, which is not saved: {_REMEDY}"
             )
-        name = "numpy.ndarray" if type(value) is numpy.ndarray else "numpy.generic"
+        name = "numpy.generic"
+        if type(value) is numpy.ndarray:
+            name = "numpy.ndarray"
         return name, [array.dtype.str, list(array.shape), _base64(array.tobytes())]
     if isinstance(value, DTensor):
         remedy = "give full_tensor() of it, or keep it in the model or optimizer"
         raise ValueError(f"{path} is a DTensor, of which this rank has a part: {remedy}")
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-    shown = repr(value)[:60] if isinstance(value, str | int | float | tuple) else ""
+    shown = ""
+    if isinstance(value, str | int | float | tuple):
+        shown = repr(value)[:60]
     raise ValueError(
         f"{path} is {shown or 'a value'} of type {kind}, which is not saved: {_REMEDY}"
     )
@@ -278,8 +288,11 @@ def _written_tensor(tensor: Tensor, path: str) -> list[Any]:
     if tensor.requires_grad:
         raise ValueError(f"{path} is a tensor that requires a gradient: give detach() of it")
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-        what = "a quantized tensor" if tensor.is_quantized else f"a tensor of {tensor.layout}"
-        what = "a tensor without memory (meta)" if tensor.is_meta else what
+        what = f"a tensor of {tensor.layout}"
+        if tensor.is_quantized:
+            what = "a quantized tensor"
+        if tensor.is_meta:
+            what = "a tensor without memory (meta)"
         raise ValueError(f"{path} is {what}: give a dense one, or leave it out")
     host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return [_name_of_kind(host.dtype), list(host.shape), _base64(octets(host))]
@@ -287,7 +300,8 @@ def _written_tensor(tensor: Tensor, path: str) -> list[Any]:
 
 def _read_tensor(content: Any) -> Tensor:
     name, shape, text = content
-    kind, raw = _kind_of_tensor(name), _octets(text)
+    kind = _kind_of_tensor(name)
+    raw = _octets(text)
     if not all(type(size) is int and size >= 0 for size in shape) or len(shape) > 64:
         raise ValueError("its shape is none")
     if math.prod(shape) * kind.itemsize != len(raw):
@@ -298,7 +312,7 @@ def _read_tensor(content: Any) -> Tensor:
 
 
 def _is_simple(kind: Any, numpy: Any) -> bool:
-    """True for a type of numpy whose bytes are its value, and whose name says all about it."""
+    """True for a numpy type whose bytes are the value, and whose name describes it completely."""
     try:
         named = numpy.dtype(kind.str) == kind
     except TypeError:
@@ -314,7 +328,8 @@ def _read_array(content: Any) -> Any:
             "extra holds an array of numpy: install numpy to load it"
         ) from error
     name, shape, text = content
-    kind, raw = numpy.dtype(_text_of(name)), _octets(text)
+    kind = numpy.dtype(_text_of(name))
+    raw = _octets(text)
     if not _is_simple(kind, numpy) or math.prod(shape) * kind.itemsize != len(raw):
         raise ValueError("its bytes are not those of its shape and type")
     return numpy.ndarray(tuple(shape), kind, raw).copy()
@@ -347,11 +362,13 @@ def _read_enum(content: Any) -> enum.Enum:
 
 
 def _enum_class(module: str, name: str) -> type[enum.Enum] | None:
-    """The class of a module that is imported already: a file makes nobody import anything."""
+    """Class of a module that is already imported: a file must not cause imports."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(part)
-    return found if isinstance(found, type) and issubclass(found, enum.Enum) else None
+    if isinstance(found, type) and issubclass(found, enum.Enum):
+        return found
+    return None
 
 
 def _values(content: Any) -> list[Any]:

@@ -1,5 +1,4 @@
-"""Readers of a checkpoint and of its shard files, which return on request the boxes of tensors that
-a shard holds."""
+"""Readers of a checkpoint and of its shard files: each reads any box of a tensor on request."""
 
 import json
 import math
@@ -20,7 +19,7 @@ from detonation.core.flat.tensors import Piece, bare_name
 
 @dataclass(frozen=True)
 class Box:
-    """The part of a tensor of shape `whole` that begins at `offset` and has the shape `shape`."""
+    """Part of a tensor of shape `whole` that begins at `offset` and has the shape `shape`."""
 
     whole: tuple[int, ...]
     offset: tuple[int, ...]
@@ -28,7 +27,7 @@ class Box:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Box":
-        """The box of the local part of `tensor`; a plain tensor is whole."""
+        """Box of the local part of `tensor`; a plain tensor is whole."""
         if isinstance(tensor, Piece):
             return cls(
                 tuple(tensor.whole.shape),
@@ -42,8 +41,8 @@ class Box:
 
     @classmethod
     def of_shard(cls, tensor: Tensor, shard: int, shards: int) -> "Box":
-        """The box of another rank's part of a parameter that FSDP2 deals out in equal runs of first
-        indices."""
+        """Box of the part of rank `shard`, if FSDP2 splits the first dimension over `shards`
+        ranks."""
         first, *rest = tensor.shape
         each = -(-first // shards)
         size = max(0, min(each, first - shard * each))
@@ -51,7 +50,7 @@ class Box:
 
     @classmethod
     def from_json(cls, value: Any) -> "Box":
-        """The box that a shard file spells as [whole, offset, shape].
+        """Box that a shard file spells as [whole, offset, shape].
 
         Raises `CorruptCheckpoint`.
         """
@@ -71,15 +70,12 @@ class Box:
         )
 
     def overlap(self, other: "Box") -> tuple[slice, ...] | None:
-        """The part that both boxes share, in the coordinates of the whole; None where they share
-        nothing."""
+        """Overlap of both boxes, in the coordinates of the whole; None if it is empty."""
         starts = [max(a, b) for a, b in zip(self.offset, other.offset, strict=True)]
         ends = [min(a, b) for a, b in zip(self._ends, other._ends, strict=True)]
-        return (
-            tuple(map(slice, starts, ends))
-            if all(a < b for a, b in zip(starts, ends, strict=True))
-            else None
-        )
+        if all(a < b for a, b in zip(starts, ends, strict=True)):
+            return tuple(map(slice, starts, ends))
+        return None
 
     @property
     def _ends(self) -> list[int]:
@@ -91,7 +87,7 @@ class Box:
 
 
 MOVED = "moved."
-"""The beginning of the keys of values that say how far tensors moved."""
+"""Prefix of the keys of the distances that tensors moved."""
 _REST: dict[str, type] = {
     "boxes": dict,
     "wrapped": list,
@@ -102,13 +98,14 @@ _REST: dict[str, type] = {
 
 
 class CheckpointReader:
-    """The files of one checkpoint, each opened at its first use.
+    """Files of one checkpoint, each opened at its first use.
 
-    The caller has compared their checksums before.
+    The caller must have verified their checksums.
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
-        self.path, self.manifest = path, manifest
+        self.path = path
+        self.manifest = manifest
         self._files: dict[tuple[int, int], ShardReader] = {}
 
     def file(self, replica: int, shard: int) -> "ShardReader":
@@ -120,7 +117,7 @@ class CheckpointReader:
         return [self.file(replica, shard) for shard in range(self.manifest.shards)]
 
     def part(self, replica: int, key: str, box: Box) -> Tensor:
-        """The part `box` of the tensor `key` of one replica, assembled from its shards."""
+        """Part `box` of the tensor `key` of one replica, assembled from its shards."""
         return assemble(
             [file.piece(key) for file in self.shards(replica) if key in file.boxes], box, key
         )
@@ -128,7 +125,7 @@ class CheckpointReader:
 
 @dataclass(frozen=True)
 class TensorPart:
-    """One shard's part of a tensor. read: returns a slice of the part."""
+    """One shard's part of a tensor. read: returns a slice of it."""
 
     box: Box
     dtype: torch.dtype
@@ -136,14 +133,13 @@ class TensorPart:
 
 
 class ShardReader:
-    """The file of one rank. Raises `CorruptCheckpoint` where it is no shard file."""
+    """File of one shard. Raises `CorruptCheckpoint` if it is no shard file."""
 
     def __init__(self, path: Path) -> None:
         try:
             self._file = TensorFile(path)
-            self._saved_as = {
-                bare_name(key): key for key in self._file.entries
-            }  # by a version that kept wrappers
+            # earlier versions kept the names of wrappers in the keys
+            self._saved_as = {bare_name(key): key for key in self._file.entries}
             self.keys = sorted(self._saved_as)
             rest = json.loads(bare_name(self._file.metadata.get("json", "")))
         except (OSError, ValueError, RecursionError) as error:
@@ -155,7 +151,8 @@ class ShardReader:
         ):
             raise CorruptCheckpoint(f"{path.name} needs {', '.join(_REST)} besides its tensors")
         self.boxes = {key: Box.from_json(value) for key, value in rest["boxes"].items()}
-        self.wrapped, self.on_host = set(map(str, rest["wrapped"])), set(map(str, rest["on_host"]))
+        self.wrapped = set(map(str, rest["wrapped"]))
+        self.on_host = set(map(str, rest["on_host"]))
         self._path = path
         self.values: dict[str, Any] = {
             key: self._decoded(value) for key, value in rest["values"].items()
@@ -175,20 +172,17 @@ class ShardReader:
 
     @property
     def moved(self) -> dict[str, float]:
-        """`Closeness.movements` of replicas that were close; empty where their bits were equal."""
-        moved = {
-            key.removeprefix(MOVED): value
-            for key, value in self.values.items()
-            if key.startswith(MOVED)
-        }
-        if any(
-            not isinstance(value, float) or not 0 <= value < math.inf for value in moved.values()
-        ):
-            raise CorruptCheckpoint(f"{self._path.name} has a movement that is no distance")
+        """`Closeness.movements` of replicas that were close; empty if they were bitwise equal."""
+        moved = {}
+        for key, value in self.values.items():
+            if key.startswith(MOVED):
+                moved[key.removeprefix(MOVED)] = value
+                if not isinstance(value, float) or not 0 <= value < math.inf:
+                    raise CorruptCheckpoint(f"{self._path.name} has a movement that is no distance")
         return moved
 
     def tensor(self, key: str) -> Tensor:
-        """The tensor `key`, as it was saved. Raises `ValueError` where the file has none."""
+        """Reads the tensor `key`. Raises `ValueError` if the file does not have it."""
         if key not in self:
             raise ValueError(
                 f"{self._path} has no {key}: it was written by another model, optimizer or scheme"
@@ -196,7 +190,7 @@ class ShardReader:
         return self._file.read(self._saved_as[key])
 
     def piece(self, key: str) -> TensorPart:
-        """This rank's part of the tensor `key`, which must be sharded."""
+        """This shard's part of the tensor `key`, which must be sharded."""
         box = self.boxes[key]
         if not box.shape or key not in self:
             scalar = self.tensor(key)
@@ -213,10 +207,9 @@ class ShardReader:
 
 
 class ReplicaFiles:
-    """The content of the files of several replicas together, but for the tensors themselves.
+    """Merged keys, boxes and plain values of the files of several replicas.
 
-    A replica may lack optimizer state that others have, of a parameter that has had no gradient
-    there.
+    A replica may lack the optimizer state of a parameter that has had no gradient there.
     """
 
     def __init__(self, files: Sequence[ShardReader]) -> None:
@@ -228,9 +221,9 @@ class ReplicaFiles:
 
 
 def assemble(pieces: Sequence[TensorPart], box: Box, key: str) -> Tensor:
-    """The part `box` of the tensor `key`, from `pieces` that may overlap.
+    """Assembles the part `box` of the tensor `key` from `pieces`, which may overlap.
 
-    Raises `ValueError` where the pieces leave a gap, or were saved with another shape.
+    Raises `ValueError` if the pieces leave a gap, or were saved with another shape.
     """
     if not pieces:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""The directory that retains a run's newest checkpoints.
+"""Directory with the newest checkpoints of a run.
 
-Only one process of those that see it changes it.
+Of the processes that share it, only one makes changes.
 """
 
 import contextlib
@@ -21,15 +21,14 @@ def checkpoint_name(step: int) -> str:
 
 
 def partial_path(directory: Path, step: int) -> Path:
-    """The directory of the checkpoint after `step` steps until it is whole."""
+    """Directory of the checkpoint of `step` until it is whole."""
     return directory / f".{checkpoint_name(step)}.part"
 
 
 def saved_checkpoints(directory: Path) -> list[Path]:
-    """The checkpoints of `directory` by their names, newest first; their contents are not checked.
+    """Checkpoints of `directory` by name, newest first; their contents are not checked.
 
-    A partial directory with a manifest counts: a crash came between the manifest and the final
-    name.
+    A partial directory with a manifest counts: a crash prevented its final name.
     """
     found = [
         path for path in directory.glob("*step-*") if _NAME.fullmatch(path.name) and path.is_dir()
@@ -41,35 +40,40 @@ def saved_checkpoints(directory: Path) -> list[Path]:
 
 
 def newest_first(checkpoints: Iterable[Path]) -> list[Path]:
-    """In the order in which loading tries them: of one step, the partial directory first, which is
-    newer."""
+    """Sorts in the order in which loading tries them.
+
+    If a step has a partial directory and a final one, the partial one is newer.
+    """
     return sorted(
         checkpoints, key=lambda path: (step_of(path), path.name.startswith(".")), reverse=True
     )
 
 
 def committed(directory: Path, name: str) -> Path:
-    """The checkpoint `name` in `directory`: of a partial directory that has got its final name
-    already, that one."""
+    """Checkpoint `name` in `directory`, under its final name if a rank has renamed it already."""
     path = directory / name
-    return path if (path / MANIFEST_NAME).is_file() else directory / checkpoint_name(step_of(path))
+    if (path / MANIFEST_NAME).is_file():
+        return path
+    return directory / checkpoint_name(step_of(path))
 
 
 def step_of(path: Path) -> int:
-    """The step of a checkpoint by its name; -1 for any other name."""
+    """Step of a checkpoint by its name; -1 for any other name."""
     match = _NAME.fullmatch(path.name)
-    return int(match[1] or match[2]) if match else -1
+    if match:
+        return int(match[1] or match[2])
+    return -1
 
 
 def begin(directory: Path, step: int) -> None:
-    """Makes the partial directory for the checkpoint after `step` steps.
+    """Makes the partial directory for the checkpoint of `step`.
 
-    Leftovers of a crash get their final name where they are whole, and are removed where they are
-    not.
+    Partial directories that a crash left get their final name if they are whole; the others are
+    removed.
     """
     if directory.is_dir():
         for probe in directory.glob(f"{disk.PROBE}*"):
-            with contextlib.suppress(OSError):  # it may be another user's
+            with contextlib.suppress(OSError):  # another user may own it
                 probe.unlink()
         for path in sorted(directory.glob(".step-*")):
             if step_of(path) >= 0 and (path / MANIFEST_NAME).is_file():
@@ -80,13 +84,12 @@ def begin(directory: Path, step: int) -> None:
 
 
 def put_manifest(directory: Path, step: int, manifest: str) -> None:
-    """Writes the manifest beside the files of the partial directory, under a name that does not
-    count yet."""
+    """Writes the manifest into the partial directory, under a temporary name."""
     disk.write_file(_unfinished(directory, step), [memoryview(manifest.encode())])
 
 
 def commit(directory: Path, step: int) -> None:
-    """Turns the prepared directory into a checkpoint.
+    """Turns the partial directory into a checkpoint.
 
     At any moment either the previous checkpoint or the new one is whole.
     """
@@ -96,15 +99,12 @@ def commit(directory: Path, step: int) -> None:
 
 
 def retire(directory: Path, step: int, kept: Collection[int]) -> None:
-    """Removes the checkpoints of all steps up to `step` but those of `kept`.
-
-    Checkpoints of later steps stay.
-    """
+    """Removes the checkpoints up to `step`, except those of the steps `kept`."""
     try:
         for old in [path for path in saved_checkpoints(directory) if step_of(path) <= step]:
             if step_of(old) not in kept:
                 disk.remove(_aside(old))
-    except OSError as error:  # the new checkpoint is whole all the same
+    except OSError as error:  # the new checkpoint is whole nevertheless
         _log.warning("an old checkpoint in %s stays: %s", directory, error.strerror)
 
 
@@ -117,20 +117,22 @@ def _unfinished(directory: Path, step: int) -> Path:
 
 
 def _give_name(partial: Path, target: Path) -> None:
-    """Renames a whole checkpoint to `target`, and removes a checkpoint that had the name before."""
+    """Renames a whole checkpoint to `target`, and removes the previous checkpoint of that name."""
     try:
-        replaced = _aside(target) if target.is_dir() else None
+        replaced = None
+        if target.is_dir():
+            replaced = _aside(target)
         disk.rename(partial, target)
     except OSError:
         if _gone(target).is_dir() and not target.exists():
-            _gone(target).rename(target)  # the earlier one is as it was
+            _gone(target).rename(target)  # restores the previous one
         raise
     if replaced is not None:
         disk.remove(replaced)
 
 
 def _aside(path: Path) -> Path:
-    """Moves a checkpoint out of sight, so that it is never seen half removed."""
+    """Hides a checkpoint under another name, so that no reader finds it partly removed."""
     gone = _gone(path)
     if gone.exists():
         disk.remove(gone)

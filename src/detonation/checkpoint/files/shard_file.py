@@ -1,5 +1,4 @@
-"""Safetensors files: a reader that needs torch alone, and the state of one rank, hashed while it is
-written and checked before it is read."""
+"""Safetensors files, with torch alone: a reader, a writer that hashes, and a check of the hash."""
 
 import hashlib
 import json
@@ -20,14 +19,27 @@ from detonation.core.flat.tensors import octets
 from detonation.whole_files import opened, reading
 
 DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64", torch.uint64: "U64",
-    torch.uint32: "U32", torch.uint16: "U16",
-}  # fmt: skip
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+}
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 _LONGEST_HEADER = 100_000_000
 _MOST_ELEMENTS = 1 << 60
+_MOST_DIMENSIONS = 64  # of a tensor of torch
 
 
 class CorruptCheckpoint(DetonationError, ValueError):
@@ -39,7 +51,7 @@ class CorruptCheckpoint(DetonationError, ValueError):
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file. start: of its bytes, counted from the beginning of the file."""
+    """One tensor of a file. start: offset of its bytes from the beginning of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -47,10 +59,10 @@ class Entry:
 
 
 class TensorFile:
-    """The tensors of the file at `path`, each read when it is asked for.
+    """Tensors of the file at `path`, each read on request.
 
-    metadata: texts by name. entries: the tensors by key. Raises `OSError` where it cannot be read,
-    or is a link, and `CorruptCheckpoint` where it is no safetensors file.
+    metadata: texts by name. entries: the tensors by key. Raises `OSError` if the file cannot be
+    read or is a link, and `CorruptCheckpoint` if it is no safetensors file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -65,14 +77,17 @@ class TensorFile:
         self.metadata, self.entries = tensors_in(text, size)
 
     def read(self, key: str, rows: slice = slice(None)) -> Tensor:
-        """The tensor `key`, or some `rows` of it, in memory of its own.
+        """Reads the tensor `key`, or `rows` of it, into new memory.
 
-        Raises `OSError`, also where the file has become shorter.
+        Raises `OSError`, also if the file has become shorter.
         """
         entry = self.entries[key]
-        first, stop, _ = rows.indices(entry.shape[0] if entry.shape else 1)
-        shape = (max(stop - first, 0), *entry.shape[1:]) if entry.shape else ()
-        row_bytes = math.prod(entry.shape[1:]) * entry.dtype.itemsize
+        first = 0
+        shape = entry.shape
+        if shape:
+            first, stop, _ = rows.indices(shape[0])
+            shape = (max(stop - first, 0), *shape[1:])
+        row_bytes = math.prod(shape[1:]) * entry.dtype.itemsize
         tensor = torch.empty(shape, dtype=entry.dtype)
         if tensor.nbytes:
             self._fill(tensor, entry.start + first * row_bytes)
@@ -86,15 +101,16 @@ class TensorFile:
                 count = os.preadv(descriptor, [rest], at)
                 if not count:
                     raise OSError(0, "it has become shorter", str(self._path))
-                rest, at = rest[count:], at + count
+                rest = rest[count:]
+                at += count
         finally:
             os.close(descriptor)
 
 
 def header_length(begin: bytes, size: int) -> int:
-    """The bytes of the header of a file of `size` bytes, by its first 8.
+    """Length of the header of a file of `size` bytes, from its first 8 bytes.
 
-    Raises `CorruptCheckpoint` if it is longer.
+    Raises `CorruptCheckpoint` if a header cannot have that length.
     """
     length = int.from_bytes(begin, "little")
     if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
@@ -103,9 +119,9 @@ def header_length(begin: bytes, size: int) -> int:
 
 
 def tensors_in(text: bytes, size: int) -> tuple[dict[str, str], dict[str, Entry]]:
-    """The metadata and the tensors that the header `text` describes, of a file of `size` bytes.
+    """Metadata and tensors in the header `text` of a file of `size` bytes.
 
-    Raises `CorruptCheckpoint` where it is no header of such a file, and `ValueError` where it is no
+    Raises `CorruptCheckpoint` if the header does not fit the file, and `ValueError` if it is no
     JSON.
     """
     header = json.loads(text)
@@ -120,23 +136,20 @@ def tensors_in(text: bytes, size: int) -> tuple[dict[str, str], dict[str, Entry]
 
 
 def _entries(header: dict[str, Any], begin: int, size: int) -> dict[str, Entry]:
-    """The tensors that a header describes, which fill the file from `begin` to `size` without gaps."""
+    """Tensors in a header, which must fill the file from `begin` to `size` without gaps."""
     found: dict[str, Entry] = {}
     ends = [(0, 0)]
     for key, value in header.items():
         if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
             raise CorruptCheckpoint(f"{key[:60]!r} is no tensor")
-        dtype, shape, offsets = (
-            _BY_NAME.get(str(value["dtype"])),
-            value["shape"],
-            value["data_offsets"],
-        )
+        dtype = _BY_NAME.get(str(value["dtype"]))
+        shape = value["shape"]
+        offsets = value["data_offsets"]
         if dtype is None or not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
-            raise CorruptCheckpoint(f"{key[:60]!r} has no type, shape or place of a tensor")
+            raise CorruptCheckpoint(f"{key[:60]!r} has no type, shape or offsets of a tensor")
         start, end = offsets
-        elements = math.prod(
-            max(count, 1) for count in shape
-        )  # torch refuses too large ones, also beside a zero
+        # torch refuses too large a dimension, even if another one is 0
+        elements = math.prod(max(count, 1) for count in shape)
         if elements > _MOST_ELEMENTS or end - start != math.prod(shape) * dtype.itemsize:
             raise CorruptCheckpoint(
                 f"{key[:60]!r} has {end - start} bytes, which its shape and type do not make"
@@ -151,15 +164,14 @@ def _entries(header: dict[str, Any], begin: int, size: int) -> dict[str, Entry]:
 
 
 def _naturals(value: Any) -> bool:
-    few = (
-        isinstance(value, Sequence) and len(value) <= 64
-    )  # the dimensions that torch has: a product takes no time
-    return few and all(type(number) is int and 0 <= number <= _MOST_ELEMENTS for number in value)
+    if not isinstance(value, Sequence) or len(value) > _MOST_DIMENSIONS:
+        return False
+    return all(type(number) is int and 0 <= number <= _MOST_ELEMENTS for number in value)
 
 
 @dataclass(frozen=True)
 class ShardSummary:
-    """The size and sha256 (hex) that a file must have."""
+    """Size and sha256 (hex) that a file must have."""
 
     bytes: int
     sha256: str
@@ -168,14 +180,13 @@ class ShardSummary:
 def write_shard(path: Path, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> ShardSummary:
     """Writes contiguous host tensors, and `rest` as JSON in the header.
 
-    Raises `OSError` where the disk is full or fails, and `ValueError` where safetensors has no such
-    dtype.
+    Raises `OSError` if the disk is full or fails, and `ValueError` if safetensors lacks a dtype.
     """
     return ShardSummary(*disk.write_file(path, shard_content(tensors, rest)))
 
 
 def shard_fault(path: Path, expected: ShardSummary) -> str | None:
-    """The fault of the file at `path`, in words; None where it is as `expected`."""
+    """Fault of the file at `path`, in words; None if it is as `expected`."""
     try:
         file = reading(path)
     except FileNotFoundError:
@@ -190,27 +201,30 @@ def shard_fault(path: Path, expected: ShardSummary) -> str | None:
             same = hashlib.file_digest(file, "sha256").hexdigest() == expected.sha256
         except OSError as error:
             return f"{path.name} cannot be read ({error.strerror})"
-    return None if same else f"{path.name} is damaged: its checksum differs"
+    if same:
+        return None
+    return f"{path.name} is damaged: its checksum differs"
 
 
 def require_types(types: Mapping[str, torch.dtype]) -> None:
-    """Raises `ValueError` where safetensors does not have one of the types of tensors."""
+    """Raises `ValueError` if safetensors lacks one of `types`, which are by name of the tensor."""
     for name, dtype in types.items():
         if dtype not in DTYPES:
             raise ValueError(f"{name} is of type {dtype}, which safetensors does not have")
 
 
 def shard_content(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> Iterator[memoryview]:
-    """The bytes of a safetensors file: header length, header, tensors.
+    """Bytes of a safetensors file: header length, header, tensors.
 
-    Wide dtypes come first, so that all align.
+    Wide dtypes are first, so that all tensors are aligned.
     """
     require_types({name: tensor.dtype for name, tensor in tensors.items()})
     header: dict[str, Any] = {"__metadata__": {"json": json.dumps(rest, allow_nan=False)}}
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     end = 0
     for name, tensor in ordered:
-        start, end = end, end + tensor.nbytes
+        start = end
+        end += tensor.nbytes
         header[name] = {
             "dtype": DTYPES[tensor.dtype],
             "shape": list(tensor.shape),

@@ -1,1 +1,1 @@
-"""Networks to run on, real or not: throttled, simulated and loopback communicators, measurements."""
+"""Throttled, simulated and loopback communicators, and measurements of networks."""

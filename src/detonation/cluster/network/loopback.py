@@ -1,5 +1,4 @@
-"""Loopback: a communicator whose peers all send this replica's own messages, to time the work of a
-step alone."""
+"""Loopback: a communicator whose peers all send this replica's own messages, without a network."""
 
 from collections.abc import Callable
 
@@ -11,14 +10,15 @@ from detonation.core.link.elastic_communicator import RenumberedCommunicator
 
 
 class LoopbackCommunicator(RenumberedCommunicator):
-    """A communicator whose replicas all send the same, each under its own number. Nothing leaves
-    this rank.
+    """A communicator whose replicas all send the messages of this rank, each under its own number.
 
-    next_size: The number of replicas from the next step on.
+    next_size: number of replicas from the next step on.
     """
 
     def __init__(self, replicas: int = 1) -> None:
-        self._replicas, self.replica, self.next_size = replicas, 0, replicas
+        self._replicas = replicas
+        self.replica = 0
+        self.next_size = replicas
 
     def size(self) -> int:
         return self._replicas

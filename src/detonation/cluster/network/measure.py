@@ -1,5 +1,4 @@
-"""Measures latency, rate and what silence costs on a mesh axis, with the collectives of training
-and their load."""
+"""Measures latency, rate and the cost of silence on a mesh axis, under the load of training."""
 
 import math
 import statistics
@@ -28,52 +27,55 @@ from detonation.core.link.link import Link, mismatch_on_all
 Start = Callable[[int], Callable[[], object]]
 """Starts an exchange of so many bytes, and returns a function that waits for it."""
 _SIZES = 2**10, 2**24
-"""The smallest message, and the largest."""
-_HINTS, _SHOWS = 1.1, 1.5
-"""How many times longer than the shortest a message takes where a little larger ones, and it, show
-the rate."""
-_REPEATS, _FEWEST = 5, 2
+"""Smallest and largest message, in bytes."""
+_HINTS = 1.1
+"""Time relative to the smallest message from which sizes grow by smaller factors."""
+_SHOWS = 1.5
+"""Time relative to the smallest message from which a message shows the rate of the link."""
+_REPEATS = 5
+_FEWEST = 2
 _PAIR_SIZES = (1024, 2**18)
 _PAIR_REPEATS = 3
 _NEAR_S = 1e-3
-"""Where all latencies are shorter, nodes are so near that silence costs nothing."""
+"""Latency up to which silence costs nothing, because the nodes are near each other."""
 
 
 class Everyone:
-    """All ranks, for agreement beside what is measured: of the default process group, or of the
-    replicas along an elastic `axis`, without one that is lost meanwhile. Its methods are
-    collective.
+    """All ranks, to agree on measurements. Its methods are collective.
+
+    They are the ranks of the default process group, or those of the replicas along an elastic
+    `axis`, without replicas that are lost.
 
     Args:
-        device: Of tensors that the groups carry.
-        shards: The axes inside this replica of an elastic axis; ranks count by replica and then by
-            shard.
+        device: Device of tensors that the groups can send.
+        shards: Axes inside this replica of an elastic axis. Ranks are ordered by replica and then
+            by shard.
     """
 
     def __init__(
         self, device: torch.device, axis: Axis | None = None, shards: Sequence[Axis] = ()
     ) -> None:
-        self.device, self._axis, self._shards = device, axis, [Link(shard) for shard in shards]
+        self.device = device
+        self._axis = axis
+        self._shards = [Link(shard) for shard in shards]
         self._elastic = isinstance(axis, ElasticCommunicator)
 
     @cached_property
     def _links(self) -> list[Link]:
-        """From the inside outwards."""
+        """Links of all axes, innermost first."""
         if self._elastic and self._axis is not None:
             return [*self._shards, Link(self._axis)]
         return [Link(init_device_mesh(self.device.type, (dist.get_world_size(),)))]
 
     @property
     def size(self) -> int:
-        return (
-            math.prod(link.replicas for link in self._links)
-            if self._elastic
-            else dist.get_world_size()
-        )
+        if self._elastic:
+            return math.prod(link.replicas for link in self._links)
+        return dist.get_world_size()
 
     def barrier(self) -> None:
-        """Waits for all, who then go on at about the same time: each pair of replicas sends
-        directly."""
+        """Waits for all ranks, which then continue at about the same time, because each pair of
+        replicas sends directly."""
         *shards, between = self._links
         for link in shards:
             link.send_to_all(None, self.device)
@@ -85,19 +87,18 @@ class Everyone:
     def over(
         self, times: Sequence[float], reduced: Callable[[Sequence[float]], float] = max
     ) -> list[float]:
-        """The largest of each of `times` over all ranks, or their mean."""
+        """Largest of each of `times` over all ranks, or their mean."""
         return [reduced(each) for each in zip(*self.send_to_all(times), strict=True)]
 
     def send_to_all(self, value: Any) -> list[Any]:
-        """Every rank's `value` (of JSON), in the order of ranks; in the place of one that is lost
-        that of another."""
+        """JSON `value` of each rank, in rank order. A lost rank has the value of another one."""
         found = [value]
         for link in self._links:
             found = [each for theirs in link.send_to_all(found, self.device) for each in theirs]
         return found
 
     def require_same(self, description: Mapping[str, str], notes: Mapping[str, str]) -> None:
-        """Raises `Mismatch` on all ranks where descriptions differ."""
+        """Raises `Mismatch` on all ranks if descriptions differ."""
         *shards, between = self._links
         for link in (between, *shards):
             with mismatch_on_all(shards, self.device):
@@ -107,16 +108,17 @@ class Everyone:
 def probe_axis(
     axis: Axis, device: torch.device, budget_s: float = 6.0, everyone: Everyone | None = None
 ) -> AxisProfile:
-    """Measures `axis` with messages of `device` in about `budget_s` seconds. Collective over all
-    ranks, `everyone`.
+    """Measures `axis` with messages on `device`. Collective over `everyone`, all ranks by default.
 
     All groups of the axis send at the same time, and each rank sends and receives at once, as in
-    training. Sizes for which the time is too short are left out, but not before one shows the rate,
-    of one operation for all: over a long latency it takes longer.
+    training. It takes about `budget_s` seconds and skips sizes for which that is too short. But one
+    operation needs a size that shows the rate, so a link with a long latency takes longer.
     """
     everyone = everyone or Everyone(device, axis)
     per_node = everyone.size // axis.size()
-    operations, link, silence = dict[str, Operation](), Link(axis), 0.0
+    operations = dict[str, Operation]()
+    link = Link(axis)
+    silence = 0.0
     if axis.size() > 1:
         zeros = partial(torch.zeros, dtype=torch.uint8, device=device)
         starts: dict[str, Start] = {
@@ -132,7 +134,9 @@ def probe_axis(
         if max(operation.latency_s for operation in operations.values()) > _NEAR_S:
             silence = _silence(starts["all-gather"], everyone)
     # a throttled link has the same speed between all pairs
-    pairs = _pairs(axis, everyone) if axis.size() > 2 and isinstance(axis, DeviceMesh) else ()
+    pairs: Sequence[LinkSample] = ()
+    if axis.size() > 2 and isinstance(axis, DeviceMesh):
+        pairs = _pairs(axis, everyone)
     return AxisProfile(axis.size(), per_node, operations, pairs, silence)
 
 
@@ -141,26 +145,29 @@ def fit_line(samples: Sequence[Sample]) -> Operation:
     latency >= 0."""
     x = torch.tensor([s.bytes_sent for s in samples], dtype=torch.float64)
     y = torch.tensor([s.seconds for s in samples], dtype=torch.float64)
-    latency, slope, scale = 0.0, 0.0, y
-    for _ in range(
-        4
-    ):  # relative to the line: relative to `y`, the luckiest of noisy times would count most
+    latency = 0.0
+    slope = 0.0
+    scale = y
+    # errors are relative to the line: relative to `y`, the shortest of noisy times count most
+    for _ in range(4):
         weighted = torch.stack([1 / scale, x / scale], dim=1)
         latency, slope = (
             torch.linalg.lstsq(weighted, (y / scale).view(-1, 1)).solution.view(-1).tolist()
         )
         if latency < 0 or slope <= 0:
-            latency, slope = max(0.0, float(y.min())) * (slope <= 0), float((y / x).min())
+            latency = max(0.0, float(y.min())) * (slope <= 0)
+            slope = float((y / x).min())
         scale = latency + slope * x
     off = ((latency + slope * x) / y - 1).abs().max()
     return Operation(latency, 8 / slope, float(off), list(samples))
 
 
 def of_one_link(operations: Mapping[str, Operation]) -> dict[str, Operation]:
-    """Gives operations that ended at a quarter of the size of another, or less, its rate for larger
-    messages."""
+    """Extends each operation to the largest measured size, with the rate of the operation that
+    reached it, if it ended at a quarter of that size or less."""
     furthest = max(operations.values(), key=lambda line: line.samples[-1].bytes_sent)
-    largest, found = furthest.samples[-1].bytes_sent, dict(operations)
+    largest = furthest.samples[-1].bytes_sent
+    found = dict(operations)
     for name, line in operations.items():
         if 4 * line.samples[-1].bytes_sent <= largest:
             beyond = Sample(
@@ -173,30 +180,33 @@ def of_one_link(operations: Mapping[str, Operation]) -> dict[str, Operation]:
 def _samples(
     link: Link, start: Start, everyone: Everyone, budget_s: float, shown: bool
 ) -> list[Sample]:
-    """Times rising sizes until the budget is used up and the rate is `shown`; all ranks agree on
+    """Times growing sizes until the budget is used up and the rate is `shown`. All ranks agree on
     the last size."""
     samples: list[Sample] = []
     size, largest = _SIZES
     start(size)()  # the first exchange opens connections
-    began, repeats, further = time.perf_counter(), _REPEATS, 16
+    began = time.perf_counter()
+    repeats = _REPEATS
+    further = 16
     while size <= largest:
         if len(samples) > 1:
             left_s = budget_s - everyone.over([time.perf_counter() - began])[0]
             repeats = int(left_s / fit_line(samples).seconds(further * samples[-1].bytes_sent))
-            if (
-                shown and repeats < _FEWEST
-            ):  # not before: better late than a rate that no size has shown
+            if shown and repeats < _FEWEST:  # exceed the budget rather than guess the rate
                 break
             repeats = min(max(repeats, _FEWEST), _REPEATS)
-        start(size)()  # opens the window of TCP
+        start(size)()  # widens the congestion window of TCP
         sent_before = link.bytes_sent
         times = _timed(start, size, everyone, repeats)
         sent = (link.bytes_sent - sent_before) // repeats
         low, median, high = statistics.quantiles(times, n=4)
-        # the mean: a run pays for the late and the lost, too
+        # the mean, because training also waits for late and repeated packets
         samples.append(Sample(sent, statistics.fmean(times), (high - low) / median))
         longer = samples[-1].seconds / samples[0].seconds
-        shown, further = shown or longer > _SHOWS, 4 if longer > _HINTS else 16
+        shown = shown or longer > _SHOWS
+        further = 16
+        if longer > _HINTS:
+            further = 4
         size *= further
     return samples
 
@@ -204,11 +214,10 @@ def _samples(
 def _timed(
     start: Start, size: int, everyone: Everyone, repeats: int, silent_s: float = 0.0
 ) -> list[float]:
-    """The seconds of an exchange several times over, each after a silence, averaged over ranks.
-    Collective.
+    """Seconds of each of several exchanges, each after a silence, averaged over ranks. Collective.
 
-    One that begins late waits the less for it: on average over ranks this is the time that an
-    exchange adds to a step.
+    A rank that begins late waits less. The average over ranks is the time that an exchange adds to
+    a step.
     """
     times = []
     for _ in range(repeats):
@@ -223,34 +232,34 @@ def _timed(
 
 
 def _silence(start: Start, everyone: Everyone) -> float:
-    """Seconds that a message of `SILENT_BYTES` takes longer after `SILENT_S` without any.
+    """Seconds that a message of `SILENT_BYTES` takes longer after `SILENT_S` without messages.
 
     Collective.
     """
-    usual, late = (
+    busy, silent = (
         statistics.median(_timed(start, SILENT_BYTES, everyone, _PAIR_REPEATS, silent_s))
         for silent_s in (0.0, SILENT_S)
     )
-    return max(0.0, late - usual)
+    return max(0.0, silent - busy)
 
 
 def _pairs(axis: DeviceMesh, everyone: Everyone) -> list[LinkSample]:
-    """Measures every pair of replicas of the axis with a short and a long message, both ways at
+    """Measures each pair of replicas of the axis with a short and a long message, both ways at
     once.
 
-    In rounds like those of a tournament, in which each replica sends to one other: as many rounds
-    as replicas.
+    In each round of `_rounds`, each replica sends to one other.
     """
-    replica, size, ranks = (
-        axis.get_local_rank(),
-        axis.size(),
-        dist.get_process_group_ranks(axis.get_group()),
-    )
+    replica = axis.get_local_rank()
+    size = axis.size()
+    ranks = dist.get_process_group_ranks(axis.get_group())
     samples: list[LinkSample] = []
     for pairs in _rounds(size):
-        other = next((b if a == replica else a for a, b in pairs if replica in (a, b)), None)
-        peer = None if other is None else ranks[other]
-        times = [0.0] * (2 * size)  # short and long, of the lower replica of each pair
+        other = peer = None
+        for pair in pairs:
+            if replica in pair:
+                other = sum(pair) - replica
+                peer = ranks[other]
+        times = [0.0] * (2 * size)  # short ones, then long ones, at the lower replica of each pair
         for i, nbytes in enumerate(_PAIR_SIZES):
             seconds = statistics.median(
                 _both_ways(peer, nbytes, axis, everyone) for _ in range(_PAIR_REPEATS)
@@ -258,9 +267,10 @@ def _pairs(axis: DeviceMesh, everyone: Everyone) -> list[LinkSample]:
             if other is not None:
                 times[i * size + min(replica, other)] = seconds
         agreed = everyone.over(times)
-        short, long = agreed[:size], agreed[size:]
+        short = agreed[:size]
+        long = agreed[size:]
         for a, b in pairs:
-            # where two times differ by less than they vary, their difference means nothing
+            # the difference of two times that are almost equal is noise
             seconds = max(long[a] - short[a], 0.1 * long[a])
             rate = 8 * (_PAIR_SIZES[1] - _PAIR_SIZES[0]) / seconds
             samples.append(LinkSample(a, b, short[a], rate))
@@ -274,7 +284,9 @@ def _rounds(size: int) -> list[list[tuple[int, int]]]:
     >>> _rounds(4)
     [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
     """
-    circle: list[int | None] = [*range(size), *([None] if size % 2 else [])]
+    circle: list[int | None] = list(range(size))
+    if size % 2:
+        circle.append(None)
     rounds = []
     for _ in range(len(circle) - 1):
         half = len(circle) // 2
@@ -287,12 +299,11 @@ def _rounds(size: int) -> list[list[tuple[int, int]]]:
 
 
 def _both_ways(peer: int | None, nbytes: int, axis: DeviceMesh, everyone: Everyone) -> float:
-    """Seconds to send `nbytes` to `peer` and receive as many from it at the same time; a rank
-    without a peer waits."""
-    # gloo sends from host memory alone
-    device = torch.device(
-        "cpu" if dist.get_backend(axis.get_group()) == "gloo" else axis.device_type
-    )
+    """Seconds to send `nbytes` to `peer` and to receive as many from it at the same time. A rank
+    without a peer only enters the barrier."""
+    device = torch.device(axis.device_type)
+    if dist.get_backend(axis.get_group()) == "gloo":  # gloo sends from host memory only
+        device = torch.device("cpu")
     outgoing = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     incoming = torch.empty(nbytes, dtype=torch.uint8, device=device)
     everyone.barrier()

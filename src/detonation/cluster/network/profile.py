@@ -1,4 +1,4 @@
-"""The measurements of a cluster, and `profile.json`, the file that holds them."""
+"""Measurements of a cluster, and `profile.json`, the file that holds them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 PROFILE_FORMAT = 1
-SILENT_S, SILENT_BYTES = 1.0, 2**16
-"""The silence after which `probe` sends a message, and its size."""
+SILENT_S = 1.0
+SILENT_BYTES = 2**16
+"""Seconds of silence before a message of `probe`, and the size of the message."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The time of one message size: a rank sends `bytes_sent` in `seconds` (mean; `spread` is IQR /
-    median)."""
+    """Time of one message size: a rank sends `bytes_sent` in `seconds` (mean).
+
+    spread: interquartile range / median.
+    """
 
     bytes_sent: int
     seconds: float
@@ -23,11 +26,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Operation:
-    """A collective as one rank sees it, a straight line: seconds = latency_s + 8 * bytes_sent /
-    rate_bits_per_s.
+    """Time of a collective on one rank: seconds = latency_s + 8 * bytes_sent / rate_bits_per_s.
 
     All groups of the axis send at once, as in training, so a node sends at `per_node` times the
-    rate. spread: the largest relative distance of a sample from the line.
+    rate. spread: largest relative distance of a sample from this line.
     """
 
     latency_s: float
@@ -41,7 +43,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class LinkSample:
-    """Two replicas that sent to each other at once, while all others were silent."""
+    """Link between two replicas, measured while both sent to each other."""
 
     first: int
     second: int
@@ -53,8 +55,8 @@ class LinkSample:
 class AxisProfile:
     """One axis of the mesh: `size` nodes, each with `per_node` ranks that share its link.
 
-    silence_s: how much longer an all-gather of `SILENT_BYTES` takes after `SILENT_S` without any; 0
-    was not measured.
+    silence_s: additional seconds of an all-gather of `SILENT_BYTES` after `SILENT_S` without
+    messages; 0 if it was not measured.
     """
 
     size: int
@@ -66,8 +68,8 @@ class AxisProfile:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of an optimizer's step with an exchange (encoding and decoding, no network), and
-    without an exchange."""
+    """Seconds of an optimizer step with an exchange (encoding and decoding, without the network),
+    and of one without an exchange."""
 
     exchange_s: float
     local_s: float
@@ -77,9 +79,10 @@ class Step:
 class Compute:
     """One training step of a recipe on this machine, without the network.
 
-    parameters: that are trained. forward_backward_s: median. spread: its IQR / median. steps: the
-    times of the optimizer's step by scheme, each with the base optimizer that the recipe has for
-    it. examples: per rank and step, over all micro-batches; None in a profile that does not say.
+    parameters: number of trained ones. forward_backward_s: median. spread: its interquartile range
+    / median. steps: times of the optimizer step by scheme, with the base optimizer of the recipe
+    for that scheme. examples: per rank and step, over all micro-batches; None if the profile does
+    not have it.
     """
 
     recipe: str
@@ -92,7 +95,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Profile:
-    """The result of `detonation probe`."""
+    """Result of `detonation probe`."""
 
     replicas: int
     shards: int
@@ -111,7 +114,7 @@ class Profile:
     def read(cls, path: Path) -> "Profile":
         """Reads the profile at `path`.
 
-        Raises `ValueError` where it is no profile, or of another version.
+        Raises `ValueError` if it is no profile, or of another version.
         """
         try:
             table = json.loads(path.read_text(encoding="utf-8"))
@@ -119,7 +122,9 @@ class Profile:
             raise ValueError(
                 f"{path} is no profile ({error}): make one with detonation probe --out {path}"
             ) from error
-        version = table.pop("format", None) if isinstance(table, dict) else None
+        version = None
+        if isinstance(table, dict):
+            version = table.pop("format", None)
         if version != PROFILE_FORMAT:
             raise ValueError(
                 f"{path} has format {version}, this version reads {PROFILE_FORMAT}: measure again"
@@ -134,29 +139,20 @@ class Profile:
 
     @classmethod
     def of(cls, table: Mapping[str, Any]) -> "Profile":
-        """The inverse of `asdict`."""
+        """Makes a profile from the result of `asdict`."""
         axes = {name: axis_profile(axis) for name, axis in table["axes"].items()}
-        steps = (
-            {name: Step(**step) for name, step in table["compute"]["steps"].items()}
-            if table["compute"]
-            else {}
-        )
+        steps = {}
+        if table["compute"]:
+            steps = {name: Step(**step) for name, step in table["compute"]["steps"].items()}
         compute = table["compute"] and Compute(**{**table["compute"], "steps": steps})
         return cls(**{**table, "axes": axes, "compute": compute})
 
 
 def axis_profile(table: Mapping[str, Any]) -> AxisProfile:
-    """The inverse of `asdict`."""
-    operations = {
-        name: Operation(
-            **{**operation, "samples": [Sample(**sample) for sample in operation["samples"]]}
-        )
-        for name, operation in table["operations"].items()
-    }
-    return AxisProfile(
-        **{
-            **table,
-            "operations": operations,
-            "pairs": [LinkSample(**pair) for pair in table["pairs"]],
-        }
-    )
+    """Makes the profile of an axis from the result of `asdict`."""
+    operations = {}
+    for name, operation in table["operations"].items():
+        samples = [Sample(**sample) for sample in operation["samples"]]
+        operations[name] = Operation(**{**operation, "samples": samples})
+    pairs = [LinkSample(**pair) for pair in table["pairs"]]
+    return AxisProfile(**{**table, "operations": operations, "pairs": pairs})

@@ -2,8 +2,8 @@
 without a network.
 
 Each replica is a thread, because its code waits in the middle of a step. Only one thread runs at a
-time: until it waits for a message that is not there yet, and then the next in replica order takes
-over. So a run is deterministic.
+time. When it waits for a message that no replica has sent yet, the next thread in replica order
+runs. So a run is deterministic.
 """
 
 import threading
@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 
 class Abandoned(RuntimeError):
-    """Another replica failed, so this replica cannot go on."""
+    """Another replica failed, so this replica cannot continue."""
 
 
 def simulate_replicas(act: Callable[["SimulatedCommunicator"], _T], replicas: int) -> list[_T]:
@@ -34,7 +34,8 @@ def simulate_replicas(act: Callable[["SimulatedCommunicator"], _T], replicas: in
     """
     scheduler = _Scheduler(replicas)
     results: dict[int, _T] = {}
-    ended, ends = [False] * replicas, SimpleQueue[None]()
+    ended = [False] * replicas
+    ends = SimpleQueue[None]()
 
     def run(replica: int) -> None:
         try:
@@ -47,9 +48,8 @@ def simulate_replicas(act: Callable[["SimulatedCommunicator"], _T], replicas: in
             ended[replica] = True
             ends.put(None)
 
-    def wait_for_all() -> (
-        None
-    ):  # Thread.join takes a thread for ended when Ctrl-C comes while it waits for it
+    def wait_for_all() -> None:
+        # not Thread.join: after Ctrl-C in a join, torch regards a running thread as ended
         while not all(ended):
             ends.get()
 
@@ -60,7 +60,7 @@ def simulate_replicas(act: Callable[["SimulatedCommunicator"], _T], replicas: in
     for thread in threads:
         thread.start()
     try:
-        scheduler.begin()  # within try: Ctrl-C from here on finds all threads started
+        scheduler.begin()  # within try: at a Ctrl-C from here on, all threads have started
         wait_for_all()
     except BaseException as error:  # Ctrl-C: each replica ends at its next wait
         scheduler.fail(error)
@@ -72,13 +72,12 @@ def simulate_replicas(act: Callable[["SimulatedCommunicator"], _T], replicas: in
 
 
 def wait_until_gone(threads: list[threading.Thread]) -> None:
-    """Waits until the system has no such threads, at most ten seconds, where it lists them (Linux).
+    """Waits until the system has removed `threads`, at most ten seconds. They have ended, or will
+    soon. Only Linux lists threads; other systems do not wait.
 
-    They have ended, or are about to.
-
-    MKL holds a lock while a thread that multiplied matrices ends, also after `Thread.join`. A
-    process that is forked in that moment inherits the lock, and its first product of matrices waits
-    for ever.
+    MKL holds a lock while a thread that multiplied matrices ends, even after `Thread.join`. A
+    process that is forked at that moment inherits the lock, and its first matrix product never
+    returns.
     """
     until = time.monotonic() + 10.0
     for thread in threads:
@@ -93,7 +92,8 @@ class SimulatedCommunicator:
     """
 
     def __init__(self, replica: int, scheduler: "_Scheduler") -> None:
-        self.replica, self._scheduler = replica, scheduler
+        self.replica = replica
+        self._scheduler = scheduler
         self._started = 0
 
     def size(self) -> int:
@@ -110,11 +110,10 @@ class SimulatedCommunicator:
         return lambda: gathered()[:, self.replica]
 
     def together(self, mine: _T, act: Callable[[list[_T]], object]) -> None:
-        """Calls `act` once with what all replicas bring, when all have come and before any goes on.
-
-        It may not wait.
+        """Calls `act` once with the values `mine` of all replicas, when all replicas have called
+        this and before any of them continues. `act` must not wait.
         """
-        self._collective(mine, lambda brought: torch.tensor(act(brought) is None))()
+        self._collective(mine, lambda values: torch.tensor(act(values) is None))()
 
     def _collective(
         self, mine: Any, combine: Callable[[list[Any]], Tensor]
@@ -125,9 +124,9 @@ class SimulatedCommunicator:
 
         def received() -> Tensor:
             found = self._scheduler.wait(self.replica, collective)
-            return (
-                found if found.device.type == "cpu" else found.clone()
-            )  # kernels write into messages that arrived
+            if found.device.type == "cpu":
+                return found
+            return found.clone()  # kernels write into received messages
 
         return received
 
@@ -137,7 +136,8 @@ class _Collective:
 
     def __init__(self, replicas: int, combine: Callable[[list[Any]], Tensor]) -> None:
         self.inputs: dict[int, Any] = {}
-        self._replicas, self._combine = replicas, combine
+        self._replicas = replicas
+        self._combine = combine
         self._result: Tensor | None = None
 
     @property
@@ -186,14 +186,12 @@ class _Scheduler:
             self.failure = error
 
     def collective(self, number: int, combine: Callable[[list[Any]], Tensor]) -> _Collective:
-        """The collective that each replica starts as its `number`-th."""
+        """Collective `number`, in the order in which each replica starts them."""
         if number not in self._open:
             self._open[number] = _Collective(self.replicas, combine)
         collective = self._open[number]
-        if (
-            len(collective.inputs) == self.replicas - 1
-        ):  # the last replica has come: whoever waits holds a reference
-            del self._open[number]
+        if len(collective.inputs) == self.replicas - 1:
+            del self._open[number]  # this is the last replica; the others hold references
         return collective
 
     def wait(self, replica: int, collective: _Collective) -> Tensor:
@@ -223,11 +221,14 @@ class _Scheduler:
 
 
 def _sum(tensors: list[Tensor]) -> Tensor:
-    """The sum in replica order.
+    """Sum in replica order.
 
     A real network may add in another order, and so round differently.
     """
-    total = tensors[0] + tensors[1] if len(tensors) > 1 else tensors[0].clone()
+    if len(tensors) > 1:
+        total = tensors[0] + tensors[1]
+    else:
+        total = tensors[0].clone()
     for tensor in tensors[2:]:
         total += tensor
     return total

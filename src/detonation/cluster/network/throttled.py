@@ -1,5 +1,4 @@
-"""Throttled: a slow link between nodes that are processes of one machine, without root and on any
-system."""
+"""Throttled: emulates a slow link between processes of one machine, on any system, without root."""
 
 import fcntl
 import mmap
@@ -21,16 +20,16 @@ from detonation.link_speed import LinkSpeed, hops
 from detonation.whole_files import opened
 
 _WINDOW = 4096
-"""The most exchanges of one rank that may be under way at once."""
+"""Largest number of unfinished exchanges of one rank."""
 ELSEWHERE = "a link can be emulated between processes of one machine only: leave --link out"
 
 
 class NodeLink:
-    """The slow link of node `node`, which its ranks share: messages leave one after another, each
-    after bytes / rate.
+    """Slow link that the ranks of `node` share: messages leave one after another, each after bytes
+    / rate.
 
-    Collective over the default process group, if there is one, whose ranks are those of `nodes`
-    nodes. `speed` may be set again between two steps.
+    Construction is collective over the default process group, if there is one; its ranks are those
+    of `nodes` nodes. `speed` may change between two steps.
     """
 
     def __init__(
@@ -42,14 +41,17 @@ class NodeLink:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.speed, self._node, self._clock, self._sleep = speed, node, clock, sleep
+        self.speed = speed
+        self._node = node
+        self._clock = clock
+        self._sleep = sleep
         # [nodes] float64: when all messages of each node will have left
         self._file, self._idle_from = _shared_memory(8 * nodes, device or torch.device("cpu"))
         weakref.finalize(self, os.close, self._file)
 
     def leave(self, kind: str, sent: Tensor, replicas: int) -> float:
-        """Queues what a collective sends behind the messages that this node is sending; returns
-        when all has left."""
+        """Queues the bytes of a collective after the messages that this node is sending. Returns
+        the time at which the last byte has left."""
         if kind == "all-to-all":
             nbytes = sent.nbytes // replicas * (replicas - 1)
         else:
@@ -61,39 +63,42 @@ class NodeLink:
         return end
 
     def arrive(self, kind: str, left: Tensor, replicas: int) -> None:
-        """Waits until the last of what has `left` is there."""  # [replicas] float64
-        far = min(1, replicas - 1) if kind == "all-to-all" else hops(kind, replicas)
+        """Waits until the last of the messages that have `left` arrives."""  # [replicas] float64
+        if kind == "all-to-all":
+            far = min(1, replicas - 1)
+        else:
+            far = hops(kind, replicas)
         due = float(left.max()) + self.speed.seconds(0, far)
         while (early := due - self._clock()) > 0:
             self._sleep(early)
 
 
 class ThrottledCommunicator(NodeLink):
-    """Slows the link of `axis` down to `speed`; takes the place of the axis in `replicate`.
+    """Slows the link of `axis` down to `speed`. Give it to `replicate` instead of the axis.
 
-    The ranks with the same coordinate on the axis are a node and share its link: their messages
-    leave one after another, each after bytes / rate. An exchange ends when the messages of all
-    peers have left, plus a latency per hop. Computation meanwhile counts, so overlap works as on a
-    real link. Only the sending side is limited: in ring collectives a node receives as much as it
-    sends.
+    Ranks with the same coordinate on the axis are a node and share its link: their messages leave
+    one after another, each after bytes / rate. An exchange ends one latency per hop after the
+    messages of all peers have left. Ranks can compute meanwhile, so overlap works as on a real
+    link. Only the sending side is limited: in ring collectives a node receives as much as it sends.
 
-    Collective: all ranks construct it together. Raises `ValueError` where not all ranks are
-    processes of this machine.
+    Construction is collective. Raises `ValueError` unless all ranks are processes of this machine.
     """
 
     def __init__(self, axis: DeviceMesh, speed: LinkSpeed) -> None:
-        world, device = dist.get_world_size(), torch.device(axis.device_type)
+        world = dist.get_world_size()
+        device = torch.device(axis.device_type)
         if int(os.environ.get("LOCAL_WORLD_SIZE", world)) < world:
             raise ValueError(ELSEWHERE)
         self.replica = axis.get_local_rank()
         super().__init__(speed, self.replica, axis.size(), device)
-        self._axis, self._group = axis, ProcessGroupCommunicator(axis, own=True)
+        self._axis = axis
+        self._group = ProcessGroupCommunicator(axis, own=True)
         self._peers = dist.get_process_group_ranks(axis.get_group())
         self._started = 0
         # [ranks, exchanges]: when each message will have left
         file, left = _shared_memory(8 * world * _WINDOW, device)
         self._left = left.view(world, _WINDOW)
-        os.close(file)  # the memory stays
+        os.close(file)  # the mapped memory stays
 
     def size(self) -> int:
         return self._group.size()
@@ -125,11 +130,11 @@ class ThrottledCommunicator(NodeLink):
 
 
 def _shared_memory(nbytes: int, device: torch.device) -> tuple[int, Tensor]:
-    """A nameless file that all ranks have open, and its memory as float64 zeros. Collective."""
-    path, rank = (
-        torch.zeros(4096, dtype=torch.uint8, device=device),
-        dist.get_rank() if dist.is_initialized() else -1,
-    )
+    """An unlinked file that all ranks have open, and its memory as float64 zeros. Collective."""
+    path = torch.zeros(4096, dtype=torch.uint8, device=device)
+    rank = -1
+    if dist.is_initialized():
+        rank = dist.get_rank()
     if rank <= 0:
         descriptor, name = tempfile.mkstemp(prefix="detonation-link-")
         os.truncate(descriptor, nbytes)

@@ -1,1 +1,1 @@
-"""The parts of a process's life: rendezvous, heartbeat, signals, results, failures and exit."""
+"""Start and end of a process: rendezvous, heartbeat, signals, results, failures and exit."""

@@ -1,24 +1,26 @@
-"""How many files and sockets a process may have open: as many as the system lets it."""
+"""Raises the number of files and sockets that a process may have open."""
 
 import resource
 from contextlib import suppress
 
 LEAST_OPEN = 64
-"""The number of open files below which no rank can meet the others and save."""
+"""Number of open files that a rank needs to meet the others and to save."""
 _MOST_OPEN = 1 << 20
-"""More is of no use, and some programs look at each number up to the limit."""
+"""Higher limits are useless, and slow programs that visit each number up to the limit."""
 
 
 def allow_open_files() -> None:
     """Raises the soft limit of open files to the hard one.
 
-    gloo aborts in its accept where descriptors run out, and keeps those of strangers that connect.
-    Raises `ValueError` where the hard limit is too low for any run.
+    gloo aborts when it accepts a connection without a free descriptor, and it keeps connections of
+    strangers open. Raises `ValueError` if the hard limit is too low for any run.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MOST_OPEN if hard == resource.RLIM_INFINITY else min(hard, _MOST_OPEN)
+    most = _MOST_OPEN
+    if hard != resource.RLIM_INFINITY:
+        most = min(hard, most)
     if soft != resource.RLIM_INFINITY and soft < most:
-        with suppress(OSError, ValueError):  # of a sandbox that lets nobody change it
+        with suppress(OSError, ValueError):  # a sandbox may refuse the change
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
             soft = most
     if soft != resource.RLIM_INFINITY and soft < LEAST_OPEN:

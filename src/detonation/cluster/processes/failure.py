@@ -1,4 +1,4 @@
-"""A rank's end in a file: its cause in one line, or its result, as JSON."""
+"""Results and failures of ranks: files as JSON, and the root cause among several failures."""
 
 import json
 import signal
@@ -30,7 +30,7 @@ ROOT_CAUSE_WAIT_S = 2.0
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of one rank.
+    """End of one rank.
 
     kind: the class of the exception, or the name of the signal. text: the message. when:
     `time.time()`. network: the end of a peer can cause this failure. bad_input: the user can mend
@@ -48,7 +48,7 @@ class Failure:
 
 
 class RunError(DetonationError, RuntimeError):
-    """A failure whose message is complete: it needs no class name and no rank beside it."""
+    """A failure whose message is complete without the class of the error and the rank."""
 
 
 class SecondaryFailure(RunError):
@@ -56,14 +56,17 @@ class SecondaryFailure(RunError):
 
 
 class WorldError(DetonationError, RuntimeError):
-    """A rank failed: the root cause, not the effects of that rank's end on its peers.
+    """A rank failed. The message is the root cause, not its effects on other ranks.
 
     reported: another process of the same launcher has reported it already.
     """
 
     def __init__(self, failure: Failure, world_size: int, reported: bool = False) -> None:
-        self.failure, self.reported = failure, reported
-        where = "" if failure.complete or world_size == 1 else f"rank {failure.rank}: "
+        self.failure = failure
+        self.reported = reported
+        where = ""
+        if world_size > 1 and not failure.complete:
+            where = f"rank {failure.rank}: "
         super().__init__(where + failure.text)
 
 
@@ -81,17 +84,19 @@ def failure_from_exception(rank: int, error: BaseException) -> Failure:
 
 
 def failure_from_exit_code(rank: int, code: int) -> Failure:
-    """The failure of a rank that ended with `code` and left no message; below 0 it is a signal.
+    """Failure of a rank that ended with `code` and left no message.
 
-    A rank that a request ended at once has 128 + its number; see `interrupts.end`.
+    A signal has the code -number, or 128 + number if it was a request; see `interrupts.end`.
     """
-    code = -(code - 128) if code - 128 in REQUESTS else code
+    if code - 128 in REQUESTS:
+        code = -(code - 128)
     if code > 0:
         return Failure(rank, time.time(), "SystemExit", f"ended with code {code} and no message")
-    name = next(
-        (each.name for each in signal.Signals if each == -code), f"signal {-code}"
-    )  # real-time: no name
-    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+    names = (each.name for each in signal.Signals if each == -code)
+    name = next(names, f"signal {-code}")  # real-time signals have no name
+    hint = ""
+    if -code == signal.SIGKILL:
+        hint = " (out of memory?)"
     # gloo aborts the process when a peer is gone at the wrong moment, so SIGABRT may follow from
     # another rank's end.
     return Failure(
@@ -100,25 +105,27 @@ def failure_from_exit_code(rank: int, code: int) -> Failure:
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure | None:
-    """The earliest failure that no peer's end explains; where there is none, the earliest of all."""
+    """Earliest failure that the end of a peer cannot cause, or the earliest of all."""
     return min(failures, key=lambda failure: (failure.network, failure.when), default=None)
 
 
 def describe(error: BaseException) -> str:
-    """One line for a person: the message, after the class of the error where the message alone is
-    not clear."""
+    """Describes an error in one line: its message, after its class if the message alone is
+    unclear."""
     lines = str(error).strip().splitlines()
     if not lines:
         return type(error).__name__
     if isinstance(error, ValueError | RunError | WorldError) or type(error) is RuntimeError:
         return lines[0]
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+        if error.filename:
+            return f"{error.strerror}: {error.filename}"
+        return error.strerror
     return f"{type(error).__name__}: {lines[0]}"
 
 
 def is_network_error(error: BaseException) -> bool:
-    """True where the end of another rank may be the only cause of `error`."""
+    """True if the end of another rank may be the only cause of `error`."""
     if isinstance(error, dist.DistError | ConnectionError | SecondaryFailure):
         return True
     return isinstance(error, RuntimeError) and any(

@@ -63,19 +63,20 @@ class FileBoard:
         return self.read_notice()
 
     def read_notice(self) -> str:
-        """The notice on the board; "" for none."""
-        return read_text(self._notice) if self._notice.exists() else ""
+        """Notice on the board; "" for none."""
+        if self._notice.exists():
+            return read_text(self._notice)
+        return ""
 
     def close(self, others: int) -> None:
         """Ends the use of the board after a failure: the files stay for the others to read."""
 
 
 class StoreBoard:
-    """A board in the store of the rendezvous, over a connection of its own.
+    """A board in the store of the rendezvous, over its own connection.
 
-    Whoever reaches the store can write to it. With a `token`, which only the ranks know, a notice
-    of somebody else is ignored, and does not end the run. `host` says in words which process hosts
-    the store.
+    Any process that reaches the store can write to it. With a `token`, which only the ranks have,
+    notices of other processes are ignored. `host` says in words which process hosts the store.
     """
 
     def __init__(
@@ -87,7 +88,9 @@ class StoreBoard:
         self._store.compare_set(_key("notice"), "", _NOTHING)
         # drawn anew in each attempt, so that a notice of an earlier one is not signed for this one
         drawn: bytes = self._store.compare_set(_key("board"), "", secrets.token_hex(8))
-        self._secret = token.encode() + drawn if token else b""
+        self._secret = b""
+        if token:
+            self._secret = token.encode() + drawn
         self._ignored = False
         self.write_count(rank, 1)
 
@@ -102,9 +105,7 @@ class StoreBoard:
 
     def post_notice(self, notice: str) -> str:
         found: bytes = self._store.compare_set(_key("notice"), _NOTHING, self._signed(notice))
-        if not self._authentic(
-            found.decode(errors="replace")
-        ):  # in the place of one of somebody else
+        if not self._authentic(found.decode(errors="replace")):  # replace a foreign notice
             self._store.set(_key("notice"), self._signed(notice))
         return self.read_notice()
 
@@ -122,11 +123,9 @@ class StoreBoard:
         return ""
 
     def _signed(self, notice: str) -> str:
-        signature = (
-            hmac.new(self._secret, notice.encode(), "sha256").hexdigest()
-            if self._secret
-            else "unsigned"
-        )
+        signature = "unsigned"
+        if self._secret:
+            signature = hmac.new(self._secret, notice.encode(), "sha256").hexdigest()
         return f"{signature} {notice}"
 
     def _authentic(self, found: str) -> bool:
@@ -138,7 +137,7 @@ class StoreBoard:
     def close(self, others: int) -> None:
         """Waits, on the host of the store, until `others` have closed the board, too."""
         deadline = time.monotonic() + _READING_S
-        closed = self._store.add(_key("closed"), 0 if self._hosted_here else 1)
+        closed = self._store.add(_key("closed"), int(not self._hosted_here))
         while self._hosted_here and closed < others and time.monotonic() < deadline:
             time.sleep(_READING_S / 100)
             closed = self._store.add(_key("closed"), 0)
@@ -150,13 +149,13 @@ def _key(name: object) -> str:
 
 BEAT_S = 0.25
 STARTUP_LIMIT_S = 120.0
-"""The limit until the run knows the size of its messages: processes start at different speeds."""
+"""Limit until the run knows the size of its messages: processes start at different speeds."""
 _MISSED = 6
 """This many missing beats make a rank suspicious."""
 
 
 EndProcess = Callable[[str, bool], NoReturn]
-"""Ends this process. Takes the reason, and True where another rank reports it."""
+"""Ends this process. Takes the reason, and True if another rank reports it."""
 
 
 class Heartbeat:
@@ -169,9 +168,14 @@ class Heartbeat:
     def __init__(
         self, board: FileBoard | StoreBoard, rank: int, world_size: int, end: EndProcess
     ) -> None:
-        self._board, self._rank, self._world_size, self._end = board, rank, world_size, end
-        self._limit_s, self._shards = STARTUP_LIMIT_S, 1
-        self._notice, self._neighbour_count = "", 0
+        self._board = board
+        self._rank = rank
+        self._world_size = world_size
+        self._end = end
+        self._limit_s = STARTUP_LIMIT_S
+        self._shards = 1
+        self._notice = ""
+        self._neighbour_count = 0
         self._answered = time.monotonic()
         self._stopped = threading.Event()
         self._leaving = self._cut_off = False
@@ -185,7 +189,8 @@ class Heartbeat:
 
     def set_limit(self, limit_s: float, shards: int) -> None:
         """From now on a rank is lost after `limit_s` seconds of silence."""
-        self._limit_s, self._shards = limit_s, shards
+        self._limit_s = limit_s
+        self._shards = shards
 
     def leave(self, barrier: Callable[[], object]) -> None:
         """Calls `barrier`, where all ranks wait for each other, and stops the heartbeat."""
@@ -205,8 +210,8 @@ class Heartbeat:
         """Finds out why this rank lost a connection, with the error `text`, and posts it on the
         board.
 
-        Waits a moment for missing heartbeats, and names the silent ranks where there are any.
-        Returns the reason on the board, and True where another rank posted it.
+        Waits a moment for missing heartbeats, and names the silent ranks if there are any.
+        Returns the reason on the board, and True if another rank posted it.
         """
         self._reporting.acquire()
         return self._explained(text, _MISSED * BEAT_S)
@@ -214,7 +219,7 @@ class Heartbeat:
     def report(self, text: str) -> bool:
         """Posts why this rank ends, so that all ranks end.
 
-        True where another rank has posted a reason already.
+        Returns True if another rank has already posted a reason.
         """
         self._reporting.acquire()
         try:
@@ -233,7 +238,8 @@ class Heartbeat:
 
     def _beat(self) -> None:
         """Writes this rank's count, and reads the neighbour's count and the notice."""
-        count, neighbour = 1, [(self._rank + 1) % self._world_size]
+        count = 1
+        neighbour = [(self._rank + 1) % self._world_size]
         while not self._stopped.wait(BEAT_S):
             count += 1
             try:
@@ -254,15 +260,19 @@ class Heartbeat:
         """Ends the process when the neighbour, or the board, is silent for too long, or when a
         notice is posted."""
         neighbour = (self._rank + 1) % self._world_size
-        latest, last_beat, awake = 0, time.monotonic(), time.monotonic()
+        latest = 0
+        last_beat = time.monotonic()
+        awake = time.monotonic()
         while not self._stopped.wait(BEAT_S):
             now = time.monotonic()
             if now - awake > _MISSED * BEAT_S:  # this process itself stood still
                 last_beat = self._answered = now
             awake = now
             if self._neighbour_count != latest:
-                latest, last_beat = self._neighbour_count, now
-            silence, unanswered = now - last_beat, now - self._answered
+                latest = self._neighbour_count
+                last_beat = now
+            silence = now - last_beat
+            unanswered = now - self._answered
             if unanswered > self._limit_s and not self._leaving:
                 self._end(self._board_lost(f"no answer for {unanswered:.1f} s"), False)
             if self._notice and self._reporting.acquire(blocking=False):
@@ -275,15 +285,17 @@ class Heartbeat:
                 self._end(*self._explained(self._lost_message([neighbour], silence), silence))
 
     def _explained(self, text: str, silence: float) -> tuple[str, bool]:
-        """`explain`, where this thread is the one that reports."""
+        """`explain`, in the thread that holds `_reporting`."""
         try:
             lost = self._silent_ranks()
-            return self._post(self._lost_message(lost, silence) if lost else text)
+            if lost:
+                text = self._lost_message(lost, silence)
+            return self._post(text)
         except (RuntimeError, OSError) as error:
             return self._board_lost(str(error).splitlines()[0]), False
 
     def _silent_ranks(self) -> list[int]:
-        """The other ranks whose counts stand still for a moment."""
+        """Other ranks whose counts stand still for a moment."""
         ranks = range(self._world_size)
         before = self._board.read_counts(ranks)
         time.sleep(_MISSED * BEAT_S)
@@ -291,7 +303,8 @@ class Heartbeat:
         return [rank for rank in ranks if before[rank] == after[rank] and rank != self._rank]
 
     def _post(self, text: str) -> tuple[str, bool]:
-        """The text of the notice that is on the board now, and True where another rank posted it."""
+        """Posts `text`. Returns the notice that is then on the board, and True if another rank
+        posted it."""
         rank, _, posted = self._board.post_notice(f"{self._rank} {text}").partition(" ")
         return posted, int(rank) != self._rank
 
@@ -304,7 +317,10 @@ class Heartbeat:
             f"{rank} (replica {rank // self._shards}, shard {rank % self._shards})"
             for rank in ranks
         ]
-        who = f"rank {names[0]} has" if len(names) == 1 else f"ranks {', '.join(names)} have"
+        if len(names) == 1:
+            who = f"rank {names[0]} has"
+        else:
+            who = f"ranks {', '.join(names)} have"
         return (
             f"{who} not been heard of for {seconds:.1f} s: ended, stopped or cut off; go on with"
             " --resume"

@@ -1,13 +1,12 @@
-"""The start of a run of several replicas that one of them refuses: a fault of set-up ends all, and
-is never survived.
+"""Refusal of a start: if the set-up of one replica fails, all replicas end.
 
-A replica is *preparing* until everything that it can find out by itself is known to be in order,
-then it is *prepared*. A replica that fails while it prepares leaves its reason in the store where
-the others wait for it. They end with that reason, as long as they know that not all are prepared. A
-replica that is lost without a reason is survived as ever.
+A replica is *preparing* until it has checked everything that it can check by itself; then it is
+*prepared*. A replica that fails while it prepares writes the reason to the store where the others
+wait for it. Until all are prepared, the others end with that reason. They survive the loss of a
+replica that has written no reason.
 
-Before replicas have met, their store may have reasons of an earlier start. So a reason counts for
-`FRESH_S`, for each rank once, and goes away when its replica comes again.
+Before replicas have met, their store may hold reasons of an earlier start. So a reason is valid for
+`FRESH_S`, once for each rank, and until its replica starts again.
 """
 
 import json
@@ -26,47 +25,52 @@ from torch.distributed.distributed_c10d import Store
 from detonation.cluster.processes.failure import SecondaryFailure
 
 FRESH_S = 60.0
-"""Replicas that are started together meet, or refuse, within this time."""
-_CONNECT_S, _LOOK_S = 3.0, 0.25
-_KEY, _REFUSED = "detonation/refused", "refused"
+"""Time within which replicas that are started together meet, or refuse."""
+_CONNECT_S = 3.0
+_LOOK_S = 0.25
+_KEY = "detonation/refused"
+_REFUSED = "refused"
 
 
 class RefusedStart(SecondaryFailure, ValueError):
-    """Another replica cannot start, so that none does."""
+    """Another replica cannot start, so this one must not start, either."""
 
 
 class Preparation:
-    """The start of one rank of replicas that have met. The methods are those of several threads.
+    """Start of one rank of replicas that have met. Its methods are called in several threads.
 
-    store: Where they agree; its keys are of this start alone.
+    store: where the replicas agree; its keys belong to this start only.
     """
 
     def __init__(self, store: Store, replica: int, rank: int) -> None:
-        self._store, self._replica, self._rank = store, replica, rank
+        self._store = store
+        self._replica = replica
+        self._rank = rank
         self._announces = self._all_prepared = False
 
     def begin(self) -> None:
-        """Lets others refuse until all are `prepared`, however many steps there have been."""
+        """Lets others refuse until all are `prepared`, even after steps."""
         self._announces = True
 
     def prepared(self) -> None:
-        """Lets the others know that the set-up of this rank is over: they survive its loss."""
+        """Announces that the set-up of this rank is over. The others then survive its loss."""
         self._store.set(_prepared(self._rank), "1")
 
     def refuse(self, reason: str) -> None:
-        """Ends the start of all, because the set-up of this replica failed; the first reason
-        counts."""
-        with suppress(DistError, RuntimeError):  # nobody can hear of it
+        """Ends the start of all replicas with `reason`, because the set-up of this one failed.
+
+        Later reasons are ignored.
+        """
+        with suppress(DistError, RuntimeError):  # the store is lost
             self._store.compare_set(
                 _REFUSED, "", f"replica {self._replica} did not start: {reason}"
             )
 
     def refused(self, store: Store, ranks: Sequence[int], under_way: bool) -> RefusedStart | None:
-        """Why another replica did not start, by `store`, another connection; None from when all
-        `ranks` are prepared.
+        """Error of another replica that did not start; None after all `ranks` are prepared.
 
-        Ranks that do not announce the end of their set-up have it behind them once they are
-        `under_way`.
+        store: another connection. under_way: whether training has begun; ranks that do not announce
+        the end of their set-up are then prepared.
         """
         if self._all_prepared or (under_way and not self._announces):
             return None
@@ -77,13 +81,13 @@ class Preparation:
 
 
 def is_prepared(store: Store, rank: int) -> bool:
-    """True where the set-up of `rank` is over, by the store where its axis agrees."""
+    """True if the set-up of `rank` is over. `store` is that of its axis."""
     return bool(store.check([_prepared(rank)]))
 
 
 def refuse_start(host: str, port: int, replica: int, reason: str) -> None:
-    """Leaves the `reason` why `replica` cannot start at the store where the others wait, if there
-    is one."""
+    """Writes the `reason` why `replica` cannot start to the store where the others wait, if it can
+    be reached."""
     with suppress(DistError, TimeoutError, RuntimeError, OSError):
         socket.create_connection((host, port), timeout=_CONNECT_S).close()
         store = TCPStore(host, port, timeout=timedelta(seconds=_CONNECT_S))
@@ -91,14 +95,14 @@ def refuse_start(host: str, port: int, replica: int, reason: str) -> None:
 
 
 def note_refusal(store: Store, replica: int, reason: str) -> None:
-    """Leaves the `reason` why `replica` cannot start."""
+    """Writes the `reason` why `replica` cannot start to `store`."""
     said = {"replica": replica, "reason": reason, "when": time.time(), "name": secrets.token_hex(4)}
     store.set(_KEY, json.dumps(said))
 
 
 def refusals(store: Store, replica: int, rank: int) -> Callable[[], None]:
-    """A function that raises `RefusedStart` where another replica cannot start. `rank` has come as
-    `replica`."""
+    """Makes a function for `rank`, of `replica`, that raises `RefusedStart` if another replica
+    cannot start."""
     store = store.clone()  # type: ignore[attr-defined]  # one for each thread
     text = _text(store)
     if text and json.loads(text)["replica"] == replica:  # an earlier start of this one
@@ -124,10 +128,10 @@ def _prepared(rank: int) -> str:
 
 
 def _said(store: Store) -> dict[str, Any]:
-    text = _text(store)
-    return json.loads(text) if text else {}
+    said: dict[str, Any] = json.loads(_text(store) or "{}")
+    return said
 
 
 def _text(store: Store) -> str:
-    """The newest refusal; "" for none. One request, so that no other rank comes in between."""
+    """Newest refusal; "" for none. One request, so that no other rank can remove it meanwhile."""
     return str(store.compare_set(_KEY, "", "").decode())

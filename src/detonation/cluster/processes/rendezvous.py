@@ -1,4 +1,4 @@
-"""The store where processes meet, and the network interface that their sockets keep to."""
+"""Store through which processes meet, and the network interface on which their sockets listen."""
 
 import contextlib
 import errno
@@ -36,13 +36,13 @@ from detonation.cluster.processes.waiting import MEET_LINE_S, Awaited, says_mean
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 INTERFACES = (GLOO_INTERFACE, "NCCL_SOCKET_IFNAME")
-"""The variables from which torch's network libraries read the interface to listen on."""
+"""Variables from which torch's network libraries read the interface to listen on."""
 _RENDEZVOUS_TIMEOUT_S = 300.0
 _CONNECT_S = 2.0
 _READ_S = 10.0
 _MOST_WAYS = 4
 _found = ""
-"""The interface that this process has found, and put into its environment."""
+"""Interface that this process has chosen and written to its environment."""
 _log = logging.getLogger("detonation")
 
 
@@ -54,7 +54,7 @@ def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> St
     on one address alone (see `_listen`). Keys that an earlier attempt left in a store of the agent
     are out of sight.
 
-    Raises `ValueError` where another process has the port, or MASTER_ADDR or MASTER_PORT is missing
+    Raises `ValueError` if another process has the port, or MASTER_ADDR or MASTER_PORT is missing
     or wrong, and `RunError` where the ranks did not meet within 300 s.
     """
     rank = position.rank
@@ -115,15 +115,17 @@ def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> St
 
 
 def reached_store(host: str, port: int) -> TCPStore:
-    """The store that somebody keeps at `host` and `port`. Waits for it up to 300 s, with lines in
-    the log.
+    """Connects to the store at `host` and `port`. Waits for it up to 300 s, and logs that it waits.
 
-    Raises `ValueError` where nobody answers, or the host is unknown.
+    Raises `ValueError` if nothing answers, or the host is unknown.
     """
     where = f"{host}:{port}"
     began = time.monotonic()
     due = MEET_LINE_S
-    require_known_host("the address of the store", f"[{host}]:{port}" if ":" in host else where)
+    address = where
+    if ":" in host:
+        address = f"[{host}]:{port}"
+    require_known_host("the address of the store", address)
     while True:
         try:
             socket.create_connection((host, port), timeout=_CONNECT_S).close()
@@ -144,9 +146,9 @@ def reached_store(host: str, port: int) -> TCPStore:
 
 
 def _wait_for_all(store: Store, world_size: int) -> None:
-    """Waits on rank 0 until all ranks have connected; says who has not.
+    """Waits on rank 0 until all ranks have connected, and logs which ranks have not.
 
-    `TimeoutError` after 300 s.
+    Raises `TimeoutError` after 300 s.
     """
     awaited = Awaited(f"rank 0 of {world_size}", _RENDEZVOUS_TIMEOUT_S)
     while away := [r for r in range(1, world_size) if not store.check([_key("came", r)])]:
@@ -154,7 +156,7 @@ def _wait_for_all(store: Store, world_size: int) -> None:
 
 
 def compare_devices(store: Store, position: LaunchPosition, device: torch.device) -> None:
-    """Raises `ValueError` on all ranks where two of them share a GPU, or only some have one.
+    """Raises `ValueError` on all ranks if two of them share a GPU, or only some have one.
 
     Collective.
     """
@@ -179,7 +181,7 @@ def name_of_first(
     of ranks that have ended.
 
     Args:
-        look: As of `Awaited`.
+        look: As in `Awaited`.
 
     Raises:
         TimeoutError: Not all ranks came within `timeout_s`.
@@ -230,30 +232,35 @@ def _key(kind: str, rank: int) -> str:
 
 
 def describe_store_host(env: Mapping[str, str]) -> str:
-    """The process that hosts the store of a launched world, in words."""
+    """Names the process that hosts the store of a launched world, in words."""
     where = f"{env.get('MASTER_ADDR', '?')}:{env.get('MASTER_PORT', '?')}"
-    return f"the launcher at {where}" if _agent_hosts_store(env) else f"rank 0 at {where}"
+    if _agent_hosts_store(env):
+        return f"the launcher at {where}"
+    return f"rank 0 at {where}"
 
 
 def use_interface(env: MutableMapping[str, str], interface: str = "") -> None:
-    """Notes in `env` the interface that the user asks for; without one the environment's own
-    counts.
+    """Writes the `interface` that the user asks for to `env`; without one, checks that of `env`.
 
-    Raises `ValueError` where this machine does not have the interface.
+    Raises `ValueError` if this machine does not have the interface.
     """
     known = [name for _, name in socket.if_nameindex()]
     wanted = interface or env.get(GLOO_INTERFACE, "")
     if not {*wanted.split(",")} <= {*known, ""}:
-        named = "--interface" if interface else GLOO_INTERFACE
+        named = GLOO_INTERFACE
+        if interface:
+            named = "--interface"
         raise ValueError(f"{named} is {wanted!r}, but this machine has {', '.join(known)}")
     if interface:
         env.update(dict.fromkeys(INTERFACES, interface))
 
 
 def asked_interface(env: Mapping[str, str]) -> str:
-    """The interface that the user asked for; "" where `env` has only one that was found."""
+    """Interface that the user asked for; "" if this process has chosen the one in `env`."""
     name = env.get(GLOO_INTERFACE, "").partition(",")[0]
-    return "" if name == _found else name
+    if name == _found:
+        return ""
+    return name
 
 
 def keep_to_loopback(env: MutableMapping[str, str]) -> None:
@@ -268,16 +275,16 @@ def keep_to_one_interface(
     """Sets the interface of torch's network libraries in `env`. Collective over the ranks of
     `store`.
 
-    Where all ranks share a loopback interface it serves them. Otherwise gloo gets the interface
-    that leads to MASTER_ADDR: by itself it would listen where the name of this machine leads, which
-    may be loopback. NCCL never chooses loopback, and may use several interfaces. An interface that
-    the user asked for always counts.
+    If all ranks share a loopback interface, they use that. Otherwise gloo gets the interface that
+    leads to MASTER_ADDR: by default it listens on the address of the machine's name, which may be
+    loopback. NCCL never chooses loopback, and may use several interfaces. An interface that the
+    user asked for always takes precedence.
 
     Returns:
-        Where the ranks listen, in words; "" where that is loopback.
+        Where the ranks listen, in words; "" if that is loopback.
 
     Raises:
-        ValueError: On all ranks, where one of them has no way to the others.
+        ValueError: On all ranks, if one of them has no way to the others.
     """
     global _found
     use_interface(env)
@@ -300,7 +307,7 @@ def keep_to_one_interface(
 
 
 def _wait_until_read(store: Store, rank: int, world_size: int) -> None:
-    """Lets all ranks read what is wrong before the rank that keeps the store ends with it."""
+    """Waits until all ranks have read the error, because one of them hosts the store."""
     store.set(_key("read", rank), "")
     with contextlib.suppress(DistError):
         store.wait(
@@ -310,19 +317,22 @@ def _wait_until_read(store: Store, rank: int, world_size: int) -> None:
 
 
 def describe_ways(ways: Sequence[str], store: str) -> str:
-    """Where the ranks of several machines listen, in one line."""
+    """Describes in one line where the ranks of several machines listen."""
     machines = list(dict.fromkeys(way or "an interface of gloo's choice" for way in ways))
     shown = ", ".join(machines[:_MOST_WAYS])
-    more = len(machines) - _MOST_WAYS
-    return f"listening on {shown}{f' and {more} more' if more > 0 else ''}, towards {store}"
+    if len(machines) > _MOST_WAYS:
+        shown += f" and {len(machines) - _MOST_WAYS} more"
+    return f"listening on {shown}, towards {store}"
 
 
 def _own_way(asked: str, host: str) -> tuple[Way | None, str]:
-    """The way of this rank to others on other machines, and why it has none."""
+    """Way of this rank to other machines, or the reason why it has none."""
     if asked == LOOPBACK:
         return None, f"{GLOO_INTERFACE} is {asked!r}, must be one that the others reach, or unset"
     try:
-        return (way_over(asked, host) if asked else find_way(host)), ""
+        if asked:
+            return way_over(asked, host), ""
+        return find_way(host), ""
     except ValueError as error:
         return None, str(error)
 
@@ -334,11 +344,11 @@ def _agent_hosts_store(env: Mapping[str, str]) -> bool:
 def _listen(address: str, port: int, one_machine: bool) -> tuple[str, socket.socket]:
     """Listens on `address`; returns the address to connect to from here, and the socket.
 
-    `address` may not be this machine's own (behind a service or a router), or lead to loopback
-    although other machines must reach it. The socket then listens on the interface that gloo keeps
-    to, and only without one on all interfaces.
+    Behind a service or a router, `address` is not one of this machine; or it may lead to loopback
+    although other machines must reach it. The socket then listens on the interface of gloo, or on
+    all interfaces if there is none.
 
-    Raises `ValueError` where another process has the port.
+    Raises `ValueError` if another process has the port.
     """
     family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     host = str(where[0])
@@ -349,10 +359,15 @@ def _listen(address: str, port: int, one_machine: bool) -> tuple[str, socket.soc
         if error.errno != errno.EADDRNOTAVAIL:
             raise
     asked = asked_interface(os.environ)
-    way = way_over(asked, address) if asked else way_towards(address)
+    if asked:
+        way: Way | None = way_over(asked, address)
+    else:
+        way = way_towards(address)
     if way is None or not way.address:
         return address, _server("", port, socket.AF_INET)
-    family = socket.AF_INET6 if ":" in way.address else socket.AF_INET
+    family = socket.AF_INET
+    if ":" in way.address:
+        family = socket.AF_INET6
     return way.address, _server(way.address, port, family)
 
 

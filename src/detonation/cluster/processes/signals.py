@@ -1,5 +1,4 @@
-"""How a run is asked to stop, by signals, and how a rank ends, without waiting for the network
-library."""
+"""Signals that ask a run to stop, and the end of a rank without waiting for the network library."""
 
 import contextlib
 import ctypes
@@ -19,7 +18,7 @@ the launcher."""
 
 
 class Stop:
-    """The number of the signal that has asked this process to stop; 0 before there was a signal."""
+    """Number of the signal that has asked this process to stop; 0 before there was a signal."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -38,7 +37,8 @@ class Stop:
         if number == signal.SIGINT or again or self._at_once:
             end(number)
         if not self:
-            self._since, self.number = now, number
+            self._since = now
+            self.number = number
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
@@ -119,10 +119,9 @@ def end_now(code: int) -> NoReturn:
 
 
 def end_if_asked() -> None:
-    """Ends this process by the signal that has asked it to stop, where there is nothing to save
-    yet.
+    """Ends this process by the signal that has asked it to stop, if there was one.
 
-    Called in the main thread, which waits.
+    For waits of the main thread before training, when there is nothing to save.
     """
     if _stop:
         signal.signal(_stop.number, signal.SIG_DFL)

@@ -1,10 +1,9 @@
-"""Who waits for whom: a line in the log where a rank stands still in a step to which others have
-not come.
+"""Logs which ranks a rank waits for, if it makes no progress in a step that others have not begun.
 
-A collective cannot tell a slow network from a rank that never calls it. So every rank publishes in
-the store of its process group how far it has come, a few bytes when that has changed; nothing is
-added to a step. A rank that waits for ranks that have left ends: no network library can be told to
-stop waiting.
+A collective cannot distinguish a slow network from a rank that never calls it. So each rank
+publishes its progress in the store of its process group, a few bytes whenever it changes; a step
+does no extra work. A rank that waits for ranks that have left ends its process, because network
+libraries cannot stop waiting.
 """
 
 import atexit
@@ -24,33 +23,35 @@ from detonation.cluster.processes.signals import end_if_asked
 from detonation.core.runtime import PROGRESS
 
 MEET_LINE_S = 5.0
-"""A rank that has met only some of the others for this long names those that have not come, as
-`WAIT_LINE_S`."""
+"""Seconds of waiting at the start before a rank logs which ranks are missing; doubles each time."""
 WAIT_LINE_S = 30.0
-"""A rank that stands still for this long says so; again after twice the time, and so on. After
-twice the time it ends, where those for whom it waits have left."""
-_INSIDE, _OUTSIDE, _LEFT = "inside", "outside", "left"
+"""Seconds without progress before a rank logs it; doubles each time. After twice this time it ends
+if the ranks that it waits for have left."""
+_INSIDE = "inside"
+_OUTSIDE = "outside"
+_LEFT = "left"
 _SAID = {
     _INSIDE: "is still in step {0}",
     _OUTSIDE: "is between steps {0} and {1}",
     "saving": "is in save_checkpoint after step {0}, which all ranks must call",
     _LEFT: "has left after step {0}",
 }
-_MOST_NAMED, _POLL_S = 8, 0.02
+_MOST_NAMED = 8
+_POLL_S = 0.02
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Standing:
-    """How far a rank has come. steps: that have begun. where: in or outside the last of them,
-    saving, or left."""
+    """Progress of a rank. steps: number of steps that it has begun. where: inside or outside the
+    last one, saving, or left."""
 
     steps: int
     where: str = _OUTSIDE
 
     @classmethod
     def parse(cls, text: str) -> "Standing":
-        """The inverse of `str`. Raises `ValueError` for any other text."""
+        """Inverse of `str`. Raises `ValueError` for any other text."""
         steps, where = text.split(" ")
         if where not in _SAID:
             raise ValueError(f"{where!r} is no place in a loop")
@@ -61,23 +62,26 @@ class Standing:
 
     @property
     def where_in_words(self) -> str:
-        """The preposition before the number of the step."""
-        return "in" if self.where == _INSIDE else "after"
+        """Preposition before the number of the step."""
+        if self.where == _INSIDE:
+            return "in"
+        return "after"
 
 
 def who_waits(rank: int, standings: Sequence[Standing], seconds: float) -> str:
-    """The line to log where `rank` has stood still for `seconds`; "" where it need not, or a lower
-    rank says it.
+    """Line to log if `rank` has made no progress for `seconds`; "" if it waits for nobody, or a
+    lower rank logs it.
 
     >>> who_waits(0, [Standing(21, "inside"), Standing(20)], 30).partition(": ")[2]
     'rank 1 is between steps 20 and 21'
     """
-    return "" if standings.index(standings[rank]) < rank else _waiting(rank, standings, seconds)
+    if standings.index(standings[rank]) < rank:
+        return ""
+    return _waiting(rank, standings, seconds)
 
 
 def waits_in_vain(rank: int, standings: Sequence[Standing], partners: Collection[int]) -> bool:
-    """True where `rank` is in a step to which none of its partners that have not come can come: all
-    of them have left.
+    """True if `rank` is in a step, and all of its partners that have not begun it have left.
 
     >>> waits_in_vain(0, [Standing(21, "inside"), Standing(20, "left"), Standing(20)], {1})
     True
@@ -88,8 +92,8 @@ def waits_in_vain(rank: int, standings: Sequence[Standing], partners: Collection
 
 
 def partners_of(rank: int) -> set[int]:
-    """The ranks of all groups that `rank` is in, without the group of the whole world where there
-    are others."""
+    """Ranks of all groups of `rank`. The group of the whole world counts only if there is no
+    other."""
     world = distributed_c10d._world
     mine = [
         (group, {*ranks} - {rank})
@@ -101,7 +105,7 @@ def partners_of(rank: int) -> set[int]:
 
 
 def _waiting(rank: int, standings: Sequence[Standing], seconds: float) -> str:
-    """`who_waits`, also where a lower rank says it."""
+    """`who_waits`, even if a lower rank logs it."""
     mine = standings[rank]
     if not mine.steps or mine.where == _LEFT:
         return ""
@@ -110,7 +114,9 @@ def _waiting(rank: int, standings: Sequence[Standing], seconds: float) -> str:
     ]
     here = f"rank {rank} has waited for {seconds:.0f} s {mine.where_in_words} step {mine.steps}"
     if behind:
-        more = f" and {len(behind) - _MOST_NAMED} more" if len(behind) > _MOST_NAMED else ""
+        more = ""
+        if len(behind) > _MOST_NAMED:
+            more = f" and {len(behind) - _MOST_NAMED} more"
         others = ", ".join(standing_in_words(r, standings[r]) for r in behind[:_MOST_NAMED])
         return f"{here}, to which others have not come: {others}{more}"
     if mine.where == _INSIDE and all(other == mine for other in standings):
@@ -122,23 +128,27 @@ def _waiting(rank: int, standings: Sequence[Standing], seconds: float) -> str:
 
 
 def standing_in_words(rank: int, standing: Standing) -> str:
-    """Where `rank` is, in words."""
-    said = "has not begun its first step" if standing == Standing(0) else _SAID[standing.where]
+    """Progress of `rank`, in words."""
+    said = _SAID[standing.where]
+    if standing == Standing(0):
+        said = "has not begun its first step"
     return f"rank {rank} {said.format(standing.steps, standing.steps + 1)}"
 
 
 @contextlib.contextmanager
 def says_meanwhile(who: str, whom: str) -> Iterator[None]:
-    """Inside the block another thread logs, after 5, 10, 20 ... s, that `who` waits for `whom`.
+    """Another thread logs after 5, 10, 20 ... s in the block that `who` waits for `whom`.
 
-    The block waits in a library that says nothing.
+    For blocks that wait in a library without log.
     """
     over = threading.Event()
 
     def say() -> None:
         seconds = MEET_LINE_S
-        while not over.wait(seconds if seconds == MEET_LINE_S else seconds / 2):
+        pause = seconds
+        while not over.wait(pause):
             _log.warning("%s has waited for %.0f s for %s", who, seconds, whom)
+            pause = seconds
             seconds *= 2
 
     thread = threading.Thread(target=say, name="meeting", daemon=True)
@@ -151,11 +161,10 @@ def says_meanwhile(who: str, whom: str) -> Iterator[None]:
 
 
 class Awaited:
-    """Waits for ranks that have not come to where `who` is: says who they are, and gives up after
-    `limit_s`.
+    """Waits for missing ranks, logs which they are, and raises `TimeoutError` after `limit_s`.
 
-    line_s: Seconds until the first line. look: Called at each turn; it raises where there is no use
-    in waiting.
+    who: the waiting rank, in words. line_s: seconds until the first line. look: called at each
+    poll; it raises if waiting is useless.
     """
 
     def __init__(
@@ -165,13 +174,17 @@ class Awaited:
         line_s: float | None = None,
         look: Callable[[], object] = lambda: None,
     ) -> None:
-        self._who, self._limit_s, self._look = who, limit_s, look
+        self._who = who
+        self._limit_s = limit_s
+        self._look = look
         self._began = time.monotonic()
-        self._due = MEET_LINE_S if line_s is None else line_s
+        self._due = MEET_LINE_S
+        if line_s is not None:
+            self._due = line_s
 
     def wait(self, away: Callable[[], Collection[int]], poll_s: float = _POLL_S) -> None:
-        """Waits a moment longer; `away` finds the ranks that have not come. `TimeoutError` after
-        the limit."""
+        """Waits for `poll_s`. `away` finds the missing ranks. Raises `TimeoutError` after the
+        limit."""
         seconds = time.monotonic() - self._began
         self._look()
         end_if_asked()
@@ -190,11 +203,10 @@ def _named(ranks: Collection[int]) -> str:
 
 
 class Watch:
-    """Publishes this rank's standing in `store`, and logs where it waits, until `stop`. Collective
-    in no way.
+    """Publishes the progress of this rank in `store`, and logs if it waits, until `stop`.
 
-    The first line comes after `line_s` seconds of standing still. `end` ends this process with its
-    reason, from another thread: the main thread waits inside the network library.
+    It logs the first line after `line_s` seconds without progress. `end` ends this process with a
+    reason, from another thread, because the main thread waits inside the network library.
     """
 
     def __init__(
@@ -205,48 +217,55 @@ class Watch:
         line_s: float,
         end: Callable[[str], NoReturn],
     ) -> None:
-        self.source, self._end = store, end
-        self._store: Store = store.clone()  # type: ignore[attr-defined]  # a connection of its own
-        self._rank, self._line_s = rank, line_s
+        self.source = store
+        self._end = end
+        self._store: Store = store.clone()  # type: ignore[attr-defined]  # its own connection
+        self._rank = rank
+        self._line_s = line_s
         self._keys = [f"detonation/standing/{rank}" for rank in range(world_size)]
         self._published = Standing(-1)
-        self._text, self._left = "", False
+        self._text = ""
+        self._left = False
         self._stopped = threading.Event()
         self._publish(self._standing())
         PROGRESS.explain = self.explain
         self._thread = threading.Thread(target=self._run, name="waiting", daemon=True)
         self._thread.start()
-        atexit.register(
-            self.stop
-        )  # a thread inside the store must not meet the end of the interpreter
+        # no thread may be inside the store when the interpreter ends
+        atexit.register(self.stop)
 
     def leave(self) -> None:
-        """Publishes that this rank takes no more steps."""
+        """Publishes that this rank begins no more steps."""
         self._left = True
         with contextlib.suppress(RuntimeError, OSError):
             self._publish(self._standing())
 
     def stop(self) -> None:
-        """Ends the watch; waits a moment for its thread."""
+        """Stops the watch; waits at most 1 s for its thread."""
         self._stopped.set()
         PROGRESS.explain = lambda error: None
         self._thread.join(timeout=1.0)
         atexit.unregister(self.stop)
 
     def explain(self, error: BaseException) -> None:
-        """Puts the ranks that have not come before the text of an error that a wait for them may
-        have caused."""
+        """Prefixes an error of the network with the ranks that this rank waits for."""
         if self._text and is_network_error(error):
             error.args = (f"{self._text}: {error}",)
 
     def _run(self) -> None:
-        seen, since, due = self._standing(), time.monotonic(), self._line_s
+        seen = self._standing()
+        since = time.monotonic()
+        due = self._line_s
         while not self._stopped.wait(self._line_s / 4):
-            now, standing = time.monotonic(), self._standing()
+            now = time.monotonic()
+            standing = self._standing()
             try:
                 self._publish(standing)
                 if standing != seen:
-                    seen, since, due, self._text = standing, now, self._line_s, ""
+                    seen = standing
+                    since = now
+                    due = self._line_s
+                    self._text = ""
                     continue
                 if not self._store.check(self._keys):  # a rank has not published its standing yet
                     continue
@@ -254,16 +273,12 @@ class Watch:
                     Standing.parse(text.decode()) for text in self._store.multi_get(self._keys)
                 ]
                 self._text = who_waits(self._rank, standings, now - since)
-                stands_still = now - since >= 2 * self._line_s
-                in_vain = stands_still and waits_in_vain(
-                    self._rank, standings, partners_of(self._rank)
-                )
-            except (
-                RuntimeError,
-                OSError,
-                ValueError,
-            ):  # the store is gone, or not in order: that is for others to say
-                continue
+                in_vain = False
+                if now - since >= 2 * self._line_s:
+                    partners = partners_of(self._rank)
+                    in_vain = waits_in_vain(self._rank, standings, partners)
+            except (RuntimeError, OSError, ValueError):
+                continue  # the heartbeat reports a store that is lost or damaged
             if in_vain:
                 text = _waiting(self._rank, standings, now - since)
                 self._end(
@@ -275,7 +290,9 @@ class Watch:
                 _log.warning("%s", self._text)
 
     def _standing(self) -> Standing:
-        return Standing(PROGRESS.steps, _LEFT if self._left else PROGRESS.where)
+        if self._left:
+            return Standing(PROGRESS.steps, _LEFT)
+        return Standing(PROGRESS.steps, PROGRESS.where)
 
     def _publish(self, standing: Standing) -> None:
         if standing != self._published:

@@ -1,4 +1,4 @@
-"""The words in which ranks agree on who is left: reports, agreements, and the keys of the store."""
+"""Words in which ranks agree on who is left: reports, agreements, and the keys of the store."""
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -12,14 +12,15 @@ from detonation.cluster.processes.rendezvous import name_of_first
 from detonation.cluster.processes.waiting import Standing
 from detonation.core.base_error import DetonationError
 
-SIZE, EPOCH = "size", "epoch"
+SIZE = "size"
+EPOCH = "epoch"
 """Keys: the numbers of replicas and shards at the start, and of the latest agreement."""
 GONE = b"gone"
-"""The beat of a rank that is known to have ended."""
+"""Beat of a rank that is known to have ended."""
 
 
 def beat_of(count: int, pace_s: float, started: int = 0, standing: Standing | None = None) -> str:
-    """The beat number `count` of a rank that takes `pace_s` seconds from one to the next.
+    """Beat number `count` of a rank that takes `pace_s` seconds from one to the next.
 
     started: The number of the last exchange that it has started. standing: In its loop.
     """
@@ -27,7 +28,7 @@ def beat_of(count: int, pace_s: float, started: int = 0, standing: Standing | No
 
 
 def pace_of(beat: bytes) -> float:
-    """The seconds between the beats of the rank that sent `beat`; 0 where it has sent none.
+    """Seconds between the beats of the rank that sent `beat`; 0 if it has sent none.
 
     >>> pace_of(beat_of(12, 0.25).encode()), pace_of(GONE)
     (0.25, 0.0)
@@ -36,7 +37,7 @@ def pace_of(beat: bytes) -> float:
 
 
 def progress_of(beat: bytes) -> tuple[int, Standing]:
-    """The last exchange that the rank has started that sent `beat`, and its standing.
+    """Last exchange that the rank has started that sent `beat`, and its standing.
 
     >>> progress_of(beat_of(12, 0.25, 40, Standing(21, "inside")).encode())
     (40, Standing(steps=21, where='inside'))
@@ -48,7 +49,7 @@ def progress_of(beat: bytes) -> tuple[int, Standing]:
 
 
 class ReplicaLost(DetonationError, RuntimeError):
-    """The others go on without this replica, or too few are left to go on."""
+    """Others go on without this replica, or too few are left to go on."""
 
 
 class ReplicaLeft(ReplicaLost):
@@ -91,7 +92,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Agreement:
-    """The members of an epoch, by the numbers with which they began, and how far each of their
+    """Members of an epoch, by the numbers with which they began, and how far each of their
     ranks had come.
 
     guest: A replica that may come in before the next step; -1 for none.
@@ -108,24 +109,24 @@ class Agreement:
 
     @property
     def next_step(self) -> int:
-        """The first step that no rank has begun, for texts: training may go back."""
+        """First step that no rank has begun, for texts: training may go back."""
         return max((report.begun for report in self.reports.values()), default=0)
 
     @property
     def next_turns(self) -> list[int]:
-        """The first turn of each optimizer on the axis that no rank has begun."""
+        """First turn of each optimizer on the axis that no rank has begun."""
         return _largest(report.users for report in self.reports.values())
 
     @property
     def next_changes(self) -> list[int]:
-        """The first turn of each optimizer before which no rank has asked who leaves or comes."""
+        """First turn of each optimizer before which no rank has asked who leaves or comes."""
         return _largest(
             turns for report in self.reports.values() for turns in (report.users, report.entered)
         )
 
     @property
     def gone(self) -> set[int]:
-        """The optimizers on the axis that exist no longer on some rank."""
+        """Optimizers on the axis that exist no longer on some rank."""
         return {
             user
             for report in self.reports.values()
@@ -135,13 +136,17 @@ class Agreement:
 
     @property
     def awaited(self) -> int:
-        """The replica for which all waited, which is a member now or not at all; -1 for none."""
+        """Replica for which all waited, which is a member now or not at all; -1 for none."""
         guests = {report.guest for report in self.reports.values()}
-        return guests.pop() if len(guests) == 1 else -1
+        if len(guests) == 1:
+            return guests.pop()
+        return -1
 
     def leaves_out(self, replica: int) -> str:
         """Why `replica`, which is no member, ends."""
-        verb = "go" if len(self.members) > 1 else "goes"
+        verb = "goes"
+        if len(self.members) > 1:
+            verb = "go"
         go_on = f"{in_words(self.members)} {verb} on without it from step {self.next_step}"
         beyond = {each for pair in self.apart if replica in pair for each in pair} - {replica}
         if replica in self.late:
@@ -171,21 +176,23 @@ class GuestEntry:
 
 
 def turn_of(turns: Sequence[int], user: int) -> int:
-    """The turn of an optimizer among those of all; 0 for one that was made later.
+    """Turn of an optimizer among those of all; 0 for one that was made later.
 
     >>> turn_of([3, 5], 1), turn_of([3, 5], 2)
     (5, 0)
     """
-    return turns[user] if user < len(turns) else 0
+    if user < len(turns):
+        return turns[user]
+    return 0
 
 
 def _largest(lists: Iterable[Sequence[int]]) -> list[int]:
-    """The largest number at each index of lists of different lengths."""
+    """Largest number at each index of lists of different lengths."""
     return [max(column) for column in zip_longest(*lists, fillvalue=0)]
 
 
 def parse_agreement(epoch: int, text: bytes) -> Agreement:
-    """The agreement of an epoch, as the store has it."""
+    """Agreement of an epoch, as the store has it."""
     record: dict[str, Any] = json.loads(text)
     reports = {int(rank): RankReport(**report) for rank, report in record["reports"].items()}
     doubts = {key: record[key] for key in ("apart", "late") if key in record}
@@ -193,7 +200,7 @@ def parse_agreement(epoch: int, text: bytes) -> Agreement:
 
 
 def ranks_of_replicas(replicas: Iterable[int], shards: int) -> list[int]:
-    """The ranks of `replicas` with `shards` ranks each.
+    """Ranks of `replicas` with `shards` ranks each.
 
     >>> ranks_of_replicas([0, 2], 2)
     [0, 1, 4, 5]
@@ -204,7 +211,7 @@ def ranks_of_replicas(replicas: Iterable[int], shards: int) -> list[int]:
 def agreement_record(
     replicas: Sequence[int], shards: int, reports: Mapping[int, Mapping[str, Any]], guest: int
 ) -> dict[str, Any]:
-    """The record of an agreement among those of `replicas` that can go on together.
+    """Record of an agreement among those of `replicas` that can go on together.
 
     reports: Of all their ranks, by rank. guest: As of `Agreement`.
     """
@@ -216,7 +223,7 @@ def agreement_record(
 
 
 def pairs_apart(reports: Iterable[tuple[int, Collection[int]]]) -> list[list[int]]:
-    """The pairs of replicas of which one reports that it cannot reach the other.
+    """Pairs of replicas of which one reports that it cannot reach the other.
 
     >>> pairs_apart([(0, [1]), (1, [0, 2]), (2, [])])
     [[0, 1], [1, 2]]
@@ -228,7 +235,7 @@ def pairs_apart(reports: Iterable[tuple[int, Collection[int]]]) -> list[list[int
 def those_that_go_on(
     members: Sequence[int], pairs: Sequence[Sequence[int]], late: Collection[int]
 ) -> list[int]:
-    """The members that go on where `pairs` of them cannot reach each other, and others are `late`.
+    """Members that go on where `pairs` of them cannot reach each other, and others are `late`.
 
     A replica that is late is left out. Then, while two that are left cannot reach each other, the
     one that is in most such pairs is left out; of several, the one with the highest number. So a
@@ -251,7 +258,7 @@ _AXES = "detonation/elastic"
 
 
 def axis_store(base: Store, number: int) -> Store:
-    """The part of a store where the ranks of its elastic axis `number` agree."""
+    """Part of a store where the ranks of its elastic axis `number` agree."""
     return PrefixStore(f"{_AXES}/{number}", base)
 
 
@@ -264,17 +271,17 @@ def serve_one_axis(base: Store) -> None:
 def next_axis_store(
     base: Store, rank: int, world_size: int, look: Callable[[], object] = lambda: None
 ) -> Store:
-    """The part for a new axis of all ranks. Collective; raises `TimeoutError` where not all come.
+    """Part for a new axis of all ranks. Collective; raises `TimeoutError` where not all come.
 
     look: As of `Awaited`. The store may have those of earlier starts, in which not all came.
     """
     if base.check([f"{_AXES}/latest"]) and not base.check([f"{_AXES}/made"]):  # by `serve_one_axis`
         return axis_store(base, 0)
-    mine = str(base.add(f"{_AXES}/made", 1) - 1) if rank == 0 else ""
+    mine = ""
     if rank == 0:
-        axis_store(base, int(mine)).set(
-            axis_key("beat", 0), beat_of(0, 1.0)
-        )  # the others look who has come
+        mine = str(base.add(f"{_AXES}/made", 1) - 1)
+        # the other ranks watch for this heartbeat
+        axis_store(base, int(mine)).set(axis_key("beat", 0), beat_of(0, 1.0))
     timeout_s = base.timeout.total_seconds()  # type: ignore[attr-defined]
     meeting = PrefixStore(f"{_AXES}/meet", base)
     number = name_of_first(meeting, rank, world_size, mine, timeout_s, look)
@@ -284,7 +291,7 @@ def next_axis_store(
 
 
 def latest_axis_store(base: Store) -> Store:
-    """The part for the axis that was made last. Waits for one."""
+    """Part for the axis that was made last. Waits for one."""
     return axis_store(base, int(base.get(f"{_AXES}/latest")))
 
 

@@ -1,4 +1,4 @@
-"""The axis between replicas, of which some may be lost while the others train on: its store, the
+"""Axis between replicas, of which some may be lost while the others train on: its store, the
 axis, its guests."""
 
 import json
@@ -50,7 +50,7 @@ _TIMEOUT = timedelta(seconds=300)
 
 @dataclass(frozen=True)
 class Survival:
-    """The wish of a launcher to go on when replicas of `shards` ranks are lost, while
+    """Wish of a launcher to go on when replicas of `shards` ranks are lost, while
     `min_replicas` are left.
 
     address: "HOST:PORT" where the replicas meet; "" for a free port of this machine alone.
@@ -74,24 +74,26 @@ _place: Place | None = None
 
 
 def place() -> Place | None:
-    """The place of this process among replicas that may be lost, if it has one."""
+    """Place of this process among replicas that may be lost, if it has one."""
     return _place
 
 
 class MeetingPoint:
-    """The store of a launcher.
+    """Store of a launcher.
 
     It listens at once, and answers from `serve` on: a process that forks has no threads.
     """
 
     def __init__(self, survival: Survival, replicas: int) -> None:
-        self._survival, self._replicas = survival, replicas
+        self._survival = survival
+        self._replicas = replicas
         host, port = host_and_port(survival.address) if survival.address else ("127.0.0.1", 0)
         host = listening_address(host)
         self._listener = socket.create_server(
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
         )
-        self.host, self.port = host, int(self._listener.getsockname()[1])
+        self.host = host
+        self.port = int(self._listener.getsockname()[1])
         self._store: Store | None = None
         self.lost: set[int] = set()
 
@@ -110,7 +112,7 @@ class MeetingPoint:
             serve_one_axis(self._store)
 
     def survives(self, failure: Failure) -> Collection[int]:
-        """The ranks of the replica that `failure` takes along, where the others go on; none where
+        """Ranks of the replica that `failure` takes along, where the others go on; none where
         they cannot.
 
         A fault of set-up ends all.
@@ -134,28 +136,29 @@ class MeetingPoint:
         return self._store is not None and is_prepared(axis_store(self._store, 0), rank)
 
     def _members(self) -> set[int]:
-        """The replicas by the latest agreement: some may have come in since the start."""
+        """Replicas by the latest agreement: some may have come in since the start."""
         assert self._store is not None
         store = axis_store(self._store, 0)
-        epoch = int(store.get(EPOCH)) if store.check([EPOCH]) else 0
-        return (
-            {*parse_agreement(epoch, store.get(f"{epoch}/record")).members}
-            if epoch
-            else {*range(self._replicas)}
-        )
+        epoch = 0
+        if store.check([EPOCH]):
+            epoch = int(store.get(EPOCH))
+        if epoch:
+            return {*parse_agreement(epoch, store.get(f"{epoch}/record")).members}
+        return {*range(self._replicas)}
 
     def has_left(self, rank: int) -> bool:
-        """True where `rank` was asked to leave before the others, and has."""
+        """True if `rank` was asked to leave before the others, and has."""
         return self._store is not None and axis_store(self._store, 0).check(
             [axis_key("asked", rank)]
         )
 
     def left_out(self) -> list[int]:
-        """The ranks of replicas without which the others go on."""
-        members, shards = (
-            self._members() if self._store else {*range(self._replicas)},
-            self._survival.shards,
-        )
+        """Ranks of replicas without which the others go on."""
+        if self._store:
+            members = self._members()
+        else:
+            members = {*range(self._replicas)}
+        shards = self._survival.shards
         ranks = range(self._replicas * shards)
         return [rank for rank in ranks if rank // shards not in members and not self.has_left(rank)]
 
@@ -207,7 +210,7 @@ def elastic(
     end: Callable[[str], object] | None = None,
     link: str = "",
 ) -> SurvivingCommunicator:
-    """The axis between replicas for `replicate`: training goes on when some of them are lost.
+    """Axis between replicas for `replicate`: training goes on when some of them are lost.
     Collective.
 
     A replica is lost with any of its ranks: killed, stopped, or cut off from the store. The others
@@ -251,9 +254,11 @@ def elastic(
         (0, 1) if mesh is None else (mesh["shard"].get_local_rank(), mesh["shard"].size())
     )
     if mesh is not None and replica is not None:
-        shard, shards = mesh.mesh.flatten().tolist().index(dist.get_rank()), mesh.size()
+        shard = mesh.mesh.flatten().tolist().index(dist.get_rank())
+        shards = mesh.size()
     if mesh is not None and replica is None and replicas is None:
-        replica, replicas = mesh["replicate"].get_local_rank(), mesh["replicate"].size()
+        replica = mesh["replicate"].get_local_rank()
+        replicas = mesh["replicate"].size()
     if replica is None or replicas is None or not 0 <= replica < replicas:
         raise ValueError(
             f"replica is {replica} of {replicas}, must be from 0 to below replicas; or pass a whole"
@@ -270,7 +275,9 @@ def elastic(
             "replicas without a common process group need a store, such as"
             " torch.distributed.TCPStore"
         )
-    speed = LinkSpeed.parse(link) if link else None
+    speed = None
+    if link:
+        speed = LinkSpeed.parse(link)
     base = store or distributed_c10d._get_default_store()
     look = refusals(base, replica, replica * shards + shard)
     membership = Membership(
@@ -295,7 +302,7 @@ def elastic(
 def _node_link(
     speed: LinkSpeed | None, membership: Membership, mesh: DeviceMesh | None
 ) -> NodeLink | None:
-    """The emulated link of this replica.
+    """Emulated link of this replica.
 
     Collective; raises `ValueError` where the first one is on another machine.
     """
@@ -305,7 +312,10 @@ def _node_link(
         membership.stop()
         raise ValueError(ELSEWHERE)
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    device = None if mesh is None else torch.device(mesh.device_type)
+    if mesh is None:
+        device = None
+    else:
+        device = torch.device(mesh.device_type)
     return NodeLink(speed, rank // membership.shards, -(-world // membership.shards), device)
 
 
@@ -349,10 +359,14 @@ class Guest:
         timeout_s: float = GROUP_TIMEOUT_S,
         link: str = "",
     ) -> None:
-        speed = LinkSpeed.parse(link) if link else None
-        self._shard, self._shards = (
-            (0, 1) if mesh is None else (mesh["shard"].get_local_rank(), mesh["shard"].size())
-        )
+        speed = None
+        if link:
+            speed = LinkSpeed.parse(link)
+        self._shard = 0
+        self._shards = 1
+        if mesh is not None:
+            self._shard = mesh["shard"].get_local_rank()
+            self._shards = mesh["shard"].size()
         self._timeout_s = timeout_s
         own = latest_axis_store(store)
         replicas, shards = map(int, own.get(SIZE).split())
@@ -382,7 +396,7 @@ class Guest:
         )  # at once: the others look for one number after another
 
     def addresses(self, timeout_s: float) -> str:
-        """The addresses of the feeds of all shards, separated by commas, once the others have them."""
+        """Addresses of the feeds of all shards, separated by commas, once the others have them."""
         deadline = time.monotonic() + timeout_s
         keys = [axis_key("feed", self.number, shard) for shard in range(self._shards)]
         while not self._store.check(keys):
@@ -400,14 +414,12 @@ class Guest:
     def entry(self) -> GuestEntry | None:
         """Where this replica comes in; None until the others wait for it there."""
         key = axis_key("entry", self.number)
-        return (
-            GuestEntry(*map(int, self._store.get(key).split()))
-            if self._store.check([key])
-            else None
-        )
+        if self._store.check([key]):
+            return GuestEntry(*map(int, self._store.get(key).split()))
+        return None
 
     def come_in(self, entry: GuestEntry, timeout_s: float = 60.0) -> SurvivingCommunicator:
-        """The axis between the replicas, this one among them, or `ReplicaLost`. Collective."""
+        """Axis between the replicas, this one among them, or `ReplicaLost`. Collective."""
         report = RankReport(_ALL, [], {}, entry.step, self.number)
         deadline = time.monotonic() + timeout_s
         self._store.set(axis_key("at", self.number, self.membership.rank), "1")
@@ -436,11 +448,14 @@ class Guest:
             ):  # one of the others was lost meanwhile; they may have begun the turn with it
                 agreement = self.membership.agree(replace(report, floor=floor, guest=-1))
                 begun = turn_of(agreement.next_turns, entry.user) > entry.turn
-                agreed = [*agreed, agreement] if begun else [agreement]
+                if begun:
+                    agreed = [*agreed, agreement]
+                else:
+                    agreed = [agreement]
         raise ReplicaLost(f"replica {self.number} could not form a process group with the others")
 
     def let_in(self, report: RankReport | None = None) -> Agreement | None:
-        """The agreement that lets this guest in, if there is one; `report` asks for it.
+        """Agreement that lets this guest in, if there is one; `report` asks for it.
 
         `ReplicaLost` where without.
         """
@@ -455,7 +470,10 @@ class Guest:
             if self.number in agreement.members:
                 return agreement
             if agreement.awaited == self.number:
-                at = "in vain" if (entry := self.entry()) is None else f"before step {entry.step}"
+                if (entry := self.entry()) is None:
+                    at = "in vain"
+                else:
+                    at = f"before step {entry.step}"
                 raise ReplicaLost(f"the others did not wait for replica {self.number} {at}")
         # never for an agreement after that which lets it in: it would be taken for that of a member
         if report:

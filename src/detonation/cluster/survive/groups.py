@@ -16,7 +16,8 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
 
 FORM_S = 10.0
 """How long the members of a group may take to meet, once all have agreed on it."""
-_POLL_S, _LOOK_S = 0.5, 0.05
+_POLL_S = 0.5
+_LOOK_S = 0.05
 
 
 class Flight:
@@ -46,7 +47,7 @@ class Group:
     """A process group of the replicas that are left. A collective waits `timeout_s` for a peer that
     is alive.
 
-    Its sockets listen at `address` of this machine; "" where gloo chooses one.
+    Its sockets listen at `address` of this machine; "" if gloo chooses one.
     """
 
     def __init__(
@@ -64,10 +65,10 @@ class Group:
 
     @staticmethod
     def formed(make: Callable[[], "Group"], in_vain: Callable[[], bool]) -> "Group":
-        """The group that `make` makes in another thread: members have `FORM_S` to meet, and a lost
+        """Group that `make` makes in another thread: members have `FORM_S` to meet, and a lost
         one never comes.
 
-        Raises `RuntimeError` where it fails, and as soon as it is `in_vain`.
+        Raises `RuntimeError` if it fails, and as soon as it is `in_vain`.
         """
         future: Future[Group] = Future()
 
@@ -107,7 +108,8 @@ class Group:
         none is under way the sockets close at once, which wakes the peers that still wait.
         """
         held = [(self._group, [work for work in self._works if not work.is_completed()])]
-        self._group, self._works = None, []
+        self._group = None
+        self._works = []
         if held[0][1]:
             threading.Thread(
                 target=_outlast, args=(held,), name="abandoned group", daemon=True
@@ -144,7 +146,7 @@ class SurvivedLoss:
     left: bool = False
 
     def text(self, left: int, before: int) -> str:
-        """The loss in words, where `left` of `before` replicas go on."""
+        """Loss in words, where `left` of `before` replicas go on."""
         names = f"replica{'s' * (len(self.replicas) > 1)} {', '.join(map(str, self.replicas))}"
         end = (
             f"with step {self.next_step} as the first without it; {self.recovered_s:.2f} s after"

@@ -41,10 +41,10 @@ from detonation.core.runtime import PROGRESS
 
 TICK_S = 0.05
 CONFIRM_S = 0.6
-"""The silence of a rank whose host does not answer: shorter, and a busy machine may lose replicas
+"""Silence of a rank whose host does not answer: shorter, and a busy machine may lose replicas
 that are alive."""
 STARTUP_S = 120.0
-"""The least limit of silence until a rank has taken its first steps: kernels are built and
+"""Least limit of silence until a rank has taken its first steps: kernels are built and
 libraries are loaded."""
 ARRIVE_S = 10.0
 """How long all wait for a replica that joins, once they have reached its first step."""
@@ -90,7 +90,10 @@ class Membership:
         is_guest: bool = False,
         look: Callable[[], object] = lambda: None,
     ) -> None:
-        self.members = [replica] if is_guest else list(range(replicas))
+        if is_guest:
+            self.members = [replica]
+        else:
+            self.members = list(range(replicas))
         self.epoch = 0
         self.is_guest = is_guest
         self.guest = replicas
@@ -109,7 +112,10 @@ class Membership:
         self.silence_s = silence_s
         self.least = min_replicas
         self.end = end
-        self._confirm_s = CONFIRM_S if confirm_s is None else confirm_s
+        if confirm_s is None:
+            self._confirm_s = CONFIRM_S
+        else:
+            self._confirm_s = confirm_s
         # one connection for each thread
         self.store: Store = store.clone()  # type: ignore[attr-defined]
         self._beats: Store = store.clone()  # type: ignore[attr-defined]
@@ -139,7 +145,7 @@ class Membership:
         atexit.register(self.stop)
 
     def first_text(self, name: str, text: str) -> str:
-        """The text of the rank that came first with one under `name`; the same on all ranks."""
+        """Text of the rank that came first with one under `name`; the same on all ranks."""
         return str(self.store.compare_set(f"text/{name}", "", text).decode())
 
     def call(self) -> None:
@@ -198,7 +204,7 @@ class Membership:
         return True
 
     def _lost_replicas(self, away: Sequence[int], guest: int, began: float) -> set[int]:
-        """The replicas of the ranks `away`, which have not reported, that are lost or too late."""
+        """Replicas of the ranks `away`, which have not reported, that are lost or too late."""
         gone = [rank for rank in away if self._is_silent(rank) or self._has_left(rank)]
         lost = {rank // self.shards for rank in gone}
         missing = {rank // self.shards for rank in away}
@@ -280,7 +286,7 @@ class Membership:
             self.is_guest = False
 
     def _ranks(self, guest: int = -1) -> list[int]:
-        """The ranks of the members, and of `guest` if it is none yet; -1 for no guest."""
+        """Ranks of the members, and of `guest` if it is none yet; -1 for no guest."""
         if guest < 0 or guest in self.members:
             return ranks_of_replicas(self.members, self.shards)
         return ranks_of_replicas([*self.members, guest], self.shards)
@@ -296,7 +302,10 @@ class Membership:
     def _is_silent(self, rank: int) -> bool:
         """True if `rank` is lost. After a notice, it has `confirm_s` to report."""
         had_time = time.monotonic() - self.noticed_at > self._confirm_s
-        limit_s = self._confirm_s if had_time else self.silence_s
+        if had_time:
+            limit_s = self._confirm_s
+        else:
+            limit_s = self.silence_s
         return self._lost(rank, limit_s) or self._has_ended(rank)
 
     def _has_ended(self, rank: int) -> bool:
@@ -320,7 +329,10 @@ class Membership:
         ]
         reports |= self._reports(guests)
         ready = not guests and self.guest_asks and self._is_ready(self.store)
-        next_guest = self.guest if ready else -1
+        if ready:
+            next_guest = self.guest
+        else:
+            next_guest = -1
         record = agreement_record([*members, *guests], self.shards, reports, next_guest)
         self.store.compare_set(self._key("record"), "", json.dumps(record))
 
@@ -408,7 +420,10 @@ class Membership:
         now = time.monotonic()
         took = now - self._awake
         pace = self._pace
-        self._pace = took if count == 1 else min(took, 1.2 * pace)
+        if count == 1:
+            self._pace = took
+        else:
+            self._pace = min(took, 1.2 * pace)
         with self.changed:
             # this process was suspended, so old beats say nothing about the others
             if took > max(self._confirm_s / 2, 3 * pace):
@@ -436,7 +451,10 @@ class Membership:
             key = axis_key("port", rank)
             if self._beats.check([key]):
                 name = self._beats.get(key).decode()
-                self.ports[rank] = "" if refuses(name) else name
+                if refuses(name):
+                    self.ports[rank] = ""
+                else:
+                    self.ports[rank] = name
 
     def _watch_record(self) -> None:
         """Ends this process if it was left out and its main thread waits for something else."""
@@ -468,12 +486,15 @@ class Membership:
                 self.changed.release()
 
     def limit_s(self) -> float:
-        """The silence after which a rank is lost, or the store is."""
-        least = self.silence_s if self.under_way else max(self.silence_s, STARTUP_S)
+        """Silence after which a rank is lost, or the store is."""
+        if self.under_way:
+            least = self.silence_s
+        else:
+            least = max(self.silence_s, STARTUP_S)
         return max(least, 4 * self._pace)
 
     def beat(self, rank: int) -> bytes:
-        """The latest beat of `rank`; empty before its first."""
+        """Latest beat of `rank`; empty before its first."""
         return self._seen.get(rank, (b"", 0.0))[0]
 
     def awaited(self) -> Awaited:

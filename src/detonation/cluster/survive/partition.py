@@ -31,11 +31,12 @@ if TYPE_CHECKING:
     from detonation.cluster.survive.membership import Membership
 
 LEAVE_S = 5.0
-"""The main thread of a rank that cannot go on has this long to hear of it; then the process
+"""Main thread of a rank that cannot go on has this long to hear of it; then the process
 ends."""
 KNOCK_PATIENCE_S = 5.0
 """How long a kernel may take to answer on a link that is slow and full."""
-_TICK_S, _AWAKE_S = 0.1, 2.0
+_TICK_S = 0.1
+_AWAKE_S = 2.0
 _log = logging.getLogger("detonation")
 
 
@@ -72,7 +73,7 @@ class PartitionWatch:
         return KNOCK_PATIENCE_S + 1 < longest < self._membership.silence_s
 
     def ask_all(self) -> list[int]:
-        """The replicas of which none of this shard answers now. Asks all that have ever answered,
+        """Replicas of which none of this shard answers now. Asks all that have ever answered,
         at once."""
         peers = [rank for rank in self._peers() if rank in self._reached]
         before = time.monotonic()
@@ -116,7 +117,9 @@ class PartitionWatch:
         membership = self._membership
         waits = (membership.waits_in, membership.epoch)
         if waits != self._waits or not membership.waits_in:
-            self._waits, self._since, self._due = waits, now, WAIT_LINE_S
+            self._waits = waits
+            self._since = now
+            self._due = WAIT_LINE_S
             self._ask(now, 2 * WAIT_LINE_S)
             return
         waited = now - self._since
@@ -182,7 +185,7 @@ class PartitionWatch:
             self._stopped.wait(0.2)
 
     def _peers(self) -> list[int]:
-        """The ranks of the other members with which this one exchanges."""
+        """Ranks of the other members with which this one exchanges."""
         membership = self._membership
         ranks = [
             member * membership.shards + membership.shard for member in list(membership.members)
@@ -198,7 +201,7 @@ class PartitionWatch:
         return [rank for rank in self._peers() if rank in progress and progress[rank][0] < mine]
 
     def _progress(self) -> dict[int, tuple[int, Standing]]:
-        """The last exchange that each rank has started, and its standing, by the latest beats."""
+        """Last exchange that each rank has started, and its standing, by the latest beats."""
         membership = self._membership
         beats = {rank: membership.beat(rank) for rank in self._peers()}
         found = {rank: progress_of(beat) for rank, beat in beats.items() if beat != GONE}
@@ -211,14 +214,14 @@ class PartitionWatch:
 
 
 def store_lost(rank: int, why: str) -> str:
-    """The reason in words where `rank` has lost the store."""
+    """Reason in words where `rank` has lost the store."""
     return f"rank {rank} has lost the store (ended or out of reach): {why}"
 
 
 def who_waits_for_whom(
     rank: int, exchange: int, progress: Mapping[int, tuple[int, Standing]], seconds: float
 ) -> str:
-    """The line to log where `rank` has stood still for `seconds` in the exchange of that number.
+    """Line to log where `rank` has stood still for `seconds` in the exchange of that number.
 
     progress: The last exchange that each rank has started, and its standing.
 

@@ -32,7 +32,7 @@ class Port:
     It listens where the messages between replicas arrive: on gloo's interface, else on the way to
     the store.
 
-    name: "HOST PORT" for the others; empty where the store is not reached over a network.
+    name: "HOST PORT" for the others; empty if the store is not reached over a network.
     """
 
     def __init__(self, store: Store) -> None:
@@ -46,7 +46,10 @@ class Port:
             here = _address_towards(host)
             if not here:
                 return
-            family = socket.AF_INET6 if ":" in here else socket.AF_INET
+            if ":" in here:
+                family = socket.AF_INET6
+            else:
+                family = socket.AF_INET
             self._listener = socket.create_server((here, 0), family=family)
             self._listener.setblocking(False)
             self.name = f"{here} {self._listener.getsockname()[1]}"
@@ -64,15 +67,17 @@ class Port:
 
 
 def _address_towards(host: str) -> str:
-    """The address at which messages between replicas arrive, if the store is at `host`."""
+    """Address at which messages between replicas arrive, if the store is at `host`."""
     asked = asked_interface(os.environ)
     if asked and asked != LOOPBACK:
         return way_over(asked, host).address
-    return next(source_addresses(host), "") if host else ""
+    if host:
+        return next(source_addresses(host), "")
+    return ""
 
 
 def knock(name: str, patience_s: float = KNOCK_S) -> bool | None:
-    """True where a process has the port `name`, False where its host refuses; None where nobody
+    """True if a process has the port `name`, False if its host refuses; None if nobody
     says."""
     host, _, port = name.partition(" ")
     if not port:
@@ -87,7 +92,7 @@ def knock(name: str, patience_s: float = KNOCK_S) -> bool | None:
 
 
 def refuses(name: str) -> bool:
-    """True where no process has the port `name` any more; False where one has it, or nobody
+    """True if no process has the port `name` any more; False if one has it, or nobody
     says."""
     return knock(name) is False
 
@@ -102,15 +107,17 @@ class Ways:
 
     def __init__(self, store: Store, rank: int) -> None:
         host, port = store_host(store)
-        self._store, self._host, self._name = store, host, f"{host}:{port}"
+        self._store = store
+        self._host = host
+        self._name = f"{host}:{port}"
         self._own = loopback_id()
         self._others: dict[int, str] = {}
         store.set(axis_key("loopback", rank), self._own)
 
     def to(self, ranks: Iterable[int]) -> Way | None:
-        """Where `ranks` reach this rank; None where the network library has to choose.
+        """Where `ranks` reach this rank; None if the network library has to choose.
 
-        Raises `ValueError` where no interface leads to the store.
+        Raises `ValueError` if no interface leads to the store.
         """
         if not self._host:
             return None
@@ -122,8 +129,10 @@ class Ways:
         return find_way(self._host)
 
     def line(self, way: Way) -> str:
-        """Where this rank listens, in words; "" where that is loopback."""
-        return describe_ways([str(way)], self._name) if way.interface != LOOPBACK else ""
+        """Where this rank listens, in words; "" if that is loopback."""
+        if way.interface != LOOPBACK:
+            return describe_ways([str(way)], self._name)
+        return ""
 
     def _loopback_of(self, rank: int) -> str:
         if rank not in self._others:
@@ -137,7 +146,7 @@ class Ways:
 
 
 def store_host(store: Store) -> tuple[str, int]:
-    """The host and the port of `store`; no host where it is not reached over a network."""
+    """Host and the port of `store`; no host where it is not reached over a network."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return str(getattr(store, "host", "")), int(getattr(store, "port", 0))

@@ -40,7 +40,7 @@ from detonation.core.schemes.scheme import Scheme
 MOST_TRIES = 5
 """Agreements in a row after which no group could be made, although nobody was lost."""
 OVER_S = 30.0
-"""The limit of the network library comes after that of the membership, which knows who is late."""
+"""Limit of the network library comes after that of the membership, which knows who is late."""
 _log = logging.getLogger("detonation")
 
 
@@ -48,7 +48,7 @@ class SurvivingCommunicator(AxisEnd):
     """One shard's end of the axis between replicas; `losses` lists what it survived, `host` lets
     others in.
 
-    listening: where this rank listens, in words; "" where that is loopback.
+    listening: where this rank listens, in words; "" if that is loopback.
 
     All ranks start the same collectives in the same order, so a number names each. After a loss the
     ranks compare which they have finished. One that some have finished and others not is copied
@@ -82,10 +82,13 @@ class SurvivingCommunicator(AxisEnd):
         self.guest: tuple[int, int] | None = None
         self.axis = self
         self.awaits = -1
-        self.adopted = entry.turn if entry else 0
+        if entry:
+            self.adopted = entry.turn
+        else:
+            self.adopted = 0
         self.departing: dict[int, Departure] = {}
         self.acting: AxisUser | None = None
-        """The optimizer in whose step replicas leave now."""
+        """Optimizer in whose step replicas leave now."""
         self.handed: Sequence[int] = ()  # these replicas
         self.users = AxisUsers(entry, [each for one in let_in for each in one.reports.values()])
         self._own: AxisUser | None = None  # for calls of this end, where no optimizer was made
@@ -116,7 +119,7 @@ class SurvivingCommunicator(AxisEnd):
         threading.Thread(target=self._watch, name="recovery", daemon=True).start()
 
     def refuse(self, levels: Sequence[tuple[Axis, Scheme]], *_: object) -> None:
-        """Raises `ValueError` where a level around this one would join what is left of it by ranks
+        """Raises `ValueError` if a level around this one would join what is left of it by ranks
         that may be lost."""
         if levels[-1][0] is not self:
             raise ValueError(
@@ -151,7 +154,7 @@ class SurvivingCommunicator(AxisEnd):
 
     @property
     def least(self) -> int:
-        """The number of replicas without which nobody goes on."""
+        """Number of replicas without which nobody goes on."""
         return self._membership.least
 
     def depart(self) -> None:
@@ -173,7 +176,9 @@ class SurvivingCommunicator(AxisEnd):
 
     @property
     def _begun(self) -> int:
-        joined = self._entry.step if self._entry else 0
+        joined = 0
+        if self._entry:
+            joined = self._entry.step
         return max([joined, *(user.turns.steps for user in self.users.present)])
 
     def forget_departed(self, members: Sequence[int]) -> None:
@@ -190,7 +195,7 @@ class SurvivingCommunicator(AxisEnd):
         self.listening = line
 
     def way_to(self, replica: int) -> Way | None:
-        """Where the ranks of `replica` reach this rank; None where the environment decides."""
+        """Where the ranks of `replica` reach this rank; None if the environment decides."""
         membership = self._membership
         first = replica * membership.shards
         return membership.ways.to(range(first, first + membership.shards))
@@ -211,7 +216,9 @@ class SurvivingCommunicator(AxisEnd):
     def start(self, kind: NumberedKind, values: Tensor, user: AxisEnd) -> Callable[[], Tensor]:
         """Starts a collective among the replicas that have a number for `user`; returns a function
         that waits."""
-        link, name, size = self._link, kind.replace("_", "-"), user.size()
+        link = self._link
+        name = kind.replace("_", "-")
+        size = user.size()
         if link is None:
             return self._start(kind, values, user)
         leaves = torch.tensor([link.leave(name, values, size)], dtype=torch.float64)
@@ -220,7 +227,8 @@ class SurvivingCommunicator(AxisEnd):
         told = self._start("all_gather", leaves.view(torch.uint8), user)
 
         def arrived() -> Tensor:
-            result, absent = arriving(), user.absent
+            result = arriving()
+            absent = user.absent
             link.arrive(name, told().view(torch.float64), size)
             user.absent = absent
             return result
@@ -254,7 +262,8 @@ class SurvivingCommunicator(AxisEnd):
     def _launch(self, each: NumberedCollective) -> None:
         """Starts a collective among the members that there are now."""
         each.members = [member for member in self._membership.members if member in each.layout]
-        work, each.flight = None, None
+        work = None
+        each.flight = None
         try:
             if each.kind == "all_reduce":
                 each.target = each.sent.clone()  # the network adds into it
@@ -297,7 +306,7 @@ class SurvivingCommunicator(AxisEnd):
         return each.result
 
     def _take(self, each: NumberedCollective) -> bool:
-        """Takes the result of a collective that has ended; False where it failed."""
+        """Takes the result of a collective that has ended; False if it failed."""
         if each.flight is None or not each.flight.good:
             return False
         missing = [
@@ -313,7 +322,8 @@ class SurvivingCommunicator(AxisEnd):
         return True
 
     def _conclude(self, each: NumberedCollective, result: Tensor, absent: list[int]) -> None:
-        each.result, each.absent = result, frozenset(absent)
+        each.result = result
+        each.absent = frozenset(absent)
         while (following := self._kept.get(self._floor + 1)) and following.result is not None:
             self._floor += 1
 
@@ -396,7 +406,8 @@ class SurvivingCommunicator(AxisEnd):
 
         Who is noted already keeps that turn.
         """
-        membership, reports = self._membership, agreement.reports
+        membership = self._membership
+        reports = agreement.reports
         asked = {rank // membership.shards for rank, report in reports.items() if report.leaves}
         if membership.replica in asked:
             membership.leaves = False  # all know
@@ -427,7 +438,8 @@ class SurvivingCommunicator(AxisEnd):
         beyond = [each.number for each in done if each.number > self._floor]
         absent = {str(each.number): sorted(each.absent) for each in done}
         with self._changed:  # an optimizer that is made meanwhile is in all of it, or in nothing
-            turns, alive = list(self.users.turns), self.users.hold()
+            turns = list(self.users.turns)
+            alive = self.users.hold()
         return RankReport(
             self._floor,
             beyond,
@@ -451,7 +463,10 @@ class SurvivingCommunicator(AxisEnd):
             member * membership.shards + membership.shard for member in membership.members
         )
         self._listen("" if way is None else membership.ways.line(way))
-        address = "" if way is None else way.address
+        if way is None:
+            address = ""
+        else:
+            address = way.address
         limit_s = self.timeout_s + OVER_S
         make = partial(Group, store, rank, len(membership.members), limit_s, address)
         return Group.formed(
@@ -459,7 +474,7 @@ class SurvivingCommunicator(AxisEnd):
         )
 
     def _catch_up(self, agreement: Agreement) -> bool:
-        """Copies what only some have finished, and starts the rest again; False where one more
+        """Copies what only some have finished, and starts the rest again; False if one more
         replica is lost."""
         membership = self._membership
         ranks = [member * membership.shards + membership.shard for member in agreement.members]
@@ -479,8 +494,10 @@ class SurvivingCommunicator(AxisEnd):
         """Copies the result of a collective from the member `holder` to those that have none."""
         held = each.result
         if held is None:
-            rows = () if each.kind == "all_reduce" else (len(each.layout),)
-            held = each.sent.new_empty(*rows, *each.sent.shape)
+            shape = [*each.sent.shape]
+            if each.kind != "all_reduce":
+                shape.insert(0, len(each.layout))
+            held = each.sent.new_empty(shape)
         try:
             flight = Flight(self._group.broadcast(held, holder), self._notify)
         except RuntimeError:

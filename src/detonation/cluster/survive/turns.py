@@ -1,4 +1,4 @@
-"""The optimizers on an elastic axis: how far each has come, and which of them remain."""
+"""Optimizers on an elastic axis: how far each has come, and which of them remain."""
 
 import math
 import weakref
@@ -49,7 +49,7 @@ class Turns:
 
 
 class AxisUsers:
-    """The optimizers on an axis, numbered in the order in which all ranks make them.
+    """Optimizers on an axis, numbered in the order in which all ranks make them.
 
     Ranks drop an optimizer at the same line of their program, and notice that at different moments,
     because a cycle of references may keep it. So what all ranks must do alike follows from
@@ -66,8 +66,9 @@ class AxisUsers:
         self._held: list[object] = []  # optimizers that must not vanish before a replica has left
 
     def next_number(self) -> int:
-        """The number of the optimizer that is made now; it has its `turns` from here on."""
-        entry, self._entry = self._entry, None
+        """Number of the optimizer that is made now; it has its `turns` from here on."""
+        entry = self._entry
+        self._entry = None
         if entry is None:
             self.turns.append(Turns())
             return len(self.turns) - 1
@@ -82,13 +83,13 @@ class AxisUsers:
 
     @property
     def present(self) -> list["AxisUser"]:
-        """The optimizers that exist on this rank, by number."""
+        """Optimizers that exist on this rank, by number."""
         found = [user for ref in list(self._users.values()) if (user := ref()) is not None]
         return [user for user in found if user.exists]
 
     @property
     def several(self) -> bool:
-        """True where several optimizers use the axis; the same on all ranks between two steps."""
+        """True if several optimizers use the axis; the same on all ranks between two steps."""
         return sum(not turns.over for turns in self.turns) > 1
 
     def hold(self) -> list[int]:
@@ -102,7 +103,7 @@ class AxisUsers:
         self._held = []
 
     def company(self, of: "AxisUser", gone: Collection[int]) -> list["AxisUser"]:
-        """The optimizers that take part in a departure with `of`; the same on all ranks."""
+        """Optimizers that take part in a departure with `of`; the same on all ranks."""
         return [
             user
             for user in self.present
@@ -133,7 +134,7 @@ class Departure:
 
     @classmethod
     def by(cls, agreement: Agreement) -> "Departure":
-        """The departure on which an agreement settles."""
+        """Departure on which an agreement settles."""
         return cls(agreement.next_changes, sorted(agreement.gone))
 
 

@@ -23,7 +23,8 @@ from detonation.cluster.survive.membership import Membership
 from detonation.core.link.elastic_communicator import ElasticCommunicator, HandOver, PeerLost
 
 _TEXT_POLL_S = 0.01
-_TEXT, _LOST = b"+", b"-"
+_TEXT = b"+"
+_LOST = b"-"
 
 
 class StoreTexts:
@@ -34,17 +35,20 @@ class StoreTexts:
     """
 
     def __init__(self, membership: Membership, members: Sequence[int], channel: str) -> None:
-        self._membership, self._channel, self._count = membership, channel, 0
+        self._membership = membership
+        self._channel = channel
+        self._count = 0
         self._store: Store = membership.store.clone()  # type: ignore[attr-defined]  # one connection for each thread
         self._ranks = [
             member * membership.shards + shard
             for member in members
             for shard in range(membership.shards)
         ]
-        self.rank, self.world_size = self._ranks.index(membership.rank), len(self._ranks)
+        self.rank = self._ranks.index(membership.rank)
+        self.world_size = len(self._ranks)
 
     def gather(self, text: str) -> list[str]:
-        """The texts of all ranks, by rank.
+        """Texts of all ranks, by rank.
 
         Collective; raises `PeerLost` on all that are left where one is lost.
         """
@@ -69,7 +73,7 @@ class StoreTexts:
         return [value[1:].decode(errors="surrogateescape") for value in values]
 
     def broadcast(self, text: str) -> str:
-        """The text of the first rank. Collective, as `gather`."""
+        """Text of the first rank. Collective, as `gather`."""
         return self.gather(text if not self.rank else "")[0]
 
     def _away(self, keys: Sequence[str]) -> list[int]:
@@ -93,7 +97,7 @@ class Host:
     """One rank's dealings with a replica that comes in, by the store."""
 
     door = -1
-    """The optimizer that lets in the replica on which all have agreed."""
+    """Optimizer that lets in the replica on which all have agreed."""
 
     def __init__(self, membership: Membership) -> None:
         self.membership = membership
@@ -101,7 +105,9 @@ class Host:
     @property
     def guest(self) -> int | None:
         """A replica that asks to come in, or waits for its step; None without one."""
-        return self.membership.guest if self.membership.guest_asks else None
+        if self.membership.guest_asks:
+            return self.membership.guest
+        return None
 
     def offer(self, guest: int, address: str, user: int) -> None:
         """Lets a guest know where the state of this shard is, and that `user` lets it in."""
@@ -110,9 +116,12 @@ class Host:
         store.set(axis_key("feed", guest, self.membership.shard), address)
 
     def door_of(self, guest: int) -> int:
-        """The optimizer that lets a guest in."""
-        store, key = self.membership.store, axis_key("door", guest)
-        return int(store.get(key)) if store.check([key]) else 0
+        """Optimizer that lets a guest in."""
+        store = self.membership.store
+        key = axis_key("door", guest)
+        if store.check([key]):
+            return int(store.get(key))
+        return 0
 
     def tell_entry(self, guest: int, entry: GuestEntry) -> None:
         """Lets a guest know that the others have come to the turn before which it comes in."""
@@ -126,7 +135,7 @@ class Host:
         return not self.not_at(guest)
 
     def not_at(self, guest: int) -> list[int]:
-        """The ranks that have not reached the step at which `guest` joins."""
+        """Ranks that have not reached the step at which `guest` joins."""
         store = self.membership.store
         ranks = ranks_of_replicas(self.membership.members, self.membership.shards)
         if store.check([axis_key("at", guest, rank) for rank in ranks]):
@@ -134,12 +143,15 @@ class Host:
         return [rank for rank in ranks if not store.check([axis_key("at", guest, rank)])]
 
     def copy_turn(self, guest: int, turn: int) -> float:
-        """The turn after which all shards give their guest a copy; infinity until all have one.
+        """Turn after which all shards give their guest a copy; infinity until all have one.
 
         The shards of a replica are in the same turn, or in two that follow each other.
         """
-        store, shard, shards = self.membership.store, self.membership.shard, self.membership.shards
-        first, copy = self.membership.rank - shard, axis_key("copy", guest, self.membership.replica)
+        store = self.membership.store
+        shard = self.membership.shard
+        shards = self.membership.shards
+        first = self.membership.rank - shard
+        copy = axis_key("copy", guest, self.membership.replica)
         store.set(
             axis_key("coming", guest, first + shard), "1"
         )  # by rank: another replica gives it if this one is lost
@@ -147,7 +159,9 @@ class Host:
             [axis_key("coming", guest, first + each) for each in range(shards)]
         ):
             store.compare_set(copy, "", str(turn + (2 if shards > 1 else 0)))
-        return int(store.get(copy)) if store.check([copy]) else math.inf
+        if store.check([copy]):
+            return int(store.get(copy))
+        return math.inf
 
 
 class AxisEnd(ElasticCommunicator):
@@ -162,7 +176,8 @@ class AxisEnd(ElasticCommunicator):
     layout: list[int]
     pending: list[Agreement]
     adopted: int
-    name, channels = "", 0
+    name = ""
+    channels = 0
 
     @property
     def shared(self) -> bool:
@@ -188,8 +203,11 @@ class AxisEnd(ElasticCommunicator):
     def take(self, due: Sequence[Agreement], members: list[int], turn: int) -> None:
         """Takes the numbers that `members` have from `turn` on, by the agreements `due`."""
         self.pending = [each for each in self.pending if each not in due]
-        self.layout, self.replica = members, members.index(self.axis.host.membership.replica)
-        self.channels, self.adopted = 0, turn  # the same members may come together again
+        self.layout = members
+        self.replica = members.index(self.axis.host.membership.replica)
+        # the same members may come together again
+        self.channels = 0
+        self.adopted = turn
 
 
 class AxisUser(AxisEnd):
@@ -199,21 +217,30 @@ class AxisUser(AxisEnd):
     Until then a lost replica is absent for it. Optimizers may be in different steps. All ranks make
     them in one order.
 
-    turns: how far it has come. optimizer: its method that hands over; None where none does.
+    turns: how far it has come. optimizer: its method that hands over; None if none does.
     """
 
     def __init__(self, axis: "SurvivingCommunicator", hand_over: HandOver | None) -> None:
         self.number = axis.users.next_number()
         self.turns = axis.users.turns[self.number]
         self._ahead = self.turns.begun - self.turns.steps  # a turn less the step of the optimizer
-        self._optimizer = None if hand_over is None else WeakMethod(hand_over)
-        self.axis, self.layout, self.replica = axis, axis.layout, axis.replica
-        self.pending, self.adopted = list(axis.pending), axis.adopted
-        self.name, self._membership = f"user{self.number}/", axis.host.membership
+        if hand_over is None:
+            self._optimizer = None
+        else:
+            self._optimizer = WeakMethod(hand_over)
+        self.axis = axis
+        self.layout = axis.layout
+        self.replica = axis.replica
+        self.pending = list(axis.pending)
+        self.adopted = axis.adopted
+        self.name = f"user{self.number}/"
+        self._membership = axis.host.membership
 
     @property
     def optimizer(self) -> HandOver | None:
-        return None if self._optimizer is None else self._optimizer()
+        if self._optimizer is None:
+            return None
+        return self._optimizer()
 
     @property
     def exists(self) -> bool:
@@ -221,7 +248,7 @@ class AxisUser(AxisEnd):
         return self._optimizer is None or self._optimizer() is not None
 
     def turn_of(self, step: int) -> int:
-        """The turn that begins with `step` of the optimizer."""
+        """Turn that begins with `step` of the optimizer."""
         return step + self._ahead
 
     def turns_ahead(self) -> int:
@@ -229,7 +256,7 @@ class AxisUser(AxisEnd):
         return self._ahead
 
     def step_of(self, turn: float) -> float:
-        """The step of the optimizer that begins `turn`, unless training goes back before."""
+        """Step of the optimizer that begins `turn`, unless training goes back before."""
         return turn - self._ahead
 
     def resume_at(self, step: int) -> None:
@@ -282,7 +309,10 @@ class AxisUser(AxisEnd):
             self.axis.forget_departed(leaving)
             turn = self.turn_of(step)
             due = self._due(turn)
-            members = due[-1].members if due else self.layout
+            if due:
+                members = due[-1].members
+            else:
+                members = self.layout
             kept = [number for number, member in enumerate(self.layout) if member in members]
             if (
                 not due or due[-1] in self.axis.pending
@@ -300,12 +330,14 @@ class AxisUser(AxisEnd):
         """
         axis = self.axis
         gone = {user for member in leaving for user in axis.departing[member].gone}
-        axis.acting, axis.handed = self, leaving
+        axis.acting = self
+        axis.handed = leaving
         try:
             for user in axis.users.company(self, gone):
                 user.hand_over()
         finally:
-            axis.acting, axis.handed = None, ()
+            axis.acting = None
+            axis.handed = ()
 
     def hand_over(self) -> None:
         """Lets its optimizer hand over, in a step of another one.
@@ -332,7 +364,8 @@ class AxisUser(AxisEnd):
 
     def _await_guest(self, step: int) -> None:
         """Waits before `step` until all have agreed whether the guest has come."""
-        axis, membership = self.axis, self._membership
+        axis = self.axis
+        membership = self._membership
         awaited = membership.awaited()
         while True:
             with membership.changed:
@@ -368,6 +401,7 @@ class AxisUser(AxisEnd):
             users.end_others([each for each in range(len(users.turns)) if each != self.number])
 
     def _begin(self, step: int) -> None:
-        turns, membership = self.turns, self._membership
+        turns = self.turns
+        membership = self._membership
         turns.begin(self.turn_of(step), step)
         membership.under_way = membership.under_way or turns.begun > turns.first + 2

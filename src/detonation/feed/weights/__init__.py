@@ -1,2 +1,1 @@
-"""The weights of any training as files that any number of readers follow: bases, and exact
-differences."""
+"""Weights of any training, as files that any number of readers follow: bases and differences."""

@@ -1,10 +1,10 @@
-"""Differences of weights: bit patterns as integers, whose difference is exact, and its few bytes.
+"""Exact differences of weights: bit patterns are compared as integers, and changes compressed.
 
-A pattern has 16 bits; a wider element has several, and an element of one byte has one, which is
-widened. A difference is the gaps between the positions that changed and the deltas there, in planes
-of bytes that zlib compresses. The low bytes of gaps follow a geometric distribution, for which
-Huffman's code is close to the entropy; deltas are almost all +1 and -1, a bit each. Planes that are
-almost all 0 vanish as runs. One form serves 0.01 % and 100 % alike.
+A pattern has 16 bits. A wider element has several patterns; an element of one byte has one, which
+is widened. A difference has the gaps between the changed positions and the deltas there, in planes
+of bytes that zlib compresses. The low bytes of gaps follow a geometric distribution, for which a
+Huffman code is close to the entropy. Almost all deltas are +1 or -1, one bit each. Planes that are
+almost all 0 compress as runs. So one format serves 0.01 % and 100 % of changed weights.
 """
 
 import zlib
@@ -17,14 +17,14 @@ from torch import Tensor
 from detonation.core.flat.tensors import octets
 
 CHUNK = 1 << 22
-"""Patterns that are compared at a time, a multiple of 4: their differences stay in a cache."""
+"""Patterns that are compared at a time, a multiple of 4. Their differences fit into a cache."""
 MOST_PLANES = {"gaps": 5, "deltas": 2}
-"""The bytes that a number of each kind may have."""
+"""Largest number of bytes of a number of each kind."""
 
 
 def patterns_of(tensor: Tensor) -> Tensor:
-    """The bits of `tensor`: a view of it where it is contiguous and has more than one byte per
-    element, else a copy.
+    """Bit patterns of `tensor`: a view if it is contiguous and has more than one byte per element,
+    else a copy.
 
     Shapes: any -> `[patterns]` int16.
 
@@ -33,53 +33,52 @@ def patterns_of(tensor: Tensor) -> Tensor:
         [16256, 16384]
     """
     flat = tensor.detach().contiguous().view(-1)
-    return (
-        flat.view(torch.uint8).to(torch.int16)
-        if flat.element_size() == 1
-        else flat.view(torch.int16)
-    )
+    if flat.element_size() == 1:
+        return flat.view(torch.uint8).to(torch.int16)
+    return flat.view(torch.int16)
 
 
 def tensor_of(patterns: Tensor, like: Tensor) -> Tensor:
-    """The tensor that has these bits, with the type and shape of `like`; a view of `patterns` where
-    it can be."""
-    # [patterns] int16, any -> that of like
-    bits = patterns.to(torch.uint8) if like.element_size() == 1 else patterns
+    """Inverse of `patterns_of`, with the type and shape of `like`; a view of `patterns` if its
+    elements have more than one byte."""
+    # [patterns] int16 -> the shape of like
+    bits = patterns
+    if like.element_size() == 1:
+        bits = patterns.to(torch.uint8)
     return bits.view(like.dtype).view(like.shape)
 
 
 def starts(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Where the patterns of each tensor begin, when all stand one after another; under "" their
-    number."""
+    """Index of the first pattern of each tensor in their concatenation; under "" their number."""
     counts = [tensor.nbytes // min(2, tensor.element_size()) for tensor in tensors.values()]
     return dict(zip([*tensors, ""], accumulate(counts, initial=0), strict=True))
 
 
 def changes(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
-    """Where two rows of patterns differ, and by how much, modulo 2**16.
+    """Positions at which two rows of patterns differ, and the differences modulo 2**16.
 
     Shapes: `[patterns]` int16, `[patterns]` int16 -> `[changed]` int64 in rising order, `[changed]`
     int16.
 
     Example:
-        >>> new, old = torch.tensor([5, 6, 9], dtype=torch.int16), torch.tensor([5, 7, 3], dtype=torch.int16)
+        >>> new = torch.tensor([5, 6, 9], dtype=torch.int16)
+        >>> old = torch.tensor([5, 7, 3], dtype=torch.int16)
         >>> [found.tolist() for found in changes(new, old)]
         [[1, 2], [-1, 6]]
     """
     found = [(torch.empty(0, dtype=torch.int64, device=new.device), new.new_empty(0))]
-    room = new.new_zeros(min(CHUNK, -(-len(new) // 4) * 4))
+    buffer = new.new_zeros(min(CHUNK, -(-len(new) // 4) * 4))
     for at in range(0, len(new), CHUNK):
-        positions, deltas = _changes_in(new[at : at + CHUNK], old[at : at + CHUNK], room)
+        positions, deltas = _changes_in(new[at : at + CHUNK], old[at : at + CHUNK], buffer)
         found.append((positions + at, deltas))
     return torch.cat([each for each, _ in found]), torch.cat([each for _, each in found])
 
 
-def _changes_in(new: Tensor, old: Tensor, room: Tensor) -> tuple[Tensor, Tensor]:
-    """Four patterns are looked at as one word first: most of them have not changed, and a
-    subtraction is vectorised."""
-    torch.sub(new, old, out=room[: len(new)])
-    room[len(new) :] = 0
-    words = room.view(torch.int64)
+def _changes_in(new: Tensor, old: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
+    """Finds changed words of four patterns first, because most patterns have not changed."""
+    torch.sub(new, old, out=buffer[: len(new)])
+    buffer[len(new) :] = 0
+    words = buffer.view(torch.int64)
     changed = words.nonzero().view(-1)
     deltas = words[changed].view(torch.int16)
     inside = deltas.nonzero().view(-1)
@@ -88,7 +87,7 @@ def _changes_in(new: Tensor, old: Tensor, room: Tensor) -> tuple[Tensor, Tensor]
 
 @torch.no_grad()
 def move(tensor: Tensor, positions: Tensor, deltas: Tensor) -> None:
-    """Adds `deltas` to the patterns of `tensor` at `positions`, which occur once each."""
+    """Adds `deltas` to the patterns of `tensor` at `positions`, which must differ."""
     # any, [changed] int64, [changed] int16
     patterns = patterns_of(tensor)
     patterns[positions.to(patterns.device)] += deltas.to(patterns.device)
@@ -97,13 +96,14 @@ def move(tensor: Tensor, positions: Tensor, deltas: Tensor) -> None:
 
 
 def encode_difference(positions: Tensor, deltas: Tensor) -> dict[str, Tensor]:
-    """The planes of a difference, by name; none where nothing changed.
+    """Planes of a difference, by name; none if nothing changed.
 
     Shapes: `[changed]` int64 in rising order, `[changed]` int16 -> `[bytes]` uint8 each, on the
     host.
 
     Example:
-        >>> coded = encode_difference(torch.tensor([3, 700]), torch.tensor([1, -1], dtype=torch.int16))
+        >>> deltas = torch.tensor([1, -1], dtype=torch.int16)
+        >>> coded = encode_difference(torch.tensor([3, 700]), deltas)
         >>> list(coded), [each.tolist() for each in decode_difference(coded, 2, 1000)]
         (['gaps.0', 'gaps.1', 'deltas.0'], [[3, 700], [1, -1]])
     """
@@ -122,32 +122,30 @@ def encode_difference(positions: Tensor, deltas: Tensor) -> dict[str, Tensor]:
 def decode_difference(
     planes: Mapping[str, Tensor], count: int, patterns: int
 ) -> tuple[Tensor, Tensor]:
-    """The positions and deltas of a difference of `count` among `patterns` patterns, which a
-    stranger may have made.
+    """Positions and deltas of a difference with `count` changes among `patterns` patterns. The
+    planes need not be trusted.
 
-    Raises `ValueError` where the planes do not hold `count` positions below `patterns`.
+    Raises `ValueError` if the planes do not hold `count` positions below `patterns`.
 
     Shapes: `[bytes]` uint8 each -> `[count]` int64 in rising order, `[count]` int16.
     """
     if not 0 <= count <= patterns:
         raise ValueError(f"a difference has {count} changes of {patterns} patterns")
     gaps, zigzag = (_numbers(planes, name, count) for name in ("gaps", "deltas"))
-    positions = (gaps + 1).cumsum(0) - 1  # which may have wrapped around where a gap is too wide
+    positions = (gaps + 1).cumsum(0) - 1  # may wrap around if a gap is too wide
     if count and max(int(gaps.max()), int(positions[-1])) >= patterns:
         raise ValueError("a difference goes beyond the weights")
     return positions, ((zigzag >> 1) ^ -(zigzag & 1)).to(torch.int16)
 
 
 def _planes(numbers: Tensor) -> list[Tensor]:
-    """The bytes of numbers that are not negative, the lowest first, up to the last that any of them
-    has."""
+    """Bytes of non-negative numbers, lowest first, as many as the largest number needs."""
     count = max(1, -(-int(numbers.max()).bit_length() // 8))
     return list(numbers.view(torch.uint8).view(len(numbers), -1)[:, :count].t().contiguous().cpu())
 
 
 def _compressed(plane: Tensor) -> Tensor:
-    # runs and Huffman's code: a search for longer repetitions takes 4 times as long, and finds
-    # nothing in noise
+    # runs and a Huffman code only: a search for repetitions takes 4 times as long and finds none
     coder = zlib.compressobj(1, zlib.DEFLATED, 15, 9, zlib.Z_RLE)
     return torch.frombuffer(
         bytearray(coder.compress(octets(plane)) + coder.flush()), dtype=torch.uint8
@@ -156,7 +154,9 @@ def _compressed(plane: Tensor) -> Tensor:
 
 def _numbers(planes: Mapping[str, Tensor], name: str, count: int) -> Tensor:
     numbers = torch.zeros(count, dtype=torch.int64)
-    for number in range(MOST_PLANES[name] if count else 0):
+    if not count:
+        return numbers
+    for number in range(MOST_PLANES[name]):
         plane = planes.get(f"{name}.{number}")
         if plane is not None:
             numbers |= _expanded(plane, count).to(torch.int64) << (8 * number)
@@ -164,7 +164,7 @@ def _numbers(planes: Mapping[str, Tensor], name: str, count: int) -> Tensor:
 
 
 def _expanded(plane: Tensor, count: int) -> Tensor:
-    """The bytes of a plane, whose number is bounded before memory is taken."""
+    """Decompresses a plane of `count` bytes; a larger one is refused before it uses memory."""
     coder = zlib.decompressobj()
     try:
         content = coder.decompress(octets(plane), count + 1)

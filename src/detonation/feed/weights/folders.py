@@ -1,5 +1,4 @@
-"""The files of a weight feed, and where they are: a directory, or a folder of any file system that
-fsspec knows."""
+"""Files of a weight feed, in a directory or in a folder of any file system that fsspec supports."""
 
 import contextlib
 import hashlib
@@ -21,7 +20,7 @@ from detonation.whole_files import reading, write_whole
 class Folder(Protocol):
     """Files by name.
 
-    Whoever lists or reads sees a file whole or not at all. All methods raise `OSError`.
+    Readers must see a new file whole or not at all. All methods raise `OSError`.
     """
 
     def names(self) -> list[str]: ...
@@ -43,7 +42,9 @@ class LocalFolder:
         self._path.mkdir(parents=True, exist_ok=True)
 
     def names(self) -> list[str]:
-        return [path.name for path in self._path.iterdir()] if self._path.exists() else []
+        if self._path.exists():
+            return [path.name for path in self._path.iterdir()]
+        return []
 
     def read(self, name: str) -> bytearray:
         with reading(self._path / name) as file:
@@ -62,8 +63,8 @@ class RemoteFolder:
     """A folder that fsspec reaches, such as "s3://bucket/run" or "sftp://host/run".
 
     Args:
-        url: Its protocol needs the package that fsspec names for it.
-        options: Of the file system, such as credentials.
+        url: Address of the folder. fsspec may need a package for its protocol.
+        options: Options of the file system, such as credentials.
 
     Raises:
         ImportError: fsspec or the package for the protocol is missing.
@@ -106,7 +107,8 @@ class RemoteFolder:
 
 @contextlib.contextmanager
 def _os_errors() -> Iterator[None]:
-    """Raises whatever error the library of a protocol has as an `OSError`: training goes on."""
+    """Turns every error of a protocol's library into an `OSError`, after which training
+    continues."""
     try:
         yield
     except OSError:
@@ -116,21 +118,24 @@ def _os_errors() -> Iterator[None]:
 
 
 def folder_at(target: "Path | str | Folder") -> Folder:
-    """The folder at a path, or at a URL with "://"; a folder itself."""
+    """Folder at a path, or at a URL with "://". A folder is returned unchanged."""
     if isinstance(target, str) and "://" in target:
         return RemoteFolder(target)
-    return LocalFolder(Path(target)) if isinstance(target, str | Path) else target
+    if isinstance(target, str | Path):
+        return LocalFolder(Path(target))
+    return target
 
 
-BASE, DIFFERENCE, END = "base", "difference", "end"
-"""Kinds: all weights at a step; the change from the step before; and that training ended at a step.
-"""
+BASE = "base"
+DIFFERENCE = "difference"
+END = "end"
+"""Kinds of files: all weights at a step; the change from the step before; the end of training."""
 _NAME = re.compile(r"(\d{6})-(\d{12})-([0-9a-f]{16})\.(base|difference|end)\.safetensors")
 
 
 @dataclass(frozen=True, order=True)
 class WeightFile:
-    """The name of a file. Files sort by run and step."""
+    """Name of a file. Files sort by run and step."""
 
     run: int
     step: int
@@ -147,7 +152,7 @@ class WeightFile:
 
     @classmethod
     def known(cls, names: Iterable[str]) -> list[Self]:
-        """The files among `names`, sorted; others are ignored."""
+        """Files among `names`, sorted. Other names are ignored."""
         found = filter(None, map(_NAME.fullmatch, names))
         return sorted(cls(int(m[1]), int(m[2]), m[4], m[3]) for m in found)
 
@@ -155,8 +160,8 @@ class WeightFile:
 def read_content(file: WeightFile, content: bytearray) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Reads back the arguments of `shard_content`; the tensors are views of `content`.
 
-    Raises `CorruptCheckpoint` where the content is another than that of which the name was made, or
-    no such file.
+    Raises `CorruptCheckpoint` if the content does not match the checksum in the name, or is no such
+    file.
     """
     if _checksum([memoryview(content)]) != file.checksum:
         raise CorruptCheckpoint(f"{file.name} is damaged: its checksum differs")
@@ -172,19 +177,17 @@ def read_content(file: WeightFile, content: bytearray) -> tuple[dict[str, Any], 
         raise CorruptCheckpoint(f"{file.name} is not the file of its step")
     tensors = {}
     for name, entry in entries.items():
-        empty = 0 in entry.shape
-        flat = (
-            torch.empty(0, dtype=entry.dtype)
-            if empty
-            else _part(content, entry.dtype, entry.start, entry.shape)
-        )
+        if 0 in entry.shape:
+            flat = torch.empty(0, dtype=entry.dtype)
+        else:
+            flat = _part(content, entry.dtype, entry.start, entry.shape)
         tensors[name] = flat.view(entry.shape)
     return about, tensors
 
 
 def _part(content: bytearray, dtype: torch.dtype, start: int, shape: tuple[int, ...]) -> Tensor:
     count = torch.Size(shape).numel()
-    if start % dtype.itemsize:  # a header that is no multiple of 8 bytes long
+    if start % dtype.itemsize:  # the length of the header is no multiple of 8
         return torch.frombuffer(content[start : start + count * dtype.itemsize], dtype=dtype)
     return torch.frombuffer(content, dtype=dtype, count=count, offset=start)
 

@@ -1,5 +1,4 @@
-"""The weight feed: what any training loop calls after a step, so that readers elsewhere have its
-exact weights."""
+"""Weight feed: any training loop calls it after a step, so that readers get its exact weights."""
 
 import logging
 import secrets
@@ -39,8 +38,8 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
     """Publishes the weights of a model as files: bases, and exact differences between them. See
     `Feed.of_weights`.
 
-    step: The last that was published; -1 before. bytes_written: Of all files. trouble: In words,
-    why the last call did not write a file; "" where it wrote all.
+    step: the last published one; -1 before. bytes_written: in all files. trouble: the reason, in
+    words, why the last call did not write a file; "" if it wrote all.
     """
 
     def __init__(
@@ -56,36 +55,41 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
             )
         if base_every is not None and base_every < 1:
             raise ValueError(f"base_every is {base_every}, must be at least 1")
-        self._model, self._dtype, self._base_every = model, dtype, base_every
-        self._folder = None if target is None else folder_at(target)
-        if isinstance(self._folder, LocalFolder):
-            self._folder.make()
-        self._run = max(
-            (file.run for file in _begun(self._folder.names() if self._folder else [])), default=0
-        )
+        self._model = model
+        self._dtype = dtype
+        self._base_every = base_every
+        self._folder: Folder | None = None
+        self._run = 0
+        if target is not None:
+            self._folder = folder_at(target)
+            if isinstance(self._folder, LocalFolder):
+                self._folder.make()
+            self._run = max((file.run for file in _begun(self._folder.names())), default=0)
         self._like: dict[str, Tensor] = {}
         self._held: dict[str, Tensor] = {}  # the patterns that readers have
-        self._state = ""  # the checksum of the last difference; before, the name of the first base
+        self._state = ""  # the checksum of the last difference, or a random name of the first base
         self._since = self._since_bytes = self._base_bytes = 0
-        self.step, self.bytes_written, self.trouble = -1, 0, ""
+        self.step = -1
+        self.bytes_written = 0
+        self.trouble = ""
 
     @torch.no_grad()
     def publish(self, step: int) -> int:
-        """Writes what has changed since the last call, after `step` steps were taken; returns the
-        bytes written.
+        """Writes the changes since the last call, after `step` steps; returns the bytes written.
 
-        Each rank of a sharded model calls it, because the shards are gathered. Where the folder
-        takes no file, as a full disk does, training goes on: a warning is logged, `trouble` says
-        why, this returns 0, and the next call publishes the changes of both. Where `step` is not
-        above the last one, training went back: readers get a base.
+        Each rank of a sharded model calls it, because the shards are gathered. If writing fails,
+        as on a full disk, training continues: this logs a warning, sets `trouble` and returns 0,
+        and the next call publishes the changes of both. A `step` that is not above the last one
+        means that training went back, so that readers get a base.
 
-        Raises `ValueError` where `step` is negative, or a tensor has a type that safetensors lacks,
-        as complex128.
+        Raises `ValueError` if `step` is negative, or if safetensors lacks the type of a tensor,
+        such as complex128.
         """
         if step < 0:
             raise ValueError(f"step is {step}, must be at least 0")
         tensors = weights(self._model)
-        like, before = self._published(tensors), self.bytes_written
+        like = self._published(tensors)
+        before = self.bytes_written
         if self._folder is None:
             for name, kind in like.items():
                 _whole(tensors[name], kind.dtype)
@@ -102,8 +106,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         return self.bytes_written - before
 
     def close(self, ended: bool = True) -> None:
-        """Tells readers that training has come to its end, unless `ended` is false; there is
-        nothing else to close."""
+        """Publishes that training has ended, if `ended`. There is nothing else to close."""
         if ended and self._folder is not None and self.step >= 0:
             try:
                 self._write(self._folder, self._run, END, self.step, {}, {})
@@ -115,12 +118,13 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         self.close(ended=error is None)
 
     def _published(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The types and shapes of what is published, without memory, in the order of a file: wide
-        types come first."""
-        kinds = {
-            k: self._dtype if self._dtype and v.is_floating_point() else v.dtype
-            for k, v in tensors.items()
-        }
+        """Types and shapes of the published tensors, without memory, in the order of a file: wide
+        types are first."""
+        kinds = {}
+        for name, tensor in tensors.items():
+            kinds[name] = tensor.dtype
+            if self._dtype is not None and tensor.is_floating_point():
+                kinds[name] = self._dtype
         require_types(kinds)
         ordered = sorted(tensors, key=lambda name: -kinds[name].itemsize)
         return {
@@ -131,33 +135,27 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
     def _begin(
         self, tensors: Mapping[str, Tensor], like: dict[str, Tensor], step: int, folder: Folder
     ) -> None:
-        """Begins a run with a base. Where that fails, the next call does it."""
-        self._like, self._held = {}, {}
+        """Begins a run with a base. If that fails, the next call tries again."""
+        self._like = {}
+        self._held = {}
         held = {
             name: patterns_of(_whole(tensors[name], kind.dtype)).clone()
             for name, kind in like.items()
         }
-        state = secrets.token_hex(
-            8
-        )  # another training may begin the same run at once: its differences are refused
-        self._write_base(
-            folder,
-            self._run + 1,
-            step,
-            state,
-            {name: tensor_of(held[name], like[name]) for name in like},
-        )
-        self._run, self.step, self._state, self._like, self._held = (
-            self._run + 1,
-            step,
-            state,
-            like,
-            held,
-        )
+        # another process may begin the same run now: readers refuse its differences by this name
+        state = secrets.token_hex(8)
+        base = {name: tensor_of(held[name], like[name]) for name in like}
+        self._write_base(folder, self._run + 1, step, state, base)
+        self._run += 1
+        self.step = step
+        self._state = state
+        self._like = like
+        self._held = held
 
     def _go_on(self, tensors: Mapping[str, Tensor], step: int, folder: Folder) -> None:
-        """Writes a difference, and a base where it is time."""
-        begin, found = starts(self._like), {}
+        """Writes a difference, and a base if one is due."""
+        begin = starts(self._like)
+        found = {}
         for name, kind in self._like.items():
             found[name] = changes(patterns_of(_whole(tensors[name], kind.dtype)), self._held[name])
         positions = torch.cat([changed.cpu() + begin[name] for name, (changed, _) in found.items()])
@@ -166,18 +164,18 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         file, size = self._write(
             folder, self._run, DIFFERENCE, step, encode_difference(positions, deltas), about
         )
-        for name, (
-            changed,
-            moved,
-        ) in found.items():  # only now: what no reader has is part of the next difference
+        # only after the write has succeeded: otherwise the next difference includes these changes
+        for name, (changed, moved) in found.items():
             move(self._held[name], changed, moved)
-        self.step, self._state = step, file.checksum
-        self._since, self._since_bytes = self._since + 1, self._since_bytes + size
-        if (
-            self._since_bytes >= self._base_bytes
-            if self._base_every is None
-            else self._since >= self._base_every
-        ):
+        self.step = step
+        self._state = file.checksum
+        self._since += 1
+        self._since_bytes += size
+        if self._base_every is None:
+            due = self._since_bytes >= self._base_bytes
+        else:
+            due = self._since >= self._base_every
+        if due:
             tensors = {name: tensor_of(held, self._like[name]) for name, held in self._held.items()}
             self._write_base(folder, self._run, step, self._state, tensors)
 
@@ -199,24 +197,21 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
         about: Mapping[str, Any],
     ) -> tuple[WeightFile, int]:
         content = list(shard_content(tensors, {"step": step, **about}))
-        file, size = WeightFile.of(run, step, kind, content), sum(map(len, content))
+        file = WeightFile.of(run, step, kind, content)
+        size = sum(map(len, content))
         folder.write(file.name, content)
         self.bytes_written += size
         return file, size
 
     def _remove_old(self, folder: Folder, run: int) -> None:
-        """Keeps the two newest bases of this run and what comes after the older: a reader of it has
-        time to finish."""
+        """Removes the files before the second newest base of this run. A reader of the older base
+        so has time to finish."""
         try:
             names = folder.names()
-            bases = [
-                file.step
-                for file in WeightFile.known(names)
-                if file.run == run and file.kind == BASE
-            ] or [0]
-            old = {
-                file.name for file in _begun(names) if (file.run, file.step) < (run, bases[-2:][0])
-            }
+            files = WeightFile.known(names)
+            bases = [file.step for file in files if file.run == run and file.kind == BASE]
+            first = (run, min(bases[-2:], default=0))
+            old = {file.name for file in _begun(names) if (file.run, file.step) < first}
             for name in names:
                 if name.removesuffix(".part") in old:
                     folder.remove(name)
@@ -225,7 +220,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
 
 
 def _begun(names: Iterable[str]) -> list[WeightFile]:
-    """The files among `names`, and those of which a trainer that was killed wrote a part."""
+    """Files among `names`, including those that a killed trainer wrote in part."""
     return WeightFile.known(name.removesuffix(".part") for name in names)
 
 
@@ -234,9 +229,11 @@ def _layout(tensors: Mapping[str, Tensor]) -> list[tuple[str, torch.dtype, torch
 
 
 def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in a type, whole: a collective where it is sharded.
+    """`tensor` as `dtype`, whole. Collective if it is sharded.
 
-    Shards are rounded before they travel.
+    Shards are rounded before they are gathered.
     """
     cast = tensor.detach().to(dtype)
-    return cast.full_tensor() if isinstance(cast, DTensor) else cast
+    if isinstance(cast, DTensor):
+        return cast.full_tensor()
+    return cast

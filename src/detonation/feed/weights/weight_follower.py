@@ -1,5 +1,4 @@
-"""Reader of a weight feed: from files, it sets the weights of a model to those of a step, bit for
-bit."""
+"""Reader of a weight feed: sets the weights of a model from files, bit for bit."""
 
 import hashlib
 import math
