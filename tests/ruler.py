@@ -24,23 +24,23 @@ MOST_COLUMNS = 100
 MOST_COGNITIVE = 15
 
 CEILINGS: dict[str, float] = {
-    "tokens of src": 308_300,
-    "tokens of core": 87_300,
+    "tokens of src": 309_950,
+    "tokens of core": 87_650,
     "tokens per line of code": 9.4,
     "nodes per statement": 8.9,
-    "packed assignments per 1,000 statements": 24.2,
-    "conditional expressions per 1,000 statements": 43.6,
+    "packed assignments per 1,000 statements": 24.0,
+    "conditional expressions per 1,000 statements": 43.3,
     "lines over 100 columns": 185,
-    "cognitive complexity of src": 7_425,
+    "cognitive complexity of src": 7_440,
     "functions of core over cognitive 15": 0,
     "functions of src over cognitive 15, without kernels": 0,
     "own modules that one module imports, at most": 25,
-    "modules that core names in strings": 5,
-    "hasattr and getattr in core": 28,
+    "modules that core names in strings": 0,
+    "hasattr and getattr in core": 15,
     "names of elastic in core": 17,
     "names of tape in core": 69,
-    "names of balance in core": 36,
-    "names of closeness in core": 17,
+    "names of balance in core": 35,
+    "names of closeness in core": 13,
     "names of trained in core": 30,
 }
 """Each measure, at most. A ceiling falls with the measure. It may move up when a message, a diagnostic
@@ -48,7 +48,8 @@ or a plainer form needs it, with one sentence why.
 
 Moved up on 2026-11-28, for silent wrong weights and for runs on several machines: missing gradients,
 written weights, agreements by turns, partitions, interfaces, one opener for files, exact `extra` (tokens,
-complexity; tape and trained, which carry what others wrote), and for named steps (tokens)."""
+complexity; tape and trained, which carry what others wrote), for named steps (tokens), and for entry
+points, the declared axis and the test of a transport (tokens, complexity)."""
 
 FEATURES = {
     "elastic": ("link/elastic_communicator.py",),

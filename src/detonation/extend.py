@@ -1,4 +1,4 @@
-"""Parts for a scheme, basis, selection or aggregation of your own (docs/extending.md).
+"""Parts for a scheme, basis, selection, aggregation or axis of your own (docs/extending.md).
 
 A face, as `detonation`.
 """
@@ -10,11 +10,12 @@ from detonation.core.codec.codec import Codec
 from detonation.core.codec.precision import PRECISIONS, Float, Precision
 from detonation.core.codec.selection import Everything, Random, Rotation, Selection, Striding, TopK
 from detonation.core.compute.scatter_sum import scatter_sum
+from detonation.core.link.communicator import Communicator, axis_named
 from detonation.core.memory import Feedback
 from detonation.core.round import Round
 from detonation.core.schemes.gradients import momentum
 from detonation.core.schemes.parameters import outer_sgd
-from detonation.core.schemes.registry import SCHEMES, register
+from detonation.core.schemes.registry import SCHEMES, known_schemes, register
 from detonation.core.schemes.scheme import GradientScheme, Outer, ParameterScheme, Scheme
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Basis",
     "BlockCodebook",
     "Codec",
+    "Communicator",
     "Everything",
     "Feedback",
     "Float",
@@ -44,6 +46,8 @@ __all__ = [
     "Striding",
     "TileDCT",
     "TopK",
+    "axis_named",
+    "known_schemes",
     "momentum",
     "outer_sgd",
     "register",

@@ -5,13 +5,19 @@ Nothing inside the package imports this module; it needs torch alone, so that it
 suite.
 """
 
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor, nn
 
-from detonation.cluster.network.simulated import SimulatedCommunicator, simulate_replicas
+from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.codec.aggregate import Mean, aggregate
 from detonation.core.flat.layout import Layout
 from detonation.core.flat.tensors import digest
+from detonation.core.link.communicator import Communicator
 from detonation.core.memory import Feedback, Memory
 from detonation.core.optimizer.replicate import replicate
 from detonation.core.runtime import decides_on_device
@@ -19,6 +25,7 @@ from detonation.core.schemes.registry import scheme as scheme_named
 from detonation.core.schemes.scheme import Scheme
 from detonation.core.schemes.traffic import bytes_sent, dense_bytes, ring_bytes
 
+T = TypeVar("T")
 _SHAPES = {"matrix": (40, 64), "scalar": (), "prime": (257,), "empty": (0, 3), "cube": (3, 3, 2, 5)}
 
 
@@ -63,6 +70,125 @@ def check_scheme(
     _messages_own_their_memory(scheme, layout, device)
     _zero_is_zero(scheme, device)
     _replicas_agree(scheme, replicas, steps, device)
+
+
+_THROUGH = {
+    "all-reduce": ("full", {}),
+    "all-gather": ("demo", {}),
+    "all-to-all": ("demo", {"link": "owner"}),
+}
+"""A scheme whose messages go through each collective."""
+
+
+def check_axis(ends: Sequence[Communicator], device: torch.device | str = "cpu") -> None:
+    """Holds a transport to its contract, and schemes over it to laws 2 (replicas agree), 4 (bytes
+    are known) and 9 (private state resumes exactly).
+
+    Each end is used by a thread of its own. Schemes take one turn after the other between their
+    collectives, as `check_scheme` has it.
+
+    Args:
+        ends: Of one axis, one for each replica, in their order.
+        device: Of the tensors, as in `check_scheme`.
+
+    Raises:
+        LawBroken: A collective or a law does not hold.
+
+    Example:
+        >>> from detonation.cluster.network.loopback import LoopbackCommunicator
+        >>> check_axis([LoopbackCommunicator()])
+    """
+    _in_threads(lambda end: _require_collectives(end, torch.device(device)), ends)
+    turn = threading.Lock()
+
+    def in_turns(act: Callable[[Communicator], T], replicas: int) -> list[T]:
+        def acts(end: Communicator) -> T:
+            with turn:
+                return act(_InTurns(end, turn))
+
+        return _in_threads(acts, ends)
+
+    for name, arguments in _THROUGH.values():
+        scheme = scheme_named(name, arguments)
+        _replicas_agree(scheme, len(ends), 4, torch.device(device), in_turns)
+
+
+class _InTurns(Communicator):
+    """The end `end` for a thread that holds `turn`, but for the time of a collective."""
+
+    def __init__(self, end: Communicator, turn: threading.Lock) -> None:
+        self.replica = end.replica
+        self._end = end
+        self._turn = turn
+
+    def size(self) -> int:
+        return self._end.size()
+
+    def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
+        return self._collective(lambda: self._end.all_reduce(values))
+
+    def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:
+        return self._collective(lambda: self._end.all_gather(mine))
+
+    def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
+        return self._collective(lambda: self._end.all_to_all(mine))
+
+    def _collective(self, start: Callable[[], Callable[[], Tensor]]) -> Callable[[], Tensor]:
+        arriving = self._meanwhile(start)
+        return lambda: self._meanwhile(arriving)
+
+    def _meanwhile(self, act: Callable[[], T]) -> T:
+        self._turn.release()
+        try:
+            return act()
+        finally:
+            self._turn.acquire()
+
+
+def _in_threads(act: Callable[[Communicator], T], ends: Sequence[Communicator]) -> list[T]:
+    """What `act` returns for each end; the first error of any of them is raised."""
+    done = SimpleQueue[tuple[int, Any, BaseException | None]]()
+
+    def run(number: int) -> None:
+        try:
+            done.put((number, act(ends[number]), None))
+        except BaseException as error:
+            done.put((number, None, error))
+
+    for number in range(len(ends)):
+        # others may wait for ever for one that failed, and must not keep the process alive
+        threading.Thread(target=run, args=(number,), daemon=True).start()
+    found: dict[int, T] = {}
+    for _ in ends:
+        number, result, error = done.get()
+        if error is not None:
+            raise error
+        found[number] = result
+    return [found[number] for number in range(len(ends))]
+
+
+def _require_collectives(end: Communicator, device: torch.device) -> None:
+    """Starts collectives of every kind, waits for the last one first, and checks what arrives."""
+    replicas = end.size()
+    # numbers whose sum is exact in any order
+    every = [torch.arange(5.0) * (replica + 1) for replica in range(replicas)]
+    octets = [torch.arange(3 * replicas) + 16 * replica for replica in range(replicas)]
+    rows = torch.stack(octets).to(torch.uint8).to(device)
+    total = torch.stack(every).sum(0).to(device)
+    summing = end.all_reduce(every[end.replica].to(device))
+    gathering = end.all_gather(rows[end.replica].clone())
+    dealing = end.all_to_all(rows[end.replica].clone())
+    dealt = rows.view(replicas, replicas, 3)[:, end.replica]
+    for kind, arrived, expected in (
+        ("all_to_all", dealing(), dealt),
+        ("all_gather", gathering(), rows),
+        ("all_reduce", summing(), total),
+    ):
+        _require(
+            torch.equal(arrived, expected),
+            f"the contract of {kind}",
+            f"replica {end.replica} got {arrived.tolist()}, expected {expected.tolist()}",
+        )
 
 
 def _require(holds: bool, law: str, seen: str) -> None:
@@ -151,10 +277,16 @@ def _zero_is_zero(scheme: Scheme, device: torch.device) -> None:
     )
 
 
-def _replicas_agree(scheme: Scheme, replicas: int, steps: int, device: torch.device) -> None:
-    """Trains a small model, with a parameter that gets no gradient, as simulated replicas."""
+def _replicas_agree(
+    scheme: Scheme,
+    replicas: int,
+    steps: int,
+    device: torch.device,
+    run: Callable[..., list[Any]] = simulate_replicas,
+) -> None:
+    """Trains a small model, with a parameter that gets no gradient, as replicas that `run` runs."""
 
-    def act(communicator: SimulatedCommunicator) -> tuple[str, list[int], bool]:
+    def act(communicator: Communicator) -> tuple[str, list[int], bool]:
         def made() -> tuple[nn.Module, torch.optim.Optimizer]:
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(31, 64), nn.Linear(64, 3))
@@ -181,7 +313,7 @@ def _replicas_agree(scheme: Scheme, replicas: int, steps: int, device: torch.dev
         optimizer.synchronize()
         return digest(model.parameters()), sent, exact
 
-    outcomes = simulate_replicas(act, replicas)
+    outcomes = run(act, replicas)
     _require(
         len({outcome[0] for outcome in outcomes}) == 1,
         "law 2, replicas agree",

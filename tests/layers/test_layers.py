@@ -13,14 +13,15 @@ from detonation.core.schemes.registry import SCHEMES
 
 # A folder may import from the folders on its line, and from all that those may import in the same package.
 # It may not import upwards: a line names only folders above it. A file at the root of a package is a room of its own
-# where it has a line, and belongs to the line of the package otherwise. `choices`, `link_speed`, `version`,
+# where it has a line, and belongs to the line of the package otherwise. `choices`, `link_speed`, `plugins`, `version`,
 # `whole_files` and `interrupts` are open to all.
 # The last column: what a folder may import of torch.distributed (nothing, its DTensor alone, or anything).
-OPEN = "choices", "interrupts", "link_speed", "version", "whole_files"
+OPEN = "choices", "interrupts", "link_speed", "plugins", "version", "whole_files"
 NONE, DTENSOR, ANY = "nothing", "DTensor", "anything"
 HOUSE = {
     "choices": ("", NONE),
     "link_speed": ("", NONE),
+    "plugins": ("", NONE),
     "version": ("", NONE),
     "whole_files": ("", NONE),
     "interrupts": ("", NONE),
@@ -189,6 +190,7 @@ def test_core_imports_no_room():
                 "core",
                 "kernels",
                 "choices",
+                "plugins",
                 "version",
             }, path
 

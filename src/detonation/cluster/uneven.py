@@ -23,7 +23,7 @@ Owners = tuple[int, ...]
 """Ranks that hold a piece, one of each replica."""
 
 
-class UnevenAxis:
+class UnevenAxis(Communicator):
     """Between replicas of different numbers of ranks.
 
     Every parameter is cut wherever a replica cuts it. What lies between two cuts has one owner in
@@ -151,13 +151,25 @@ class UnevenAxis:
                     f"{self._sizes} cannot have {what}: {remedy}, or start equally many on each"
                 )
 
+    def refuse_log(self) -> None:
+        raise ValueError(
+            "nodes of different numbers of ranks keep no log and publish nothing: start equally"
+            " many"
+        )
+
     def all_gather(self, mine: Tensor) -> Any:
         """Raises `ValueError`: no group has all ranks of the axis."""
         raise ValueError(
             f"the axis joins {self._sizes}, some rows at a time: it is for `replicate` alone"
         )
 
-    all_reduce = all_to_all = all_gather
+    def all_reduce(self, values: Tensor) -> Any:
+        """Raises `ValueError`, as `all_gather`."""
+        return self.all_gather(values)
+
+    def all_to_all(self, mine: Tensor) -> Any:
+        """Raises `ValueError`, as `all_gather`."""
+        return self.all_gather(mine)
 
     @property
     def _sizes(self) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from detonation.core.schemes.registry import SCHEMES, scheme
+from detonation.core.schemes.registry import known_schemes, scheme
 from detonation.core.schemes.scheme import Scheme
 from detonation.core.schemes.traffic import LargerThanDense
 from detonation.link_speed import LinkSpeed
@@ -76,7 +76,7 @@ def settings(name: str) -> list[dict[str, Any]]:
 
 def candidate_settings() -> list[Scheme]:
     """Makes every registered scheme, those of users included, at all its `settings`."""
-    found = [scheme(name, arguments) for name in SCHEMES for arguments in settings(name)]
+    found = [scheme(name, arguments) for name in known_schemes() for arguments in settings(name)]
     return list({(s.name, tuple(s.arguments.items())): s for s in found}.values())
 
 

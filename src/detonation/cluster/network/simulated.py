@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from detonation.core.link.communicator import Communicator
+
 _T = TypeVar("_T")
 
 
@@ -85,7 +87,7 @@ def wait_until_gone(threads: list[threading.Thread]) -> None:
             time.sleep(1e-4)
 
 
-class SimulatedCommunicator:
+class SimulatedCommunicator(Communicator):
     """One simulated replica's end of the axis.
 
     On a CPU all replicas share the tensors that it returns.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from detonation.core.link.communicator import ProcessGroupCommunicator
+from detonation.core.link.communicator import Communicator, ProcessGroupCommunicator
 from detonation.core.schemes.traffic import ring_bytes
 from detonation.link_speed import LinkSpeed, hops
 from detonation.whole_files import opened
@@ -73,7 +73,7 @@ class NodeLink:
             self._sleep(early)
 
 
-class ThrottledCommunicator(NodeLink):
+class ThrottledCommunicator(NodeLink, Communicator):
     """Slows the link of `axis` down to `speed`. Give it to `replicate` instead of the axis.
 
     Ranks with the same coordinate on the axis are a node and share its link: their messages leave

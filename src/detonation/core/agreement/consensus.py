@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from detonation.choices import imported
 from detonation.core import runtime
 from detonation.core.agreement.desync import (
     CHANGE,
@@ -30,10 +29,7 @@ from detonation.core.replicator.channel import Transfer
 from detonation.core.round import LocalSteps
 from detonation.core.runtime import Readback, Runtime
 from detonation.core.schemes.scheme import Scheme
-
-BALANCE = "detonation.gates.balance:Balance"
-CLOSENESS = "detonation.gates.closeness:Closeness"
-"""Classes of gates, which `choices.imported` imports when the first one is needed."""
+from detonation.plugins import plugin
 
 
 class BalanceGate(Protocol):
@@ -113,7 +109,7 @@ class StopConsensus:
     def balance_over(self, link: Link) -> None:
         """Lets slow replicas along `link` sit steps out, as the runtime's local steps say."""
         if self.runtime.local_steps is not None:
-            self.balance = imported(BALANCE)(
+            self.balance = plugin("gates", "balance")(
                 self.runtime.local_steps, link, self._shards, self.runtime.device
             )
 

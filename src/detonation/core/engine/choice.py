@@ -1,28 +1,24 @@
 """The choice of an engine: the first registered one that can run a codec, or else ordinary torch."""
 
-from detonation.choices import imported
 from detonation.core.codec.codec import Codec
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.engine.rows_at_once import Room
 from detonation.core.flat.layout import Layout
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
-
-ENGINES = [
-    "detonation.engines.triton:triton_engine",
-    "detonation.engines.native_engine:native_engine",
-]
-"""Functions that make an engine, or None, of the arguments of `engine_for`, by module; the fastest
-first."""
+from detonation.plugins import plugins
 
 
 def engine_for(
     codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime, room: Room | None = None
 ) -> ReferenceEngine:
-    """The fastest engine that can run `codec`, with temporaries in `room`; ordinary torch where no
-    kernels are."""
-    for name in ENGINES:  # imported no earlier than here
-        engine: ReferenceEngine | None = imported(name)(codec, layout, memory, runtime, room)
+    """The first engine that can run `codec`, with temporaries in `room`; ordinary torch where no
+    kernels are.
+
+    Engines of installed packages are asked first, then the built-in ones, the fastest first.
+    """
+    for make in plugins("engines"):  # imported no earlier than here
+        engine: ReferenceEngine | None = make(codec, layout, memory, runtime, room)
         if engine:
             return engine
     return ReferenceEngine(codec, layout, memory, runtime, room)

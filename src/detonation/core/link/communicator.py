@@ -1,20 +1,31 @@
 """Communicators carry bytes between the replicas of one axis: a process group, or an emulation of
 one."""
 
+from __future__ import annotations
+
 import weakref
-from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
+from detonation.choices import make
 from detonation.core.runtime import recorded
+from detonation.plugins import plugin
+
+if TYPE_CHECKING:
+    from detonation.core.schemes.scheme import Scheme
+
+AxisPart = tuple[int, "Axis", Mapping[str, Tensor]]
+"""A part of the parameters that replicates by itself: its number, its axis, its tensors."""
 
 
 class HostStaging:
@@ -84,7 +95,52 @@ class HostStaging:
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Communicator(Protocol):
+class AxisRules:
+    """What core asks of an axis beside its collectives; each answer here is that of a plain axis.
+
+    absent: The replicas without a part in the collective that was waited for last.
+    """
+
+    absent: Collection[int] = ()
+
+    @property
+    def shared(self) -> bool:
+        """True where gradients may leave in `step` alone, as when several optimizers use the axis
+        in one order."""
+        return False
+
+    def refuse(
+        self,
+        levels: Sequence[tuple[Axis, Scheme]],
+        base: Optimizer,
+        intra_node: DeviceMesh | None,
+        balance: bool,
+    ) -> None:
+        """Raises `ValueError` where the axis cannot carry what `replicate` was asked for."""
+
+    def refuse_log(self) -> None:
+        """Raises `ValueError` where no rank receives all messages, so that none can keep a log."""
+
+    def divide(self, parameters: Mapping[str, Tensor]) -> Sequence[AxisPart] | None:
+        """The parts of `parameters` that replicate by themselves, in the order in which all ranks
+        exchange them; None where all replicate as one. Collective."""
+        return None
+
+    def norms(
+        self, parameters: Mapping[str, Tensor]
+    ) -> list[tuple[list[Communicator], dict[str, Tensor]]] | None:
+        """For clipping, the tensors that add up to the whole model, with the axes that join them;
+        None where the mesh of each parameter says it."""
+        return None
+
+    def recycle(self, received: Tensor) -> None:
+        """Takes back a buffer that a collective returned, which nobody reads any more.
+
+        Shapes: `[replicas, bytes]` uint8.
+        """
+
+
+class Communicator(AxisRules, ABC):
     """One replica's end of an axis: three collectives, which all replicas start in the same order.
 
     A tensor that is handed over belongs to the communicator from there on; each collective returns
@@ -120,18 +176,35 @@ class Communicator(Protocol):
 
 Axis = DeviceMesh | Communicator
 """An axis along which replicas are joined."""
+_OF_A_MESH = AxisRules()
 
 
-def divided(
-    axis: Axis, parameters: Mapping[str, Tensor]
-) -> list[tuple[int, Axis, Mapping[str, Tensor]]]:
-    """The parts of `parameters` that replicate by themselves, in the order in which all ranks
-    exchange them.
+def rules_of(axis: Axis) -> AxisRules:
+    """What `axis` says of itself; an axis of a device mesh is a plain one."""
+    return _OF_A_MESH if isinstance(axis, DeviceMesh) else axis
 
-    Of each its number, its axis, and its tensors: all, unless the axis has a method `divide`.
+
+def axis_named(name: str, arguments: Mapping[str, Any] | None = None) -> Communicator:
+    """Makes the axis that an installed package adds by an entry point in `detonation.axes`.
+
+    Args:
+        name: Of the entry point.
+        arguments: Of its function.
+
+    Raises:
+        ValueError: A name or an argument does not exist; the message lists the valid ones.
+        TypeError: The function returned no `Communicator`.
     """
-    divide = getattr(axis, "divide", None)
-    return divide(parameters) if divide else [(0, axis, parameters)]
+    made = make("axis", {name: plugin("axes", name)}, name, arguments or {})
+    if not isinstance(made, Communicator):
+        raise TypeError(f"axis {name} is {made!r}, must be a detonation.extend.Communicator")
+    return made
+
+
+def divided(axis: Axis, parameters: Mapping[str, Tensor]) -> Sequence[AxisPart]:
+    """The parts of `parameters` by `AxisRules.divide`; one part for a plain axis."""
+    parts = rules_of(axis).divide(parameters)
+    return [(0, axis, parameters)] if parts is None else parts
 
 
 def carries(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -158,7 +231,7 @@ MOST_FREE = 16
 """The most receive buffers that wait for their next use: of a few buckets and two stages."""
 
 
-class ProcessGroupCommunicator:
+class ProcessGroupCommunicator(Communicator):
     """The process group of one mesh axis.
 
     Args:
@@ -244,7 +317,7 @@ class ProcessGroupCommunicator:
         return wait
 
     def recycle(self, received: Tensor) -> None:
-        """Takes back a buffer that a collective returned, for a later one of its size.
+        """Keeps the buffer for a later collective of its size.
 
         On a CPU new memory pages for a large message cost more than the message; there one buffer
         is kept.

@@ -2,8 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -40,17 +39,8 @@ class RenumberedCommunicator(Communicator):
 
     Those that stay take the numbers 0, 1, ... in their old order; those that come follow them.
 
-    absent: the replicas without a part in the collective that was waited for last; `size` counts
-    them, too.
+    `size` counts the replicas that are `absent`, too.
     """
-
-    absent: Collection[int] = ()
-
-    @property
-    def shared(self) -> bool:
-        """True where several optimizers use the axis: each starts its collectives in `step` alone,
-        in their order."""
-        return False
 
     def for_one(self, hand_over: HandOver | None = None) -> "RenumberedCommunicator":
         """The end of the axis for one more optimizer, which adopts before its own steps.
@@ -113,7 +103,7 @@ class ElasticCommunicator(RenumberedCommunicator):
         """
 
 
-class AgreedCommunicator:
+class AgreedCommunicator(Communicator):
     """An axis of replicas, seen by one of the ranks of a replica that must stay equal. They join
     replicas alike.
 
@@ -125,13 +115,26 @@ class AgreedCommunicator:
     """
 
     def __init__(self, between: RenumberedCommunicator, beside: Sequence[Communicator]) -> None:
-        self._between, self._beside, self.size = between, beside, between.size
-        self.all_gather = partial(self._rows, between.all_gather)
-        # of which others may have received more, or less
-        self.all_to_all = partial(self._rows, between.all_to_all)
+        self._between = between
+        self._beside = beside
 
-    def __getattr__(self, name: str) -> Any:  # replica and absent, as they are now
-        return getattr(self._between, name)
+    @property
+    def replica(self) -> int:  # type: ignore[override]  # as it is now
+        return self._between.replica
+
+    @property
+    def absent(self) -> Collection[int]:  # type: ignore[override]  # as they are now
+        return self._between.absent
+
+    def size(self) -> int:
+        return self._between.size()
+
+    def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:
+        return self._rows(self._between.all_gather, mine)
+
+    def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
+        # of which others may have received more, or less
+        return self._rows(self._between.all_to_all, mine)
 
     def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
         arriving = self._between.all_reduce(values)
@@ -179,7 +182,8 @@ def present_rows(communicator: Communicator, rows: Tensor) -> Tensor:
 
     Shapes: `[replicas, n]` -> the same.
     """
-    if not (absent := sorted(getattr(communicator, "absent", ()))):
+    absent = sorted(communicator.absent)
+    if not absent:
         return rows
     present = next(row for row in range(len(rows)) if row not in absent)
     where = torch.tensor(absent, dtype=torch.int64, device=rows.device)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from detonation.core.link.communicator import Communicator
 
 
-class HierarchicalCommunicator:
+class HierarchicalCommunicator(Communicator):
     """Sends one message per node: each rank of the node sends a part over the slow link, then all
     exchange parts.
 
@@ -27,7 +27,10 @@ class HierarchicalCommunicator:
 
     def __init__(self, inter_node: Communicator, intra_node: Communicator) -> None:
         self._slow, self._fast = inter_node, intra_node
-        self.replica, self.size = inter_node.replica, inter_node.size
+        self.replica = inter_node.replica
+
+    def size(self) -> int:
+        return self._slow.size()
 
     def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:  # [any] -> [any]
         arriving = self._slow.all_reduce(self._own_part(values.reshape(1, -1)).view(-1))

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from detonation.core.flat.tensors import whole_of
 from detonation.core.integrity.message import Tape
-from detonation.core.link.communicator import Axis, communicator_of
+from detonation.core.link.communicator import Axis, Communicator, communicator_of
 from detonation.core.link.elastic_communicator import (
     AgreedCommunicator,
     ElasticCommunicator,
@@ -62,13 +62,11 @@ class Link:
         ]
         if beside and isinstance(self._inter_node, ElasticCommunicator):
             self._inter_node = AgreedCommunicator(self._inter_node, beside)
-        self._communicator = self._inter_node
+        self._communicator: Communicator = self._inter_node
         if self._intra_node is not None:
             self._communicator = HierarchicalCommunicator(self._inter_node, self._intra_node)
         self.replicas, self.replica = self._inter_node.size(), self._inter_node.replica
-        self.recycle: Callable[[Tensor], None] = getattr(
-            self._communicator, "recycle", lambda _: None
-        )
+        self.recycle = self._communicator.recycle
         self.local_ranks = 1 if self._intra_node is None else self._intra_node.size()
         # not counted as sent, like what follows
         self.send_to_all = partial(send_to_all, self._inter_node)

@@ -8,8 +8,8 @@ from weakref import WeakSet, finalize, ref
 from torch import Tensor
 from torch.optim import Optimizer
 
-from detonation.choices import imported
 from detonation.core.flat.tensors import local, padding_row
+from detonation.plugins import plugin
 
 
 class Clipping(Protocol):
@@ -63,9 +63,9 @@ class BaseStep:
     def round_singly(self, on: bool = True) -> None:
         """Takes steps whose every operation is rounded by itself from now on, or steps as torch
         takes them."""
-        self.rounding = (
-            imported("detonation.gates.single_rounding:SingleRounding")() if on else nullcontext()
-        )
+        self.rounding = nullcontext()
+        if on:
+            self.rounding = plugin("gates", "single rounding")()
 
     def hold(self, parameters: Iterable[Tensor]) -> None:
         """Takes zeros for the updates of the padding rows of `parameters` from now on."""

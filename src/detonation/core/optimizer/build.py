@@ -34,7 +34,7 @@ from detonation.core.flat.tensors import (
     whole_numel,
 )
 from detonation.core.integrity.fault_counts import NEW_PARAMETER, OPTIONS, FaultCounts
-from detonation.core.link.communicator import Axis, divided
+from detonation.core.link.communicator import Axis, divided, rules_of
 from detonation.core.link.handshake import SAME_START, Mismatch
 from detonation.core.link.hierarchical import split_by_sharding
 from detonation.core.link.link import Link, first_text, links_of_shards, mismatch_on_all
@@ -113,8 +113,7 @@ def build_levels(
     made = [builder.level(index, parameters) for index in range(len(levels))]
     base.clip = None
     if settings.clip:
-        norms = getattr(levels[0][0], "norms", None)  # of an axis that divides parameters
-        parts = norms(parameters) if norms else None
+        parts = rules_of(levels[0][0]).norms(parameters)
         base.clip = Clip(parameters, base.optimizer, settings.clip, parts)
     consensus.connect(levels, [each for level in made for each in level])
     if settings.balance:

@@ -115,9 +115,7 @@ def shown_units(model: nn.Module) -> list[ShownUnit]:
     """The FSDP units of `model` that have sharded parameters of their own; none of a model that is
     not sharded."""
     units = [
-        getattr(m, _UNIT, None) or ShownUnit(m)
-        for m in model.modules()
-        if isinstance(m, FSDPModule)
+        vars(m).get(_UNIT) or ShownUnit(m) for m in model.modules() if isinstance(m, FSDPModule)
     ]
     return [unit for unit in units if unit.shard is not None]
 

@@ -142,12 +142,6 @@ def renumbered_axes(levels: Sequence[Level]) -> list[RenumberedCommunicator]:
     return [axis for axis, _ in levels if isinstance(axis, RenumberedCommunicator)]
 
 
-def shared(levels: Sequence[Level]) -> bool:
-    """True if gradients leave only in `step`, because another optimizer uses an axis, or because an
-    axis divides parameters."""
-    return any(getattr(axis, "shared", False) for axis, _ in levels)
-
-
 def complete(
     replicators: Sequence[Replicator],
     consensus: StopConsensus,

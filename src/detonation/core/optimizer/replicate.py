@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Sequence
+from typing import SupportsIndex
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,7 +10,7 @@ from torch.optim import Optimizer
 
 from detonation.choices import checks_keywords
 from detonation.core.agreement.safety import Safety
-from detonation.core.link.communicator import Axis
+from detonation.core.link.communicator import Axis, rules_of
 from detonation.core.optimizer.build import Settings
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.optimizer.setup_checks import (
@@ -105,7 +106,7 @@ def replicate(
         )
     check_arguments(optimizer, model)
     check_options({"balance": balance, "kernels": kernels}, {"clip": clip}, safety)
-    if not hasattr(seed, "__index__"):
+    if not isinstance(seed, SupportsIndex):
         raise TypeError(f"seed is {seed!r}, must be a whole number, the same on all replicas")
     if clip is not None and not clip > 0:
         raise ValueError(f"clip is {clip}, must be above 0, or None for no clipping")
@@ -114,8 +115,7 @@ def replicate(
     if balance:
         check_balance([scheme for _, scheme in checked], intra_node)
     for axis, _ in checked:
-        if refuse := getattr(axis, "refuse", None):
-            refuse(checked, optimizer, intra_node, balance)
+        rules_of(axis).refuse(checked, optimizer, intra_node, balance)
     warn_of_losses(optimizer, checked)
     settings = Settings(
         intra_node, operator.index(seed), kernels, safety or Safety(), clip, balance

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # as torch's optimizers: it imports no compiler
 from torch.optim import Optimizer
 
-from detonation.choices import imported
 from detonation.core.agreement.buffers import BufferSync
-from detonation.core.agreement.consensus import CLOSENESS, ClosenessGate, StopConsensus
+from detonation.core.agreement.consensus import ClosenessGate, StopConsensus
 from detonation.core.agreement.desync import options_of
 from detonation.core.base_error import DetonationError
 from detonation.core.integrity.message import Tape
+from detonation.core.link.communicator import Communicator, rules_of
 from detonation.core.link.coordinates import Coordinates, coordinates_of
 from detonation.core.optim.base_step import BaseStep
 from detonation.core.optim.wrapper import OptimizerWrapper, evaluated
@@ -29,6 +29,7 @@ from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.padding import release_used_rows
 from detonation.core.runtime import PROGRESS
 from detonation.core.schemes.scheme import Scheme
+from detonation.plugins import plugin
 
 
 class Replicated(OptimizerWrapper):
@@ -59,11 +60,12 @@ class Replicated(OptimizerWrapper):
         self.levels = changes.ends_for_one(levels, self.hand_over)
         self.settings = settings
         self.step_count = 0
-        self._renumbers = any(hasattr(axis, "enter_step") for axis, _ in self.levels)
+        self._communicators = [axis for axis, _ in levels if isinstance(axis, Communicator)]
+        self._renumbers = bool(changes.renumbered_axes(self.levels))
         self.tape: Tape | None = None
         self.closeness: ClosenessGate | None = None  # None while the bits of replicas are equal
         if settings.safety.equal == "close":
-            self.closeness = imported(CLOSENESS)()
+            self.closeness = plugin("gates", "closeness")()
         self.base_step = BaseStep(base)
         self.model = model
         self._buffers = BufferSync(model)
@@ -89,9 +91,11 @@ class Replicated(OptimizerWrapper):
             [link for (n, _), (link, _) in self._routes.items() if n == i]
             for i in range(len(self.levels))
         ]
-        return Stats(
-            links, self._consensus, self.step_count, getattr(self.base_step.clip, "norm", None)
-        )
+        clip = self.base_step.clip
+        norm = None
+        if clip is not None:
+            norm = clip.norm
+        return Stats(links, self._consensus, self.step_count, norm)
 
     @property
     def dense_bytes_by_level(self) -> list[int]:
@@ -255,7 +259,7 @@ class Replicated(OptimizerWrapper):
         if self._consensus is not None:  # no set-up: FSDP2 shows whole parameters
             self._consensus.enter_step(self.step_count)
         with ExitStack() as stack:
-            if self._replicators and not changes.shared(self.levels):
+            if self._replicators and not any(axis.shared for axis in self._communicators):
                 innermost = self._replicators[0]
                 lost = self._renumbers and changes.lost_before(self.levels, self.step_count)
                 if lost or self._trained.changed:  # the step needs other buckets
@@ -322,11 +326,8 @@ class Replicated(OptimizerWrapper):
             raise ValueError(
                 f"one level of replication can be recorded, this optimizer has {len(self.levels)}"
             )
-        if tape and hasattr(self.levels[0][0], "divide"):
-            raise ValueError(
-                "nodes of different numbers of ranks keep no log and publish nothing: start equally"
-                " many"
-            )
+        if tape:
+            rules_of(self.levels[0][0]).refuse_log()
         self.tape = tape
         for link, _ in self._routes.values():
             link.tape = tape
@@ -541,7 +542,7 @@ class Replicated(OptimizerWrapper):
         if found and self.settings.safety.equal != "close":
             found = self._compare_rounding_singly(found, compare)
         if found and not self.closeness:
-            self.closeness = imported(CLOSENESS)()
+            self.closeness = plugin("gates", "closeness")()
             warn_of_rounding(found, self.coordinates, closely=True)
         if self.closeness and self._consensus:
             self.closeness.attach(self._consensus, self._replicators or [], self.step_count)

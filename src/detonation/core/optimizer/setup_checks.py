@@ -17,7 +17,7 @@ from torch.optim import LBFGS, Optimizer
 
 from detonation.core.agreement.safety import Safety
 from detonation.core.codec.codebooks import Sign
-from detonation.core.link.communicator import Axis
+from detonation.core.link.communicator import Axis, Communicator
 from detonation.core.link.coordinates import Coordinates
 from detonation.core.link.hierarchical import is_sharded_over, sharding_ranks
 from detonation.core.schemes.registry import scheme as scheme_named
@@ -97,12 +97,12 @@ def _checked_axis(axis: object) -> Axis:
             'the axis is a process group: pass mesh["replicate"], or DeviceMesh.from_group(group,'
             ' "cuda")'
         )
-    if not isinstance(axis, DeviceMesh) and not hasattr(axis, "all_gather"):
+    if not isinstance(axis, DeviceMesh | Communicator):
         raise TypeError(
             f"the axis is a {type(axis).__name__}, must be an axis of a device mesh,"
-            ' mesh["replicate"]'
+            ' mesh["replicate"], or a subclass of detonation.extend.Communicator'
         )
-    return axis  # type: ignore[return-value]
+    return axis
 
 
 def _checked_scheme(scheme: object) -> Scheme:

@@ -8,12 +8,35 @@ from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin, get_t
 
 from detonation.choices import checks_keywords, find_function, make, plain_types
 from detonation.core.schemes.scheme import Scheme
+from detonation.plugins import plugin, plugin_names
 
 P = ParamSpec("P")
 S = TypeVar("S", bound=Scheme)
 
 SCHEMES: dict[str, Callable[..., Scheme]] = {}
 """Every registered scheme, in the order of registration."""
+
+
+def known_schemes() -> Mapping[str, Callable[..., Scheme]]:
+    """`SCHEMES`, once the modules of installed packages that add a scheme are imported."""
+    for name in plugin_names("schemes"):
+        _import_installed(name)
+    return SCHEMES
+
+
+def _import_installed(name: str) -> None:
+    """Imports the scheme that an installed package adds as `name`; it registers itself.
+
+    Raises `ValueError` where the module registers no scheme of that name.
+    """
+    if name in SCHEMES:
+        return
+    function = plugin("schemes", name)
+    if name not in SCHEMES:
+        raise ValueError(
+            f"the entry point {name!r} of detonation.schemes is the function {function.__name__}:"
+            " put it under @register, and give both one name"
+        )
 
 
 def register(function: Callable[P, S]) -> Callable[P, S]:
@@ -75,7 +98,8 @@ def scheme(name: str, arguments: Mapping[str, Any] | None = None) -> Scheme:
     """Makes a scheme by its name, as a recipe spells it.
 
     Args:
-        name: A registered scheme, or "package.module:function" for a function that returns one.
+        name: A scheme that is registered or that an installed package adds, or
+            "package.module:function" for a function that returns one.
         arguments: The function's own arguments; the rest take their defaults.
 
     Raises:
@@ -86,6 +110,8 @@ def scheme(name: str, arguments: Mapping[str, Any] | None = None) -> Scheme:
         >>> scheme("demo", {"topk": 2}).arguments["chunk"]
         64
     """
+    if name in plugin_names("schemes"):
+        _import_installed(name)
     function = find_function("scheme", name, SCHEMES)
     made: Scheme = make(
         "scheme",

@@ -28,7 +28,7 @@ from detonation.core.link.communicator import Axis
 from detonation.core.optimizer.replicate import check_order, replicate
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.optimizer.setup_checks import check_balance
-from detonation.core.schemes.registry import SCHEMES, scheme
+from detonation.core.schemes.registry import known_schemes, scheme
 from detonation.core.schemes.scheme import Scheme
 from detonation.core.schemes.traffic import require_below_dense
 from detonation.data import Data, Streamed, dataset_function, load_dataset
@@ -328,7 +328,7 @@ def check_levels(levels: Sequence[LevelConfig], balance: bool = False) -> tuple[
     """
     for level in levels:
         where = "scheme" if level.axis == REPLICATE else f"scheme.{level.axis}"
-        function = find_function("scheme", level.scheme.name, SCHEMES)
+        function = find_function("scheme", level.scheme.name, known_schemes())
         check_types(where, function, level.scheme.arguments)
     made = [scheme_of(level) for level in levels]
     check_order(made)

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from detonation.choices import did_you_mean, unknown
 from detonation.cluster.init import LaunchPosition
-from detonation.core.schemes.registry import SCHEMES
+from detonation.core.schemes.registry import known_schemes
 from detonation.models.pretrained import HUB_PREFIX
 from detonation.train.recipe.schema import Config, Table, require
 from detonation.train.recipe.tables import CHOSEN_BY, TABLES, from_table
@@ -339,8 +339,8 @@ def parse_sets(assignments: Iterable[str]) -> Table:
 def require_scheme(kind: str, name: str) -> None:
     """Raises `ValueError` unless `name` is a registered scheme, or spells a function of some
     module."""
-    if ":" not in name and name not in SCHEMES:
-        raise unknown(kind, name, SCHEMES)
+    if ":" not in name and name not in known_schemes():
+        raise unknown(kind, name, known_schemes())
 
 
 def _value(text: str) -> Any:
@@ -396,7 +396,7 @@ def names_of_parts() -> dict[str, list[str]]:
     from detonation.train.recipe.optimizers import optimizer_classes
 
     return {
-        "schemes": sorted(SCHEMES),
+        "schemes": sorted(known_schemes()),
         "optimizers": sorted(optimizer_classes()),
         "models": sorted(MODELS),
         "data sets": sorted(SOURCES),

@@ -20,7 +20,7 @@ from detonation.cluster.network.measure import Everyone, probe_axis
 from detonation.cluster.network.profile import Step
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.optimizer.replicate import replicate
-from detonation.core.schemes.registry import SCHEMES
+from detonation.core.schemes.registry import known_schemes
 from detonation.core.schemes.scheme import Scheme
 from detonation.plan.auto import PROBE_S
 from detonation.plan.cost import Network, Work, spelled
@@ -109,7 +109,7 @@ class Asked:
         made: dict[str, Config] = {}
         full = self.layers.under("full", {})
         agreeing = full.train.log_updates or full.train.publish or full.mesh.elastic
-        for name in [name for name in SCHEMES if name != "none" or not agreeing]:
+        for name in [name for name in known_schemes() if name != "none" or not agreeing]:
             for arguments in settings(name):
                 config = self.layers.under(name, arguments)
                 try:

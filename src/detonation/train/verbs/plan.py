@@ -11,7 +11,7 @@ from typing import Any
 
 from detonation.choices import unknown
 from detonation.cluster.network.profile import Compute, Profile
-from detonation.core.schemes.registry import SCHEMES, scheme
+from detonation.core.schemes.registry import known_schemes, scheme
 from detonation.core.schemes.scheme import Scheme
 from detonation.link_speed import LinkSpeed
 from detonation.plan.cost import Network, Shapes, Work
@@ -194,7 +194,7 @@ def _of_recipe(question: Question, profile: Profile | None) -> _Training:
         config.scheme,
         config.train,
     )
-    if chosen.name not in SCHEMES:
+    if chosen.name not in known_schemes():
         own = trained_by(config.optimizer.name, config.optimizer.arguments)
         tuned.append((scheme(chosen.name, chosen.arguments), own))
     return _Training(

@@ -16,7 +16,7 @@ from detonation.cluster.mesh import init_mesh
 from detonation.cluster.network.measure import Everyone, probe_axis
 from detonation.cluster.network.profile import Compute, Profile
 from detonation.cluster.processes.rendezvous import use_interface
-from detonation.core.schemes.registry import SCHEMES
+from detonation.core.schemes.registry import known_schemes
 from detonation.train.loop.session import Session, check_config, slowed, start_session
 from detonation.train.output.directory import environment
 from detonation.train.recipe.resolve import (
@@ -139,7 +139,7 @@ def _compute(session: Session, name: str, layers: Layers) -> Compute:
     median, spread = forward_backward(session, everyone)
     # Each scheme as the recipe has tuned it, without `--set`.
     plain = Layers(layers.tables, {**_OFF, "mesh": asdict(session.config.mesh)})
-    names = dict.fromkeys([*SCHEMES, session.config.scheme.name])
+    names = dict.fromkeys([*known_schemes(), session.config.scheme.name])
     every = {scheme: optimizer_step(session, everyone, plain.under(scheme, {})) for scheme in names}
     steps = {scheme: step for scheme, step in every.items() if step is not None}
     numel = sum(

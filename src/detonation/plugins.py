@@ -1,0 +1,68 @@
+"""Plugins: functions that are found by name, built in or added by an installed package.
+
+A package adds one by an entry point, `name = "package.module:function"`, in the group
+`detonation.engines`, `detonation.schemes` or `detonation.axes`. Pure Python, a leaf. Nothing is
+imported before it is asked for.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any, Literal, TypeAlias
+
+from detonation.choices import imported, unknown
+
+Kind: TypeAlias = Literal["engines", "schemes", "axes", "gates"]
+"""engines: Functions of the arguments of `engine_for` that make an engine, or None; the first one
+counts. schemes: Functions under `@register`, each by its own name. axes: Functions that make a
+`Communicator`, or classes of them. gates: Conditions of a step, which are all built in."""
+
+_BUILT_IN: dict[Kind, dict[str, str]] = {
+    "engines": {
+        "triton": "detonation.engines.triton:triton_engine",
+        "native": "detonation.engines.native_engine:native_engine",
+    },
+    "gates": {
+        "balance": "detonation.gates.balance:Balance",
+        "closeness": "detonation.gates.closeness:Closeness",
+        "single rounding": "detonation.gates.single_rounding:SingleRounding",
+    },
+}
+
+
+@cache
+def plugin_names(kind: Kind) -> dict[str, str]:
+    """All functions of a kind, as "package.module:function" by name.
+
+    Those of installed packages come first, in the order of their names, which is the same on all
+    ranks. Raises `ValueError` where two packages add one name, or one adds a built-in name.
+    """
+    built_in = _BUILT_IN.get(kind, {})
+    added: dict[str, str] = {}
+    for point in sorted(entry_points(group=f"detonation.{kind}")):
+        other = (built_in | added).get(point.name, point.value)
+        if other != point.value:
+            raise ValueError(
+                f"the entry point {point.name} = {point.value} in detonation.{kind} has the name of"
+                f" {other}: rename it, or uninstall its package"
+            )
+        added[point.name] = point.value
+    return added | built_in
+
+
+@cache
+def plugins(kind: Kind) -> tuple[Callable[..., Any], ...]:
+    """All functions of a kind, in the order of `plugin_names`."""
+    return tuple(imported(function) for function in plugin_names(kind).values())
+
+
+def plugin(kind: Kind, name: str) -> Callable[..., Any]:
+    """The function `name` of a kind; raises `ValueError` where there is none, with the names.
+
+    >>> plugin("gates", "balance").__name__
+    'Balance'
+    """
+    names = plugin_names(kind)
+    if name not in names:
+        raise unknown(f"name in detonation.{kind}", name, names)
+    return imported(names[name])
