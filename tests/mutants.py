@@ -46,8 +46,6 @@ LAWS = ("tests/laws/", "tests/specs/", "tests/checkpoint/", "tests/world/test_st
 Laws without a network, what each scheme is, that a checkpoint comes back equal or is refused, and
 the state machine. The rest of the suite is examples, errors, commands and integrations.
 """
-BUDGET_S = 40.0
-"""Seconds of tests, by the map, that a fault has to survive in each group."""
 FIRST = 10
 """So many tests are collected first: most faults are found by one of them."""
 
@@ -142,7 +140,7 @@ class Judges:
             _run_tests(self.tree, ["tests"], self._printed, collect=True)  # writes byte code
         os.waitpid(pid, 0)
 
-    def judge(self, fault: Fault, groups: dict[str, list[Row]]) -> Result:
+    def judge(self, fault: Fault, groups: dict[str, list[Row]], budget: float) -> Result:
         """Runs the tests of each group in turn until one finds the fault."""
         file = self.tree / fault.path
         source = file.read_text()
@@ -151,7 +149,7 @@ class Judges:
         group = ""
         by = ""
         for name, rows in groups.items():
-            tests = taking(fault, source, rows, BUDGET_S)
+            tests = taking(fault, source, rows, budget)
             taken += len(tests)
             for batch in (tests[:FIRST], tests[FIRST:]):
                 by = self._found_by(batch, file, fault.applied(source)) if batch and not by else by
@@ -288,6 +286,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--map", type=Path, default=ROOT / "runs/branches.jsonl")
+    parser.add_argument(
+        "--budget", type=float, default=40, help="seconds of tests of each group, by the map"
+    )
     parser.add_argument("--again", action="store_true", help="run survivors once more")
     parser.add_argument("--score", action="store_true", help="run nothing")
     given = parser.parse_args()
@@ -304,7 +305,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
             judges = Judges(Path(folder))
             for fault in waiting:
-                result = judges.judge(fault, groups)
+                result = judges.judge(fault, groups, given.budget)
                 results[fault.name] = result
                 with given.out.open("a") as file:
                     file.write(json.dumps(asdict(result)) + "\n")
