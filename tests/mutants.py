@@ -11,23 +11,19 @@ at the end, `--score` prints it alone.
 """
 
 import argparse
-import contextlib
 import importlib
 import json
 import os
 import re
 import resource
-import select
-import signal
 import subprocess
 import sys
 import tempfile
 import tomllib
-import traceback
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
@@ -35,6 +31,7 @@ import pytest
 
 import branches
 from faults import Fault, drawn
+from judges import Judge, Row, run_pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/mutants.jsonl"
@@ -46,10 +43,6 @@ LAWS = ("tests/laws/", "tests/specs/", "tests/checkpoint/", "tests/world/test_st
 Laws without a network, what each scheme is, that a checkpoint comes back equal or is refused, and
 the state machine. The rest of the suite is examples, errors, commands and integrations.
 """
-FIRST = 10
-"""So many tests are collected first: most faults are found by one of them."""
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -121,78 +114,25 @@ def _different_first(rows: list[Row]) -> list[Row]:
     return [row for *_, row in sorted(turns)]
 
 
-class Judges:
-    """Tests that run in a copy of the repository, each time in a fork of this process."""
-
-    def __init__(self, folder: Path) -> None:
-        self.tree = folder / "tree"
-        self._printed = folder / "printed"
-        self._sound: set[str] = set()
-        clone = ["git", "clone", "--quiet", "--local", str(ROOT), str(self.tree)]
-        subprocess.run(clone, check=True)
-        for name in ("torch.distributed.fsdp", "torch._dynamo", "hypothesis.stateful", "xdist"):
-            with contextlib.suppress(ImportError):
-                importlib.import_module(name)  # once; of the package nothing
-        from hypothesis.internal.conjecture import engine
-
-        engine.MAX_SHRINKING_SECONDS = 0  # a failure is enough, and need not be small
-        if (pid := os.fork()) == 0:
-            _run_tests(self.tree, ["tests"], self._printed, collect=True)  # writes byte code
-        os.waitpid(pid, 0)
-
-    def judge(self, fault: Fault, groups: dict[str, list[Row]], budget: float) -> Result:
-        """Runs the tests of each group in turn until one finds the fault."""
-        file = self.tree / fault.path
-        source = file.read_text()
-        before = _processor_seconds()
-        taken = 0
-        group = ""
-        by = ""
-        for name, rows in groups.items():
-            tests = taking(fault, source, rows, budget)
-            taken += len(tests)
-            for batch in (tests[:FIRST], tests[FIRST:]):
-                by = self._found_by(batch, file, fault.applied(source)) if batch and not by else by
-            if by:
-                group = name
-                break
-        took = round(_processor_seconds() - before, 1)
-        return Result(fault.name, fault.room, fault.kind, group, by, taken, took)
-
-    def _found_by(self, tests: list[Row], file: Path, changed: str) -> str:
-        """The first of these tests that fails with the changed file and passes without it."""
-        original = file.read_text()
-        file.write_text(changed)
-        try:
-            by = self._first_failure(tests)
-        finally:
-            file.write_text(original)
-        if by in self._sound or "::" not in by:
-            return by
-        if without := self._first_failure([row for row in tests if row["test"] == by]):
-            raise SystemExit(f"without a fault: {without}")
-        self._sound.add(by)
-        return by
-
-    def _first_failure(self, tests: list[Row]) -> str:
-        """The first of these tests that fails in the tree, or how they ended; "" if all pass."""
-        limit = 60 + 4 * sum(row["clock"] for row in tests)
-        pid = os.fork()
-        if pid == 0:
-            _run_tests(self.tree, [row["test"] for row in tests], self._printed)
-        handle = os.pidfd_open(pid)
-        ended = bool(select.select([handle], [], [], limit)[0])
-        os.close(handle)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)  # also what a test has left behind
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        if not ended:
-            return f"no end within {limit:.0f} s"
-        if code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-            return ""
-        printed = self._printed.read_text()
-        failed = re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", printed, re.MULTILINE)
-        return failed[0] if failed else f"the tests end with code {code}: {printed[-200:]}"
+def judged(
+    judge: Judge, fault: Fault, tree: Path, groups: dict[str, list[Row]], budget: float
+) -> Result:
+    """Runs the tests of each group in turn until one finds the fault."""
+    file = tree / fault.path
+    source = file.read_text()
+    before = _processor_seconds()
+    taken = 0
+    group = ""
+    by = ""
+    for name, rows in groups.items():
+        tests = taking(fault, source, rows, budget)
+        taken += len(tests)
+        by = judge.found_by(tests, file, fault.applied(source))
+        if by:
+            group = name
+            break
+    took = round(_processor_seconds() - before, 1)
+    return Result(fault.name, fault.room, fault.kind, group, by, taken, took)
 
 
 def _processor_seconds() -> float:
@@ -200,26 +140,46 @@ def _processor_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _run_tests(tree: Path, tests: list[str], printed: Path, collect: bool = False) -> NoReturn:
-    """Runs pytest in the tree until a test fails, as a process and a session of its own."""
-    code = 70
-    try:
-        os.setsid()
-        os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
-        os.dup2(1, 2)
-        os.chdir(tree)
-        sys.dont_write_bytecode = not collect  # of a fault, which the next one might read
-        sys.path.insert(0, str(tree / "src"))  # before the package that is installed
-        os.environ["PYTHONPATH"] = str(tree / "src")
-        options = ["-x", "-m", "", "--no-header", "--tb=no", "-p", "no:cacheprovider"]
-        options += ["--collect-only"] * collect
-        options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what is imported here
-        code = pytest.main([*options, *tests])
-        sys.stdout.flush()
-    except BaseException:
-        printed.write_text(traceback.format_exc())
-    finally:
-        os._exit(code)
+class Run:
+    """Judges faults in a clone, and writes each result to a file at once."""
+
+    def __init__(self, tree: Path, rows: list[Row], out: Path, budget: float) -> None:
+        self._tree = tree
+        self._groups = grouped(rows)
+        self._files = sorted({row["test"].partition("::")[0] for row in rows if row["test"]})
+        self._out = out
+        self._budget = budget
+
+    def all_of(self, faults: list[Fault]) -> None:
+        """First in forks of a process that has collected the tests, then those that are left."""
+        if (pid := os.fork()) == 0:
+            loop = _Loop(lambda items: self._judge(Judge(self._tree, items), faults))
+            os._exit(run_pytest(self._tree, [*self._files], loop))
+        if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+            raise SystemExit("the tests were not collected, or one fails without a fault")
+        known = read_results(self._out)
+        left = [each for each in faults if each.name not in known or not known[each.name].found]
+        self._judge(Judge(self._tree), left)
+
+    def _judge(self, judge: Judge, faults: list[Fault]) -> None:
+        for fault in faults:
+            file = self._tree / fault.path
+            if judge.can(file, fault.applied(file.read_text())):
+                result = judged(judge, fault, self._tree, self._groups, self._budget)
+                with self._out.open("a") as results:
+                    results.write(json.dumps(asdict(result)) + "\n")
+                print(f"{result.group or 'SURVIVED':10} {fault.name}\n    {result.by}", flush=True)
+
+
+class _Loop:
+    """A plugin that takes what pytest has collected, and runs none of it itself."""
+
+    def __init__(self, use: Callable[[dict[str, pytest.Item]], None]) -> None:
+        self._use = use
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        self._use({item.nodeid: item for item in session.items})
+        return True
 
 
 def read_map(path: Path) -> list[Row]:
@@ -301,15 +261,17 @@ def main() -> int:
 
     waiting = [] if given.score else [fault for fault in chosen if waits(fault)]
     if waiting:
-        groups = grouped(read_map(given.map.absolute()))
+        rows = read_map(given.map.absolute())
+        for name in ("torch.distributed.fsdp", "torch._dynamo", "hypothesis.stateful"):
+            importlib.import_module(name)  # once; of the package nothing
+        engine = importlib.import_module("hypothesis.internal.conjecture.engine")
+        engine.MAX_SHRINKING_SECONDS = 0  # a failure is enough, and need not be small
         with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-            judges = Judges(Path(folder))
-            for fault in waiting:
-                result = judges.judge(fault, groups, given.budget)
-                results[fault.name] = result
-                with given.out.open("a") as file:
-                    file.write(json.dumps(asdict(result)) + "\n")
-                print(f"{result.group or 'SURVIVED':10} {fault.name}\n    {result.by}", flush=True)
+            tree = Path(folder, "tree")
+            clone = ["git", "clone", "--quiet", "--local", str(ROOT), str(tree)]
+            subprocess.run(clone, check=True)
+            Run(tree, rows, given.out.absolute(), given.budget).all_of(waiting)
+        results = read_results(given.out)
     of_chosen = [results[fault.name] for fault in chosen if fault.name in results]
     print(score(of_chosen, read_reasons(SURVIVORS)))
     return 0
