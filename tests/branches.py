@@ -5,9 +5,9 @@ python tests/branches.py [--out benchmarks/results/suite.json] [--map FILE] [--p
 A branch is the body of a function, an `if`, an `else` (also one that is not written), a loop, its end, a handler or a
 case. Forks and other interpreters write to the same marks. It prints the tests, the seconds of the processor and of the
 clock, and the branches of the core and of the package; `benchmarks/door.py` prints them again from `--out`. `--map` is
-for questions about single tests, one line of JSON for each: its name, the seconds of processors that it took, ranks and
-commands included, and its branches; `tests/mutants.py --map` reads it. Where a training is looked at by several tests,
-the first has its seconds and branches.
+for questions about single tests, one line of JSON for each: its name, the seconds of processors, ranks and commands
+included, and those of the clock, and its branches; `tests/mutants.py` reads it. Where several tests look at one
+training, the first has its seconds and branches.
 `tests/layers` is left out: it reads the sources, which the marks change. Kernels in Triton have no marks.
 """
 
@@ -33,7 +33,7 @@ if "{FILE}" in os.environ:
     with open(os.environ["{FILE}"], "r+b") as file:
         TAKEN = mmap.mmap(file.fileno(), 0)
 """
-PLUGIN = f"""import json, os
+PLUGIN = f"""import json, os, time
 os.environ["{FILE}"] += os.environ.get("PYTEST_XDIST_WORKER", "")
 with open(os.environ["{FILE}"], "wb") as file:
     file.truncate(int(os.environ["{FILE}_COUNT"]))
@@ -49,21 +49,22 @@ def seconds():
             pass
     return found
 
-def write(test, began):
+def write(test, began, clock):
     taken = TAKEN[:]
-    row = dict(test=test, seconds=round(seconds() - began, 3), branches=[n for n, one in enumerate(taken) if one])
+    row = dict(test=test, seconds=round(seconds() - began, 3), clock=round(time.monotonic() - clock, 2))
+    row["branches"] = [n for n, one in enumerate(taken) if one]
     with open(os.environ["{FILE}"] + ".lines", "a") as file:
         file.write(json.dumps(row) + chr(10))
     TAKEN[:] = bytes(len(taken))
 
 def pytest_collection_finish():
-    write("", 0.0)
+    write("", 0.0, time.monotonic())
 
 @pytest.hookimpl(hookwrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item):
-    began = seconds()
+    began, clock = seconds(), time.monotonic()
     yield
-    write(item.nodeid, began)
+    write(item.nodeid, began, clock)
 """
 HEAD = "from branch_marks import TAKEN as _TAKEN"
 
@@ -111,7 +112,11 @@ def branch_at(source: str, line: int) -> str:
     found = ""
     for node in ast.walk(ast.parse(source)):  # the inner ones last
         for body, name in _bodies(node):
-            if body and body[0].lineno <= line <= (body[-1].end_lineno or 0):
+            if not body:
+                continue
+            header = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)  # with its defaults
+            first = node.lineno if header else body[0].lineno
+            if first <= line <= (body[-1].end_lineno or 0):
                 found = name
     return found
 

@@ -1,384 +1,279 @@
-"""Faults put into the core, one at a time and in a copy: which do the tests find? By hand, for it takes hours.
+"""Small faults put into the core, one at a time and in a copy: how many do the laws find?
 
-python tests/mutants.py [--count 60] [--seed 0] [--out FILE] [--map FILE] [--all] [--again FILE] [--folders laws ...]
+python tests/mutants.py [--count 320] [--seed 0] [--out FILE] [--map FILE] [--again] [--score]
 
-A fault is an operator, a comparison, a number, an axis, a count of bytes or a call that is changed where the syntax
-tree has one. The seed decides which; every kind of fault is drawn equally often. The tests that import the changed file
-run first, then those of the folders; each file of tests has to pass without a fault before it judges one. With `--map`,
-which `tests/branches.py --map` writes for the same commit, only those tests run that take the branch with the fault:
-one of each function before a second, those that take least first, for at most `--budget` seconds by the map. `--out`
-has the results after each fault, and a second call goes on from there.
+`tests/faults.py` draws the faults: in core, feed, checkpoint and cluster/survive. Only tests run
+that take the branch with the fault, by a map of `tests/branches.py --map` (made where there is
+none): one of each function before a second, short ones first, up to the first that fails. A test
+that finds a fault has to pass without it. `--out` has each result as soon as it is known, and a
+second call goes on from there; `--again` runs those that survived once more. The score is printed
+at the end, `--score` prints it alone.
 """
 
 import argparse
-import ast
-import contextlib
 import importlib
 import json
 import os
-import random
 import re
-import select
-import shutil
-import signal
+import resource
+import subprocess
 import sys
 import tempfile
-import traceback
-from collections.abc import Iterator
+import tomllib
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
 import pytest
 
 import branches
-
-# What tests import, once; of the package nothing, which each run has from the copy.
-for name in (
-    "torch.distributed.fsdp",
-    "transformers",
-    "matplotlib.pyplot",
-    "pandas",
-    "datasets",
-    "lightning",
-    "peft",
-):
-    with contextlib.suppress(ImportError):
-        importlib.import_module(name)
+from faults import Fault, drawn
+from judges import Judge, Row, run_pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-CORE = Path("src/detonation/core")
-FOLDERS = ["laws", "numerics", "golden", "world", "checkpoint", "kernels", "train"]
-"""In which the core is tested, those that find most in a second first."""
-LEFT_OUT = shutil.ignore_patterns(
-    ".git", ".venv", "venv", "runs", "site", "dist", "__pycache__", ".*_cache", ".hypothesis"
-)
-LIMIT_S = 3600
-"""A fault that makes the tests take longer has made something hang."""
+RESULTS = ROOT / "benchmarks/results/mutants.jsonl"
+SURVIVORS = ROOT / "tests/survivors.toml"
+INDEX = ROOT / "tests/laws/README.md"
+LAWS = ("tests/laws/", "tests/specs/", "tests/checkpoint/", "tests/world/test_stateful.py")
+"""What counts as laws, with the tests of other folders that `INDEX` names.
 
-SWAPPED = {
-    "sign": {ast.Add: "-", ast.Sub: "+"},
-    "factor": {ast.Mult: "+", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "//"},
-    "comparison": {
-        ast.Lt: "<=",
-        ast.LtE: "<",
-        ast.Gt: ">=",
-        ast.GtE: ">",
-        ast.Eq: "!=",
-        ast.NotEq: "==",
-    },
-    "logic": {ast.And: "or", ast.Or: "and"},
-}
-EXTREMES = {"min": "max", "max": "min"}
-BYTES = {"nbytes", "itemsize", "element_size"}  # as attributes and as calls
-AXES = {"dim", "dims", "axis"}
+Laws without a network, what each scheme is, that a checkpoint comes back equal or is refused, and
+the state machine. The rest of the suite is examples, errors, commands and integrations.
+"""
 
 
 @dataclass(frozen=True)
-class Fault:
-    """The text between two places of a line, and what comes in its stead. line: from 1; columns: in bytes, from 0."""
+class Result:
+    """What became of a fault. group: "laws" (tests/laws), "other laws", "suite"; "" of a survivor.
+    by: the test that found it. taken: how many tests ran. seconds: of processors."""
 
-    path: str
-    line: int
-    start: int
-    end: int
+    fault: str
+    room: str
     kind: str
-    new: str
+    group: str
+    by: str
+    taken: int
+    seconds: float
 
-    def applied(self, source: str) -> str:
-        """The source with the fault in it."""
-        lines = source.encode().split(b"\n")
-        line = lines[self.line - 1]
-        lines[self.line - 1] = line[: self.start] + self.new.encode() + line[self.end :]
-        return b"\n".join(lines).decode()
-
-    def told(self, source: str) -> str:
-        """The place, the kind, and the line before and after."""
-        before, after = (
-            text.split("\n")[self.line - 1].strip() for text in (source, self.applied(source))
-        )
-        return f"{self.path}:{self.line} {self.kind}: {before}  ->  {after}"
+    @property
+    def found(self) -> bool:
+        return self.group != ""
 
 
-def faults(path: Path, source: str) -> list[Fault]:
-    """All faults that `source` can have; none in annotations, decorators, texts of errors and docstrings."""
-    found = []
-    for node in _code(ast.parse(source)):
-        for start, end, kind, new in _changes(node, source):
-            if start[0] == end[0]:
-                found.append(Fault(path.as_posix(), *start, end[1], kind, new))
-    return [fault for fault in dict.fromkeys(found) if _compiles(fault.applied(source))]
+def grouped(rows: list[Row]) -> dict[str, list[Row]]:
+    """The tests of the map, those that state laws first."""
+    index = {f"tests/{name}" for name in re.findall(r"`([\w/]+\.py::test_\w+)`", INDEX.read_text())}
+    groups: dict[str, list[Row]] = {"laws": [], "other laws": [], "suite": []}
+    for row in rows:
+        test = row["test"]
+        if test.startswith("tests/laws/"):
+            groups["laws"].append(row)
+        elif test.startswith(LAWS) or test.partition("[")[0] in index:
+            groups["other laws"].append(row)
+        elif test:
+            groups["suite"].append(row)
+    return groups
 
 
-def chosen(root: Path, count: int, seed: int) -> list[Fault]:
-    """`count` faults of the core below `root`, every kind as often as there are faults of it."""
-    kinds: dict[str, list[Fault]] = {}
-    for path in sorted((root / CORE).rglob("*.py")):
-        for fault in faults(path.relative_to(root), path.read_text()):
-            kinds.setdefault(fault.kind, []).append(fault)
-    for name in sorted(kinds):
-        random.Random(f"{seed} {name}").shuffle(kinds[name])
-    drawn = [kinds[name].pop() for _ in range(count) for name in sorted(kinds) if kinds[name]]
-    return drawn[:count]
-
-
-Place = tuple[int, int]
-
-
-def _changes(node: ast.AST, source: str) -> Iterator[tuple[Place, Place, str, str]]:
-    """What may be changed at a node: from where, to where, the kind of fault, and the new text."""
-    match node:
-        case ast.BinOp(left=left, op=op, right=right):
-            yield from _between(left, right, op, source)
-        case ast.Compare(left=left, ops=[op], comparators=[right]):
-            yield from _between(left, right, op, source)
-        case ast.BoolOp(op=op, values=[left, right, *_]):
-            yield from _between(left, right, op, source)
-        case ast.UnaryOp(op=ast.USub() | ast.Not() as op, operand=operand):
-            yield _start(node), _start(operand), "sign" if isinstance(op, ast.USub) else "logic", ""
-        case ast.keyword(arg=str() as name, value=ast.Constant(value=int() as axis) as value) if (
-            name in AXES
-        ):
-            yield _start(value), _end(value), "axis", str(1 - axis if axis in (0, 1) else axis + 1)
-        case ast.Constant(value=int() as number) if not isinstance(number, bool):
-            yield _start(node), _end(node), "number", str(number + 1)
-        case ast.Constant(value=bool() as flag):
-            yield _start(node), _end(node), "flag", str(not flag)
-        case ast.Attribute(attr=name) if name in BYTES and not _called(node, source):
-            yield _end(node), _end(node), "bytes", " * 2"
-        case ast.Call(func=ast.Attribute(attr=name)) if name in BYTES:
-            yield _end(node), _end(node), "bytes", " * 2"
-        case ast.Call(func=ast.Name(id=name)) if name in EXTREMES:
-            yield _start(node.func), _end(node.func), "extreme", EXTREMES[name]
-        case ast.Expr(value=ast.Call()):
-            yield _start(node), _end(node), "dropped call", "pass"
-        case ast.AugAssign(op=ast.Add() | ast.Sub() as op, target=target, value=value):
-            line = source.encode().split(b"\n")[target.end_lineno - 1]
-            sign = b"+=" if isinstance(op, ast.Add) else b"-="
-            at = line.find(sign, target.end_col_offset)
-            if at >= 0 and value.lineno == target.end_lineno:
-                yield (
-                    (value.lineno, at),
-                    (value.lineno, at + 2),
-                    "sign",
-                    "-=" if sign == b"+=" else "+=",
-                )
-
-
-def _between(
-    left: ast.expr, right: ast.expr, op: ast.AST, source: str
-) -> Iterator[tuple[Place, Place, str, str]]:
-    """The operator between two operands, where all are on one line."""
-    for kind, swapped in SWAPPED.items():
-        if type(op) in swapped and left.end_lineno == right.lineno:
-            gap = (
-                source.encode()
-                .split(b"\n")[right.lineno - 1][left.end_col_offset : right.col_offset]
-                .decode()
-            )
-            old = gap.strip("() ")
-            at = left.end_col_offset + gap.index(old)
-            yield (right.lineno, at), (right.lineno, at + len(old)), kind, swapped[type(op)]
-
-
-def _called(node: ast.Attribute, source: str) -> bool:
-    line, column = _end(node)
-    return source.encode().split(b"\n")[line - 1][column : column + 1] == b"("
-
-
-def _code(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes below this one that decide what runs."""
-    if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr):
-        return
-    for name, value in ast.iter_fields(node):
-        if name in ("annotation", "returns", "decorator_list"):
-            continue
-        for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST) and "TYPE_CHECKING" not in ast.dump(
-                getattr(child, "test", ast.Pass())
-            ):
-                yield child
-                if not (
-                    isinstance(child, ast.keyword) and child.arg in AXES
-                ):  # its number is an axis
-                    yield from _code(child)
-
-
-def _start(node: ast.AST) -> Place:
-    return node.lineno, node.col_offset  # type: ignore[attr-defined]
-
-
-def _end(node: ast.AST) -> Place:
-    return node.end_lineno, node.end_col_offset  # type: ignore[attr-defined]
-
-
-def _compiles(source: str) -> bool:
-    try:
-        compile(source, "fault", "exec")
-    except SyntaxError:
-        return False
-    return True
-
-
-def batches(root: Path, path: str, folders: list[str]) -> list[list[str]]:
-    """The files of tests below the folders: those that import the module at `path`, then the rest of each folder."""
-    module = path.removeprefix("src/").removesuffix(".py").replace("/", ".")
-    package, _, name = module.rpartition(".")
-    near: list[str] = []
-    rest: list[list[str]] = []
-    for folder in folders:
-        rest.append([])
-        for file in sorted((root / "tests" / folder).glob("test_*.py")):
-            text = file.read_text()
-            imports = module in text or re.search(
-                rf"from {re.escape(package)} import .*\b{name}\b", text
-            )
-            (near if imports else rest[-1]).append(file.relative_to(root).as_posix())
-    return [batch for batch in (near, *rest) if batch]
-
-
-def taking(fault: Fault, source: str, rows: list[dict[str, Any]], budget: float) -> list[str]:
-    """The tests that take the branch with the fault, or where it is in none of its file, as far as `budget` goes."""
+def taking(fault: Fault, source: str, rows: list[Row], budget: float) -> list[Row]:
+    """The tests that take the branch with the fault, then the others of their files, as far as
+    `budget` goes: where several tests look at one training, the map has it with the first alone."""
     inside = f"{fault.path}:{branches.branch_at(source, fault.line)}"
-    functions: dict[str, int] = {}
-    turns = []
-    for row in sorted(rows, key=lambda row: row["seconds"]):
-        if row["test"] and any(
-            each == inside or (inside[-1] == ":" and each.startswith(inside))
-            for each in row["branches"]
-        ):
-            function = row["test"].partition("[")[0]
-            functions[function] = functions.get(function, -1) + 1
-            turns.append((functions[function], row["seconds"], row["test"]))
+    everywhere = inside.endswith(":")  # in no function
+
+    def takes(row: Row) -> bool:
+        found = row["branches"]
+        if everywhere:
+            return any(each.startswith(inside) for each in found)
+        return inside in found
+
+    takers = [row for row in rows if takes(row)]
+    files = {row["test"].partition("::")[0] for row in takers}
+    siblings = [row for row in rows if row["test"].partition("::")[0] in files and not takes(row)]
+    tests: list[Row] = []
     seconds = 0.0
-    tests: list[str] = []
-    for _, took, test in sorted(turns):
-        seconds += took
+    for row in _different_first(takers) + _different_first(siblings):
+        seconds += row["seconds"]
         if tests and seconds > budget:
             break
-        tests.append(test)
+        tests.append(row)
     return tests
 
 
-def outcome(root: Path, batch: list[str], everything: bool, printed: Path) -> str:
-    """What these tests say of the tree at `root`: "survived", or "found by" and the first that fails."""
-    pid = os.fork()  # torch is imported here, once
-    if pid == 0:
-        _test(root, ["-m", ""] * everything + batch, printed)
-    handle = os.pidfd_open(pid)
-    ended = bool(select.select([handle], [], [], LIMIT_S)[0])
-    os.close(handle)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)  # also what a test has left behind
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if not ended:
-        return f"found: it hangs for {LIMIT_S} s"
-    if code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-        return "survived"
-    failed = re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", printed.read_text(), re.MULTILINE)
-    if code > 0 and not failed:
-        raise RuntimeError(f"pytest did not run, code {code}: {printed.read_text()[-2000:]}")
-    return f"found by {failed[0]}" if failed else f"found: the tests end with code {code}"
+def _different_first(rows: list[Row]) -> list[Row]:
+    """One of each function, short ones first, then a second of each."""
+    functions: Counter[str] = Counter()
+    turns = []
+    for row in sorted(rows, key=lambda row: row["seconds"]):
+        function = row["test"].partition("[")[0]
+        turns.append((functions[function], row["seconds"], len(turns), row))
+        functions[function] += 1
+    return [row for *_, row in sorted(turns)]
 
 
-def _test(root: Path, arguments: list[str], printed: Path) -> NoReturn:
-    """Runs pytest in the tree at `root` until a test fails, as a process and a session of its own."""
-    code = 70
-    try:
-        os.setsid()
-        os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
-        os.dup2(1, 2)
-        os.chdir(root)
-        sys.path.insert(0, str(root / "src"))  # before the package that is installed
-        os.environ["PYTHONPATH"] = str(root / "src")
-        options = ["-x", "--no-header", "--tb=no", "-p", "no:cacheprovider"]
-        options += [
-            "-W",
-            "ignore::pytest.PytestAssertRewriteWarning",
-        ]  # of what transformers has imported
-        code = pytest.main([*options, *arguments])
-        sys.stdout.flush()
-    except BaseException:
-        printed.write_text(traceback.format_exc())
-    finally:
-        os._exit(code)
+def judged(
+    judge: Judge, fault: Fault, tree: Path, groups: dict[str, list[Row]], budget: float
+) -> Result:
+    """Runs the tests of each group in turn until one finds the fault."""
+    file = tree / fault.path
+    source = file.read_text()
+    before = _processor_seconds()
+    taken = 0
+    group = ""
+    by = ""
+    for name, rows in groups.items():
+        tests = taking(fault, source, rows, budget)
+        taken += len(tests)
+        by = judge.found_by(tests, file, fault.applied(source))
+        if by:
+            group = name
+            break
+    took = round(_processor_seconds() - before, 1)
+    return Result(fault.name, fault.room, fault.kind, group, by, taken, took)
+
+
+def _processor_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+class Run:
+    """Judges faults in a clone, and writes each result to a file at once."""
+
+    def __init__(self, tree: Path, rows: list[Row], out: Path, budget: float) -> None:
+        self._tree = tree
+        self._groups = grouped(rows)
+        self._files = sorted({row["test"].partition("::")[0] for row in rows if row["test"]})
+        self._out = out
+        self._budget = budget
+
+    def all_of(self, faults: list[Fault]) -> None:
+        """First in forks of a process that has collected the tests, then those that are left."""
+        if (pid := os.fork()) == 0:
+            loop = _Loop(lambda items: self._judge(Judge(self._tree, items), faults))
+            os._exit(run_pytest(self._tree, [*self._files], loop))
+        if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+            raise SystemExit("the tests were not collected, or one fails without a fault")
+        known = read_results(self._out)
+        left = [each for each in faults if each.name not in known or not known[each.name].found]
+        self._judge(Judge(self._tree), left)
+
+    def _judge(self, judge: Judge, faults: list[Fault]) -> None:
+        for fault in faults:
+            file = self._tree / fault.path
+            if judge.can(file, fault.applied(file.read_text())):
+                result = judged(judge, fault, self._tree, self._groups, self._budget)
+                with self._out.open("a") as results:
+                    results.write(json.dumps(asdict(result)) + "\n")
+                print(f"{result.group or 'SURVIVED':10} {fault.name}\n    {result.by}", flush=True)
+
+
+class _Loop:
+    """A plugin that takes what pytest has collected, and runs none of it itself."""
+
+    def __init__(self, use: Callable[[dict[str, pytest.Item]], None]) -> None:
+        self._use = use
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        self._use({item.nodeid: item for item in session.items})
+        return True
+
+
+def read_map(path: Path) -> list[Row]:
+    """The tests of `make test` with their branches, from a map that is made where it is missing."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, str(ROOT / "tests/branches.py"), "--map", str(path), "tests"]
+        subprocess.run(command, check=True)
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def read_results(path: Path) -> dict[str, Result]:
+    """The results of a file, by the names of their faults: the last of each."""
+    if not path.exists():
+        return {}
+    results = [Result(**json.loads(line)) for line in path.read_text().splitlines()]
+    return {result.fault: result for result in results}
+
+
+def read_reasons(path: Path) -> dict[str, str]:
+    """The class of each survivor that somebody has looked at."""
+    if not path.exists():
+        return {}
+    return {each["fault"]: each["class"] for each in tomllib.loads(path.read_text())["survivor"]}
+
+
+def score(results: list[Result], reasons: dict[str, str]) -> str:
+    """The share that the laws find, by room and by kind, and the survivors without a reason."""
+    alone = [result.group == "laws" for result in results]
+    laws = [result.group in ("laws", "other laws") for result in results]
+    lines = [
+        f"{len(results)} faults, {sum(result.seconds for result in results):.0f} processor-seconds",
+        f"found by tests/laws alone: {_share(alone)}",
+        f"found by all laws: {_share(laws)}",
+        f"found by the suite: {_share([result.found for result in results])}",
+    ]
+    for field in ("room", "kind"):
+        for name in sorted({getattr(result, field) for result in results}):
+            of_name = [
+                found
+                for result, found in zip(results, laws, strict=True)
+                if getattr(result, field) == name
+            ]
+            lines.append(f"  {field} {name}: {_share(of_name)}")
+    survivors = [result.fault for result, found in zip(results, laws, strict=True) if not found]
+    classes = Counter(reasons[name] for name in survivors if name in reasons)
+    told = ", ".join(f"{count} {name}" for name, count in sorted(classes.items()))
+    lines.append(f"{len(survivors)} survive the laws: {told or 'none is explained'}")
+    unexplained = [name for name in survivors if name not in reasons]
+    lines.append(f"{len(unexplained)} of them without a reason in {SURVIVORS.name}")
+    return "\n".join([*lines, *(f"  {name}" for name in unexplained)])
+
+
+def _share(found: list[bool]) -> str:
+    return f"{100 * sum(found) / max(len(found), 1):.1f} % ({sum(found)} of {len(found)})"
 
 
 def main() -> int:
-    """Runs the faults that `--out` has not yet, and prints each with what became of it."""
+    """Runs the faults that `--out` lacks, and prints what became of each, then the score."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--count", type=int, default=60)
+    parser.add_argument("--count", type=int, default=320)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("mutants.json"))
-    parser.add_argument("--folders", nargs="+", default=FOLDERS)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--map", type=Path, default=ROOT / "runs/branches.jsonl")
     parser.add_argument(
-        "--map", type=Path, help="only tests that take the branch of the fault, by this map"
+        "--budget", type=float, default=40, help="seconds of tests of each group, by the map"
     )
-    parser.add_argument(
-        "--budget", type=float, default=60, help="seconds of them for a fault (default: 60)"
-    )
-    parser.add_argument(
-        "--all", action="store_true", help="with the tests that only `make test-all` runs"
-    )
-    parser.add_argument(
-        "--again", type=Path, help="only those that survived in this file of results"
-    )
-    parser.add_argument("--list", action="store_true", help="print the faults and run nothing")
+    parser.add_argument("--again", action="store_true", help="run survivors once more")
+    parser.add_argument("--score", action="store_true", help="run nothing")
     given = parser.parse_args()
-    given.out = given.out.absolute()
-    drawn = chosen(ROOT, given.count, given.seed)
-    if given.list:
-        print(*(fault.told((ROOT / fault.path).read_text()) for fault in drawn), sep="\n")
-        return 0
-    results = json.loads(given.out.read_text()) if given.out.exists() else []
-    known = {result["told"] for result in results}
-    if given.again:
-        survivors = {
-            each["told"]
-            for each in json.loads(given.again.read_text())
-            if each["outcome"] == "survived"
-        }
-        drawn = [
-            fault for fault in drawn if fault.told((ROOT / fault.path).read_text()) in survivors
-        ]
-    rows = [json.loads(line) for line in given.map.read_text().splitlines()] if given.map else []
-    sound: set[str] = set()
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copy = Path(folder, "tree")
-        shutil.copytree(ROOT, copy, ignore=LEFT_OUT, symlinks=True)
-        for fault in drawn:
-            source = (ROOT / fault.path).read_text()
-            if (told := fault.told(source)) in known:
-                continue
-            came = "survived"
-            if rows:
-                judges = [tests] if (tests := taking(fault, source, rows, given.budget)) else []
-                sound.update(*judges)  # they were, when the map was made
-            else:
-                judges = batches(copy, fault.path, given.folders)
-            for batch in judges:
-                if fresh := [file for file in batch if file not in sound]:
-                    if (
-                        without := outcome(copy, fresh, given.all, Path(folder, "printed"))
-                    ) != "survived":
-                        raise SystemExit(
-                            f"without a fault in the core, {without.removeprefix('found ')}"
-                        )
-                    sound.update(fresh)
-                (copy / fault.path).write_text(fault.applied(source))
-                came = outcome(copy, batch, given.all, Path(folder, "printed"))
-                shutil.copy2(ROOT / fault.path, copy / fault.path)
-                if came != "survived":
-                    break
-            results.append({"told": told, "outcome": came, **asdict(fault)})
-            given.out.write_text(json.dumps(results, indent=1))
-            print(f"{came}\n    {told}", flush=True)
-    survived = sum(result["outcome"] == "survived" for result in results)
-    print(f"{len(results)} faults, {len(results) - survived} found, {survived} survived")
+    results = read_results(given.out)
+    chosen = drawn(ROOT, given.count, given.seed)
+
+    def waits(fault: Fault) -> bool:
+        known = results.get(fault.name)
+        return known is None or (given.again and not known.found)
+
+    waiting = [] if given.score else [fault for fault in chosen if waits(fault)]
+    if waiting:
+        rows = read_map(given.map.absolute())
+        for name in ("torch.distributed.fsdp", "torch._dynamo", "hypothesis.stateful"):
+            importlib.import_module(name)  # once; of the package nothing
+        engine = importlib.import_module("hypothesis.internal.conjecture.engine")
+        engine.MAX_SHRINKING_SECONDS = 0  # a failure is enough, and need not be small
+        with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+            tree = Path(folder, "tree")
+            clone = ["git", "clone", "--quiet", "--local", str(ROOT), str(tree)]
+            subprocess.run(clone, check=True)
+            Run(tree, rows, given.out.absolute(), given.budget).all_of(waiting)
+        results = read_results(given.out)
+    of_chosen = [results[fault.name] for fault in chosen if fault.name in results]
+    print(score(of_chosen, read_reasons(SURVIVORS)))
     return 0
 
 
