@@ -32,7 +32,6 @@ from detonation.core.exchange.two_stage import TwoStage
 from detonation.core.integrity import guard
 from detonation.core.integrity.guard import Guard
 from detonation.core.optimizer.replicated import Replicated
-from detonation.core.replicator import channel
 from detonation.core.replicator.channel import Channel
 from detonation.core.replicator.overlap import Overlap
 from detonation.data import batch
@@ -95,7 +94,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "forward passes, and data": [(fit, "_gradients")],
     "backward passes": [(torch.Tensor, "backward")],
     "hooks and buckets": [(Overlap, name) for name in ("_on_gradient", "finish")],
-    "the signal is finite": [(channel, "first_nonfinite"), (nonfinite, "signals_within")],
+    "the signal is finite": [(ReferenceEngine, "inspect"), (nonfinite, "signals_within")],
     "encoding": [
         (NativeEngine, "encode_into"),
         (ReferenceEngine, "encode_into"),
@@ -122,7 +121,9 @@ class Parts:
         self.on, self._seconds, self._local = False, Counter[str](), threading.local()
         for part, functions in PARTS.items():
             for owner, name in functions:
-                setattr(owner, name, self._timed(getattr(owner, name), part))
+                made = self._timed(getattr(owner, name), part)
+                is_static = isinstance(vars(owner).get(name), staticmethod)
+                setattr(owner, name, staticmethod(made) if is_static else made)
 
     def _timed(self, function: Any, part: str) -> Any:
         @functools.wraps(function)

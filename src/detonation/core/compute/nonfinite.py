@@ -2,6 +2,7 @@
 all replicas."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -20,11 +21,38 @@ The norm of a million of them is `LIMIT`, so that their sender learns of it firs
 """
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What an inspection found in the signals of a message, or of a bucket of it.
+
+    bad: Whether these signals must not enter the memory. Where only the device knows, numbers of
+    which one is not 0 then.
+    status: What the header says of these signals; see `Header`.
+    """
+
+    bad: bool | Tensor
+    status: int | Tensor
+
+
+FINE = Verdict(False, 0)
+"""Of signals that are finite, or that nobody sends."""
+
+
 def first_nonfinite(signals: Sequence[Tensor | None], runtime: Runtime) -> int | Tensor:
-    """1 + the number of the first signal with NaN or a magnitude above `SIGNAL_LIMIT`; 0 if there
-    is none.
+    """1 + the number of the first signal that is bad; 0 if there is none. See `inspected`.
 
     Shapes: any -> an int, or `[]` int64 if the device decides and the host does not wait.
+    """
+    return inspected(signals, runtime).status
+
+
+def inspected(signals: Sequence[Tensor | None], runtime: Runtime) -> Verdict:
+    """The verdict on signals, in ordinary torch or by a compiled kernel on a CPU.
+
+    A signal is bad with NaN or a magnitude above `SIGNAL_LIMIT`. If the device decides, the host
+    does not wait.
+
+    Shapes: any.
     """
     present = [
         (number, signal)
@@ -32,7 +60,7 @@ def first_nonfinite(signals: Sequence[Tensor | None], runtime: Runtime) -> int |
         if signal is not None and signal.numel()
     ]
     if not present:
-        return 0
+        return FINE
     tensors = [signal for _, signal in present]
     if not runtime.decides_on_device:
         library = kernel_library.load_library()
@@ -41,13 +69,16 @@ def first_nonfinite(signals: Sequence[Tensor | None], runtime: Runtime) -> int |
             for t in tensors
         ):
             at = library.beyond(tensors, SIGNAL_LIMIT)
-            return 0 if at < 0 else 1 + present[at][0]
+            return FINE if at < 0 else Verdict(True, 1 + present[at][0])
         norms = torch.stack([norm.float() for norm in torch._foreach_norm(tensors)])
         if (norms <= SIGNAL_LIMIT).all():  # no value is larger than the norm of all
-            return 0
+            return FINE
     numbers, within = signals_within(signals, tensors[0].device)
     found = first_outside([numbers], [within])
-    return found if runtime.decides_on_device else int(found)
+    if runtime.decides_on_device:
+        return Verdict(found > 0, found)
+    first = int(found)
+    return Verdict(first > 0, first)
 
 
 def signals_within(

@@ -16,6 +16,8 @@ from detonation.core.codec.message_rows import MessageRows
 from detonation.core.codec.precision import FP32, Float
 from detonation.core.codec.received import DecodedMessages, Received
 from detonation.core.compute.kernel_library import SignRate
+from detonation.core.compute.nonfinite import inspected
+from detonation.core.engine.inspector import Inspector, inspector_of
 from detonation.core.engine.rows_at_once import (
     Room,
     decoded_at_once,
@@ -51,9 +53,11 @@ class ReferenceEngine(Rule):
     name = "torch"
     reads_status = False
     """True if `bad` may be a status (see `Header`), because no operation then makes one of the
-    other."""
+    other. Signals are then encoded as a whole."""
     guard: type[Guard] = Guard
     """Of the messages that this engine encodes."""
+    inspect = staticmethod(inspected)
+    """Makes the verdict on the signals of a whole message."""
 
     def __init__(
         self,
@@ -64,6 +68,7 @@ class ReferenceEngine(Rule):
         room: Room | None = None,
     ) -> None:
         super().__init__(codec, layout, memory, runtime.seed, runtime.device)
+        self._runtime = runtime
         self._on_cpu, self._room = runtime.device.type == "cpu", room or Room(max(1, layout.rows))
         cached = max(8, CACHE_BLOCK // codec.selection.chunk // 8 * 8)
         sizes = codec, layout.rows, self._room
@@ -196,15 +201,9 @@ class ReferenceEngine(Rule):
         self.codec.write(selected, run)
         return selected
 
-    def scan(
-        self, signals: Sequence[Tensor | None], numbers: Sequence[int], found: Tensor | None = None
-    ) -> Tensor:
-        """For an engine that reads a status: the status of signals with these rising `numbers`; see
-        `Scanner.scan`.
-
-        Shapes: one local shape per parameter -> `[n]` int64.
-        """
-        raise NotImplementedError
+    def inspector(self, buckets: int) -> Inspector:
+        """An inspector of messages that leave in so many buckets."""
+        return inspector_of(self._runtime)
 
     def own_message(self, run: MessageRows, selected: Selected) -> Received:
         """This replica's message as the only one that was received, as every receiver decodes it.

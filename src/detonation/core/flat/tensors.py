@@ -12,6 +12,9 @@ from torch.optim import Optimizer
 
 _WRAPPERS = re.compile(r'(?<![^."])(?:_orig_mod|_checkpoint_wrapped_module)\.')
 
+GradientStamp = tuple[Tensor | None, int, int]
+"""A gradient, its version, and that of its local shard: torch counts both for a DTensor."""
+
 
 def bare_name(name: str) -> str:
     """The name of a parameter or buffer without the prefixes of wrappers such as torch.compile and
@@ -196,6 +199,21 @@ def local_gradients(parameters: Mapping[str, Tensor]) -> list[Tensor | None]:
                 parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
             gradient = gradient.to_local()
         found.append(gradient)
+    return found
+
+
+def gradient_stamps(parameters: Mapping[str, Tensor]) -> dict[str, GradientStamp]:
+    """The stamp of each gradient, by the name of its parameter."""
+    found: dict[str, GradientStamp] = {}
+    for name, parameter in parameters.items():
+        gradient = parameter.grad
+        if gradient is None:
+            found[name] = (None, 0, 0)
+            continue
+        shard = gradient
+        if isinstance(gradient, DTensor):
+            shard = gradient.to_local()
+        found[name] = (gradient, gradient._version, shard._version)
     return found
 
 

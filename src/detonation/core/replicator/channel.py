@@ -10,8 +10,9 @@ from torch import Tensor
 from detonation.core.codec.codec import Selected
 from detonation.core.codec.message_rows import MessageRows
 from detonation.core.codec.received import Received
-from detonation.core.compute.nonfinite import first_nonfinite, first_outside, signals_within
+from detonation.core.compute.nonfinite import FINE, Verdict
 from detonation.core.engine.choice import engine_for
+from detonation.core.engine.inspector import Inspector
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.exchange.exchange import Exchange
 from detonation.core.exchange.two_stage import exchange_for, room_of
@@ -52,18 +53,15 @@ class Transfer:
     However many collectives it takes, it is one message with one header: all replicas decide once
     whether to use it. pipeline: of the bucket that is the message, which may be the whole. own: the
     update of each bucket if all replicas had sent what this one did, for a scheme that needs it.
-    is_empty: True if a part of it is zeros because of values that are not finite; `[]` bool on a
-    device that decides. unreleased: the selections that are still to leave the memory, with their
-    values as every receiver decodes them, if these differ.
+    verdict: on the signals of a whole. unreleased: the selections that are still to leave the
+    memory, with their values as every receiver decodes them, if these differ.
     """
 
     pipeline: BucketPipeline
     message: Message
     own: "list[Update]" = field(default_factory=list)
-    is_empty: bool | Tensor = False
+    verdict: Verdict = FINE
     forwarded: bool = False
-    status: int = 0
-    within: list[tuple[list[int], Tensor]] = field(default_factory=list)
     unreleased: list[tuple[ReferenceEngine, Selected, Tensor | None]] = field(default_factory=list)
 
     def forward(self) -> None:
@@ -183,11 +181,9 @@ class Channel:
         ]
 
     @cached_property
-    def _statuses(self) -> Tensor:
-        """The status of each bucket of a step, for engines that read one."""  # [buckets, n] int64
-        signals: list[Tensor | None] = [None] * len(self.layout.slots)
-        one = self.engine.scan(signals, range(len(signals)))
-        return one.new_zeros(len(self.pipelines), len(one))
+    def _inspector(self) -> Inspector:
+        """Of messages that are encoded bucket by bucket."""
+        return self.engine.inspector(len(self.pipelines))
 
     def start(self, step: int, pipeline: BucketPipeline | None = None) -> Transfer:
         """The transfer of `step`, with nothing in it yet: of the whole, or of a bucket that is a
@@ -216,14 +212,8 @@ class Channel:
         missing = [number for number, signal in enumerate(signals) if signal is None]
         if missing:
             self.unused.miss(transfer.message, missing)
-        bad: bool | Tensor
-        status: int | Tensor
-        if self.engine.reads_status:
-            status = bad = transfer.pipeline.engine.scan(signals, range(len(signals)))
-            transfer.is_empty = self.scheme.signal == "parameters" and bad.any()
-        else:
-            status = first_nonfinite(signals, self.runtime)
-            transfer.is_empty = bad = status > 0
+        transfer.verdict = transfer.pipeline.engine.inspect(signals, self.runtime)
+        bad = transfer.verdict.bad
         whole = transfer.pipeline
         run = whole.exchange.run(transfer.message, 0, whole.bucket.layout.rows)
         # engines on a CPU work in blocks of their own, which fit into its caches, and kernels need
@@ -236,7 +226,7 @@ class Channel:
         else:
             self._encode_in_buckets(transfer, run, signals, bad)
         del run  # the exchange may send a copy
-        whole.exchange.send(transfer.message, status)
+        whole.exchange.send(transfer.message, transfer.verdict.status)
         if transfer.unreleased:
             self._release(transfer)
         if missing:
@@ -249,46 +239,25 @@ class Channel:
         """Encodes the bucket's part of a signal, sends it and removes it from memory.
 
         A part that is not finite does not enter the memory, and zeros are sent; the last bucket
-        tells the reason. Returns True for such a part; where only the device knows, numbers of
-        which one is not 0.
+        tells the reason. Returns whether this part is bad, as `Verdict.bad` has it.
 
-        Shapes: one per piece of the bucket -> any.
+        Shapes: one per piece of the bucket.
         """
         bucket = pipeline.bucket
         is_last = pipeline is self.pipelines[-1]
-        bad: bool | Tensor
         if self.link.tape and self.link.tape.plays:
             self._play(transfer, [pipeline], is_last)
             return False
-        if self.engine.reads_status:
-            numbers = [piece.index for piece in bucket.pieces]
-            bad = pipeline.engine.scan(
-                pieces, numbers, self._statuses[self.pipelines.index(pipeline)]
-            )
-        elif self.runtime.decides_on_device:
-            numbers, within = signals_within(pieces, self.runtime.device)
-            transfer.within.append(([bucket.pieces[i].index for i in numbers], within))
-            bad = within.all().logical_not()
-        else:
-            found = first_nonfinite(pieces, self.runtime)
-            assert isinstance(found, int)
-            bad = found > 0
-            if found and not transfer.status:
-                transfer.status = 1 + bucket.pieces[found - 1].index
+        if pipeline is self.pipelines[0]:
+            self._inspector.begin()
+        numbers = [piece.index for piece in bucket.pieces]
+        bad = self._inspector.look(pieces, numbers, pipeline.engine)
         run = self.exchange.run(transfer.message, bucket.first, bucket.layout.rows)
         self._encode(transfer, pipeline, run, pieces, bad)
         del run  # the exchange may send a copy
         status: int | Tensor | None = None
-        if is_last and self.engine.reads_status:
-            status = self._statuses
-        elif is_last:
-            of_all = [numbers for numbers, _ in transfer.within]
-            status = (
-                first_outside(of_all, [w for _, w in transfer.within])
-                if any(of_all)
-                else transfer.status
-            )
-            transfer.is_empty = status > 0
+        if is_last:
+            status = self._inspector.status()
         self.exchange.send(transfer.message, status)
         self._release(transfer)
         if is_last and transfer.message.missing:

@@ -24,7 +24,12 @@ from detonation.core.optim.base_step import BaseStep
 from detonation.core.optim.signsgd import SignSGD
 from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.channel import Channel, Transfer
-from detonation.core.replicator.overlap import CommStream, Overlap, OverlapError, refuse_unequal
+from detonation.core.replicator.overlap import (
+    CommStream,
+    Overlap,
+    OverlapError,
+    refuse_unequal,
+)
 from detonation.core.replicator.unused import Unused
 from detonation.core.runtime import Readback
 from detonation.core.schemes.scheme import GradientScheme
@@ -241,7 +246,9 @@ class GradientReplicator(Replicator):
     def overlap(self, step: int) -> Iterator[None]:
         """Context in which backward sends the gradients of `step`; `before` then sends the rest."""
         self.refuse_overlap()
-        self._stream = self._stream or CommStream(self.channel.runtime.device)
+        device = self.channel.runtime.device
+        if self._stream is None and device.type != "cpu":
+            self._stream = CommStream(device)
         overlap = self._overlap = Overlap(self.parameters, self.channel, step, self._stream)
         self.overlapping = True
         try:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from detonation.core import runtime
 from detonation.core.base_error import DetonationError
-from detonation.core.flat.tensors import local, local_gradients
+from detonation.core.flat.tensors import GradientStamp, gradient_stamps, local_gradients
 from detonation.core.replicator.channel import Channel, Transfer
+from detonation.core.runtime import Readback
 
 SAMPLED_VALUES = 1024
 
@@ -23,7 +23,7 @@ class OverlapError(DetonationError, RuntimeError):
 
 
 class CommStream:
-    """The stream of an accelerator on which buckets are encoded and sent; nothing on a CPU.
+    """The stream of an accelerator on which messages are sent; nothing on a CPU.
 
     Hooks run on the stream that computed the gradient (FSDP2 has its own), so this stream waits for
     each of them. It orders the buckets, and their use of the memory that they share with the
@@ -32,8 +32,11 @@ class CommStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-        self._stream: Any = self._module.Stream(device) if self._module else None
+        self._module: Any = None
+        self._stream: Any = None
+        if device.type != "cpu":
+            self._module = torch.get_device_module(device)
+            self._stream = self._module.Stream(device)
 
     def wait_for_current(self, *used: Tensor) -> None:
         """Makes the comm stream wait for the current stream.
@@ -48,7 +51,9 @@ class CommStream:
 
     def active(self) -> AbstractContextManager[Any]:
         """Context in which operations go to the comm stream."""
-        return self._module.stream(self._stream) if self._module else nullcontext()
+        if self._module:
+            return self._module.stream(self._stream)  # type: ignore[no-any-return]
+        return nullcontext()
 
     def join(self) -> None:
         """Makes the current stream wait for the comm stream."""
@@ -63,28 +68,34 @@ class Overlap:
     bucket that is complete waits for the buckets before it, so that no two ranks ever start
     collectives in different orders. `finish` sends the rest after backward; a gradient that did not
     come is zero.
+
+    Args:
+        stream: On which an accelerator encodes and sends; None on a CPU.
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], channel: Channel, step: int, stream: CommStream
+        self,
+        parameters: Mapping[str, Tensor],
+        channel: Channel,
+        step: int,
+        stream: CommStream | None,
     ) -> None:
         self.step = step
-        self._parameters, self._names, self._channel, self._stream = (
-            parameters,
-            list(parameters),
-            channel,
-            stream,
-        )
+        self._parameters = parameters
+        self._names = list(parameters)
+        self._channel = channel
+        self._stream = stream
         self._transfer = channel.start(step)
-        self._count, self._left = len(channel.pipelines), deque(channel.pipelines)
+        self._count = len(channel.pipelines)
+        self._left = deque(channel.pipelines)
         self._everything = frozenset(range(len(self._names)))
-        self._arrived: set[int] = set()  # numbers of the parameters whose gradients came
-        self._versions: dict[
-            str, tuple[Tensor | None, tuple[int, ...]]
-        ] = {}  # when their first piece left
+        # numbers of the parameters whose gradients came
+        self._arrived: set[int] = set()
+        # of each gradient when its first piece left
+        self._stamps: dict[str, GradientStamp] = {}
         self._samples: list[tuple[Tensor, Tensor]] = []
-        self._device = channel.runtime.device
-        stream.wait_for_current()
+        if stream:
+            stream.wait_for_current()
 
     @property
     def began(self) -> bool:
@@ -105,26 +116,31 @@ class Overlap:
             for hook in hooks:
                 hook.remove()
 
-    def finish(self) -> tuple[Transfer, runtime.Readback | None]:
+    def finish(self) -> tuple[Transfer, Readback | None]:
         """Sends the rest.
 
         Raises `OverlapError` for changed gradients, or returns the numbers for `refuse_unequal`.
         """
-        for name, seen in self._versions.items():
-            gradient = self._parameters[name].grad
-            if gradient is not seen[0] or _versions(gradient) != seen[1]:
+        now = gradient_stamps({name: self._parameters[name] for name in self._stamps})
+        for name, seen in self._stamps.items():
+            if now[name][0] is not seen[0] or now[name][1:] != seen[1:]:
                 raise _changed(f"the gradient of {name}")
         missing = [i for i, each in enumerate(self._parameters.values()) if each.grad is None]
         if missing:
             self._channel.unused.miss(self._transfer.message, missing)
-        on_device = runtime.decides_on_device(self._device)
+        on_device = self._channel.runtime.decides_on_device
         if not on_device:
             refuse_unequal(bool(self._equal()))
-        self._stream.wait_for_current()
+        if self._stream:
+            self._stream.wait_for_current()
         while self._left:
             self._send_next()
-        self._stream.join()
-        return self._transfer, runtime.Readback(self._equal().view(1)) if on_device else None
+        if self._stream:
+            self._stream.join()
+        equal = None
+        if on_device:
+            equal = Readback(self._equal().view(1))
+        return self._transfer, equal
 
     @torch.no_grad()
     def _on_gradient(self, index: int, parameter: Tensor) -> None:
@@ -135,7 +151,8 @@ class Overlap:
                 " twice cannot overlap"
             )
         self._arrived.add(index)
-        self._stream.wait_for_current()
+        if self._stream:
+            self._stream.wait_for_current()
         while self._left:
             # the last bucket needs all gradients, because its header says which are missing
             last = len(self._left) == 1
@@ -147,12 +164,16 @@ class Overlap:
     def _send_next(self) -> None:
         pipeline = self._left[0]
         signals: list[Tensor | None] = [None] * len(self._names)
-        with self._stream.active(), self._channel.runtime.exact_arithmetic():
-            for index in pipeline.bucket.parameters:
-                name = self._names[index]
-                parameter = self._parameters[name]
-                (signals[index],) = local_gradients({name: parameter})
-                self._versions.setdefault(name, (parameter.grad, _versions(parameter.grad)))
+        numbers = list(pipeline.bucket.parameters)
+        names = [self._names[number] for number in numbers]
+        parameters = {name: self._parameters[name] for name in names}
+        sending: AbstractContextManager[Any] = nullcontext()
+        if self._stream:
+            sending = self._stream.active()
+        with sending, self._channel.runtime.exact_arithmetic():
+            for number, gradient in zip(numbers, local_gradients(parameters), strict=True):
+                signals[number] = gradient
+            self._stamps = gradient_stamps(parameters) | self._stamps
             pieces = pipeline.bucket.cut(signals)
             largest = max((p for p in pieces if p is not None), key=Tensor.numel, default=None)
             if largest is not None:  # torch's GradScaler does not change the version of a tensor
@@ -164,11 +185,9 @@ class Overlap:
     def _equal(self) -> Tensor:
         """True if the samples have not changed."""  # [] bool
         same = [(now.nan_to_num() == then.nan_to_num()).all() for now, then in self._samples]
-        return (
-            torch.stack(same).all()
-            if same
-            else torch.ones((), dtype=torch.bool, device=self._device)
-        )
+        if not same:
+            return torch.ones((), dtype=torch.bool, device=self._channel.runtime.device)
+        return torch.stack(same).all()
 
 
 def refuse_unequal(equal: bool) -> None:
@@ -182,9 +201,3 @@ def _changed(which: str) -> OverlapError:
     return OverlapError(
         f"{text}: clip by replicate(clip=...), and unscale or zero gradients without overlap()"
     )
-
-
-def _versions(gradient: Tensor | None) -> tuple[int, ...]:
-    """The version counters of a tensor and of its local shard, which torch counts separately for a
-    DTensor."""
-    return () if gradient is None else (gradient._version, local(gradient)._version)

@@ -186,11 +186,13 @@ class ParameterReplicator(Replicator):
         if self._divides:
             transfer = self.channel.send(pieces, step, pipeline)
             self._in_flight.append((transfer, []))
-            self._lost[pipeline.bucket.first] = transfer.is_empty
+            lost = transfer.verdict.bad
         else:
             transfer, _ = self._in_flight[-1]
             lost = self.channel.send_bucket(transfer, pipeline, pieces)
-            self._lost[pipeline.bucket.first] = lost.any() if isinstance(lost, Tensor) else lost
+        if isinstance(lost, Tensor) and lost.dim():
+            lost = lost.any()  # of numbers that the next message replaces
+        self._lost[pipeline.bucket.first] = lost
         unsent: Unsent = None
         if transfer.own:
             own = transfer.own.pop()

@@ -18,8 +18,9 @@ from detonation.core.codec.precision import FP32, PRECISIONS
 from detonation.core.codec.received import Arrived, Collected, Received, Sums
 from detonation.core.codec.selection import Random, Rotation, random_start
 from detonation.core.compute.kernel_library import SignRate
-from detonation.core.compute.nonfinite import SIGNAL_LIMIT
+from detonation.core.compute.nonfinite import SIGNAL_LIMIT, Verdict
 from detonation.core.compute.scatter_sum import most_summed
+from detonation.core.engine.inspector import Inspector
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.engine.rows_at_once import Room
 from detonation.core.flat.layout import Layout, copy
@@ -40,6 +41,32 @@ from detonation.kernels.gpu import inspection, launches, launching
 OwnerRows = tuple[int, int, int, int, int, int]
 """The number of an owner; the owners, and the rows of each: in turns, of one turn, and all
 (`addressing.dealt_row`); the rows of the flat."""
+
+
+class StatusInspector(Inspector):
+    """Inspects a bucket in one launch, which writes into its line of a table.
+
+    one: A status of the engine for the whole flat.
+    """
+
+    def __init__(self, runtime: Runtime, one: Tensor, buckets: int) -> None:
+        super().__init__(runtime)
+        # [buckets, n] int64
+        self._statuses = one.new_zeros(buckets, len(one))
+        self._seen = 0
+
+    def begin(self) -> None:
+        self._seen = 0
+
+    def look(
+        self, pieces: Sequence[Tensor | None], numbers: Sequence[int], engine: Any
+    ) -> bool | Tensor:
+        bad: Tensor = engine.scan(pieces, numbers, self._statuses[self._seen])
+        self._seen += 1
+        return bad
+
+    def status(self) -> int | Tensor:
+        return self._statuses
 
 
 class TritonEngine(ReferenceEngine):
@@ -107,9 +134,24 @@ class TritonEngine(ReferenceEngine):
             self._nothing, self._indices(run, step) if self.codec.selection.shared else None
         )
 
+    def inspect(  # type: ignore[override]  # with the memory of this engine
+        self, signals: Sequence[Tensor | None], runtime: Runtime
+    ) -> Verdict:
+        status = self.scan(signals, range(len(signals)))
+        return Verdict(status, status)
+
+    def inspector(self, buckets: int) -> Inspector:
+        nothing: list[Tensor | None] = [None] * len(self.layout.slots)
+        one = self.scan(nothing, range(len(nothing)))
+        return StatusInspector(self._runtime, one, buckets)
+
     def scan(
         self, signals: Sequence[Tensor | None], numbers: Sequence[int], found: Tensor | None = None
     ) -> Tensor:
+        """The status of signals with these rising `numbers`; see `Scanner.scan`.
+
+        Shapes: one local shape per parameter -> `[n]` int64.
+        """
         key = tuple(numbers)
         if self._scanner[0] != key or self._scanner[1] is None:
             numels = [slot.numel for slot in self.layout.slots]

@@ -1,0 +1,76 @@
+"""Inspectors: they look at the signals of a message bucket by bucket, and give one status of all."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from detonation.core.compute.nonfinite import first_outside, inspected, signals_within
+from detonation.core.runtime import Runtime
+
+
+class Inspector:
+    """Inspects one message after the other, whose buckets come in one order; the host decides."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._status = 0
+
+    def begin(self) -> None:
+        """Forgets the message before."""
+        self._status = 0
+
+    def look(
+        self, pieces: Sequence[Tensor | None], numbers: Sequence[int], engine: Any
+    ) -> bool | Tensor:
+        """Whether the signals of the next bucket are bad, as `Verdict.bad` has it.
+
+        Args:
+            pieces: Of the parameters with these `numbers`.
+            engine: Of the bucket.
+
+        Shapes: any.
+        """
+        verdict = inspected(pieces, self._runtime)
+        place = verdict.status
+        assert isinstance(place, int)
+        if place and not self._status:
+            self._status = 1 + numbers[place - 1]
+        return verdict.bad
+
+    def status(self) -> int | Tensor:
+        """The status of all buckets since `begin`; see `Header`."""
+        return self._status
+
+
+class DeviceInspector(Inspector):
+    """Lets the device decide, for which the host does not wait."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime)
+        self._numbers: list[list[int]] = []
+        self._within: list[Tensor] = []
+
+    def begin(self) -> None:
+        self._numbers = []
+        self._within = []
+
+    def look(
+        self, pieces: Sequence[Tensor | None], numbers: Sequence[int], engine: Any
+    ) -> bool | Tensor:
+        places, within = signals_within(pieces, self._runtime.device)
+        self._numbers.append([numbers[place] for place in places])
+        self._within.append(within)
+        return within.all().logical_not()
+
+    def status(self) -> int | Tensor:
+        if not any(self._numbers):
+            return 0
+        return first_outside(self._numbers, self._within)
+
+
+def inspector_of(runtime: Runtime) -> Inspector:
+    """The inspector for signals in ordinary torch."""
+    if runtime.decides_on_device:
+        return DeviceInspector(runtime)
+    return Inspector(runtime)
