@@ -1,8 +1,7 @@
-"""Replicas that survive the loss of another, and let one in: who is left, and collectives that go
-on without the lost.
+"""Replicas that survive the loss of others, and let new ones join.
 
-`membership` notices a loss and agrees on who is left, in the words of `agreement`; `surviving`
-repeats what was interrupted among them; `groups` makes and ends process groups; `elastic_axis` has
-the store of a launcher; `users` hold the texts that go through it. Called by users and by the
-trainer as `elastic`; core uses a `Communicator`.
+`membership` notices a loss and agrees on the remaining members, with the records of `agreement`.
+`surviving` repeats interrupted collectives among them. `groups` makes and ends process groups.
+`elastic_axis` has the store of a launcher, and `users` the optimizers on the axis. Users and the
+trainer call `elastic`; core only uses the resulting communicator.
 """

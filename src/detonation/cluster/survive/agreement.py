@@ -1,4 +1,4 @@
-"""Words in which ranks agree on who is left: reports, agreements, and the keys of the store."""
+"""Records with which ranks agree on the members: reports, agreements, and the keys of the store."""
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -13,16 +13,17 @@ from detonation.cluster.processes.waiting import Standing
 from detonation.core.base_error import DetonationError
 
 SIZE = "size"
+"""Key of the numbers of replicas and shards at the start."""
 EPOCH = "epoch"
-"""Keys: the numbers of replicas and shards at the start, and of the latest agreement."""
+"""Key of the number of the latest agreement."""
 GONE = b"gone"
-"""Beat of a rank that is known to have ended."""
+"""Beat of a rank that has ended."""
 
 
 def beat_of(count: int, pace_s: float, started: int = 0, standing: Standing | None = None) -> str:
-    """Beat number `count` of a rank that takes `pace_s` seconds from one to the next.
+    """Beat number `count` of a rank that beats every `pace_s` seconds.
 
-    started: The number of the last exchange that it has started. standing: In its loop.
+    started: number of the last exchange that it has started. standing: its progress.
     """
     return f"{count} {pace_s:.3f} {started} {standing or Standing(0)}"
 
@@ -37,7 +38,7 @@ def pace_of(beat: bytes) -> float:
 
 
 def progress_of(beat: bytes) -> tuple[int, Standing]:
-    """Last exchange that the rank has started that sent `beat`, and its standing.
+    """Number of the last exchange that a rank has started, and its progress, in its `beat`.
 
     >>> progress_of(beat_of(12, 0.25, 40, Standing(21, "inside")).encode())
     (40, Standing(steps=21, where='inside'))
@@ -49,26 +50,26 @@ def progress_of(beat: bytes) -> tuple[int, Standing]:
 
 
 class ReplicaLost(DetonationError, RuntimeError):
-    """Others go on without this replica, or too few are left to go on."""
+    """The others continue without this replica, or too few replicas are left to continue."""
 
 
 class ReplicaLeft(ReplicaLost):
-    """This replica has left, as it was asked to: what it had not sent is with the others."""
+    """This replica was asked to leave, and has given the others everything that it had not sent."""
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """How far a rank has come.
+    """Progress of a rank.
 
-    floor: it finished all collectives up to this number. beyond: those that it finished besides.
-    absent: of finished collectives that it still holds, the numbers of the replicas without a part
-    in them. begun: the steps that it began, for texts. users: the turns (see `Turns`) that each
-    optimizer on the axis began; entered: those before which it knows who leaves and who comes.
-    alive: the optimizers that exist. leaves: its replica was asked to leave. departing: replicas
-    that leave, each with the turn of each optimizer before which it does, and the optimizers that
-    were `gone` then; coming: the turn of the optimizer that lets a replica in, and this replica.
-    apart: replicas that this rank cannot reach. late: replicas that have not come to its exchange
-    for as long as it waits.
+    floor: it has finished all collectives up to this number. beyond: later ones that it has
+    finished. absent: the replicas that are absent from finished collectives that it still holds.
+    begun: number of steps that it has begun, for messages. guest: the replica that it expects to
+    join; -1 for none. users: the turns (see `Turns`) that each optimizer on the axis has begun.
+    entered: turns before which it has settled who leaves and who joins. leaves: its replica was
+    asked to leave. departing: replicas that leave, each with the turn of each optimizer before
+    which it leaves, and the optimizers that were `gone` then. coming: the turn before which a
+    replica joins, and that replica. alive: the optimizers that exist. apart: replicas that this
+    rank cannot reach. late: replicas that have not begun the exchange in which this rank waits.
     """
 
     floor: int
@@ -92,12 +93,10 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Members of an epoch, by the numbers with which they began, and how far each of their
-    ranks had come.
+    """Members of an epoch, by their numbers at the start, and the progress of each of their ranks.
 
-    guest: A replica that may come in before the next step; -1 for none.
-    apart: The pairs of replicas that could not reach each other. late: The replicas that did not
-    come.
+    guest: a replica that may join before the next step; -1 for none. apart: pairs of replicas that
+    could not reach each other. late: replicas that did not begin an exchange in time.
     """
 
     epoch: int
@@ -109,7 +108,7 @@ class Agreement:
 
     @property
     def next_step(self) -> int:
-        """First step that no rank has begun, for texts: training may go back."""
+        """First step that no rank has begun, for messages only, because training may go back."""
         return max((report.begun for report in self.reports.values()), default=0)
 
     @property
@@ -119,14 +118,14 @@ class Agreement:
 
     @property
     def next_changes(self) -> list[int]:
-        """First turn of each optimizer before which no rank has asked who leaves or comes."""
+        """First turn of each optimizer before which no rank has settled who leaves or joins."""
         return _largest(
             turns for report in self.reports.values() for turns in (report.users, report.entered)
         )
 
     @property
     def gone(self) -> set[int]:
-        """Optimizers on the axis that exist no longer on some rank."""
+        """Optimizers on the axis that some rank has dropped."""
         return {
             user
             for report in self.reports.values()
@@ -136,14 +135,15 @@ class Agreement:
 
     @property
     def awaited(self) -> int:
-        """Replica for which all waited, which is a member now or not at all; -1 for none."""
+        """Replica for which all ranks waited; -1 for none. If it is no member now, it will never
+        be."""
         guests = {report.guest for report in self.reports.values()}
         if len(guests) == 1:
             return guests.pop()
         return -1
 
     def leaves_out(self, replica: int) -> str:
-        """Why `replica`, which is no member, ends."""
+        """Reason why `replica` is no member and must end, in words."""
         verb = "goes"
         if len(self.members) > 1:
             verb = "go"
@@ -158,7 +158,7 @@ class Agreement:
 
 
 def in_words(replicas: Sequence[int]) -> str:
-    """Replicas in words.
+    """Names `replicas` in words.
 
     >>> in_words([1]), in_words([0, 2])
     ('replica 1', 'replicas 0, 2')
@@ -168,7 +168,7 @@ def in_words(replicas: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class GuestEntry:
-    """Where a replica comes in: before which turn, and step, of the optimizer `user`."""
+    """A replica joins before this turn and step of the optimizer `user`."""
 
     user: int
     turn: int
@@ -176,7 +176,7 @@ class GuestEntry:
 
 
 def turn_of(turns: Sequence[int], user: int) -> int:
-    """Turn of an optimizer among those of all; 0 for one that was made later.
+    """Turn of the optimizer `user` in a list of all; 0 for one that was made later.
 
     >>> turn_of([3, 5], 1), turn_of([3, 5], 2)
     (5, 0)
@@ -192,7 +192,7 @@ def _largest(lists: Iterable[Sequence[int]]) -> list[int]:
 
 
 def parse_agreement(epoch: int, text: bytes) -> Agreement:
-    """Agreement of an epoch, as the store has it."""
+    """Parses the record of an agreement in the store."""
     record: dict[str, Any] = json.loads(text)
     reports = {int(rank): RankReport(**report) for rank, report in record["reports"].items()}
     doubts = {key: record[key] for key in ("apart", "late") if key in record}
@@ -211,9 +211,9 @@ def ranks_of_replicas(replicas: Iterable[int], shards: int) -> list[int]:
 def agreement_record(
     replicas: Sequence[int], shards: int, reports: Mapping[int, Mapping[str, Any]], guest: int
 ) -> dict[str, Any]:
-    """Record of an agreement among those of `replicas` that can go on together.
+    """Record of an agreement among those of `replicas` that can continue together.
 
-    reports: Of all their ranks, by rank. guest: As of `Agreement`.
+    reports: of all their ranks, by rank. guest: as in `Agreement`.
     """
     pairs = pairs_apart((rank // shards, report["apart"]) for rank, report in reports.items())
     late = sorted({each for report in reports.values() for each in report["late"]})
@@ -223,7 +223,7 @@ def agreement_record(
 
 
 def pairs_apart(reports: Iterable[tuple[int, Collection[int]]]) -> list[list[int]]:
-    """Pairs of replicas of which one reports that it cannot reach the other.
+    """Pairs of replicas, one of which reports that it cannot reach the other.
 
     >>> pairs_apart([(0, [1]), (1, [0, 2]), (2, [])])
     [[0, 1], [1, 2]]
@@ -235,11 +235,11 @@ def pairs_apart(reports: Iterable[tuple[int, Collection[int]]]) -> list[list[int
 def those_that_go_on(
     members: Sequence[int], pairs: Sequence[Sequence[int]], late: Collection[int]
 ) -> list[int]:
-    """Members that go on where `pairs` of them cannot reach each other, and others are `late`.
+    """Members that continue if `pairs` of them cannot reach each other, and others are `late`.
 
-    A replica that is late is left out. Then, while two that are left cannot reach each other, the
-    one that is in most such pairs is left out; of several, the one with the highest number. So a
-    replica that few can reach is left out, and of two halves the larger one goes on.
+    Late replicas are removed first. Then, while two remaining ones cannot reach each other, the one
+    in most such pairs is removed; of several, the one with the highest number. So a replica that
+    few can reach is removed, and of two parts the larger one continues.
 
     >>> those_that_go_on([0, 1, 2], [[0, 1], [1, 2]], [])  # one against the rest
     [0, 2]
@@ -263,17 +263,18 @@ def axis_store(base: Store, number: int) -> Store:
 
 
 def serve_one_axis(base: Store) -> None:
-    """Leaves `base` to one axis, so that its ranks need not agree on a part: any of them may end
-    before they meet."""
+    """Reserves `base` for one axis. Its ranks then need not meet to agree on a part of it, so any
+    of them may end before."""
     base.set(f"{_AXES}/latest", "0")
 
 
 def next_axis_store(
     base: Store, rank: int, world_size: int, look: Callable[[], object] = lambda: None
 ) -> Store:
-    """Part for a new axis of all ranks. Collective; raises `TimeoutError` where not all come.
+    """Part of `base` for a new axis of all ranks. Collective.
 
-    look: As of `Awaited`. The store may have those of earlier starts, in which not all came.
+    look: as in `Awaited`. Raises `TimeoutError` if a rank is missing. The store may also have parts
+    of earlier starts.
     """
     if base.check([f"{_AXES}/latest"]) and not base.check([f"{_AXES}/made"]):  # by `serve_one_axis`
         return axis_store(base, 0)
@@ -291,12 +292,12 @@ def next_axis_store(
 
 
 def latest_axis_store(base: Store) -> Store:
-    """Part for the axis that was made last. Waits for one."""
+    """Part of `base` for the axis that was made last. Waits for one."""
     return axis_store(base, int(base.get(f"{_AXES}/latest")))
 
 
 def note_gone(store: Store, rank: int) -> None:
-    """Lets the others know at once that `rank` has ended: its launcher has seen it."""
+    """Announces that `rank` has ended. Its launcher calls this."""
     store.set(axis_key("beat", rank), GONE.decode())
 
 
@@ -322,11 +323,12 @@ def axis_key(
     """A key of the store, by the numbers of a rank, of a guest, or of a guest and one of its shards
     or another rank.
 
-    Of a rank: its beat; its port; which loopback interface it has; that it has left together with
-    the others, or because it was asked. Of a guest: that it asks to come in; the optimizer that
-    lets it in (door); the turn of it after which the guest gets its copy, and before which it comes
-    in (admit); the step of that turn, once the others have come to it (entry). Of its shard: the
-    address of its feed; that it waits for a copy (coming), and has it (ready). at: that a rank,
-    second, has come to the turn of a guest, first.
+    Of a rank: `beat`; `port`; `loopback`, the identity of that interface; `left`, if it has left
+    together with the others; `asked`, if it was asked to. Of a guest: `ask`, its request to join;
+    `door`, the optimizer that lets it in; `copy`, the turn after which it gets a copy of the state;
+    `admit`, the turn before which it joins; `entry`, the step of that turn after all have reached
+    it. Of a shard of a guest: `feed`, the address of its feed; `coming`, if it waits for a copy;
+    `ready`, if it has one. Of a guest and a rank: `at`, if the rank has reached the turn of the
+    guest.
     """
     return "/".join((kind, *map(str, numbers)))

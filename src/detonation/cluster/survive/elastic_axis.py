@@ -1,5 +1,4 @@
-"""Axis between replicas, of which some may be lost while the others train on: its store, the
-axis, its guests."""
+"""Axis between replicas that survive the loss of others: its store, `elastic`, and its guests."""
 
 import json
 import platform
@@ -50,10 +49,10 @@ _TIMEOUT = timedelta(seconds=300)
 
 @dataclass(frozen=True)
 class Survival:
-    """Wish of a launcher to go on when replicas of `shards` ranks are lost, while
+    """Request of a launcher to continue after the loss of replicas of `shards` ranks, as long as
     `min_replicas` are left.
 
-    address: "HOST:PORT" where the replicas meet; "" for a free port of this machine alone.
+    address: "HOST:PORT" of the store; "" for a free port, for this machine only.
     """
 
     shards: int
@@ -63,7 +62,7 @@ class Survival:
 
 @dataclass(frozen=True)
 class Place:
-    """This replica's place in a run: where all meet, and its number there."""
+    """Position of this replica in a run: the store where all meet, and its number there."""
 
     store: Store
     replica: int
@@ -74,31 +73,33 @@ _place: Place | None = None
 
 
 def place() -> Place | None:
-    """Place of this process among replicas that may be lost, if it has one."""
+    """Position of this process among replicas that may be lost, if it has one."""
     return _place
 
 
 class MeetingPoint:
     """Store of a launcher.
 
-    It listens at once, and answers from `serve` on: a process that forks has no threads.
+    It listens at once, but answers only after `serve`, because a process that forks must not have
+    threads.
     """
 
     def __init__(self, survival: Survival, replicas: int) -> None:
         self._survival = survival
         self._replicas = replicas
-        host, port = host_and_port(survival.address) if survival.address else ("127.0.0.1", 0)
+        host, port = host_and_port(survival.address or "127.0.0.1:0")
         host = listening_address(host)
-        self._listener = socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-        )
+        family = socket.AF_INET
+        if ":" in host:
+            family = socket.AF_INET6
+        self._listener = socket.create_server((host, port), family=family)
         self.host = host
         self.port = int(self._listener.getsockname()[1])
         self._store: Store | None = None
         self.lost: set[int] = set()
 
     def serve(self) -> None:
-        """Answers from now on."""
+        """Starts to answer."""
         fd = self._listener.detach()
         self._store = TCPStore(
             self.host,
@@ -112,10 +113,9 @@ class MeetingPoint:
             serve_one_axis(self._store)
 
     def survives(self, failure: Failure) -> Collection[int]:
-        """Ranks of the replica that `failure` takes along, where the others go on; none where
-        they cannot.
+        """Ranks of the replica that is lost by `failure`; none if the others cannot continue.
 
-        A fault of set-up ends all.
+        If the set-up of a replica fails, no replica continues.
         """
         replica = failure.rank // self._survival.shards
         if failure.bad_input and not self._is_prepared(failure.rank):
@@ -136,7 +136,7 @@ class MeetingPoint:
         return self._store is not None and is_prepared(axis_store(self._store, 0), rank)
 
     def _members(self) -> set[int]:
-        """Replicas by the latest agreement: some may have come in since the start."""
+        """Replicas in the latest agreement, which may have joined since the start."""
         assert self._store is not None
         store = axis_store(self._store, 0)
         epoch = 0
@@ -147,53 +147,50 @@ class MeetingPoint:
         return {*range(self._replicas)}
 
     def has_left(self, rank: int) -> bool:
-        """True if `rank` was asked to leave before the others, and has."""
+        """True if `rank` was asked to leave before the others, and has left."""
         return self._store is not None and axis_store(self._store, 0).check(
             [axis_key("asked", rank)]
         )
 
     def left_out(self) -> list[int]:
-        """Ranks of replicas without which the others go on."""
+        """Ranks of replicas that are no members any more, although they were not asked to leave."""
+        members = {*range(self._replicas)}
         if self._store:
             members = self._members()
-        else:
-            members = {*range(self._replicas)}
         shards = self._survival.shards
         ranks = range(self._replicas * shards)
         return [rank for rank in ranks if rank // shards not in members and not self.has_left(rank)]
 
     def close(self) -> None:
-        """Answers no longer."""
+        """Stops answering."""
         self._store = None
         self._listener.close()
 
 
 def serve_meeting(address: str, tell: Callable[[str], None]) -> NoReturn:
-    """Serves a store at `address` until a signal ends this process; `tell` gets the address once it
-    answers."""
+    """Serves a store at `address` until a signal ends this process. Calls `tell` with the address
+    when it answers."""
     point = MeetingPoint(Survival(1, 1, address), 0)
     point.serve()
     tell(f"{point.host}:{point.port}")
-    while True:  # a handler that returns is not the end: another thread may be about to end this
+    while True:  # a signal handler may return before another thread ends this process
         signal.pause()
 
 
 def join_replicas(position: LaunchPosition, host: str, port: int, shards: int) -> None:
-    """Joins the process group of this rank's replica, whose launcher keeps the store at `host`,
-    `port`."""
+    """Joins the process group of this rank's replica. The launcher's store is at `host`, `port`."""
     store = TCPStore(host, port, timeout=_TIMEOUT)
     init_replica(position, store, shards)
     take_place(store, position.rank // shards, position.world_size // shards)
 
 
 def meet_replicas(address: str, replica: int, replicas: int) -> None:
-    """Takes the place of replica `replica`, a world of its own, at the store that somebody keeps at
-    `address`."""
+    """Connects replica `replica`, which is a separate world, to the store at `address`."""
     take_place(reached_store(*host_and_port(address)), replica, replicas)
 
 
 def take_place(store: Store, replica: int, replicas: int) -> None:
-    """Notes the place of this process, for `place`."""
+    """Sets the position of this process, for `place`."""
     global _place
     _place = Place(store, replica, replicas)
 
@@ -210,38 +207,36 @@ def elastic(
     end: Callable[[str], object] | None = None,
     link: str = "",
 ) -> SurvivingCommunicator:
-    """Axis between replicas for `replicate`: training goes on when some of them are lost.
-    Collective.
+    """Makes an axis between replicas for `replicate`: training continues after some of them are
+    lost. Collective.
 
-    A replica is lost with any of its ranks: killed, stopped, or cut off from the store. The others
-    notice, agree on who is left, complete the interrupted exchange among themselves and go on in
+    A replica is lost if one of its ranks is killed, stopped, or cut off from the store. The others
+    notice it, agree on the remaining replicas, complete the interrupted exchange and continue in
     the same process, bitwise equal. From the next step on, means, votes and owners are those of the
-    replicas that are left. A replica that comes to life after it was left out raises `ReplicaLost`.
+    remaining replicas. A replica that wakes up after it was removed raises `ReplicaLost`.
 
     Args:
-        mesh: ("replicate", "shard"), as of `init_mesh`; or the mesh of this replica alone, with
-            `replica` and `replicas`; None for a replica of one rank. A mesh of one's own may have
-            the tiers of several nodes, which levels inside this one join: they are lost together.
-        replica: The number of this replica, from 0 to below `replicas`, where each replica is a
-            world of its own.
-        replicas: How many there are then.
-        store: Where all ranks meet; by default the store of the default process group. Without it
-            nobody can agree, so the process that keeps it must not be lost: under torchrun the
+        mesh: ("replicate", "shard"), as from `init_mesh`; or the mesh of this replica alone, with
+            `replica` and `replicas`; None for a replica of one rank. The mesh of one replica may
+            have tiers for several nodes, which inner levels join; they are lost together.
+        replica: Number of this replica, from 0 to below `replicas`, if each replica is a separate
+            world.
+        replicas: Number of replicas, if each is a separate world.
+        store: Where all ranks meet; by default the store of the default process group. No rank can
+            continue without it, so the process that hosts it must not be lost: with torchrun the
             agent of the first node, otherwise rank 0.
-        min_replicas: From 1 to the number of replicas; with fewer left all raise `ReplicaLost`.
-        silence_s: A rank that is silent for this long is lost, above 1. A killed rank's connections
-            close at once.
+        min_replicas: From 1 to the number of replicas. If fewer are left, all raise `ReplicaLost`.
+        silence_s: A rank that sends no beat for this many seconds is lost; above 1. The loss of a
+            killed rank is noticed at once, because its connections close.
         timeout_s: Seconds for which a collective waits for a rank that is alive.
-        end: Called with the reason, in another thread, in a rank whose replica was left out and
-            whose main thread waits for something else; by default it logs, and ends the process
-            with code 1.
-        link: Emulated speed of the links between replicas that are processes of one machine, such
-            as "100mbit,5ms".
+        end: Called in another thread with the reason, if this replica was removed while its main
+            thread waits elsewhere. By default it logs, and ends the process with code 1.
+        link: Emulated speed of the links between replicas on one machine, such as "100mbit,5ms".
 
     Raises:
-        ValueError: An argument is out of range, there is neither a mesh nor a store, or `link`
-            joins machines.
-        TimeoutError: Not all ranks came within the store's timeout.
+        ValueError: An argument is out of range, there is neither a mesh nor a store, or replicas
+            with a `link` are on several machines.
+        TimeoutError: A rank was missing after the store's timeout.
 
     Example:
         >>> import torch.distributed as dist, detonation as dt
@@ -250,9 +245,11 @@ def elastic(
         (1, [])
         >>> axis.close()
     """
-    shard, shards = (
-        (0, 1) if mesh is None else (mesh["shard"].get_local_rank(), mesh["shard"].size())
-    )
+    shard = 0
+    shards = 1
+    if mesh is not None:
+        shard = mesh["shard"].get_local_rank()
+        shards = mesh["shard"].size()
     if mesh is not None and replica is not None:
         shard = mesh.mesh.flatten().tolist().index(dist.get_rank())
         shards = mesh.size()
@@ -294,7 +291,7 @@ def elastic(
     try:
         link_here = _node_link(speed, membership, mesh)
         return SurvivingCommunicator(membership, timeout_s, link=link_here)
-    except ValueError:  # before the others count on this rank
+    except ValueError:  # stop beating before the others rely on this rank
         membership.stop()
         raise
 
@@ -302,42 +299,45 @@ def elastic(
 def _node_link(
     speed: LinkSpeed | None, membership: Membership, mesh: DeviceMesh | None
 ) -> NodeLink | None:
-    """Emulated link of this replica.
+    """Emulated link of this replica; None without `speed`.
 
-    Collective; raises `ValueError` where the first one is on another machine.
+    Collective. Raises `ValueError` unless all replicas are on one machine.
     """
     if speed is None:
         return None
     if membership.first_text("machine", platform.node()) != platform.node():
         membership.stop()
         raise ValueError(ELSEWHERE)
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    if mesh is None:
-        device = None
-    else:
+    rank = 0
+    world = 1
+    if dist.is_initialized():
+        rank = dist.get_rank()
+        world = dist.get_world_size()
+    device = None
+    if mesh is not None:
         device = torch.device(mesh.device_type)
     return NodeLink(speed, rank // membership.shards, -(-world // membership.shards), device)
 
 
 _POLL_S = 0.005
 _ALL = 2**62
-"""A guest lacks no collective of those before it came."""
+"""Floor of a guest's first report: it needs no earlier collective."""
 
 
 class Guest:
-    """A replica that comes in while others train, for `admitted`. All ranks of the replica
-    construct it together.
+    """A replica that joins while others train, for `admitted`. All ranks of the replica construct
+    it together.
 
-    number: Of the replica; numbers are never used twice.
+    number: of the replica; numbers are never reused.
 
     Args:
         store: Where the replicas meet; see `elastic`.
-        mesh: ("replicate", "shard") of this replica alone, as of `init_mesh(replicas=1)`; None for
-            one rank.
+        mesh: ("replicate", "shard") of this replica alone, as from `init_mesh(replicas=1)`; None
+            for one rank.
         min_replicas, silence_s, timeout_s, link: As in `elastic`, with the link of the others.
 
     Raises:
-        ValueError: The replicas there have another number of shards.
+        ValueError: The other replicas have another number of shards.
 
     Example:
         >>> import torch.distributed as dist, detonation as dt
@@ -372,10 +372,13 @@ class Guest:
         replicas, shards = map(int, own.get(SIZE).split())
         if shards != self._shards:
             raise ValueError(f"a replica of {self._shards} shards cannot join replicas of {shards}")
-        number = torch.tensor(replicas + own.add("numbers", 1) - 1 if self._shard == 0 else 0)
+        number = torch.tensor(0)
+        if self._shard == 0:
+            number = torch.tensor(replicas + own.add("numbers", 1) - 1)
         if mesh is not None and shards > 1:
             group = mesh["shard"].get_group()
-            number = number.to(mesh.device_type if dist.get_backend(group) == "nccl" else "cpu")
+            if dist.get_backend(group) == "nccl":
+                number = number.to(mesh.device_type)
             dist.broadcast(number, dist.get_global_rank(group, 0), group)
         self.number = int(number)
         self.membership = Membership(
@@ -391,12 +394,12 @@ class Guest:
         )
         self._link = _node_link(speed, self.membership, mesh)
         self._store = self.membership.store
-        self._store.set(
-            axis_key("ask", self.number), "1"
-        )  # at once: the others look for one number after another
+        # at once, because the others look for one number after another
+        self._store.set(axis_key("ask", self.number), "1")
 
     def addresses(self, timeout_s: float) -> str:
-        """Addresses of the feeds of all shards, separated by commas, once the others have them."""
+        """Addresses of the feeds of all shards, separated by commas. Waits until the others have
+        opened them."""
         deadline = time.monotonic() + timeout_s
         keys = [axis_key("feed", self.number, shard) for shard in range(self._shards)]
         while not self._store.check(keys):
@@ -408,18 +411,21 @@ class Guest:
         return ",".join(self._store.get(key).decode() for key in keys)
 
     def ready(self) -> None:
-        """Lets the others know that this rank has the state of training."""
+        """Announces that this rank has the state of training."""
         self._store.set(axis_key("ready", self.number, self._shard), "1")
 
     def entry(self) -> GuestEntry | None:
-        """Where this replica comes in; None until the others wait for it there."""
+        """Turn and step before which this replica joins; None until the others have reached it."""
         key = axis_key("entry", self.number)
         if self._store.check([key]):
             return GuestEntry(*map(int, self._store.get(key).split()))
         return None
 
     def come_in(self, entry: GuestEntry, timeout_s: float = 60.0) -> SurvivingCommunicator:
-        """Axis between the replicas, this one among them, or `ReplicaLost`. Collective."""
+        """Joins before `entry`, and returns the axis. Collective.
+
+        Raises `ReplicaLost` if the others do not let this replica in within `timeout_s`.
+        """
         report = RankReport(_ALL, [], {}, entry.step, self.number)
         deadline = time.monotonic() + timeout_s
         self._store.set(axis_key("at", self.number, self.membership.rank), "1")
@@ -431,51 +437,46 @@ class Guest:
                 )
             agreement = self.let_in(report)
         self.membership.join(agreement)
-        beside = [
-            report
+        floors = [
+            report.floor
             for rank, report in agreement.reports.items()
             if rank % self._shards == self._shard
         ]
-        floor = max(report.floor for report in beside if report.floor < _ALL)
+        floor = max(each for each in floors if each < _ALL)
         agreed = [agreement]
         for _ in range(MOST_TRIES):
             try:
                 return SurvivingCommunicator(
                     self.membership, self._timeout_s, floor, entry, agreed, self._link
                 )
-            except (
-                RuntimeError
-            ):  # one of the others was lost meanwhile; they may have begun the turn with it
+            except RuntimeError:  # another replica was lost meanwhile
                 agreement = self.membership.agree(replace(report, floor=floor, guest=-1))
-                begun = turn_of(agreement.next_turns, entry.user) > entry.turn
-                if begun:
-                    agreed = [*agreed, agreement]
-                else:
-                    agreed = [agreement]
+                # the others may have begun the turn with the lost one
+                if turn_of(agreement.next_turns, entry.user) <= entry.turn:
+                    agreed = []
+                agreed.append(agreement)
         raise ReplicaLost(f"replica {self.number} could not form a process group with the others")
 
     def let_in(self, report: RankReport | None = None) -> Agreement | None:
         """Agreement that lets this guest in, if there is one; `report` asks for it.
 
-        `ReplicaLost` where without.
+        Raises `ReplicaLost` if there is an agreement without this guest.
         """
         latest = int(self._store.get(EPOCH))
-        for epoch in (
-            latest,
-            latest + 1,
-        ):  # the others may have noted the one, or have agreed on the next
+        # the others may have agreed on the next epoch already
+        for epoch in (latest, latest + 1):
             if not self._store.check([f"{epoch}/record"]):
                 continue
             agreement = parse_agreement(epoch, self._store.get(f"{epoch}/record"))
             if self.number in agreement.members:
                 return agreement
             if agreement.awaited == self.number:
-                if (entry := self.entry()) is None:
-                    at = "in vain"
-                else:
+                entry = self.entry()
+                at = "in vain"
+                if entry is not None:
                     at = f"before step {entry.step}"
                 raise ReplicaLost(f"the others did not wait for replica {self.number} {at}")
-        # never for an agreement after that which lets it in: it would be taken for that of a member
+        # not after the agreement that lets it in: the report would count as that of a member
         if report:
             self._store.set(f"{latest + 1}/report/{self.membership.rank}", json.dumps(vars(report)))
             time.sleep(_POLL_S)

@@ -1,5 +1,5 @@
-"""Process groups of gloo outside of torch's registry, made in milliseconds and left behind when a
-peer is lost; their collectives with a number, and the record of a loss."""
+"""Process groups of gloo outside of torch's registry: they are made in milliseconds, and abandoned
+when a peer is lost. Also numbered collectives, and the record of a loss."""
 
 import threading
 import time
@@ -15,17 +15,17 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
 
 FORM_S = 10.0
-"""How long the members of a group may take to meet, once all have agreed on it."""
+"""Seconds in which the members of a group must meet, after all have agreed on it."""
 _POLL_S = 0.5
 _LOOK_S = 0.05
 
 
 class Flight:
-    """A collective under way. A thread of the network library sets `ended`, and `good` where it did
-    not fail.
+    """A running collective. A thread of the network library sets `ended`, and `good` if it
+    succeeded.
 
-    That thread then waits for the lock of `notify`, and the work counts as under way until it has
-    returned: nobody who holds that lock may wait for the work itself.
+    That thread then waits for the lock of `notify`, and the work is unfinished until it returns. So
+    do not wait for the work while you hold that lock.
     """
 
     def __init__(self, work: dist.Work, notify: Callable[[], None]) -> None:
@@ -37,17 +37,17 @@ class Flight:
         try:
             future.value()
             self.good = True
-        except RuntimeError:  # whatever the library says: who is lost is found by other means
+        except RuntimeError:  # the membership finds out which rank is lost
             pass
         self.ended = True
         self._notify()
 
 
 class Group:
-    """A process group of the replicas that are left. A collective waits `timeout_s` for a peer that
-    is alive.
+    """A process group of the remaining replicas.
 
-    Its sockets listen at `address` of this machine; "" if gloo chooses one.
+    A collective waits at most `timeout_s` for a peer. The sockets listen at `address` of this
+    machine; "" if gloo chooses one.
     """
 
     def __init__(
@@ -65,10 +65,9 @@ class Group:
 
     @staticmethod
     def formed(make: Callable[[], "Group"], in_vain: Callable[[], bool]) -> "Group":
-        """Group that `make` makes in another thread: members have `FORM_S` to meet, and a lost
-        one never comes.
+        """Calls `make` in another thread, because members have `FORM_S` to meet.
 
-        Raises `RuntimeError` if it fails, and as soon as it is `in_vain`.
+        Raises `RuntimeError` if it fails, or as soon as `in_vain` returns True.
         """
         future: Future[Group] = Future()
 
@@ -97,15 +96,15 @@ class Group:
         return self._kept(self._group.alltoall_base(target.view(-1), mine.view(-1), [], []))
 
     def broadcast(self, values: Tensor, source: int) -> dist.Work:
-        """Replaces `values` by those of `source`."""
+        """Replaces `values` with those of `source`."""
         return self._kept(self._group.broadcast(values, source))
 
     def abandon(self) -> None:
-        """Ends the group without waiting for what is under way.
+        """Ends the group without waiting for its running collectives.
 
-        `abort` and `shutdown` of gloo do nothing, and its destructor waits for collectives under
-        way, up to their timeout. So another thread keeps the group until they have ended. Where
-        none is under way the sockets close at once, which wakes the peers that still wait.
+        `abort` and `shutdown` of gloo do nothing, and its destructor waits for running collectives
+        up to their timeout. So another thread keeps the group until they have ended. If none is
+        running, the sockets close at once, which wakes peers that still wait.
         """
         held = [(self._group, [work for work in self._works if not work.is_completed()])]
         self._group = None
@@ -133,10 +132,10 @@ NumberedKind = Literal["all_reduce", "all_gather", "all_to_all"]
 
 @dataclass(frozen=True)
 class SurvivedLoss:
-    """A loss that the replicas survived. recovered_s: from its notice until all collectives went
-    on.
+    """A loss that the other replicas survived.
 
-    replicas: those that were lost; came: one that came in. left: they were asked to leave.
+    replicas: the lost ones. recovered_s: seconds from the notice of the loss until all collectives
+    continued. came: a replica that joined. left: whether the lost ones were asked to leave.
     """
 
     replicas: tuple[int, ...]
@@ -146,21 +145,24 @@ class SurvivedLoss:
     left: bool = False
 
     def text(self, left: int, before: int) -> str:
-        """Loss in words, where `left` of `before` replicas go on."""
+        """Describes the loss, if `left` of `before` replicas continue."""
         names = f"replica{'s' * (len(self.replicas) > 1)} {', '.join(map(str, self.replicas))}"
         end = (
             f"with step {self.next_step} as the first without it; {self.recovered_s:.2f} s after"
             " the notice"
         )
-        return f"{names} {'has left' if self.left else 'lost'}: {left} of {before} go on, {end}"
+        verb = "lost"
+        if self.left:
+            verb = "has left"
+        return f"{names} {verb}: {left} of {before} go on, {end}"
 
 
 @dataclass
 class NumberedCollective:
-    """A collective that this rank started; it is kept until every replica has surely finished it.
+    """A collective that this rank started. It is kept until every replica has finished it.
 
-    layout: the replicas that have a number now, by the numbers with which they began. floor: up to
-    here this rank, and so all others, had finished all collectives when it started this one.
+    layout: the present replicas, by their numbers at the start. floor: all ranks had finished the
+    collectives up to this number when this one started.
     """
 
     number: int

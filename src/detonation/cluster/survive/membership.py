@@ -112,9 +112,8 @@ class Membership:
         self.silence_s = silence_s
         self.least = min_replicas
         self.end = end
-        if confirm_s is None:
-            self._confirm_s = CONFIRM_S
-        else:
+        self._confirm_s = CONFIRM_S
+        if confirm_s is not None:
             self._confirm_s = confirm_s
         # one connection for each thread
         self.store: Store = store.clone()  # type: ignore[attr-defined]
@@ -141,11 +140,11 @@ class Membership:
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
         self._thread.start()
         self._watch = PartitionWatch(self)
-        # a thread inside the store must not meet the end of the interpreter
+        # no thread may be inside the store when the interpreter ends
         atexit.register(self.stop)
 
     def first_text(self, name: str, text: str) -> str:
-        """Text of the rank that came first with one under `name`; the same on all ranks."""
+        """Returns the `text` of the first rank that calls this with `name`, on all ranks."""
         return str(self.store.compare_set(f"text/{name}", "", text).decode())
 
     def call(self) -> None:
@@ -242,7 +241,7 @@ class Membership:
     def leave(self, limit_s: float) -> None:
         """Waits until all members leave or are lost, at most `limit_s`, and stops beating."""
         deadline = time.monotonic() + limit_s
-        if self.failure is not None:  # nobody hears of it
+        if self.failure is not None:  # the others do not wait for this rank
             self.stop()
             return
         try:
@@ -329,10 +328,9 @@ class Membership:
         ]
         reports |= self._reports(guests)
         ready = not guests and self.guest_asks and self._is_ready(self.store)
+        next_guest = -1
         if ready:
             next_guest = self.guest
-        else:
-            next_guest = -1
         record = agreement_record([*members, *guests], self.shards, reports, next_guest)
         self.store.compare_set(self._key("record"), "", json.dumps(record))
 
@@ -442,7 +440,7 @@ class Membership:
             if any(self._lost(rank, limit_s) for rank in members):
                 return True
             late = [rank for rank in members if self._is_late(rank)]
-        # asks one at a time: it may be far away
+        # one after another: the store may be far away
         return bool(late) and self._has_ended(late[count % len(late)])
 
     def _knock(self, ranks: Iterable[int]) -> None:
@@ -452,9 +450,8 @@ class Membership:
             if self._beats.check([key]):
                 name = self._beats.get(key).decode()
                 if refuses(name):
-                    self.ports[rank] = ""
-                else:
-                    self.ports[rank] = name
+                    name = ""
+                self.ports[rank] = name
 
     def _watch_record(self) -> None:
         """Ends this process if it was left out and its main thread waits for something else."""
@@ -486,11 +483,10 @@ class Membership:
                 self.changed.release()
 
     def limit_s(self) -> float:
-        """Silence after which a rank is lost, or the store is."""
-        if self.under_way:
-            least = self.silence_s
-        else:
-            least = max(self.silence_s, STARTUP_S)
+        """Seconds of silence after which a rank, or the store, is lost."""
+        least = self.silence_s
+        if not self.under_way:
+            least = max(least, STARTUP_S)
         return max(least, 4 * self._pace)
 
     def beat(self, rank: int) -> bytes:

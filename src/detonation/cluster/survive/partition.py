@@ -1,19 +1,19 @@
-"""Partitions: a thread that asks the store nothing, so that it sees by its own clock that nobody
-answers.
+"""Partitions of the network: a thread that detects silence without requests to the store.
 
-Each rank of a membership has a `PartitionWatch`. Three things may fall silent, and each has a
-bound:
+Each rank of a membership has a `PartitionWatch`. Three things may become silent, and each has a
+limit:
 
-1. *The store.* A request to it may never return once packets are dropped. A rank that had no answer
-   for as long as the others wait for its beats ends, about when they go on without it.
-2. *The network between two replicas*, while both beat. A rank that stands still in an exchange asks
-   the kernels of the others. One that does not answer for `silence_s` is reported as out of reach,
-   and all apply one rule to the reports (`those_that_go_on`), so that of each such pair one replica
-   is left out.
-3. *A replica that does not come to an exchange*, although it beats, is late after `patience_s`, and
-   is left out.
+1. *The store.* A request to it may never return if packets are dropped. A rank that gets no answer
+   for as long as the others wait for its beats ends, at about the time when they continue without
+   it.
+2. *The network between two replicas*, while both beat. A rank that makes no progress in an exchange
+   asks the kernels of the others. One that does not answer for `silence_s` is reported as
+   unreachable. All ranks apply the same rule to the reports (`those_that_go_on`), which removes one
+   replica of each such pair.
+3. *A replica that does not begin an exchange*, although it beats, is late after `patience_s`, and
+   is removed.
 
-Whatever is decided is kept in the store, first come first served, so that never two groups go on.
+The store keeps the first decision, so two groups never continue.
 """
 
 import logging
@@ -31,18 +31,16 @@ if TYPE_CHECKING:
     from detonation.cluster.survive.membership import Membership
 
 LEAVE_S = 5.0
-"""Main thread of a rank that cannot go on has this long to hear of it; then the process
-ends."""
+"""Seconds in which the main thread of a failed rank must raise its error; then the process ends."""
 KNOCK_PATIENCE_S = 5.0
-"""How long a kernel may take to answer on a link that is slow and full."""
+"""Seconds in which a kernel must answer on a slow and busy link."""
 _TICK_S = 0.1
 _AWAKE_S = 2.0
 _log = logging.getLogger("detonation")
 
 
 class PartitionWatch:
-    """Watches for `membership` the store, the other replicas, and how long its rank waits, until
-    `stop`."""
+    """Watches the store, the other replicas, and the waits of its own rank, until `stop`."""
 
     def __init__(self, membership: "Membership") -> None:
         self._membership = membership
@@ -50,20 +48,20 @@ class PartitionWatch:
         self._awake = self._since = self._noted = time.monotonic()
         self._waits: tuple[int, int] = (0, 0)
         self._due = WAIT_LINE_S
-        self._reached: dict[int, float] = {}  # ranks that have answered, and when they did last
+        self._reached: dict[int, float] = {}  # time of the last answer of each rank
         self._asking: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="partition", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the watch; waits a moment for its thread."""
+        """Stops the watch; waits at most 1 s for its thread."""
         self._stopped.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=1.0)
 
     @property
     def judges(self) -> bool:
-        """True while it is open whether a replica is out of reach: this rank must not report
+        """True while this rank does not know whether it can reach a replica, so it must not report
         yet."""
         now = time.monotonic()
         if not self._waits[0] or now - self._since < WAIT_LINE_S:
@@ -73,8 +71,8 @@ class PartitionWatch:
         return KNOCK_PATIENCE_S + 1 < longest < self._membership.silence_s
 
     def ask_all(self) -> list[int]:
-        """Replicas of which none of this shard answers now. Asks all that have ever answered,
-        at once."""
+        """Replicas whose rank of this shard does not answer now. Asks all ranks that have answered
+        before, at the same time."""
         peers = [rank for rank in self._peers() if rank in self._reached]
         before = time.monotonic()
         threads = [
@@ -90,7 +88,7 @@ class PartitionWatch:
     def _run(self) -> None:
         while not self._stopped.wait(_TICK_S):
             now = time.monotonic()
-            if now - self._awake > _AWAKE_S:  # this process stood still itself
+            if now - self._awake > _AWAKE_S:  # this process was suspended
                 self._membership.answered = self._since = self._noted = now
             self._awake = now
             self._watch_store(now)
@@ -105,7 +103,7 @@ class PartitionWatch:
             membership.fail(ReplicaLost(store_lost(membership.rank, why)))
 
     def _watch_end(self, now: float) -> None:
-        """Ends the process where its main thread does not hear that it cannot go on."""
+        """Ends a failed process if its main thread has not raised the error in time."""
         membership = self._membership
         if membership.failure is None or membership.told:
             self._noted = now
@@ -131,7 +129,7 @@ class PartitionWatch:
             self._judge(now, waited)
 
     def _judge(self, now: float, waited: float) -> None:
-        """Reports who is out of reach or late. The thread that beats then calls all to agree."""
+        """Reports unreachable and late replicas. The thread that beats then calls all to agree."""
         membership = self._membership
         silent = [
             rank
@@ -154,11 +152,11 @@ class PartitionWatch:
         membership.fail(ReplicaLost(f"{self._line(waited)}; it ends, {end}"))
 
     def _last_answer(self, rank: int) -> float:
-        """When `rank` answered last; the questions count from the first line on."""
+        """Time of the last answer of `rank`, or of the first question if that is later."""
         return max(self._reached[rank], self._since + WAIT_LINE_S)
 
     def _ask(self, now: float, every_s: float) -> None:
-        """Asks the others that have not answered for `every_s`, in threads of their own."""
+        """Asks the ranks that have not answered for `every_s`, each in a thread."""
         for rank in self._peers():
             name = self._membership.ports.get(rank, "")
             fresh = rank in self._reached and now - self._reached[rank] < every_s
@@ -172,7 +170,7 @@ class PartitionWatch:
             if knock(self._membership.ports[rank], KNOCK_PATIENCE_S):
                 self._reached[rank] = time.monotonic()
             else:
-                self._stopped.wait(1.0)  # a host that refuses does so at once
+                self._stopped.wait(1.0)  # a refusal comes at once, so pause
         finally:
             self._asking.discard(rank)
 
@@ -201,7 +199,7 @@ class PartitionWatch:
         return [rank for rank in self._peers() if rank in progress and progress[rank][0] < mine]
 
     def _progress(self) -> dict[int, tuple[int, Standing]]:
-        """Last exchange that each rank has started, and its standing, by the latest beats."""
+        """Last exchange that each rank has started, and its progress, from the latest beats."""
         membership = self._membership
         beats = {rank: membership.beat(rank) for rank in self._peers()}
         found = {rank: progress_of(beat) for rank, beat in beats.items() if beat != GONE}
@@ -214,16 +212,16 @@ class PartitionWatch:
 
 
 def store_lost(rank: int, why: str) -> str:
-    """Reason in words where `rank` has lost the store."""
+    """Says in words that `rank` has lost the store."""
     return f"rank {rank} has lost the store (ended or out of reach): {why}"
 
 
 def who_waits_for_whom(
     rank: int, exchange: int, progress: Mapping[int, tuple[int, Standing]], seconds: float
 ) -> str:
-    """Line to log where `rank` has stood still for `seconds` in the exchange of that number.
+    """Line to log after `rank` has waited for `seconds` in the exchange of that number.
 
-    progress: The last exchange that each rank has started, and its standing.
+    progress: the last exchange that each rank has started, and its progress in its loop.
 
     >>> progress = {0: (40, Standing(21, "inside")), 1: (39, Standing(20)), 2: (40, Standing(21))}
     >>> who_waits_for_whom(0, 40, progress, 30)[:69]

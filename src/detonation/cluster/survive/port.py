@@ -1,5 +1,5 @@
-"""Where a process of an elastic axis listens, and a port whose kernel tells the others whether they
-reach the process, and at once that it has ended."""
+"""Addresses at which a process of an elastic axis listens, and a port that shows whether the
+process is alive and can be reached."""
 
 import contextlib
 import os
@@ -23,14 +23,14 @@ from detonation.cluster.survive.agreement import axis_key
 
 _MEET_S = 10.0
 KNOCK_S = 0.2
-"""How long a kernel may take to answer. One that does not says nothing."""
+"""Seconds in which a kernel must answer. A later answer means nothing."""
 
 
 class Port:
-    """A listening port. Its kernel answers for as long as the process lives, however busy.
+    """A listening port. The kernel answers on it as long as the process exists, even if it is busy.
 
-    It listens where the messages between replicas arrive: on gloo's interface, else on the way to
-    the store.
+    It listens where the messages between replicas arrive: on gloo's interface, or else on the one
+    that leads to the store.
 
     name: "HOST PORT" for the others; empty if the store is not reached over a network.
     """
@@ -38,30 +38,28 @@ class Port:
     def __init__(self, store: Store) -> None:
         self.name = ""
         self._listener: socket.socket | None = None
-        os.register_at_fork(
-            after_in_child=self.close
-        )  # workers of a data loader outlive a killed process
+        # workers of a data loader may outlive this process if it is killed
+        os.register_at_fork(after_in_child=self.close)
         host, _ = store_host(store)
         with contextlib.suppress(OSError):
             here = _address_towards(host)
             if not here:
                 return
+            family = socket.AF_INET
             if ":" in here:
                 family = socket.AF_INET6
-            else:
-                family = socket.AF_INET
             self._listener = socket.create_server((here, 0), family=family)
             self._listener.setblocking(False)
             self.name = f"{here} {self._listener.getsockname()[1]}"
 
     def answer(self) -> None:
-        """Lets go of those who knocked."""
+        """Closes the connections of ranks that knocked."""
         with contextlib.suppress(OSError):
             while self._listener:
                 self._listener.accept()[0].close()
 
     def close(self) -> None:
-        """Refuses from now on."""
+        """Stops listening, so that the kernel refuses connections."""
         if self._listener:
             self._listener.close()
 
@@ -77,8 +75,7 @@ def _address_towards(host: str) -> str:
 
 
 def knock(name: str, patience_s: float = KNOCK_S) -> bool | None:
-    """True if a process has the port `name`, False if its host refuses; None if nobody
-    says."""
+    """True if a process has the port `name`, False if its host refuses; None without an answer."""
     host, _, port = name.partition(" ")
     if not port:
         return None
@@ -92,17 +89,16 @@ def knock(name: str, patience_s: float = KNOCK_S) -> bool | None:
 
 
 def refuses(name: str) -> bool:
-    """True if no process has the port `name` any more; False if one has it, or nobody
-    says."""
+    """True if the host answers that no process has the port `name` any more."""
     return knock(name) is False
 
 
 class Ways:
-    """Where this rank listens for others: on loopback for those that share it, else towards the
-    store.
+    """Addresses at which other ranks reach this one: loopback if they share it, or else the
+    interface that leads to the store.
 
-    An interface that the user asked for counts, but loopback never for a rank on another machine.
-    The environment may have loopback from the world inside the replica, which is on one machine.
+    An interface that the user asked for takes precedence. But loopback in the environment is
+    ignored for ranks on other machines, because the world inside a replica sets it.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
@@ -115,7 +111,7 @@ class Ways:
         store.set(axis_key("loopback", rank), self._own)
 
     def to(self, ranks: Iterable[int]) -> Way | None:
-        """Where `ranks` reach this rank; None if the network library has to choose.
+        """Way on which `ranks` reach this rank; None if the network library has to choose.
 
         Raises `ValueError` if no interface leads to the store.
         """
@@ -129,7 +125,7 @@ class Ways:
         return find_way(self._host)
 
     def line(self, way: Way) -> str:
-        """Where this rank listens, in words; "" if that is loopback."""
+        """Describes in words where this rank listens; "" if that is loopback."""
         if way.interface != LOOPBACK:
             return describe_ways([str(way)], self._name)
         return ""
@@ -137,16 +133,16 @@ class Ways:
     def _loopback_of(self, rank: int) -> str:
         if rank not in self._others:
             key = axis_key("loopback", rank)
-            try:  # a rank is known by its beat, and rank 0 beats before it has written this
+            try:  # rank 0 may send its first beat before it has written this
                 self._store.wait([key], timedelta(seconds=_MEET_S))
                 self._others[rank] = self._store.get(key).decode()
-            except DistError:  # it has ended before it began, and the group will fail without it
+            except DistError:  # it ended before it wrote this, and the group will fail without it
                 return self._own
         return self._others[rank]
 
 
 def store_host(store: Store) -> tuple[str, int]:
-    """Host and the port of `store`; no host where it is not reached over a network."""
+    """Host and port of `store`; "" as host if it is not reached over a network."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return str(getattr(store, "host", "")), int(getattr(store, "port", 0))

@@ -1,4 +1,4 @@
-"""A communicator that goes on without lost replicas: it repeats or copies interrupted
+"""A communicator that continues without lost replicas: it repeats or copies interrupted
 collectives."""
 
 import logging
@@ -38,23 +38,24 @@ from detonation.core.link.elastic_communicator import HandOver
 from detonation.core.schemes.scheme import Scheme
 
 MOST_TRIES = 5
-"""Agreements in a row after which no group could be made, although nobody was lost."""
+"""Largest number of agreements in a row after which no group could be made."""
 OVER_S = 30.0
-"""Limit of the network library comes after that of the membership, which knows who is late."""
+"""Seconds by which the limit of the network library is longer than that of the membership, which
+finds out which rank is late."""
 _log = logging.getLogger("detonation")
 
 
 class SurvivingCommunicator(AxisEnd):
-    """One shard's end of the axis between replicas; `losses` lists what it survived, `host` lets
-    others in.
+    """One shard's end of the axis between replicas.
 
-    listening: where this rank listens, in words; "" if that is loopback.
+    losses: those that it survived. host: lets new replicas in. listening: in words, where this rank
+    listens; "" if that is loopback.
 
-    All ranks start the same collectives in the same order, so a number names each. After a loss the
-    ranks compare which they have finished. One that some have finished and others not is copied
-    from the one to the other, so that all go on with the same bytes; one that nobody has finished
-    is started again without the lost replica. An all-to-all gives each replica bytes of its own, so
-    there the others send once more.
+    All ranks start the same collectives in the same order, so each has a number. After a loss the
+    ranks compare which ones they have finished. A collective that only some have finished is copied
+    to the others, so that all continue with the same bytes. One that nobody has finished is
+    repeated without the lost replica. In an all-to-all each replica receives different bytes, so it
+    is always repeated.
     """
 
     def __init__(
@@ -71,28 +72,30 @@ class SurvivingCommunicator(AxisEnd):
         self._link = link
         membership.patience_s = timeout_s
         self.listening = ""
-        self.layout = list(let_in[0].members if let_in else membership.members)
+        members = membership.members
+        if let_in:
+            members = let_in[0].members
+        self.layout = list(members)
         self.host = Host(membership)
         self.replica = self.layout.index(membership.replica)
         self.losses: list[SurvivedLoss] = []
         self._kept: dict[int, NumberedCollective] = {}
         self._started = self._floor = floor
         self._entry = entry
-        # of the optimizer at the door: the turn before which a replica comes in, and its number
+        # the turn before which a replica joins, of the optimizer that lets it in, and its number
         self.guest: tuple[int, int] | None = None
         self.axis = self
         self.awaits = -1
+        self.adopted = 0
         if entry:
             self.adopted = entry.turn
-        else:
-            self.adopted = 0
         self.departing: dict[int, Departure] = {}
         self.acting: AxisUser | None = None
         """Optimizer in whose step replicas leave now."""
         self.handed: Sequence[int] = ()  # these replicas
         self.users = AxisUsers(entry, [each for one in let_in for each in one.reports.values()])
-        self._own: AxisUser | None = None  # for calls of this end, where no optimizer was made
-        for agreement in let_in:  # by the others, who know who leaves and who comes next
+        self._own: AxisUser | None = None  # for calls of this end without an optimizer
+        for agreement in let_in:  # the reports of the others say who leaves and who joins next
             for report in agreement.reports.values():
                 leaving = {m: Departure(turns, gone) for m, turns, gone in report.departing}
                 self.departing |= leaving
@@ -109,18 +112,16 @@ class SurvivingCommunicator(AxisEnd):
         except RuntimeError:
             if let_in:
                 raise
-            self._broken = True  # so all agree on who is there
+            self._broken = True  # all then agree on the members
             self._group = Group(
                 PrefixStore(f"alone/{membership.rank}", membership.store), 0, 1, timeout_s
             )
         self.error: Exception | None = None
-        # Not the main thread, which may wait inside the network library for another shard of its
-        # replica.
+        # The main thread may wait inside the network library for another shard of its replica.
         threading.Thread(target=self._watch, name="recovery", daemon=True).start()
 
     def refuse(self, levels: Sequence[tuple[Axis, Scheme]], *_: object) -> None:
-        """Raises `ValueError` if a level around this one would join what is left of it by ranks
-        that may be lost."""
+        """Raises `ValueError` unless this axis is the outermost level."""
         if levels[-1][0] is not self:
             raise ValueError(
                 "only the outermost level may lose replicas: give the elastic axis to the last"
@@ -154,17 +155,17 @@ class SurvivingCommunicator(AxisEnd):
 
     @property
     def least(self) -> int:
-        """Number of replicas without which nobody goes on."""
+        """Smallest number of replicas that may continue."""
         return self._membership.least
 
     def depart(self) -> None:
         """Asks that this replica leave before one of the next steps, such as in a handler of
         SIGTERM.
 
-        All agree on the step. There open rounds end, what this replica has not sent goes to another
-        one, for all optimizers on the axis at once, and its step raises `ReplicaLeft`; the others
-        go on. One rank of a replica is enough. It has no effect where fewer than `min_replicas`
-        would be left.
+        All agree on the step. At that step open rounds end, another replica gets the unsent state
+        of this one, for all optimizers on the axis, and the step of this replica raises
+        `ReplicaLeft`; the others continue. It is enough to call this on one rank of the replica. It
+        has no effect if fewer than `min_replicas` would be left.
         """
         self._membership.leaves = True
 
@@ -195,13 +196,13 @@ class SurvivingCommunicator(AxisEnd):
         self.listening = line
 
     def way_to(self, replica: int) -> Way | None:
-        """Where the ranks of `replica` reach this rank; None if the environment decides."""
+        """Way on which the ranks of `replica` reach this rank; None if the environment decides."""
         membership = self._membership
         first = replica * membership.shards
         return membership.ways.to(range(first, first + membership.shards))
 
     def close(self, limit_s: float = 5.0) -> None:
-        """Leaves together with the replicas that are left, for which it waits at most `limit_s`.
+        """Leaves together with the remaining replicas, for which it waits at most `limit_s`.
 
         Collective.
         """
@@ -214,8 +215,7 @@ class SurvivingCommunicator(AxisEnd):
         self._group.abandon()
 
     def start(self, kind: NumberedKind, values: Tensor, user: AxisEnd) -> Callable[[], Tensor]:
-        """Starts a collective among the replicas that have a number for `user`; returns a function
-        that waits."""
+        """Starts a collective among the members of `user`; returns a function that waits for it."""
         link = self._link
         name = kind.replace("_", "-")
         size = user.size()
@@ -223,7 +223,7 @@ class SurvivingCommunicator(AxisEnd):
             return self._start(kind, values, user)
         leaves = torch.tensor([link.leave(name, values, size)], dtype=torch.float64)
         arriving = self._start(kind, values, user)
-        # like any collective, it goes on without a lost replica
+        # this collective also continues without a lost replica
         told = self._start("all_gather", leaves.view(torch.uint8), user)
 
         def arrived() -> Tensor:
@@ -236,7 +236,7 @@ class SurvivingCommunicator(AxisEnd):
         return arrived
 
     def _start(self, kind: NumberedKind, values: Tensor, user: AxisEnd) -> Callable[[], Tensor]:
-        sent = values.cpu()  # which is all that gloo carries
+        sent = values.cpu()  # gloo sends from host memory only
         with self._changed:
             self.settle()
             self._started += 1
@@ -249,7 +249,7 @@ class SurvivingCommunicator(AxisEnd):
         return partial(self._wait, each, values.device, user)
 
     def settle(self) -> None:
-        """Waits while a loss is being recovered from. Raises where this replica cannot go on."""
+        """Waits until the recovery from a loss has ended. Raises if this replica cannot continue."""
         membership = self._membership
         self._changed.wait_for(lambda: not self._is_busy() or self.error or membership.failure)
         membership.require_store()
@@ -260,13 +260,13 @@ class SurvivingCommunicator(AxisEnd):
         return self._recovering or self._broken
 
     def _launch(self, each: NumberedCollective) -> None:
-        """Starts a collective among the members that there are now."""
+        """Starts a collective among the present members."""
         each.members = [member for member in self._membership.members if member in each.layout]
         work = None
         each.flight = None
         try:
             if each.kind == "all_reduce":
-                each.target = each.sent.clone()  # the network adds into it
+                each.target = each.sent.clone()  # the network library sums into it
                 work = self._group.all_reduce(each.target)
             elif each.kind == "all_gather":
                 each.target = each.sent.new_empty(len(each.members), each.sent.numel())
@@ -301,12 +301,12 @@ class SurvivingCommunicator(AxisEnd):
             if each.result is None and each.flight is not None and not each.flight.ended:
                 self._changed.wait()
             elif each.result is None and not self._take(each):
-                self._broken = True  # which begins a recovery
+                self._broken = True  # begins a recovery
                 self._changed.notify_all()
         return each.result
 
     def _take(self, each: NumberedCollective) -> bool:
-        """Takes the result of a collective that has ended; False if it failed."""
+        """Records the result of a collective that has ended; False if it failed."""
         if each.flight is None or not each.flight.good:
             return False
         missing = [
@@ -352,7 +352,7 @@ class SurvivingCommunicator(AxisEnd):
                 return
 
     def _recover(self) -> None:
-        """Agrees with the others on who is left, and goes on with them. Collective."""
+        """Agrees with the others on the members, and continues with them. Collective."""
         membership = self._membership
         noticed = time.monotonic()
         before = list(membership.members)
@@ -360,7 +360,7 @@ class SurvivingCommunicator(AxisEnd):
             noticed = min(noticed, membership.noticed_at)
         agreement = self._regroup()
         if before != membership.members:
-            with self._changed:  # an optimizer that is made meanwhile has it, too
+            with self._changed:  # a new optimizer must have it, too
                 for end in (self, *self.users.present):
                     end.pending.append(agreement)
         self._log_change(before, agreement, time.monotonic() - noticed)
@@ -375,7 +375,7 @@ class SurvivingCommunicator(AxisEnd):
             if agreement.awaited >= 0:
                 self.guest = None
                 self.awaits = -1
-            # each agreement, also if no rank can form a group after it
+            # record each agreement, even if no rank can form a group after it
             self._note(agreement)
             self._group.abandon()
             try:
@@ -402,15 +402,14 @@ class SurvivingCommunicator(AxisEnd):
             _log.warning("%s", self.losses[-1].text(len(membership.members), len(self.layout)))
 
     def _note(self, agreement: Agreement) -> None:
-        """Notes who leaves, where enough stay, and who comes: before a turn that none has come to.
-
-        Who is noted already keeps that turn.
+        """Records which replicas leave, if enough stay, and which one joins: before a turn that no
+        rank has reached. A replica that is recorded already keeps its turn.
         """
         membership = self._membership
         reports = agreement.reports
         asked = {rank // membership.shards for rank, report in reports.items() if report.leaves}
         if membership.replica in asked:
-            membership.leaves = False  # all know
+            membership.leaves = False  # all have the request now
         left = {*membership.members} - self.departing.keys()
         if len(left - asked) >= max(1, membership.least):
             self.departing |= dict.fromkeys(sorted(left & asked), Departure.by(agreement))
@@ -422,7 +421,7 @@ class SurvivingCommunicator(AxisEnd):
             self.users.let_go()
 
     def _expect(self, turn: int, guest: int) -> None:
-        """Notes that `guest` comes in before `turn` of the optimizer that let it in."""
+        """Records that `guest` joins before `turn` of the optimizer that let it in."""
         self.guest = turn, guest
         self.host.door = self.host.door_of(guest)
 
@@ -437,7 +436,7 @@ class SurvivingCommunicator(AxisEnd):
         done = [each for each in self._kept.values() if each.result is not None]
         beyond = [each.number for each in done if each.number > self._floor]
         absent = {str(each.number): sorted(each.absent) for each in done}
-        with self._changed:  # an optimizer that is made meanwhile is in all of it, or in nothing
+        with self._changed:  # a new optimizer must be in both lists, or in neither
             turns = list(self.users.turns)
             alive = self.users.hold()
         return RankReport(
@@ -462,19 +461,21 @@ class SurvivingCommunicator(AxisEnd):
         way = membership.ways.to(
             member * membership.shards + membership.shard for member in membership.members
         )
-        self._listen("" if way is None else membership.ways.line(way))
-        if way is None:
-            address = ""
-        else:
+        address = ""
+        line = ""
+        if way is not None:
             address = way.address
+            line = membership.ways.line(way)
+        self._listen(line)
         limit_s = self.timeout_s + OVER_S
         make = partial(Group, store, rank, len(membership.members), limit_s, address)
-        return Group.formed(
-            make, membership.breaks_up if membership.epoch else membership.some_left
-        )
+        in_vain = membership.some_left
+        if membership.epoch:
+            in_vain = membership.breaks_up
+        return Group.formed(make, in_vain)
 
     def _catch_up(self, agreement: Agreement) -> bool:
-        """Copies what only some have finished, and starts the rest again; False if one more
+        """Copies collectives that only some have finished, and repeats the others; False if another
         replica is lost."""
         membership = self._membership
         ranks = [member * membership.shards + membership.shard for member in agreement.members]

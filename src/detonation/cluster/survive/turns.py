@@ -1,4 +1,4 @@
-"""Optimizers on an elastic axis: how far each has come, and which of them remain."""
+"""Progress of the optimizers on an elastic axis, and which of them still exist."""
 
 import math
 import weakref
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class Turns:
-    """How far one optimizer on the axis has come.
+    """Progress of one optimizer on the axis.
 
     A *turn* is a step that an optimizer begins, or its part in the departure of a replica. Turns
-    count from 0 and never fall, whereas steps do where training goes back to an earlier state. All
-    ranks count them alike, so an agreement dates by turns what happens to an optimizer.
+    count from 0 and never fall, unlike steps, which fall if training goes back to an earlier state.
+    All ranks count turns alike, so agreements refer to turns.
 
-    begun: the turns that it began. entered: those before which it asked who leaves and who comes.
-    first: the first one. steps: the steps that it began, for texts. over: a later optimizer trains
-    one of its parameters, or some rank has dropped it; a step of its own ends that. trained: the
-    parameters that it trains, by their ids.
+    begun: number of turns that it has begun. entered: number of turns before which it has settled
+    who leaves and who joins. first: the first turn. steps: number of steps that it has begun, for
+    messages. over: whether some rank has dropped it, or a later optimizer trains one of its
+    parameters; its next step resets that. trained: the parameters that it trains, by id.
     """
 
     begun: int = 0
@@ -36,7 +36,7 @@ class Turns:
     trained: dict[int, "weakref.ref[Tensor]"] = field(default_factory=dict)
 
     def begin(self, turn: int, step: int) -> None:
-        """Begins `turn`, which is `step` of the optimizer, or is in it still."""
+        """Begins `turn`, which is `step` of the optimizer. It may have begun already."""
         self.begun = max(self.begun, turn + 1)
         self.first = min(self.first, turn)
         self.steps = step + 1
@@ -51,22 +51,22 @@ class Turns:
 class AxisUsers:
     """Optimizers on an axis, numbered in the order in which all ranks make them.
 
-    Ranks drop an optimizer at the same line of their program, and notice that at different moments,
-    because a cycle of references may keep it. So what all ranks must do alike follows from
-    agreements and from the order of their calls.
+    Ranks drop an optimizer at the same line of their program, but notice that at different times,
+    because a reference cycle may keep it alive. So common decisions depend only on agreements and
+    on the order of calls.
 
-    turns: of all optimizers that were made, by number.
+    turns: of all optimizers, also dropped ones, by number.
     """
 
     def __init__(self, entry: GuestEntry | None, reports: Collection[RankReport]) -> None:
         made = max((len(report.users) for report in reports), default=0)
         self.turns = [Turns(over=True) for _ in range(made)]
-        self._entry = entry  # of a newcomer, whose first optimizer is the one that lets it in
+        self._entry = entry  # of a new replica: its first optimizer is the one that lets it in
         self._users: dict[int, weakref.ref[AxisUser]] = {}
-        self._held: list[object] = []  # optimizers that must not vanish before a replica has left
+        self._held: list[object] = []  # optimizers kept alive until a replica has left
 
     def next_number(self) -> int:
-        """Number of the optimizer that is made now; it has its `turns` from here on."""
+        """Number for a new optimizer, whose `turns` then exist."""
         entry = self._entry
         self._entry = None
         if entry is None:
@@ -76,7 +76,7 @@ class AxisUsers:
         return entry.user
 
     def add(self, user: "AxisUser", holds: bool) -> None:
-        """Adds an optimizer, and keeps it alive where the axis `holds` its optimizers."""
+        """Adds an optimizer, and keeps it alive if the axis `holds` its optimizers."""
         self._users[user.number] = weakref.ref(user)
         if holds:
             self._held.append(user.optimizer)
@@ -99,7 +99,7 @@ class AxisUsers:
         return [user.number for user in present]
 
     def let_go(self) -> None:
-        """Keeps no optimizer alive any longer."""
+        """Releases the optimizers that `hold` and `add` keep alive."""
         self._held = []
 
     def company(self, of: "AxisUser", gone: Collection[int]) -> list["AxisUser"]:
@@ -111,12 +111,12 @@ class AxisUsers:
         ]
 
     def end_others(self, gone: Collection[int]) -> None:
-        """Counts the optimizers `gone` as over, which some rank has dropped."""
+        """Marks the optimizers `gone`, which some rank has dropped, as over."""
         for number in gone:
             self.turns[number].over = True
 
     def note_trained(self, number: int, tensors: Collection[Tensor]) -> None:
-        """Notes what optimizer `number` trains; others that trained one of these are over."""
+        """Records what optimizer `number` trains. Others that trained one of `tensors` are over."""
         for other, turns in enumerate(self.turns):
             turns.over |= other != number and turns.trains(tensors)
         self.turns[number].trained = {id(tensor): weakref.ref(tensor) for tensor in tensors}
@@ -124,9 +124,9 @@ class AxisUsers:
 
 @dataclass(frozen=True)
 class Departure:
-    """When a replica leaves: before which turn of each optimizer.
+    """A replica leaves before these turns of the optimizers.
 
-    gone: the optimizers that some rank had dropped when all agreed on it.
+    gone: the optimizers that some rank had dropped when all agreed on the departure.
     """
 
     turns: list[int]
@@ -134,7 +134,7 @@ class Departure:
 
     @classmethod
     def by(cls, agreement: Agreement) -> "Departure":
-        """Departure on which an agreement settles."""
+        """Departure that follows from `agreement`."""
         return cls(agreement.next_changes, sorted(agreement.gone))
 
 

@@ -1,4 +1,4 @@
-"""Who uses an elastic axis on a rank: the optimizers, and the host of a newcomer; and the texts
+"""Users of an elastic axis on a rank: the optimizers, and the host of a new replica. Also the texts
 between ranks."""
 
 import math
@@ -28,53 +28,49 @@ _LOST = b"-"
 
 
 class StoreTexts:
-    """Gathers texts of the ranks of some replicas; any thread may use it, one at a time.
+    """Gathers texts of the ranks of `members`. One thread at a time may use it.
 
-    The store keeps the first value of a key. So where a rank is lost, either all others have its
-    text or none has. No other texts had the name `channel`.
+    The store keeps the first value of a key. So if a rank is lost, either all others have its text
+    or none has. The name `channel` must be unique.
     """
 
     def __init__(self, membership: Membership, members: Sequence[int], channel: str) -> None:
         self._membership = membership
         self._channel = channel
         self._count = 0
-        self._store: Store = membership.store.clone()  # type: ignore[attr-defined]  # one connection for each thread
-        self._ranks = [
-            member * membership.shards + shard
-            for member in members
-            for shard in range(membership.shards)
-        ]
+        # one connection for each thread
+        self._store: Store = membership.store.clone()  # type: ignore[attr-defined]
+        self._ranks = ranks_of_replicas(members, membership.shards)
         self.rank = self._ranks.index(membership.rank)
         self.world_size = len(self._ranks)
 
     def gather(self, text: str) -> list[str]:
-        """Texts of all ranks, by rank.
+        """Texts of all ranks, by rank. Collective.
 
-        Collective; raises `PeerLost` on all that are left where one is lost.
+        Raises `PeerLost` on all remaining ranks if one is lost.
         """
         self._count += 1
         keys = [self._key(self._count, rank) for rank in self._ranks]
         self._first(keys[self.rank], _TEXT + text.encode(errors="surrogateescape"))
         awaited = self._membership.awaited()
         while not self._store.check(keys):
-            lost = [
-                rank // self._membership.shards not in self._membership.members
-                for rank in self._ranks
-            ]
-            for key in (key for key, gone in zip(keys, lost, strict=True) if gone):
-                self._first(key, _LOST)
+            for rank, key in zip(self._ranks, keys, strict=True):
+                if rank // self._membership.shards not in self._membership.members:
+                    self._first(key, _LOST)
             self._membership.call_if_left()
             awaited.wait(partial(self._away, keys), _TEXT_POLL_S)
         values = self._store.multi_get(keys)
-        if self._count > 1:  # which all have read
+        if self._count > 1:  # all have read the texts before
             self._store.delete_key(self._key(self._count - 1, self._ranks[self.rank]))
         if any(value[:1] == _LOST for value in values):
             raise PeerLost("a replica was lost meanwhile")
         return [value[1:].decode(errors="surrogateescape") for value in values]
 
     def broadcast(self, text: str) -> str:
-        """Text of the first rank. Collective, as `gather`."""
-        return self.gather(text if not self.rank else "")[0]
+        """Returns the text of the first rank. Collective, like `gather`."""
+        if self.rank:
+            text = ""
+        return self.gather(text)[0]
 
     def _away(self, keys: Sequence[str]) -> list[int]:
         each = zip(self._ranks, keys, strict=True)
@@ -94,7 +90,7 @@ _POLL_S = 0.005
 
 
 class Host:
-    """One rank's dealings with a replica that comes in, by the store."""
+    """Exchanges between one rank and a replica that joins, over the store."""
 
     door = -1
     """Optimizer that lets in the replica on which all have agreed."""
@@ -104,15 +100,16 @@ class Host:
 
     @property
     def guest(self) -> int | None:
-        """A replica that asks to come in, or waits for its step; None without one."""
+        """Replica that asks to join, or waits for its step; None if there is none."""
         if self.membership.guest_asks:
             return self.membership.guest
         return None
 
     def offer(self, guest: int, address: str, user: int) -> None:
-        """Lets a guest know where the state of this shard is, and that `user` lets it in."""
+        """Gives a guest the address of the feed of this shard; `user` is the optimizer that lets it
+        in."""
         store = self.membership.store
-        store.set(axis_key("door", guest), str(user))  # first: who has the address may be ready
+        store.set(axis_key("door", guest), str(user))  # before the address, on which the guest acts
         store.set(axis_key("feed", guest, self.membership.shard), address)
 
     def door_of(self, guest: int) -> int:
@@ -124,13 +121,13 @@ class Host:
         return 0
 
     def tell_entry(self, guest: int, entry: GuestEntry) -> None:
-        """Lets a guest know that the others have come to the turn before which it comes in."""
+        """Announces to a guest that the others have reached the turn before which it joins."""
         told = f"{entry.user} {entry.turn} {entry.step}"
         self.membership.store.set(axis_key("entry", guest), told)
 
     def awaits(self, guest: int) -> bool:
-        """Notes that this rank has reached the step at which `guest` joins; True once all members
-        have."""
+        """Announces that this rank has reached the step at which `guest` joins; True after all
+        members have."""
         self.membership.store.set(axis_key("at", guest, self.membership.rank), "1")
         return not self.not_at(guest)
 
@@ -143,33 +140,32 @@ class Host:
         return [rank for rank in ranks if not store.check([axis_key("at", guest, rank)])]
 
     def copy_turn(self, guest: int, turn: int) -> float:
-        """Turn after which all shards give their guest a copy; infinity until all have one.
+        """Turn after which all shards give their guest a copy; infinity until each shard has a
+        guest.
 
-        The shards of a replica are in the same turn, or in two that follow each other.
+        The shards of a replica are in the same turn, or one turn apart.
         """
         store = self.membership.store
         shard = self.membership.shard
         shards = self.membership.shards
         first = self.membership.rank - shard
         copy = axis_key("copy", guest, self.membership.replica)
-        store.set(
-            axis_key("coming", guest, first + shard), "1"
-        )  # by rank: another replica gives it if this one is lost
-        if shard == 0 and store.check(
-            [axis_key("coming", guest, first + each) for each in range(shards)]
-        ):
-            store.compare_set(copy, "", str(turn + (2 if shards > 1 else 0)))
+        # by rank, because another replica gives the copy if this one is lost
+        coming = [axis_key("coming", guest, first + each) for each in range(shards)]
+        store.set(coming[shard], "1")
+        if shard == 0 and store.check(coming):
+            ahead = 2 * (shards > 1)
+            store.compare_set(copy, "", str(turn + ahead))
         if store.check([copy]):
             return int(store.get(copy))
         return math.inf
 
 
 class AxisEnd(ElasticCommunicator):
-    """An end of an elastic axis, for an optimizer or for what is none.
+    """An end of an elastic axis, for an optimizer or another user.
 
-    layout: the replicas that have a number for it, by the numbers with which they began. adopted:
-    the turn before which it took them. pending: agreements on members that it has not adopted.
-    name: of its texts.
+    layout: its members, by their numbers at the start. adopted: the turn before which it adopted
+    them. pending: agreements on members that it has not adopted yet. name: of its texts.
     """
 
     axis: "SurvivingCommunicator"
@@ -201,23 +197,21 @@ class AxisEnd(ElasticCommunicator):
         return StoreTexts(self.axis.host.membership, self.layout, channel)
 
     def take(self, due: Sequence[Agreement], members: list[int], turn: int) -> None:
-        """Takes the numbers that `members` have from `turn` on, by the agreements `due`."""
+        """Adopts `members` from `turn` on, by the agreements `due`."""
         self.pending = [each for each in self.pending if each not in due]
         self.layout = members
         self.replica = members.index(self.axis.host.membership.replica)
-        # the same members may come together again
         self.channels = 0
-        self.adopted = turn
+        self.adopted = turn  # part of the names of channels, because members may repeat
 
 
 class AxisUser(AxisEnd):
-    """One optimizer's end of an elastic axis: after a loss it takes the new numbers before a step
-    of its own.
+    """End of an elastic axis for one optimizer, which adopts new members before its own next step.
 
     Until then a lost replica is absent for it. Optimizers may be in different steps. All ranks make
-    them in one order.
+    them in the same order.
 
-    turns: how far it has come. optimizer: its method that hands over; None if none does.
+    turns: its progress. optimizer: its method that hands over unsent state; None if it has none.
     """
 
     def __init__(self, axis: "SurvivingCommunicator", hand_over: HandOver | None) -> None:
@@ -252,11 +246,11 @@ class AxisUser(AxisEnd):
         return step + self._ahead
 
     def turns_ahead(self) -> int:
-        """A turn less its step; another one after training went back, or forth."""
+        """Difference between a turn and its step. It changes when training goes back or forward."""
         return self._ahead
 
     def step_of(self, turn: float) -> float:
-        """Step of the optimizer that begins `turn`, unless training goes back before."""
+        """Step of the optimizer at `turn`, if training does not go back before."""
         return turn - self._ahead
 
     def resume_at(self, step: int) -> None:
@@ -302,21 +296,18 @@ class AxisUser(AxisEnd):
             self._let_all_hand_over(leaving)
         self._await_departure(leaving, step)
         self._await_guest(step)
-        with (
-            self._membership.changed
-        ):  # at once: after another loss all ask who has begun this step, and with whom
+        # one block, because another agreement needs to know who has begun this step, and with whom
+        with self._membership.changed:
             self.axis.settle()
             self.axis.forget_departed(leaving)
             turn = self.turn_of(step)
             due = self._due(turn)
+            members = self.layout
             if due:
                 members = due[-1].members
-            else:
-                members = self.layout
             kept = [number for number, member in enumerate(self.layout) if member in members]
-            if (
-                not due or due[-1] in self.axis.pending
-            ):  # the first user that adopts: for what is no user, too
+            if not due or due[-1] in self.axis.pending:
+                # the first optimizer that adopts them does so for users that are no optimizers
                 self.axis.take(due, members, turn)
             self.take(due, members, turn)
             self._end_others(due, grown=len(members) > len(kept))
@@ -324,9 +315,10 @@ class AxisUser(AxisEnd):
         return kept
 
     def _let_all_hand_over(self, leaving: Sequence[int]) -> None:
-        """Lets other optimizers hand over what the replicas `leaving` have not sent. Collective.
+        """Lets the other optimizers hand over the unsent state of the replicas `leaving`.
+        Collective.
 
-        All ranks are in the same step of the same optimizer, so the others are between two steps.
+        All ranks are in the same step of this optimizer, so the others are between two steps.
         """
         axis = self.axis
         gone = {user for member in leaving for user in axis.departing[member].gone}
@@ -340,16 +332,19 @@ class AxisUser(AxisEnd):
             axis.handed = ()
 
     def hand_over(self) -> None:
-        """Lets its optimizer hand over, in a step of another one.
+        """Lets its optimizer hand over, in the step of another one.
 
-        This is a turn of its own: it adopts the new numbers in the next one.
+        This counts as a turn. It adopts the new members in the next one.
         """
         if (optimizer := self.optimizer) is not None:
             optimizer()
         self._ahead += 1
 
     def _await_departure(self, leaving: Sequence[int], step: int) -> None:
-        """Leaves where this replica is `leaving`; else waits until all agree on who is left."""
+        """Leaves if this replica is `leaving`; else waits until all agree on the remaining ones.
+
+        Raises `ReplicaLeft` if this replica has left.
+        """
         if self._membership.replica in leaving:
             self._membership.store.set(axis_key("asked", self._membership.rank), "1")
             self._membership.await_shards(self.axis.timeout_s)
@@ -363,7 +358,7 @@ class AxisUser(AxisEnd):
             time.sleep(_POLL_S)
 
     def _await_guest(self, step: int) -> None:
-        """Waits before `step` until all have agreed whether the guest has come."""
+        """Waits before `step` until all have agreed whether the guest has joined."""
         axis = self.axis
         membership = self._membership
         awaited = membership.awaited()
@@ -378,7 +373,7 @@ class AxisUser(AxisEnd):
                         axis.guest[1], GuestEntry(self.number, axis.guest[0], step)
                     )
                 axis.awaits = axis.guest[1]
-            if axis.host.awaits(axis.awaits):  # and nothing is in flight anywhere
+            if axis.host.awaits(axis.awaits):  # then no collective is running anywhere
                 membership.call()
                 with membership.changed:
                     membership.changed.wait_for(lambda: axis.guest is None or axis.error, 1.0)
@@ -390,9 +385,9 @@ class AxisUser(AxisEnd):
         return [each for each in self.pending if turn >= turn_of(each.next_turns, self.number)]
 
     def _end_others(self, due: Sequence[Agreement], grown: bool) -> None:
-        """Counts optimizers as over that some rank has no longer.
+        """Marks optimizers that some rank does not have as over.
 
-        A newcomer has only the one that let it in.
+        A new replica has only the one that let it in.
         """
         users = self.axis.users
         for agreement in due:
