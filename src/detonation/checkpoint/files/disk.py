@@ -11,8 +11,6 @@ from pathlib import Path
 from detonation.whole_files import new_file, sync_entries
 
 WRITE_BLOCK = 1 << 20
-PROBE = ".volume-"
-"""How the names of files begin that are there for a moment, to find out who sees a directory."""
 
 observer: Callable[[str, Path], None] | None = None
 """For tests: called before each operation with its name and path.

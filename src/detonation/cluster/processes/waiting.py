@@ -151,8 +151,8 @@ def says_meanwhile(who: str, whom: str) -> Iterator[None]:
 
 
 class Awaited:
-    """Waits for ranks that have not come to where `who` is: says who they are, and gives up after
-    `limit_s`.
+    """Waits for ranks, or anybody else, that have not come to where `who` is: says who they are,
+    and gives up after `limit_s`.
 
     line_s: Seconds until the first line. look: Called at each turn; it raises where there is no use
     in waiting.
@@ -169,9 +169,9 @@ class Awaited:
         self._began = time.monotonic()
         self._due = MEET_LINE_S if line_s is None else line_s
 
-    def wait(self, away: Callable[[], Collection[int]], poll_s: float = _POLL_S) -> None:
-        """Waits a moment longer; `away` finds the ranks that have not come. `TimeoutError` after
-        the limit."""
+    def wait(self, away: Callable[[], Collection[int] | str], poll_s: float = _POLL_S) -> None:
+        """Waits a moment longer; `away` finds the ranks that have not come, or says who has not, in
+        words. `TimeoutError` after the limit."""
         seconds = time.monotonic() - self._began
         self._look()
         end_if_asked()
@@ -185,7 +185,9 @@ class Awaited:
         time.sleep(poll_s)
 
 
-def _named(ranks: Collection[int]) -> str:
+def _named(ranks: Collection[int] | str) -> str:
+    if isinstance(ranks, str):
+        return ranks
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 

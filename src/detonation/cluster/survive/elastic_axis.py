@@ -25,6 +25,7 @@ from detonation.cluster.position import host_and_port
 from detonation.cluster.processes.failure import Failure
 from detonation.cluster.processes.refusal import is_prepared, refusals
 from detonation.cluster.processes.rendezvous import reached_store
+from detonation.cluster.processes.waiting import WAIT_LINE_S, Awaited
 from detonation.cluster.survive.agreement import (
     EPOCH,
     SIZE,
@@ -35,6 +36,7 @@ from detonation.cluster.survive.agreement import (
     axis_key,
     axis_store,
     latest_axis_store,
+    latest_members,
     next_axis_store,
     note_gone,
     parse_agreement,
@@ -42,6 +44,7 @@ from detonation.cluster.survive.agreement import (
     turn_of,
 )
 from detonation.cluster.survive.membership import Membership
+from detonation.cluster.survive.port import Presence
 from detonation.cluster.survive.surviving import MOST_TRIES, SurvivingCommunicator
 from detonation.link_speed import LinkSpeed
 
@@ -136,13 +139,7 @@ class MeetingPoint:
     def _members(self) -> set[int]:
         """The replicas by the latest agreement: some may have come in since the start."""
         assert self._store is not None
-        store = axis_store(self._store, 0)
-        epoch = int(store.get(EPOCH)) if store.check([EPOCH]) else 0
-        return (
-            {*parse_agreement(epoch, store.get(f"{epoch}/record")).members}
-            if epoch
-            else {*range(self._replicas)}
-        )
+        return {*latest_members(axis_store(self._store, 0), self._replicas)}
 
     def has_left(self, rank: int) -> bool:
         """True where `rank` was asked to leave before the others, and has."""
@@ -318,7 +315,7 @@ class Guest:
     """A replica that comes in while others train, for `admitted`. All ranks of the replica
     construct it together.
 
-    number: Of the replica; numbers are never used twice.
+    number: Of the replica; numbers are never used twice. hosts: The replicas that train.
 
     Args:
         store: Where the replicas meet; see `elastic`.
@@ -327,6 +324,7 @@ class Guest:
         min_replicas, silence_s, timeout_s, link: As in `elastic`, with the link of the others.
 
     Raises:
+        ReplicaLost: Nobody has met there, or the replicas that have met are not there any more.
         ValueError: The replicas there have another number of shards.
 
     Example:
@@ -358,6 +356,8 @@ class Guest:
         replicas, shards = map(int, own.get(SIZE).split())
         if shards != self._shards:
             raise ValueError(f"a replica of {self._shards} shards cannot join replicas of {shards}")
+        # before it counts as a guest
+        Presence(own, replicas, shards, silence_s).require()
         number = torch.tensor(replicas + own.add("numbers", 1) - 1 if self._shard == 0 else 0)
         if mesh is not None and shards > 1:
             group = mesh["shard"].get_group()
@@ -377,20 +377,22 @@ class Guest:
         )
         self._link = _node_link(speed, self.membership, mesh)
         self._store = self.membership.store
+        self.hosts = Presence(self._store, replicas, shards, self.membership.limit_s())
         self._store.set(
             axis_key("ask", self.number), "1"
         )  # at once: the others look for one number after another
 
     def addresses(self, timeout_s: float) -> str:
         """The addresses of the feeds of all shards, separated by commas, once the others have them."""
-        deadline = time.monotonic() + timeout_s
         keys = [axis_key("feed", self.number, shard) for shard in range(self._shards)]
-        while not self._store.check(keys):
-            if time.monotonic() > deadline:
-                raise ReplicaLost(
-                    f"no replica has let replica {self.number} in within {timeout_s:g} s"
-                )
-            time.sleep(_POLL_S)
+        who = f"replica {self.number}"
+        awaited = Awaited(who, timeout_s, WAIT_LINE_S, self.hosts.require)
+        try:
+            while not self._store.check(keys):
+                awaited.wait(lambda: "a replica that lets it in", _POLL_S)
+        except TimeoutError as error:
+            text = f"no replica has let {who} in within {timeout_s:g} s"
+            raise ReplicaLost(text) from error
         return ",".join(self._store.get(key).decode() for key in keys)
 
     def ready(self) -> None:
