@@ -14,6 +14,9 @@ from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any
 
+PROBE = ".volume-"
+"""How the names of files begin that a start writes to find out who may write in a directory, and
+who shares it. One may remain of a start that was killed."""
 MOST_TEXT = 1 << 26
 """Largest file of settings that is read, in bytes."""
 MOST_RECORDS = 1 << 32

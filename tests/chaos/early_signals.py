@@ -4,9 +4,11 @@ OMP_NUM_THREADS=1 PYTHONPATH=tests:. python tests/chaos/early_signals.py [--trie
 
 Each try starts a command of its own as a terminal does, in its own process group. Ctrl-C goes to
 the group, SIGTERM to the process alone. The command has to end with one line and code 128 + n, or,
-where it trains, with its state saved. No process of its group may be left. Prints what failed.
+where it trains, with its state saved. Only a command that had printed all may end with its own code.
+No process of its group may be left. Prints what failed.
 
-Before the command's first instruction the interpreter starts, which a signal ends in its own way.
+Before the command's first instruction the interpreter starts, and after its last one it shuts down:
+a signal ends it in its own way then.
 """
 
 import argparse
@@ -36,11 +38,12 @@ TOKEN = "0123456789abcdef" * 4
 
 @dataclass(frozen=True)
 class Case:
-    """A command, and the environment that it finds besides."""
+    """A command, the environment that it finds besides, and whether it ends by itself."""
 
     name: str
     arguments: tuple[str, ...]
     env: Mapping[str, str]
+    ends: bool
 
 
 @dataclass(frozen=True)
@@ -79,15 +82,17 @@ def cases(folder: Path) -> Iterator[Cases]:
         made = ["train", short, "--out", run, "--log"]
         subprocess.run(_command(made), check=True, capture_output=True, env=_env(folder, {}))
 
-        def case(*arguments: str, note: str = "", env: Mapping[str, str] = {}) -> Case:
+        def case(
+            *arguments: str, note: str = "", env: Mapping[str, str] = {}, ends: bool = False
+        ) -> Case:
             name = " ".join(each.removeprefix(f"{folder}/") for each in arguments)
             name = name.replace(address, "HOST:PORT")
-            return Case(f"{name}{note}", arguments, {"DETONATION_TOKEN": TOKEN, **env})
+            return Case(f"{name}{note}", arguments, {"DETONATION_TOKEN": TOKEN, **env}, ends)
 
         train = ("train", recipe, "--out", "OUT")
         launched = {**first, "MASTER_PORT": str(free_port())}
         commands = [
-            case("train"),
+            case("train", ends=True),
             case(*train, note=" (alone)"),
             case(*train, "--elastic", note=" (alone)"),
             case(*train, "--elastic", "--replica", "1", "--meet", address),
@@ -95,17 +100,17 @@ def cases(folder: Path) -> Iterator[Cases]:
             case(*train, note=" (launched)", env=launched),
             case("compare", recipe, "--schemes", "full,demo", "--out", "OUT"),
             case("simulate", recipe, "--out", "OUT"),
-            case("probe", recipe, "--out", f"{folder}/profile.json"),
-            case("plan", short, "--link", "100mbit"),
-            case("plan", "--parameters", "1b", "--link", "100mbit", "--step-time", "1"),
-            case("report", run, "--out", f"{folder}/report.html"),
-            case("verify", run),
-            case("export", run, "--out", "OUT"),
-            case("follow", run),
+            case("probe", recipe, "--out", f"{folder}/profile.json", ends=True),
+            case("plan", short, "--link", "100mbit", ends=True),
+            case("plan", "--parameters", "1b", "--link", "100mbit", "--step-time", "1", ends=True),
+            case("report", run, "--out", f"{folder}/report.html", ends=True),
+            case("verify", run, ends=True),
+            case("export", run, "--out", "OUT", ends=True),
+            case("follow", run, ends=True),
             case("follow", address, "--out", "OUT"),
             case("meet", f"127.0.0.1:{free_port()}"),
             case("fetch", "sotu", env={"XDG_CACHE_HOME": f"{folder}/cache"}),
-            case("--version"),
+            case("--version", ends=True),
         ]
         yield Cases(commands, silent)
 
@@ -116,6 +121,7 @@ class Started:
     def __init__(self, case: Case, folder: Path) -> None:
         folder.mkdir(parents=True)
         self._folder = folder
+        self._ends, self._compares = case.ends, case.arguments[0] == "compare"
         self.env = _env(folder.parent, case.env)
         arguments = [each.replace("OUT", str(folder / "out")) for each in case.arguments]
         with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
@@ -160,38 +166,53 @@ class Started:
     def end_by(self, number: int) -> Outcome:
         """Sends the signal, waits for the end, and judges it."""
         if self.ended_within(0):
-            return Outcome("over", "")
-        begun = self.has_begun
+            return Outcome("over", "" if self._ends else f"ended by itself, {self.stderr!r}")
+        begun, loaded = self.has_begun, self.maps("libtorch_cpu")
         since = time.monotonic()
         if number == signal.SIGINT:
             os.killpg(self.pid, number)
         else:
             os.kill(self.pid, number)
+        printed = self.stdout
         ended = self.ended_within(LIMIT_S)
         seconds = time.monotonic() - since
         problem = "" if ended else f"still running after {LIMIT_S} s"
-        outcome = self._judged(number, begun, seconds) if ended else Outcome("", problem)
+        if ended:
+            outcome = self._judged(number, begun, loaded, printed, seconds)
+        else:
+            outcome = Outcome("", problem)
         left = self.left()
         if left:
             return Outcome(outcome.how, f"{outcome.problem}; processes are left: {left}", seconds)
         return outcome
 
-    def _judged(self, number: int, begun: bool, seconds: float) -> Outcome:
+    def _judged(
+        self, number: int, begun: bool, loaded: bool, printed: str, seconds: float
+    ) -> Outcome:
+        """How it ended. At the signal it had handlers if it had `begun`, torch if it had `loaded`
+        it, and had `printed` so much."""
         code = self._process.wait()
         errors = self.stderr
         says = (
             "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
         )
         told = f"code {code} after {seconds:.2f} s, {errors[-500:]!r}"
-        if code == 0 and not errors:
-            how = "saved" if SAVED in self.stdout else "over"
-            return Outcome(how, "", seconds)
-        if not begun and (code == -number or "KeyboardInterrupt" in errors):
-            return Outcome("interpreter", "", seconds)
         lines = errors.splitlines()
         told_once = [line.startswith("error: ") for line in lines].count(True) == 1
-        good = code == 128 + number and told_once and lines[-1].startswith(f"error: {says}")
-        return Outcome("at once", "" if good else told, seconds)
+        told_last = lines[-1] if told_once else ""
+        if code == 128 + number and told_last.startswith(f"error: {says}"):
+            return Outcome("at once", "", seconds)
+        if self._compares and code == 128 + number and told_last.startswith(f"error: {SAVED}"):
+            return Outcome("saved", "", seconds)
+        if code == 0 and not errors and number == signal.SIGTERM and SAVED in self.stdout:
+            return Outcome("saved", "", seconds)
+        by_interpreter = code == -number or "KeyboardInterrupt" in errors
+        if not begun and not loaded and not printed and by_interpreter:
+            return Outcome("interpreter", "", seconds)
+        done = self._ends and printed and printed == self.stdout and not errors
+        if done and (code == 0 or (code == -number and not begun)):
+            return Outcome("over", "", seconds)
+        return Outcome("at once", told, seconds)
 
     def left(self) -> list[int]:
         """The processes of its group that are left; the kernel may need a moment to end them."""
@@ -262,10 +283,10 @@ def main() -> int:
                 outcome = command.end_by(which)
             finally:
                 command.close()
-            late = outcome.how == "at once" and outcome.seconds > asked.within
+            late = outcome.how != "saved" and outcome.seconds > asked.within
             problem = outcome.problem or ("too late" if late else "")
             counts[outcome.how] += 1
-            if outcome.how == "at once":
+            if outcome.how != "saved":
                 slowest = max(slowest, outcome.seconds)
             if problem:
                 failed += 1

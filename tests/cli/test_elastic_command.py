@@ -155,6 +155,40 @@ def test_replicas_meet_as_worlds_of_their_own_and_another_one_comes_in(tmp_path)
     assert json.loads((newest / "manifest.json").read_text())["replicas"] == 1
 
 
+@pytest.mark.parametrize("how", ["finished", "killed"])
+def test_a_replica_that_joins_a_run_that_has_ended_is_told_so(tmp_path, how):
+    address, recipe = f"127.0.0.1:{free_port()}", write_recipe(tmp_path / "tiny.toml")
+    token = {"DETONATION_TOKEN": "0123456789abcdef"}
+    meet = Command(tmp_path / "meet", "meet", address)
+    steps = () if how == "finished" else LONG
+    way = ("--elastic", "--meet", address, "--replicas", 1, "--replica", 0, *steps)
+    run = Command(tmp_path / "run", "train", recipe, "--out", tmp_path / "out", *way, env=token)
+    try:
+        if how == "killed":
+            run.wait_for_step(2)
+            (rank,) = run.ranks
+            os.kill(rank, signal.SIGKILL)
+        assert (run.wait() == 0) == (how == "finished")
+        joins = Command(
+            tmp_path / "new",
+            "train",
+            recipe,
+            "--out",
+            tmp_path / "new",
+            "--join",
+            address,
+            env=token,
+        )
+        assert joins.wait() == 1
+        assert joins.errors == (
+            f"error: ReplicaLost: the run whose replicas met at {address} has ended: start it again,"
+            " or give the address of one that trains\n"
+        )
+    finally:
+        run.kill()
+        meet.kill()
+
+
 @some("replica", [0, 2], keep=[0])
 def test_the_others_finish_the_run_when_one_replica_is_asked_to_leave(begun, tmp_path, replica):
     command = begun("--replicas", 3)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from commands import Command, free_port, write_recipe
-from detonation.cluster.processes import rendezvous
+from detonation.cluster.processes import waiting
 
 pytestmark = pytest.mark.usefixtures("soon", "patient")
 TOKEN = {"DETONATION_TOKEN": "0123456789abcdef"}
@@ -87,7 +87,7 @@ def test_one_request_to_stop_ends_a_replica_that_waits_for_the_store(tmp_path, s
     def warning(text, *values):  # pytest keeps what loggers say in forks, too
         print(text % values, file=sys.stderr, flush=True)
 
-    monkeypatch.setattr(rendezvous, "_log", SimpleNamespace(warning=warning))
+    monkeypatch.setattr(waiting, "_log", SimpleNamespace(warning=warning))
     recipe, address = write_recipe(tmp_path / "tiny.toml"), f"127.0.0.1:{free_port()}"
     command = start(
         "first", "train", recipe, "--elastic", "--meet", address, "--replicas", 2, "--replica", 0

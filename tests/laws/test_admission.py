@@ -3,6 +3,7 @@
 import copy
 import threading
 import time
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,7 +12,8 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 import detonation as dt
-from detonation.cluster.survive import elastic_axis, membership
+from detonation.cluster.processes import waiting
+from detonation.cluster.survive import elastic_axis, membership, port
 from detonation.cluster.survive.agreement import (
     ReplicaLeft,
     ReplicaLost,
@@ -123,6 +125,46 @@ def test_a_newcomer_that_nobody_lets_in_does_not_wait_for_ever(ended, monkeypatc
     assert came == [
         what if ended else f"the others did not agree on a step for replica 1 within {LIMIT_S} s"
     ]
+
+
+@pytest.mark.parametrize("how", ["left", "killed", "silent"])
+def test_a_newcomer_hears_at_once_that_the_run_has_ended(how, monkeypatch):
+    """Before it counts as one, and while it waits; as ever where one of the replicas is there."""
+    monkeypatch.setattr(port, "_PRESENT_S", 0.0)
+    store = HashStore()
+    axes = together(
+        *(partial(dt.elastic, replica=replica, replicas=2, store=store) for replica in (0, 1))
+    )
+    guest = dt.Guest(store)
+    own = guest.membership.store
+    axes[1].host.membership.stop()
+    note_gone(own, 1)
+    guest.hosts.require()
+    axes[0].host.membership.stop()
+    if how == "left":
+        own.set(axis_key("left", 0), "1")
+    elif how == "killed":
+        note_gone(own, 0)
+    else:
+        guest.hosts._silence_s = 0.0
+        guest.hosts.require()
+        monkeypatch.setattr(port, "pace_of", lambda beat: 0.0)
+    with pytest.raises(ReplicaLost, match="the run whose replicas met here has ended: start it"):
+        guest.addresses(LIMIT_S)
+    guest.membership.stop()
+    if how != "silent":
+        with pytest.raises(ReplicaLost, match="has ended: start it again, or give the address"):
+            dt.Guest(store)
+        assert own.add("numbers", 0) == 1  # it did not count as a newcomer
+
+
+def test_a_newcomer_where_nobody_has_met_says_for_whom_it_waits(monkeypatch, caplog):
+    monkeypatch.setattr(waiting, "MEET_LINE_S", 0.0)
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(ReplicaLost, match=r"no replicas have met within 0\.1 s: start the run"):
+        dt.Guest(store)
+    assert "this replica has waited for 0 s, at most 0.1, for the first replicas" in caplog.text
 
 
 def left_behind(store):

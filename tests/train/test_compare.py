@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -147,7 +148,8 @@ def test_a_comparison_ends_where_a_signal_has_ended_a_run(tmp_path, monkeypatch,
         return {"stopped_after": 3, "stopped_by": "SIGTERM", "directory": str(task.request.out)}
 
     monkeypatch.setattr(compare, "run_task", stopped)
-    assert run_command(["compare", QUICK, "--schemes", "full,demo", "--out", str(tmp_path)]) == 1
+    arguments = ["compare", QUICK, "--schemes", "full,demo", "--out", str(tmp_path)]
+    assert run_command(arguments) == 128 + signal.SIGTERM
     full = tmp_path / "full"
     line = f"error: stopped by SIGTERM after step 3 of {full}: the same command with --out {tmp_path} continues it"
     assert capsys.readouterr().err.startswith(line)

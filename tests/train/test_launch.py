@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from commands import outliving
 from detonation.cluster import launch
+from detonation.cluster.exits import RankExits
 from detonation.cluster.init import LaunchPosition, launch_position
 from detonation.cluster.launch import run_local
 from detonation.cluster.processes import heartbeat
@@ -120,6 +121,14 @@ def test_ranks_for_which_somebody_else_has_waited_end_nothing():
 def test_a_world_that_hangs_is_ended():
     with pytest.raises(WorldError, match=r"ranks \[0, 1\] did not finish in time"):
         run_local(signal.pause, 2, timeout_s=1)
+
+
+def test_ranks_that_have_ended_when_the_time_is_over_are_in_time(tmp_path):
+    pid = os.fork()
+    if not pid:
+        os._exit(0)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert RankExits({0: pid}, tmp_path, deadline=0.0, meeting=None).wait() is None
 
 
 def test_a_rank_ends_where_the_board_is_lost_while_it_looks_who_is_silent(monkeypatch):

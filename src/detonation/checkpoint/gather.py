@@ -20,6 +20,7 @@ from detonation.checkpoint.files import disk
 from detonation.core.flat.tensors import local
 from detonation.core.link.elastic_communicator import ElasticCommunicator, TextExchange
 from detonation.core.optimizer.replicated import Replicated
+from detonation.whole_files import PROBE
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,7 @@ class CheckpointsElsewhere:
 
 
 def _probe(directory: Path, token: str, rank: int) -> Path:
-    return directory / f"{disk.PROBE}{token}-{rank}"
+    return directory / f"{PROBE}{token}-{rank}"
 
 
 def _written(path: Path) -> str:

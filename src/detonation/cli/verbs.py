@@ -33,9 +33,11 @@ def say(verb: of.Common, line: str) -> None:
 
 def explain(verb: of.Common, error: Exception) -> int:
     """Prints an error in one line, unless another rank has; returns the exit code: 2 for bad input,
-    else 1."""
-    from detonation.cluster.processes.failure import WorldError, describe
+    128 + n where signal n has asked for the end, else 1."""
+    from detonation.cluster.processes.failure import StopRequested, WorldError, describe
 
+    if isinstance(error, StopRequested):
+        return fail(str(error), error.code, verb.json)
     world = error if isinstance(error, WorldError) else None
     if verb.debug:
         trace = world.failure.trace if world else ""

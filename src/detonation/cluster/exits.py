@@ -52,7 +52,7 @@ class RankExits:
             self._kill_left_out()
             if self._knows_cause():
                 break
-            if time.monotonic() > self._deadline:
+            if self._pids and time.monotonic() > self._deadline:
                 text = f"ranks {sorted(self._pids)} did not finish in time and were ended"
                 return Failure(min(self._pids), time.time(), "TimeoutError", text, complete=True)
             time.sleep(_POLL_S)

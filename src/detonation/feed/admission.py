@@ -229,3 +229,5 @@ def _follow(
         guest.let_in()
         follower.turn_to(guest.addresses(0))
         follower.update(wait_s=0.05)
+        if follower.trouble and not has_come():  # a training that ended in order says so itself
+            guest.hosts.require()

@@ -10,8 +10,6 @@ from pathlib import Path
 from detonation.whole_files import new_file, sync_entries
 
 WRITE_BLOCK = 1 << 20
-PROBE = ".volume-"
-"""Prefix of temporary files, by which ranks find out which of them share a directory."""
 
 observer: Callable[[str, Path], None] | None = None
 """For tests: called before each operation with its name and path. It may raise to stop it."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from detonation.checkpoint.files import disk
 from detonation.checkpoint.files.manifest import MANIFEST_NAME
+from detonation.whole_files import PROBE
 
 _log = logging.getLogger("detonation.checkpoint")
 _NAME = re.compile(r"step-(\d{6,15})|\.step-(\d{6,15})\.part")
@@ -72,7 +73,7 @@ def begin(directory: Path, step: int) -> None:
     removed.
     """
     if directory.is_dir():
-        for probe in directory.glob(f"{disk.PROBE}*"):
+        for probe in directory.glob(f"{PROBE}*"):
             with contextlib.suppress(OSError):  # another user may own it
                 probe.unlink()
         for path in sorted(directory.glob(".step-*")):

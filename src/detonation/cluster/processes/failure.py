@@ -51,6 +51,14 @@ class RunError(DetonationError, RuntimeError):
     """A failure whose message is complete without the class of the error and the rank."""
 
 
+class StopRequested(RunError):
+    """A signal asked for the end, and all that was done is saved. code: 128 + its number."""
+
+    def __init__(self, number: int, text: str) -> None:
+        super().__init__(text)
+        self.code = 128 + number
+
+
 class SecondaryFailure(RunError):
     """This rank stops because another rank failed and reports the cause."""
 

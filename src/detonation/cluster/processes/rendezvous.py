@@ -3,11 +3,9 @@
 import contextlib
 import errno
 import json
-import logging
 import os
 import secrets
 import socket
-import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -31,8 +29,7 @@ from detonation.cluster.interface import (
 )
 from detonation.cluster.position import LaunchPosition, require_known_host
 from detonation.cluster.processes.failure import RunError
-from detonation.cluster.processes.signals import end_if_asked
-from detonation.cluster.processes.waiting import MEET_LINE_S, Awaited, says_meanwhile
+from detonation.cluster.processes.waiting import Awaited, says_meanwhile
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 INTERFACES = (GLOO_INTERFACE, "NCCL_SOCKET_IFNAME")
@@ -43,7 +40,6 @@ _READ_S = 10.0
 _MOST_WAYS = 4
 _found = ""
 """Interface that this process has chosen and written to its environment."""
-_log = logging.getLogger("detonation")
 
 
 def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> Store:
@@ -120,29 +116,34 @@ def reached_store(host: str, port: int) -> TCPStore:
     Raises `ValueError` if nothing answers, or the host is unknown.
     """
     where = f"{host}:{port}"
-    began = time.monotonic()
-    due = MEET_LINE_S
     address = where
     if ":" in host:
         address = f"[{host}]:{port}"
     require_known_host("the address of the store", address)
-    while True:
+    awaited = Awaited("this replica", _RENDEZVOUS_TIMEOUT_S)
+    while why := _cannot_connect(host, port):
         try:
-            socket.create_connection((host, port), timeout=_CONNECT_S).close()
-            return TCPStore(host, port, timeout=timedelta(seconds=_RENDEZVOUS_TIMEOUT_S))
-        except OSError as error:
-            why = error.strerror or str(error)
-        end_if_asked()
-        seconds = time.monotonic() - began
-        if seconds > _RENDEZVOUS_TIMEOUT_S:
+            awaited.wait(partial("{}: {}".format, where, why), _CONNECT_S / 10)
+        except TimeoutError as error:
             raise ValueError(
                 f"nobody keeps a store at {where} ({why}): start detonation meet there"
-            )
-        if seconds > due:
-            due *= 2
-            limit_s = _RENDEZVOUS_TIMEOUT_S
-            _log.warning("waited for %.0f s, at most %g, for %s: %s", seconds, limit_s, where, why)
-        time.sleep(_CONNECT_S / 10)
+            ) from error
+    try:
+        with says_meanwhile("this replica", f"an answer of what listens at {where}"):
+            return TCPStore(host, port, timeout=timedelta(seconds=_RENDEZVOUS_TIMEOUT_S))
+    except DistError as error:
+        raise ValueError(
+            f"what listens at {where} is no store: give the address of detonation meet"
+        ) from error
+
+
+def _cannot_connect(host: str, port: int) -> str:
+    """Why nobody takes a connection at `host` and `port`; "" where somebody does."""
+    try:
+        socket.create_connection((host, port), timeout=_CONNECT_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def _wait_for_all(store: Store, world_size: int) -> None:

@@ -161,7 +161,8 @@ def says_meanwhile(who: str, whom: str) -> Iterator[None]:
 
 
 class Awaited:
-    """Waits for missing ranks, logs which they are, and raises `TimeoutError` after `limit_s`.
+    """Waits for ranks or for anybody else, logs who is missing, and raises `TimeoutError` after
+    `limit_s`.
 
     who: the waiting rank, in words. line_s: seconds until the first line. look: called at each
     poll; it raises if waiting is useless.
@@ -182,9 +183,9 @@ class Awaited:
         if line_s is not None:
             self._due = line_s
 
-    def wait(self, away: Callable[[], Collection[int]], poll_s: float = _POLL_S) -> None:
-        """Waits for `poll_s`. `away` finds the missing ranks. Raises `TimeoutError` after the
-        limit."""
+    def wait(self, away: Callable[[], Collection[int] | str], poll_s: float = _POLL_S) -> None:
+        """Waits for `poll_s`. `away` finds the missing ranks, or names in words who is missing.
+        Raises `TimeoutError` after the limit."""
         seconds = time.monotonic() - self._began
         self._look()
         end_if_asked()
@@ -198,7 +199,9 @@ class Awaited:
         time.sleep(poll_s)
 
 
-def _named(ranks: Collection[int]) -> str:
+def _named(ranks: Collection[int] | str) -> str:
+    if isinstance(ranks, str):
+        return ranks
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from detonation.cluster.processes.rendezvous import name_of_first
-from detonation.cluster.processes.waiting import Standing
+from detonation.cluster.processes.waiting import Awaited, Standing
 from detonation.core.base_error import DetonationError
 
 SIZE = "size"
@@ -292,8 +292,30 @@ def next_axis_store(
 
 
 def latest_axis_store(base: Store) -> Store:
-    """Part of `base` for the axis that was made last. Waits for one."""
-    return axis_store(base, int(base.get(f"{_AXES}/latest")))
+    """Part of `base` for the axis that was made last. Waits for one; raises `ReplicaLost` if none
+    comes."""
+    timeout_s = base.timeout.total_seconds()  # type: ignore[attr-defined]
+    awaited = Awaited("this replica", timeout_s)
+    try:
+        while not base.check([f"{_AXES}/latest"]):
+            awaited.wait(lambda: "the first replicas")
+        own = axis_store(base, int(base.get(f"{_AXES}/latest")))
+        while not own.check([SIZE, EPOCH]):
+            awaited.wait(lambda: "the first replicas")
+    except TimeoutError as error:
+        text = f"no replicas have met within {timeout_s:g} s: start the run first"
+        raise ReplicaLost(text) from error
+    return own
+
+
+def latest_members(store: Store, replicas: int) -> list[int]:
+    """Members in the latest epoch; before the first epoch, all `replicas` of the start."""
+    epoch = 0
+    if store.check([EPOCH]):
+        epoch = int(store.get(EPOCH))
+    if not epoch:
+        return [*range(replicas)]
+    return parse_agreement(epoch, store.get(f"{epoch}/record")).members
 
 
 def note_gone(store: Store, rank: int) -> None:

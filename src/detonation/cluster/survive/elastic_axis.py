@@ -24,6 +24,7 @@ from detonation.cluster.position import host_and_port
 from detonation.cluster.processes.failure import Failure
 from detonation.cluster.processes.refusal import is_prepared, refusals
 from detonation.cluster.processes.rendezvous import reached_store
+from detonation.cluster.processes.waiting import WAIT_LINE_S, Awaited
 from detonation.cluster.survive.agreement import (
     EPOCH,
     SIZE,
@@ -34,6 +35,7 @@ from detonation.cluster.survive.agreement import (
     axis_key,
     axis_store,
     latest_axis_store,
+    latest_members,
     next_axis_store,
     note_gone,
     parse_agreement,
@@ -41,6 +43,7 @@ from detonation.cluster.survive.agreement import (
     turn_of,
 )
 from detonation.cluster.survive.membership import Membership
+from detonation.cluster.survive.port import Presence
 from detonation.cluster.survive.surviving import MOST_TRIES, SurvivingCommunicator
 from detonation.link_speed import LinkSpeed
 
@@ -138,13 +141,7 @@ class MeetingPoint:
     def _members(self) -> set[int]:
         """Replicas in the latest agreement, which may have joined since the start."""
         assert self._store is not None
-        store = axis_store(self._store, 0)
-        epoch = 0
-        if store.check([EPOCH]):
-            epoch = int(store.get(EPOCH))
-        if epoch:
-            return {*parse_agreement(epoch, store.get(f"{epoch}/record")).members}
-        return {*range(self._replicas)}
+        return {*latest_members(axis_store(self._store, 0), self._replicas)}
 
     def has_left(self, rank: int) -> bool:
         """True if `rank` was asked to leave before the others, and has left."""
@@ -328,7 +325,7 @@ class Guest:
     """A replica that joins while others train, for `admitted`. All ranks of the replica construct
     it together.
 
-    number: of the replica; numbers are never reused.
+    number: of the replica; numbers are never reused. hosts: the replicas that train.
 
     Args:
         store: Where the replicas meet; see `elastic`.
@@ -337,6 +334,7 @@ class Guest:
         min_replicas, silence_s, timeout_s, link: As in `elastic`, with the link of the others.
 
     Raises:
+        ReplicaLost: No replicas have met there, or those that met have ended.
         ValueError: The other replicas have another number of shards.
 
     Example:
@@ -372,6 +370,8 @@ class Guest:
         replicas, shards = map(int, own.get(SIZE).split())
         if shards != self._shards:
             raise ValueError(f"a replica of {self._shards} shards cannot join replicas of {shards}")
+        # before it counts as a guest
+        Presence(own, replicas, shards, silence_s).require()
         number = torch.tensor(0)
         if self._shard == 0:
             number = torch.tensor(replicas + own.add("numbers", 1) - 1)
@@ -394,20 +394,22 @@ class Guest:
         )
         self._link = _node_link(speed, self.membership, mesh)
         self._store = self.membership.store
+        self.hosts = Presence(self._store, replicas, shards, self.membership.limit_s())
         # at once, because the others look for one number after another
         self._store.set(axis_key("ask", self.number), "1")
 
     def addresses(self, timeout_s: float) -> str:
         """Addresses of the feeds of all shards, separated by commas. Waits until the others have
         opened them."""
-        deadline = time.monotonic() + timeout_s
         keys = [axis_key("feed", self.number, shard) for shard in range(self._shards)]
-        while not self._store.check(keys):
-            if time.monotonic() > deadline:
-                raise ReplicaLost(
-                    f"no replica has let replica {self.number} in within {timeout_s:g} s"
-                )
-            time.sleep(_POLL_S)
+        who = f"replica {self.number}"
+        awaited = Awaited(who, timeout_s, WAIT_LINE_S, self.hosts.require)
+        try:
+            while not self._store.check(keys):
+                awaited.wait(lambda: "a replica that lets it in", _POLL_S)
+        except TimeoutError as error:
+            text = f"no replica has let {who} in within {timeout_s:g} s"
+            raise ReplicaLost(text) from error
         return ",".join(self._store.get(key).decode() for key in keys)
 
     def ready(self) -> None:

@@ -1,9 +1,11 @@
-"""Addresses at which a process of an elastic axis listens, and a port that shows whether the
-process is alive and can be reached."""
+"""Addresses at which a process of an elastic axis listens, a port that shows whether the process is
+alive and can be reached, and whether replicas are still there."""
 
 import contextlib
+import math
 import os
 import socket
+import time
 from collections.abc import Iterable
 from datetime import timedelta
 
@@ -19,9 +21,17 @@ from detonation.cluster.interface import (
     way_over,
 )
 from detonation.cluster.processes.rendezvous import asked_interface, describe_ways
-from detonation.cluster.survive.agreement import axis_key
+from detonation.cluster.survive.agreement import (
+    GONE,
+    ReplicaLost,
+    axis_key,
+    latest_members,
+    pace_of,
+    ranks_of_replicas,
+)
 
 _MEET_S = 10.0
+_PRESENT_S = 1.0
 KNOCK_S = 0.2
 """Seconds in which a kernel must answer. A later answer means nothing."""
 
@@ -91,6 +101,50 @@ def knock(name: str, patience_s: float = KNOCK_S) -> bool | None:
 def refuses(name: str) -> bool:
     """True if the host answers that no process has the port `name` any more."""
     return knock(name) is False
+
+
+class Presence:
+    """Whether the replicas of a run are still there, for one that waits for them as no member.
+
+    They are not where each has a rank that has left, that its launcher or its kernel knows to have
+    ended, or that has not beaten for `silence_s`. replicas, shards: As the run began.
+    """
+
+    def __init__(self, store: Store, replicas: int, shards: int, silence_s: float) -> None:
+        self._store, self._replicas, self._shards = store, replicas, shards
+        self._silence_s, self._asked = silence_s, -math.inf
+        self._beats: dict[int, tuple[bytes, float]] = {}
+
+    def require(self) -> None:
+        """Raises `ReplicaLost` where no replica is there. Asks the network once in a while."""
+        now = time.monotonic()
+        if now - self._asked < _PRESENT_S:
+            return
+        members = latest_members(self._store, self._replicas)
+        ranks = [ranks_of_replicas([member], self._shards) for member in members]
+        if all(any(self._is_gone(rank) for rank in each) for each in ranks):
+            host, port = store_host(self._store)
+            where = f"met at {host}:{port}" if host else "met here"
+            raise ReplicaLost(
+                f"the run whose replicas {where} has ended: start it again, or give the address of"
+                " one that trains"
+            )
+        self._asked = time.monotonic()
+
+    def _is_gone(self, rank: int) -> bool:
+        if self._store.check([axis_key("left", rank)]):
+            return True
+        if not self._store.check([axis_key("beat", rank)]):  # it is about to come
+            return False
+        now, beat = time.monotonic(), self._store.get(axis_key("beat", rank))
+        seen, since = self._beats.get(rank, (b"", now))
+        if beat != seen:
+            since = now
+        self._beats[rank] = (beat, since)
+        if beat == GONE or now - since > max(self._silence_s, 4 * pace_of(beat)):
+            return True
+        key = axis_key("port", rank)
+        return self._store.check([key]) and refuses(self._store.get(key).decode())
 
 
 class Ways:

@@ -19,7 +19,7 @@ import tomli_w
 
 from detonation.cluster.processes.failure import RunError
 from detonation.train.recipe.schema import TrainConfig
-from detonation.whole_files import open_lock, read_text, write_whole
+from detonation.whole_files import PROBE, open_lock, read_text, write_whole
 from detonation.whole_files import read_json as read_json
 
 _PACKAGES = (
@@ -148,9 +148,6 @@ SUMMARY = "summary.json"
 PLAN = "plan.json"
 UPDATES = "updates"
 CHECKPOINTS = "checkpoints"
-_PROBE = ".volume-"
-"""Prefix of the files by which a start finds out who can write in the directory and who shares it.
-One may remain from a start that was killed."""
 _PROBE_BYTES = 65536
 
 
@@ -187,7 +184,7 @@ def check_free(
     held = [
         name
         for name in entries
-        if name not in (LOCK, f"{CONFIG}.part") and not name.startswith(_PROBE)
+        if name not in (LOCK, f"{CONFIG}.part") and not name.startswith(PROBE)
     ]
     _require_unfinished(path, resume, train)
     saved = (path / CHECKPOINTS).is_dir()
@@ -330,7 +327,7 @@ def _refuse_links(path: Path) -> None:
 
 def require_writable(path: Path) -> None:
     """Makes `path`; raises `Unwritable` if no file can be written there or the disk is full."""
-    probe = path / f"{_PROBE}{os.getpid()}"
+    probe = path / f"{PROBE}{os.getpid()}"
     try:
         path.mkdir(parents=True, exist_ok=True)
         write_whole(probe, bytes(_PROBE_BYTES))

@@ -3,6 +3,7 @@
 import itertools
 import os
 import re
+import signal
 import time
 import urllib.parse
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 import tomli_w
 
 from detonation.cluster.init import launch_position
-from detonation.cluster.processes.failure import RunError, WorldError, describe
+from detonation.cluster.processes.failure import StopRequested, WorldError, describe
 from detonation.train.loop.fit import NonFiniteLoss
 from detonation.train.output import directory
 from detonation.train.output.screen import Screen
@@ -41,7 +42,7 @@ def compare_runs(
 
     Raises:
         ValueError: Bad input for any of the runs, before the first one starts.
-        RunError: A signal ended a run.
+        StopRequested: A signal ended a run, whose state is saved.
     """
     if launch_position(os.environ) is not None:
         raise ValueError(
@@ -132,7 +133,7 @@ def _one_after_another(
 def _run(task: RunTask) -> Table:
     """The summary of a run, or its error.
 
-    Raises `RunError` where a signal has ended it: no other is to start then.
+    Raises `StopRequested` where a signal has ended it: no other is to start then.
     """
     try:
         summary = run_task(task)
@@ -150,7 +151,8 @@ def _run(task: RunTask) -> Table:
             f"the same command with --out {_directory(task).parent} continues it and keeps finished"
             " runs"
         )
-        raise RunError(f"stopped by {by} after step {step} of {where}: {remedy}")
+        text = f"stopped by {by} after step {step} of {where}: {remedy}"
+        raise StopRequested(signal.Signals[by], text)
     return summary
 
 
