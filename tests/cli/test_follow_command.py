@@ -50,7 +50,7 @@ def test_a_run_is_followed_through_its_restart_to_its_end(tmp_path, monkeypatch)
     assert second.wait() == 0, second.stderr
     assert follower.wait() == 0, follower.stderr
     summary, said = last_line(second.stdout), follower.stdout.splitlines()
-    assert any(line.startswith("came again, at step") for line in said)
+    assert any(line.startswith("connected again, at step") for line in said)
     assert said[-1].startswith(
         f"step {last}, fingerprint {summary['fingerprint'][:16]}, checkpoint: "
     )

@@ -1,5 +1,4 @@
-"""The command line: flags (arguments), a function per verb and how errors are shown (verbs), and
-the command itself.
+"""Command line: flags in `arguments`, functions of verbs in `verbs`, entry point in `command`.
 
-Nothing heavy is imported before a verb runs.
+Heavy imports wait until a verb runs.
 """

@@ -1,7 +1,6 @@
-"""The verbs of the command line and their flags, as tyro reads them. Imports nothing heavy.
+"""Verbs of the command line and their flags, for tyro. Imports nothing heavy.
 
-The help of each verb fits on a screen of 40 lines of 100 columns, so the text of a flag is one
-line.
+The help of each verb fits on a screen of 40 lines of 100 columns: the text of a flag is one line.
 """
 
 from collections.abc import Callable
@@ -15,7 +14,7 @@ _T = TypeVar("_T")
 
 
 def shown(metavar: str | None = None) -> Any:
-    """The look of an argument whose text names its default."""
+    """Options for an argument whose text names its default."""
     return arg(metavar=metavar, help_behavior_hint="")
 
 
@@ -40,16 +39,16 @@ class Common:
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def verb(*first: str) -> Callable[[type[_T]], type[_T]]:
-    """Makes a class the flags of a verb: in the help those named `first` come first, and those of
-    `Common` last."""
+    """Decorates the class of a verb's flags. The help lists `first` first, and `Common` last."""
 
-    def made(kind: type[_T]) -> type[_T]:
-        fields: dict[str, Any] = dataclass(frozen=True, kw_only=True)(kind).__dataclass_fields__  # type: ignore[attr-defined]
+    def ordered(kind: type[_T]) -> type[_T]:
+        flags: Any = dataclass(frozen=True, kw_only=True)(kind)
+        fields = flags.__dataclass_fields__
         own = [name for name in fields if name not in Common.__dataclass_fields__]
-        kind.__dataclass_fields__ = {name: fields[name] for name in (*first, *own, *fields)}  # type: ignore[attr-defined]
+        flags.__dataclass_fields__ = {name: fields[name] for name in (*first, *own, *fields)}
         return kind
 
-    return made
+    return ordered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,20 +304,18 @@ class Fetch(Common):
 
 _ALL = (Train, Compare, Simulate, Probe, Plan, Report, Verify, Export, Follow, Meet, Fetch)
 KINDS: dict[str, Any] = {kind.__name__.lower(): kind for kind in _ALL}
-"""The flags of each verb by its name."""
+"""Flags of each verb by its name."""
 
 
 def verbs(brief: bool = False) -> Any:
-    """All verbs as tyro takes them; `brief` leaves the first line of each text, for the list of
-    them.
+    """Type of all verbs, for tyro. With `brief`, only the first line of each text.
 
-    The names are given, as tyro would import typeguard to find them: a third of the time of
-    `--help`.
+    Without explicit names tyro would import typeguard, which takes a third of the time of `--help`.
     """
-    texts = {kind: str(kind.__doc__).partition("\n")[0] if brief else None for kind in _ALL}
-    return Union[
-        *(
-            Annotated[kind, subcommand(kind.__name__.lower(), description=texts[kind])]
-            for kind in _ALL
-        )
-    ]
+    kinds = []
+    for name, kind in KINDS.items():
+        text = None
+        if brief:
+            text = str(kind.__doc__).partition("\n")[0]
+        kinds.append(Annotated[kind, subcommand(name, description=text)])
+    return Union[*kinds]

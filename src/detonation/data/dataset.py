@@ -1,4 +1,4 @@
-"""The interface of data sets, and their batches, which depend on seed and step alone: a resumed run
+"""Interface of data sets, and batches that only seed and step determine, so that a resumed run
 needs no state."""
 
 import hashlib
@@ -19,7 +19,7 @@ class Examples(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, indices: Tensor) -> dict[str, Tensor]:
-        """The examples at `indices`. Every tensor of the batch owns its memory.
+        """Batch of the examples at `indices`. Each of its tensors owns its memory.
 
         Shapes: `[B]` int64 -> tensors of `[B, ...]`.
         """
@@ -37,29 +37,28 @@ class Augmented(Examples, Protocol):
 
 @runtime_checkable
 class Streamed(Protocol):
-    """Examples for training that are read in order. Each part of the ranks reads its own."""
+    """Training examples that are read in order. Each part of the ranks reads different examples."""
 
     def draw(self, step: int, part: int, parts: int, size: int) -> dict[str, Tensor]:
-        """The batch of one part of a step: a pure function of its arguments, fast for the step
-        after the last one."""
+        """Batch of one part of a step: a pure function of its arguments, fast for the next step."""
         ...
 
     def position(self, part: int, parts: int) -> dict[str, Any]:
-        """The position of a part as JSON values, for a checkpoint."""
+        """Position of a part as JSON values, for a checkpoint."""
         ...
 
     def go_to(self, part: int, parts: int, position: dict[str, Any]) -> None:
-        """Continues at a saved position, without reading all that lies before it."""
+        """Continues at a saved position, without reading everything before it."""
         ...
 
 
 @dataclass(frozen=True)
 class Data:
-    """The data of one task.
+    """Data of one task.
 
     Args:
-        name: A short label for figures.
-        source: The source as the recipe gives it.
+        name: Short label for figures.
+        source: Source in the recipe.
         model: Arguments that a model must match, such as `{"vocab": 256}`.
     """
 
@@ -74,12 +73,12 @@ class Data:
 def batch(
     examples: Examples | Streamed, *, seed: int, step: int, part: int, parts: int, size: int
 ) -> dict[str, Tensor]:
-    """Draws the batch of part `part` of the `parts` of a step, `size` examples.
+    """Draws `size` examples: the batch of one of the `parts` of a step.
 
-    Each epoch is a permutation of all examples that depends on `seed` and the epoch alone. The
-    parts of a step take neighbouring sections of it, so that no two parts see the same example in
-    an epoch. A batch may span two epochs. Augmentation depends on `seed`, `step` and `part` alone.
-    A stream is read in its own order, whatever the seed.
+    Each epoch is a permutation of all examples, which depends only on `seed` and the epoch. The
+    parts of a step take consecutive sections of it, so that no two parts see the same example in an
+    epoch. A batch may span two epochs. Augmentation depends only on `seed`, `step` and `part`. A
+    stream ignores the seed and keeps its own order.
 
     Shapes: tensors of `[size, ...]`.
 
@@ -101,31 +100,36 @@ def batches(examples: Examples, size: int, limit: int | None = None) -> Iterator
     """Iterates over batches for validation, in a fixed order.
 
     The last batch may be short, and rows may hold different numbers of predictions: a mean over
-    batches must weight the loss of each by its `predictions`. Of the examples `limit` are taken,
-    spread evenly, or all.
+    batches must weight the loss of each by its `predictions`.
+
+    Args:
+        limit: Number of examples, spread evenly; None for all.
     """
     if size < 1 or (limit is not None and limit < 1):
         raise ValueError(
             f"size and limit of validation batches must be at least 1, not {size} and {limit}"
         )
-    count = len(examples) if limit is None else min(limit, len(examples))
+    count = len(examples)
+    if limit is not None:
+        count = min(limit, count)
     chosen = torch.arange(count) * len(examples) // count
     for start in range(0, count, size):
         yield examples[chosen[start : start + size]]
 
 
 def predictions(kind: DataKind, batch: dict[str, Tensor]) -> int:
-    """Counts the predictions that the mean loss of `batch` averages: images, or ids of text; rows
-    without `labels`.
+    """Counts the predictions in the mean loss of `batch`: images, or ids of text.
+
+    A batch without `labels` counts its rows.
 
     Shapes: `labels` `[B]` or `[B, T]` int64.
     """
     if "labels" not in batch:
         return len(next(iter(batch.values())))
     labels = batch["labels"]
-    # A causal model shifts its labels, so it does not predict the first byte of a row.
-    counted = labels[:, 1:] if kind == "text" else labels
-    return int((counted != -100).sum())
+    if kind == "text":
+        labels = labels[:, 1:]  # a causal model does not predict the first id of a row
+    return int((labels != -100).sum())
 
 
 def _check(count: int, step: int, part: int, parts: int, size: int) -> None:
@@ -144,8 +148,7 @@ def _check(count: int, step: int, part: int, parts: int, size: int) -> None:
 
 
 def _positions(count: int, seed: int, start: int, size: int) -> Tensor:
-    """Indices of the examples from `start` in the endless sequence of shuffled epochs."""
-    # [size] int64
+    """Indices [size] int64 from `start` in the endless sequence of shuffled epochs."""
     epoch, offset = divmod(start, count)
     head = _permutation(count, seed, epoch)[offset : offset + size]
     if len(head) == size:
@@ -155,14 +158,13 @@ def _positions(count: int, seed: int, start: int, size: int) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _permutation(count: int, seed: int, epoch: int) -> Tensor:
-    # Four entries: training and validation sets, at the seam between two epochs. Callers must not
-    # write to it.
-    return torch.randperm(
-        count, generator=torch.Generator().manual_seed(_mix("epoch", seed, epoch))
-    )
+    # Four entries: two epochs of the training set and of the validation set. Callers must not
+    # change the result.
+    generator = torch.Generator().manual_seed(_mix("epoch", seed, epoch))
+    return torch.randperm(count, generator=generator)
 
 
 def _mix(*parts: int | str) -> int:
-    """Hashes `parts` to 63 bits, so that neighbouring seeds do not share generators."""
+    """Hashes `parts` to 63 bits, so that consecutive seeds do not share generators."""
     digest = hashlib.blake2b(":".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,5 +1,5 @@
-"""Labelled images, of files, named data sets and the hub: decoded when a batch asks for them,
-normalised by channel."""
+"""Labelled images of files, named data sets and the hub, decoded on demand and normalised by
+channel."""
 
 import gzip
 import os
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = {".png", ".jpg", ".jpeg"}
 _AT_ONCE = 8
-"""Pictures from which on threads decode; they are gone before anything forks."""
+"""Least number of pictures for which threads decode. The threads end before any fork."""
 
 
 def images(
@@ -36,16 +36,16 @@ def images(
     column: str | None = None,
     label_column: str | None = None,
 ) -> Data:
-    """Loads labelled images; those of files are decoded when a batch needs them.
+    """Loads labelled images. Image files are decoded when a batch needs them.
 
     Args:
         source: `fashion-mnist` (28x28, grey), a directory with `CLASS/*.png` (or .jpg; every tenth
             image of a class is held out) or with `train/CLASS` and `validation/CLASS`, a directory
             of `save_to_disk`, or `hf:NAME[:CONFIG]` of the hub.
-        flip: Mirrors a training image left to right with probability 1/2.
-        size: Scale images to squares of so many pixels, and cut off what is longer. By default that
-            of the model, where it has one; otherwise the images must be of one size.
-        channels: 1 for grey, 3 for colour; by default colour where one image has it.
+        flip: Mirror a training image left to right with probability 1/2.
+        size: Side in pixels of the squares to which images are scaled and cropped. By default the
+            size of the model; if it has none, all images must have equal size.
+        channels: 1 for grey, 3 for colour; by default colour if any image has colour.
         split, validation_split, column, label_column: Only with `hf:` and `save_to_disk`; by
             default "train", "test", "image" or "img", and "label" or "labels".
 
@@ -62,40 +62,35 @@ def images(
     form = Form(size, channels)
     if readers.is_hub(source):
         columns = (split, validation_split, column, label_column)
-        name, decoded = readers.label(source), from_hub(source, *columns, form)
+        name = readers.label(source)
+        decoded = from_hub(source, *columns, form)
     else:
-        readers.refuse(
-            source,
-            split=split,
-            validation_split=validation_split,
-            column=column,
-            label_column=label_column,
-        )
+        readers.refuse(source, split=split, validation_split=validation_split)
+        readers.refuse(source, column=column, label_column=label_column)
         name, decoded = _read(source, form)
     height, width, depth = decoded.train.images.shape[1:]
     mean, std = statistics(decoded.train)
     train = Images(decoded.train, mean, std, flip)
     validation = Images(decoded.validation, mean, std, flip=False)
-    square = {"image_size": height} if height == width else {}
-    return Data(
-        name,
-        source,
-        "images",
-        train,
-        validation,
-        {**square, "channels": depth, "classes": decoded.classes},
-    )
+    sizes = {"channels": depth, "classes": decoded.classes}
+    if height == width:
+        sizes = {"image_size": height, **sizes}
+    return Data(name, source, "images", train, validation, sizes)
 
 
 @final
 @dataclass(frozen=True)
 class Images:
-    """Images as bytes, possibly mapped from disk; a batch is converted to normalised floats when it
-    is drawn."""
+    """Images as bytes, in memory or on disk. Each batch is converted to normalised floats.
+
+    Args:
+        mean: [C], mean of the bytes of each channel.
+        std: [C], their standard deviation.
+    """
 
     split: "Split"
-    mean: Tensor  # [C], of bytes
-    std: Tensor  # [C]
+    mean: Tensor
+    std: Tensor
     flip: bool
 
     def __len__(self) -> int:
@@ -108,10 +103,7 @@ class Images:
         return {"pixel_values": values, "labels": torch.from_numpy(self.split.labels[chosen])}
 
     def augment(self, batch: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-        """Mirrors each image at random.
-
-        Shapes: `pixel_values` `[B, C, H, W]` -> the same.
-        """
+        """Mirrors each image at random. Shapes: `pixel_values` `[B, C, H, W]`, in and out."""
         values = batch["pixel_values"]
         if self.flip:
             chosen = torch.rand(len(values), generator=generator) < 0.5
@@ -120,48 +112,48 @@ class Images:
 
 
 def statistics(split: "Split") -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each channel, in units of bytes: over all images, or 1000 that
-    are decoded.
+    """Mean and standard deviation of each channel, in units of bytes.
+
+    Uses all images in memory, or 1000 images on disk.
 
     Shapes: `[N, H, W, C]` uint8 -> `[C]` fp32, twice.
     """
-    if isinstance(split.images, Pictures):  # to decode all of them would take minutes
-        count = len(split.images)
-        few = torch.arange(min(count, 1000)) * count // min(count, 1000)
-        split = replace(split, images=split.images[few.numpy()])
-    pixels = len(split.images) * split.images.shape[1] * split.images.shape[2]
-    total = torch.zeros(split.images.shape[3], dtype=torch.float64)
+    images = split.images
+    if isinstance(images, Pictures):  # decoding all of them would take minutes
+        count = len(images)
+        sample = torch.arange(min(count, 1000)) * count // min(count, 1000)
+        images = images[sample.numpy()]
+    pixels = len(images) * images.shape[1] * images.shape[2]
+    total = torch.zeros(images.shape[3], dtype=torch.float64)
     squares = torch.zeros_like(total)
-    for start in range(0, len(split.images), 1000):
-        # In parts, because all images as int32 would not fit in memory; the sum of 1000 squared
-        # bytes is below 2**31.
-        part = split.images[start : start + 1000].astype("int32")
+    # All images as int32 would not fit in memory. The sum of 1000 squared bytes is below 2**31.
+    for start in range(0, len(images), 1000):
+        part = images[start : start + 1000].astype("int32")
         total += torch.from_numpy(part.sum(0, dtype="int32")).double().sum((0, 1))
         squares += torch.from_numpy((part * part).sum(0, dtype="int32")).double().sum((0, 1))
     mean = total / pixels
-    # A constant channel becomes zero, not a division by zero.
     std = (squares / pixels - mean**2).clamp(min=0).sqrt()
-    return mean.float(), torch.where(std > 0, std, 1.0).float()
+    return mean.float(), torch.where(std > 0, std, 1.0).float()  # no division by zero
 
 
 def _read(source: str, form: "Form") -> tuple[str, "Decoded"]:
     if source in NAMED:
         found = NAMED[source](locate(source))
-        return source, replace(
-            found, train=found.train.fitted(form), validation=found.validation.fitted(form)
-        )
+        train = found.train.fitted(form)
+        validation = found.validation.fitted(form)
+        return source, replace(found, train=train, validation=validation)
     path = check_source(source, NAMED)
     return path.name, from_folder(path, form)
 
 
 @dataclass(frozen=True)
 class Form:
-    """The form of all images of a data set.
+    """Format of all images of a data set.
 
     Args:
-        size: Side of the square that images are scaled to; None leaves them as they are.
-        channels: 1 (grey) or 3 (colour); None for those of the images.
-        shape: Height and width, of images that all have them already.
+        size: Side of the square to which images are scaled; None does not scale.
+        channels: 1 (grey) or 3 (colour); None keeps the channels of the images.
+        shape: Height and width of all images, if `size` is None.
     """
 
     size: int | None = None
@@ -169,31 +161,39 @@ class Form:
     shape: tuple[int, int] = (0, 0)
 
     def whole(self) -> tuple[int, int, int]:
-        height, width = (self.size, self.size) if self.size else self.shape
+        """Height, width and channels."""
+        height, width = self.shape
+        if self.size:
+            height = self.size
+            width = self.size
         return height, width, self.channels or 3
 
 
 @final
 class Pictures:
-    """Images as an array that is not in memory: `pictures[indices]` is `[B, H, W, C]` uint8.
+    """Array of images that is not in memory: `pictures[indices]` is `[B, H, W, C]` uint8.
 
-    `open_picture` returns the picture of a number, as pillow has it, and `name` its name for
-    errors.
+    Args:
+        open_picture: Returns the pillow image with an index.
+        count: Number of images.
+        name: Returns the name of the image with an index, for errors.
     """
 
     def __init__(
         self, open_picture: Callable[[int], Any], count: int, form: Form, name: Callable[[int], str]
     ) -> None:
-        self._open, self._form, self._name = open_picture, form, name
+        self._open = open_picture
+        self._form = form
+        self._name = name
         self.shape = (count, *form.whole())
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getitem__(self, indices: Any) -> "numpy.ndarray[Any, Any]":
-        numbers = [int(i) for i in indices]
+        numbers = list(map(int, indices))
         if len(numbers) < _AT_ONCE:
-            arrays = [self._decoded(i) for i in numbers]
+            arrays = list(map(self._decoded, numbers))
         else:
             with ThreadPoolExecutor(min(_AT_ONCE, os.cpu_count() or 1)) as threads:
                 arrays = list(threads.map(self._decoded, numbers))
@@ -201,16 +201,19 @@ class Pictures:
         return stacked
 
     def _decoded(self, number: int) -> Any:
-        np, ops = needs("numpy", "data"), needs("PIL.ImageOps", "data")
+        np = needs("numpy", "data")
+        ops = needs("PIL.ImageOps", "data")
         height, width, channels = self._form.whole()
         picture = self._open(number)
-        if picture.mode.startswith(("F", "I")):  # pillow would clip them
+        if picture.mode.startswith(("F", "I")):  # pillow would clip the values
             raise ValueError(f"{self._name(number)} has pixels of more than 8 bits: save it with 8")
-        picture = picture.convert("L" if channels == 1 else "RGB")
+        mode = "RGB"
+        if channels == 1:
+            mode = "L"
+        picture = picture.convert(mode)
         if self._form.size and picture.size != (width, height):
-            picture = ops.fit(
-                picture, (width, height), needs("PIL.Image", "data").Resampling.BICUBIC
-            )
+            bicubic = needs("PIL.Image", "data").Resampling.BICUBIC
+            picture = ops.fit(picture, (width, height), bicubic)
         _require_size(self._name(number), picture, (height, width))
         return np.asarray(picture).reshape(height, width, channels)
 
@@ -223,29 +226,34 @@ class Split:
     labels: "numpy.ndarray[Any, Any]"
 
     def fitted(self, form: Form) -> "Split":
-        """The same in another form, where these images have not got it."""
-        array, (_, height, width, channels) = self.images, self.images.shape
+        """This split with images in the format `form`."""
+        array = self.images
+        _, height, width, channels = array.shape
         if form.size in (None, height, width) and form.channels in (None, channels):
             return self
-        image, form = needs("PIL.Image", "data"), replace(form, channels=form.channels or channels)
+        image = needs("PIL.Image", "data")
 
         def opened(number: int) -> Any:
-            return image.fromarray(array[number][:, :, 0] if channels == 1 else array[number])
+            pixels = array[number]
+            if channels == 1:
+                pixels = pixels[:, :, 0]
+            return image.fromarray(pixels)
 
-        form = replace(form, shape=(height, width))
+        form = replace(form, channels=form.channels or channels, shape=(height, width))
         return replace(self, images=Pictures(opened, len(array), form, lambda i: f"image {i}"))
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """Both splits, with images of one shape, and the number of classes."""
+    """Both splits, with images of equal shape, and the number of classes."""
 
     train: Split
     validation: Split
     classes: int
 
     def __post_init__(self) -> None:
-        train, validation = self.train.images.shape[1:], self.validation.images.shape[1:]
+        train = self.train.images.shape[1:]
+        validation = self.validation.images.shape[1:]
         if train != validation:
             raise ValueError(
                 f"train images are {train}, validation images {validation} (height, width,"
@@ -258,26 +266,22 @@ def fashion_mnist(directory: Path) -> Decoded:
     np = needs("numpy", "data")
 
     def idx(name: str, header: int) -> Any:
-        """The bytes after the header as one flat array."""
-        return np.frombuffer(
-            gzip.decompress((directory / name).read_bytes()), dtype="uint8", offset=header
-        )
+        """Bytes after the header as one flat array."""
+        content = gzip.decompress((directory / name).read_bytes())
+        return np.frombuffer(content, dtype="uint8", offset=header)
 
-    train, validation = (
-        Split(
-            idx(f"{part}-images-idx3-ubyte.gz", 16).reshape(-1, 28, 28, 1),
-            idx(f"{part}-labels-idx1-ubyte.gz", 8).astype("int64"),
-        )
-        for part in ("train", "t10k")
-    )
-    return Decoded(train, validation, classes=10)
+    def split(part: str) -> Split:
+        images = idx(f"{part}-images-idx3-ubyte.gz", 16).reshape(-1, 28, 28, 1)
+        return Split(images, idx(f"{part}-labels-idx1-ubyte.gz", 8).astype("int64"))
+
+    return Decoded(split("train"), split("t10k"), classes=10)
 
 
 def from_folder(path: Path, form: Form) -> Decoded:
-    """Images in `train/CLASS/` and `validation/CLASS/`, or in `CLASS/`: every tenth of a class is
-    then held out.
+    """Images in `train/CLASS/` and `validation/CLASS/`, or in `CLASS/`.
 
-    Classes are numbered in the order of their names.
+    Without `validation` every tenth image of a class is held out. Classes are numbered in the order
+    of their names.
     """
     parts: tuple[list[Path], list[Path]] = ([], [])
     if not (path / "train").is_dir():
@@ -303,9 +307,10 @@ def from_folder(path: Path, form: Form) -> Decoded:
     form = _agreed([*parts[0], *parts[1]], form)
 
     def split(files: Sequence[Path]) -> Split:
-        images = Pictures(
-            lambda i: _readable(files[i], form), len(files), form, lambda i: str(files[i])
-        )
+        def opened(number: int) -> Any:
+            return _readable(files[number], form)
+
+        images = Pictures(opened, len(files), form, lambda number: str(files[number]))
         return Split(images, _labels(classes.index(file.parent.name) for file in files))
 
     return Decoded(split(parts[0]), split(parts[1]), len(classes))
@@ -328,29 +333,27 @@ def from_hub(
     label_column: str | None,
     form: Form,
 ) -> Decoded:
-    """Images from the hub; the arguments are those of `images`."""
+    """Images from the hub; see `images` for the arguments."""
 
     def loaded(part: str) -> Split:
         found = readers.hub_rows(source, part)
-        labels = _labels(
-            int(label) for label in readers.column_of(found, label_column, ["label", "labels"])
-        )
+        labels = _labels(map(int, readers.column_of(found, label_column, ["label", "labels"])))
         pictures = readers.column_of(found, column, ["image", "img"])
         if not len(labels):
             raise ValueError(f"{source} {part} holds no images")
         first = pictures[0]
-        own = replace(
-            form, channels=form.channels or _channels(first), shape=(first.height, first.width)
-        )
-        return Split(
-            Pictures(pictures.__getitem__, len(labels), own, lambda i: f"image {i} of {part}"),
-            labels,
-        )
+        channels = form.channels or _channels(first)
+        own = replace(form, channels=channels, shape=(first.height, first.width))
 
-    train, validation = loaded(split or "train"), loaded(validation_split or "test")
-    return Decoded(
-        train, validation, classes=int(max(train.labels.max(), validation.labels.max())) + 1
-    )
+        def name(number: int) -> str:
+            return f"image {number} of {part}"
+
+        return Split(Pictures(pictures.__getitem__, len(labels), own, name), labels)
+
+    train = loaded(split or "train")
+    validation = loaded(validation_split or "test")
+    highest = max(train.labels.max(), validation.labels.max())
+    return Decoded(train, validation, classes=int(highest) + 1)
 
 
 def _labels(numbers: Any) -> Any:
@@ -367,40 +370,44 @@ def _require_size(name: str, picture: Any, shape: tuple[int, int]) -> None:
 
 
 def _readable(file: Path, form: Form, whole: bool = True) -> Any:
-    """The picture in a file, or its head alone; raises `ValueError` where pillow cannot read it."""
+    """Opens an image file; raises `ValueError` if pillow cannot read it.
+
+    Args:
+        whole: Decode the pixels, not only the header.
+    """
     try:
         with needs("PIL.Image", "data").open(file) as picture:
             if not whole:
                 return picture
-            if form.size:
-                picture.draft(
-                    None, (2 * form.size, 2 * form.size)
-                )  # JPEG decodes to less than all, where less will do
+            if form.size:  # lets JPEG decode at a lower resolution
+                picture.draft(None, (2 * form.size, 2 * form.size))
             picture.load()
             return picture.copy()
-    except (OSError, SyntaxError) as error:  # the latter for the body of a PNG
+    except (OSError, SyntaxError) as error:  # pillow raises SyntaxError for a damaged PNG
         raise ValueError(f"{file} is no image that pillow can read: {error}") from error
 
 
 def _agreed(files: Sequence[Path], form: Form) -> Form:
-    """The form of all `files`, of which no more than the head is read: colour where one of them has
-    it.
+    """Format of all `files`, from their headers: colour if any of them has colour.
 
-    Raises `ValueError` for a file that is no image and, where the form has no size, for one of
-    another size.
+    Raises `ValueError` if a file is no image, or if `form` has no size and images differ in size.
     """
-    colours, shape = set(), (0, 0)
+    colours = set()
+    shape = (0, 0)
     for file in files:
         picture = _readable(file, form, whole=False)
         colours.add(_channels(picture))
-        shape = shape if shape != (0, 0) else (picture.height, picture.width)
+        if shape == (0, 0):
+            shape = (picture.height, picture.width)
         if form.size is None:
             _require_size(str(file), picture, shape)
     return replace(form, channels=form.channels or max(colours), shape=shape)
 
 
 def _channels(picture: Any) -> int:
-    return 1 if picture.mode in ("1", "L", "LA") else 3
+    if picture.mode in ("1", "L", "LA"):
+        return 1
+    return 3
 
 
 NAMED = {"fashion-mnist": fashion_mnist}

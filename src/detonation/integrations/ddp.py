@@ -1,5 +1,4 @@
-"""`comm_hook`: a scheme as the communication hook of DistributedDataParallel, for models that are
-not sharded."""
+"""`comm_hook`: a scheme as a communication hook of DistributedDataParallel, without sharding."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -32,30 +31,29 @@ def comm_hook(
     kernels: bool = True,
     safety: Safety | None = None,
 ) -> "CommHook":
-    """Makes `model` exchange gradients by `scheme`, in place of its dense all-reduce.
+    """Makes `model` exchange gradients by `scheme` instead of a dense all-reduce.
 
-    It registers itself as the communication hook, before the first backward. The optimizer and the
-    loop stay as they are: after `backward` each `p.grad` is the update that the replicas agreed on,
-    with the bits of `replicate` over the same replicas. One exchange follows each backward outside
-    `no_sync`. All ranks save and load `state_dict`.
+    Call it before the first backward. The optimizer and the loop do not change: after `backward`
+    each `p.grad` is the update on which the replicas agreed, bit for bit as with `replicate`. Each
+    backward outside `no_sync` exchanges once. All ranks save and load `state_dict`.
 
     Args:
-        model: The wrapped model. Frozen and unused parameters, bf16 and autocast may be used. The
-            gradient of a parameter that no rank used stays as it was, as without the hook.
-        scheme: One that exchanges gradients without a delay, such as `loco()`, or its name.
-        mesh: The mesh of `init_mesh` over the ranks of `model`. The ranks of a node
-            (`mesh["shard"]`) average their gradients while backward computes, and each sends a part
-            of their message to the other nodes. Without it every rank is a replica of its own.
-        seed: Of the random selections; the same on all ranks.
-        kernels: Use compiled kernels where they can be built (g++), on all ranks or none.
-        safety: The reaction to gradients that are not finite, and to replicas out of sync.
+        model: Wrapped model. Frozen and unused parameters, bf16 and autocast are supported. If no
+            rank uses a parameter, its gradient does not change, as without the hook.
+        scheme: Scheme that exchanges gradients without a delay, such as `loco()`, or its name.
+        mesh: Mesh of `init_mesh` over the ranks of `model`. The ranks of a node (`mesh["shard"]`)
+            average their gradients during backward, and each sends a part of the message to the
+            other nodes. Without a mesh each rank is a replica.
+        seed: Seed of random selections; equal on all ranks.
+        kernels: Use compiled kernels if all ranks can build them (g++).
+        safety: Reaction to gradients that are not finite, and to replicas out of sync.
 
     Raises:
         TypeError: The model is not wrapped in DistributedDataParallel.
         ValueError: The scheme exchanges parameters, or has a delay; the model has a hook, or
             reduces in another precision; the mesh has other ranks.
-        Mismatch: In the first backward, where ranks differ in a setting or a weight.
-        LargerThanDense: In the first backward, where the scheme would send more than
+        Mismatch: In the first backward, if ranks differ in a setting or a weight.
+        LargerThanDense: In the first backward, if the scheme would send more than
             DistributedDataParallel.
 
     Example:
@@ -84,19 +82,17 @@ def comm_hook(
         raise ValueError("the model has a communication hook, and can have one")
     ranks = dist.get_process_group_ranks(model.process_group)
     if mesh is None:
-        axis, node = (
-            DeviceMesh.from_group(model.process_group, next(model.parameters()).device.type),
-            None,
-        )
+        axis = DeviceMesh.from_group(model.process_group, next(model.parameters()).device.type)
+        node = None
     else:
-        if {"replicate", "shard"} - {*(mesh.mesh_dim_names or ())} or sorted(
-            mesh.mesh.flatten().tolist()
-        ) != ranks:
+        missing = {"replicate", "shard"} - {*(mesh.mesh_dim_names or ())}
+        if missing or sorted(mesh.mesh.flatten().tolist()) != ranks:
             raise ValueError(
                 f'the mesh is {mesh}, must be ("replicate", "shard") over the ranks {ranks} of the'
                 " model"
             )
-        axis, node = mesh["replicate"], mesh["shard"]
+        axis = mesh["replicate"]
+        node = mesh["shard"]
     levels = checked_levels([(axis, scheme)])
     chosen = levels[0][1]
     if not chosen.worth_overlapping:
@@ -105,12 +101,10 @@ def comm_hook(
             " nothing else: take delay=0 if it has a delay, or replicate(optimizer, model, ...)"
             " without DistributedDataParallel"
         )
-    base = _NoStep(
-        p for name, p in model.module.named_parameters() if name not in model.parameters_to_ignore
-    )
-    replicated = Replicated(
-        base, model.module, levels, Settings(node, seed, kernels, safety or Safety(), None)
-    )
+    ignored = model.parameters_to_ignore
+    base = _NoStep(p for name, p in model.module.named_parameters() if name not in ignored)
+    settings = Settings(node, seed, kernels, safety or Safety(), None)
+    replicated = Replicated(base, model.module, levels, settings)
     may_miss = model.find_unused_parameters or model.static_graph
     hook = CommHook(replicated, node, model.gradient_as_bucket_view, may_miss)
     model.register_comm_hook(None, hook.reduce)
@@ -118,38 +112,39 @@ def comm_hook(
 
 
 class CommHook:
-    """The communication hook of a DistributedDataParallel model. Made by `comm_hook`.
+    """Communication hook of a DistributedDataParallel model, built by `comm_hook`.
 
-    `replicated` exchanges the gradients of all parameters in one step, and moves no weights. The
-    ranks of `node` average their gradients first. With `as_views` gradients are views of the
-    buckets. `may_miss`: whether backward may leave parameters out.
+    Args:
+        replicated: Exchanges the gradients of all parameters in one step; changes no weights.
+        node: Ranks of a node, which average their gradients first.
+        as_views: Gradients are views of the buckets.
+        may_miss: Backward may leave parameters without a gradient.
     """
 
     def __init__(
         self, replicated: Replicated, node: DeviceMesh | None, as_views: bool, may_miss: bool
     ) -> None:
-        self._replicated, self._node, self._as_views = replicated, node, as_views
+        self._replicated = replicated
+        self._node = node
+        self._as_views = as_views
         self._may_miss = may_miss
         self._arrived: list[_Bucket] = []
-        self._count = sum(
-            p.requires_grad for group in replicated.param_groups for p in group["params"]
-        )
+        parameters = [p for group in replicated.param_groups for p in group["params"]]
+        self._count = sum(p.requires_grad for p in parameters)
 
     @property
     def step_count(self) -> int:
-        """The number of exchanges so far: of backward passes outside `no_sync`."""
+        """Number of exchanges so far: one per backward outside `no_sync`."""
         return self._replicated.step_count
 
     @property
     def stats(self) -> Stats:
-        """Bytes, waiting, and contributions that were left out, so far; bytes within a node do not
-        count."""
+        """Bytes sent between nodes, waiting, and skipped contributions so far."""
         return self._replicated.stats
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes that this rank would send between replicas in one step of full fp32
-        synchronisation."""
+        """Bytes that this rank would send to replicas in a step of full fp32 synchronisation."""
         return sum(self._replicated.dense_bytes_by_level)
 
     def verify(self) -> None:
@@ -160,47 +155,44 @@ class CommHook:
         self._replicated.verify()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """The memory of this rank, under its name: every rank saves its own."""
+        """Memory of this rank, under the rank's name. Each rank saves its own."""
         return {self._replicated.coordinates.name: replica_state(self._replicated)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continues from the result of `state_dict` of this rank, after the model's weights were
-        loaded. Collective.
+        """Restores the `state_dict` of this rank. Load the weights of the model before. Collective.
 
         Raises `ValueError` for the state of another rank, model or scheme.
         """
-        self._replicated.load_state_dict(
-            {**self._replicated.base.state_dict(), "replication": state_dict}
-        )
+        base = self._replicated.base.state_dict()
+        self._replicated.load_state_dict({**base, "replication": state_dict})
 
-    def reduce(self, state: None, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-        """Takes one bucket of gradients; with the last one, exchanges all. Called by
-        DistributedDataParallel.
+    def reduce(self, state: None, bucket: Any) -> Future[Tensor]:
+        """Collects one bucket of gradients; after the last bucket, exchanges all.
 
-        The order and the content of the buckets change after the first step, those of the message
-        do not.
+        DistributedDataParallel calls it. After the first step it reorders its buckets; the message
+        keeps its order.
         """
         self._arrived.append(_Bucket(bucket, self._node))
         future = self._arrived[-1].future
-        # the buckets of the first step of a static graph do not say which of them is the last
+        # In the first step of a static graph no bucket is marked as the last.
         if bucket.is_last() or sum(len(each.pieces) for each in self._arrived) == self._count:
-            arrived, self._arrived = self._arrived, []
+            arrived = self._arrived
+            self._arrived = []
             self._exchange(arrived)
         return future
 
     @torch.no_grad()
     def _exchange(self, arrived: list["_Bucket"]) -> None:
-        """Replaces the gradients in all buckets by the update that the replicas agree on."""
-        found = [
-            (parameter, view, parameter.grad)
-            for bucket in arrived
-            for parameter, view in bucket.wait()
-        ]
+        """Replaces the gradients in all buckets with the update on which the replicas agree."""
+        pieces = [piece for bucket in arrived for piece in bucket.wait()]
+        found = [(parameter, view, parameter.grad) for parameter, view in pieces]
         used = self._used_in_node([own is not None for _, _, own in found])
         gradients = [own for _, _, own in found]
         try:
             for (parameter, view, _), is_used in zip(found, used, strict=True):
-                parameter.grad = view if is_used else None
+                parameter.grad = None
+                if is_used:
+                    parameter.grad = view
             self._replicated.step()
             gradients = [self._agreed(*each) for each in found]
         finally:
@@ -210,63 +202,63 @@ class CommHook:
             bucket.future.set_result(bucket.buffer)
 
     def _used_in_node(self, here: list[bool]) -> list[bool]:
-        """Which parameters some rank of this node used, where this rank used those in `here`."""
+        """Flags of the parameters that any rank of this node used, from the flags of this rank."""
         if self._node is None or self._node.size() == 1 or not self._may_miss:
             return here
         used = torch.tensor(here, dtype=torch.uint8, device=self._node.device_type)
         dist.all_reduce(used, dist.ReduceOp.MAX, self._node.get_group())
-        return here if all(here) else [bool(each) for each in used.tolist()]
+        if all(here):
+            return here
+        return [bool(each) for each in used.tolist()]
 
     def _agreed(self, parameter: Tensor, view: Tensor, own: Tensor | None) -> Tensor | None:
-        """The gradient of `parameter` after the exchange; `own` where no rank used it.
-
-        Shapes: any -> the same.
-        """
+        """Gradient of `parameter` after the exchange; `own` if no rank used the parameter."""
         update = parameter.grad
         if update is None:
             return own
         if update is not view:  # this node did not use it
             view.copy_(update)
         if own is None:
-            return view if self._as_views else view.clone()
+            if self._as_views:
+                return view
+            return view.clone()
         if own.data_ptr() != view.data_ptr():
             own.copy_(view)
         return own
 
 
 class _Bucket:
-    """One bucket of gradients, which the ranks of a node average while backward goes on."""
+    """Bucket of gradients, which the ranks of a node average while backward continues."""
 
-    def __init__(self, bucket: dist.GradBucket, node: DeviceMesh | None) -> None:  # type: ignore[name-defined]
+    def __init__(self, bucket: Any, node: DeviceMesh | None) -> None:
         self.buffer = bucket.buffer()
         if self.buffer.is_sparse:
             raise ValueError("a gradient is sparse, which cannot be replicated: use sparse=False")
-        self.pieces, device = (
-            list(zip(bucket.parameters(), bucket.gradients(), strict=True)),
-            self.buffer.device,
-        )
-        self.future: Future[Tensor] = Future() if device.type == "cpu" else Future(devices=[device])
+        self.pieces = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
+        devices = []
+        if self.buffer.device.type != "cpu":
+            devices = [self.buffer.device]
+        self.future: Future[Tensor] = Future(devices=devices)
         self._work = None
         if node is not None and node.size() > 1:
             self.buffer.div_(node.size())
             self._work = dist.all_reduce(self.buffer, group=node.get_group(), async_op=True)
 
     def wait(self) -> list[tuple[Tensor, Tensor]]:
-        """Each parameter, and the part of the buffer with its gradient, laid out in memory as the
-        parameter is."""
+        """Waits; returns each parameter with its gradient, a view of the buffer."""
         if self._work is not None:
             self._work.wait()
-        # buckets keep the memory format of a parameter that is dense, such as channels last
-        dense = {
-            p for p, _ in self.pieces if torch.empty_like(p, device="meta").stride() == p.stride()
-        }
-        return [
-            (p, g.as_strided(p.size(), p.stride()) if p in dense else g) for p, g in self.pieces
-        ]
+        found = []
+        for parameter, gradient in self.pieces:
+            # Buckets keep the memory format of a dense parameter, such as channels last.
+            if torch.empty_like(parameter, device="meta").stride() == parameter.stride():
+                gradient = gradient.as_strided(parameter.size(), parameter.stride())
+            found.append((parameter, gradient))
+        return found
 
 
 class _NoStep(Optimizer):
-    """Moves nothing: the caller's own optimizer steps, after backward."""
+    """Changes no weights: the caller's own optimizer steps after backward."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__(parameters, {})

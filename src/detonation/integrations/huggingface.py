@@ -47,11 +47,10 @@ _USE = "parallelism_config=Replicas(dp_replicate_size=NODES, dp_shard_size=GPUS_
 
 
 class Replicas(ParallelismConfig):  # type: ignore[misc]
-    """Accelerate's `ParallelismConfig`, whose replicas are left to a scheme: FSDP2 shards inside
-    each replica alone.
+    """`ParallelismConfig` of Accelerate in which FSDP2 shards only inside each replica.
 
-    Neighbouring ranks are the shards of one replica. Each rank reads data of its own, as with
-    Accelerate's class.
+    A scheme connects the replicas. Consecutive ranks are the shards of one replica. Each rank reads
+    different data, as with Accelerate's class.
 
     Args:
         dp_replicate_size: Replicas, usually the number of nodes.
@@ -59,7 +58,7 @@ class Replicas(ParallelismConfig):  # type: ignore[misc]
             one GPU. By default both come from the environment of `accelerate launch`.
 
     Raises:
-        ValueError: In `Accelerator`, where the sizes do not multiply to the number of ranks.
+        ValueError: In `Accelerator`, if the product of the sizes is not the number of ranks.
 
     Example:
         >>> Replicas(dp_replicate_size=2, dp_shard_size=8).fsdp_dim_names
@@ -68,7 +67,7 @@ class Replicas(ParallelismConfig):  # type: ignore[misc]
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """The mesh axes that FSDP2 spans: those inside a replica."""
+        """Mesh axes of FSDP2: only those inside a replica."""
         return ["dp_shard_cp"]
 
     @property
@@ -79,7 +78,7 @@ class Replicas(ParallelismConfig):  # type: ignore[misc]
     dp_shard_enabled = dp_replicate_enabled
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
-        """Says in terms of ranks what Accelerate says in terms of its own sizes."""
+        """Raises a clearer error than Accelerate if it counts only one rank."""
         if self.total_size > 1 and accelerator.num_processes == 1:
             asked = f"{self.dp_replicate_size} replicas x {self.dp_shard_size} shards"
             start = "start them with torchrun or accelerate launch, on an accelerator each"
@@ -99,33 +98,32 @@ def prepare(
     clip: float | None = None,
     **settings: Any,
 ) -> tuple[Any, ...]:
-    """`accelerator.prepare` with an optimizer whose step the replicas agree on, by `scheme`.
+    """`accelerator.prepare` with an optimizer that exchanges updates between replicas by `scheme`.
 
-    `save_state` and `load_state` then keep the state of the replicas, too. Under a scheme with
-    rounds or a delay, call `replicated(optimizer).synchronize()` before the model is used.
+    `save_state` and `load_state` then also keep the state of the replicas. With a scheme of rounds
+    or with a delay, call `replicated(optimizer).synchronize()` before you use the model.
 
     Args:
-        accelerator: With FSDP2 and `parallelism_config=Replicas(...)`.
-        model: Not yet prepared.
-        optimizer: Over parameters of `model`; its step applies the updates that the replicas agreed
-            on.
-        others: Loaders and schedulers, prepared with them.
-        scheme: How the replicas communicate, such as `loco()`.
-        clip: The largest global norm, above 0, of the gradients after the exchange.
-            `accelerator.clip_grad_norm_` of the same norm may stay in the loop: it returns the norm
-            of this replica's gradients and changes nothing.
-        settings: As of `replicate`: seed, kernels, safety; and `axis`, such as that of `elastic`
-            where each replica is a world of its own.
+        accelerator: Accelerator with FSDP2 and `parallelism_config=Replicas(...)`.
+        model: Model that is not prepared yet.
+        optimizer: Optimizer over parameters of `model`; its step applies the agreed updates.
+        others: Loaders and schedulers to prepare.
+        scheme: Scheme between the replicas, such as `loco()`.
+        clip: Largest global norm, above 0, of the gradients after the exchange. A loop may still
+            call `accelerator.clip_grad_norm_` with this norm: it returns the norm of this replica's
+            gradients and changes nothing.
+        settings: Arguments of `replicate`: seed, kernels, safety; and `axis`, such as the axis of
+            `elastic` if each replica has its own process group.
 
     Returns:
-        The model, the optimizer and the others, as `accelerator.prepare` returns them.
+        Results of `accelerator.prepare`: the model, the optimizer and the others.
 
     Raises:
         ValueError: The accelerator does not shard inside the replicas by FSDP2, or scales gradients
-            (fp16); in `clip_grad_norm_`, where the norm is not `clip`; in `load_state`, where there
-            is no state of the replicas.
+            (fp16); in `clip_grad_norm_`, if the norm is not `clip`; in `load_state`, if the state
+            of the replicas is missing.
 
-    Example, of which `examples/huggingface_accelerate.py` is the whole::
+    Example; `examples/huggingface_accelerate.py` is the complete file::
 
         accelerator = Accelerator(fsdp_plugin=plugin, parallelism_config=Replicas(2, 8))
         model, optimizer, loader = prepare(accelerator, model, optimizer, loader, scheme=dt.loco())
@@ -139,8 +137,7 @@ def prepare(
 
 
 def replicated(optimizer: Optimizer) -> Replicated:
-    """The replicated optimizer inside the `optimizer` that `prepare` returned, for its `stats` and
-    `synchronize`.
+    """Replicated optimizer inside the result of `prepare`, for its `stats` and `synchronize`.
 
     Raises:
         TypeError: `prepare` did not return `optimizer`.
@@ -160,25 +157,25 @@ def replicated(optimizer: Optimizer) -> Replicated:
 
 
 class Replicate(TrainerCallback):
-    """Callback by which a Trainer trains with replicas: `Trainer(...,
-    callbacks=[Replicate(dt.loco())])`.
+    """Callback that trains with replicas: `Trainer(..., callbacks=[Replicate(dt.loco())])`.
 
-    For the Trainer of Transformers and those that inherit from it, such as TRL's `SFTTrainer`, with
-    PEFT or without. `max_grad_norm` clips the gradients that the replicas agreed on, as in hybrid
-    sharding. Each checkpoint of the Trainer holds the state of the replicas, and
-    `train(resume_from_checkpoint=...)` goes on bit for bit. Logs have `bytes_sent`, of this rank so
-    far, and `grad_norm` is that of the agreed gradients. Open rounds end with the last step, so
-    that the model that is evaluated and saved after it is the agreed one.
+    It works with the Trainer of Transformers and its subclasses, such as TRL's `SFTTrainer`, with
+    or without PEFT. `max_grad_norm` clips the agreed gradients, as in hybrid sharding. Each
+    checkpoint holds the state of the replicas, and `train(resume_from_checkpoint=...)` continues
+    bit for bit. Logs contain `bytes_sent` of this rank so far, and the `grad_norm` of the agreed
+    gradients. The last step ends open rounds, so that all replicas evaluate and save the same
+    model.
 
-    optimizer: replicated, for its `stats`; None until training begins.
+    Attributes:
+        optimizer: Replicated optimizer, for its `stats`; None until training begins.
 
     Args:
-        scheme: How the replicas communicate, such as `loco()`.
-        settings: As of `prepare`: seed, kernels, safety, axis.
+        scheme: Scheme between the replicas, such as `loco()`.
+        settings: Arguments of `prepare`: seed, kernels, safety, axis.
 
     Raises:
-        ValueError: When the Trainer is made, where its arguments do not shard inside the replicas
-            by FSDP2 (`fsdp=True, parallelism_config=Replicas(...)`), or scale gradients (fp16).
+        ValueError: In `Trainer(...)`, if its arguments do not shard inside the replicas by FSDP2
+            (`fsdp=True, parallelism_config=Replicas(...)`), or scale gradients (fp16).
 
     Example:
         >>> import detonation as dt
@@ -188,34 +185,31 @@ class Replicate(TrainerCallback):
 
     def __init__(self, scheme: Scheme | str, **settings: Any) -> None:
         self.optimizer: Replicated | None = None
-        self._scheme, self._settings, self._folder = (
-            scheme,
-            settings,
-            Path(),
-        )  # the last has the checkpoints
-        self._sent_before = 0  # bytes, in the runs that this one resumes
+        self._scheme = scheme
+        self._settings = settings
+        self._folder = Path()  # of the checkpoints
+        self._sent_before = 0  # bytes of the runs that this one resumes
         self._elsewhere: CheckpointsElsewhere | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Refuses a set-up before data is prepared, and has incomplete checkpoints skipped."""
+        """Checks the set-up before data is prepared, and skips incomplete checkpoints."""
         check_setup(AcceleratorState(), others["model"])
         skip_checkpoints(_NAME, _PART_OF_REPLICAS)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Replicates the optimizer, which is sharded and loaded by now, and loads the state of the
-        replicas."""
+        """Replicates the sharded and loaded optimizer, and loads the state of the replicas."""
         trainer, checkpoint = _training()
-        check_setup(
-            trainer.accelerator.state, trainer.model
-        )  # the callback may have come after `on_init_end`
+        check_setup(trainer.accelerator.state, trainer.model)  # `add_callback` skips `on_init_end`
         if isinstance(trainer.optimizer.optimizer, _ReplicatedStep):  # train() was called before
             self.optimizer = trainer.optimizer.optimizer.replicated
         else:
-            self._sent_before, own = 0, {"clip": args.max_grad_norm or None, **self._settings}
+            self._sent_before = 0
+            own = {"clip": args.max_grad_norm or None, **self._settings}
             self.optimizer = _replicate_inside(
                 trainer.optimizer, trainer.accelerator, trainer.model, self._scheme, own
             )
-        self._elsewhere, self._folder = None, Path(trainer._get_output_dir(trainer._trial))
+        self._elsewhere = None
+        self._folder = Path(trainer._get_output_dir(trainer._trial))
         if args.save_strategy != "no" and not args.save_only_model:
             self._elsewhere = CheckpointsElsewhere(
                 self._folder, trainer.model, _NAME, _PART_OF_REPLICAS
@@ -225,8 +219,8 @@ class Replicate(TrainerCallback):
             self._sent_before = int(extra["bytes_sent"]) - self.optimizer.stats.bytes_sent
         callbacks = trainer.callback_handler.callbacks
         rest = [each for each in callbacks if each is not self and not isinstance(each, _LastRound)]
-        # trackers come first otherwise, and would see logs without bytes_sent; and any callback may
-        # stop training
+        # First this callback, so that trackers see bytes_sent; `_LastRound` last, because any other
+        # callback may stop training.
         callbacks[:] = [self, *rest, _LastRound(self.optimizer)]
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -237,12 +231,11 @@ class Replicate(TrainerCallback):
         self._remove_elsewhere(args)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Removes what the Trainer has removed at the end."""
+        """Removes the checkpoints on other nodes that the Trainer has removed on its own."""
         self._remove_elsewhere(args)
 
     def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Adds bytes to the logs, and puts the norm of the agreed gradients in the place of this
-        replica's."""
+        """Adds bytes to the logs, and replaces the norm with that of the agreed gradients."""
         if self.optimizer:
             logs = others["logs"]
             found: dict[str, Any] = {"bytes_sent": self._bytes_sent}
@@ -252,29 +245,29 @@ class Replicate(TrainerCallback):
             state.log_history[-1].update(found)
 
     def _remove_elsewhere(self, args: Any) -> None:
-        if (
-            self._elsewhere and args.save_total_limit
-        ):  # otherwise it was not the Trainer that removed checkpoints
+        # Without a limit the Trainer removes no checkpoints.
+        if self._elsewhere and args.save_total_limit:
             self._elsewhere.follow()
 
     @property
     def _bytes_sent(self) -> int:
-        return self._sent_before + (self.optimizer.stats.bytes_sent if self.optimizer else 0)
+        if self.optimizer is None:
+            return self._sent_before
+        return self._sent_before + self.optimizer.stats.bytes_sent
 
 
 class _LastRound(TrainerCallback):
-    """Ends open rounds where training stops, before the Trainer saves or loads the best model.
+    """Ends open rounds when training stops, before the Trainer saves or loads the best model.
 
-    The last of all callbacks, because each of the others may stop training.
+    It is the last callback, because each of the others may stop training.
     """
 
     def __init__(self, optimizer: Replicated) -> None:
         self._optimizer: Replicated | None = optimizer
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        if self._optimizer and (
-            control.should_training_stop or state.global_step >= state.max_steps
-        ):
+        ends = control.should_training_stop or state.global_step >= state.max_steps
+        if self._optimizer and ends:
             self._optimizer.synchronize()
 
     on_epoch_end = on_evaluate = on_step_end
@@ -290,11 +283,9 @@ def check_setup(state: AcceleratorState, model: nn.Module) -> None:
         raise ValueError(
             f"the model is wrapped in {type(model).__name__}: pass it bare, and let FSDP2 shard it"
         )
-    kind, config, plugin = (
-        state.distributed_type,
-        state.parallelism_config,
-        getattr(state, "fsdp_plugin", None),
-    )
+    kind = state.distributed_type
+    config = state.parallelism_config
+    plugin = getattr(state, "fsdp_plugin", None)
     if kind == DistributedType.NO:
         raise ValueError("this is one rank alone: start several with torchrun or accelerate launch")
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
@@ -344,10 +335,10 @@ def _training() -> tuple[Any, str | None]:
 
 
 class _ReplicatedStep(OptimizerWrapper):
-    """Steps with the replicas, and is the base optimizer in all else.
+    """Base optimizer whose `step` exchanges updates with the replicas.
 
-    So the libraries save the base optimizer's state alone. Of `Replicated.state_dict` they would
-    copy the memory, and then drop it or mix the replicas.
+    The libraries then save only the state of the base optimizer. From `Replicated.state_dict` they
+    would copy the memory, and drop it or mix the replicas.
     """
 
     def __init__(self, inside: Replicated) -> None:
@@ -376,16 +367,17 @@ def _replicate_inside(
     axis = settings.pop("axis", None) or accelerator.torch_device_mesh["dp_replicate"]
     inside = replicate(wrapper.optimizer, model, axis, scheme, **settings)
     wrapper.optimizer = _ReplicatedStep(inside)
-    measure, clip = accelerator.clip_grad_norm_, settings["clip"]
+    measure = accelerator.clip_grad_norm_
+    clip = settings["clip"]
 
     def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clipping comes after the exchange, in `step`; before it, each replica would scale by a
-        norm of its own."""
-        parameters = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+        """Returns the norm; `step` clips after the exchange. Before it, each replica would scale by
+        a different norm."""
+        if isinstance(parameters, Tensor):
+            parameters = [parameters]
+        parameters = [*parameters]
         mine = {id(parameter) for group in inside.param_groups for parameter in group["params"]}
-        if not any(
-            id(parameter) in mine for parameter in parameters
-        ):  # another model of this accelerator
+        if mine.isdisjoint(map(id, parameters)):  # another model of this accelerator
             return measure(parameters, max_norm, norm_type)
         if math.isfinite(max_norm) and (max_norm, norm_type) != (clip, 2):
             remedy = (
@@ -402,21 +394,21 @@ def _replicate_inside(
 
 
 def _keep_with_states(accelerator: Accelerator, wrapper: Any, model: nn.Module) -> None:
-    """Lets `save_state` and `load_state` keep the state of the replicated optimizer inside
-    `wrapper`, too.
+    """Makes `save_state` and `load_state` keep the state of the replicated optimizer in `wrapper`.
 
-    The parts of an accelerator are numbered in the order of `prepare`: `detonation`,
-    `detonation_1`, ...
+    Folders are numbered in the order of `prepare`: `detonation`, `detonation_1`, ...
     """
 
     def parts(path: str) -> Iterator[Path]:
-        """The part of `wrapper`; none after `free_memory`, which forgets what was prepared."""
-        kept = [
-            each for each in accelerator._optimizers if isinstance(each.optimizer, _ReplicatedStep)
-        ]
+        """Folder of `wrapper`; none after `free_memory`, which forgets prepared optimizers."""
+        optimizers = accelerator._optimizers
+        kept = [each for each in optimizers if isinstance(each.optimizer, _ReplicatedStep)]
         for number, each in enumerate(kept):
+            name = _PART_OF_REPLICAS
+            if number:
+                name += f"_{number}"
             if each is wrapper:
-                yield Path(path, f"{_PART_OF_REPLICAS}_{number}" if number else _PART_OF_REPLICAS)
+                yield Path(path, name)
 
     def save(models: Any, weights: Any, path: str) -> None:
         for part in parts(path):
@@ -434,12 +426,11 @@ def _keep_with_states(accelerator: Accelerator, wrapper: Any, model: nn.Module) 
 def _save_part(
     part: Path, model: nn.Module, optimizer: Replicated, extra: Mapping[str, Any] | None = None
 ) -> None:
-    """Saves in `part` what the library's own files beside it do not hold exactly. Collective."""
+    """Saves the exact state of every rank in `part`. Collective."""
     state = AcceleratorState()
-    if state.is_local_main_process:  # on each node, as they may share no file system
-        shutil.rmtree(
-            part, ignore_errors=True
-        )  # of an earlier run: a later step of it would be loaded in our place
+    # An earlier run may have left a later step there. Nodes need not share a file system.
+    if state.is_local_main_process:
+        shutil.rmtree(part, ignore_errors=True)
     state.wait_for_everyone()
     save_checkpoint(part, model, optimizer, extra, keep=1, frozen=False)
 

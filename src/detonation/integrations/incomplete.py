@@ -1,6 +1,6 @@
-"""The checkpoint from which Trainer and Accelerate go on: the newest whole one.
+"""Lets Trainer and Accelerate resume from the newest complete checkpoint.
 
-Both take the one with the highest number, also where a kill cut its save short.
+Both would load the checkpoint with the highest number, even if a kill interrupted its save.
 """
 
 import json
@@ -17,31 +17,38 @@ from detonation.checkpoint.gather import Texts
 _log = logging.getLogger("detonation")
 _NUMBER = re.compile(r"[0-9]+$")
 _FOLDER = re.compile(r"checkpoint_[0-9]+")
-"""Of a folder that Accelerate names itself."""
+"""Name of a folder that Accelerate chooses."""
 
 
 def skip_checkpoints(name: re.Pattern[str], part: str) -> None:
-    """Lets `train(resume_from_checkpoint=True)` of the Trainer that a caller makes skip some.
+    """Makes `train(resume_from_checkpoint=True)` skip incomplete checkpoints.
 
-    name: of its checkpoints. part: our directory in each.
+    Changes the Trainer that is under construction in a calling frame.
+
+    Args:
+        name: Pattern of the names of its checkpoints.
+        part: Our directory in each checkpoint.
     """
     trainer = _trainer_above()
-    if trainer is None:  # its callbacks are called without it
+    if trainer is None:
         return
-    train, files = trainer.train, ["trainer_state.json"]
+    train = trainer.train
+    files = ["trainer_state.json"]
 
     def resumed(resume_from_checkpoint: Any = None, *others: Any, **named: Any) -> Any:
         if resume_from_checkpoint is True:
-            folder, texts = Path(trainer.args.output_dir), Texts(trainer.args.device)
+            folder = Path(trainer.args.output_dir)
+            texts = Texts(trainer.args.device)
             found = newest_whole(folder, name, lambda path: lacking(path, part, files), texts)
-            resume_from_checkpoint = str(found) if found else True
+            if found:
+                resume_from_checkpoint = str(found)
         return train(resume_from_checkpoint, *others, **named)
 
     trainer.train = resumed
 
 
 def _trainer_above() -> Any:
-    """The Trainer that is being made by a caller; it does not pass itself to its callbacks."""
+    """Trainer that a calling frame constructs; it does not pass itself to its callbacks."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
@@ -51,17 +58,20 @@ def _trainer_above() -> Any:
 
 
 def skip_folders(accelerator: Any, part: str) -> None:
-    """Lets `accelerator.load_state()` skip some, where Accelerate names the folders."""
+    """Makes `accelerator.load_state()` skip incomplete checkpoints, if Accelerate names them."""
     load_state = accelerator.load_state
     files = [f"random_states_{accelerator.process_index}.pkl"]  # each rank writes them last
 
     def load_newest(input_dir: Any = None, *others: Any, **named: Any) -> Any:
         if input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming:
-            folder, texts = Path(accelerator.project_dir, "checkpoints"), Texts(accelerator.device)
+            folder = Path(accelerator.project_dir, "checkpoints")
+            texts = Texts(accelerator.device)
             input_dir = newest_whole(
                 folder, _FOLDER, lambda path: lacking(path, part, files), texts
             )
-        return load_state(None if input_dir is None else str(input_dir), *others, **named)
+        if input_dir is not None:
+            input_dir = str(input_dir)
+        return load_state(input_dir, *others, **named)
 
     accelerator.load_state = load_newest
 
@@ -69,19 +79,21 @@ def skip_folders(accelerator: Any, part: str) -> None:
 def newest_whole(
     folder: Path, name: re.Pattern[str], lacks: Callable[[Path], str], texts: Texts
 ) -> Path | None:
-    """The newest checkpoint in `folder` that is whole for all ranks; None without any. Collective.
+    """Newest checkpoint in `folder` that is complete on all ranks; None without any. Collective.
 
-    Rank 0 logs those that are skipped.
+    Rank 0 logs skipped checkpoints.
 
     Args:
-        folder: Of the checkpoints; each rank may have another, or none.
-        name: Of a checkpoint; it ends with a number.
-        lacks: What a checkpoint lacks on this rank; "" for nothing.
+        folder: Folder of checkpoints; it may differ between ranks, or be absent.
+        name: Pattern of their names, which end with a number.
+        lacks: Names a missing part of a checkpoint on this rank; "" for none.
 
     Raises:
-        ValueError: There are checkpoints, and none is whole.
+        ValueError: No checkpoint is complete.
     """
-    here = folder.iterdir() if folder.is_dir() else ()
+    here: list[Path] = []
+    if folder.is_dir():
+        here = [*folder.iterdir()]
     mine = {path.name: lacks(path) for path in here if name.fullmatch(path.name)}
     views = [json.loads(text) for text in texts.gather(json.dumps(mine))]
     names = sorted({each for view in views for each in view}, key=_number)
@@ -102,7 +114,9 @@ def newest_whole(
 
 def _number(name: str) -> int:
     match = _NUMBER.search(name)
-    return int(match.group()) if match else -1
+    if match:
+        return int(match.group())
+    return -1
 
 
 def _problem(name: str, views: Sequence[dict[str, str]]) -> str:
@@ -114,13 +128,17 @@ def _problem(name: str, views: Sequence[dict[str, str]]) -> str:
 
 
 def _tell(skipped: Sequence[str], taken: str, texts: Texts) -> None:
-    for problem in skipped if texts.rank == 0 else ():
+    if texts.rank:
+        return
+    for problem in skipped:
         _log.warning("%s: its save was cut short; training goes on from %s", problem, taken)
 
 
 def lacking(checkpoint: Path, part: str, files: Sequence[str]) -> str:
-    """The first thing that `checkpoint` lacks of the library's `files` and our `part`; "" for none."""
-    missing = [name for name in files if not (checkpoint / name).is_file()]
+    """First of `files` that `checkpoint` lacks, or else `part`, our own folder; "" for none."""
+    for name in files:
+        if not (checkpoint / name).is_file():
+            return name
     if not saved_checkpoints(checkpoint / part):
-        missing.append(part)
-    return missing[0] if missing else ""
+        return part
+    return ""

@@ -45,52 +45,51 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class ReplicaStrategy(ModelParallelStrategy):
-    """Trains a LightningModule sharded inside each replica (FSDP2), whose replicas communicate by
-    `scheme`.
+    """Trains a LightningModule with FSDP2 inside each replica and `scheme` between replicas.
 
-    The module stays as it is. The whole of it is sharded, unless it has a `configure_model`, which
-    then shards it over `self.device_mesh["shard"]`. Optimizers, schedulers, accumulation and bf16
-    work as ever, and every rank gets its own batches. `gradient_clip_val` clips by the global norm
-    of the gradients that the replicas agreed on. The logs get `bytes_sent` of this rank, counted on
-    after a resume, and `waited_s` since the start of the process. At the end of `fit` all replicas
-    hold the same weights.
+    The module does not change. The strategy shards the whole module, unless it has a
+    `configure_model`, which must shard it over `self.device_mesh["shard"]`. Optimizers, schedulers,
+    accumulation and bf16 work as usual, and each rank gets different batches. `gradient_clip_val`
+    clips by the global norm of the agreed gradients. The logs contain `bytes_sent` of this rank,
+    including resumed runs, and `waited_s` since the start of the process. At the end of `fit` all
+    replicas hold the same weights.
 
-    A checkpoint is a directory: Lightning's own, with the weights of replica 0 for evaluation and
-    for other strategies, and beside them the exact state of every rank. `fit(ckpt_path=...)` from a
-    checkpoint that was saved during `fit` goes on bit for bit, also in another process and in the
-    middle of a round; with other numbers of replicas and shards as `load_checkpoint` describes.
+    A checkpoint is a directory of Lightning with the weights of replica 0, for evaluation and for
+    other strategies, and with the exact state of every rank. From a checkpoint of `fit`,
+    `fit(ckpt_path=...)` continues bit for bit, also in another process and in the middle of a
+    round. `load_checkpoint` describes other numbers of replicas and shards.
 
     Args:
-        scheme: How the replicas communicate, such as `loco()`, or its name.
+        scheme: Scheme between the replicas, such as `loco()`, or its name.
         replicas: Copies of the model; "auto" for the number of nodes.
         shards: Ranks that share a copy; "auto" for the devices of a node.
-        seed: Of the random selections.
-        kernels: Use compiled kernels where they can be built (g++), on all replicas or none.
-        safety: The reaction to gradients that are not finite, and to replicas out of sync.
-        clip: As `gradient_clip_val`, which Lightning does not take under manual optimization.
-        axis: Between replicas that are worlds of their own, such as that of `elastic`; made after
-            `init_mesh(1)`. Each then saves to a directory of its own, and SIGTERM to a rank lets
-            its replica leave: `ReplicaLeft` in `fit`.
-        process_group_backend, timeout: As in Lightning's own strategies.
+        seed: Seed of random selections.
+        kernels: Use compiled kernels if all replicas can build them (g++).
+        safety: Reaction to gradients that are not finite, and to replicas out of sync.
+        clip: Same as `gradient_clip_val`, which Lightning refuses under manual optimization.
+        axis: Axis between replicas with separate process groups, such as the axis of `elastic`;
+            create it after `init_mesh(1)`. Each replica then saves to its own directory. SIGTERM to
+            a rank makes its replica leave: `fit` raises `ReplicaLeft`.
+        process_group_backend, timeout: Same as in Lightning's strategies.
 
     Raises:
-        ValueError: `replicas` and `axis` are both given; at `fit`, where Lightning would scale
-            losses (`precision="16-mixed"`) or clip by value, where a callback would average
-            weights, where the optimizer is replicated already, or where replicas x shards is not
-            the number of ranks.
+        ValueError: `replicas` and `axis` are both given. In `fit`: Lightning would scale losses
+            (`precision="16-mixed"`) or clip by value, a callback would average weights, the
+            optimizer is replicated already, or replicas x shards is not the number of ranks.
         ImportError: Lightning is not installed.
 
     Example:
         >>> import detonation as dt
         >>> from lightning.pytorch import Trainer
         >>> strategy = ReplicaStrategy(replicas=2, shards=8, scheme=dt.loco())
-        >>> Trainer(accelerator="cpu", devices=8, num_nodes=2, strategy=strategy, logger=False).strategy is strategy
+        >>> options = {"accelerator": "cpu", "devices": 8, "num_nodes": 2, "logger": False}
+        >>> Trainer(strategy=strategy, **options).strategy is strategy
         True
     """
 
     _optimizers: list[Optimizer]
     sent_before = 0
-    """Bytes that `bytes_sent` counts beside those of this run."""
+    """Bytes of earlier runs in `bytes_sent`."""
 
     @checks_keywords("argument of ReplicaStrategy")
     def __init__(
@@ -111,31 +110,36 @@ class ReplicaStrategy(ModelParallelStrategy):
             raise ValueError(
                 f"replicas is {replicas}, must be left out with an axis, which has their number"
             )
-        replicas = replicas if axis is None else 1
+        if axis is not None:
+            replicas = 1
         super().__init__(
             replicas, shards, process_group_backend=process_group_backend, timeout=timeout
         )
         self._axis = axis
-        self._scheme, self._own_clip, self._clip = scheme, clip, 0.0
+        self._scheme = scheme
+        self._own_clip = clip
+        self._clip = 0.0
         self._volumes: dict[Path, Volumes] = {}  # of the directories that checkpoints were saved to
         self._options: dict[str, Any] = {"seed": seed, "kernels": kernels, "safety": safety}
 
     @property
     def replicated(self) -> list[Replicated]:
-        """The optimizers of `fit`, which hold the numbers (`stats`) and the state of the replicas."""
+        """Optimizers of `fit`, which hold `stats` and the state of the replicas."""
         return [optimizer for optimizer in self.optimizers if isinstance(optimizer, Replicated)]
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank has sent to its replicas, in this run and in those that it resumes."""
+        """Bytes that this rank has sent to other replicas, including resumed runs."""
         return self.sent_before + sum(optimizer.stats.bytes_sent for optimizer in self.replicated)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Every rank gets its own batches, the shards of a replica too."""
-        replicas, replica = (
-            (1, 0) if self._axis is None else (self._axis.size(), Link(self._axis).replica)
-        )
+        """Each rank gets different batches, even the shards of a replica."""
+        replicas = 1
+        replica = 0
+        if self._axis is not None:
+            replicas = self._axis.size()
+            replica = Link(self._axis).replica
         return {
             "num_replicas": replicas * self.world_size,
             "rank": replica * self.world_size + self.global_rank,
@@ -144,14 +148,12 @@ class ReplicaStrategy(ModelParallelStrategy):
     def setup_environment(self) -> None:
         """Joins the world, and makes the mesh ("replicate", "shard")."""
         self._setup_distributed()
-        replicas = (
-            self.num_nodes if self._data_parallel_size == "auto" else self._data_parallel_size
-        )
-        shards = (
-            self.num_processes
-            if self._tensor_parallel_size == "auto"
-            else self._tensor_parallel_size
-        )
+        replicas = self._data_parallel_size
+        if replicas == "auto":
+            replicas = self.num_nodes
+        shards = self._tensor_parallel_size
+        if shards == "auto":
+            shards = self.num_processes
         self._device_mesh = init_mesh(replicas, shards, self.root_device.type)
         module = self.lightning_module
         assert module is not None
@@ -160,7 +162,7 @@ class ReplicaStrategy(ModelParallelStrategy):
             module.configure_model = partial(self._shard, module)  # type: ignore[method-assign]
 
     def setup(self, trainer: Trainer) -> None:
-        """Refuses what would part the replicas, and sets up the model and its optimizers."""
+        """Refuses settings that would desynchronize replicas, and sets up model and optimizers."""
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ValueError(
                 'precision="16-mixed" scales the loss of each replica by itself: use "bf16-mixed"'
@@ -176,8 +178,7 @@ class ReplicaStrategy(ModelParallelStrategy):
         super().setup(trainer)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Replicates the optimizers that the module configures, after schedulers were attached to
-        them."""
+        """Replicates the optimizers of the module, after schedulers were attached to them."""
         super().setup_optimizers(trainer)
         assert self.model is not None
         if self.replicated:
@@ -185,7 +186,8 @@ class ReplicaStrategy(ModelParallelStrategy):
                 "the optimizer is replicated already: give the plain one, the strategy"
                 " replicates it"
             )
-        axis, clip = self._axis or self.device_mesh["replicate"], self._clip or None
+        axis = self._axis or self.device_mesh["replicate"]
+        clip = self._clip or None
         self.optimizers = [
             replicate(optimizer, self.model, axis, self._scheme, clip=clip, **self._options)
             for optimizer in self._optimizers
@@ -193,30 +195,32 @@ class ReplicaStrategy(ModelParallelStrategy):
         self.sent_before = 0
 
     def setup_precision_plugin(self) -> None:
-        """Takes clipping over from Lightning, which would clip each replica's gradients before the
-        exchange."""
+        """Replaces clipping by Lightning, which would clip before the exchange."""
         super().setup_precision_plugin()
-        self.precision_plugin.clip_grad_by_norm = self._leave_clipping  # type: ignore[method-assign]
-        self.precision_plugin.clip_grad_by_value = _refuse_value  # type: ignore[method-assign]
+        plugin: Any = self.precision_plugin
+        plugin.clip_grad_by_norm = self._leave_clipping
+        plugin.clip_grad_by_value = _refuse_value
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Takes the step, and logs what it sent."""
+        """Steps, and logs bytes and waiting."""
         output = super().optimizer_step(optimizer, closure, *args, **kwargs)
         assert self.lightning_module is not None
-        wide = {
-            "bytes_sent": self.bytes_sent,
-            "waited_s": sum(each.stats.waited_s for each in self.replicated),
-        }
+        waited_s = sum(each.stats.waited_s for each in self.replicated)
         self.lightning_module.log_dict(
-            {name: torch.tensor(float(value)) for name, value in wide.items()}
+            {
+                "bytes_sent": torch.tensor(float(self.bytes_sent)),
+                "waited_s": torch.tensor(float(waited_s)),
+            }
         )
         return output
 
     def on_train_start(self) -> None:
-        """Lets SIGTERM ask this replica of an elastic axis to leave; Lightning's handler would wait
-        for the others."""
+        """Makes SIGTERM ask this replica of an elastic axis to leave.
+
+        Lightning's handler would wait for the other replicas.
+        """
         super().on_train_start()
         if (depart := getattr(self._axis, "depart", None)) and current_thread() is main_thread():
             signal.signal(signal.SIGTERM, lambda *_: depart())
@@ -228,57 +232,46 @@ class ReplicaStrategy(ModelParallelStrategy):
             optimizer.synchronize()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The weights of replica 0, by its ranks; torch would mix those of several replicas under
-        one name."""
+        """Weights of replica 0 on its ranks, {} on others: torch would mix equal names."""
         if self.device_mesh["replicate"].get_local_rank():
             return {}
         state = super().lightning_module_state_dict()
-        return {
-            key: value.clone() if isinstance(value, Tensor) else value
-            for key, value in state.items()
-        }
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                state[key] = value.clone()
+        return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Nothing: `save_checkpoint` saves it, exactly and for each replica."""
+        """Empty: `save_checkpoint` saves the exact state of each replica."""
         return {}
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Saves Lightning's own checkpoint, and with the state of training that of every rank.
-
-        Collective.
-        """
-        path, trains = (
-            Path(self.broadcast(filepath)),
-            bool(checkpoint.pop("optimizer_states", None)),
-        )
+        """Saves Lightning's checkpoint, and in training the state of every rank. Collective."""
+        path = Path(self.broadcast(filepath))
+        trains = bool(checkpoint.pop("optimizer_states", None))
         assert self.model is not None
-        # Lightning writes its metadata last: a save that a kill cuts short has none.
+        # Lightning writes its metadata last: an interrupted save has none.
         if self.is_global_zero and path.is_dir():
             (path / _METADATA_FILENAME).unlink(missing_ok=True)
-        if self.local_rank == 0:  # of another run, which may have come further
+        if self.local_rank == 0:  # another run may have left a later step there
             shutil.rmtree(path / PART, ignore_errors=True)
         self.barrier()
-        for number, optimizer in enumerate(self.replicated if trains else ()):
-            save_checkpoint(
-                path / PART / str(number),
-                self.model,
-                optimizer,
-                {"bytes_sent": self.bytes_sent},
-                keep=1,
-            )
+        if trains:
+            extra = {"bytes_sent": self.bytes_sent}
+            for number, optimizer in enumerate(self.replicated):
+                save_checkpoint(path / PART / str(number), self.model, optimizer, extra, keep=1)
         super().save_checkpoint(checkpoint, path, storage_options)
         if path.parent not in self._volumes:
             self._volumes[path.parent] = survey(path.parent, Texts(device_of(self.model)))
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes a checkpoint from each disk that it was saved to: nodes may share no file system."""
+        """Removes a checkpoint from each node's disk, because nodes may share no file system."""
         path = Path(filepath)
         volumes = self._volumes.get(path.parent)
-        if self.is_global_zero or (
-            volumes and volumes.leads(self.global_rank) and (path / PART).is_dir()
-        ):
+        leads = volumes is not None and volumes.leads(self.global_rank)
+        if self.is_global_zero or (leads and (path / PART).is_dir()):
             self.checkpoint_io.remove_checkpoint(filepath)
 
     def load_checkpoint(
@@ -292,22 +285,23 @@ class ReplicaStrategy(ModelParallelStrategy):
         """
         path = Path(self.broadcast(checkpoint_path))
         assert self.lightning_module is not None
-        kept, fits = self._optimizers, self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        kept = self._optimizers
+        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         if fits and self.replicated and self.broadcast((path / PART).is_dir()):
             return self._load_exactly(path, weights_only)
         try:
-            # those of an earlier fit are no part of an evaluation, and in `fit` the checkpoint is
-            # of another strategy
-            self._optimizers = [each.base for each in self.replicated] if fits else []
+            # An evaluation loads no optimizer. In `fit` another strategy wrote the checkpoint.
+            self._optimizers = []
+            if fits:
+                self._optimizers = [each.base for each in self.replicated]
             rest = super().load_checkpoint(path, weights_only)
         finally:
             self._optimizers = kept
-        for optimizer in (
-            self.replicated if fits else ()
-        ):  # whose base was loaded from elsewhere; the next step warns
-            optimizer.load_state_dict(
-                {k: v for k, v in optimizer.state_dict().items() if k != "replication"}
-            )
+        if fits:  # resets the memories; the next step warns about it
+            for optimizer in self.replicated:
+                state = optimizer.state_dict()
+                state.pop("replication", None)
+                optimizer.load_state_dict(state)
         return rest
 
     def _load_exactly(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
@@ -319,16 +313,13 @@ class ReplicaStrategy(ModelParallelStrategy):
                 raise ValueError(
                     f"{path} was written with {number} optimizers, there are {len(self.replicated)}"
                 )
-            self.sent_before += (
-                int(loaded.extra.get("bytes_sent", 0)) - self.bytes_sent
-            )  # as if it had not stopped
-        rest, problem = dict[str, Any](), ""
+            self.sent_before += int(loaded.extra.get("bytes_sent", 0)) - self.bytes_sent
+        rest = dict[str, Any]()
+        problem = ""
         try:
-            rest = (
-                torch.load(path / _METADATA_FILENAME, weights_only=weights_only)
-                if self.is_global_zero
-                else {}
-            )
+            rest = {}
+            if self.is_global_zero:
+                rest = torch.load(path / _METADATA_FILENAME, weights_only=weights_only)
         except FileNotFoundError:
             problem = "its save was cut short; give ckpt_path the path of an earlier checkpoint"
         except Exception as error:  # the file may hold anything, and the others wait
@@ -339,8 +330,7 @@ class ReplicaStrategy(ModelParallelStrategy):
         return rest
 
     def _shard(self, module: LightningModule) -> None:
-        """Shards the whole of a module without a `configure_model` of its own, whose steps are then
-        its forward."""
+        """Shards a whole module without `configure_model`; FSDP treats its steps as forward."""
         if isinstance(module, FSDPModule):
             return
         shard(module.to(self.root_device), self.device_mesh)

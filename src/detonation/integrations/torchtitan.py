@@ -50,28 +50,28 @@ def with_replicas(
 ) -> Trainer.Config:
     """Makes the trainer of `config` train with replicas that communicate by `scheme`.
 
-    torchtitan shards inside each replica and reads its batches as ever. `training.max_norm` clips
-    the gradients that the replicas agreed on, as in hybrid sharding, and the logged norm is theirs.
-    Metrics get `bytes_sent` and `waited_s`, of the logging rank so far. Each checkpoint holds the
-    exact state of every rank in a directory `detonation`, and a run that loads it goes on bit for
-    bit. Open rounds end with the last step.
+    torchtitan shards inside each replica and reads its batches as usual. `training.max_norm` clips
+    the agreed gradients, as in hybrid sharding, and the log shows their norm. Metrics contain
+    `bytes_sent` and `waited_s` of the logging rank so far. Each checkpoint holds the exact state of
+    every rank in a directory `detonation`; a run that loads it continues bit for bit. The last step
+    ends open rounds.
 
     Args:
-        config: Changed in place. It needs `parallelism.data_parallel_replicate_degree`, the number
-            of replicas.
-        scheme: How the replicas communicate. The flag `--optimizer.scheme` takes its place.
-        settings: As of `replicate`: seed, kernels, safety.
+        config: Configuration, changed in place. It needs
+            `parallelism.data_parallel_replicate_degree`, the number of replicas.
+        scheme: Scheme between the replicas. The flag `--optimizer.scheme` overrides it.
+        settings: Arguments of `replicate`: seed, kernels, safety.
 
     Returns:
         `config`.
 
     Raises:
-        ValueError: A component of `config` is not torchtitan's own; in `Trainer`, where the
-            replicas cannot be right: one replica, several optimizers, pipeline, tensor, context or
-            expert parallelism, another `spmd_backend`; at load, where a checkpoint has no state of
-            the replicas.
+        ValueError: A component of `config` is not torchtitan's own. In `Trainer`, for unsupported
+            settings: one replica, several optimizers, pipeline, tensor, context or expert
+            parallelism, another `spmd_backend`. When loading a checkpoint without the state of the
+            replicas.
 
-    Example, a function of one's own for `--module` and `--config`::
+    Example, your own function for `--module` and `--config`::
 
         def llama3_8b_loco() -> Trainer.Config:
             return with_replicas(llama3_8b(), dt.loco())
@@ -97,11 +97,12 @@ def with_replicas(
 
 
 class _Sharding:
-    """The functions of a model's `ModelSpec`, with replicas: one shards the model, the other meets
-    its optimizer."""
+    """Functions of a `ModelSpec` that shard the model and replicate the optimizer."""
 
     def __init__(self, spec: Any, scheme: Scheme | str, settings: dict[str, Any]) -> None:
-        self._spec, self._scheme, self._settings = spec, scheme, settings
+        self._spec = spec
+        self._scheme = scheme
+        self._settings = settings
         self._clip: float | None = None
 
     def parallelize(
@@ -115,13 +116,9 @@ class _Sharding:
     ) -> nn.Module:
         check_dimensions(parallel_dims)
         self._steps = training.steps
-        if (
-            self._clip is None
-        ):  # a second trainer of the same configuration finds what the first one left
+        if self._clip is None:  # a second trainer of this configuration would read inf
             self._clip = training.max_norm
-        training.max_norm = (
-            math.inf
-        )  # torchtitan's own clipping comes before the exchange, and only measures now
+        training.max_norm = math.inf  # torchtitan then only measures the norm before the exchange
         inside = copy.copy(parallel_dims)
         inside.__class__ = _InsideReplica
         model = self._spec.parallelize_fn(
@@ -129,16 +126,13 @@ class _Sharding:
         )
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                # losses are divided by the tokens of all replicas, so a sum inside one of them is
-                # 1/R of its mean
+                # torchtitan divides losses by the tokens of all R replicas, so the sum inside a
+                # replica is 1/R of its mean.
                 module.set_gradient_divide_factor(1 / parallel_dims.dp_replicate)
-                if (
-                    parallel_dims.world_mesh.device_type == "cpu"
-                ):  # gloo cannot multiply while it sums
-                    # a shard that is alone would be multiplied twice
-                    module.set_force_sum_reduction_for_comms(
-                        parallel_dims.get_mesh("fsdp").size() > 1
-                    )
+                # gloo cannot multiply while it sums; a single shard would be multiplied twice.
+                if parallel_dims.world_mesh.device_type == "cpu":
+                    several = parallel_dims.get_mesh("fsdp").size() > 1
+                    module.set_force_sum_reduction_for_comms(several)
         return model
 
     def replicate(
@@ -157,17 +151,20 @@ class _InsideReplica(ParallelDims):  # type: ignore[misc]
     dp_replicate_enabled = False
 
     def get_activated_mesh(self, axes: list[str]) -> DeviceMesh | None:
-        return super().get_activated_mesh([axis for axis in axes if axis != "dp_replicate"])  # type: ignore[no-any-return]
+        inside = [axis for axis in axes if axis != "dp_replicate"]
+        mesh: DeviceMesh | None = super().get_activated_mesh(inside)
+        return mesh
 
 
 class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc]
-    """torchtitan's container of optimizers, whose step the replicas take together.
+    """torchtitan's container of optimizers, with a step that exchanges updates between replicas.
 
-    The container holds the base optimizer, which schedulers move and checkpoints of torchtitan
-    save.
+    The container holds the base optimizer: schedulers change it, and torchtitan's checkpoints save
+    it.
 
-    replicated: the replicated optimizer, for its `stats`. sent_before: bytes that this rank had
-    sent before it resumed.
+    Attributes:
+        replicated: Replicated optimizer, for its `stats`.
+        sent_before: Bytes that this rank had sent in the runs that this one resumes.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -175,9 +172,9 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc]
         """torchtitan's configuration of optimizers, and the scheme."""
 
         scheme: str = ""
-        """How replicas communicate: loco, or with its arguments 'diloco={"every": 50}'.
+        """Scheme between replicas: loco, or with arguments 'diloco={"every": 50}'.
 
-        Empty for the one in code.
+        Empty for the scheme in code.
         """
 
     replicated: Replicated
@@ -190,15 +187,21 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc]
     def replicate(
         self, axis: DeviceMesh, scheme: Scheme | str, steps: int, options: dict[str, Any]
     ) -> None:
-        """Replicates the optimizer along `axis`; `scheme` is that of the code, and `steps` the
-        length of training."""
+        """Replicates the optimizer along `axis`.
+
+        Args:
+            scheme: Scheme in code, unless the flag sets another.
+            steps: Length of training.
+        """
         if len(self.optimizers) > 1:
             kinds = ", ".join(type(each).__name__ for each in self.optimizers)
             raise ValueError(
                 f"there are {len(self.optimizers)} optimizers ({kinds}), and replicas take one"
                 " for all"
             )
-        chosen = parsed_scheme(self._scheme) if self._scheme else scheme
+        chosen = scheme
+        if self._scheme:
+            chosen = parsed_scheme(self._scheme)
         watch_waiting()
         self.replicated = replicate(
             self.optimizers[0], self.model_parts[0], axis, chosen, **options
@@ -206,7 +209,7 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc]
         self._steps = steps
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Takes one step with the replicas; after the last one, all replicas hold the same weights."""
+        """Steps with the replicas; after the last step all replicas hold the same weights."""
         self.replicated.step()
         if self.replicated.step_count == self._steps:
             self.replicated.synchronize()
@@ -233,19 +236,19 @@ class ReplicaMetrics(MetricsProcessor):  # type: ignore[misc]
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        stats, sent = self.optimizers.replicated.stats, self.optimizers.bytes_sent
-        norm = grad_norm if stats.grad_norm is None else stats.grad_norm.item()
-        exchange = {"bytes_sent": sent, "waited_s": stats.waited_s}
-        super().log(
-            step, global_avg_loss, global_max_loss, norm, {**(extra_metrics or {}), **exchange}
-        )
+        stats = self.optimizers.replicated.stats
+        sent = self.optimizers.bytes_sent
+        if stats.grad_norm is not None:
+            grad_norm = stats.grad_norm.item()
+        extra = {**(extra_metrics or {}), "bytes_sent": sent, "waited_s": stats.waited_s}
+        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
         logger.info(
             f"step: {step:2}  sent to replicas: {sent:,} bytes  waited: {stats.waited_s:.1f} s"
         )
 
 
 class ReplicaCheckpoints(CheckpointManager):  # type: ignore[misc]
-    """torchtitan's checkpoints, and beside each full one the exact state of every rank.
+    """torchtitan's checkpoints; each full checkpoint also holds the exact state of every rank.
 
     torchtitan's files hold the model and the optimizer of replica 0; torch would mix those of
     several replicas.
@@ -268,11 +271,14 @@ class ReplicaCheckpoints(CheckpointManager):  # type: ignore[misc]
     def dcp_save(
         self, state_dict: dict[str, Any], checkpoint_id: str, *others: Any, **options: Any
     ) -> Any:
-        """Saves the state of the replicas, then torchtitan's, whose metadata makes the checkpoint
-        valid. Collective."""
+        """Saves the state of the replicas, then torchtitan's state. Collective.
+
+        torchtitan's metadata, which it writes last, makes the checkpoint valid.
+        """
         if OPTIMIZER in state_dict:
             optimizers: ReplicaOptimizers = state_dict[OPTIMIZER]
-            (model,), extra = optimizers.model_parts, {"bytes_sent": optimizers.bytes_sent}
+            (model,) = optimizers.model_parts
+            extra = {"bytes_sent": optimizers.bytes_sent}
             save_checkpoint(
                 Path(checkpoint_id, "detonation"), model, optimizers.replicated, extra, keep=1
             )
@@ -283,15 +289,16 @@ class ReplicaCheckpoints(CheckpointManager):  # type: ignore[misc]
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, *others: Any, **options: Any
     ) -> None:
-        """Loads torchtitan's part, and over it the state of the replicas. Collective.
+        """Loads torchtitan's part, then the state of the replicas. Collective.
 
-        Raises `ValueError` where the checkpoint has no such state, or that of another model,
-        optimizer or scheme.
+        Raises `ValueError` if that state is missing, or belongs to another model, optimizer or
+        scheme.
         """
         super().dcp_load(state_dict, checkpoint_id, *others, **options)
         if OPTIMIZER in state_dict:
             optimizers: ReplicaOptimizers = state_dict[OPTIMIZER]
-            own, (model,) = Path(checkpoint_id, "detonation"), optimizers.model_parts
+            own = Path(checkpoint_id, "detonation")
+            (model,) = optimizers.model_parts
             loaded = load_checkpoint(own, model, optimizers.replicated)
             if loaded is None:
                 remedy = "load_step takes an earlier one, initial_load_path its model alone"
@@ -305,7 +312,7 @@ class ReplicaCheckpoints(CheckpointManager):  # type: ignore[misc]
 
 
 def check_dimensions(dims: ParallelDims) -> None:
-    """Raises `ValueError` in one line where replicas of these dimensions cannot be right."""
+    """Raises `ValueError` for parallel dimensions that replicas do not support."""
     if dims.dp_replicate < 2:
         raise ValueError(
             f"parallelism.data_parallel_replicate_degree is {dims.dp_replicate}, must be the number"
@@ -325,8 +332,9 @@ def check_dimensions(dims: ParallelDims) -> None:
 
 
 def parsed_scheme(text: str) -> Scheme:
-    """The scheme of `NAME` or `NAME={"argument": value}`, the spelling of torchtitan's own
-    overrides, or `ValueError`.
+    """Parses a scheme, `NAME` or `NAME={"argument": value}` as in torchtitan's own overrides.
+
+    Raises `ValueError` for other texts.
 
     Example:
         >>> parsed_scheme('demo={"topk": 2}').arguments["topk"]
@@ -344,11 +352,10 @@ def parsed_scheme(text: str) -> Scheme:
     return scheme_named(name, found)
 
 
-if not TYPE_CHECKING:  # a type checker shall see a name that is not there
+if not TYPE_CHECKING:  # so that a type checker reports missing names
 
     def __getattr__(name: str) -> Callable[[], Trainer.Config]:
-        """For `--config MODULE.FUNCTION`: the function of torchtitan's or of one's own module, with
-        replicas."""
+        """Resolves `--config MODULE.FUNCTION`, of torchtitan or your own module, with replicas."""
         module, dot, function = name.rpartition(".")
         if not dot:
             raise AttributeError(

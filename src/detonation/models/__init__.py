@@ -1,8 +1,6 @@
-"""Models by name, over transformers; `model(**batch)` returns `loss`, in nats and fp32, and
-`logits`.
+"""Models by name, from transformers; `model(**batch)` returns `logits`, and a fp32 `loss` in nats.
 
-The initial weights depend on `torch.manual_seed` alone. It imports nothing
-else of the package; `train` and the benchmarks may call it.
+The initial weights depend only on `torch.manual_seed`.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,14 +21,13 @@ MODELS: Mapping[str, Callable[..., nn.Module]] = {
     "vit": vit,
 }
 TASK_OF = {"olmo2": "text", "olmoe": "text", "t5": "translation", "vit": "images"}
-"""The kind of data that each model takes."""
+"""Kind of data for each model."""
 
 
 def model_function(name: str) -> Callable[..., nn.Module]:
-    """The function that builds the model called `name`; `ValueError` for a name that does not
-    exist.
+    """Function that builds a model; raises `ValueError` for an unknown name.
 
-    Besides `MODELS`, a name may be `hf:` and a directory or an id of the hub, or
+    The name is one of `MODELS`, `hf:` with a directory or an id of the hub, or
     "package.module:function".
     """
     if name.startswith(HUB_PREFIX):
@@ -40,14 +37,14 @@ def model_function(name: str) -> Callable[..., nn.Module]:
     except ValueError as error:
         if ":" in name:
             raise
-        raise ValueError(
-            f"{error}, or hf:{name if '/' in name else 'NAME'} for a model of transformers"
-        ) from error
+        hub_name = "NAME"
+        if "/" in name:
+            hub_name = name
+        raise ValueError(f"{error}, or hf:{hub_name} for a model of transformers") from error
 
 
 def image_arguments(name: str, arguments: Mapping[str, Any]) -> dict[str, int]:
-    """The `size` and `channels` that the model called `name` fixes for the images; empty where it
-    takes any."""
+    """`size` and `channels` of the images, if the model requires them."""
     if name.startswith(HUB_PREFIX):
         return image_size_of(name.removeprefix(HUB_PREFIX), dict(arguments))
     given = {"size": arguments.get("image_size"), "channels": arguments.get("channels")}
@@ -57,12 +54,12 @@ def image_arguments(name: str, arguments: Mapping[str, Any]) -> dict[str, int]:
 def build_model(name: str, arguments: Mapping[str, Any]) -> nn.Module:
     """Builds a model by name, in training mode and with random weights.
 
-    The arguments are those of the model's function: `olmo2`, `olmoe`, `t5`, `vit`, or as
-    `transformers_model` lists.
+    `arguments` are those of the model's function: `olmo2`, `olmoe`, `t5`, `vit`, or of the function
+    in `transformers_model`.
 
     Raises:
         ValueError: Unknown name or argument, sizes that do not fit together, or a function that
-            makes no module.
+            returns no module.
 
     Example:
         >>> build_model("vit", {"image_size": 28, "patch_size": 5})
@@ -72,4 +69,4 @@ def build_model(name: str, arguments: Mapping[str, Any]) -> nn.Module:
     made = make("model", {name: model_function(name)}, name, arguments)
     if not isinstance(made, nn.Module):
         raise ValueError(f"model {name} makes a {type(made).__name__}, must make a torch.nn.Module")
-    return made.train()  # pretrained ones come in evaluation mode
+    return made.train()  # pretrained models are in evaluation mode

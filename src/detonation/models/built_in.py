@@ -8,18 +8,18 @@ from detonation.choices import needs
 
 
 def checked(dropout: float, **sizes: int) -> int:
-    """Returns the width of an attention head of a model with these `sizes`, `hidden_size` and
-    `heads` among them.
+    """Checks the `sizes` of a model, with `hidden_size` and `heads`; returns the width of a head.
 
-    Raises `ValueError` for a size below 1, a `dropout` that is no probability below 1, and `heads`
-    that do not divide `hidden_size`.
+    Raises `ValueError` for a size below 1, a `dropout` outside [0, 1), and `heads` that do not
+    divide `hidden_size`.
     """
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} must be at least 1, not {size}")
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout must be at least 0 and below 1, not {dropout}")
-    heads, hidden_size = sizes["heads"], sizes["hidden_size"]
+    heads = sizes["heads"]
+    hidden_size = sizes["hidden_size"]
     width, left = divmod(hidden_size, heads)
     if left:
         raise ValueError(
@@ -85,12 +85,20 @@ def _causal(
             " even"
         )
     return {
-        "vocab_size": vocab, "hidden_size": hidden_size, "intermediate_size": feed_forward,
-        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}, "attention_dropout": dropout,
+        "vocab_size": vocab,
+        "hidden_size": hidden_size,
+        "intermediate_size": feed_forward,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "attention_dropout": dropout,
         # Every byte is text: the embedding of a padding token would be zero and get no gradient.
-        "pad_token_id": None, "eos_token_id": None, "use_cache": False, "attn_implementation": "sdpa",
-    }  # fmt: skip
+        "pad_token_id": None,
+        "eos_token_id": None,
+        "use_cache": False,
+        "attn_implementation": "sdpa",
+    }
 
 
 def olmoe(
@@ -106,19 +114,19 @@ def olmoe(
 ) -> nn.Module:
     """Builds a causal language model with a mixture of experts.
 
-    The experts of a block are three matrices of `[experts, ...]`, which FSDP2 shards by expert. The
-    gradient of an expert to which no token of a replica went is zero on that replica.
+    The experts of a block are three matrices of `[experts, ...]`, which FSDP2 shards by expert. If
+    no token of a replica uses an expert, the gradient of the expert is zero on that replica.
 
     Args:
         vocab: Number of tokens; 256 for bytes.
         hidden_size: Width of the residual stream.
         layers: Number of blocks.
         heads: Attention heads of each block; divides hidden_size.
-        experts: Of each block.
-        active: Experts that work on a token.
+        experts: Number of experts in each block.
+        active: Number of experts that process a token.
         feed_forward: Width of the gated feed-forward layer of each expert.
-        balance: Weight of the loss that keeps experts equally busy; only in training, so that
-            validation losses are in nats, as those of other models are.
+        balance: Weight of the loss that balances the experts. Validation ignores it, so that its
+            losses are in nats.
         dropout: On attention weights.
 
     Shapes: `input_ids` and `labels` `[B, T]` int64, any T.
@@ -188,10 +196,20 @@ def t5(
     )
     transformers = needs("transformers", "models")
     config = transformers.T5Config(
-        vocab_size=vocab, d_model=hidden_size, d_kv=head_dim, d_ff=feed_forward, num_layers=layers, num_heads=heads,
-        feed_forward_proj="relu", dropout_rate=dropout,
-        pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, use_cache=False, attn_implementation="sdpa",
-    )  # fmt: skip
+        vocab_size=vocab,
+        d_model=hidden_size,
+        d_kv=head_dim,
+        d_ff=feed_forward,
+        num_layers=layers,
+        num_heads=heads,
+        feed_forward_proj="relu",
+        dropout_rate=dropout,
+        pad_token_id=0,
+        eos_token_id=1,
+        decoder_start_token_id=0,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
     model: nn.Module = transformers.T5ForConditionalGeneration(config)
     fp32_logits(model.get_submodule("lm_head"))
     for stack in ("encoder.block", "decoder.block"):
@@ -201,8 +219,13 @@ def t5(
 
 
 def _copied_output(block: nn.Module, inputs: Any, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Copies the outputs of a block: its position bias is a view, and FSDP2 warns of views."""
-    return tuple(output.clone() if isinstance(output, Tensor) else output for output in outputs)
+    """Copies the tensors that a block returns: its position bias is a view, and FSDP2 warns."""
+    copied = []
+    for output in outputs:
+        if isinstance(output, Tensor):
+            output = output.clone()
+        copied.append(output)
+    return tuple(copied)
 
 
 def vit(
@@ -260,13 +283,20 @@ def vit(
         )
     transformers = needs("transformers", "models")
     config = transformers.ViTConfig(
-        image_size=image_size, patch_size=patch_size, num_channels=channels, num_labels=classes,
-        hidden_size=hidden_size, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=feed_forward,
-        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
-        # Without it transformers guesses the loss from the labels of each batch; one class would
-        # mean regression.
-        problem_type="single_label_classification", attn_implementation="sdpa",
-    )  # fmt: skip
+        image_size=image_size,
+        patch_size=patch_size,
+        num_channels=channels,
+        num_labels=classes,
+        hidden_size=hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=feed_forward,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        # By default transformers guesses the loss from the labels; one class would be regression.
+        problem_type="single_label_classification",
+        attn_implementation="sdpa",
+    )
     model: nn.Module = transformers.ViTForImageClassification(config)
     fp32_logits(model.get_submodule("classifier"))
     return model

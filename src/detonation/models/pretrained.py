@@ -1,5 +1,4 @@
-"""Any causal, sequence-to-sequence or classifying model of transformers, by its directory or its id
-on the hub."""
+"""Causal, sequence-to-sequence and classification models of transformers, by directory or id."""
 
 import copy
 import functools
@@ -23,16 +22,14 @@ _LOADERS = {
 CLASSIFIES = "images", "labels"
 """Tasks with a number of classes."""
 _BYTES = (256, 384)
-"""Numbers of ids of text as bytes, and of ByT5."""
+"""Vocabulary sizes of bytes and of ByT5."""
 
 
 def transformers_model(name: str) -> Callable[..., nn.Module]:
-    """The function that builds the model `hf:NAME`, where NAME is a directory or an id on the
-    Hugging Face hub.
+    """Function that builds the model `hf:NAME`, for a directory or an id of the Hugging Face hub.
 
-    Code from the directory or the hub never runs. The function raises `ValueError` in one line for
-    a name that is neither there nor reachable, a model of another task, a key that the
-    configuration has not, and weights that do not fit.
+    It never runs code of the directory or the hub. It raises `ValueError` if the model cannot be
+    reached, is for another task, lacks a key of its configuration, or has weights that do not fit.
     """
 
     def build(
@@ -50,10 +47,10 @@ def transformers_model(name: str) -> Callable[..., nn.Module]:
         Args:
             task: "text" (a causal model), "translation" (sequence to sequence), "images" or
                 "labels" (a classifier); filled in.
-            pretrained: Start from the weights there, instead of random ones. A classifier gets a
-                new head where the number of classes differs.
-            dtype: Of the weights: "float32" or "bfloat16".
-            vocab: Number of ids in the data, of which the model must know as many; filled in.
+            pretrained: Start from its weights instead of random weights. A classifier gets a new
+                head if the number of classes differs.
+            dtype: Data type of the weights: "float32" or "bfloat16".
+            vocab: Number of ids in the data, which the model must support; filled in.
             image_size: Filled in from the data.
             channels: Filled in from the data.
             classes: Filled in from the data.
@@ -64,14 +61,13 @@ def transformers_model(name: str) -> Callable[..., nn.Module]:
         if dtype not in ("float32", "bfloat16"):
             raise unknown("model.dtype", dtype, ("float32", "bfloat16"))
         sizes = {"image_size": image_size, "num_channels": channels, "num_labels": classes}
-        config = _configured(
-            name, settings, {key: size for key, size in sizes.items() if size is not None}
-        )
+        given = {key: size for key, size in sizes.items() if size is not None}
+        config = _configured(name, settings, given)
         _require_vocab(name, config, vocab, pretrained)
         model = _built(name, config, task, pretrained, dtype, classes)
         made: Any = model
         head = made.get_output_embeddings() or getattr(model, "classifier", None)
-        if task != "text" and isinstance(head, nn.Module):  # causal models do so by themselves
+        if task != "text" and isinstance(head, nn.Module):  # causal models compute fp32 logits
             fp32_logits(head)
         return model
 
@@ -79,18 +75,15 @@ def transformers_model(name: str) -> Callable[..., nn.Module]:
 
 
 def image_size_of(name: str, settings: dict[str, Any]) -> dict[str, int]:
-    """The `size` and `channels` of the images that the model `hf:NAME` takes, as far as its
-    configuration says."""
+    """`size` and `channels` of the images for `hf:NAME`, if its configuration sets them."""
     config = _configured(name, {}, {})
-    size = settings.get("image_size", getattr(config, "image_size", None))
-    channels = settings.get(
-        "channels", getattr(config, "num_channels", None) if settings.get("pretrained") else None
-    )
-    return {
-        key: value
-        for key, value in {"size": size, "channels": channels}.items()
-        if isinstance(value, int)
-    }
+    sizes = {"size": getattr(config, "image_size", None)}
+    if settings.get("pretrained"):
+        sizes["channels"] = getattr(config, "num_channels", None)
+    for key, setting in (("size", "image_size"), ("channels", "channels")):
+        if setting in settings:
+            sizes[key] = settings[setting]
+    return {key: value for key, value in sizes.items() if isinstance(value, int)}
 
 
 def _built(
@@ -104,7 +97,7 @@ def _built(
         )
     options = {"dtype": getattr(torch, dtype), "trust_remote_code": False}
     try:
-        if not pretrained or torch.empty(0).is_meta:  # the sizes alone are wanted
+        if not pretrained or torch.empty(0).is_meta:  # on "meta" only sizes matter
             model: nn.Module = auto.from_config(config, **options)
             return model
         options |= {"ignore_mismatched_sizes": task in CLASSIFIES, "output_loading_info": True}
@@ -112,11 +105,9 @@ def _built(
     except (OSError, ValueError, RuntimeError, AssertionError) as error:
         raise ValueError(f"{HUB_PREFIX}{name} cannot be built: {first_line(error)}") from error
     new = {*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}
-    head = {
-        key
-        for key, tensor in model.named_parameters()
-        if task in CLASSIFIES and tensor.shape[0] == classes
-    }
+    head = set()
+    if task in CLASSIFIES:
+        head = {key for key, tensor in model.named_parameters() if tensor.shape[0] == classes}
     if new - head:
         keys = sorted(new - head)
         raise ValueError(
@@ -127,16 +118,14 @@ def _built(
 
 
 def _require_vocab(name: str, config: Any, vocab: int | None, pretrained: bool) -> None:
-    """Raises `ValueError` where the ids of the data are not those of the model."""
+    """Raises `ValueError` if the ids of the data do not fit the model."""
     own = getattr(config.get_text_config(), "vocab_size", None)
     if vocab is None or own is None:
         return
     if vocab > own:
-        remedy = (
-            "set data.tokenizer to that of the model"
-            if pretrained
-            else f"set model.vocab_size to {vocab}"
-        )
+        remedy = f"set model.vocab_size to {vocab}"
+        if pretrained:
+            remedy = "set data.tokenizer to that of the model"
         raise ValueError(f"{HUB_PREFIX}{name} knows {own} tokens, the data have {vocab}: {remedy}")
     if pretrained and vocab in _BYTES and own != vocab:
         raise ValueError(
@@ -145,41 +134,33 @@ def _require_vocab(name: str, config: Any, vocab: int | None, pretrained: bool) 
 
 
 def _configured(name: str, settings: dict[str, Any], sizes: dict[str, int]) -> Any:
-    """The configuration of the model with `settings`, and with those `sizes` that it has a key for."""
+    """Configuration of the model with `settings`, and with the `sizes` for which it has a key."""
     config = copy.deepcopy(_config(name))
     for key in settings:
         if not hasattr(config, key) or key.startswith("_"):
-            raise unknown(
-                f"key of {HUB_PREFIX}{name}",
-                key,
-                (k for k in config.to_dict() if not k.startswith("_")),
-            )
+            keys = [each for each in config.to_dict() if not each.startswith("_")]
+            raise unknown(f"key of {HUB_PREFIX}{name}", key, keys)
+    fitting = {key: size for key, size in sizes.items() if hasattr(config, key)}
     try:
-        config = type(config).from_dict(
-            config.to_dict(),
-            **settings,
-            **{key: size for key, size in sizes.items() if hasattr(config, key)},
-        )
+        config = type(config).from_dict(config.to_dict(), **settings, **fitting)
     except Exception as error:  # the configurations check types with errors of their own
         *_, last = str(error).strip().splitlines()
         raise ValueError(f"{HUB_PREFIX}{name} does not take {settings}: {last.strip()}") from error
     text = config.get_text_config()
-    if (
-        isinstance(getattr(text, "pad_token_id", None), int)
-        and text.pad_token_id >= text.vocab_size
-    ):
-        text.pad_token_id = None  # of a larger vocabulary
+    padding = getattr(text, "pad_token_id", None)
+    if isinstance(padding, int) and padding >= text.vocab_size:
+        text.pad_token_id = None  # it belongs to a larger vocabulary
     if hasattr(text, "use_cache"):
-        text.use_cache = False  # it keeps keys and values, for generation
+        text.use_cache = False  # training does not reuse keys and values
     return config
 
 
 @functools.cache
 def _config(name: str) -> Any:
     transformers = needs("transformers", "models")
-    transformers.utils.logging.set_verbosity_error()  # the lines of the run say what is needed
+    transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of each try
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # no warning for each retry
     if not name:
         raise ValueError("'hf:' names no model: write hf:DIRECTORY or hf:ID of the hub")
     try:

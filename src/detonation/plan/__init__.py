@@ -1,4 +1,4 @@
-"""The planner: predicted cost of each scheme on a given network, and the choice of one.
+"""Planner: predicts the cost of each scheme on a network, and chooses one.
 
 `cost` predicts, `losses` holds measured losses, `search` ranks and explains, `auto` chooses in a
 running job.

@@ -1,4 +1,4 @@
-"""`auto`: chooses the scheme for the links of a running job, which it measures."""
+"""`auto`: measures the links of a running job, and chooses a scheme."""
 
 import hashlib
 import json
@@ -40,45 +40,47 @@ def auto(
 ) -> Scheme:
     """Measures the links of `axis` and chooses the scheme that is expected to reach a loss first.
 
-    Collective: call it on every rank, after sharding and before `replicate`. It takes a few
-    seconds. Rank 0 decides, and all ranks return the same scheme, the one that `detonation plan
-    --optimizer` puts first: full synchronisation where it waits for the network at most `budget` of
-    a step and nothing is sooner by more, else what reaches a loss first, by losses that were
-    measured with such an `optimizer`, or with AdamW where none was. The reason is logged at INFO of
-    "detonation".
+    Collective: call it on every rank, after sharding and before `replicate`. It measures for a few
+    seconds. Rank 0 decides, and all ranks return the same scheme: the first choice of `detonation
+    plan --optimizer`. This is full synchronisation, if it waits for the network at most `budget` of
+    a step and no other scheme is faster by more than that. Otherwise it is the scheme that reaches
+    a loss first, by losses measured with this kind of optimizer, or with AdamW if there are none.
+    The logger "detonation" gets the reason at level INFO.
 
     Args:
-        optimizer: The one that will be replicated. With a momentum of its own it needs schemes of
-            dense gradients or of rounds; `SignSGD`, and AdamW with betas=(0.0, 0.95), go with most.
-        model: The sharded model; its trained parameters give the sizes of the messages.
-        axis: The axis between the replicas, such as `mesh["replicate"]` or that of `elastic`.
+        optimizer: Optimizer for `replicate`. An optimizer with momentum needs schemes of dense
+            gradients or of rounds; `SignSGD`, and AdamW with betas=(0.0, 0.95), fit most schemes.
+        model: Sharded model; its trained parameters set the sizes of the messages.
+        axis: Axis between the replicas, such as `mesh["replicate"]` or the axis of `elastic`.
         step_seconds: Duration of a training step without the network; above 0.
         budget: Share of a step that full synchronisation may spend waiting for the network; between
             0 and 1.
         steps: Length of the training; at least 1.
-        recipe: Whose measured losses count: "quick-lm" (text), "vit-fashion" (images),
+        recipe: Recipe whose measured losses count: "quick-lm" (text), "vit-fashion" (images) or
             "t5-translation" (translation).
 
     Returns:
-        The scheme, to be passed to `replicate`.
+        Scheme for `replicate`.
 
     Raises:
         ValueError: `step_seconds`, `budget` or `steps` is out of range, or no losses of `recipe`
             were measured.
-        Mismatch: A rank makes another scheme of the name and arguments that rank 0 chose.
+        Mismatch: A rank builds another scheme from the name and arguments that rank 0 chose.
 
     Example:
         >>> import torch, torch.distributed as dist, detonation as dt
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> model, mesh = nn.Linear(8, 1), dt.init_mesh(replicas=1, shards=1, device="cpu")
+        >>> model = nn.Linear(8, 1)
+        >>> mesh = dt.init_mesh(replicas=1, shards=1, device="cpu")
         >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> dt.auto(optimizer, model, mesh["replicate"], step_seconds=0.35).name  # nobody to exchange with
+        >>> chosen = dt.auto(optimizer, model, mesh["replicate"], step_seconds=0.35)
+        >>> chosen.name  # one replica exchanges nothing
         'full'
         >>> dt.leave()
 
     Reference:
-        docs/networks.md describes the prediction and how far it was from measurements; the measured
-        losses are in research/frontier.md and research/log.md.
+        docs/networks.md compares the prediction with measurements; research/frontier.md and
+        research/log.md hold the measured losses.
     """
     if not 0 < step_seconds < float("inf"):
         raise ValueError(
@@ -94,20 +96,15 @@ def auto(
         raise unknown("recipe with measured losses", recipe, recipes())
     check_arguments(optimizer, model)
     device = next(local(parameter).device for parameter in model.parameters())
-    everyone = Everyone(
-        device, axis, [link.axis for link in links_of_shards(local_parameters(model).values())]
-    )
+    inside = [link.axis for link in links_of_shards(local_parameters(model).values())]
+    everyone = Everyone(device, axis, inside)
     shards = node_shapes(model, axis, everyone)
     network = Network.of_axis(probe_axis(axis, device, PROBE_S, everyone), len(shards))
     work = Work(shards, step_seconds, overlap=False, on_accelerator=device.type != "cpu")
     trained = trained_by(type(optimizer).__name__, optimizer.defaults)
-    goal = Goal(
-        axis.size(),
-        sum(work.sizes.values()),
-        steps,
-        recipe,
-        trained if trained in optimizers() else "AdamW",
-    )
+    if trained not in optimizers():
+        trained = "AdamW"
+    goal = Goal(axis.size(), sum(work.sizes.values()), steps, recipe, trained)
     ranked = options(pairs(goal), work, network, goal, budget)
     _log.info("auto: %s", why(ranked, network, goal, budget))
     return broadcast_choice(ranked[0].cost.scheme, everyone)
@@ -117,14 +114,13 @@ def broadcast_choice(choice: Scheme, everyone: Everyone) -> Scheme:
     """Returns the choice of rank 0 on every rank. Collective.
 
     Raises:
-        Mismatch: On all ranks, where one makes another scheme of the same name and arguments.
+        Mismatch: On all ranks, if one builds another scheme from the same name and arguments.
     """
     name, arguments = everyone.send_to_all([choice.name, dict(choice.arguments)])[0]
     chosen = scheme(name, arguments)
     text = json.dumps([chosen.name, dict(chosen.arguments)], sort_keys=True)
-    everyone.require_same(
-        {"scheme": hashlib.sha256(text.encode()).hexdigest()[:16]}, {"scheme": chosen.name}
-    )
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    everyone.require_same({"scheme": digest}, {"scheme": chosen.name})
     return chosen
 
 
@@ -133,15 +129,14 @@ def node_shapes(model: nn.Module, axis: Axis, everyone: Everyone) -> Sequence[Sh
 
     Collective.
     """
-    shapes = {
-        name: list(local(p).shape) for name, p in local_parameters(model).items() if p.requires_grad
-    }
-    replica = axis.get_local_rank() if isinstance(axis, DeviceMesh) else axis.replica
+    parameters = local_parameters(model)
+    shapes = {name: list(local(p).shape) for name, p in parameters.items() if p.requires_grad}
+    if isinstance(axis, DeviceMesh):
+        replica = axis.get_local_rank()
+    else:
+        replica = axis.replica
     gathered = everyone.send_to_all([replica, shapes])
-    first = [
-        theirs for number, theirs in gathered if number == gathered[0][0]
-    ]  # 0, or another where that is lost
-    return [
-        {name: tuple(shape) for name, shape in one.items()}
-        for one in first[: everyone.size // axis.size()]
-    ]
+    lowest = gathered[0][0]  # 0, unless that replica is lost
+    first = [shapes for number, shapes in gathered if number == lowest]
+    ranks = everyone.size // axis.size()
+    return [{name: tuple(shape) for name, shape in each.items()} for each in first[:ranks]]

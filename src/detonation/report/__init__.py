@@ -1,5 +1,5 @@
-"""Finished runs for people: `read` parses a run directory, `terminal` prints, `figures` draws,
-`page` writes the page.
+"""Reports about runs: `read` parses a run directory, `terminal` prints, `figures` draws, `page`
+writes HTML, and `words` formats numbers and texts.
 
-`words` formats numbers and texts. Nothing here imports torch.
+None of them imports torch.
 """

@@ -1,4 +1,4 @@
-"""The figures, drawn by matplotlib: loss against steps, bytes and time, and the parts of a step."""
+"""Figures by matplotlib: loss against steps, bytes and time, and the parts of a step."""
 
 import base64
 import io
@@ -11,50 +11,50 @@ from detonation.report.read import Run, agreeing_s
 from detonation.report.words import duration, shortened, size_text
 
 COLOURS = ("#1861cd", "#c94f00", "#006a50", "#a3508a", "#c8870b", "#3a9dd5")
-"""Colours of runs: the hues of Okabe and Ito, darkened to a contrast of 3 with the background,
-`PAPER`."""
+"""Colours of runs: hues of Okabe and Ito, darkened to a contrast of 3 with the background `PAPER`.
+"""
 PART_COLOURS = ("#a9b4c4", "#b87400", "#1f6fd0", "#5e1f57")
-"""Parts of a step, light to dark: compute, the optimizer's own work, waiting for the slowest, for
-the network."""
-PAPER, _INK = "#ffffff", "#1a1c20"
+"""Colours of the parts of a step, light to dark, in the order of `breakdown`."""
+PAPER = "#ffffff"
+_INK = "#1a1c20"
 
 _DASHES = ("-", "--", "-.", ":")
 _MARKERS = "os^DvP"
 _STYLE: dict[Any, Any] = {
-    **dict.fromkeys(
-        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK
-    ),
-    **{
-        "axes.axisbelow": True,
-        "axes.grid": True,
-        "axes.linewidth": 0.6,
-        "figure.subplot.left": 0.14,
-    },
-    **{"axes.spines.top": False, "axes.spines.right": False, "font.size": 10},
-    **{
-        "grid.color": _INK,
-        "grid.alpha": 0.15,
-        "grid.linewidth": 0.6,
-        "legend.frameon": False,
-        "legend.fontsize": 9,
-    },
+    "text.color": _INK,
+    "axes.labelcolor": _INK,
+    "axes.edgecolor": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.linewidth": 0.6,
+    "figure.subplot.left": 0.14,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "font.size": 10,
+    "grid.color": _INK,
+    "grid.alpha": 0.15,
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
     "text.parse_math": False,  # a name may hold dollar signs
 }
-_WIDTH, _HEIGHT = 4.0, 2.9
-"""Inches: near the width of a figure on a phone, so that its text is as large as the text around
-it."""
+_WIDTH = 4.0
+_HEIGHT = 2.9
+"""Size of a figure in inches, close to its size on a phone: its text is as large as other text."""
 _BUCKETS = 60
 _FAR = 8.0
 """Values that differ by more than this factor get a log axis."""
 _TRANSIENT = 0.05
-"""The share of a run, from its beginning, that does not set the scale of the loss axis."""
+"""Share of a run, from its start, that does not affect the scale of the loss axis."""
 _LOSS = "Lines are training loss, means over a sixtieth of the run; points are validation loss."
 _TIMES = (("hours", 3600), ("minutes", 60), ("seconds", 1))
 
 
 @dataclass(frozen=True)
 class Key:
-    """One entry of a legend: a dashed line with a marker, or a patch where `dash` is empty."""
+    """Entry of a legend: a dashed line with a marker, or a patch if `dash` is empty."""
 
     text: str
     colour: str
@@ -79,10 +79,10 @@ class Chart:
     """A figure.
 
     Args:
-        note: Explains how to read it.
+        note: Explains how to read the figure.
         keys: Entries of the legend.
         draw: Draws into matplotlib axes.
-        height: In inches, without title and legend.
+        height: Height in inches, without title and legend.
     """
 
     name: str
@@ -93,20 +93,29 @@ class Chart:
     height: float = _HEIGHT
 
     def image(self) -> str:
-        """The figure, 240 dots per inch, as the `data:` address of its PNG."""
+        """Figure with 240 dots per inch, as a `data:` URL of a PNG."""
         import matplotlib
         from matplotlib.figure import Figure
 
         longest = max((len(key.text) for key in self.keys), default=0)
-        columns = 1 if longest > 20 else 4 if longest < 8 else 2
-        legend = 0.12 + 0.19 * ceil(len(self.keys) / columns) if self.keys else 0.0
-        height, file = self.height + legend + 0.28, io.BytesIO()
+        columns = 2
+        if longest > 20:
+            columns = 1
+        elif longest < 8:
+            columns = 4
+        legend = 0.0
+        if self.keys:
+            legend = 0.12 + 0.19 * ceil(len(self.keys) / columns)
+        height = self.height + legend + 0.28
+        file = io.BytesIO()
         with matplotlib.rc_context(_STYLE):
             figure = Figure(figsize=(_WIDTH, height))
             axes = figure.add_subplot()
             self.draw(axes)
-            # Fixed margins in inches: an automatic layout costs more than the drawing.
-            bottom = legend + (0.5 if axes.get_xlabel() else 0.32)
+            # Fixed margins in inches: an automatic layout takes longer than the drawing.
+            bottom = legend + 0.32
+            if axes.get_xlabel():
+                bottom = legend + 0.5
             figure.subplots_adjust(right=0.91, bottom=bottom / height, top=1 - 0.4 / height)
             figure.suptitle(
                 self.title, x=0.03, y=1 - 0.09 / height, ha="left", fontsize=11.5, fontweight="bold"
@@ -134,12 +143,13 @@ def keys(runs: Sequence[Run]) -> list[Key]:
 
 
 def charts(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
-    """Makes the figures of loss and those of cost per step; leaves out a figure that would be
-    empty."""
+    """Figures of the loss, and figures of the cost per step; omits empty figures."""
     shown = list(zip(runs, keys(runs), strict=True))
     senders = [(run, key) for run, key in shown if run.bytes_so_far()[-1]]
     silent = ", ".join(run.name for run in runs if not run.bytes_so_far()[-1])
-    unsent = f" Not shown, because nothing was sent: {silent}." if silent else ""
+    unsent = ""
+    if silent:
+        unsent = f" Not shown, because nothing was sent: {silent}."
     longest = max(run.seconds_so_far()[-1] for run in runs)
     unit, per = next((pair for pair in _TIMES if longest >= 5 * pair[1]), _TIMES[-1])
     steps = [(run, key, run.series("step")) for run, key in shown]
@@ -149,41 +159,35 @@ def charts(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
     loss = [_curves("loss-steps", "Loss against steps", _LOSS, steps, "steps")]
     if senders:
         title = "Loss against bytes sent"
-        loss += [
-            _curves("loss-bytes", title, _LOSS + unsent, sent, "sent by one replica", _bytes_text)
-        ]
-    loss += [
-        _curves(
-            "loss-seconds",
-            "Loss against time",
-            f"{_LOSS} Time is that of steps alone.",
-            seconds,
-            time,
-        )
-    ]
+        label = "sent by one replica"
+        loss.append(_curves("loss-bytes", title, _LOSS + unsent, sent, label, _bytes_text))
+    note = f"{_LOSS} Time is that of steps alone."
+    loss.append(_curves("loss-seconds", "Loss against time", note, seconds, time))
     ended = [(run, key) for run, key in senders if isfinite(run.summary.get("val_loss") or nan)]
-    loss += [frontier(ended)] if len(ended) > 2 else []
+    if len(ended) > 2:
+        loss.append(frontier(ended))
     timed = [run for run in runs if run.timed]
-    return loss, [breakdown(timed)] if timed else []
+    costs = []
+    if timed:
+        costs.append(breakdown(timed))
+    return loss, costs
 
 
 def frontier(runs: Sequence[tuple[Run, Key]]) -> Chart:
-    """The validation loss of finished runs against their bytes per step, with their time."""
+    """Validation loss of finished runs against their bytes per step, with their time."""
     points = [(run.summary["bytes_sent_per_step"], run.summary["val_loss"]) for run, _ in runs]
-    best = [
-        (sent, loss) for sent, loss in points if not any(s <= sent and x < loss for s, x in points)
-    ]
+
+    def beaten(sent: float, loss: float) -> bool:
+        return any(s <= sent and x < loss for s, x in points)
+
+    best = [point for point in points if not beaten(*point)]
 
     def draw(axes: Any) -> None:
         axes.plot(*zip(*sorted(best), strict=True), color=_INK, alpha=0.4, linewidth=1.0)
         for (run, key), point in zip(runs, points, strict=True):
             axes.plot(*point, key.marker, color=key.colour, markersize=7, markeredgewidth=0)
-            beside: dict[str, Any] = {
-                "textcoords": "offset points",
-                "xytext": (6, 5),
-                "fontsize": 8,
-            }
-            axes.annotate(duration(run.seconds_so_far()[-1]), point, **beside)
+            text = duration(run.seconds_so_far()[-1])
+            axes.annotate(text, point, textcoords="offset points", xytext=(6, 5), fontsize=8)
         axes.set(
             xlabel="sent by one replica in a step", ylabel="validation loss (nats)", xscale="log"
         )
@@ -198,8 +202,7 @@ def frontier(runs: Sequence[tuple[Run, Key]]) -> Chart:
 
 
 def breakdown(runs: Sequence[Run]) -> Chart:
-    """Stacked bars of the mean time of each part of a step, one bar per run; all runs must be
-    `timed`."""
+    """Mean time of each part of a step as stacked bars, one per run; all runs must be `timed`."""
     parts = [
         ("compute: forward, backward", lambda r: r["seconds"] - r["step_s"] - agreeing_s(r)),
         ("encode, decode, update", lambda r: r["step_s"] - r["waited_s"]),
@@ -207,7 +210,7 @@ def breakdown(runs: Sequence[Run]) -> Chart:
         ("waiting for the network", lambda r: r["waited_s"]),
     ]
     means = [
-        [sum(map(value, run.records)) / len(run.records) for _, value in parts] for run in runs
+        [sum(map(seconds, run.records)) / len(run.records) for _, seconds in parts] for run in runs
     ]
 
     def draw(axes: Any) -> None:
@@ -215,16 +218,14 @@ def breakdown(runs: Sequence[Run]) -> Chart:
             for i, (seconds, colour) in enumerate(zip(row, PART_COLOURS, strict=True)):
                 axes.barh(y, seconds, left=sum(row[:i]), color=colour, height=0.42)
             total = sum(row)
-            _label(
-                axes,
-                y,
-                run.name,
-                duration(total) + (f", {sum(row[2:]) / total:.0%} waiting" if total else ""),
-            )
+            text = duration(total)
+            if total:
+                text += f", {sum(row[2:]) / total:.0%} waiting"
+            _label(axes, y, run.name, text)
         _rows(axes, len(runs))
         axes.set_xlim(0, 1.06 * max(map(sum, means)))
         axes.locator_params(axis="x", nbins=5)
-        axes.xaxis.set_major_formatter(lambda x, _: duration(x) if x else "0")
+        axes.xaxis.set_major_formatter(_duration_text)
 
     note = (
         "Means over all steps. Only exposed communication counts: a transfer that backward hides"
@@ -237,24 +238,24 @@ def breakdown(runs: Sequence[Run]) -> Chart:
             " as the network."
         )
     else:
-        del legend[2]  # which was not measured
+        del legend[2]  # waiting for the slowest replica was not measured
     return Chart("step-time", "Time of a step by part", note, legend, draw, 0.57 + 0.44 * len(runs))
 
 
 def _curves(
     name: str, title: str, note: str, curves: Sequence[_Curve], label: str, form: Any = "{x:,g}"
 ) -> Chart:
-    """The training and validation losses of runs, each against its own series of numbers."""
+    """Training and validation losses of runs, each against its own series of numbers."""
     ends = [across[-1] for _, _, across in curves]
 
     def draw(axes: Any) -> None:
         log = max(ends) > _FAR * min(ends)
         for run, key, across in curves:
-            axes.plot(
-                *buckets(across, run.series("loss"), log), key.dash, color=key.colour, linewidth=1.3
-            )
+            x, y = buckets(across, run.series("loss"), log)
+            axes.plot(x, y, key.dash, color=key.colour, linewidth=1.3)
             found = run.validations()
-            x, y = [across[i] for i, _ in found], [loss for _, loss in found]
+            x = [across[i] for i, _ in found]
+            y = [loss for _, loss in found]
             axes.plot(x, y, key.marker, color=key.colour, markersize=5, markeredgewidth=0)
         axes.set(xlabel=label, ylabel="loss (nats)")
         _loss_limits(axes, [run for run, _, _ in curves])
@@ -271,8 +272,10 @@ def _curves(
 def buckets(
     across: Sequence[float], loss: Sequence[float], log: bool
 ) -> tuple[list[float], list[float]]:
-    """Thins a long curve to 60 to 120 points, means of equally many neighbours; with `log`, drops
-    points at x = 0."""
+    """Thins a long curve to 60 to 120 points, each a mean of neighbours.
+
+    With `log` it drops points at x = 0.
+    """
     pairs = [(x, y) for x, y in zip(across, loss, strict=True) if x > 0 or not log]
     width = max(1, len(pairs) // _BUCKETS)
     groups = [pairs[i : i + width] for i in range(0, len(pairs), width)]
@@ -281,13 +284,13 @@ def buckets(
 
 def _loss_limits(axes: Any, runs: Sequence[Run]) -> None:
     """Fits the loss axis to all values after the transient; logarithmic for a wide range."""
-    settled = [
-        loss for run in runs for loss in run.series("loss")[int(_TRANSIENT * len(run.records)) :]
-    ]
-    values = [loss for loss in settled if isfinite(loss)] + [
-        loss for run in runs for _, loss in run.validations()
-    ]
-    low, high = min(values, default=0.0), max(values, default=0.0)
+    values = []
+    for run in runs:
+        settled = run.series("loss")[int(_TRANSIENT * len(run.records)) :]
+        values += [loss for loss in settled if isfinite(loss)]
+        values += [loss for _, loss in run.validations()]
+    low = min(values, default=0.0)
+    high = max(values, default=0.0)
     if low > 0 and high > _FAR * low:
         axes.set(yscale="log", ylim=(low / 1.1, high * 1.1))
     else:
@@ -296,7 +299,7 @@ def _loss_limits(axes: Any, runs: Sequence[Run]) -> None:
 
 
 def _rows(axes: Any, count: int) -> None:
-    """Makes room for `count` rows from the top down, each with its label above."""
+    """Sets the limits for `count` rows from the top down, each with its label above."""
     axes.set_ylim(count - 0.55, -0.75)
     axes.yaxis.set_visible(False)
     axes.spines["left"].set_visible(False)
@@ -304,13 +307,19 @@ def _rows(axes: Any, count: int) -> None:
 
 
 def _label(axes: Any, y: float, name: str, text: str) -> None:
-    place: dict[str, Any] = {
+    style: dict[str, Any] = {
         "transform": axes.get_yaxis_transform(),
         "fontsize": 9.5,
         "va": "center",
     }
-    axes.text(0.0, y - 0.36, shortened(name, 26), **place)
-    axes.text(1.0, y - 0.36, text, ha="right", **place)
+    axes.text(0.0, y - 0.36, shortened(name, 26), **style)
+    axes.text(1.0, y - 0.36, text, ha="right", **style)
+
+
+def _duration_text(seconds: float, _: object) -> str:
+    if seconds:
+        return duration(seconds)
+    return "0"
 
 
 def _bytes_text(count: float, _: object) -> str:

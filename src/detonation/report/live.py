@@ -1,7 +1,6 @@
-"""The page of a run while it trains, for `train --web`: a process of its own serves it on
-127.0.0.1.
+"""Page of a run in training, for `train --web`: a separate process serves it on 127.0.0.1.
 
-It draws when somebody looks, at most every two seconds, and ends with the process that started it.
+The process draws on request, at most every two seconds, and ends with its parent.
 """
 
 import os
@@ -26,10 +25,12 @@ _HOSTS = ("127.0.0.1", "localhost")
 
 
 def html(directory: Path) -> str:
-    """The page about the run in `directory` so far."""
+    """Page about the run in `directory` so far."""
     run = read_begun(directory)
     levels = run.settings["scheme"]
-    scheme = "+".join(level["name"] for level in (levels if isinstance(levels, list) else [levels]))
+    if not isinstance(levels, list):
+        levels = [levels]
+    scheme = "+".join(level["name"] for level in levels)
     page = {
         "title": run.name,
         "subtitle": f"{scheme} {subtitle([run])} · in training",
@@ -45,16 +46,17 @@ def html(directory: Path) -> str:
 
 
 def progress(run: Run) -> list[tuple[str, str]]:
-    """The state of a run in training, each number with its label."""
-    steps, done, latest = run.summary["steps"], run.records[-1]["step"], run.records[-_LATEST:]
-    step_s, sent = fmean(record["seconds"] for record in latest), run.bytes_so_far()[-1]
+    """State of a run in training, as numbers with labels."""
+    steps = run.summary["steps"]
+    done = run.records[-1]["step"]
+    latest = run.records[-_LATEST:]
+    step_s = fmean(record["seconds"] for record in latest)
+    loss = fmean(record["loss"] for record in latest)
+    sent = run.bytes_so_far()[-1]
     waited = sum(record.get("waited_s", 0.0) + agreeing_s(record) for record in run.records)
     return [
         (f"{done:,} of {steps:,}", "steps"),
-        (
-            loss_text(fmean(record["loss"] for record in latest)),
-            "training loss, mean of the last steps",
-        ),
+        (loss_text(loss), "training loss, mean of the last steps"),
         *((loss_text(loss), "validation loss") for _, loss in run.validations()[-1:]),
         (size_text(sent / len(run.records)), "sent per step by a replica, on average"),
         (size_text(sent), "sent by a replica so far"),
@@ -65,19 +67,25 @@ def progress(run: Run) -> list[tuple[str, str]]:
 
 
 def serve(directory: Path, listener: socket.socket) -> ThreadingHTTPServer:
-    """A server on `listener` of the page about the run in `directory`."""
-    lock, drawn_at, page = threading.Lock(), -_EVERY_S, b""
+    """HTTP server on `listener` for the page about the run in `directory`."""
+    lock = threading.Lock()
+    drawn_at = -_EVERY_S
+    page = b""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             nonlocal drawn_at, page
-            host, content = self.headers.get("Host", "").partition(":")[0], b""
-            # A page from elsewhere may reach this server, but under its own name.
-            code = 403 if host not in _HOSTS else 200 if self.path == "/" else 404
-            if code == 200:
+            host = self.headers.get("Host", "").partition(":")[0]
+            content = b""
+            code = 404
+            if host not in _HOSTS:  # a foreign website whose name resolves to this address
+                code = 403
+            elif self.path == "/":
+                code = 200
                 with lock:  # matplotlib draws for one reader at a time
                     if time.monotonic() - drawn_at >= _EVERY_S:
-                        page, drawn_at = html(directory).encode(), time.monotonic()
+                        page = html(directory).encode()
+                        drawn_at = time.monotonic()
                     content = page
             self.send_response(code)
             self.send_header("Content-Type", "text/html; charset=utf-8")
@@ -86,19 +94,18 @@ def serve(directory: Path, listener: socket.socket) -> ThreadingHTTPServer:
             self.wfile.write(content)
 
         def log_message(self, *_: object) -> None:
-            """Says nothing: the screen is that of the run."""
+            """Prints nothing: the screen belongs to the run."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler, bind_and_activate=False)
     server.socket.close()
-    server.socket, server.server_address = listener, listener.getsockname()
+    server.socket = listener
+    server.server_address = listener.getsockname()
     return server
 
 
-if (
-    __name__ == "__main__"
-):  # until the standard input ends, which the process that started this one holds open
+if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(10)
     server = serve(Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    sys.stdin.buffer.read()
+    sys.stdin.buffer.read()  # until the parent ends

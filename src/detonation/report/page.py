@@ -1,5 +1,4 @@
-"""Writes one self-contained HTML page about one or several runs: no scripts, no fonts, nothing
-fetched."""
+"""Writes a self-contained HTML page about one or several runs, without scripts."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,33 +14,31 @@ from detonation.whole_files import write_whole
 _EXTRA = "report.html was not written: it needs matplotlib, pip install '.[plots]' in a clone"
 _MOST_REPLICAS = 16
 _TILES = (
-    *(
-        "validation loss",
-        "validation accuracy",
-        "BLEU",
-        "sent per replica",
-        "reduction",
-        "throughput",
-    ),
-    *("waiting", "replicas equal"),
+    "validation loss",
+    "validation accuracy",
+    "BLEU",
+    "sent per replica",
+    "reduction",
+    "throughput",
+    "waiting",
+    "replicas equal",
 )
-"""The numbers of one run that stand at the top of its page."""
+"""Numbers at the top of the page of one run."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A table of the page; the first cell of each row is its header.
-
-    Texts are escaped where the page is made.
-    """
+    """Table of the page; the first cell of each row is its header. `rendered` escapes the texts."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
 
 
 def write_page(directories: Sequence[Path], out: Path | None = None) -> Path:
-    """Writes the page about the runs in `directories` to `out`, or report.html (of one run: there);
-    returns its path.
+    """Writes a page about the runs in `directories`; returns its path.
+
+    Args:
+        out: Path of the page. By default report.html, for one run in its directory.
 
     Raises:
         ValueError: A directory holds no finished run, a file is damaged, or matplotlib is not
@@ -49,16 +46,18 @@ def write_page(directories: Sequence[Path], out: Path | None = None) -> Path:
     """
     if not directories:
         raise ValueError("report needs at least one run directory: detonation report DIR...")
-    target = out or (
-        directories[0] / "report.html" if len(directories) == 1 else Path("report.html")
-    )
+    target = Path("report.html")
+    if out is not None:
+        target = out
+    elif len(directories) == 1:
+        target = directories[0] / target
     runs = read_all(directories)
-    if target.is_dir() or not target.parent.is_dir():
-        problem = (
-            "is a directory"
-            if target.is_dir()
-            else f"would be in {target.parent}, which is no directory"
-        )
+    problem = ""
+    if target.is_dir():
+        problem = "is a directory"
+    elif not target.parent.is_dir():
+        problem = f"would be in {target.parent}, which is no directory"
+    if problem:
         raise ValueError(f"the page {target} {problem}: choose another --out")
     try:
         text = _page_html(runs)
@@ -82,30 +81,41 @@ def try_write(directories: Sequence[Path], out: Path | None = None) -> str:
 
 
 def _page_html(runs: Sequence[Run]) -> str:
-    first, single = runs[0], len(runs) == 1
-    numbers = run_rows(first.summary)
-    (loss, costs), rows = charts(runs), results([run.summary for run in runs])
+    loss, costs = charts(runs)
     names = [run.name for run in runs]
+    tables = [run.settings | {"environment": run.environment} for run in runs]
+    if len(runs) == 1:
+        parts = _parts_of_one(runs[0])
+    else:
+        rows = zip(names, results([run.summary for run in runs]), strict=True)
+        parts = {
+            "title": f"{len(runs)} runs",
+            "tiles": [],
+            "results": Grid(["", *RESULTS], [[name, *row] for name, row in rows]),
+        }
     return rendered(
-        title=first.name if single else f"{len(runs)} runs",
+        **parts,
         subtitle=subtitle(runs),
         runs=runs,
-        tiles=[tile(*row) for row in numbers if row[0] in _TILES] if single else [],
-        numbers=Grid([], numbers) if single else None,
-        results=None
-        if single
-        else Grid(["", *RESULTS], [[name, *row] for name, row in zip(names, rows, strict=True)]),
         loss=loss,
         costs=costs,
-        waits=waits_grid(first.summary.get("waits")) if single else None,
-        differing=what_differs(
-            names, [run.settings | {"environment": run.environment} for run in runs]
-        ),
+        differing=what_differs(names, tables),
     )
 
 
+def _parts_of_one(run: Run) -> dict[str, Any]:
+    """Parts that only a page about one run has."""
+    numbers = run_rows(run.summary)
+    return {
+        "title": run.name,
+        "tiles": [tile(*row) for row in numbers if row[0] in _TILES],
+        "numbers": Grid([], numbers),
+        "waits": waits_grid(run.summary.get("waits")),
+    }
+
+
 def tile(label: str, text: str) -> tuple[str, str]:
-    """The number of a tile, short enough for one line, and the words under it.
+    """Number of a tile, short enough for one line, and the words below it.
 
     >>> tile("sent per replica", "32.5 kB per step")
     ('32.5 kB', 'sent per replica and step')
@@ -127,7 +137,9 @@ def tile(label: str, text: str) -> tuple[str, str]:
         return number, unit
     text, per_step, _ = text.partition(" per step")
     number, comma, rest = text.partition(", ")
-    return number, label + (" and step" if per_step else "") + comma + rest
+    if per_step:
+        label += " and step"
+    return number, label + comma + rest
 
 
 _SLOWEST = re.compile(r"for (?P<replica>replica \d+), the slowest: .*\((?P<share>\d+%)")
@@ -135,7 +147,7 @@ _NETWORK = re.compile(r"for the network (?P<seconds>[\d.,]+ s)")
 
 
 def rendered(**values: Any) -> str:
-    """page.html, filled in with `values`; a part of the page without its value is left out."""
+    """Fills page.html with `values`; omits each part of the page without a value."""
     from jinja2 import Environment
 
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
@@ -144,55 +156,54 @@ def rendered(**values: Any) -> str:
 
 
 def subtitle(runs: Sequence[Run]) -> str:
-    """The settings that all runs share, in one line."""
-    first, summaries = runs[0].summary, [run.summary for run in runs]
-    meshes = [run.settings.get("mesh") for run in runs]
-    links = {str(mesh.get("link", "")) if isinstance(mesh, dict) else "" for mesh in meshes}
-    link = links.pop() if len(links) == 1 else ""
-    same = {key for key in first if all(summary.get(key) == first[key] for summary in summaries)}
-    parts = [
-        f"{first['model']}, {first['num_parameters']:,} parameters"
-        if {"model", "num_parameters"} <= same
-        else "",
-        f"on {first['data']}" if "data" in same else "",
-        f"{first['replicas']} replicas x {first['shards']} shards"
-        if {"replicas", "shards"} <= same
-        else "",
-        f"{first['steps']:,} steps" if "steps" in same else "",
-        f"over an emulated link of {link}" if link else "",
-        "virtual replicas in one process" if first.get("simulated") and "simulated" in same else "",
-    ]
-    return " · ".join(part for part in parts if part)
+    """Settings that all runs share, in one line."""
+    first = runs[0].summary
+    same = {key for key in first if all(run.summary.get(key) == first[key] for run in runs)}
+    links = {_link(run) for run in runs}
+    parts = []
+    if {"model", "num_parameters"} <= same:
+        parts.append(f"{first['model']}, {first['num_parameters']:,} parameters")
+    if "data" in same:
+        parts.append(f"on {first['data']}")
+    if {"replicas", "shards"} <= same:
+        parts.append(f"{first['replicas']} replicas x {first['shards']} shards")
+    if "steps" in same:
+        parts.append(f"{first['steps']:,} steps")
+    if len(links) == 1 and links != {""}:
+        parts.append(f"over an emulated link of {links.pop()}")
+    if first.get("simulated") and "simulated" in same:
+        parts.append("virtual replicas in one process")
+    return " · ".join(parts)
+
+
+def _link(run: Run) -> str:
+    """Emulated link of a run; "" for none."""
+    mesh = run.settings.get("mesh")
+    if isinstance(mesh, dict):
+        return str(mesh.get("link", ""))
+    return ""
 
 
 def waits_grid(found: Mapping[str, Any] | None) -> Grid | None:
-    """The seconds that each replica waited for each other one, and for the network."""
+    """Seconds that each replica waited for each other replica, and for the network."""
     if not found or len(found["seconds"]) > _MOST_REPLICAS:
         return None
-    # Spaces that do not break keep a row in one line on a phone, where the table scrolls.
-    head = [
-        "waited",
-        *(f"for replica\xa0{replica}" for replica in range(len(found["seconds"]))),
-        "for the network",
-    ]
-    rows = [
-        (*row, network) for row, network in zip(found["seconds"], found["network_s"], strict=True)
-    ]
-    return Grid(
-        head,
-        [
-            [f"replica\xa0{i}", *(f"{seconds:.1f} s" for seconds in row)]
-            for i, row in enumerate(rows)
-        ],
-    )
+    # Non-breaking spaces keep a row on one line on a phone, where the table scrolls.
+    replicas = [f"replica\xa0{number}" for number in range(len(found["seconds"]))]
+    head = ["waited", *(f"for {name}" for name in replicas), "for the network"]
+    rows = []
+    for name, row, network in zip(replicas, found["seconds"], found["network_s"], strict=True):
+        rows.append([name, *(f"{seconds:.1f} s" for seconds in (*row, network))])
+    return Grid(head, rows)
 
 
 def what_differs(names: Sequence[str], tables: Sequence[Mapping[str, Any]]) -> Grid:
-    """The entries that differ between `tables`, one column per table."""
+    """Entries that differ between `tables`, one column per table."""
     flats = [flattened(table) for table in tables]
     every = dict.fromkeys(key for flat in flats for key in flat)
     differing = [key for key in every if len({flat.get(key) for flat in flats}) > 1]
-    return Grid(["", *names], [[key, *(flat.get(key, "-") for flat in flats)] for key in differing])
+    rows = [[key, *(flat.get(key, "-") for flat in flats)] for key in differing]
+    return Grid(["", *names], rows)
 
 
 def flattened(table: Mapping[str, Any], before: str = "") -> dict[str, str]:
@@ -205,21 +216,20 @@ def flattened(table: Mapping[str, Any], before: str = "") -> dict[str, str]:
     for key, value in table.items():
         if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
             value = {str(i): item for i, item in enumerate(value)}
-        entries |= (
-            flattened(value, f"{before}{key}.")
-            if isinstance(value, Mapping)
-            else {before + key: _text(value)}
-        )
+        if isinstance(value, Mapping):
+            entries |= flattened(value, f"{before}{key}.")
+        else:
+            entries[before + key] = _text(value)
     return entries
 
 
 def _text(value: Any) -> str:
     if isinstance(value, bool):
-        return "yes" if value else "no"
-    return (
-        "none"
-        if value in (None, [])
-        else ", ".join(map(str, value))
-        if isinstance(value, list)
-        else str(value)
-    )
+        if value:
+            return "yes"
+        return "no"
+    if value in (None, []):
+        return "none"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return str(value)

@@ -1,7 +1,4 @@
-"""Reads a finished run from its directory into plain values. Every text is fit to be printed.
-
-Imports nothing else of the package but words.
-"""
+"""Reads a finished run from its directory into plain values, and escapes all texts for printing."""
 
 import json
 import math
@@ -16,30 +13,43 @@ from detonation.report.words import printable
 from detonation.whole_files import MOST_RECORDS, read_text
 
 FILES = ("metrics.jsonl", "summary.json", "config.toml", "environment.json")
-"""The raw data of a run; the last may be missing."""
+"""Files of a run; the last may be missing."""
 _STEP = ("bytes_sent", "loss", "seconds", "step")
 _LOSSES = {"loss", "val_loss"}
 _SUMMARY = {
-    *(
-        "scheme",
-        "optimizer",
-        "replicas",
-        "shards",
-        "model",
-        "data",
-        "num_parameters",
-        "steps",
-        "train_loss",
-    ),
-    *("val_loss", "seconds", "median_step_seconds", "examples_per_second", "bytes_sent_per_step"),
-    *("bytes_full_sync_per_step", "reduction", "replicas_equal", "fingerprint"),
+    "scheme",
+    "optimizer",
+    "replicas",
+    "shards",
+    "model",
+    "data",
+    "num_parameters",
+    "steps",
+    "train_loss",
+    "val_loss",
+    "seconds",
+    "median_step_seconds",
+    "examples_per_second",
+    "bytes_sent_per_step",
+    "bytes_full_sync_per_step",
+    "reduction",
+    "replicas_equal",
+    "fingerprint",
 }
+"""Keys that a summary must have."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """The files of one run directory, parsed. records: the lines of metrics.jsonl; settings: of
-    config.toml."""
+    """Parsed files of one run directory.
+
+    Args:
+        summary: Contents of summary.json.
+        config: Text of config.toml.
+        settings: Contents of config.toml.
+        records: Lines of metrics.jsonl.
+        environment: Contents of environment.json.
+    """
 
     name: str
     directory: Path
@@ -51,9 +61,9 @@ class Run:
 
     @property
     def timed(self) -> bool:
-        """True where the records split the time of a step.
+        """True if the records split the time of a step.
 
-        Virtual replicas that share a machine cannot tell.
+        A simulation cannot, because its replicas share a machine.
         """
         split = all("step_s" in record and "waited_s" in record for record in self.records)
         return split and not self.summary.get("simulated")
@@ -62,73 +72,57 @@ class Run:
         return [record[key] for record in self.records]
 
     def bytes_so_far(self) -> list[float]:
-        """Bytes that one replica has sent up to and including each step."""
+        """Bytes that one replica sent until the end of each step."""
         return list(accumulate(self.series("bytes_sent")))
 
     def seconds_so_far(self) -> list[float]:
-        """Seconds spent in steps up to and including each step."""
+        """Seconds spent in steps until the end of each step."""
         return list(accumulate(self.series("seconds")))
 
     def validations(self) -> list[tuple[int, float]]:
-        """Index into the records and validation loss of each validation, but for those that are no
-        number."""
+        """Index of the record and loss of each validation, without losses that are not finite."""
         found = [(i, record.get("val_loss", math.nan)) for i, record in enumerate(self.records)]
         return [(i, loss) for i, loss in found if math.isfinite(loss)]
 
 
 def agreeing_s(record: dict[str, Any]) -> float:
-    """The seconds of a step in which rank 0 waited for the losses of others; 0 where that was not
-    measured."""
-    seconds: float = record.get("agreeing_s", 0.0)
-    return seconds
+    """Seconds of a step that rank 0 waited for the losses of others; 0 if not measured."""
+    return float(record.get("agreeing_s", 0.0))
 
 
 def read_all(directories: Sequence[Path]) -> list[Run]:
-    """Reads the runs in `directories` and gives them distinct names.
-
-    Raises `ValueError` as `read_run` does.
-    """
+    """Reads the runs in `directories`, with distinct names. Raises `ValueError` like `read_run`."""
     runs = [read_run(directory) for directory in directories]
     names = map(printable, distinct_names([run.directory for run in runs]))
     return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
 
 
 def read_begun(directory: Path) -> Run:
-    """Reads the configuration of the run in `directory`, which trains still."""
-    config, path = (
-        read_text(directory / "config.toml", errors="replace"),
-        directory.resolve(),
-    )
+    """Reads the configuration of a run in training, without its records."""
+    config = read_text(directory / "config.toml", errors="replace")
+    path = directory.resolve()
     settings = _printable(tomllib.loads(config))
-    known = {
+    levels = settings["scheme"]
+    mesh = settings["mesh"]
+    if isinstance(levels, list):
+        replicas = math.prod(level["replicas"] for level in levels)
+    else:
+        replicas = mesh["replicas"]
+    summary = {
         "steps": settings["train"]["steps"],
         "data": settings["data"].get("source", settings["data"]["task"]),
+        "replicas": replicas,
+        "shards": mesh["shards"],
     }
-    levels, mesh = settings["scheme"], settings["mesh"]
-    replicas = (
-        math.prod(level["replicas"] for level in levels)
-        if isinstance(levels, list)
-        else mesh["replicas"]
-    )
-    summary = known | {"replicas": replicas, "shards": mesh["shards"]}
-    return Run(
-        printable(path.name),
-        path,
-        summary,
-        "\n".join(map(printable, config.splitlines())),
-        settings,
-        [],
-    )
+    return Run(printable(path.name), path, summary, _printable_lines(config), settings, [])
 
 
 def read_run(directory: Path) -> Run:
-    """Reads the run in `directory`.
-
-    Raises `ValueError`, with the remedy, where it holds no finished run.
-    """
+    """Reads the run in `directory`; raises `ValueError` if it holds no finished run."""
     _require_finished_run(directory)
     metrics, summary, config, environment = (directory / name for name in FILES)
-    table, text = _table(summary), read_text(config, errors="replace")
+    table = _table(summary)
+    text = read_text(config, errors="replace")
     if missing := sorted(_SUMMARY - table.keys()):
         raise ValueError(
             f"{summary} is damaged, it lacks {', '.join(missing[:3])}: restore it, or leave this"
@@ -140,46 +134,50 @@ def read_run(directory: Path) -> Run:
         raise ValueError(
             f"{config} is damaged, {error}: restore it, or leave this run out"
         ) from error
+    path = directory.resolve()
+    lines = records(metrics)
+    described = {}
+    if environment.exists():
+        described = _table(environment)
     return Run(
-        printable(directory.resolve().name),
-        directory.resolve(),
-        table,
-        "\n".join(map(printable, text.splitlines())),
-        settings,
-        records(metrics),
-        _table(environment) if environment.exists() else {},
+        printable(path.name), path, table, _printable_lines(text), settings, lines, described
     )
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    """Parses a metrics file; a loss that is no number is NaN.
+    """Parses a metrics file; a loss that is not finite becomes NaN.
 
     Raises `ValueError` with the number of a damaged line.
     """
     parsed = []
-    for number, line in enumerate(
-        read_text(path, errors="replace", most=MOST_RECORDS).splitlines(), 1
-    ):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        record = record if isinstance(record, dict) else {}
-        losses = {
-            key: record[key] if _is_finite(record[key]) else math.nan
-            for key in _LOSSES & record.keys()
-        }
-        if "loss" not in record or not all(
-            _is_finite(record.get(key)) for key in {*_STEP} - _LOSSES
-        ):
-            problem = (
-                f"is damaged in line {number}, which is no JSON object with {', '.join(_STEP)}"
+    lines = read_text(path, errors="replace", most=MOST_RECORDS).splitlines()
+    for number, line in enumerate(lines, 1):
+        record = _record(line)
+        if record is None:
+            raise ValueError(
+                f"{path} is damaged in line {number}, which is no JSON object with"
+                f" {', '.join(_STEP)}: remove the line"
             )
-            raise ValueError(f"{path} {problem}: remove the line")
-        parsed.append(_printable(record | losses))
+        parsed.append(record)
     if not parsed:
         raise ValueError(f"{path} holds no step: give the directory of a run that has trained")
     return parsed
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    """Parses one line of a metrics file; None if it is damaged."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or "loss" not in record:
+        return None
+    if not all(_is_finite(record.get(key)) for key in {*_STEP} - _LOSSES):
+        return None
+    for key in _LOSSES & record.keys():
+        if not _is_finite(record[key]):
+            record[key] = math.nan
+    return dict(_printable(record))
 
 
 def _is_finite(value: object) -> bool:
@@ -187,7 +185,7 @@ def _is_finite(value: object) -> bool:
 
 
 def distinct_names(paths: Sequence[Path]) -> list[str]:
-    """Names each path by its last parts, as few as make it distinct.
+    """Names each path by as few of its last parts as make it distinct.
 
     >>> distinct_names([Path("/runs/a/full"), Path("/runs/b/full"), Path("/runs/b/demo")])
     ['a/full', 'b/full', 'demo']
@@ -196,9 +194,9 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
     for path in paths:
         others = {other for other in paths if other != path}
         depth = 1
-        while depth < len(path.parts) and any(
-            other.parts[-depth:] == path.parts[-depth:] for other in others
-        ):
+        while depth < len(path.parts):
+            if path.parts[-depth:] not in {other.parts[-depth:] for other in others}:
+                break
             depth += 1
         names.append("/".join(path.parts[-depth:]))
     return names
@@ -209,7 +207,8 @@ def _require_finished_run(directory: Path) -> None:
     if all((directory / name).is_file() for name in FILES[:3]):
         return
     if inner := len([*directory.glob("*/summary.json")]):
-        found, remedy = f"holds {inner} runs, not one", f"detonation report {directory}/*/"
+        found = f"holds {inner} runs, not one"
+        remedy = f"detonation report {directory}/*/"
     elif not (directory / "config.toml").is_file():
         found = "holds no finished run"
         remedy = "give the directory of one, which detonation train names in its last line"
@@ -237,10 +236,16 @@ def _table(path: Path) -> dict[str, Any]:
     return table
 
 
+def _printable_lines(text: str) -> str:
+    return "\n".join(map(printable, text.splitlines()))
+
+
 def _printable(value: Any) -> Any:
-    """`value`, of JSON or TOML, with every text in it escaped."""
+    """A value of JSON or TOML, with all texts in it escaped."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):
         return {printable(key): _printable(inner) for key, inner in value.items()}
-    return [_printable(inner) for inner in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_printable(inner) for inner in value]
+    return value

@@ -1,6 +1,6 @@
-"""Lines and tables of a terminal, by rich: of a run, of several, of a plan and of a profile.
+"""Lines and tables for the terminal, by rich: about a run, several runs, a plan and a profile.
 
-They take plain values.
+All functions accept plain values.
 """
 
 import os
@@ -35,7 +35,7 @@ HEADS = (
     "sent/step",
     "loss to the baseline",
 )
-"""Of a plan; the last is AdamW with full synchronisation, or the optimizer that must stay."""
+"""Titles of a plan. The baseline is full synchronisation with AdamW, or with `--optimizer`."""
 MORE_HEADS = (*HEADS, "sent per day", "state per rank", "measured on")
 RESULTS = (
     "scheme, optimizer",
@@ -45,20 +45,19 @@ RESULTS = (
     "step time",
     "replicas equal",
 )
-"""Titles of the table of several runs, after that of their names."""
+"""Titles of the table of several runs, after the title for their names."""
 _SHOWN = 5
-"""Rows of a plan; --all, --json and the page have all of them."""
-_WIDTH, _WIDE = 100, 180
-"""Columns of a plan, and of one with all that is known."""
+"""Printed rows of a plan; --all and --json show all rows."""
+_WIDTH = 100
+_WIDE = 180
+"""Width of a plan, and of a plan with --all."""
 
 
 class PlainConsole(Console):
-    """Prints text as it is, in lines that reach a pipe whole, whatever its width; escapes what its
-    encoding lacks.
+    """Prints text without markup or line breaks, and escapes characters that the encoding lacks.
 
-    Raises `BrokenPipeError` where nobody reads stdout any more, and drops its lines where nobody
-    reads another stream. rich would end the process, in the middle of a run, and with a code that
-    says nothing.
+    If the reader of stdout has closed the pipe, it raises `BrokenPipeError`; on another stream it
+    drops the lines. rich alone would end the process in the middle of a run.
     """
 
     def __init__(self, stream: IO[str]) -> None:
@@ -73,21 +72,21 @@ class PlainConsole(Console):
         discard(self.file)
 
     def show_cursor(self, show: bool = True) -> bool:
-        """Called by rich around a bar; a process that is killed would leave a terminal without a
-        cursor."""
+        """Called by rich around a bar. Keeps the cursor, because a killed process could not restore
+        it."""
         return False
 
     def lines(self, texts: Iterable[str]) -> None:
-        """Prints each text as one line; names in it may come from elsewhere."""
+        """Prints each text as one line, and escapes unprintable characters."""
         for text in texts:
             self.print(printable(text))
 
     def table(
         self, heads: Sequence[Column | str], rows: Iterable[Sequence[str]], width: int | None = None
     ) -> None:
-        """Prints a table; names in its cells may come from elsewhere.
+        """Prints a table, and escapes unprintable characters.
 
-        A terminal too narrow for its numbers gets each row as lines, a cell on each.
+        On a terminal that is too narrow it prints each cell on its own line.
         """
         if width is not None and self.is_terminal:
             width = min(width, self.width)
@@ -103,19 +102,18 @@ class PlainConsole(Console):
 
 
 def _narrowest(rows: Sequence[Sequence[str]]) -> int:
-    """Columns below which a table would cut words; those of the first column may be folded."""
+    """Least width at which a table cuts no word; only the first column may fold."""
     columns = [*zip(*rows, strict=True)][1:]
-    words = [
-        max(len(word) for cell in column for word in [*cell.split(), ""]) for column in columns
-    ]
-    return sum(words) + 3 * len(words) + _FIRST_COLUMN
+    words = [" ".join(column).split() for column in columns]
+    widths = [max(map(len, each), default=0) for each in words]
+    return sum(widths) + 3 * len(widths) + _FIRST_COLUMN
 
 
 _FIRST_COLUMN = 24
 
 
 def _listed(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """The rows of a table as lines.
+    """Yields the rows of a table as lines.
 
     >>> list(_listed(["run", "loss"], [["one", "2.1"]])), list(_listed([], [["steps", "40"]]))
     (['one', '  loss: 2.1'], ['steps: 40'])
@@ -130,82 +128,89 @@ def _listed(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[st
 
 
 def discard(stream: IO[str]) -> None:
-    """Lets all that `stream` still holds, and all that it is given from now on, go nowhere."""
+    """Redirects `stream` to /dev/null, including the text in its buffer."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 
 
 def show(summary: dict[str, Any], notes: Iterable[str], stream: IO[str]) -> None:
-    """Prints the summary of a run, `notes` and the run's directory; for a stopped run, how to
-    continue."""
-    console, where = PlainConsole(stream), summary["directory"]
+    """Prints the summary of a run, `notes` and its directory; or how to continue a stopped run."""
+    console = PlainConsole(stream)
+    where = summary["directory"]
     if "stopped_after" in summary:
         stopped = f"stopped by {summary['stopped_by']} after step {summary['stopped_after']}"
-        goes_on = (
-            "the others train on" if "left" in summary else f"continue with --out {where} --resume"
-        )
-        console.lines([f"{stopped}; {goes_on}"])
+        remedy = f"continue with --out {where} --resume"
+        if "left" in summary:
+            remedy = "the others train on"
+        console.lines([f"{stopped}; {remedy}"])
         return
     console.table([], run_rows(summary))
     console.lines([*notes, f"run directory: {where}"])
 
 
 def show_all(summaries: Sequence[dict[str, Any]], notes: Iterable[str], stream: IO[str]) -> None:
-    """Prints several runs in one table, one row per run, the errors of those that failed, and
-    `notes`."""
-    console, names = (
-        PlainConsole(stream),
-        [Path(summary["directory"]).name for summary in summaries],
-    )
+    """Prints a table of several runs, the errors of failed runs, and `notes`."""
+    console = PlainConsole(stream)
+    names = [Path(summary["directory"]).name for summary in summaries]
     rows = ((name, *row) for name, row in zip(names, results(summaries), strict=True))
     console.table([Column("run", overflow="fold"), *RESULTS], rows)
-    failed = [
-        f"{name}: {run['error']}"
-        for name, run in zip(names, summaries, strict=True)
-        if "error" in run
-    ]
+    pairs = zip(names, summaries, strict=True)
+    failed = [f"{name}: {run['error']}" for name, run in pairs if "error" in run]
     console.lines([*failed, *notes])
 
 
 def results(summaries: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """The texts of a table of several runs, below `RESULTS`; the lowest loss is marked, and a
-    failed run has none."""
+    """Rows of a table of several runs, with the columns `RESULTS`; marks the lowest loss."""
     losses = [summary["val_loss"] for summary in summaries if summary.get("val_loss") is not None]
     lowest = min(filter(isfinite, losses), default=None)
     rows: list[tuple[str, ...]] = []
     for summary in summaries:
         trained = f"{summary['scheme']}, {summary['optimizer']}"
         if "error" in summary:
-            rows.append((trained, "diverged" if summary["diverged"] else "failed", *["-"] * 4))
+            problem = "failed"
+            if summary["diverged"]:
+                problem = "diverged"
+            rows.append((trained, problem, *["-"] * 4))
             continue
-        loss, step_s = summary["val_loss"], summary["median_step_seconds"]
-        text = loss_text(loss) + (
-            f", {summary['val_accuracy']:.1%} right" if "val_accuracy" in summary else ""
-        )
-        text += " (lowest)" if loss is not None and loss == lowest else ""
-        equal = equality(summary)
-        sent, less = size_text(summary["bytes_sent_per_step"]), factor(summary["reduction"])
-        rows.append((trained, text, sent, less, duration(step_s), equal))
+        loss = summary["val_loss"]
+        text = loss_text(loss)
+        if "val_accuracy" in summary:
+            text += f", {summary['val_accuracy']:.1%} right"
+        if loss is not None and loss == lowest:
+            text += " (lowest)"
+        sent = size_text(summary["bytes_sent_per_step"])
+        less = factor(summary["reduction"])
+        step = duration(summary["median_step_seconds"])
+        rows.append((trained, text, sent, less, step, equality(summary)))
     return rows
 
 
 def run_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """Lists labels and texts of a summary, without empty ones."""
+    """Labels and texts of a summary, without empty ones."""
 
-    def if_there(key: str, form: str) -> str:
-        return form.format(summary[key]) if summary.get(key) else ""
+    def optional(key: str, form: str) -> str:
+        if key in summary:
+            return form.format(summary[key])
+        return ""
 
-    speed = (
-        if_there("tokens_per_second", "{:,.0f} tokens/s, ")
-        + f"{summary['examples_per_second']:,.1f} examples/s"
-    )
+    speed = f"{summary['examples_per_second']:,.1f} examples/s"
+    if summary.get("tokens_per_second"):
+        speed = f"{summary['tokens_per_second']:,.0f} tokens/s, {speed}"
     time = f"{summary['seconds']:.1f} s, median step {1000 * summary['median_step_seconds']:.0f} ms"
-    virtual = ", virtual, in one process" if summary.get("simulated") else ""
-    wire = summary.get("shard_wire", "")
-    counts, skipped = summary.get("local_steps", []), summary.get("skipped", {})
-    shown = ", ".join(map(str, counts[:16])) + (", ..." if len(counts) > 16 else "")
-    names = ", ".join([*list(skipped)[:3], *["..."] * (len(skipped) > 3)])
+    virtual = ""
+    if summary.get("simulated"):
+        virtual = ", virtual, in one process"
+    memory = ""
+    if "peak_memory" in summary:
+        memory = f"{size_text(summary['peak_memory'])} on a rank"
+    wire = ""
+    if summary.get("shard_wire"):
+        sent = size_text(summary["shard_bytes_per_step"])
+        wire = f"{sent} per step: {summary['shard_wire']}"
+    refused = ""
+    if summary.get("refused"):
+        refused = f"{summary['refused']:,} messages"
     rows = [
         ("scheme", f"{_scheme(summary)} with {summary['optimizer']}"),
         ("adapted to", summary.get("adapted_to", "")),
@@ -217,47 +222,50 @@ def run_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("steps", f"{summary['steps']:,}"),
         ("training loss", loss_text(summary["train_loss"])),
         ("validation loss", loss_text(summary["val_loss"])),
-        (
-            "validation accuracy",
-            f"{summary['val_accuracy']:.1%}" if "val_accuracy" in summary else "",
-        ),
-        ("BLEU", f"{summary['val_bleu']:.2f}" if "val_bleu" in summary else ""),
+        ("validation accuracy", optional("val_accuracy", "{:.1%}")),
+        ("BLEU", optional("val_bleu", "{:.2f}")),
         ("time in steps", time),
         ("throughput", speed),
         ("waiting", _waits(summary)),
-        ("local steps", f"{shown} per round of replicas 0 to {len(counts) - 1}" if counts else ""),
-        (
-            "peak memory",
-            f"{size_text(summary['peak_memory'])} on a rank" if "peak_memory" in summary else "",
-        ),
+        ("local steps", _local_steps(summary.get("local_steps", []))),
+        ("peak memory", memory),
         ("sent per replica", f"{size_text(summary['bytes_sent_per_step'])} per step"),
         *((f"sent over {level['axis']}", _level(level)) for level in summary.get("levels", [])),
         ("full synchronisation", f"{size_text(summary['bytes_full_sync_per_step'])} per step"),
         ("reduction", factor(summary["reduction"])),
-        (
-            "sent between its nodes",
-            f"{size_text(summary['shard_bytes_per_step'])} per step: {wire}" if wire else "",
-        ),
-        (
-            "skipped",
-            (
-                f"{sum(skipped.values()):,} contributions that were not finite, of {names}"
-                if skipped
-                else ""
-            ),
-        ),
-        ("refused", if_there("refused", "{:,} messages")),
+        ("sent between its nodes", wire),
+        ("skipped", _skipped(summary.get("skipped", {}))),
+        ("refused", refused),
         ("replicas equal", equality(summary, "yes, bitwise")),
         ("fingerprint", summary["fingerprint"][:16]),
     ]
     return [(label, text) for label, text in rows if text]
 
 
-def _waits(summary: dict[str, Any]) -> str:
-    r"""The replica for which the others waited longest since the last start, and the network; ""
-    where nobody waited.
+def _local_steps(counts: Sequence[int]) -> str:
+    if not counts:
+        return ""
+    shown = [*map(str, counts[:16])]
+    if len(counts) > 16:
+        shown.append("...")
+    return f"{', '.join(shown)} per round of replicas 0 to {len(counts) - 1}"
 
-    >>> found = {"seconds": [[0.0, 5.0], [0.0, 0.0]], "network_s": [0.5, 0.5], "slowest": 1, "lasted_s": 20.0}
+
+def _skipped(counts: Mapping[str, int]) -> str:
+    if not counts:
+        return ""
+    names = list(counts)[:3]
+    if len(counts) > 3:
+        names.append("...")
+    total = sum(counts.values())
+    return f"{total:,} contributions that were not finite, of {', '.join(names)}"
+
+
+def _waits(summary: dict[str, Any]) -> str:
+    r"""Waiting for the slowest replica and for the network since the last start; "" without any.
+
+    >>> found = {"seconds": [[0.0, 5.0], [0.0, 0.0]], "network_s": [0.5, 0.5], "slowest": 1}
+    >>> found["lasted_s"] = 20.0
     >>> print(*_waits({"waits": found, "seconds": 100.0}).split("; "), sep="\n")
     for replica 1, the slowest: 5.0 s (25% of the time of the others)
     for the network 0.5 s
@@ -265,23 +273,20 @@ def _waits(summary: dict[str, Any]) -> str:
     >>> _waits({"waits": {**found, "lasted_s": 0.0}})
     ''
     """
-    if not (waits := summary.get("waits")) or not waits.get(
-        "lasted_s", 1.0
-    ):  # no step since the last start
+    waits = summary.get("waits")
+    if not waits or not waits.get("lasted_s", 1.0):  # no step since the last start
         return ""
     slowest = waits["slowest"]
     mean = sum(row[slowest] for row in waits["seconds"]) / max(1, len(waits["seconds"]) - 1)
     network = sum(waits["network_s"]) / len(waits["network_s"])
-    lasted_s = waits.get(
-        "lasted_s", summary["seconds"]
-    )  # waits of earlier starts are not in the summary
+    # A summary holds only the waits since the last start.
+    lasted_s = waits.get("lasted_s", summary["seconds"])
     share = mean / lasted_s
-    named = (
-        f"for replica {slowest}, the slowest: {mean:.1f} s ({share:.0%} of the time of the"
-        " others); "
-    )
-    since = f"in {lasted_s:.1f} s of steps since the last start"
-    return f"{named if share >= 0.01 else ''}for the network {network:.1f} s; {since}"
+    text = f"for the network {network:.1f} s; in {lasted_s:.1f} s of steps since the last start"
+    if share < 0.01:
+        return text
+    others = f"{share:.0%} of the time of the others"
+    return f"for replica {slowest}, the slowest: {mean:.1f} s ({others}); {text}"
 
 
 def _scheme(chosen: dict[str, Any]) -> str:
@@ -292,15 +297,17 @@ def _scheme(chosen: dict[str, Any]) -> str:
 
 
 def _level(level: dict[str, Any]) -> str:
-    less = f" ({less_text(level['reduction'])})" if level["reduction"] else ""
+    less = ""
+    if level["reduction"]:
+        less = f" ({less_text(level['reduction'])})"
     return f"{size_text(level['bytes_sent_per_step'])} per step{less}: {_scheme(level)}"
 
 
 def show_plan(plan: Mapping[str, Any], stream: IO[str], everything: bool = False) -> None:
-    """Prints the answer in a sentence, the first rows, the flags of the first, and what else is
-    known of it.
+    """Prints the reason, the best rows, the flags for the first row, and notes.
 
-    everything: Print all rows, and all columns.
+    Args:
+        everything: Print all rows and all columns.
     """
     console = PlainConsole(stream)
     reason, flags, *notes = plan_words(plan)
@@ -310,13 +317,13 @@ def show_plan(plan: Mapping[str, Any], stream: IO[str], everything: bool = False
         console.table([first, *MORE_HEADS[1:]], plan_rows(plan), _WIDE)
     else:
         console.table([first, *HEADS[1:]], [row[: len(HEADS)] for row in _five(plan)], _WIDTH)
-    console.lines(
-        [flags, *(line for note in notes for line in wrap(note, _WIDTH, subsequent_indent="  "))]
-    )
+    console.lines([flags])
+    for note in notes:
+        console.lines(wrap(note, _WIDTH, subsequent_indent="  "))
 
 
 def _five(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """The best rows, one per scheme with an optimizer, and the baseline's among them."""
+    """Best five rows, one per pair of scheme and optimizer, including the baseline."""
     best: dict[tuple[str, str], tuple[str, ...]] = {}
     every = plan_rows(plan)
     for option, row in zip(plan["options"], every, strict=True):
@@ -347,23 +354,20 @@ def plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def plan_words(plan: Mapping[str, Any]) -> list[str]:
-    """The text beside the table, in lines: the reason, how to take the first, and what else is
-    known of it."""
-    speed, first = plan["rate_bits_per_s"], plan["first"]
-    tables = {"scheme": plan["settings"], "optimizer": plan.get("optimizer", {})}
-    sets = [
-        f"{name}.{key}={_toml(value)}"
-        for name, table in tables.items()
-        for key, value in table.items()
-    ]
+    """Lines around the table: the reason, the flags for the first row, and notes."""
+    speed = plan["rate_bits_per_s"]
+    first = plan["first"]
+    sets = [f"scheme.{key}={_toml(value)}" for key, value in plan["settings"].items()]
+    optimizer = plan.get("optimizer", {})
+    sets += [f"optimizer.{key}={_toml(value)}" for key, value in optimizer.items()]
     lines = [plan["reason"], f"to take it: --set {shlex.join(sets)}", *plan["notes"]]
-    for key, part in (
-        (("if_half_the_rate", 0.5), ("if_twice_the_rate", 2.0)) if speed is not None else ()
-    ):
+    if speed is None:
+        return lines
+    for key, part in (("if_half_the_rate", 0.5), ("if_twice_the_rate", 2.0)):
         other = plan[key]
-        choice = (
-            "the same first choice" if _named(other) == _named(first) else f"first {_named(other)}"
-        )
+        choice = f"first {_named(other)}"
+        if _named(other) == _named(first):
+            choice = "the same first choice"
         lines.append(
             f"at {rate(part * speed)} per node: {choice}, {duration(other['seconds'])} per step"
         )
@@ -375,45 +379,56 @@ def _named(option: Mapping[str, Any]) -> str:
 
 
 def _toml(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "")
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value).replace(" ", "")
 
 
 def show_profile(profile: Mapping[str, Any], stream: IO[str]) -> None:
-    """Prints each operation of each axis, what silence costs, the slowest pair of nodes, and the
-    compute of a step."""
-    console, rows, notes, slowest = PlainConsole(stream), [], list[str](), []
+    """Prints the operations of each axis, the slowest pairs of nodes, and the compute of a step."""
+    console = PlainConsole(stream)
+    rows = []
+    notes = []
+    slowest = []
     for name, axis in profile["axes"].items():
-        if jitter := [
-            line["samples"][0]["spread"] for line in axis["operations"].values() if line["samples"]
-        ]:
+        operations = axis["operations"]
+        jitter = [each["samples"][0]["spread"] for each in operations.values() if each["samples"]]
+        if jitter:
             notes.append(f"along {name} the shortest messages have a jitter of {max(jitter):.0%}")
         if axis["silence_s"]:
             notes.append(
                 f"after a second of silence a message along {name} takes"
                 f" {duration(axis['silence_s'])} more"
             )
-        for operation, line in axis["operations"].items():
-            rates = [rate(line["rate_bits_per_s"] * ranks) for ranks in (1, axis["per_node"])]
-            spread = f"{line['spread']:.0%}"
+        for operation, line in operations.items():
             rows.append(
-                (f"{name} ({axis['size']})", operation, duration(line["latency_s"]), *rates, spread)
+                (
+                    f"{name} ({axis['size']})",
+                    operation,
+                    duration(line["latency_s"]),
+                    rate(line["rate_bits_per_s"]),
+                    rate(line["rate_bits_per_s"] * axis["per_node"]),
+                    f"{line['spread']:.0%}",
+                )
             )
-        ordered = sorted(axis["pairs"], key=lambda pair: pair["rate_bits_per_s"])
-        for pair in ordered[:1]:
-            times = ordered[-1]["rate_bits_per_s"] / pair["rate_bits_per_s"]
-            link = f"{pair['first']} and {pair['second']} at {rate(pair['rate_bits_per_s'])}"
-            latency = (
-                f"latency {duration(pair['latency_s'])}; the fastest is {times:.1f} times as fast"
-            )
-            slowest.append(f"slowest pair of {name}: {link}, {latency}")
+        if axis["pairs"]:
+            slowest.append(f"slowest pair of {name}: {_slowest_pair(axis['pairs'])}")
     console.table(("axis", "operation", "latency", "per rank", "per node", "misfit"), rows)
     console.lines([*notes, *slowest])
-    if compute := profile["compute"]:
-        forward = (
-            f"forward and backward of {compute['recipe']} ({compute['parameters']:,} parameters)"
-        )
-        console.lines([f"{forward}: {duration(compute['forward_backward_s'])}"])
-        steps = [
-            (scheme, duration(step["exchange_s"])) for scheme, step in compute["steps"].items()
-        ]
-        console.table(("scheme", "the optimizer's step"), steps)
+    compute = profile["compute"]
+    if not compute:
+        return
+    forward = f"forward and backward of {compute['recipe']} ({compute['parameters']:,} parameters)"
+    console.lines([f"{forward}: {duration(compute['forward_backward_s'])}"])
+    steps = [(scheme, duration(step["exchange_s"])) for scheme, step in compute["steps"].items()]
+    console.table(("scheme", "the optimizer's step"), steps)
+
+
+def _slowest_pair(pairs: Sequence[Mapping[str, Any]]) -> str:
+    rates = [pair["rate_bits_per_s"] for pair in pairs]
+    slowest = pairs[rates.index(min(rates))]
+    times = max(rates) / min(rates)
+    return (
+        f"{slowest['first']} and {slowest['second']} at {rate(min(rates))}, latency"
+        f" {duration(slowest['latency_s'])}; the fastest is {times:.1f} times as fast"
+    )

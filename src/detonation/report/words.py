@@ -13,58 +13,65 @@ def size_text(count: float) -> str:
     """
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.95:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+            if unit == "B":
+                return f"{count:.0f} B"
+            return f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
 
 
 def factor(value: float | None) -> str:
-    """Formats a reduction factor; None, where nothing was sent, is "-".
+    """Formats a reduction factor; "-" for None, which means that nothing was sent.
 
     >>> factor(12.8), factor(1180.4), factor(None)
     ('x12.8', 'x1,180', '-')
     """
     if value is None:
         return "-"
-    return f"x{value:.1f}" if value < 99.95 else f"x{value:,.0f}"
+    if value < 99.95:
+        return f"x{value:.1f}"
+    return f"x{value:,.0f}"
 
 
 def loss_text(loss: float | None) -> str:
-    """Formats a loss; one that was not measured is "-", and one that is not finite says what
-    happened.
+    """Formats a loss; "-" if it was not measured, "diverged" if it is not finite.
 
     >>> loss_text(2.31), loss_text(None), loss_text(float("nan"))
     ('2.3100', '-', 'diverged')
     """
     if loss is None:
         return "-"
-    return f"{loss:.4f}" if isfinite(loss) else "diverged"
+    if isfinite(loss):
+        return f"{loss:.4f}"
+    return "diverged"
 
 
 def equality(summary: Mapping[str, Any], yes: str = "yes", no: str = "no") -> str:
-    """Says whether the replicas of a run were equal at its end, and of close ones how far apart
-    they were.
+    """Describes whether the replicas of a run were equal, or how far apart they were.
 
-    >>> equality({"replicas_equal": True}), equality({"replicas_equal": False, "replicas_apart": 2.5e-7})
-    ('yes', 'close, 2.5e-07 of a norm apart')
+    >>> equality({"replicas_equal": True})
+    'yes'
+    >>> equality({"replicas_equal": False, "replicas_apart": 2.5e-7})
+    'close, 2.5e-07 of a norm apart'
     """
-    close = (
-        f"close, {summary['replicas_apart']:.1e} of a norm apart"
-        if "replicas_apart" in summary
-        else no
-    )
-    return yes if summary["replicas_equal"] else close
+    if summary["replicas_equal"]:
+        return yes
+    if "replicas_apart" in summary:
+        return f"close, {summary['replicas_apart']:.1e} of a norm apart"
+    return no
 
 
 def less_text(value: float | None) -> str:
-    """Says a reduction factor in words; "" where nothing was sent.
+    """Describes a reduction factor; "" if nothing was sent.
 
     >>> less_text(12.8), less_text(1.0), less_text(None)
     ('x12.8 less', 'nothing saved', '')
     """
     if value is None:
         return ""
-    return f"{factor(value)} less" if value >= 1.05 else "nothing saved"
+    if value >= 1.05:
+        return f"{factor(value)} less"
+    return "nothing saved"
 
 
 def rate(bits_per_s: float) -> str:
@@ -94,16 +101,15 @@ def duration(seconds: float) -> str:
     ):
         if seconds < limit:
             return f"{seconds / size:.3g} {unit}"
-    return (
-        f"{seconds / 86400:,.3g} days" if seconds < 86400 * 999 else f"{seconds / 86400:,.0f} days"
-    )
+    if seconds < 86400 * 999:
+        return f"{seconds / 86400:,.3g} days"
+    return f"{seconds / 86400:,.0f} days"
 
 
 def printable(text: str) -> str:
-    r"""Escapes the characters of `text` that are not printed but done, and bytes of file names that
-    are no text.
+    r"""Escapes control characters in `text`, and bytes of file names that are not UTF-8.
 
-    A name from elsewhere must not move the cursor, turn the line round, or end it.
+    A foreign name must not move the cursor, reverse the line, or end it.
 
     >>> printable("run-1 café"), printable("\x1b]0;mine\x07\n"), printable("a\u202eb\udcff")
     ('run-1 café', '\\x1b]0;mine\\x07\\n', 'a\\u202eb\\udcff')
@@ -118,4 +124,6 @@ def shortened(text: str, length: int = 44) -> str:
     'quick-lm-d…20-125504'
     """
     half = (length - 1) // 2
-    return text if len(text) <= length else f"{text[: length - 1 - half]}…{text[-half:]}"
+    if len(text) <= length:
+        return text
+    return f"{text[: length - 1 - half]}…{text[-half:]}"

@@ -1,2 +1,1 @@
-"""The training loop of one rank: its session, a step, validation, checkpoints, and the summary at
-the end."""
+"""Training loop of one rank: session, steps, validation, checkpoints and the final summary."""

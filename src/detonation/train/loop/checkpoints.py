@@ -1,4 +1,4 @@
-"""The checkpoints of a run: those of the library, with the recipe beside the state."""
+"""Checkpoints of a run: the library's checkpoints, which also hold the recipe and the counts."""
 
 import json
 import logging
@@ -23,19 +23,21 @@ from detonation.train.recipe.schema import Config, Table
 from detonation.train.recipe.tables import settings_of, to_table
 
 _ANNOUNCED = {"mesh.replicas", "mesh.shards", "mesh.nodes", "train.init_from"}
-"""Settings whose change another line tells of, or that count at the beginning alone."""
+"""Settings that `compare_settings` does not report: another line reports the change, or only a new
+run reads the setting."""
 
-# The screen of the run shows what the library logs here.
+# The run prints these messages itself.
 logging.getLogger("detonation.checkpoint").addHandler(logging.NullHandler())
 
 
 def save_async(
     session: Session, checkpoints: Checkpoints, before: Counts, followed: Table | None = None
 ) -> None:
-    """Starts saving; all ranks call it.
+    """Starts saving. Collective.
 
-    Beside the state are the faults `before` this start and, in a run that follows its link, the
-    state of its adapter.
+    Args:
+        before: Faults counted before this start; the checkpoint holds the sums.
+        followed: State of the adapter, in a run that adapts to its link.
     """
     _, outermost = session.optimizer.levels[-1]
     extra: Table = {
@@ -46,28 +48,28 @@ def save_async(
     }
     if isinstance(session.data.train, Streamed):
         position = session.data.train.position(session.rank, session.world_size)
-        with suppress(PeerLost):  # the stream is then read again, up to the step of the checkpoint
-            extra["positions"] = [
-                json.loads(text) for text in session.world.texts().gather(json.dumps(position))
-            ]
+        # Without positions, a resumed run reads the stream again up to the step of the checkpoint.
+        with suppress(PeerLost):
+            positions = session.world.texts().gather(json.dumps(position))
+            extra["positions"] = [json.loads(text) for text in positions]
     checkpoints.save(as_json({**extra, **asdict(counted(session, before))}))
 
 
 def as_json(extra: Table) -> Table:
-    """`extra` with lists for tuples, as the files of a run spell them."""
+    """`extra` as JSON returns it: tuples become lists."""
     return dict(json.loads(json.dumps(extra)))
 
 
 def save_now(
     session: Session, checkpoints: Checkpoints, before: Counts, followed: Table | None = None
 ) -> Path:
-    """Saves and waits until it is done. Raises `Unwritable` on all ranks where one cannot write."""
+    """Saves and waits for the end. Raises `Unwritable` on all ranks if one of them cannot write."""
     save_async(session, checkpoints, before, followed)
     try:
         saved = checkpoints.wait()
     except NotSaved as error:
         if isinstance(error.__cause__, PeerLost):
-            session.optimizer.synchronize()  # which goes on without the lost replica
+            session.optimizer.synchronize()  # removes the lost replica
             return save_now(session, checkpoints, before, followed)
         path = checkpoints.directory / checkpoint_name(session.optimizer.step_count)
         reason = str(error).partition(" failed: ")[2]
@@ -79,14 +81,14 @@ def save_now(
 def resume(
     session: Session, directory: Path, may_start: bool = False, most: int | None = None
 ) -> tuple[Loaded | None, list[str]]:
-    """Loads the newest whole checkpoint in `directory`; returns it, and the lines to show about it.
+    """Loads the newest complete checkpoint in `directory`; returns it, and the lines to print.
 
     Args:
-        may_start: Load nothing where no checkpoint was saved yet.
-        most: The step after which no checkpoint counts.
+        may_start: Start from the beginning if no checkpoint exists, instead of raising.
+        most: Ignore checkpoints of later steps.
 
     Raises:
-        ValueError: There is none, or another model, data, scheme, optimizer or seed wrote it.
+        ValueError: No checkpoint exists, or its model, data, scheme, optimizer or seed differ.
     """
     found = find(directory, session.model, session.optimizer, most)
     if found is None and may_start:
@@ -96,8 +98,10 @@ def resume(
             f"there is no checkpoint in {directory}: start without --resume in another --out"
         )
     extra = found.manifest.given
-    was = extra["config"] if isinstance(extra.get("config"), dict) else {}
-    changed = compare_settings(found.path, was, session.config, "checkpoint")
+    saved = extra.get("config")
+    if not isinstance(saved, dict):
+        saved = {}
+    changed = compare_settings(found.path, saved, session.config, "checkpoint")
     changed += _other_data(extra.get("data"), session.data)
     _restore_setting(session, extra.get("setting"))
     loaded = load_found(found, session.model, session.optimizer)
@@ -105,7 +109,7 @@ def resume(
     if isinstance(session.data.train, Streamed) and isinstance(positions, list):
         if len(positions) == session.world_size:
             session.data.train.go_to(session.rank, session.world_size, positions[session.rank])
-        else:  # the parts are others, and each is read from its beginning up to this step
+        else:  # another number of ranks divides the stream into other parts
             changed.append(
                 "the stream is read again up to this step, because other ranks divide it"
             )
@@ -113,67 +117,83 @@ def resume(
 
 
 def _restore_setting(session: Session, setting: object) -> None:
-    """Reconfigures the optimizer to the saved `setting`, which a run that adapts has moved from its
-    configuration."""
+    """Reconfigures the optimizer to the saved `setting`, which an adaptive run may have changed."""
     _, outermost = session.optimizer.levels[-1]
-    if isinstance(setting, dict) and setting != outermost.arguments:
-        try:
-            there = scheme(outermost.name, setting)
-        except TypeError as error:
-            raise ValueError(f"the checkpoint's setting {setting} is damaged: {error}") from error
-        session.optimizer.reconfigure(there)
+    if not isinstance(setting, dict) or setting == outermost.arguments:
+        return
+    try:
+        saved = scheme(outermost.name, setting)
+    except TypeError as error:
+        raise ValueError(f"the checkpoint's setting {setting} is damaged: {error}") from error
+    session.optimizer.reconfigure(saved)
 
 
 def compare_settings(path: Path, saved: Table, config: Config, since: str) -> list[str]:
-    """A line about the settings that are others than in `path`, as of a checkpoint, and count from
-    now on.
+    """Lists the settings that differ from those saved in `path`: one line, or no line.
 
-    Raises `ValueError` where one is another that must be the same.
+    Raises `ValueError` if the model, data, scheme, seed or optimizer differs.
+
+    Args:
+        since: Name of the saved file in the line, such as "checkpoint".
     """
-    here = json.loads(json.dumps(to_table(config)))  # lists, as those of a file
+    here = as_json(to_table(config))
     for key in ("model", "data", "scheme", "seed"):
-        if saved.get(key) != here[key]:
-            was, now = saved.get(key), here[key]
+        was = saved.get(key)
+        now = here[key]
+        if was != now:
             raise ValueError(
                 f"{path} was written with {key} {was}, this run has {now}: resume with the same"
             )
-    # The checkpoint has the options of the optimizer, too, and they count; only the schedule sets
-    # lr anew in each step.
-    was, now = (table.get("optimizer", {}) for table in (saved, here))
-    for key in was.keys() | now.keys() if was.get("name") == now["name"] else ():
+    _require_same_optimizer(path, saved.get("optimizer", {}), here["optimizer"])
+    before = dict(settings_of(saved))
+    after = dict(settings_of(here))
+    changes = []
+    for key in {**before, **after}:
+        was = before.get(key)
+        now = after.get(key)
+        if was != now and key not in _ANNOUNCED:
+            changes.append(f"{key} is {now}, was {was}")
+    if not changes:
+        return []
+    return [f"changed since the {since}: {'; '.join(changes)}"]
+
+
+def _require_same_optimizer(path: Path, was: Table, now: Table) -> None:
+    """Raises `ValueError` if the options of the saved optimizer differ, except lr.
+
+    A checkpoint restores the options; only lr follows the schedule of this run. The options of
+    another optimizer do not compare.
+    """
+    if was.get("name") != now["name"]:
+        return
+    for key in was.keys() | now.keys():
         if key != "lr" and was.get(key) != now.get(key):
             text = f"optimizer.{key} {was.get(key)}, this run has {now.get(key)}"
             raise ValueError(f"{path} was written with {text}: resume with the same")
-    before, now = (dict(settings_of(table)) for table in (saved, here))
-    keys = [
-        key
-        for key in {**before, **now}
-        if before.get(key) != now.get(key) and key not in _ANNOUNCED
-    ]
-    texts = [f"{key} is {now.get(key)}, was {before.get(key)}" for key in keys]
-    return [f"changed since the {since}: {'; '.join(texts)}"] if texts else []
 
 
 def _data_mark(data: Data) -> list[object]:
-    """The number of training examples, and a hash of three of them; of a stream, those that it
-    holds out."""
-    examples = data.validation if isinstance(data.train, Streamed) else data.train
+    """Number of training examples, and a hash of three. A stream counts its held-out examples."""
+    examples = data.train
+    if isinstance(examples, Streamed):
+        examples = data.validation
     count = len(examples)
-    few = examples[torch.tensor([0, count // 2, count - 1])]
-    return [count, digest(few[key] for key in sorted(few))[:16]]
+    three = examples[torch.tensor([0, count // 2, count - 1])]
+    return [count, digest(three[key] for key in sorted(three))[:16]]
 
 
 def _other_data(saved: object, data: Data) -> list[str]:
-    """A line where the data are not those of the checkpoint."""
+    """One line if the data differ from the data of the checkpoint."""
     now = _data_mark(data)
     if saved is None or saved == now:
         return []
-    was = saved[0] if isinstance(saved, list) and saved else saved
-    counts = (
-        f"{now[0]} training examples, was {was}"
-        if was != now[0]
-        else f"other examples, {now[0]} as before"
-    )
+    was = saved
+    if isinstance(saved, list) and saved:
+        was = saved[0]
+    if was != now[0]:
+        counts = f"{now[0]} training examples, was {was}"
+    else:
+        counts = f"other examples, {now[0]} as before"
     return [
         f"the data have changed since the checkpoint: {counts}; the order of examples is another"
         " from now on"

@@ -1,5 +1,4 @@
-"""The training loop of one rank: a step is forward and backward, agreement on loss and signals, and
-the update."""
+"""Training loop of one rank. A step is forward, backward, agreement on loss and signals, update."""
 
 import math
 import signal
@@ -23,31 +22,32 @@ from detonation.wire.units import shard_bytes_sent
 
 
 class Unsafe(RunError):
-    """The optimizer refuses to go on: non-finite gradients, refused messages or desync; raised on
-    all ranks."""
+    """The optimizer refuses to continue: non-finite gradients, refused messages or desync.
+
+    Raised on all ranks.
+    """
 
 
 class NonFiniteLoss(RunError):
-    """A replica's loss is NaN or infinite; raised on all ranks, before the step that would have
-    spread it."""
+    """The loss of a replica is NaN or infinite. Raised on all ranks before the update."""
 
 
 class Stopped(RunError):
-    """A signal has asked some rank to stop; raised on all ranks at the end of the same step,
-    `after` steps in all."""
+    """A rank received a signal to stop. Raised on all ranks after the same step, `after`."""
 
     def __init__(self, number: int, after: int) -> None:
-        self.signal, self.after = signal.Signals(number).name, after
+        self.signal = signal.Signals(number).name
+        self.after = after
         super().__init__(f"stopped by {self.signal} after step {after}")
 
 
 class Outcome(NamedTuple):
-    """The facts on which all ranks agreed in one step.
+    """Result of one step, on which all ranks agree.
 
     Args:
-        loss: The mean loss over all ranks.
-        asked: The signal that asks some rank to stop; 0 without one.
-        agreeing_s: Seconds for which this rank waited for the others' reports.
+        loss: Mean loss over all ranks.
+        asked: Number of the signal that asks to stop; 0 without one.
+        agreeing_s: Seconds that this rank waited for the other ranks' reports.
     """
 
     loss: float
@@ -61,22 +61,27 @@ def fit(
     """Trains from `done` finished steps to `until`. Collective.
 
     After the last step of the recipe the optimizer synchronizes, so that all replicas hold the same
-    weights. Every rank hands `report` the record of each step. When a signal sets `stop`, all ranks
-    stop after the same step.
+    weights. Every rank calls `report` with the record of each step. When a signal sets `stop`, all
+    ranks stop after the same step.
 
     Raises:
-        NonFiniteLoss: On all ranks, with the weights that the step began with.
+        NonFiniteLoss: On all ranks; the weights are those from before the step.
         Stopped: On all ranks, after a step in which `stop` was set on one.
-        Unsafe: On all ranks, if the optimizer refuses to go on.
+        Unsafe: On all ranks, if the optimizer refuses to continue.
     """
-    rounds = UnevenRounds(session, until) if session.config.train.balance else None
+    rounds = None
+    if session.config.train.balance:
+        rounds = UnevenRounds(session, until)
     schedule = scheduler(session, done)
     meter = _Meter(session)
     for step in range(done, until):
-        session.optimizer.renumber()  # before the data of the step are assigned
+        session.optimizer.renumber()  # a rank's number selects its data
         meter.begin()
         with _safely():
-            outcome = rounds.gradients(step) if rounds else _gradients(session, step, stop)
+            if rounds:
+                outcome = rounds.gradients(step)
+            else:
+                outcome = _gradients(session, step, stop)
             meter.computed()
             session.optimizer.step()
             session.optimizer.zero_grad()
@@ -93,14 +98,14 @@ def fit(
 
 
 class _Meter:
-    """Times one step after the other, and counts the bytes of each."""
+    """Measures the seconds and the bytes of each step."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._shard_sent = shard_bytes_sent(session.model)
 
     def begin(self) -> None:
-        """Notes the state before a step."""
+        """Records the state before a step."""
         stats = self._session.optimizer.stats
         self._began = time.perf_counter()
         self._sent_before = stats.bytes_sent_by_level
@@ -109,15 +114,14 @@ class _Meter:
         self._taking = _taking(self._session)
 
     def computed(self) -> None:
-        """Notes that gradients are there and the optimizer's step begins."""
+        """Records the time at which the gradients are ready and the optimizer's step begins."""
         self._computed = time.perf_counter()
 
     def end(self, outcome: Outcome, agreed_late: bool) -> None:
-        """Notes the end of a step.
+        """Records the end of a step.
 
         Args:
-            agreed_late: Whether ranks agreed after the optimizer's step, as in rounds of uneven
-                length.
+            agreed_late: True if ranks agreed after the optimizer's step, as in `UnevenRounds`.
         """
         now = time.perf_counter()
         self._seconds = now - self._began
@@ -130,10 +134,7 @@ class _Meter:
         self._session.waits.add(self._seconds, self._waited + outcome.agreeing_s)
 
     def record(self, step: int, outcome: Outcome, held_out: Mapping[str, Any]) -> Record:
-        """The record of the step that ended: bytes are sums over the shards of a replica.
-
-        Collective.
-        """
+        """Record of the finished step; bytes are sums over the shards of a replica. Collective."""
         session = self._session
         sent = [
             session.world.over_shards(after - before)
@@ -153,21 +154,22 @@ class _Meter:
             **held_out,
         )
         if session.device.type == "cpu" and not isinstance(session.world, Alone):
-            # An accelerator computes while its host waits, and replicas of a simulation take turns.
+            # Elsewhere this waiting is no time lost to the network: an accelerator computes while
+            # its host waits, and replicas of a simulation run one after the other.
             record = replace(record, agreeing_s=outcome.agreeing_s)
         if session.config.mesh.shard_wire:
             record = replace(record, shard_bytes_sent=self._shard_bytes())
         return record
 
     def _shard_bytes(self) -> int:
-        """The bytes on the shard wire since the last record. Collective."""
+        """Bytes sent between the nodes of a replica since the last record. Collective."""
         before = self._shard_sent
         self._shard_sent = shard_bytes_sent(self._session.model)
         return self._session.world.over_shards(self._shard_sent - before)
 
 
 def _held_out(session: Session, steps: int) -> dict[str, Any]:
-    """What evaluation finds after `steps` steps; empty if no evaluation is due. Collective."""
+    """Metrics on held-out data after `steps` steps; empty if none are due. Collective."""
     train = session.config.train
     last = steps == train.steps
     if not last and not (train.validate_every and steps % train.validate_every == 0):
@@ -185,7 +187,7 @@ def backward(session: Session, step: int) -> None:
 
 
 def _taking(session: Session) -> int | None:
-    """The number of replicas that take the next step, where it may change."""
+    """Number of replicas in the next step; None if it is constant."""
     taking = session.optimizer.stats.taking
     if taking is None and isinstance(session.world, ElasticRanks):
         return session.world.size // session.config.mesh.shards
@@ -193,18 +195,19 @@ def _taking(session: Session) -> int | None:
 
 
 class UnevenRounds:
-    """Gradients where each replica takes the steps for which it has time, and all agree on losses
-    once per round.
+    """Gradients of rounds in which slower replicas run fewer steps. Ranks agree once per round.
 
-    A replica whose loss is not finite takes no more steps until the end of the round, where all
-    hear of it; so do they of a signal to stop. The loss of a step is the mean over all ranks in the
-    round before, and in the first round the latest loss of this rank.
+    A replica whose loss is not finite skips the rest of the round. At the end of the round all
+    ranks learn of it, and of a signal to stop. The loss that a step reports is the mean over all
+    ranks in the round before; in the first round it is the latest loss of this rank.
     """
 
     def __init__(self, session: Session, until: int) -> None:
-        self._session, self._until = session, until
+        self._session = session
+        self._until = until
         self._every = session.optimizer.levels[0][1].round.every
-        self._loss, self._known = math.nan, False
+        self._loss = math.nan
+        self._known = False
         self._losses: list[float] = []  # of this rank, in this round
         self._lost_at = 0  # the number of the step whose loss was not finite
 
@@ -213,7 +216,7 @@ class UnevenRounds:
         return (step + 1) % self._every == 0 or step + 1 == self._until
 
     def gradients(self, step: int) -> Outcome:
-        """Computes the gradients of one step's examples, unless this replica sits it out."""
+        """Computes the gradients of one step, unless this replica skips it."""
         session = self._session
         if not session.optimizer.idle and not self._lost_at:
             total = 0.0
@@ -225,14 +228,15 @@ class UnevenRounds:
                 self._lost_at = step + 1
             else:
                 self._losses.append(total)
-                self._loss = self._loss if self._known else total
-        elif math.isnan(self._loss):  # in the middle of a round that an earlier start began
+                if not self._known:
+                    self._loss = total
+        elif math.isnan(self._loss):  # resumed in the middle of a round
             with torch.no_grad():
                 self._loss = sum(float(loss) for loss in _losses(session, step))
         return Outcome(self._loss, asked=0, agreeing_s=0.0)
 
     def agreed(self, stop: Stop) -> Outcome:
-        """The outcome of the round over all ranks. Collective."""
+        """Agrees on the outcome of the round. Collective."""
         own = [
             sum(self._losses),
             len(self._losses),
@@ -241,9 +245,8 @@ class UnevenRounds:
             *self._session.waits.own,
         ]
         began = time.perf_counter()
-        reports = self._session.world.all_gather(
-            torch.tensor(own, dtype=torch.float64, device=self._session.device)
-        )()
+        report = torch.tensor(own, dtype=torch.float64, device=self._session.device)
+        reports = self._session.world.all_gather(report)()
         agreeing = time.perf_counter() - began
         self._session.waits.meet([report[4:] for report in reports], self._session.world.sizes)
         for rank, (_, _, lost_at, *_) in enumerate(reports):
@@ -252,19 +255,19 @@ class UnevenRounds:
                 raise NonFiniteLoss(f"the loss is not finite at step {lost_at:.0f} on {where}")
         taken = sum(count for _, count, *_ in reports)
         if taken:
-            self._loss, self._known = sum(total for total, *_ in reports) / taken, True
+            self._loss = sum(total for total, *_ in reports) / taken
+            self._known = True
         self._losses.clear()
-        asked = self._session.world.stopped_by(
-            [number for _, _, _, number, *_ in reports], stop.number
-        )
+        signals = [number for _, _, _, number, *_ in reports]
+        asked = self._session.world.stopped_by(signals, stop.number)
         return Outcome(self._loss, asked, agreeing)
 
 
 def _gradients(session: Session, step: int, stop: Stop) -> Outcome:
-    """Computes the gradients of one step's examples, and agrees on their loss. Collective.
+    """Computes the gradients of one step, and agrees on their loss. Collective.
 
-    Gradients that leave during backward cannot be taken back. Under such schemes ranks agree on the
-    loss before the last backward; under the others, while it computes.
+    A scheme that sends gradients during backward cannot recall them, so ranks agree on the loss
+    before the last backward. Under other schemes they agree while it computes.
     """
     losses: list[torch.Tensor] = []
     for loss in _losses(session, step):
@@ -272,7 +275,7 @@ def _gradients(session: Session, step: int, stop: Stop) -> Outcome:
         if len(losses) < session.config.train.accumulate:
             loss.backward()  # type: ignore[no-untyped-call]
     total = torch.stack(losses).sum().float()
-    # [4] fp32: loss, signal, seconds of the last step
+    # [4] fp32: loss, signal, and the last step's seconds of computing and of waiting
     report = total.new_tensor([0.0, stop.number, *session.waits.own])
     report[0] = total
     reports = session.world.all_gather(report)
@@ -292,13 +295,9 @@ def _gradients(session: Session, step: int, stop: Stop) -> Outcome:
 
 
 def _losses(session: Session, step: int) -> Iterator[torch.Tensor]:
-    """Yields the loss of each micro-batch of this rank, as a share of their mean."""
+    """Yields the loss of each micro-batch of this rank, divided by their number."""
     train = session.config.train
-    # Dropout is a function of seed, step and rank, so that a resumed run draws what an
-    # uninterrupted one does. On a CPU its generator alone: `torch.manual_seed` queues a call, with
-    # a stack trace, for each absent accelerator.
-    seeded = torch.default_generator if session.device.type == "cpu" else torch
-    seeded.manual_seed((session.config.seed * 1_000_003 + step) * session.world_size + session.rank)
+    _seed_dropout(session, step)
     for micro in range(train.accumulate):
         examples = batch(
             session.data.train,
@@ -314,8 +313,18 @@ def _losses(session: Session, step: int) -> Iterator[torch.Tensor]:
         yield loss
 
 
+def _seed_dropout(session: Session, step: int) -> None:
+    """Makes dropout a function of seed, step and rank, so that a resumed run repeats it."""
+    seed = (session.config.seed * 1_000_003 + step) * session.world_size + session.rank
+    if session.device.type == "cpu":
+        # `torch.manual_seed` queues a call, with a stack trace, for each absent accelerator.
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
+
+
 def _loss_of(output: Any, model: str) -> torch.Tensor:
-    """The loss in a model's output. Raises `ValueError` unless it is a tensor of one number."""
+    """Loss in a model's output. Raises `ValueError` unless it is a tensor of one number."""
     loss = getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return loss
@@ -330,24 +339,21 @@ def _loss_of(output: Any, model: str) -> torch.Tensor:
 
 
 def _mean_loss(session: Session, step: int, reports: list[list[float]]) -> float:
-    """The mean loss over all ranks.
-
-    Raises `NonFiniteLoss` if the loss of one rank is not finite.
-    """
+    """Mean loss over all ranks. Raises `NonFiniteLoss` if the loss of a rank is not finite."""
     for rank, (value, *_) in enumerate(reports):
         if not math.isfinite(value):
-            raise NonFiniteLoss(
-                f"the loss is {value} at step {step + 1} on"
-                f" {rank_in_words(rank, session.world.sizes)}"
-            )
+            where = rank_in_words(rank, session.world.sizes)
+            raise NonFiniteLoss(f"the loss is {value} at step {step + 1} on {where}")
     return sum(value for value, *_ in reports) / len(reports)
 
 
 @contextmanager
 def _safely() -> Iterator[None]:
-    """Turns the errors with which the optimizer refuses to go on into `Unsafe`; accelerators raise
-    in backward, too."""
+    """Raises `Unsafe` if the optimizer refuses to continue, in backward or in its step.
+
+    All ranks raise the same error.
+    """
     try:
         yield
-    except (NonFiniteGradient, BadPeer, Desync) as error:  # on all ranks at once, in the same words
+    except (NonFiniteGradient, BadPeer, Desync) as error:
         raise Unsafe(str(error)) from error

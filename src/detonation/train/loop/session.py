@@ -1,5 +1,7 @@
-"""The session of one rank: model, optimizer and data, made from the configuration in the same order
-on all ranks."""
+"""Session of one rank: model, optimizer and data, built from the configuration.
+
+All ranks build them in the same order.
+"""
 
 import functools
 import importlib.util
@@ -50,8 +52,7 @@ from detonation.train.recipe.tables import REPLICATE
 
 @dataclass(frozen=True)
 class Session:
-    """One rank of a run: its shard of the model, the replicating optimizer, and the data set that
-    all ranks share."""
+    """One rank of a run: its shard of the model, the replicating optimizer, and the data set."""
 
     config: Config
     world: World
@@ -72,31 +73,40 @@ class Session:
 
 
 def check_config(config: Config) -> Config:
-    """`config` with the defaults of its scheme, and the sizes that the data fixes for the model.
+    """`config` with the defaults of its scheme, and with the sizes of the model that the data set.
 
     Needs no processes and writes nothing.
 
     Raises:
-        ValueError: Anything that would fail later: names, arguments, ranges, missing data, sizes
-            that do not fit.
+        ValueError: Whatever would fail later: names, arguments, ranges, missing data, sizes that do
+            not fit.
     """
     check_types("model", model_function(config.model.name), config.model.arguments)
     check_types("data", dataset_function(config.data.name), config.data.arguments)
-    form = (
-        {}
-        if config.data.name != "images"
-        else image_arguments(config.model.name, config.model.arguments)
-    )
-    config = replace(config, data=Choice(config.data.name, {**form, **config.data.arguments}))
+    if config.data.name == "images":
+        form = image_arguments(config.model.name, config.model.arguments)
+        config = replace(config, data=Choice("images", {**form, **config.data.arguments}))
     levels = check_levels(config.levels, config.train.balance)
     optimizers.check_optimizer(config.optimizer)
+    loaded = _checked_data(config)
+    model = Choice(config.model.name, _agreeing(config.model, loaded))
+    built = _checked_model(model, loaded)
+    _with_layers(built, config.train)
+    _require_one_batch(config, loaded)
+    if config.train.bleu_sentences:
+        check_translates(built, loaded)
+    return replace(config, model=model, levels=levels, train=_with_steps(config, loaded))
+
+
+def _checked_data(config: Config) -> Data:
+    """Loads the data. Raises `ValueError` if validation or the model cannot use them."""
     loaded = load_data(config.data)
     if not isinstance(loaded, Data):
         raise ValueError(
             f"data {config.data.name} makes a {type(loaded).__name__}, must make a"
             " detonation.data.Data"
         )
-    if not len(loaded.validation):  # the run would train, and then have no loss
+    if not len(loaded.validation):
         raise ValueError(f"data {config.data.name} holds no example out: validation needs one")
     task = TASK_OF.get(config.model.name, loaded.kind)
     if task != loaded.kind:
@@ -105,25 +115,33 @@ def check_config(config: Config) -> Config:
             f"model {config.model.name} is for {task}, but the data {loaded.name} are"
             f" {loaded.kind}: take {fitting}, or other data"
         )
-    model = Choice(config.model.name, _agreeing(config.model, loaded))
+    return loaded
+
+
+def _checked_model(model: Choice, loaded: Data) -> nn.Module:
+    """Builds the model without memory. Raises `ValueError` if it cannot take the data's batches."""
     with torch.device("meta"):
-        made = build_model(model.name, model.arguments)
+        built = build_model(model.name, model.arguments)
     try:
-        inspect.signature(made.forward).bind(**loaded.validation[torch.tensor([0])])
+        inspect.signature(built.forward).bind(**loaded.validation[torch.tensor([0])])
     except TypeError as error:
         raise ValueError(
             f"model {model.name} cannot take the batches of the data {loaded.name}: {error}"
         ) from error
-    _with_layers(made, config.train)
+    return built
+
+
+def _require_one_batch(config: Config, loaded: Data) -> None:
+    """Raises `ValueError` if the data are fewer than one batch of all ranks."""
+    if isinstance(loaded.train, Streamed):
+        return
     needed = config.train.batch_size * sum(config.mesh.sizes)
-    if not isinstance(loaded.train, Streamed) and needed > (there := len(loaded.train)):
+    available = len(loaded.train)
+    if needed > available:
         sizes = f"{config.train.batch_size} x {described_mesh(config.mesh)}"
         raise ValueError(
-            f"train.batch_size {sizes} are {needed} examples, but there are {there}: take fewer"
+            f"train.batch_size {sizes} are {needed} examples, but there are {available}: take fewer"
         )
-    if config.train.bleu_sentences:
-        check_translates(made, loaded)
-    return replace(config, model=model, levels=levels, train=_with_steps(config, loaded))
 
 
 def check_translates(model: Any, data: Data) -> None:
@@ -143,7 +161,7 @@ def check_translates(model: Any, data: Data) -> None:
 
 
 def _with_steps(config: Config, loaded: Data) -> TrainConfig:
-    """[train] with the steps that its epochs take, unless it says how many steps."""
+    """[train] with its epochs converted to steps; unchanged if it sets steps."""
     train = config.train
     if train.steps:
         return train
@@ -156,57 +174,55 @@ def _with_steps(config: Config, loaded: Data) -> TrainConfig:
 
 
 def check_sizes(config: Config) -> None:
-    """Raises `LargerThanDense`, as the first step would, where a level would send more than full
-    synchronisation."""
+    """Raises `LargerThanDense` if a level would send more than full synchronisation.
+
+    The first step would raise the same error.
+    """
     shards = shard_shapes(config)
     for level in config.levels:
-        chosen = scheme(level.scheme.name, level.scheme.arguments)
-        for shapes in shards if chosen.signal != "nothing" else []:
+        chosen = scheme_of(level)
+        if chosen.signal == "nothing":
+            continue
+        for shapes in shards:
             require_below_dense(chosen, chosen.codec.layout(shapes), level.replicas)
 
 
 def shard_shapes(config: Config) -> list[dict[str, tuple[int, ...]]]:
-    """The shapes of the trained parameters on each rank of a node, without a model in memory."""
+    """Shapes of the trained parameters on each rank of a node; builds no model in memory."""
     with torch.device("meta"):
         model = build_model(config.model.name, config.model.arguments)
     return [local_shapes(model, shard, config.mesh.shards) for shard in range(config.mesh.shards)]
 
 
 def local_shapes(model: nn.Module, shard: int, shards: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of the trained parameters on one shard, by name."""
+    """Shapes of the trained parameters on one shard, by name."""
+    shapes = {}
     for name, parameter in model.named_parameters():
-        require(
-            parameter.dim() > 0,
-            f"the shape of {name}",
-            (),
-            "(1,) or larger: FSDP2 shards no scalar",
-        )
-    return {
-        name: Box.of_shard(p, shard, shards).shape
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    }
+        remedy = "(1,) or larger: FSDP2 shards no scalar"
+        require(parameter.dim() > 0, f"the shape of {name}", (), remedy)
+        if parameter.requires_grad:
+            shapes[name] = Box.of_shard(parameter, shard, shards).shape
+    return shapes
 
 
 def misfits(config: Config) -> list[str]:
-    """The settings of `config` that do not fit together, one line each, with what to change."""
-    steps, warmup, optimizer = config.train.steps, config.schedule.warmup, config.optimizer
+    """Settings of `config` that conflict: one line each, with the remedy."""
+    steps = config.train.steps
+    warmup = config.schedule.warmup
+    optimizer = config.optimizer
     found = []
     if warmup >= steps:
         found.append(
             f"schedule.warmup is {warmup}, all of the {steps} steps: the learning rate only rises"
         )
-    if (
-        config.train.clip
-        and optimizer.name == "SignSGD"
-        and not optimizer.arguments.get("momentum")
-    ):
+    signs_alone = optimizer.name == "SignSGD" and not optimizer.arguments.get("momentum")
+    if config.train.clip and signs_alone:
         found.append(
             "train.clip changes nothing for SignSGD without momentum, which moves by signs: leave"
             " it out"
         )
     for level in config.levels:
-        chosen = scheme(level.scheme.name, level.scheme.arguments)
+        chosen = scheme_of(level)
         every = chosen.round.every
         if every > steps:
             found.append(
@@ -217,62 +233,66 @@ def misfits(config: Config) -> list[str]:
 
 
 def start_session(config: Config, device: torch.device, axis: Axis | None = None) -> Session:
-    """The session of this rank. Collective; raises `ValueError` where replicas or sizes do not
-    agree.
+    """Session of this rank. Collective.
 
-    `axis` takes the place of the outermost one, such as that of `surviving_axis` in an elastic run.
+    Raises `ValueError` if replicas or sizes disagree.
+
+    Args:
+        axis: Replaces the outermost axis, such as `surviving_axis` in an elastic run.
     """
+    replicas = config.mesh.replicas
+    if config.mesh.elastic:  # each replica of the outermost level has its own process group
+        replicas = config.nodes_inside
+    nodes = config.mesh.nodes or config.mesh.shards
     slow = config.mesh.slow_backend or None
-    replicas = (
-        config.nodes_inside if config.mesh.elastic else config.mesh.replicas
-    )  # of the process group
-    mesh = init_mesh(
-        replicas, config.mesh.nodes or config.mesh.shards, device.type, slow_backend=slow
-    )
+    mesh = init_mesh(replicas, nodes, device.type, slow_backend=slow)
     model = seeded_model(config).to(device)
     shard(model, mesh, wire=config.mesh.shard_wire)
     base = optimizers.build_optimizer(config.optimizer, model)
-    surviving = axis if isinstance(axis, SurvivingCommunicator) else None
-    if surviving is not None:
-        require_same_settings(surviving.host.membership, config)
+    if isinstance(axis, SurvivingCommunicator):
+        require_same_settings(axis.host.membership, config)
     optimizer = replicated_run(config, base, model, axes(config, mesh, axis))
-    world: World = (
-        Ranks(mesh, device, config.mesh.sizes[:replicas])
-        if surviving is None
-        else ElasticRanks(mesh, surviving)
-    )
+    world: World
+    if isinstance(axis, SurvivingCommunicator):
+        world = ElasticRanks(mesh, axis)
+    else:
+        world = Ranks(mesh, device, config.mesh.sizes[:replicas])
     return Session(config, world, device, load_data(config.data), model, base, optimizer)
 
 
 def replicated_run(
     config: Config, base: torch.optim.Optimizer, model: nn.Module, joined: Sequence[Axis]
 ) -> Replicated:
-    """`base` replicated along the axis of each level. Collective where it takes its first step."""
-    levels, train = list(zip(joined, map(scheme_of, config.levels), strict=True)), config.train
-    alike: dict[str, Any] = {
-        "clip": train.clip or None,
-        "balance": train.balance,
-        "seed": config.seed,
-    }
-    return replicate(base, model, levels=levels, safety=safety(config), **alike)
+    """`base` replicated along the axis of each level. Only its first step is collective."""
+    return replicate(
+        base,
+        model,
+        levels=list(zip(joined, map(scheme_of, config.levels), strict=True)),
+        safety=safety(config),
+        clip=config.train.clip or None,
+        balance=config.train.balance,
+        seed=config.seed,
+    )
 
 
 def surviving_axis(config: Config, mesh: DeviceMesh) -> SurvivingCommunicator:
-    """The axis between replicas that may be lost, of which `mesh` is one. Collective."""
+    """Axis between replicas that may be lost; `mesh` holds the ranks of this one. Collective."""
     here = place()
     if here is None:
         raise ValueError("mesh.elastic needs the address of a store: give --meet and --replica")
-    least, silence_s = config.mesh.min_replicas, config.peers.silence_s
-    alike: dict[str, Any] = {
-        "min_replicas": least,
-        "silence_s": silence_s,
-        "link": config.mesh.link,
-    }
-    return elastic(mesh, replica=here.replica, replicas=here.replicas, store=here.store, **alike)
+    return elastic(
+        mesh,
+        replica=here.replica,
+        replicas=here.replicas,
+        store=here.store,
+        min_replicas=config.mesh.min_replicas,
+        silence_s=config.peers.silence_s,
+        link=config.mesh.link,
+    )
 
 
 def seeded_model(config: Config) -> nn.Module:
-    """The model of `config` with its first weights, whose layers run as [train] says."""
+    """Model of `config` with its initial weights; [train] sets how its layers run."""
     torch.manual_seed(config.seed)
     return _with_layers(build_model(config.model.name, config.model.arguments), config.train)
 
@@ -286,21 +306,21 @@ def _with_layers(model: nn.Module, train: TrainConfig) -> nn.Module:
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Keeps the inputs of each layer alone for backward, which computes the rest again. In place;
-    names stay.
+    """Keeps only the inputs of each layer for backward, which recomputes the rest.
 
-    After `compile_layers` and before `shard`, whose hooks gather a layer's weights around both
-    computations. Raises `ValueError` where the model has no layers.
+    Changes the model in place; names stay. Call it after `compile_layers` and before `shard`, whose
+    hooks gather a layer's weights for both computations. Raises `ValueError` if the model has no
+    layers.
     """
     for layer in _some_layers(model, "train.checkpoint_activations"):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def compile_layers(model: nn.Module, backend: str) -> None:
-    """Compiles each layer by itself: layers of one shape are compiled once. In place; names stay.
+    """Compiles each layer separately; layers of equal shape compile once.
 
-    The hooks of `shard` stay outside of the compiled code. Raises `ValueError` where the model has
-    no layers, or torch no such backend.
+    Changes the model in place; names stay. The hooks of `shard` stay outside the compiled code.
+    Raises `ValueError` if the model has no layers, or torch has no such backend.
     """
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
@@ -321,23 +341,24 @@ def _some_layers(model: nn.Module, setting: str) -> list[nn.Module]:
 
 
 def check_levels(levels: Sequence[LevelConfig], balance: bool = False) -> tuple[LevelConfig, ...]:
-    """`levels` with the defaults of their schemes. Raises `ValueError` for a bad name, argument or
-    order.
+    """`levels` with the defaults of their schemes.
 
-    With `balance` replicas are to take different numbers of steps.
+    Raises `ValueError` for a wrong name, argument or order, and for a scheme that does not support
+    `balance`.
     """
     for level in levels:
-        where = "scheme" if level.axis == REPLICATE else f"scheme.{level.axis}"
+        key = "scheme"
+        if level.axis != REPLICATE:
+            key = f"scheme.{level.axis}"
         function = find_function("scheme", level.scheme.name, known_schemes())
-        check_types(where, function, level.scheme.arguments)
-    made = [scheme_of(level) for level in levels]
-    check_order(made)
+        check_types(key, function, level.scheme.arguments)
+    chosen = [scheme_of(level) for level in levels]
+    check_order(chosen)
     if balance:
-        check_balance(made, None)
-    pairs = zip(levels, made, strict=True)
+        check_balance(chosen, None)
     return tuple(
-        replace(level, scheme=Choice(chosen.name, dict(chosen.arguments)))
-        for level, chosen in pairs
+        replace(level, scheme=Choice(each.name, dict(each.arguments)))
+        for level, each in zip(levels, chosen, strict=True)
     )
 
 
@@ -346,20 +367,21 @@ def scheme_of(level: LevelConfig) -> Scheme:
 
 
 def axes(config: Config, mesh: DeviceMesh, between: Axis | None = None) -> list[Axis]:
-    """The axis of each level, from the innermost outwards; an emulated link slows the outermost
-    down. Collective.
+    """Axis of each level, innermost first; an emulated link slows the outermost. Collective.
 
-    With `between`, that is the outermost, and `mesh` is what is inside it.
+    Args:
+        mesh: Mesh of all levels; without the outermost level if `between` is given.
+        between: Outermost axis; by default a dimension of the mesh.
     """
     if len(config.levels) == 1:
         return [between or slowed(mesh["replicate"], config.mesh.link)]
-    tiers_of = config.levels if between is None else config.levels[:-1]
-    sizes = {level.axis: level.replicas for level in reversed(tiers_of)} | {
-        "shard": config.mesh.shards
-    }
-    backend = slow_axis_backend(
-        tiers_of[-1].axis, mesh.device_type, config.mesh.slow_backend or None
-    )
+    levels = config.levels
+    if between is not None:
+        levels = levels[:-1]
+    sizes = {level.axis: level.replicas for level in reversed(levels)}
+    sizes["shard"] = config.mesh.shards
+    slow = config.mesh.slow_backend or None
+    backend = slow_axis_backend(levels[-1].axis, mesh.device_type, slow)
     tiers = init_device_mesh(
         mesh.device_type,
         tuple(sizes.values()),
@@ -371,20 +393,24 @@ def axes(config: Config, mesh: DeviceMesh, between: Axis | None = None) -> list[
 
 
 def safety(config: Config) -> Safety:
-    return Safety(config.train.non_finite, config.train.verify_every, config.train.on_desync)  # type: ignore[arg-type]
+    train = config.train
+    return Safety(train.non_finite, train.verify_every, train.on_desync)  # type: ignore[arg-type]
 
 
 def slowed(axis: DeviceMesh, link: str) -> Axis:
-    """`axis`, no faster than `link` unless that is "". Collective."""
-    return ThrottledCommunicator(axis, LinkSpeed.parse(link)) if link else axis
+    """`axis`, limited to the speed of `link`; unlimited if `link` is "". Collective."""
+    if link:
+        return ThrottledCommunicator(axis, LinkSpeed.parse(link))
+    return axis
 
 
 def check_types(key: str, function: Callable[..., object], arguments: Mapping[str, object]) -> None:
-    """Raises `ValueError` for an argument of another type than `function` is annotated with, where
-    that is plain."""
+    """Raises `ValueError` if an argument contradicts a plain annotation of `function`."""
+    if inspect.isclass(function):
+        function = function.__init__
     try:
-        hints = get_type_hints(function.__init__ if inspect.isclass(function) else function)
-    except NameError:  # annotations of another package that only a type checker can resolve
+        hints = get_type_hints(function)
+    except NameError:  # only a type checker can resolve the annotations of that package
         return
     for name, value in arguments.items():
         if allowed := plain_types(value, hints.get(name)):
@@ -392,7 +418,7 @@ def check_types(key: str, function: Callable[..., object], arguments: Mapping[st
 
 
 def scheduler(session: Session, done: int) -> LambdaLR:
-    """The schedule of the learning rate, `done` steps into the run."""
+    """Schedule of the learning rate after `done` steps."""
     for group in session.optimizer.param_groups:
         group["initial_lr"] = session.config.optimizer.lr * group.get(optimizers.RATIO, 1.0)
     factor = optimizers.lr_factor(session.config.schedule, session.config.train.steps)
@@ -400,7 +426,7 @@ def scheduler(session: Session, done: int) -> LambdaLR:
 
 
 def load_data(chosen: Choice) -> Data:
-    """The data set; loaded once in a process, and shared with the processes forked from it."""
+    """Data set, loaded once per process and shared with forked processes."""
     return _load_data(chosen.name, json.dumps(chosen.arguments, sort_keys=True))
 
 
@@ -410,12 +436,14 @@ def _load_data(task: str, arguments: str) -> Data:
 
 
 def _agreeing(model: Choice, loaded: Data) -> dict[str, object]:
-    known = inspect.signature(model_function(model.name)).parameters
+    """Arguments of the model with the sizes of the data; only a larger vocabulary may differ."""
+    parameters = inspect.signature(model_function(model.name)).parameters
     needed: dict[str, Any] = {"task": loaded.kind, **loaded.model}
-    needed = {key: value for key, value in needed.items() if key in known}
+    needed = {key: value for key, value in needed.items() if key in parameters}
     for key, value in needed.items():
         given = model.arguments.get(key, value)
-        if given != value and not (key == "vocab" and isinstance(given, int) and given > value):
+        larger_vocab = key == "vocab" and isinstance(given, int) and given > value
+        if given != value and not larger_vocab:
             raise ValueError(
                 f"model.{key} is {given!r}, but the data {loaded.name} has {key} {value}: leave"
                 " it out"

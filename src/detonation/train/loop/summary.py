@@ -1,5 +1,4 @@
-"""The summary of a finished run, as `summary.json` holds it, and the faults that are counted over
-all its starts."""
+"""Summary of a finished run, as in `summary.json`, and the faults counted over all its starts."""
 
 import math
 import statistics
@@ -20,8 +19,12 @@ _LATEST = 20
 
 @dataclass(frozen=True)
 class Counts:
-    """Contributions `skipped` because a gradient was not finite, by parameter, and messages
-    `refused`."""
+    """Counted faults.
+
+    Args:
+        skipped: Contributions left out because a gradient was not finite, by parameter.
+        refused: Refused messages.
+    """
 
     skipped: dict[str, int] = field(default_factory=dict)
     refused: int = 0
@@ -31,26 +34,27 @@ NOTHING = Counts()
 
 
 def saved_counts(extra: Mapping[str, Any]) -> Counts:
-    """The counts in a checkpoint's `extra`; values that are no whole numbers count as none."""
-    skipped, refused = extra.get("skipped"), extra.get("refused")
-    by_name = skipped.items() if isinstance(skipped, dict) else ()
-    return Counts(
-        {name: n for name, n in by_name if type(n) is int}, refused if type(refused) is int else 0
-    )
+    """Counts in a checkpoint's `extra`; ignores values that are not integers."""
+    skipped = extra.get("skipped")
+    if not isinstance(skipped, dict):
+        skipped = {}
+    refused = extra.get("refused")
+    if type(refused) is not int:
+        refused = 0
+    return Counts({name: count for name, count in skipped.items() if type(count) is int}, refused)
 
 
 def counted(session: Session, before: Counts) -> Counts:
-    """The counts of this start and of those `before` it, the same on every rank. Collective."""
+    """Sums the counts of this start and those `before` it; equal on all ranks. Collective."""
     names = [name for name, _ in session.model.named_parameters()]
-    skipped, refused = session.optimizer.stats.skipped_by_parameter, session.optimizer.stats.refused
+    skipped = session.optimizer.stats.skipped_by_parameter
+    refused = session.optimizer.stats.refused
     mine = torch.tensor([*(skipped.get(name, 0) for name in names), refused], device=session.device)
-    replicas = torch.split_with_sizes(
-        torch.tensor(session.world.all_gather(mine)()), session.world.sizes
-    )
-    if len({*session.world.sizes}) > 1:  # which cut a parameter at other rows
+    gathered = torch.tensor(session.world.all_gather(mine)())
+    replicas = torch.split_with_sizes(gathered, session.world.sizes)
+    if len({*session.world.sizes}) > 1:  # replicas of other sizes shard a parameter elsewhere
         replicas = tuple(each.sum(0, keepdim=True) for each in replicas)
-    # All replicas see the faults of a shard, except those that its owner alone sees: the maximum
-    # over replicas counts.
+    # Every replica counts the same faults of a shard, but some only the owner sees: take the most.
     *here, refused = torch.stack(replicas).amax(0).sum(0).tolist()
     together = Counter(before.skipped) + Counter(dict(zip(names, here, strict=True)))
     return Counts(dict(together.most_common()), before.refused + refused)
@@ -59,37 +63,49 @@ def counted(session: Session, before: Counts) -> Counts:
 def summarise(
     session: Session, records: Sequence[Record], before: Counts = NOTHING
 ) -> dict[str, Any]:
-    """The run in numbers, the same on every rank. Collective; `records` are those of all steps.
+    """Results of the run, equal on all ranks. Collective; `records` holds the record of each step.
 
-    `train_loss` is the mean of the last 20 steps; `seconds` is the time spent in steps, without
-    validation. `bytes_sent_per_step` is the mean over steps of the bytes that one replica sends,
-    all its shards together. `shard_bytes_per_step` is what the replica sends between the nodes that
-    its shards lie on. `peak_memory` is that of the rank that needed most. `waits` is `Waits.table`
-    of the steps since the last start, `local_steps` those that replicas agreed on last.
-    `adapted_to` is the last scheme of a run that followed its link. `replicas_apart` is how far
-    apart close ones are.
+    - `train_loss`: mean of the last 20 steps.
+    - `seconds`: time spent in steps, without validation.
+    - `bytes_sent_per_step`: bytes that one replica sends, the sum over its shards, mean over steps.
+    - `shard_bytes_per_step`: bytes that one replica sends between its nodes.
+    - `peak_memory`: the most that a rank used.
+    - `waits`: `Waits.table` of the steps since the last start.
+    - `local_steps`: local steps per replica, as agreed last.
+    - `adapted_to`: last scheme of a run that adapts to its link.
+    - `replicas_apart`: largest relative distance between replicas that may differ slightly.
     """
-    config, last = session.config, records[-1]
+    config = session.config
+    last = records[-1]
     full_sync = session.world.over_shards(sum(session.optimizer.dense_bytes_by_level))
     sent = sum(record.bytes_sent for record in records) / len(records)
     seconds = sum(record.seconds for record in records)
     fingerprint, equal = session.world.fingerprint(session.model)
     moves = [record.setting for record in records if record.setting]
     peak = torch.tensor([peak_memory(session.device)], device=session.device)
-    data, memory = (
-        portion(session),
-        int(max(count for (count,) in session.world.all_gather(peak)())),
-    )
+    data = portion(session)
+    memory = int(max(count for (count,) in session.world.all_gather(peak)()))
     taken = data.times(records)
     examples = _examples(session) * taken
-    session.waits.meet(
-        session.world.all_gather(torch.tensor(session.waits.own, device=session.device))(),
-        session.world.sizes,
-    )
+    own = torch.tensor(session.waits.own, device=session.device)
+    session.waits.meet(session.world.all_gather(own)(), session.world.sizes)
+    adapted = {}
+    if moves:
+        adapted = {"adapted_to": moves[-1]}
+    scores = {"val_accuracy": last.val_accuracy, "val_bleu": last.val_bleu}
+    measured: dict[str, Any] = {}
+    if data.unit == "tokens":
+        measured["tokens_per_second"] = data.count * taken / seconds
+    optional = {
+        "peak_memory": memory,
+        "waits": session.waits.table(),
+        "local_steps": session.optimizer.stats.local_steps,
+    }
+    measured |= {name: value for name, value in optional.items() if value}
     return {
         "scheme": config.schemes,
         **_levels(session, records),
-        **({"adapted_to": moves[-1]} if moves else {}),
+        **adapted,
         "optimizer": config.optimizer.name,
         "replicas": config.mesh.replicas,
         "shards": [*config.mesh.nodes] or config.mesh.shards,
@@ -100,42 +116,39 @@ def summarise(
         "steps": last.step,
         "train_loss": statistics.fmean(record.loss for record in records[-_LATEST:]),
         "val_loss": last.val_loss,
-        **({} if last.val_accuracy is None else {"val_accuracy": last.val_accuracy}),
-        **({} if last.val_bleu is None else {"val_bleu": last.val_bleu}),
+        **{name: score for name, score in scores.items() if score is not None},
         "seconds": seconds,
         "median_step_seconds": statistics.median(record.seconds for record in records),
         "examples_per_second": examples / seconds,
-        **({"tokens_per_second": data.count * taken / seconds} if data.unit == "tokens" else {}),
-        **({"peak_memory": memory} if memory else {}),
-        **({"waits": waits} if (waits := session.waits.table()) else {}),
-        **({"local_steps": counts} if (counts := session.optimizer.stats.local_steps) else {}),
+        **measured,
         "bytes_sent_per_step": sent,
         "bytes_full_sync_per_step": full_sync,
         "reduction": reduction(sent, full_sync),
         **_shard_wire(session, records),
         **asdict(counted(session, before)),
         "replicas_equal": equal,
-        **({} if (apart := _apart(session)) is None else {"replicas_apart": apart}),
+        **_apart(session),
         "fingerprint": fingerprint,
     }
 
 
-def _apart(session: Session) -> float | None:
-    """The largest part of a tensor's norm between close replicas; None where they are not close.
+def _apart(session: Session) -> dict[str, float]:
+    """Largest distance between replicas, relative to a tensor's norm. Collective.
 
-    Collective.
+    Empty if replicas must be equal, or if the distance is not finite.
     """
     gate = session.optimizer.closeness
     if not isinstance(gate, Closeness):
-        return None
+        return {}
     mine = torch.tensor([gate.measure()], dtype=torch.float64, device=session.device)
     apart = max(each for (each,) in session.world.all_gather(mine)())
-    return apart if math.isfinite(apart) else None
+    if not math.isfinite(apart):
+        return {}
+    return {"replicas_apart": apart}
 
 
 def _shard_wire(session: Session, records: Sequence[Record]) -> dict[str, Any]:
-    """The precisions between the nodes of one replica, and the bytes that it sent between them per
-    step."""
+    """Precisions between the nodes of a replica, and the bytes per step that it sends there."""
     wire = session.config.mesh.shard_wire
     if wire is None:
         return {}
@@ -145,26 +158,26 @@ def _shard_wire(session: Session, records: Sequence[Record]) -> dict[str, Any]:
 
 
 def portion(session: Session) -> Portion:
-    """The data of one replica in one step: tokens of text, or whole examples."""
-    examples, data, replicas = _examples(session), session.data, session.config.mesh.replicas
+    """Data of one replica in one step: tokens of text, or examples."""
+    examples = _examples(session)
+    data = session.data
+    replicas = session.config.mesh.replicas
     one = data.validation[torch.tensor([0])]
     if data.kind == "text" and "input_ids" in one:
         return Portion(examples * one["input_ids"].shape[1], "tokens", replicas)
-    return Portion(
-        examples, {"images": "images", "labels": "texts"}.get(data.kind, "pairs"), replicas
-    )
+    unit = {"images": "images", "labels": "texts"}.get(data.kind, "pairs")
+    return Portion(examples, unit, replicas)
 
 
 def _examples(session: Session) -> int:
-    """The examples of one replica in one step; the mean where replicas differ."""
+    """Examples of one replica in one step; the mean if replicas differ in size."""
     train = session.config.train
     sizes = session.config.mesh.sizes
     return train.batch_size * train.accumulate * sum(sizes) // len(sizes)
 
 
 def _levels(session: Session, records: Sequence[Record]) -> dict[str, Any]:
-    """The arguments of the scheme; of several levels, those of each, and the bytes that it sent per
-    step."""
+    """Arguments of the scheme. With several levels: arguments and bytes per step of each level."""
     levels = session.config.levels
     if len(levels) == 1:
         return {"scheme_arguments": dict(levels[0].scheme.arguments)}
@@ -172,15 +185,15 @@ def _levels(session: Session, records: Sequence[Record]) -> dict[str, Any]:
     for level, dense in zip(levels, session.optimizer.dense_bytes_by_level, strict=True):
         sent = sum(record.levels[level.axis] for record in records) / len(records)
         full_sync = session.world.over_shards(dense)
-        chosen = {"scheme": level.scheme.name, "scheme_arguments": dict(level.scheme.arguments)}
-        traffic = {"bytes_full_sync_per_step": full_sync, "reduction": reduction(sent, full_sync)}
         tiers.append(
             {
                 "axis": level.axis,
                 "replicas": level.replicas,
-                **chosen,
+                "scheme": level.scheme.name,
+                "scheme_arguments": dict(level.scheme.arguments),
                 "bytes_sent_per_step": sent,
-                **traffic,
+                "bytes_full_sync_per_step": full_sync,
+                "reduction": reduction(sent, full_sync),
             }
         )
     return {"levels": tiers}

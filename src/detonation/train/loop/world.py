@@ -1,5 +1,4 @@
-"""The world of a run, as one rank sees it: the collectives of the training loop, and who waits for
-whom."""
+"""World of a run as one rank sees it: collectives of the training loop, and waiting times."""
 
 import json
 import signal
@@ -25,60 +24,65 @@ from detonation.train.recipe.schema import Config
 from detonation.train.recipe.tables import settings_of, to_table
 
 Gathered = Callable[[], list[list[Any]]]
-"""Waits for the values of all ranks: a list of each, in rank order."""
+"""Waits for the values of all ranks; returns one list per rank, in rank order."""
 
 
 class _Together:
     listening = ""
 
     def stopped_by(self, numbers: Sequence[float], mine: int) -> int:
-        """The signal that ends the run after this step, 0 for none, where each rank got one of
-        `numbers`."""
+        """Signal that ends the run after this step; 0 for none.
+
+        Args:
+            numbers: Signal that each rank received; 0 for none.
+            mine: Signal that this rank received.
+        """
         return int(max(numbers))
 
 
 class Ranks(_Together):
-    """The processes of a mesh ("replicate", "shard"), and how many each replica has.
+    """Processes of a mesh ("replicate", "shard"). The methods are collective.
 
-    The methods are collective.
+    Args:
+        sizes: Ranks of each replica.
     """
 
     def __init__(self, mesh: DeviceMesh, device: torch.device, sizes: list[int]) -> None:
-        self.rank, self.size, self.sizes = dist.get_rank(), dist.get_world_size(), sizes
-        self._mesh, self._comm = mesh, CommStream(device)
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self.sizes = sizes
+        self._mesh = mesh
+        self._comm = CommStream(device)
         self._hosts = mesh.get_group("shard")
         if dist.get_backend(self._hosts) != "gloo":
-            # Counts of the host go from host to host: a device would first finish its queue.
+            # Counts in host memory travel by gloo: a device would first finish its queue.
+            # All ranks create the groups of all replicas.
             ends = [*accumulate(sizes)]
-            groups = [
-                dist.new_group([*range(e - n, e)], backend="gloo")
-                for n, e in zip(sizes, ends, strict=True)
-            ]
-            self._hosts = next(
-                group for group, end in zip(groups, ends, strict=True) if self.rank < end
-            )
+            for size, end in zip(sizes, ends, strict=True):
+                ranks = range(end - size, end)
+                group = dist.new_group([*ranks], backend="gloo")
+                if self.rank in ranks:
+                    self._hosts = group
 
     def all_gather(self, values: Tensor) -> Gathered:
-        """The `values` of all ranks. Until they are asked for, neither host nor device waits."""
-        # [n]
+        """Gathers `values`, [n], of all ranks. Waits only when the result is called."""
         self._comm.wait_for_current(values)
         with self._comm.active():
             everyone = [torch.empty_like(values) for _ in range(self.size)]
             work = dist.all_gather(everyone, values, async_op=True)
             if not runtime.decides_on_device(values.device):
                 return partial(_arrived, work, everyone)
-            work.wait()  # makes the comm stream wait, not the host
+            work.wait()  # the comm stream waits, not the host
             return runtime.Readback(torch.stack(everyone)).read
 
     def over_shards(self, count: int) -> int:
-        """The sum of `count` over the shards of this rank's replica."""
+        """Sum of `count` over the shards of this rank's replica."""
         total = torch.tensor(count)
         dist.all_reduce(total, group=self._hosts)
         return int(total)
 
     def fingerprint(self, model: nn.Module) -> tuple[str, bool]:
-        """A hash of the first replica's parameters, and whether all replicas are bitwise equal to
-        it."""
+        """Hash of the first replica's parameters; True if all replicas are bitwise equal."""
         return fingerprint(model, self._mesh)
 
     def texts(self) -> TextExchange:
@@ -87,17 +91,19 @@ class Ranks(_Together):
 
 
 class ElasticRanks:
-    """The processes of the replicas that are left; each replica, of one node or more, is a process
-    group of its own."""
+    """Processes of the remaining replicas of an elastic run; each has its own process group.
 
-    _asked = False  # to leave, in the step before
+    A replica of the outermost level may itself contain replicas, one per node.
+    """
+
+    _asked = False  # True if this rank received a signal in the step before
 
     def __init__(self, mesh: DeviceMesh, axis: SurvivingCommunicator) -> None:
-        self._axis, self._hosts, self._shards = axis, mesh.get_group("shard"), mesh["shard"].size()
-        self._ranks, self.losses = (
-            mesh.size(),
-            axis.losses,
-        )  # of a replica; of the axis, and the replicas that came
+        self._axis = axis
+        self._hosts = mesh.get_group("shard")
+        self._shards = mesh["shard"].size()
+        self._ranks = mesh.size()  # ranks of one replica
+        self.losses = axis.losses  # lost replicas and guests
 
     @property
     def rank(self) -> int:
@@ -109,22 +115,20 @@ class ElasticRanks:
 
     @property
     def listening(self) -> str:
-        """Where this rank listens for other replicas, in words; "" where that is loopback."""
+        """Address, in words, at which this rank accepts other replicas; "" for loopback."""
         return self._axis.listening
 
     @property
     def sizes(self) -> list[int]:
-        """Of the nodes that took part in the collective that was waited for last."""
-        return [self._shards] * (
-            (self._axis.size() - len(self._axis.absent)) * self._ranks // self._shards
-        )
+        """Ranks of each node that took part in the last finished collective."""
+        present = self._axis.size() - len(self._axis.absent)
+        return [self._shards] * (present * self._ranks // self._shards)
 
     def all_gather(self, values: Tensor) -> Gathered:
-        mine = [torch.empty_like(values) for _ in range(self._ranks)]
+        mine = [values]
         if self._ranks > 1:
+            mine = [torch.empty_like(values) for _ in range(self._ranks)]
             dist.all_gather(mine, values)
-        else:
-            mine = [values]
         arriving = self._axis.all_gather(torch.cat(mine).view(torch.uint8))
 
         def arrived() -> list[list[Any]]:
@@ -143,19 +147,23 @@ class ElasticRanks:
 
     def fingerprint(self, model: nn.Module) -> tuple[str, bool]:
         digests = [bytes(each) for each in self.all_gather(weights_digest(model))()]
-        return compared_digests(
-            [digests[at : at + self._shards] for at in range(0, len(digests), self._shards)]
-        )
+        starts = range(0, len(digests), self._shards)
+        return compared_digests([digests[start : start + self._shards] for start in starts])
 
     def texts(self) -> TextExchange:
         return self._axis.texts()
 
     def stopped_by(self, numbers: Sequence[float], mine: int) -> int:
-        """As of all ranks, but SIGTERM to some replicas ends these alone, where enough are left."""
-        told = torch.tensor(numbers).view(-1, self._ranks) == signal.SIGTERM
-        if {*numbers} - {0, signal.SIGTERM} or int((~told.any(1)).sum()) < max(1, self._axis.least):
+        """As with constant ranks, but SIGTERM ends only the replicas that received it, if enough
+        remain."""
+        terminated = torch.tensor(numbers).view(-1, self._ranks) == signal.SIGTERM
+        remaining = int((~terminated.any(1)).sum())
+        others = {*numbers} - {0, signal.SIGTERM}
+        if others or remaining < max(1, self._axis.least):
             return int(max(numbers))
-        if mine and self._asked:  # where all are told, some hear of it a step before the others
+        # A signal to all replicas may reach some a step earlier: leave at the second step, not the
+        # first.
+        if mine and self._asked:
             self._axis.depart()
         self._asked = mine > 0
         return 0
@@ -166,14 +174,12 @@ class ElasticRanks:
 
 
 class Alone(_Together):
-    """The replicas of a simulation: whole, of one shard each, and joined by a communicator alone."""
+    """Replicas of a simulation, of one shard each, connected by a communicator."""
 
     def __init__(self, communicator: Communicator) -> None:
-        self.rank, self.size, self._communicator = (
-            communicator.replica,
-            communicator.size(),
-            communicator,
-        )
+        self.rank = communicator.replica
+        self.size = communicator.size()
+        self._communicator = communicator
         self.sizes = [1] * self.size
 
     def all_gather(self, values: Tensor) -> Gathered:
@@ -184,9 +190,8 @@ class Alone(_Together):
         return count
 
     def fingerprint(self, model: nn.Module) -> tuple[str, bool]:
-        return compared_digests(
-            [[bytes(each)] for each in self.all_gather(weights_digest(model))()]
-        )
+        digests = self.all_gather(weights_digest(model))()
+        return compared_digests([[bytes(each)] for each in digests])
 
     def texts(self) -> TextExchange:
         raise NotImplementedError("a simulation has no ranks that could differ")
@@ -197,7 +202,7 @@ World = Ranks | ElasticRanks | Alone
 
 
 def rank_in_words(rank: int, sizes: Sequence[int]) -> str:
-    """A rank in words, among replicas of `sizes` ranks.
+    """Describes a rank, given the ranks of each replica.
 
     >>> rank_in_words(2, [1, 2])
     'replica 1 (shard 1)'
@@ -213,20 +218,20 @@ def _arrived(work: dist.Work, everyone: list[Tensor]) -> list[list[Any]]:
 
 
 def settings_of_run(membership: Membership) -> dict[str, Any]:
-    """The settings of the replica that came first to an elastic run. Waits for it."""
+    """Settings of the first replica of an elastic run. Waits for that replica."""
     found: dict[str, Any] = json.loads(membership.store.get(f"text/{_SETTINGS}"))
     return found
 
 
 def require_same_settings(membership: Membership, config: Config) -> None:
-    """Raises `ValueError` where this replica of an elastic run would train otherwise than the one
-    that came first."""
-    own = json.loads(json.dumps(dict(settings_of(to_table(config)))))  # lists, as those of a text
+    """Raises `ValueError` if this replica of an elastic run has other settings than the first."""
+    own = json.loads(json.dumps(dict(settings_of(to_table(config)))))  # tuples become lists
     own = {key: value for key, value in own.items() if key.startswith(_ALIKE) and key not in _OWN}
     first = json.loads(membership.first_text(_SETTINGS, json.dumps(own)))
     for key in sorted(first.keys() | own.keys()):
         if first.get(key) != own.get(key):
-            here, there = f"{key} is {own.get(key)!r} here", f"{first.get(key)!r} in the run"
+            here = f"{key} is {own.get(key)!r} here"
+            there = f"{first.get(key)!r} in the run"
             raise ValueError(f"{here}, {there}: all replicas train by the same recipe and --set")
 
 
@@ -240,16 +245,16 @@ _OWN = {
     "train.init_from",
     "train.compile",
 }
-"""Settings of a replica that change nothing for the others."""
+"""Settings that may differ between replicas."""
 
 
 class Waits:
-    """The seconds of waiting between replicas, summed since the start; the same on every rank.
+    """Seconds that replicas waited for each other, summed since the start; equal on all ranks.
 
-    Ranks send what they were busy and waited since their last report along with their losses, so it
-    costs no message. Between two reports all wait for the replica that was busy for longest: no
-    longer than it was busy beyond them. The rest of their waiting is the network's. Where the
-    number of replicas changes the sums begin anew.
+    Ranks report their busy and waiting seconds in the message that carries their losses. Between
+    two reports the slowest replica is the one that was busy longest. Each other replica waited for
+    it at most the difference of their busy seconds; the rest of its waiting is network time. The
+    sums restart when the number of replicas changes.
 
     >>> waits = Waits()
     >>> waits.meet([[1.0, 2.5], [1.0, 3.0]], [1, 1])
@@ -259,19 +264,21 @@ class Waits:
     """
 
     def __init__(self) -> None:
-        self.own, self._lasted = (0.0, 0.0), 0.0
-        self._waited = torch.zeros(
-            0, 1, dtype=torch.float64
-        )  # [replicas, replicas, and the network last]
+        self.own = (0.0, 0.0)
+        self._lasted = 0.0
+        # [replicas, replicas + 1]; the last column is network time
+        self._waited = torch.zeros(0, 1, dtype=torch.float64)
 
     def add(self, seconds: float, waited: float) -> None:
-        """Takes in a step of this rank of `seconds`, of which it `waited` some."""
+        """Adds a step of this rank that lasted `seconds`, `waited` seconds of them idle."""
         self.own = (self.own[0] + seconds - waited, self.own[1] + waited)
 
     def meet(self, reports: Sequence[Sequence[float]], sizes: list[int]) -> None:
-        """Takes in the `own` seconds of all ranks, in rank order; they count as reported then.
+        """Adds the reports of all ranks, and resets `own`.
 
-        sizes: Ranks of each replica; they wait for each other in backward, and their mean counts.
+        Args:
+            reports: `own` of each rank, in rank order.
+            sizes: Ranks of each replica. They wait for each other in backward: their mean counts.
         """
         ranks = iter(reports)
         means = [
@@ -280,21 +287,25 @@ class Waits:
         ]
         busy, waited = torch.tensor(means, dtype=torch.float64).unbind(1)  # [replicas]
         if len(busy) != len(self._waited):
-            self._waited, self._lasted = self._waited.new_zeros(len(busy), len(busy) + 1), 0.0
-        last = int(busy.argmax())
-        for_it = waited.minimum(busy[last] - busy)
-        self._waited[:, last] += for_it
-        self._waited[:, -1] += waited - for_it
-        self.own, self._lasted = (0.0, 0.0), self._lasted + float((busy + waited).mean())
+            self._waited = self._waited.new_zeros(len(busy), len(busy) + 1)
+            self._lasted = 0.0
+        slowest = int(busy.argmax())
+        for_slowest = waited.minimum(busy[slowest] - busy)
+        self._waited[:, slowest] += for_slowest
+        self._waited[:, -1] += waited - for_slowest
+        self.own = (0.0, 0.0)
+        self._lasted += float((busy + waited).mean())
 
     def table(self, most: int = 1_000_000) -> dict[str, Any]:
-        """The sums by name; {} before the first report, and where there is one replica or more than
-        `most`.
+        """Sums by name; {} before the first report, and for one replica or more than `most`.
 
-        `seconds[i][j]` that replica i waited for replica j, `network_s` of each replica, the
-        `slowest`, and `lasted_s`, the mean over replicas of the seconds of the steps.
+        - `seconds[i][j]`: replica i waited for replica j.
+        - `network_s[i]`: replica i waited for the network.
+        - `slowest`: number of the replica for which the others waited longest.
+        - `lasted_s`: duration of the steps, mean over replicas.
         """
-        seconds, network = self._waited[:, :-1], self._waited[:, -1].tolist()
+        seconds = self._waited[:, :-1]
+        network = self._waited[:, -1].tolist()
         if not 2 <= len(network) <= most:
             return {}
         slowest = int(seconds.sum(0).argmax())

@@ -1,2 +1,1 @@
-"""The output of a run: its directory, `metrics.jsonl`, trackers, the lines and gauges of the
-terminal."""
+"""Output of a run: its directory, `metrics.jsonl`, trackers, and the terminal."""

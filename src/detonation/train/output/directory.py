@@ -70,12 +70,10 @@ def bits_of_steps() -> dict[str, str]:
         name: classes[name] for name in ("SignSGD", "SGD", "AdamW", "Muon")
     }
     optimizers["AdamW(fused=True)"] = partial(classes["AdamW"], fused=True)
-    contexts = dict.fromkeys(optimizers, nullcontext) | {
-        f"{name}{_SINGLY}": SingleRounding for name in optimizers
-    }
-    numbers = (
-        torch.arange(2**16, dtype=torch.int64) * 2654435761 % 1048573 - 524286
-    ).float() / 65536
+    contexts: dict[str, Any] = dict.fromkeys(optimizers, nullcontext)
+    contexts |= {f"{name}{_SINGLY}": SingleRounding for name in optimizers}
+    integers = torch.arange(2**16, dtype=torch.int64) * 2654435761 % 1048573 - 524286
+    numbers = integers.float() / 65536
     found = {}
     for name, context in contexts.items():
         weight = torch.nn.Parameter(numbers.view(256, 256).clone())
@@ -84,19 +82,18 @@ def bits_of_steps() -> dict[str, str]:
             weight.grad = numbers.flip(0).view(256, 256) * scale
             with context():
                 optimizer.step()
-        found[name] = hashlib.sha256(
-            bytes(weight.detach().view(torch.uint8).view(-1).tolist())
-        ).hexdigest()[:16]
+        content = bytes(weight.detach().view(torch.uint8).view(-1).tolist())
+        found[name] = hashlib.sha256(content).hexdigest()[:16]
     return found
 
 
 def compare_machines(here: dict[str, Any], there: dict[str, Any]) -> list[str]:
-    """Lists the differences between the environments of two machines, and says in words how they
-    can train together.
+    """Lists how the environments of two machines differ, and how the machines can train together.
 
-    Each environment has the result of `bits_of_steps` under "steps".
+    Each environment holds the result of `bits_of_steps` under "steps".
     """
-    mine, theirs = ({**found, **found["packages"]} for found in (here, there))
+    mine = {**here, **here["packages"]}
+    theirs = {**there, **there["packages"]}
     own = here["steps"]
     other = there["steps"]
     lines = [
@@ -104,26 +101,30 @@ def compare_machines(here: dict[str, Any], there: dict[str, Any]) -> list[str]:
         for key in mine.keys() - {"packages", "steps"}
         if mine.get(key) != theirs.get(key)
     ]
-    kinds = [bool(found["gpus"]) for found in (here, there)]
-    odd = [key for key in ("torch", "detonation-torch") if mine.get(key) != theirs.get(key)]
-    if odd or len({*kinds}) > 1:
-        what = [*odd, *["GPUs"] * (kinds[0] != kinds[1])]
+    different = [key for key in ("torch", "detonation-torch") if mine.get(key) != theirs.get(key)]
+    if bool(here["gpus"]) != bool(there["gpus"]):
+        different.append("GPUs")
+    if different:
         return [
             *sorted(lines),
-            f"They will not train together: other {', '.join(what)}. Make these alike.",
+            f"They will not train together: other {', '.join(different)}. Make these alike.",
         ]
     same = [name for name in own if own[name] == other.get(name)]
     names = [name for name in own if not name.endswith(_SINGLY)]
     alike = [name for name in names if name in same]
     slower = [name for name in names if name not in same and name + _SINGLY in same]
     rest = [name for name in names if name not in same and name not in slower]
-    scope = "on their CPUs; the first step compares their GPUs" if any(kinds) else "bit for bit"
+    scope = "bit for bit"
+    if here["gpus"]:
+        scope = "on their CPUs; the first step compares their GPUs"
     last = (
         f"Under schemes of gradients they will train alike with {', '.join(alike) or 'none'}"
         f" ({scope})"
     )
-    last += f"; with {', '.join(slower)} in steps that take longer" if slower else ""
-    last += f"; closely, not alike, with {', '.join(rest)}" if rest else ""
+    if slower:
+        last += f"; with {', '.join(slower)} in steps that take longer"
+    if rest:
+        last += f"; closely, not alike, with {', '.join(rest)}"
     return [
         *sorted(lines),
         f"{last}.",
@@ -160,11 +161,9 @@ def log_starts(path: Path) -> list[int]:
 
     A new file begins with each checkpoint.
     """
-    return [
-        int(n)
-        for each in (path / UPDATES).glob("*-*.updates")
-        if (n := each.stem.rpartition("-")[2]).isdecimal()
-    ]
+    files = (path / UPDATES).glob("*-*.updates")
+    steps = [file.stem.rpartition("-")[2] for file in files]
+    return [int(step) for step in steps if step.isdecimal()]
 
 
 def check_free(
@@ -174,12 +173,15 @@ def check_free(
 
     Changes nothing.
 
-    may_start: with `resume`, a run without a checkpoint may start from the beginning. train: with
-    `resume`, a finished run may continue if `train` has more steps, and a run without a checkpoint
-    may continue from its log if `train` keeps one.
+    Args:
+        may_start: With `resume`, a run without a checkpoint may start from the beginning.
+        train: With `resume`, a finished run may continue if `train` has more steps, and a run
+            without a checkpoint may continue from its log if `train` keeps one.
     """
     _require_directory(path)
-    entries = [entry.name for entry in path.iterdir()] if path.is_dir() else []
+    entries = []
+    if path.is_dir():
+        entries = [entry.name for entry in path.iterdir()]
     _require_unlocked(path)  # after the listing: a process that made these entries has its lock now
     held = [
         name
@@ -190,8 +192,11 @@ def check_free(
     saved = (path / CHECKPOINTS).is_dir()
     logged = 0 in log_starts(path)
     if resume and not (may_start or saved or (logged and train and train.log_updates)):
-        remedy = "remove it, or choose another --out" if held else "leave --resume out to start"
-        remedy = "add --log, to go on from its log of updates" if logged else remedy
+        remedy = "leave --resume out to start"
+        if held:
+            remedy = "remove it, or choose another --out"
+        if logged:
+            remedy = "add --log, to go on from its log of updates"
         raise ValueError(f"nothing to resume in {path}: it has no checkpoints; {remedy}")
     if held:
         _require_own_run(path, resume, saved or logged)
@@ -246,21 +251,26 @@ def _require_own_run(path: Path, resume: bool, saved: bool) -> None:
 
 
 def steps_finished(path: Path) -> int:
-    """Number of steps of the finished run in `path`; 0 if its summary does not say it."""
+    """Number of steps of the finished run in `path`; 0 if its summary does not hold it."""
     try:
-        found = read_json(path / SUMMARY)["steps"]
+        return _integer(read_json(path / SUMMARY)["steps"])
     except (OSError, ValueError, KeyError, TypeError):
         return 0
-    return found if type(found) is int else 0
 
 
 def steps_of_epochs(path: Path, epochs: float) -> int:
-    """Number of steps of `epochs` epochs when the run in `path` began; 0 if it does not say it."""
+    """Number of steps of `epochs` epochs when the run in `path` began; 0 if it is not saved."""
     train = config_in(path).get("train")
     if not isinstance(train, dict) or train.get("epochs") != epochs:
         return 0
-    steps = train.get("steps")
-    return steps if type(steps) is int else 0
+    return _integer(train.get("steps"))
+
+
+def _integer(value: object) -> int:
+    """`value` if it is an integer, else 0."""
+    if type(value) is int:
+        return value
+    return 0
 
 
 def config_in(path: Path) -> dict[str, Any]:
@@ -273,7 +283,7 @@ def config_in(path: Path) -> dict[str, Any]:
 
 
 def fresh_directory(name: str) -> Path:
-    """Makes a new directory in `runs`. Runs that start at the same time get different ones."""
+    """Creates a new directory in `runs`. Runs that start at the same time get different ones."""
     now = time.time()
     name = name.replace(":", ".")
     while True:
@@ -288,9 +298,9 @@ def fresh_directory(name: str) -> Path:
 
 
 class RunDirectory:
-    """Directory of a run. Makes it and holds its lock until `close`, or until the process ends.
+    """Directory of a run. Creates it and holds its lock until `close` or the end of the process.
 
-    Raises `InUse` when another process holds the lock, and `Unwritable`.
+    Raises `InUse` if another process holds the lock, and `Unwritable`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -305,10 +315,9 @@ class RunDirectory:
         except InUse:
             self._lock.close()
             raise
+        owner = {"pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         self._lock.truncate(0)
-        self._lock.write(
-            json.dumps({"pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")})
-        )
+        self._lock.write(json.dumps(owner))
         self._lock.flush()
 
     def close(self) -> None:
@@ -326,7 +335,7 @@ def _refuse_links(path: Path) -> None:
 
 
 def require_writable(path: Path) -> None:
-    """Makes `path`; raises `Unwritable` if no file can be written there or the disk is full."""
+    """Creates `path`; raises `Unwritable` if no file can be written there or the disk is full."""
     probe = path / f"{PROBE}{os.getpid()}"
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -363,7 +372,7 @@ def unwritable(path: Path, error: Exception) -> Unwritable:
 
 
 def remedy_of(error: Exception) -> str:
-    """In words, the remedy for an error of the system that prevents writing a file."""
+    """Remedy, in words, for a system error that prevents writing a file."""
     number = getattr(error, "errno", None)
     if number in (errno.EMFILE, errno.ENFILE):
         return "raise the limit of open files (ulimit -n)"
@@ -379,9 +388,9 @@ def remedy_of(error: Exception) -> str:
 
 
 def begin_run(path: Path, config: dict[str, Any], environment: Any, plan: Any) -> None:
-    """Writes the files with which a run starts or continues, and removes its earlier summary.
+    """Writes the files of a start, and removes the summary of an earlier one.
 
-    Without a `plan`, writes no plan.
+    `plan` may be None.
     """
     write_text(path / CONFIG, tomli_w.dumps(config))
     write_json(path / ENVIRONMENT, environment)

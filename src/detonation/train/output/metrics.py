@@ -1,5 +1,4 @@
-"""The measurements of a run: one record per step in `metrics.jsonl`, and the same in words for
-people."""
+"""Measurements of a run: one record per step in `metrics.jsonl`, and lines for people."""
 
 import contextlib
 import errno
@@ -20,23 +19,23 @@ class Record:
     """One step.
 
     Args:
-        loss: The mean over all ranks.
-        seconds: The duration of the step, without validation.
-        bytes_sent: By one replica, all its shards together.
-        waited_s: The part of `seconds` in which rank 0 waited for an exchange.
-        step_s: The part spent in the optimizer's step, `waited_s` included.
-        agreeing_s: The part, outside `step_s`, in which rank 0 waited for the losses of all: for
-            the slowest one.
+        step: Number of the step, from 1.
+        loss: Mean over all ranks.
+        lr: Learning rate of the step.
+        seconds: Duration of the step, without validation.
+        bytes_sent: Bytes that one replica sent, the sum over its shards.
+        waited_s: Part of `seconds` that rank 0 waited for an exchange.
+        step_s: Part of `seconds` in the optimizer's step, including `waited_s`.
+        agreeing_s: Part of `seconds`, outside `step_s`, that rank 0 waited for the losses of all
+            ranks, which is for the slowest.
         levels: `bytes_sent` over each axis.
-        grad_norm: The global norm before clipping, where the run clips; measured where a line is
-            shown, as is `memory`.
-        memory: The bytes that the process of rank 0 has held at most, see `peak_memory`.
-        waits: Who has waited for whom, `Waits.table`; where a line is shown, of up to 16 replicas.
-        setting: The scheme from the next step on, where it changes.
-        taking: The replicas that took this step, where their number may change: slow ones sit steps
-            out, and `loss` is then that of the last round; or replicas may be lost, and come.
-        shard_bytes_sent: By one replica between the nodes that its shards lie on, since the last
-            step.
+        grad_norm: Global norm before clipping. Only if the run clips, in steps with a printed line.
+        memory: `peak_memory` of the process of rank 0, in bytes. Only in steps with a printed line.
+        waits: `Waits.table`, for up to 16 replicas. Only in steps with a printed line.
+        setting: Scheme from the next step on, if it changes.
+        taking: Replicas that trained in this step, if the number may change. With
+            `train.balance`, `loss` is the mean of the last round.
+        shard_bytes_sent: Bytes that one replica sent between its nodes since the last step.
     """
 
     step: int
@@ -59,8 +58,7 @@ class Record:
     waits: dict[str, Any] | None = None
 
     def values(self) -> dict[str, Any]:
-        """The values by name, without those that were not measured, and without `levels` where
-        there is only one."""
+        """Measured values by name, without `levels` if there is only one."""
         found = {key: value for key, value in asdict(self).items() if value is not None}
         if len(self.levels) < 2:
             del found["levels"]
@@ -71,14 +69,11 @@ class Record:
 
 
 class MetricsFile:
-    """Records in a file, each line whole or absent: those `kept` of an earlier start, then those
-    that are written."""
+    """File of records that holds only complete lines. Starts with the records `kept`."""
 
     def __init__(self, path: Path, kept: Sequence[Record] = ()) -> None:
         self.path = path
-        write_text(
-            path, "".join(record.line() for record in kept)
-        )  # it replaces a file: whole or not at all
+        write_text(path, "".join(record.line() for record in kept))
         try:
             self._file = os.fdopen(opened(path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)
         except OSError as error:
@@ -87,24 +82,18 @@ class MetricsFile:
         self._waiting = b""
 
     def write(self, record: Record) -> None:
-        """Appends one line.
-
-        While the disk is full the line waits for the next one: no run should stop for it.
-        """
+        """Appends one line. On a full disk the line waits for the next call: the run continues."""
         self._waiting += record.line().encode()
         with contextlib.suppress(OSError):
             self._append()
 
     @property
     def removed(self) -> bool:
-        """True where the file has lost its name, as where its directory was removed."""
+        """True if the file, or its directory, was removed."""
         return not os.fstat(self._file.fileno()).st_nlink
 
     def close(self) -> None:
-        """Closes the file.
-
-        Raises `Unwritable` when lines still wait, or the file was removed meanwhile.
-        """
+        """Closes the file. Raises `Unwritable` if lines still wait, or the file was removed."""
         try:
             self._append()
             if self.removed:
@@ -115,7 +104,7 @@ class MetricsFile:
             self._file.close()
 
     def _append(self) -> None:
-        """Appends the waiting lines, or removes the part that was written."""
+        """Appends all waiting lines, or none: after an error it removes the written part."""
         written = 0
         try:
             while written < len(self._waiting):
@@ -128,37 +117,44 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """The records of a metrics file, as far as its lines are whole."""
+    """Records of a metrics file, without its damaged lines."""
     return parse_metrics(read_text(path, errors="replace", most=MOST_RECORDS))[0]
 
 
 def parse_metrics(text: str) -> tuple[list[Record], int]:
-    """The records of the content of a metrics file, and the number of its damaged lines, as a loss
-    of power leaves."""
+    """Records in the text of a metrics file, and the number of damaged lines.
+
+    A loss of power may damage lines.
+    """
     found = [_record(line) for line in text.split("\n") if line]
     return [record for record in found if record is not None], found.count(None)
 
 
 def _record(line: str) -> Record | None:
-    """The record of a line; None where it is damaged."""
+    """Record of a line; None if the line is damaged."""
     try:
         record = Record(**json.loads(line))
-    except (ValueError, TypeError):  # no JSON, or no record
+    except (ValueError, TypeError):
         return None
     measured = (record.step, record.loss, record.lr, record.seconds, record.bytes_sent)
-    return record if all(isinstance(value, int | float) for value in measured) else None
+    if all(isinstance(value, int | float) for value in measured):
+        return record
+    return None
 
 
 def reduction(sent: float, full: float) -> float | None:
-    """The bytes of full synchronisation over those sent; None when nothing was sent."""
-    return full / sent if sent else None
+    """Bytes of full synchronisation divided by the bytes sent; None if nothing was sent."""
+    if sent:
+        return full / sent
+    return None
 
 
 @dataclass(frozen=True)
 class Portion:
-    """The data that one replica takes in in one step: `count` of `unit`, such as 4096 tokens.
+    """Data that one replica processes in one step: `count` of `unit`, such as 4096 tokens.
 
-    `replicas` take a step whose record does not say how many.
+    Args:
+        replicas: Replicas that train in a step, unless its record holds another number.
     """
 
     count: int
@@ -166,37 +162,47 @@ class Portion:
     replicas: int = 1
 
     def times(self, records: Sequence[Record]) -> int:
-        """How often a replica took in this portion in these steps.
+        """Number of portions that all replicas processed in these steps.
 
         >>> steps = [Record(1, 2.0, 0.1, 0.5, 0), Record(2, 2.0, 0.1, 0.5, 0, taking=2)]
         >>> Portion(4096, "tokens", replicas=3).times(steps)
         5
         """
-        return sum(self.replicas if record.taking is None else record.taking for record in records)
+        default = self.replicas
+        return sum(default if record.taking is None else record.taking for record in records)
 
     def per_second(self, records: Sequence[Record]) -> str:
-        """The speed of all replicas together in these steps.
+        """Throughput of all replicas together in these steps.
 
-        >>> steps = [Record(1, 2.0, 0.1, seconds=0.5, bytes_sent=0), Record(2, 2.0, 0.1, seconds=0.5, bytes_sent=0)]
+        >>> steps = [Record(1, 2.0, 0.1, seconds=0.5, bytes_sent=0)]
         >>> Portion(4096, "tokens").per_second(steps), Portion(4, "images").per_second(steps)
         ('8,192 tokens/s', '8 images/s')
         """
         speed = self.count * self.times(records) / sum(record.seconds for record in records)
-        return f"{f'{speed:,.0f}' if speed >= 100 else f'{speed:.3g}'} {self.unit}/s"
+        if speed >= 100:
+            return f"{speed:,.0f} {self.unit}/s"
+        return f"{speed:.3g} {self.unit}/s"
 
 
 def log_line(records: Sequence[Record], steps: int, full_sync: int, portion: Portion) -> str:
-    """One line about `records`, the steps since the last such line: latest loss and lr, mean bytes
-    and mean time."""
-    last, count = records[-1], len(records)
+    """Line about the steps since the last line: last loss and lr, mean bytes and mean time."""
+    last = records[-1]
+    count = len(records)
     sent = sum(record.bytes_sent for record in records) / count
     seconds = sum(record.seconds for record in records) / count
-    less = less_text(reduction(sent, full_sync))
     width = len(str(steps))
-    text = f"step {last.step:{width}}/{steps}  loss {last.loss:.4f}  lr {last.lr:.2e}"
-    text += "" if last.grad_norm is None else f"  grad norm {last.grad_norm:.3g}"
-    text += f"  sent {size_text(sent)}/step ({less})" if sent else "  sent nothing"
-    text += f"  {duration(seconds)}/step  {portion.per_second(records)}"
-    text += "" if last.memory is None else f"  {size_text(last.memory)}"
-    text += "" if last.val_loss is None else f"  validation {last.val_loss:.4f}"
-    return f"{text}  {duration(seconds * (steps - last.step))} left" if last.step < steps else text
+    parts = [f"step {last.step:{width}}/{steps}", f"loss {last.loss:.4f}", f"lr {last.lr:.2e}"]
+    if last.grad_norm is not None:
+        parts.append(f"grad norm {last.grad_norm:.3g}")
+    if sent:
+        parts.append(f"sent {size_text(sent)}/step ({less_text(reduction(sent, full_sync))})")
+    else:
+        parts.append("sent nothing")
+    parts += [f"{duration(seconds)}/step", portion.per_second(records)]
+    if last.memory is not None:
+        parts.append(size_text(last.memory))
+    if last.val_loss is not None:
+        parts.append(f"validation {last.val_loss:.4f}")
+    if last.step < steps:
+        parts.append(f"{duration(seconds * (steps - last.step))} left")
+    return "  ".join(parts)

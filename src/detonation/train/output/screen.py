@@ -1,5 +1,4 @@
-"""The screen of a run: plain lines, and under them on a terminal a bar of rich: steps, time left,
-loss and waiting."""
+"""Screen of a run: plain lines, and on a terminal a bar with steps, time left, loss and waiting."""
 
 import os
 import sys
@@ -19,21 +18,21 @@ _ERASE = b"\r\x1b[J"
 
 
 class Screen(AbstractContextManager["Screen"]):
-    """Prints lines to stdout, or to stderr with `to_stderr`; a `silent` one (any rank but 0) prints
-    nothing."""
+    """Prints lines to stdout, or to stderr with `to_stderr`. All ranks but 0 are `silent`."""
 
     def __init__(self, silent: bool, to_stderr: bool) -> None:
-        self._console, self._silent = PlainConsole(sys.stderr if to_stderr else sys.stdout), silent
+        self._console = _console(to_stderr)
+        self._silent = silent
         self._bar: Progress | None = None
         self._drawn = float("-inf")
         self._seconds = self._waited = 0.0
 
     def speak(self) -> None:
-        """Prints from now on, in the place of a rank that was lost."""
+        """Starts to print, because the rank that printed before was lost."""
         self._silent = False
 
     def start(self, done: int, total: int) -> None:
-        """Shows a bar from now on: `done` of `total` steps, those of earlier starts."""
+        """Shows a bar of `total` steps, `done` of them in earlier starts."""
         if self._silent or not _can_live(self._console):
             return
         cropped = Column(no_wrap=True, overflow="crop")
@@ -43,13 +42,18 @@ class Screen(AbstractContextManager["Screen"]):
             TimeRemainingColumn(compact=True, table_column=cropped),
             TextColumn("left{task.fields[latest]}", style="cyan", table_column=cropped),
         )
-        # No thread of rich: it would not be there in a fork. The speed is that of all steps,
-        # however long they take.
-        quiet = {"auto_refresh": False, "redirect_stdout": False, "redirect_stderr": False}
+        # A fork would not have the refresh thread of rich. The speed is the mean of all steps.
         self._bar = Progress(
-            *columns, console=self._console, transient=True, expand=True, speed_estimate_period=1e9,
-            get_time=lambda: time.monotonic(), **quiet,
-        )  # fmt: skip
+            *columns,
+            console=self._console,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            transient=True,
+            expand=True,
+            speed_estimate_period=1e9,
+            get_time=lambda: time.monotonic(),
+        )
         self._bar.add_task("", completed=done, total=total, latest="")
         self._bar.start()
         call_before_end(self.wipe)
@@ -67,10 +71,10 @@ class Screen(AbstractContextManager["Screen"]):
             self._drawn = time.monotonic()
 
     def line(self, text: str) -> None:
-        """Prints one line, above the bar where there is one; names in it may come from elsewhere.
+        """Prints one line, above the bar if there is one. Escapes unprintable characters.
 
-        Once nobody reads the lines any more, as after `| head`, or their disk is full, the run goes
-        on without them.
+        If the output is closed, as after `| head`, or its disk is full, the run continues without
+        lines.
         """
         if self._silent:
             return
@@ -80,7 +84,7 @@ class Screen(AbstractContextManager["Screen"]):
             discard(self._console.file)
 
     def wipe(self) -> None:
-        """Clears the bar from any thread, for a process that ends at once."""
+        """Clears the bar, from any thread, in a process that is about to end."""
         if self._bar is not None:
             os.write(self._console.file.fileno(), _ERASE)
 
@@ -92,14 +96,19 @@ class Screen(AbstractContextManager["Screen"]):
 
 
 def clear(on_stderr: bool) -> None:
-    """Clears the bar of a screen whose process may have been killed."""
-    console = PlainConsole(sys.stderr if on_stderr else sys.stdout)
+    """Clears the bar of a process that may have been killed."""
+    console = _console(on_stderr)
     if _can_live(console):
         console.file.write(_ERASE.decode())
         console.file.flush()
 
 
+def _console(to_stderr: bool) -> PlainConsole:
+    if to_stderr:
+        return PlainConsole(sys.stderr)
+    return PlainConsole(sys.stdout)
+
+
 def _can_live(console: PlainConsole) -> bool:
-    # rich takes a pipe for a terminal where FORCE_COLOR is set, as many systems of continuous
-    # integration do.
+    # With FORCE_COLOR, which many CI systems set, rich treats a pipe as a terminal.
     return console.is_terminal and console.file.isatty() and not console.is_dumb_terminal

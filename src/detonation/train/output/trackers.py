@@ -1,5 +1,5 @@
-"""Trackers: TensorBoard, trackio, Weights & Biases, a page, your own: behind one protocol, besides
-`metrics.jsonl`."""
+"""Trackers of a run behind one protocol: TensorBoard, trackio, Weights & Biases, a web page, your
+own."""
 
 import contextlib
 import errno
@@ -20,24 +20,24 @@ from detonation.train.recipe.schema import Config, Table
 from detonation.train.recipe.tables import to_table
 
 PORT = 8000
-"""Of the page of a run, unless its logger is "web:PORT"."""
+"""Port of the page of a run, unless its logger is "web:PORT"."""
 
 
 class Logger(Protocol):
-    """Takes in the steps of a run one after another. `MetricsFile` is a logger, too."""
+    """Receives the record of each step. `MetricsFile` is a logger, too."""
 
     def write(self, record: Record) -> None:
-        """Takes in one step more."""
+        """Receives the record of one step."""
         ...
 
     def close(self) -> None:
-        """Flushes and closes; nothing is written afterwards."""
+        """Flushes and closes. No `write` follows."""
         ...
 
 
 Opener = Callable[[Path, Config, int], Logger]
-"""Opens a logger on rank 0 for the run in a directory; the number is that of the steps that were
-logged before."""
+"""Opens a logger on rank 0, given the run directory, the configuration, and the number of steps
+that earlier starts logged."""
 
 
 class TensorBoard:
@@ -46,10 +46,12 @@ class TensorBoard:
     def __init__(self, path: Path, config: Config, done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Steps that are done again replace their first values. A run that is killed loses ten
-        # seconds.
-        folder, again = str(path / "tensorboard"), done + 1 if done else None
-        self._writer: Any = SummaryWriter(folder, purge_step=again, flush_secs=10)
+        # A repeated step replaces its first values. A killed run loses at most ten seconds.
+        folder = str(path / "tensorboard")
+        repeated = None
+        if done:
+            repeated = done + 1
+        self._writer: Any = SummaryWriter(folder, purge_step=repeated, flush_secs=10)
 
     def write(self, record: Record) -> None:
         for name, value in values(record).items():
@@ -60,17 +62,18 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases, in `wandb/` of the run directory, for `wandb sync`; offline, but
-    for WANDB_MODE."""
+    """Run of Weights & Biases in `wandb/` of the run directory, for `wandb sync`.
+
+    Offline, unless WANDB_MODE is set.
+    """
 
     def __init__(self, path: Path, config: Config, done: int) -> None:
         self._run = self._opened(path.name, path, to_table(config))
 
     def _opened(self, name: str, path: Path, config: Table) -> Any:
         os.environ.setdefault("WANDB_MODE", "offline")
-        os.environ.setdefault(
-            "WANDB_ERROR_REPORTING", "false"
-        )  # it looks up a host even when offline
+        # Otherwise wandb looks up a host, even offline.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
         quiet = wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True)
@@ -86,16 +89,14 @@ class WeightsAndBiases:
 
 
 class Trackio(WeightsAndBiases):
-    """A run of trackio, kept where trackio keeps its projects, for `trackio show --project
-    detonation`."""
+    """Run of trackio in its own folder of projects, for `trackio show --project detonation`."""
 
     def _opened(self, name: str, path: Path, config: Table) -> Any:
         import trackio
 
         quiet: dict[str, Any] = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-        with contextlib.redirect_stdout(
-            io.StringIO()
-        ):  # its greetings: only results may go to stdout
+        # Drops the greetings of trackio: stdout is only for results.
+        with contextlib.redirect_stdout(io.StringIO()):
             return trackio.init(
                 project="detonation", name=name, config=config, resume="allow", **quiet
             )
@@ -104,29 +105,22 @@ class Trackio(WeightsAndBiases):
         import trackio
 
         with contextlib.redirect_stdout(io.StringIO()):
-            # the module's finish: after the run's own, trackio finishes again at exit, aloud
+            # After `run.finish()` trackio would finish once more at exit, and print.
             trackio.finish()
 
 
 class Web:
-    """A page about the run in `path` at http://127.0.0.1:PORT; it reads what the run writes."""
+    """Page about the run in `path` at http://127.0.0.1:PORT, which reads the files of the run."""
 
     def __init__(self, path: Path, config: Config, done: int, port: int = PORT) -> None:
         with listener_on(port) as listener:
-            command = [
-                sys.executable,
-                "-m",
-                "detonation.report.live",
-                str(path),
-                str(listener.fileno()),
-            ]
-            nowhere = subprocess.DEVNULL
+            file = listener.fileno()
             self._process = subprocess.Popen(
-                command,
+                [sys.executable, "-m", "detonation.report.live", str(path), str(file)],
                 stdin=subprocess.PIPE,
-                stdout=nowhere,
-                stderr=nowhere,
-                pass_fds=[listener.fileno()],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[file],
             )
         self.said = f"watch it at http://127.0.0.1:{port}"
 
@@ -139,25 +133,27 @@ class Web:
 
 
 def port_of(name: str) -> int | None:
-    """The port of the logger "web" or "web:PORT"; None for another logger.
+    """Port of the logger "web" or "web:PORT"; None for another logger.
 
     >>> port_of("web"), port_of("web:8080"), port_of("package:web")
     (8000, 8080, None)
     """
     kind, _, port = name.partition(":")
-    return int(port or PORT) if kind == "web" and (port.isdecimal() or name == kind) else None
+    if kind == "web" and (port.isdecimal() or name == kind):
+        return int(port or PORT)
+    return None
 
 
 def listener_on(port: int) -> socket.socket:
-    """A socket of this machine alone; raises `ValueError` for a port that is not to be had."""
+    """Opens a socket on loopback; raises `ValueError` if the port is not free."""
     if not 0 < port < 1 << 16:
         raise ValueError(f"the port of logger web is {port}, but must be from 1 to 65535")
     try:
         return socket.create_server(("127.0.0.1", port))
     except OSError as error:
-        problem = (
-            "is in use" if error.errno == errno.EADDRINUSE else f"cannot be had ({error.strerror})"
-        )
+        problem = f"cannot be had ({error.strerror})"
+        if error.errno == errno.EADDRINUSE:
+            problem = "is in use"
         raise ValueError(
             f"port {port} of 127.0.0.1 {problem}: give another one, --logger web:{PORT + 1}"
         ) from error
@@ -169,27 +165,25 @@ OPENERS: dict[str, Opener] = {
     "wandb": WeightsAndBiases,
     "web": Web,
 }
-"""By name; each needs the package of that name.
-
-Any other opener is named "package.module:function".
-"""
+"""Openers by name; each but "web" needs the package of that name. Others are named
+"package.module:function"."""
 
 
 class Forgiving:
-    """A logger that drops the logger inside it, with one warning, when that raises: no run should
-    stop for it."""
+    """Wraps a logger. If it raises, warns once and drops it: the run continues."""
 
     def __init__(
         self, name: str, open_it: Callable[[], Logger], warn: Callable[[str], None]
     ) -> None:
-        self._name, self._warn = name, warn
+        self._name = name
+        self._warn = warn
         self._inner: Logger | None = None
         with self._given_up():
             self._inner = open_it()
 
     @property
     def said(self) -> str:
-        """Words of the logger for people; "" for none."""
+        """Line of the logger to print; "" without one."""
         return getattr(self._inner, "said", "")
 
     def write(self, record: Record) -> None:
@@ -208,8 +202,10 @@ class Forgiving:
             yield
         except (Exception, SystemExit) as error:
             self._inner = None
+            reason = type(error).__name__
             lines = str(error).splitlines()
-            reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+            if lines:
+                reason += f": {lines[0]}"
             self._warn(
                 f"logger {self._name} failed and gets no more ({reason}); metrics.jsonl has every"
                 " step"
@@ -217,8 +213,8 @@ class Forgiving:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises `ValueError` for a logger that does not exist, whose package is not installed, or
-    whose port is taken."""
+    """Raises `ValueError` if a logger does not exist, its package is not installed, or its port is
+    in use."""
     for name in names:
         if (port := port_of(name)) is not None:
             if importlib.util.find_spec("matplotlib") is None:
@@ -235,35 +231,34 @@ def check_trackers(names: Sequence[str]) -> None:
 def open_trackers(
     path: Path, config: Config, done: int, warn: Callable[[str], None]
 ) -> list[Forgiving]:
-    """The loggers that `config` names, for the run in `path`; `warn` gets a line for each that
-    fails."""
+    """Opens the loggers that `config` names for the run in `path`.
 
-    def opened(name: str) -> Callable[[], Logger]:
-        return lambda: _opener(name)(path, config, done)
+    Calls `warn` with a line for each logger that fails.
+    """
 
-    return [Forgiving(name, opened(name), warn) for name in config.train.loggers]
+    def open_logger(name: str) -> Logger:
+        return _opener(name)(path, config, done)
+
+    return [Forgiving(name, partial(open_logger, name), warn) for name in config.train.loggers]
 
 
 def _opener(name: str) -> Opener:
     if (port := port_of(name)) is not None:
         return partial(Web, port=port)
-    return imported(name) if ":" in name else OPENERS[name]
+    if ":" in name:
+        return imported(name)
+    return OPENERS[name]
 
 
 def values(record: Record) -> dict[str, float]:
-    """The numbers of a step by name: `loss`, `bytes_sent`, and of several levels `bytes_sent/rack`."""
+    """Numbers of a step by name: `loss`, `bytes_sent`, and for several levels `bytes_sent/rack`."""
     found: dict[str, float] = {}
     for name, value in record.values().items():
         if name == "levels":
             found |= {f"bytes_sent/{axis}": count for axis, count in value.items()}
         elif name == "waits":
-            rows = enumerate(value["seconds"])
-            found |= {
-                f"waited/{i} for {j}": seconds
-                for i, row in rows
-                for j, seconds in enumerate(row)
-                if i != j
-            }
-        elif name not in ("step", "setting"):  # which is text
+            for i, row in enumerate(value["seconds"]):
+                found |= {f"waited/{i} for {j}": seconds for j, seconds in enumerate(row) if i != j}
+        elif name not in ("step", "setting"):  # a setting is a text
             found[name] = value
     return found

@@ -1,2 +1,1 @@
-"""Recipes: from a TOML file, `--set` and flags to one frozen `Config`, checked before anything
-starts."""
+"""Recipes: a TOML file, `--set` and flags become one frozen `Config`, checked before the start."""

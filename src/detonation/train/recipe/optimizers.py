@@ -1,4 +1,4 @@
-"""Base optimizers by name, checked before anything starts, and the schedule of their learning rate."""
+"""Base optimizers by name, and the schedule of their learning rate."""
 
 import inspect
 import math
@@ -14,7 +14,7 @@ from detonation.core.optim.signsgd import SignSGD
 from detonation.train.recipe.schema import OptimizerConfig, ScheduleConfig
 
 RATIO = "lr_ratio"
-"""Key of a group whose learning rate differs from the recipe's: the first divided by the second."""
+"""Key of a parameter group: its learning rate divided by the recipe's, if they differ."""
 
 REFUSED = {
     "LBFGS": (
@@ -24,26 +24,25 @@ REFUSED = {
     "SparseAdam": "it takes sparse gradients only, and sharded gradients are dense",
     **dict.fromkeys(("Adafactor", "Rprop"), "torch has no step of it for shards"),
 }
-"""Optimizers of torch that cannot be used, and why."""
+"""Optimizers of torch that are refused, with the reason."""
 
 
 def optimizer_classes() -> dict[str, Callable[..., torch.optim.Optimizer]]:
-    """The usable optimizers by name: classes of torch.optim, SignSGD, and a Muon that takes all
-    shapes."""
-    classes = {
+    """Supported optimizers by name: classes of torch.optim, SignSGD, and a Muon for all shapes."""
+    classes: dict[str, Callable[..., torch.optim.Optimizer]] = {
         name: value
         for name, value in vars(torch.optim).items()
         if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer)
     }
-    own: dict[str, Callable[..., torch.optim.Optimizer]] = {"SignSGD": SignSGD, "Muon": Muon}
-    return {
-        name: made for name, made in (classes | own).items() if name not in (*REFUSED, "Optimizer")
-    }
+    classes |= {"SignSGD": SignSGD, "Muon": Muon}
+    return {name: made for name, made in classes.items() if name not in (*REFUSED, "Optimizer")}
 
 
 def require_optimizer(name: str) -> None:
-    """Raises `ValueError` for an optimizer that does not exist or cannot be used; imports none of
-    one's own."""
+    """Raises `ValueError` if an optimizer does not exist or is refused.
+
+    Does not import "package.module:function".
+    """
     if name in REFUSED:
         raise ValueError(f"optimizer {name} cannot be used: {REFUSED[name]}")
     if ":" not in name:
@@ -51,27 +50,26 @@ def require_optimizer(name: str) -> None:
 
 
 def check_optimizer(chosen: OptimizerConfig) -> None:
-    """Raises `ValueError` unless `chosen` names an optimizer that can be built with its arguments."""
+    """Raises `ValueError` unless the optimizer `chosen` can be built with its arguments."""
     build_optimizer(chosen, torch.nn.Linear(1, 1, bias=False))
 
 
 def build_optimizer(chosen: OptimizerConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that `chosen` describes, over all parameters of `model`.
+    """Builds the optimizer `chosen` over all parameters of `model`.
 
-    Besides `optimizer_classes`, a name may be "package.module:function" for a class or a function
-    that takes parameter groups and `lr`. Where it gives groups learning rates of their own, the
-    schedule scales each. Raises `ValueError` for a wrong name or argument.
+    The name is one of `optimizer_classes`, or "package.module:function" for a class or a function
+    that takes parameter groups and `lr`. If it gives groups different learning rates, the schedule
+    scales each. Raises `ValueError` for a wrong name or argument.
     """
-    arguments = {
-        key: tuple(value) if isinstance(value, list) else value
-        for key, value in chosen.arguments.items()
-    }
+    arguments = dict(chosen.arguments)
+    for key, value in arguments.items():
+        if isinstance(value, list):
+            arguments[key] = tuple(value)
     found = find_function("optimizer", chosen.name, optimizer_classes())
     function = partial(found, _groups(chosen, model))
+    given = {"lr": chosen.lr, **arguments}
     try:
-        made = make(
-            "optimizer", {chosen.name: function}, chosen.name, {"lr": chosen.lr, **arguments}
-        )
+        made = make("optimizer", {chosen.name: function}, chosen.name, given)
     except (TypeError, RuntimeError, ValueError, LookupError) as error:
         if str(error).startswith(("unknown ", f"optimizer {chosen.name} needs")):
             raise
@@ -82,32 +80,36 @@ def build_optimizer(chosen: OptimizerConfig, model: torch.nn.Module) -> torch.op
             " torch.optim.Optimizer"
         )
     for group in made.param_groups:
-        # the schedule moves each group in its own proportion
         if group.get("lr", chosen.lr) != chosen.lr:
             group[RATIO] = float(group["lr"]) / chosen.lr
     return made
 
 
 def _groups(chosen: OptimizerConfig, model: torch.nn.Module) -> list[dict[str, Any]]:
-    """All parameters in one group; for Muon, embeddings and the output layer in another, which
-    AdamW updates."""
-    tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    """One group of all parameters.
+
+    For Muon a second group holds the embeddings and the output layer, which AdamW updates.
+    """
+    layers = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    apart = {id(p) for module in [*tables, head] if module is not None for p in module.parameters()}
-    if chosen.name != "Muon" or not apart:
+    if head is not None:
+        layers.append(head)
+    by_adamw = {id(p) for layer in layers for p in layer.parameters()}
+    if chosen.name != "Muon" or not by_adamw:
         return [{"params": list(model.parameters())}]
-    inner = [p for p in model.parameters() if id(p) not in apart]
     return [
-        {"params": inner},
-        {"params": [p for p in model.parameters() if id(p) in apart], "orthogonal": False},
+        {"params": [p for p in model.parameters() if id(p) not in by_adamw]},
+        {"params": [p for p in model.parameters() if id(p) in by_adamw], "orthogonal": False},
     ]
 
 
 def lr_factor(schedule: ScheduleConfig, steps: int) -> Callable[[int], float]:
-    """The factor of lr at step 0 .. steps - 1; never 0 at the first step; `floor` at the last of
-    "linear" and "cosine".
+    """Factor of lr as a function of the step, 0 .. steps - 1.
 
-    >>> [round(lr_factor(ScheduleConfig("linear", warmup=2, floor=0.0), 5)(step), 2) for step in range(5)]
+    Never 0 at the first step; "linear" and "cosine" end at `floor`.
+
+    >>> factor = lr_factor(ScheduleConfig("linear", warmup=2, floor=0.0), 5)
+    >>> [round(factor(step), 2) for step in range(5)]
     [0.5, 1.0, 0.67, 0.33, 0.0]
     """
 
@@ -117,14 +119,14 @@ def lr_factor(schedule: ScheduleConfig, steps: int) -> Callable[[int], float]:
         if schedule.name == "constant":
             return 1.0
         if schedule.name == "step":
-            return schedule.gamma ** sum(
-                step >= milestone * steps for milestone in schedule.milestones
-            )
+            passed = sum(step >= milestone * steps for milestone in schedule.milestones)
+            return schedule.gamma**passed
         after = max(schedule.warmup - 1, 0)
         progress = min((step - after) / max(steps - 1 - after, 1), 1.0)
-        share = (
-            1 - progress if schedule.name == "linear" else (1 + math.cos(math.pi * progress)) / 2
-        )
+        if schedule.name == "linear":
+            share = 1 - progress
+        else:
+            share = (1 + math.cos(math.pi * progress)) / 2
         return schedule.floor + (1 - schedule.floor) * share
 
     return factor

@@ -1,5 +1,4 @@
-"""From a recipe file, the launcher's world, `--set` and flags to one configuration; trust in code
-that it names."""
+"""Combines a recipe file, the launcher's world, `--set` and flags into one configuration."""
 
 import itertools
 import tomllib
@@ -21,20 +20,19 @@ _R = TypeVar("_R")
 
 
 def shipped_recipes() -> dict[str, Traversable]:
-    """The recipe files of the package, by name.
+    """Recipe files of the package, by name.
 
     >>> "quick-lm" in shipped_recipes()
     True
     """
     folder = resources.files("detonation").joinpath("recipes")
     files = [file for file in folder.iterdir() if file.name.endswith(".toml")]
-    return {
-        file.name.removesuffix(".toml"): file for file in sorted(files, key=lambda file: file.name)
-    }
+    files.sort(key=lambda file: file.name)
+    return {file.name.removesuffix(".toml"): file for file in files}
 
 
 def headline(text: str) -> str:
-    """The comment at the top of a recipe, in one line.
+    """Comment at the top of a recipe, joined to one line.
 
     >>> headline("# A small model:\\n# two minutes.\\nseed = 0")
     'A small model: two minutes.'
@@ -48,18 +46,17 @@ _TUNABLE = ("scheme", "optimizer", "schedule", "train")
 
 @dataclass(frozen=True)
 class Layers:
-    """A recipe's tables, and the tables that lie over them."""
+    """Tables of a recipe, and the tables that override them."""
 
     tables: Table
     overrides: Table
 
     def config(self) -> Config:
-        """The configuration. Raises `ValueError` as `resolve` does."""
+        """Configuration; raises `ValueError` like `resolve`."""
         return resolve(self.tables, self.overrides)
 
     def under(self, name: str, arguments: Mapping[str, Any]) -> Config:
-        """The configuration under another scheme, with the settings that the recipe has tuned for
-        it."""
+        """Configuration with another scheme, and with the settings that the recipe tunes for it."""
         return resolve(self.tables, {**self.overrides, "scheme": {"name": name, **arguments}})
 
 
@@ -70,32 +67,29 @@ def read_layers(
     *,
     mesh: Mapping[str, Any],
 ) -> Layers:
-    """Reads a recipe and lays the command line over it.
+    """Reads a recipe and the overrides of the command line.
 
     Args:
-        recipe: The TOML file.
-        sets: Assignments as `--set` takes them.
-        place: This process's place in a launcher's world, which decides on the mesh where the
-            command line does not.
-        mesh: Flags that set keys of [mesh]; `None` leaves a key as it is.
+        recipe: TOML file.
+        sets: Assignments of `--set`.
+        place: Ranks of a launcher. They set the mesh, unless the command line does.
+        mesh: Flags that set keys of [mesh]; `None` leaves a key unchanged.
 
     Raises:
-        ValueError: The file cannot be read, or an assignment or the mesh makes no sense.
+        ValueError: The file cannot be read, or an assignment or the mesh is invalid.
     """
     overrides = parse_sets(sets)
     tables = read_recipe(recipe)
-    over = {
-        **overrides.get("mesh", {}),
-        **{key: value for key, value in mesh.items() if value is not None},
-    }
+    flags = {key: value for key, value in mesh.items() if value is not None}
+    over = {**overrides.get("mesh", {}), **flags}
     if nodes := over.get("nodes", _sub(tables, "mesh").get("nodes")):
-        flags = [f"--{key}" for key in ("replicas", "shards") if over.get(key) is not None]
-        require(not flags, "mesh.nodes", nodes, f"left out with {', '.join(flags)}")
+        given = [f"--{key}" for key in ("replicas", "shards") if over.get(key) is not None]
+        require(not given, "mesh.nodes", nodes, f"left out with {', '.join(given)}")
         over["nodes"] = nodes
     levels = replicas_of_levels(tables, overrides)
     if levels is None or "replicas" in over:
         over = fill_mesh(over, place)
-    else:  # the levels of the recipe say how many replicas there are
+    else:  # the levels of the recipe set the number of replicas
         over = fill_mesh({**over, "replicas": levels}, place)
         del over["replicas"]
     return Layers(tables, {**overrides, "mesh": over})
@@ -103,14 +97,16 @@ def read_layers(
 
 @dataclass(frozen=True)
 class Request:
-    """A run that a user asks for; the fields are named like the flags of `detonation train`.
+    """Command of a user; the fields have the names of the flags of `detonation train`.
 
-    `overrides` are those of --set, and of flags that stand for a setting. `replicas` and `shards`
-    are those of the recipe, or of the launcher, when None. `web` adds the page to the loggers of
-    the recipe.
+    Args:
+        overrides: Assignments of --set, and of flags that are short for a setting.
+        replicas: None for the number in the recipe, or of the launcher.
+        shards: None for the number in the recipe, or of the launcher.
+        web: Add the page to the loggers of the recipe.
 
     Raises:
-        ValueError: `stop_after` is out of range, or `resume` comes without `out`.
+        ValueError: `stop_after` is out of range, or `resume` is given without `out`.
     """
 
     recipe: Path
@@ -127,27 +123,22 @@ class Request:
     to_stderr: bool = False
 
     def __post_init__(self) -> None:
-        require(
-            self.stop_after is None or self.stop_after >= 1,
-            "--stop-after",
-            self.stop_after,
-            "at least 1",
-        )
+        if self.stop_after is not None:
+            require(self.stop_after >= 1, "--stop-after", self.stop_after, "at least 1")
         if self.resume and self.out is None:
             raise ValueError("--resume needs --out: the run directory to continue")
 
     def layers(self, place: LaunchPosition | None) -> Layers:
-        """The recipe with the launcher's world and the command line over it."""
-        mesh, alone = (
-            {"replicas": self.replicas, "shards": self.shards},
-            self.replica is not None or bool(self.join),
-        )
-        if (
-            alone and place is not None and self.shards is None
-        ):  # the launcher's world is one replica of several
-            mesh["shards"] = place.world_size
-        sets = (*self.overrides, *(("mesh.elastic=true",) if self.join else ()))
-        layers = read_layers(self.recipe, sets, None if alone else place, mesh=mesh)
+        """The recipe, with the overrides of the launcher and of the command line."""
+        mesh = {"replicas": self.replicas, "shards": self.shards}
+        if self.replica is not None or self.join:  # the launcher started one replica of several
+            if place is not None and self.shards is None:
+                mesh["shards"] = place.world_size
+            place = None
+        sets = self.overrides
+        if self.join:
+            sets = (*sets, "mesh.elastic=true")
+        layers = read_layers(self.recipe, sets, place, mesh=mesh)
         if not self.web:
             return layers
         loggers = [*dict.fromkeys([*layers.config().train.loggers, "web"])]
@@ -155,46 +146,45 @@ class Request:
 
 
 def to_plain(request: Any) -> Table:
-    """A request in values that JSON can hold, for a process that starts afresh."""
+    """Converts a request to values that JSON can hold, for a new process."""
     values = {field.name: getattr(request, field.name) for field in fields(request)}
-    return {
-        name: str(value) if isinstance(value, Path) else value for name, value in values.items()
-    }
+    for name, value in values.items():
+        if isinstance(value, Path):
+            values[name] = str(value)
+    return values
 
 
 def from_plain(kind: type[_R], table: Mapping[str, Any]) -> _R:
-    """The request of this `kind` that `to_plain` made a table of."""
-    paths = {name: Path(table[name]) for name in ("recipe", "out") if table.get(name) is not None}
-    return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in table.items()} | paths)
+    """Request of this `kind` from the table that `to_plain` returned."""
+    values = dict(table)
+    for name, value in values.items():
+        if isinstance(value, list):
+            values[name] = tuple(value)
+        elif name in ("recipe", "out") and value is not None:
+            values[name] = Path(value)
+    return kind(**values)
 
 
 def fill_mesh(mesh: Mapping[str, Any], place: LaunchPosition | None) -> Table:
-    """`mesh` with the replicas and shards of a launcher's world: a replica per node, unless `mesh`
-    has other numbers.
+    """`mesh` with the replicas and shards of a launcher: a replica per node, unless `mesh` has
+    other numbers.
 
-    Raises `ValueError` where they do not come to the number of processes that the launcher started.
+    Raises `ValueError` unless the launcher started replicas x shards processes.
     """
     if place is None:
         return dict(mesh)
-    replicas, shards, nodes = mesh.get("replicas"), mesh.get("shards"), mesh.get("nodes")
+    nodes = mesh.get("nodes")
     if nodes:
-        require(
-            sum(nodes) == place.world_size,
-            "mesh.nodes",
-            nodes,
-            f"{place.world_size} ranks, which were started",
-        )
+        started = f"{place.world_size} ranks, which were started"
+        require(sum(nodes) == place.world_size, "mesh.nodes", nodes, started)
         return dict(mesh)
-    for name, value in (("replicas", replicas), ("shards", shards)):
-        require(
-            value is None or (type(value) is int and value >= 1),
-            f"mesh.{name}",
-            value,
-            "a number of at least 1",
-        )
-    if shards is None:
-        shards = place.local_world_size if replicas is None else place.world_size // replicas
-        replicas = place.nodes if replicas is None else replicas
+    replicas = _count_in(mesh, "replicas")
+    shards = _count_in(mesh, "shards")
+    if shards is None and replicas is None:
+        shards = place.local_world_size
+        replicas = place.nodes
+    elif shards is None and replicas is not None:
+        shards = place.world_size // replicas
     if shards is None:
         raise ValueError(
             "the launcher does not say how many ranks a machine has: give --shards, or"
@@ -212,12 +202,21 @@ def fill_mesh(mesh: Mapping[str, Any], place: LaunchPosition | None) -> Table:
     return {**mesh, "replicas": replicas, "shards": shards}
 
 
-def resolve(recipe: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
-    """The configuration of `recipe` with `overrides`, both nested tables.
+def _count_in(mesh: Mapping[str, Any], name: str) -> int | None:
+    """Count in [mesh]; None without one. Raises `ValueError` unless it is at least 1."""
+    value = mesh.get(name)
+    if value is None:
+        return None
+    require(type(value) is int and value >= 1, f"mesh.{name}", value, "a number of at least 1")
+    return int(value)
 
-    The scheme is chosen first; the recipe's `[tuned.<scheme>]` is then laid over the recipe, and
-    `overrides` over both. A table that chooses another name keeps nothing of the arguments below
-    it. Raises `ValueError` for a key, a name in [tuned], or a value that is not valid.
+
+def resolve(recipe: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
+    """Configuration of `recipe` with `overrides`, both nested tables.
+
+    The scheme is chosen first. Its table `[tuned.<scheme>]` overrides the rest of the recipe, and
+    `overrides` override both. A table with another name discards the arguments of the table that it
+    overrides. Raises `ValueError` for an invalid key, value or name in [tuned].
     """
     table = {key: value for key, value in recipe.items() if key != "tuned"}
     if isinstance(table.get("scheme"), list):
@@ -235,8 +234,8 @@ def resolve(recipe: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
-    """`base` with `over` laid on top, table by table; a table with another choice replaces the
-    whole table.
+    """`base` with the keys of `over`; a table in `over` that chooses another name replaces the
+    table.
 
     >>> merge({"optimizer": {"name": "SGD", "lr": 1}}, {"optimizer": {"lr": 2}})
     {'optimizer': {'name': 'SGD', 'lr': 2}}
@@ -245,21 +244,21 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
     """
     merged = dict(base)
     for key, value in over.items():
-        below = merged.get(key)
+        merged[key] = value
+        below = base.get(key)
         if isinstance(below, dict) and isinstance(value, dict):
             chooser = CHOSEN_BY.get(key, "")
-            same = chooser not in value or value[chooser] == below.get(chooser)
-            merged[key] = {**below, **value} if same else dict(value)
-        else:
-            merged[key] = value
+            if chooser in value and value[chooser] != below.get(chooser):
+                below = {}
+            merged[key] = {**below, **value}
     return merged
 
 
 def merge_levels(levels: Sequence[Any], over: Mapping[str, Any]) -> list[Any]:
-    """`levels` with the tables of `over` laid over them, by axis; another scheme keeps axis and
-    replicas alone.
+    """`levels` with the tables of `over`, by axis; another scheme keeps only axis and replicas.
 
-    >>> merge_levels([{"axis": "rack", "replicas": 2, "name": "full"}], {"rack": {"name": "demo", "topk": 1}})
+    >>> levels = [{"axis": "rack", "replicas": 2, "name": "full"}]
+    >>> merge_levels(levels, {"rack": {"name": "demo", "topk": 1}})
     [{'axis': 'rack', 'replicas': 2, 'name': 'demo', 'topk': 1}]
     """
     axes = [str(level.get("axis")) if isinstance(level, dict) else "" for level in levels]
@@ -270,9 +269,8 @@ def merge_levels(levels: Sequence[Any], over: Mapping[str, Any]) -> list[Any]:
             )
         if axis not in axes:
             raise unknown("axis of a [[scheme]]", axis, axes)
-    return [
-        _merge_level(level, over.get(axis, {})) for axis, level in zip(axes, levels, strict=True)
-    ]
+    pairs = zip(axes, levels, strict=True)
+    return [_merge_level(level, over.get(axis, {})) for axis, level in pairs]
 
 
 def _merge_level(level: Any, over: Table) -> Any:
@@ -283,7 +281,7 @@ def _merge_level(level: Any, over: Table) -> Any:
 
 
 def replicas_of_levels(recipe: Mapping[str, Any], overrides: Mapping[str, Any]) -> int | None:
-    """The number of replicas that the levels of `recipe` come to; None for a recipe of one scheme."""
+    """Product of the replicas of all levels of `recipe`; None for a recipe with one scheme."""
     if not isinstance(recipe.get("scheme"), list):
         return None
     rest = {key: value for key, value in overrides.items() if key != "mesh"}
@@ -291,18 +289,21 @@ def replicas_of_levels(recipe: Mapping[str, Any], overrides: Mapping[str, Any]) 
 
 
 def read_recipe(path: Path) -> Table:
-    """The tables of a recipe file, or of the recipe of that name that comes with the package.
+    """Tables of a recipe file, or of a recipe of the package.
 
     Raises `ValueError` for a file that is missing or not TOML.
     """
-    shipped = {} if path.is_file() or len(path.parts) > 1 else shipped_recipes()
+    shipped = {}
+    if not path.is_file() and len(path.parts) == 1:
+        shipped = shipped_recipes()
+    source = shipped.get(path.name, path)
     try:
-        return tomllib.loads(
-            shipped.get(path.name, path).read_text(encoding="utf-8-sig")
-        )  # Windows marks it
+        return tomllib.loads(source.read_text(encoding="utf-8-sig"))  # Windows may write a BOM
     except OSError as error:
-        hint = did_you_mean(path.name, [*shipped])
-        names = f"{hint or ';'} the package has {', '.join(shipped)}" if shipped else ""
+        names = ""
+        if shipped:
+            hint = did_you_mean(path.name, [*shipped])
+            names = f"{hint or ';'} the package has {', '.join(shipped)}"
         raise ValueError(
             f"cannot read the recipe {str(path)!r}: {error.strerror}{names}"
         ) from error
@@ -311,8 +312,7 @@ def read_recipe(path: Path) -> Table:
 
 
 def parse_sets(assignments: Iterable[str]) -> Table:
-    """The nested tables that `a.b=value` assignments spell; a value is TOML, and a bare word is
-    text.
+    """Nested tables of `a.b=value` assignments. A value is TOML; a bare word is a string.
 
     >>> parse_sets(["scheme.topk=4", "scheme.name=demo", "seed=1"])
     {'scheme': {'topk': 4, 'name': 'demo'}, 'seed': 1}
@@ -337,8 +337,7 @@ def parse_sets(assignments: Iterable[str]) -> Table:
 
 
 def require_scheme(kind: str, name: str) -> None:
-    """Raises `ValueError` unless `name` is a registered scheme, or spells a function of some
-    module."""
+    """Raises `ValueError` unless `name` is a registered scheme or "package.module:function"."""
     if ":" not in name and name not in known_schemes():
         raise unknown(kind, name, known_schemes())
 
@@ -372,16 +371,21 @@ Section = Literal["model", "data", "optimizer", "scheme"]
 
 
 def require_trust(trusted: bool, config: Config, where: str, verb: str, *sections: Section) -> None:
-    """Raises `ValueError` where `verb` would run code of `sections` of `config`, from `where`,
-    unless `trusted`."""
+    """Raises `ValueError` if `verb` would run code that `config` names, unless it is `trusted`.
+
+    Args:
+        where: Source of `config`, for the message.
+        sections: Sections of `config` whose code `verb` runs.
+    """
     named = {
-        # No code of a model of transformers runs. The prefix means nothing elsewhere: `hf:build` is
-        # of a module `hf`.
-        "model": [config.model.name] if not config.model.name.startswith(HUB_PREFIX) else [],
+        "model": [config.model.name],
         "data": [config.data.name],
         "optimizer": [config.optimizer.name],
         "scheme": [level.scheme.name for level in config.levels],
     }
+    # "hf:MODEL" runs no code of the hub. In other sections, `hf:build` is a function of a module.
+    if config.model.name.startswith(HUB_PREFIX):
+        named["model"] = []
     code = [name for section in sections for name in named[section] if ":" in name]
     if code and not trusted:
         raise ValueError(

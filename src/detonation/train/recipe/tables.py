@@ -1,4 +1,4 @@
-"""Configurations and the tables that spell them, as TOML and checkpoints hold them."""
+"""Converts configurations to tables and back, for TOML files and checkpoints."""
 
 import dataclasses
 import json
@@ -24,10 +24,10 @@ from detonation.train.recipe.schema import (
 _T = TypeVar("_T")
 
 CHOSEN_BY = {"model": "name", "data": "task", "scheme": "name", "optimizer": "name"}
-"""The tables whose other keys belong to the thing chosen, and the key that chooses it."""
+"""Key that chooses the kind in a table; all other keys are arguments of that kind."""
 
 REPLICATE = "replicate"
-"""The axis of the only level, where a recipe has one."""
+"""Axis of the level in a recipe with one level."""
 
 _PLAIN: dict[str, type] = {
     "schedule": ScheduleConfig,
@@ -39,19 +39,17 @@ TABLES = (*CHOSEN_BY, *_PLAIN)
 
 
 def from_table(table: Mapping[str, Any]) -> Config:
-    """The configuration that a recipe's tables spell.
+    """Configuration from the tables of a recipe.
 
     Raises:
-        ValueError: A key is unknown, missing or mistyped, or a value is out of range; the message
-            names it.
+        ValueError: A key is unknown or missing, or a value has a wrong type or is out of range.
     """
     for key in table:
         if key not in (*TABLES, "seed"):
             raise unknown("recipe key", key, (*TABLES, "seed", "tuned"))
     for key in TABLES:
-        require(
-            isinstance(table.get(key, {}), dict) or key == "scheme", key, table.get(key), "a table"
-        )
+        is_table = isinstance(table.get(key, {}), dict)
+        require(is_table or key == "scheme", key, table.get(key), "a table")
     for setting, value in settings_of(dict(table)):
         _require_kept(setting, value)
     mesh = _plain("mesh", MeshConfig, table)
@@ -70,7 +68,7 @@ def from_table(table: Mapping[str, Any]) -> Config:
 
 
 def to_table(config: Config) -> Table:
-    """The tables that spell `config`: `from_table(to_table(config)) == config`."""
+    """Tables of `config`: `from_table(to_table(config)) == config`."""
     table: Table = {"seed": config.seed}
     for key, chooser in CHOSEN_BY.items():
         table[key] = _spelled(chooser, getattr(config, key))
@@ -86,7 +84,7 @@ def to_table(config: Config) -> Table:
 
 
 def settings_of(table: Table, before: str = "") -> Iterator[tuple[str, object]]:
-    """Every setting of a table, as `section.key` and its value.
+    """Yields each setting of a table as `section.key` and its value.
 
     >>> list(settings_of({"seed": 0, "train": {"steps": 3}}))
     [('seed', 0), ('train.steps', 3)]
@@ -99,8 +97,7 @@ def settings_of(table: Table, before: str = "") -> Iterator[tuple[str, object]]:
 
 
 def _require_kept(setting: str, value: object) -> None:
-    """Raises `ValueError` for what checkpoints and files of a run cannot hold: dates, and bytes
-    that are no text."""
+    """Raises `ValueError` for values that files of a run cannot hold: dates and invalid UTF-8."""
 
     def refuse(date: object) -> NoReturn:
         raise ValueError(f"{setting} has {date}, which TOML takes for a date or a time: quote it")
@@ -118,19 +115,18 @@ def _spelled(chooser: str, chosen: Choice | OptimizerConfig) -> Table:
 
 
 def _levels(spelled: Any, mesh: MeshConfig, given: bool) -> tuple[LevelConfig, ...]:
-    """`[scheme]` is one level over all replicas of the mesh; each `[[scheme]]` is a level with its
-    own `replicas`.
+    """Levels of a recipe: `[scheme]` is one level over all replicas of the mesh, and each
+    `[[scheme]]` is a level with its own `replicas`.
 
-    given: [mesh] has a number of replicas, too.
+    Args:
+        spelled: Value of the key `scheme`.
+        given: True if [mesh] sets a number of replicas.
     """
     if isinstance(spelled, dict):
         return (LevelConfig(REPLICATE, mesh.replicas, _choice("scheme", {"scheme": spelled})),)
-    tables = (
-        isinstance(spelled, list)
-        and bool(spelled)
-        and all(isinstance(level, dict) for level in spelled)
-    )
-    require(tables, "scheme", spelled, "a table [scheme], or one [[scheme]] for each level")
+    tables = isinstance(spelled, list) and all(isinstance(level, dict) for level in spelled)
+    allowed = "a table [scheme], or one [[scheme]] for each level"
+    require(tables and bool(spelled), "scheme", spelled, allowed)
     levels = tuple(_level(dict(level)) for level in spelled)
     if given:
         raise ValueError(
@@ -148,15 +144,12 @@ def _level(table: Table) -> LevelConfig:
             raise ValueError(f"{key} is missing in a [[scheme]] of the recipe: {table}")
     axis = _typed(str, "scheme.axis", table.pop("axis"))
     usable = axis.isidentifier() and axis not in (REPLICATE, "shard")
-    require(
-        usable, "scheme.axis", axis, f"a name such as 'rack', other than '{REPLICATE}' and 'shard'"
-    )
-    where = f"scheme.{axis}"
-    replicas = _typed(int, f"{where}.replicas", table.pop("replicas"))
-    require(replicas >= 1, f"{where}.replicas", replicas, "at least 1")
-    return LevelConfig(
-        axis, replicas, Choice(_typed(str, f"{where}.name", table.pop("name")), table)
-    )
+    allowed = f"a name such as 'rack', other than '{REPLICATE}' and 'shard'"
+    require(usable, "scheme.axis", axis, allowed)
+    replicas = _typed(int, f"scheme.{axis}.replicas", table.pop("replicas"))
+    require(replicas >= 1, f"scheme.{axis}.replicas", replicas, "at least 1")
+    name = _typed(str, f"scheme.{axis}.name", table.pop("name"))
+    return LevelConfig(axis, replicas, Choice(name, table))
 
 
 def _choice(key: str, table: Mapping[str, Any]) -> Choice:
@@ -168,23 +161,23 @@ def _choice(key: str, table: Mapping[str, Any]) -> Choice:
 def _optimizer(table: Mapping[str, Any]) -> OptimizerConfig:
     arguments = dict(table.get("optimizer", {}))
     name = _typed(str, "optimizer.name", _needed("optimizer", "name", arguments))
-    require_optimizer(name)  # before what it lacks
+    require_optimizer(name)  # report a wrong name before a missing lr
     lr = _typed(float, "optimizer.lr", _needed("optimizer", "lr", arguments))
     return OptimizerConfig(name, lr, arguments)
 
 
 def _plain(key: str, kind: type[_T], table: Mapping[str, Any]) -> _T:
-    types = {f.name: f.type for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     values = dict(table.get(key, {}))
     for name in values:
-        if name not in types:
-            raise unknown(f"key of [{key}]", name, types)
-    for field_ in dataclasses.fields(kind):  # type: ignore[arg-type]
-        if field_.default is dataclasses.MISSING:
-            _needed(key, field_.name, dict(values))
-    return kind(
-        **{name: _typed(types[name], f"{key}.{name}", value) for name, value in values.items()}
-    )
+        if name not in fields:
+            raise unknown(f"key of [{key}]", name, fields)
+    for name, field in fields.items():
+        if field.default is dataclasses.MISSING:
+            _needed(key, name, dict(values))
+    for name, value in values.items():
+        values[name] = _typed(fields[name].type, f"{key}.{name}", value)
+    return kind(**values)
 
 
 def _needed(key: str, name: str, values: Table) -> Any:
@@ -196,21 +189,22 @@ def _needed(key: str, name: str, values: Table) -> Any:
     return values.pop(name)
 
 
+_LISTS: dict[Any, tuple[tuple[type, ...], str]] = {
+    tuple[str, ...]: ((str,), "a list of texts"),
+    tuple[int, ...]: ((int,), "a list of whole numbers"),
+    tuple[float, ...]: ((int, float), "a list of numbers"),
+}
+"""For each type of a list: the types that its items may have, and words for an error."""
+
+
 def _typed(kind: Any, setting: str, value: Any) -> Any:
-    if kind == tuple[str, ...]:
-        texts = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
-        require(texts, setting, value, "a list of texts")
-        return tuple(value)
-    if kind in (tuple[float, ...], tuple[int, ...]):
-        taken: Any = (int, float) if kind == tuple[float, ...] else (int,)
-        numbers = isinstance(value, list | tuple) and all(type(item) in taken for item in value)
-        require(
-            numbers,
-            setting,
-            value,
-            "a list of numbers" if float in taken else "a list of whole numbers",
-        )
-        return tuple(map(taken[-1], value))
+    if kind in _LISTS:
+        types, words = _LISTS[kind]
+        valid = isinstance(value, list | tuple) and all(type(item) in types for item in value)
+        require(valid, setting, value, words)
+        return tuple(map(types[-1], value))
     if allowed := plain_types(value, kind):
         require(False, setting, value, allowed)
-    return float(value) if kind is float else value
+    if kind is float:
+        return float(value)
+    return value

@@ -1,4 +1,7 @@
-"""Adapter: the setting of a run's scheme follows its link, which the run's own exchanges measure."""
+"""Adapter: changes the setting of a run's scheme when the link becomes faster or slower.
+
+The exchanges of the run measure the link.
+"""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -17,26 +20,32 @@ from detonation.train.output.metrics import Record
 from detonation.train.recipe.schema import Table
 
 FACTOR = 2.0
-"""How many times faster or slower the link must be than assumed before the setting follows it."""
+"""The adapter ignores a link that is less than this many times faster or slower than assumed."""
 STEPS = 20
-"""Steps between agreements on the measurements; whole rounds where those are longer."""
-CERTAIN_S, CERTAIN = 5e-4, 0.2
-"""A difference in waiting below `CERTAIN_S` plus this part of the budget is noise."""
+"""Least number of steps between agreements on the measurements, rounded up to whole rounds."""
+CERTAIN_S = 5e-4
+CERTAIN = 0.2
+"""A difference in waiting below `CERTAIN_S` plus this fraction of the budget is noise."""
 _FURTHEST = 64.0
 _MOVED: dict[str, Sequence[int | float]] = {
     "every": (5, 10, 20, 50, 100, 200, 500),
     "topk": (1, 2, 4, 8, 16, 32, 64, 128),
     "rate": tuple(1 / 2**n for n in range(1, 8)),
 }
-"""The arguments that are moved, the first that a scheme has, and their values."""
+"""Arguments that the adapter changes, with their values; it changes the first that a scheme has."""
 
 
 @dataclass(frozen=True)
 class Followed:
-    """The state of an adapter: the link, and a step without it. A checkpoint holds it for a run
-    that is resumed.
+    """State of an adapter, which a checkpoint keeps.
 
-    network: as it was at first; it is now `times` as fast, and its latency `later` times as long.
+    Args:
+        budget: Part of a step that the run may spend waiting for the network.
+        network: Link at the start of the run.
+        compute_s: Seconds of forward and backward.
+        step: Seconds of the optimizer's step, without the link.
+        times: Present rate of the link, as a multiple of the rate at the start.
+        later: Present latency of the link, as a multiple of the latency at the start.
     """
 
     budget: float
@@ -47,53 +56,50 @@ class Followed:
     later: float = 1.0
 
     def table(self) -> Table:
-        """The same in plain values."""
+        """Converts the state to plain values."""
         lines = {
             name: [line.latency_s, line.rate_bits_per_s]
             for name, line in self.network.operations.items()
         }
-        known = {
+        return {
             "budget": self.budget,
             "lines": lines,
             "compute_s": self.compute_s,
             "step": asdict(self.step),
+            "restart": self.network.restart,
+            "times": self.times,
+            "later": self.later,
         }
-        return {**known, "restart": self.network.restart, "times": self.times, "later": self.later}
 
     @classmethod
     def of(cls, table: Mapping[str, Any], replicas: int, shards: int) -> "Followed":
-        """Reads a `table()` back, for a world of that shape.
-
-        Raises `ValueError` for anything else.
-        """
+        """Reads a `table()` for a world of this shape. Raises `ValueError` if it is damaged."""
         try:
             operations = {
                 name: Operation(latency, rate, 0.0)
                 for name, (latency, rate) in table["lines"].items()
             }
             network = Network(replicas, shards, operations, float(table.get("restart", 0.0)))
-            now = (float(table.get(key, 1.0)) for key in ("times", "later"))
             return cls(
                 check_budget(table["budget"]),
                 network,
                 float(table["compute_s"]),
                 Step(**table["step"]),
-                *now,
+                float(table.get("times", 1.0)),
+                float(table.get("later", 1.0)),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"what the checkpoint says of the link is damaged: {error!r}"
+                f"the adapter's state in the checkpoint is damaged: {error!r}"
             ) from error
 
 
 class Adapter:
-    """Watches the waiting of `session`, and moves the setting of its scheme to stay within a budget
-    of waiting.
+    """Changes the setting of a session's scheme to keep its waiting within a budget.
 
-    The exchanges themselves are the measurement. Reports of losses are so short that their wait is
-    latency. The plan predicts the wait for a message at any rate: what is left of it gives the
-    rate. The replica that comes last waits for the link alone: the least wait of all replicas
-    counts. `after` is collective at steps that all ranks know.
+    It measures the waits of the run's own exchanges. Reports of losses are so short that their wait
+    is latency. The planner predicts the wait for a message at any rate, so the measured wait gives
+    the rate. The slowest replica waits only for the link: the shortest wait of all replicas counts.
     """
 
     def __init__(self, session: Session, followed: Followed) -> None:
@@ -101,95 +107,100 @@ class Adapter:
         self._session = session
         self._first = scheme_of(session.config.levels[-1])
         self._everyone = Everyone(session.device)
-        shapes = shard_shapes(session.config)
-        steps = {self._first.name: followed.step}
         self._work = Work(
-            shapes, followed.compute_s, steps, accumulate=session.config.train.accumulate
+            shard_shapes(session.config),
+            followed.compute_s,
+            {self._first.name: followed.step},
+            accumulate=session.config.train.accumulate,
         )
         self._waits: list[float] = []
         self._reports: list[float] = []
 
     def after(self, record: Record) -> list[str]:
-        """Takes in one more step on all ranks, and follows the link where it has changed; returns
-        the lines to show."""
+        """Adds the waits of one step, and adapts to a changed link; returns the lines to print.
+
+        Collective at steps that all ranks compute alike.
+        """
         self._waits.append(record.waited_s)
         self._reports.append(record.agreeing_s or 0.0)
         every = _present(self._session).round.every
         interval = -(-STEPS // every) * every
         if record.step % interval or len(self._waits) < max(every, interval // 2):
             return []
-        mine = _typical(self._waits, every), statistics.median(self._reports)
-        self._waits, self._reports = [], []
+        mine = (_typical(self._waits, every), statistics.median(self._reports))
+        self._waits = []
+        self._reports = []
         everyone = self._everyone.send_to_all(mine)
-        decision = self._decide(*zip(*everyone, strict=True)) if self._session.rank == 0 else None
+        decision = None
+        if self._session.rank == 0:
+            decision = self._decide(*zip(*everyone, strict=True))
         decided = self._everyone.send_to_all(decision)[0]
-        return [] if decided is None else self._follow(record.step, *decided)
+        if decided is None:
+            return []
+        return self._follow(record.step, *decided)
 
     def _decide(
         self, waits: Sequence[float], reports: Sequence[float]
     ) -> tuple[float, float, Table] | None:
-        """Factors of rate and latency, and the arguments of the scheme from now on; None where all
-        is as it was."""
-        now, followed, shards = (
-            _present(self._session),
-            self.followed,
-            self._session.config.mesh.shards,
-        )
-        waited, reported = (
-            max(min(of[shard::shards]) for shard in range(shards)) for of in (waits, reports)
-        )
+        """Factors of rate and latency, and the arguments that the scheme gets.
+
+        None if the link is unchanged.
+        """
+        now = _present(self._session)
+        followed = self.followed
+        waited = self._least(waits)
+        reported = self._least(reports)
         certain = CERTAIN_S + CERTAIN * followed.budget * (self._work.compute_s + waited)
         network = followed.network.faster(followed.times, followed.later)
 
         def expected(times: float, later: float) -> tuple[float, float]:
-            there = network.faster(times, later)
-            return cost(now, self._work, there).exposed_s, report_s(now, self._work, there)
+            """Seconds of waiting for a message, and for a report of a loss."""
+            link = network.faster(times, later)
+            return cost(now, self._work, link).exposed_s, report_s(now, self._work, link)
 
-        times, later = 1 / followed.times, 1 / followed.later
-        (w1, r1), (w0, r0) = expected(times, later), expected(1.0, 1.0)
-        # Back at the first link, if waits are nearer to its: the nearest link that explains them is
-        # only on the way.
-        back = max(abs(w1 - w0), abs(r1 - r0)) > max(
+        times = 1 / followed.times
+        later = 1 / followed.later
+        (w1, r1) = expected(times, later)
+        (w0, r0) = expected(1.0, 1.0)
+        # If the waits fit the link of the start better, the link has returned to it. `_factors`
+        # would stop at the first link that explains the waits, between the two.
+        returned = max(abs(w1 - w0), abs(r1 - r0)) > max(
             certain, 2 * abs(w1 - waited), 2 * abs(r1 - reported)
         )
-        if not back:
-            later = 1.0
-            if (
-                network.seconds("all-gather", 0) > certain
-            ):  # a shorter latency is not to be told from noise
-                later = explained(reported, lambda x: expected(1.0, 1 / x)[1], certain)
-                later = 1.0 if 1 / FACTOR < later < FACTOR else 1 / later
-            times = explained(waited, lambda x: expected(x, later)[0], certain)
-            if (
-                times == later == 1.0
-            ):  # as where backward hides the reports, and no rate explains the wait
-                later = 1 / explained(waited, lambda x: expected(1.0, 1 / x)[0], certain)
-            times, later = (1.0 if 1 / FACTOR < each < FACTOR else each for each in (times, later))
+        if not returned:
+            # A change of a latency below the noise cannot be measured.
+            shows_latency = network.seconds("all-gather", 0) > certain
+            times, later = _factors(waited, reported, expected, certain, shows_latency)
         if times == later == 1.0:
             return None
-        there = largest_within(
-            self._settings(), self._work, network.faster(times, later), followed.budget
-        )
-        return times, later, dict((self._first if back else there).arguments)
+        chosen = self._first
+        if not returned:
+            link = network.faster(times, later)
+            chosen = largest_within(self._settings(), self._work, link, followed.budget)
+        return times, later, dict(chosen.arguments)
+
+    def _least(self, seconds: Sequence[float]) -> float:
+        """Shortest wait of all replicas; of the shards of a replica, the longest counts."""
+        shards = self._session.config.mesh.shards
+        return max(min(seconds[shard::shards]) for shard in range(shards))
 
     def _settings(self) -> list[Scheme]:
-        """The schemes that the run can move to: its first, its present one, and the first at other
-        values."""
+        """Schemes that the run can change to: the first, the present, and the first with other
+        values of one argument."""
         now = _present(self._session)
-        key = next((key for key in _MOVED if key in now.arguments), None)
         found = {spelled(scheme): scheme for scheme in (self._first, now)}
-        for value in _MOVED[key] if key else ():
-            try:
-                other = scheme(now.name, {**self._first.arguments, str(key): value})
-            except ValueError:  # out of the range of the scheme
-                continue
-            if self._way(other) == self._way(now):
-                found.setdefault(spelled(other), other)
+        for key in [key for key in _MOVED if key in now.arguments][:1]:
+            for value in _MOVED[key]:
+                try:
+                    other = scheme(now.name, {**self._first.arguments, key: value})
+                except ValueError:  # out of the range of the scheme
+                    continue
+                if self._collectives(other) == self._collectives(now):
+                    found.setdefault(spelled(other), other)
         return list(found.values())
 
-    def _way(self, scheme: Scheme) -> list[str]:
-        """The collective of each shard, which stays: without a memory a server residual has no
-        place in another."""
+    def _collectives(self, scheme: Scheme) -> list[str]:
+        """Collective of each shard. A change of collective would lose residuals of a server."""
         replicas = self._session.config.mesh.replicas
         return [
             collective_for(scheme, scheme.codec.layout(shapes), replicas)
@@ -197,33 +208,69 @@ class Adapter:
         ]
 
     def _follow(self, step: int, times: float, later: float, arguments: Table) -> list[str]:
-        was, before = _present(self._session), self.followed
+        was = _present(self._session)
+        before = self.followed
         self.followed = replace(before, times=before.times * times, later=before.later * later)
-        there = scheme(was.name, arguments)
-        found = [f"is {times:.2g} times as fast as it was"] if times != 1.0 or later == 1.0 else []
-        found += [f"has {later:.2g} times the latency"] if later != 1.0 else []
+        now = scheme(was.name, arguments)
+        found = []
+        if times != 1.0 or later == 1.0:
+            found = [f"is {times:.2g} times as fast as it was"]
+        if later != 1.0:
+            found.append(f"has {later:.2g} times the latency")
         text = f"adapt: after step {step} the link {' and '.join(found)}"
-        if there == was:
+        if now == was:
             return [f"{text}: {spelled(was)} stays"]
-        self._session.optimizer.reconfigure(there)
-        return [f"{text}: {spelled(there)} from now on, instead of {spelled(was)}"]
+        self._session.optimizer.reconfigure(now)
+        return [f"{text}: {spelled(now)} from now on, instead of {spelled(was)}"]
+
+
+def _factors(
+    waited: float,
+    reported: float,
+    expected: Callable[[float, float], tuple[float, float]],
+    certain: float,
+    shows_latency: bool,
+) -> tuple[float, float]:
+    """Factors of rate and latency that explain the waits; 1 unless a factor is above `FACTOR`."""
+    later = 1.0
+    if shows_latency:
+        later = 1 / _large(explained(reported, lambda x: expected(1.0, 1 / x)[1], certain))
+    times = explained(waited, lambda x: expected(x, later)[0], certain)
+    if times == later == 1.0:  # perhaps backward hides the reports: does latency explain the wait?
+        later = 1 / explained(waited, lambda x: expected(1.0, 1 / x)[0], certain)
+    return _large(times), _large(later)
+
+
+def _large(factor: float) -> float:
+    """`factor`, or 1 if it is too small to follow."""
+    if 1 / FACTOR < factor < FACTOR:
+        return 1.0
+    return factor
 
 
 def explained(waited_s: float, predicted: Callable[[float], float], certain_s: float) -> float:
-    """The factor of the rate that explains a wait, as near to 1 as possible; 1 where no rate
-    explains it.
+    """Factor of the rate that explains a wait, as close to 1 as possible; 1 if no rate explains it.
 
-    `predicted` is the wait at a factor of the rate; a difference in waiting below `certain_s` is
-    noise.
+    Args:
+        waited_s: Measured wait.
+        predicted: Returns the wait at a factor of the rate.
+        certain_s: A smaller difference in waiting is noise.
 
-    >>> explained(0.1, lambda times: 0.2 / times, 0.001), explained(0.2, lambda times: 0.2 / times, 0.001)
-    (2.0, 1.0)
+    >>> explained(0.1, lambda times: 0.2 / times, 0.001)
+    2.0
+    >>> explained(0.2, lambda times: 0.2 / times, 0.001)
+    1.0
     """
-    towards, times = 1 if waited_s < predicted(1.0) else -1, 1.0
-    while towards * (predicted(times) - waited_s) > certain_s:
-        times *= 2 ** (towards / 4)
-        if not 1 / _FURTHEST < times < _FURTHEST:
-            return 1.0 if towards > 0 else times
+    direction = -1
+    if waited_s < predicted(1.0):
+        direction = 1
+    times = 1.0
+    while direction * (predicted(times) - waited_s) > certain_s:
+        times *= 2 ** (direction / 4)
+        if times >= _FURTHEST:
+            return 1.0
+        if times <= 1 / _FURTHEST:
+            return times
     return round(times, 3)
 
 
@@ -232,8 +279,7 @@ def _present(session: Session) -> Scheme:
 
 
 def _typical(waits: Sequence[float], every: int) -> float:
-    """Seconds waited per step, on average over the median round."""
-    rounds = [
-        sum(waits[start : start + every]) for start in range(0, len(waits) - every + 1, every)
-    ]
+    """Seconds waited per step in the median round."""
+    starts = range(0, len(waits) - every + 1, every)
+    rounds = [sum(waits[start : start + every]) for start in starts]
     return statistics.median(rounds) / every

@@ -1,5 +1,4 @@
-"""`[scheme] name = "auto"`: what a recipe asks for, and the choice for the links that are there,
-alike on all ranks."""
+"""`[scheme] name = "auto"`: measures the link, and chooses one scheme on all ranks."""
 
 import json
 import logging
@@ -54,17 +53,17 @@ from detonation.train.run.adapt import Followed
 
 AUTO = "auto"
 _REPEATS = 5
-"""Of each measurement on this machine."""
+"""Repetitions of each measurement on this machine."""
 
 
 @dataclass(frozen=True)
 class Auto:
-    """The arguments of scheme "auto" in a recipe.
+    """Arguments of scheme "auto" in a recipe.
 
     Args:
-        budget: The part of a step that full synchronisation, or the adapted setting, may spend
-            waiting for the network, between 0 and 1.
-        adapt: Let the setting of the chosen scheme follow the link during the run.
+        budget: Part of a step, between 0 and 1, that full synchronisation or the adapted setting
+            may spend waiting for the network.
+        adapt: Change the setting of the chosen scheme when the link changes during the run.
 
     Raises:
         ValueError: A value is out of range.
@@ -79,10 +78,7 @@ class Auto:
 
     @classmethod
     def of(cls, config: Config) -> "Auto | None":
-        """The arguments in `config`; None where it names its scheme.
-
-        Raises `ValueError` for bad arguments.
-        """
+        """Arguments in `config`; None for another scheme. Raises `ValueError` for bad arguments."""
         names = [level.scheme.name for level in config.levels]
         if AUTO not in names:
             return None
@@ -95,39 +91,45 @@ class Auto:
 
 @dataclass(frozen=True)
 class Asked:
-    """A run whose scheme is still to be chosen: how to choose, and the recipe with its layers."""
+    """A run whose scheme is not chosen yet.
+
+    Args:
+        auto: Rules of the choice.
+        layers: The recipe, its overrides and its defaults for each scheme.
+    """
 
     auto: Auto
     layers: Layers
 
     def candidates(self) -> dict[str, Config]:
-        """The recipe under every scheme, by spelling: as it is tuned, and at other settings that go
-        with that.
+        """The recipe with every scheme: with the recipe's own arguments, and with other settings.
 
-        `none` is left out where the recipe's replicas must agree.
+        Leaves `none` out if the recipe requires equal replicas.
         """
-        made: dict[str, Config] = {}
+        found: dict[str, Config] = {}
         full = self.layers.under("full", {})
-        agreeing = full.train.log_updates or full.train.publish or full.mesh.elastic
-        for name in [name for name in known_schemes() if name != "none" or not agreeing]:
+        equal = full.train.log_updates or full.train.publish or full.mesh.elastic
+        for name in known_schemes():
+            if name == "none" and equal:
+                continue
             for arguments in settings(name):
                 config = self.layers.under(name, arguments)
                 try:
-                    made.setdefault(spelled(scheme_of(config.levels[-1])), config)
+                    found.setdefault(spelled(scheme_of(config.levels[-1])), config)
                 except ValueError:
-                    if not arguments:  # the recipe itself is not valid
+                    if not arguments:  # the recipe itself is invalid
                         raise
-        return made
+        return found
 
     def under(self, scheme: Mapping[str, Any]) -> Config:
-        """The recipe under the scheme of a table."""
+        """The recipe with the scheme of a table."""
         arguments = {key: value for key, value in scheme.items() if key != "name"}
         return check_config(self.layers.under(scheme["name"], arguments))
 
     def check(self) -> Config:
-        """The recipe under full synchronisation.
+        """The recipe with full synchronisation.
 
-        Raises `ValueError` for anything that would fail under some scheme.
+        Raises `ValueError` for anything that would fail with one of the schemes.
         """
         for config in self.candidates().values():
             check_levels(config.levels)
@@ -136,18 +138,16 @@ class Asked:
 
 
 def trained(candidates: Mapping[str, Config]) -> dict[str, Candidate]:
-    """Each scheme that may be chosen, with the optimizer that the recipe trains it with."""
-    return {
-        name: (
-            scheme_of(config.levels[-1]),
-            trained_by(config.optimizer.name, config.optimizer.arguments),
-        )
-        for name, config in candidates.items()
-    }
+    """Candidate schemes, each with the optimizer that the recipe uses for it."""
+    found = {}
+    for name, config in candidates.items():
+        optimizer = trained_by(config.optimizer.name, config.optimizer.arguments)
+        found[name] = (scheme_of(config.levels[-1]), optimizer)
+    return found
 
 
 def goal_of(config: Config, work: Work) -> Goal:
-    """The run of a recipe, for estimates of its loss."""
+    """Goal of a recipe, for estimates of its loss."""
     return Goal(
         config.mesh.replicas,
         sum(work.sizes.values()),
@@ -157,23 +157,29 @@ def goal_of(config: Config, work: Work) -> Goal:
 
 
 def settings_in(layers: Layers, chosen: Scheme) -> dict[str, object]:
-    """The arguments that a recipe must be given to train under `chosen`: those that it has
-    otherwise under its name."""
+    """Arguments of `chosen` that differ from those that the recipe gives this scheme."""
     own = scheme_of(layers.under(chosen.name, {}).levels[-1]).arguments
     return {key: value for key, value in chosen.arguments.items() if value != own[key]}
 
 
 def standing(layers: Layers) -> Config:
-    """The configuration, with full synchronisation in the place of a scheme that is still to be
-    chosen."""
+    """The configuration; a scheme that is not chosen yet becomes full synchronisation."""
     config = layers.config()
-    return config if Auto.of(config) is None else layers.under("full", {})
+    if Auto.of(config) is None:
+        return config
+    return layers.under("full", {})
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The choice: its configuration, a line to show, the `plan` of the run directory, an adapter's
-    first state."""
+    """The choice.
+
+    Args:
+        config: Configuration with the chosen scheme.
+        line: Reason, as a line to print.
+        plan: Contents of `plan.json` in the run directory.
+        followed: First state of an adapter.
+    """
 
     config: Config
     line: str
@@ -182,36 +188,42 @@ class Chosen:
 
 
 def again(asked: Asked, path: Path, everyone: Everyone) -> Config | None:
-    """The configuration that the run in `path` has chosen before; None where rank 0 cannot read it.
-    Collective.
+    """Configuration that the run in `path` chose before; None if rank 0 cannot read it. Collective.
 
-    No other rank needs to see the directory yet.
+    The other ranks need not see the directory.
     """
     scheme = directory.config_in(path).get("scheme")
-    found = everyone.send_to_all(scheme if isinstance(scheme, dict) and "name" in scheme else None)[
-        0
-    ]
-    return None if found is None else asked.under(found)
+    if not isinstance(scheme, dict) or "name" not in scheme:
+        scheme = None
+    found = everyone.send_to_all(scheme)[0]
+    if found is None:
+        return None
+    return asked.under(found)
 
 
 def decide(asked: Asked, everyone: Everyone, axis: SurvivingCommunicator | None = None) -> Chosen:
-    """Measures the link and the compute of a step, and chooses; all ranks agree. Collective.
+    """Measures the link and the compute of a step, and chooses one scheme for all. Collective.
 
-    `axis`: an elastic one. The model steps beside it: a second optimizer on it would let nobody in.
+    Args:
+        axis: Axis of an elastic run. Steps are measured on a loopback instead, because a second
+            optimizer on this axis would keep guests out.
     """
-    candidates, device = asked.candidates(), everyone.device
+    candidates = asked.candidates()
+    device = everyone.device
     config = asked.check()
-    # for measuring only: the run makes its own weights
+    # This session only measures: the run builds another with its own weights.
     session = start_session(config, device, axis and LoopbackCommunicator(config.mesh.replicas))
     measured = probe_axis(axis or session.optimizer.levels[0][0], device, PROBE_S, everyone)
     network = Network.of_axis(measured, session.config.mesh.shards)
     compute_s, _ = forward_backward(session, everyone)
-    settings = session.config.train.accumulate, True, device.type != "cpu"
-    work = Work(shard_shapes(session.config), compute_s, {}, True, *settings)
+    accumulate = session.config.train.accumulate
+    on_device = device.type != "cpu"
+    work = Work(shard_shapes(session.config), compute_s, {}, True, accumulate, True, on_device)
     best, found, work = _search(asked.auto.budget, candidates, session, everyone, network, work)
     goal = goal_of(session.config, work)
     line = why(found, network, goal, asked.auto.budget)
-    config = check_config(candidates[spelled(best.cost.scheme)])
+    name = spelled(best.cost.scheme)
+    config = check_config(candidates[name])
     plan = {
         "chosen": row(best, goal),
         "why": line,
@@ -220,9 +232,7 @@ def decide(asked: Asked, everyone: Everyone, axis: SurvivingCommunicator | None 
         "steps": {name: asdict(step) for name, step in work.steps.items()},
         **advise(found, work, network, goal, asked.auto.budget, partial(settings_in, asked.layers)),
     }
-    followed = Followed(
-        asked.auto.budget, network, compute_s, work.steps[spelled(best.cost.scheme)]
-    )
+    followed = Followed(asked.auto.budget, network, compute_s, work.steps[name])
     return Chosen(config, f"auto: {line}", plan, followed)
 
 
@@ -234,14 +244,14 @@ def _search(
     network: Network,
     work: Work,
 ) -> tuple[Option, list[Option], Work]:
-    """The choice, the options that it was made from, and the work with the optimizer steps measured
-    for it.
+    """Returns the choice, all options, and the work with the measured optimizer steps.
 
-    The step of a scheme is measured only when it would be chosen: its time changes the share that
-    is spent waiting. Its steps without an exchange are the same at every setting, so the quickest
-    that was measured counts for all.
+    It measures the step of a scheme only if that scheme would be chosen: the time of the step
+    changes the share of waiting. Steps without an exchange are the same at every setting of a
+    scheme, so the fastest measurement counts for all.
     """
-    pairs, goal = trained(candidates), goal_of(session.config, work)
+    pairs = trained(candidates)
+    goal = goal_of(session.config, work)
     steps: dict[str, Step] = {}
     while True:
         work = replace(work, steps=dict(steps))
@@ -250,45 +260,55 @@ def _search(
         if name in steps:
             best = next(option for option in found if spelled(option.cost.scheme) == name)
             text = json.dumps(to_table(candidates[name]), sort_keys=True)
-            everyone.require_same(
-                {"chosen": text}, {}
-            )  # raises `Mismatch` on all ranks where one has another
+            everyone.require_same({"chosen": text}, {})  # raises `Mismatch` on all ranks
             return best, found, work
         step = optimizer_step(session, everyone, candidates[name])
-        if step is None:  # the optimizer refuses it
+        if step is None:
             del pairs[name]
         else:
             steps[name] = step
-            kind = pairs[name][0].name, pairs[name][1]
-            alike = [
-                each
-                for each in steps
-                if (pairs[each][0].name, pairs[each][1]) == kind and steps[each].local_s
-            ]
-            local_s = min((steps[each].local_s for each in alike), default=0.0)
-            steps |= {each: replace(steps[each], local_s=local_s) for each in alike}
+            _share_local_time(steps, pairs, name)
+
+
+def _share_local_time(
+    steps: dict[str, Step], pairs: Mapping[str, Candidate], measured: str
+) -> None:
+    """Sets the time of a step without an exchange to the least of all settings of one scheme."""
+
+    def kind(name: str) -> tuple[str, object]:
+        scheme, optimizer = pairs[name]
+        return scheme.name, optimizer
+
+    settings = [name for name in steps if kind(name) == kind(measured) and steps[name].local_s]
+    local_s = min((steps[name].local_s for name in settings), default=0.0)
+    for name in settings:
+        steps[name] = replace(steps[name], local_s=local_s)
 
 
 def forward_backward(session: Session, everyone: Everyone) -> tuple[float, float]:
-    """The median time of the forward and backward passes of a step, and their spread (IQR /
-    median). Collective."""
+    """Median seconds of forward and backward of a step, and their spread (IQR / median).
+
+    Collective.
+    """
     backward(session, 0)
     low, median, high = statistics.quantiles(_times(lambda: backward(session, 0), everyone), n=4)
     return median, (high - low) / median
 
 
 def optimizer_step(session: Session, everyone: Everyone, config: Config) -> Step | None:
-    """The time of the optimizer's step of `config` on the model of `session`, over a loopback.
-    Collective.
+    """Seconds of the optimizer's step of `config` on the model of `session`, over a loopback.
 
-    None where the optimizer refuses it, such as a scheme that is larger than dense.
+    Collective. None if the optimizer refuses the scheme, such as one that sends more than dense.
     """
     scheme = scheme_of(config.levels[-1])
     base = optimizers.build_optimizer(config.optimizer, session.model)
-    log, mine = logging.getLogger("detonation"), threading.get_ident()
-    log.addFilter(
-        of_others := lambda record: record.thread != mine
-    )  # replicate warns of a loss, and here is none
+    log = logging.getLogger("detonation")
+    mine = threading.get_ident()
+
+    def of_others(record: logging.LogRecord) -> bool:
+        return record.thread != mine
+
+    log.addFilter(of_others)  # hides warnings about the loss: this optimizer does not train
     try:
         communicator = LoopbackCommunicator(session.config.mesh.replicas)
         optimizer = replicate(
@@ -305,15 +325,18 @@ def optimizer_step(session: Session, everyone: Everyone, config: Config) -> Step
             optimizer.step_count = step
             optimizer.step()
 
-        return min(_times(again, everyone))  # what disturbs them only adds
+        return min(_times(again, everyone))  # disturbances only lengthen a step
 
     last = scheme.round.every - 1
-    return Step(at(last), at(last - 1) if last else 0.0)
+    exchange_s = at(last)
+    local_s = 0.0
+    if last:
+        local_s = at(last - 1)
+    return Step(exchange_s, local_s)
 
 
 def _times(function: Callable[[], object], everyone: Everyone) -> list[float]:
-    """The seconds that `function` takes, several times over; of all ranks, which begin together,
-    the slowest counts."""
+    """Seconds of several calls of `function`. Ranks start together; the slowest rank counts."""
     times = []
     for _ in range(_REPEATS):
         everyone.barrier()

@@ -1,10 +1,8 @@
-"""A run among replicas that may be lost, or come: where it may start, those that come in, and those
-it has lost."""
+"""Elastic runs: checks at the start, replicas that join, and replicas that are lost."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -37,41 +35,40 @@ class SetUpError(ValueError):
 
 
 class SetUp:
-    """The set-up of this replica of an elastic run: a fault of it ends all replicas, which survive
-    later ones.
+    """Set-up of this replica of an elastic run. Only a fault during the set-up ends all replicas.
 
-    The others hear of a fault at the store of their axis, or before there is one where all meet;
-    see `refusal`.
+    The others read the fault in the store of their axis. Before that store exists, they read it at
+    the meeting address; see `refusal`.
     """
 
     def __init__(self, task_meet: str, replica: int | None) -> None:
-        self._meet, self._replica = task_meet, replica
+        self._meet = task_meet
+        self._replica = replica
         self._start: Preparation | None = None
         self._done = False
 
     def met(self, axis: SurvivingCommunicator) -> None:
-        """All replicas have met on `axis`."""
+        """Notes that all replicas have met on `axis`."""
         self._start = axis.host.membership.start
         self._start.begin()
 
     def done(self) -> None:
-        """This replica is about to train."""
+        """Notes that this replica is ready to train."""
         if self._start is not None:
             self._start.prepared()
         self._done = True
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Raises `SetUpError` for any fault until `done`, but those that others cause, and lets the
-        others know."""
+        """Reports faults of this replica to the others until `done`, and raises `SetUpError`.
+
+        Faults that other replicas cause pass through, and so does a `ValueError`.
+        """
         try:
             yield
         except Exception as error:
-            if (
-                self._done
-                or isinstance(error, TimeoutError | ReplicaLost)
-                or is_network_error(error)
-            ):
+            from_others = isinstance(error, TimeoutError | ReplicaLost) or is_network_error(error)
+            if self._done or from_others:
                 raise
             self._tell(describe(error))
             if isinstance(error, ValueError) or self._start is None:
@@ -86,8 +83,10 @@ class SetUp:
 
 
 def meeting_of(request: Request) -> str:
-    """Where the replicas of `request` meet, also where the rest of its settings is wrong; "" where
-    that is unknown."""
+    """Address at which the replicas of `request` meet; "" without one.
+
+    Other settings of the request may be invalid.
+    """
     for each in reversed(request.overrides):
         key, _, value = each.partition("=")
         if key.strip() == "mesh.meet":
@@ -100,8 +99,10 @@ def meeting_of(request: Request) -> str:
 def check_place(
     request: Request, config: Config, place: LaunchPosition | None, asked: Asked | None
 ) -> None:
-    """Raises `ValueError` where an elastic run cannot start as `request` wants it."""
-    number, mesh, last = request.replica, config.mesh, config.levels[-1].replicas
+    """Raises `ValueError` if the elastic options of `request` conflict."""
+    number = request.replica
+    mesh = config.mesh
+    last = config.levels[-1].replicas
     if request.join and len(config.levels) > 1:
         raise ValueError("nobody comes in under several levels: start all replicas with the run")
     if (mesh.elastic or request.join) and asked and asked.auto.adapt:
@@ -127,88 +128,91 @@ def check_place(
 def joined_session(
     config: Config, asked: Asked | None, device: torch.device, address: str, out: Path
 ) -> Session:
-    """The session of a replica that comes in while others train, at the store of `address`.
-    Collective.
+    """Session of a replica that joins a run through the store at `address`. Collective.
 
-    Where it is to be chosen, the scheme is that of the run. Its weights and the state of its
-    optimizer are those of the others; `optimizer.step_count` is the step.
+    Scheme "auto" becomes the scheme of the run. Weights, optimizer state and `step_count` are those
+    of the run.
     """
-    read_token()  # all that this replica can find out comes before the others hear of it
+    read_token()  # check everything local before the others learn of this replica
     directory.require_writable(out)
     store = reached_store(*host_and_port(address))
     mesh = init_mesh(1, config.mesh.shards, device.type)
     model = seeded_model(config).to(device)
     shard(model, mesh, wire=config.mesh.shard_wire)
-    alike: dict[str, Any] = {
-        "min_replicas": config.mesh.min_replicas,
-        "silence_s": config.peers.silence_s,
-    }
-    guest = Guest(store, mesh, link=config.mesh.link, **alike)
-    if asked is not None:  # before its own settings: those that train may still be choosing
+    guest = Guest(
+        store,
+        mesh,
+        link=config.mesh.link,
+        min_replicas=config.mesh.min_replicas,
+        silence_s=config.peers.silence_s,
+    )
+    if asked is not None:  # first of all: the run may still be choosing
         settings = settings_of_run(guest.membership)
-        theirs = {
-            key.removeprefix("scheme."): each
-            for key, each in settings.items()
+        scheme = {
+            key.removeprefix("scheme."): value
+            for key, value in settings.items()
             if key.startswith("scheme.")
         }
-        config = asked.under(theirs)
+        config = asked.under(scheme)
     require_same_settings(guest.membership, config)
     optimizer, axis = admitted(model, guest, safety=safety(config), timeout_s=_WAIT_S)
-    return Session(
-        config,
-        ElasticRanks(mesh, axis),
-        device,
-        load_data(config.data),
-        model,
-        optimizer.base,
-        optimizer,
-    )
+    world = ElasticRanks(mesh, axis)
+    data = load_data(config.data)
+    return Session(config, world, device, data, model, optimizer.base, optimizer)
 
 
 class Losses:
-    """The replicas that a run has lost and survived; nothing where a loss ends the run."""
+    """Lost replicas of an elastic run: log them, count them, re-elect the writer."""
 
     def __init__(self, session: Session, set_up: SetUp) -> None:
-        self._session, self._told, self.set_up = session, 0, set_up
-        self._world = session.world if isinstance(session.world, ElasticRanks) else None
+        self._session = session
+        self._told = 0
+        self.set_up = set_up
+        self._world: ElasticRanks | None = None
+        if isinstance(session.world, ElasticRanks):
+            self._world = session.world
         self._lock: directory.RunDirectory | None = None
         self._losses: list[Table] = []
 
     def news(self, path: Path, recorder: Recorder) -> list[str]:
-        """The losses since the last call, in lines.
+        """Lines about the losses since the last call.
 
-        The first replica that is left takes over the run directory.
+        The first remaining replica takes over the run directory.
         """
         if self._world is None:
             return []
         if recorder.take_over():
-            with contextlib.suppress(directory.InUse):  # by the lost one, which only stands still
+            with contextlib.suppress(directory.InUse):  # a lost replica may hang and hold the lock
                 self._lock = directory.RunDirectory(path)
-        new, self._told = self._world.losses[self._told :], len(self._world.losses)
+        new = self._world.losses[self._told :]
+        self._told = len(self._world.losses)
         return [line for change in new for line in self._lines(change)]
 
     def _lines(self, change: SurvivedLoss) -> Iterator[str]:
         if change.came:
             yield f"replica {_numbers(change.came)} joined before step {change.next_step + 1}"
-        if change.replicas:
-            norm, seconds = memory_norm(self._session.optimizer), change.recovered_s
-            found = {
-                "replicas": [*change.replicas],
-                "last_step": change.next_step,
-                "recovered_s": seconds,
-            }
-            if change.left:
-                self._losses.append({**found, "left": True})
-                where = "what it had not sent is with the others"
-                yield (
-                    f"replica {_numbers(change.replicas)} left after step {change.next_step}, as"
-                    f" asked; {where}"
-                )
-                return
-            self._losses.append({**found, "memory_norm": norm})
-            went_on = f"the others went on {seconds:.2f} s after the notice"
-            lost = f"lost replica {_numbers(change.replicas)} after step {change.next_step}"
-            yield f"{lost}, and its memory (here of norm {norm:.3g}); {went_on}"
+        if not change.replicas:
+            return
+        norm = memory_norm(self._session.optimizer)
+        seconds = change.recovered_s
+        number = _numbers(change.replicas)
+        found = {
+            "replicas": [*change.replicas],
+            "last_step": change.next_step,
+            "recovered_s": seconds,
+        }
+        if change.left:
+            self._losses.append({**found, "left": True})
+            yield (
+                f"replica {number} left after step {change.next_step}, as asked; it gave the others"
+                " the momentum that it had not sent"
+            )
+            return
+        self._losses.append({**found, "memory_norm": norm})
+        yield (
+            f"lost replica {number} after step {change.next_step}, and its memory (here of norm"
+            f" {norm:.3g}); the others went on {seconds:.2f} s after the notice"
+        )
 
     def table(self) -> Table:
         if self._world is None:
@@ -219,7 +223,7 @@ class Losses:
         }
 
     def close(self, has_left: bool) -> None:
-        """Leaves together with the replicas that are left, unless this one `has_left` before them."""
+        """Leaves together with the remaining replicas, unless this one `has_left` before them."""
         if self._world is not None and not has_left:
             self._world.close()
         if self._lock is not None:

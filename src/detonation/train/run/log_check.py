@@ -1,4 +1,4 @@
-"""The log of a run compared with its metrics and checkpoints, for `verify` and `--resume`."""
+"""Compares the log of a run with its metrics and checkpoints, for `verify` and `--resume`."""
 
 from pathlib import Path
 
@@ -6,27 +6,34 @@ from detonation.log.continuity import LogFile, log_faults, log_files
 from detonation.train.output import directory, metrics
 
 _MOST_SHARDS = 1 << 12
-"""A configuration of a stranger may name any number."""
+"""A foreign configuration may hold any number."""
 
 
 def checked_log(run: Path, saved: int) -> tuple[list[LogFile], list[str]]:
-    """The files of the log in the directory `run`, and in words what it lacks.
+    """Files of the log in the directory `run`, and its faults in words.
 
-    saved: The step of the newest whole checkpoint; 0 for none.
+    Args:
+        saved: Step of the newest complete checkpoint; 0 without one.
     """
     config = directory.config_in(run)
-    train, mesh = config.get("train"), config.get("mesh")
+    train = config.get("train")
+    mesh = config.get("mesh")
     logs = isinstance(train, dict) and train.get("log_updates") is True
-    shards = mesh.get("shards") if isinstance(mesh, dict) else 0
     updates = run / directory.UPDATES
     files = log_files(updates)
-    measured, faults = _measured(run / directory.METRICS) if logs else (0, [])
-    expected = shards if logs and type(shards) is int and shards <= _MOST_SHARDS else 0
+    measured = 0
+    faults: list[str] = []
+    expected = 0
+    if logs:
+        measured, faults = _measured(run / directory.METRICS)
+        shards = mesh.get("shards") if isinstance(mesh, dict) else None
+        if type(shards) is int and shards <= _MOST_SHARDS:
+            expected = shards
     return files, faults + log_faults(updates, files, expected, measured, saved)
 
 
 def _measured(path: Path) -> tuple[int, list[str]]:
-    """The last step in a metrics file, 0 where there is none, and why it cannot be read."""
+    """Last step in a metrics file, 0 without one, and the reason if it cannot be read."""
     try:
         records = metrics.read_metrics(path)
     except FileNotFoundError:

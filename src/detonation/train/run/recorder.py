@@ -1,4 +1,4 @@
-"""Records of a run: each step's, the log of its updates, and the feed of its weights."""
+"""Records of a run: the record of each step, the update log, and the feed of weights."""
 
 import json
 from collections.abc import Sequence
@@ -23,13 +23,16 @@ from detonation.train.recipe.schema import described_mesh
 from detonation.train.recipe.tables import to_table
 
 _MOST_REPLICAS = 16
-"""In a line of the metrics file; the table of more would be longer than the rest of it."""
+"""Above this number of replicas, lines of the metrics file omit the table of waits."""
 
 
 class Recorder:
-    """Keeps every step's record; rank 0 also writes each down, and shows those that are due.
+    """Keeps the record of each step. Rank 0 writes the records, and prints one every `log_every`.
 
-    `done` steps, the faults `before` and the records `kept` are of earlier starts.
+    Args:
+        done: Steps of earlier starts.
+        before: Faults counted in earlier starts.
+        kept: Records of earlier starts.
     """
 
     def __init__(
@@ -42,9 +45,13 @@ class Recorder:
         kept: Sequence[metrics.Record] = (),
     ) -> None:
         self.before = before
-        self._session, self._train, self._screen = session, session.config.train, screen
+        self._session = session
+        self._train = session.config.train
+        self._screen = screen
         self._full_sync = session.world.over_shards(sum(session.optimizer.dense_bytes_by_level))
-        self.records, self._path, self._done = list(kept), path, done
+        self.records = list(kept)
+        self._path = path
+        self._done = done
         self._loggers: list[trackers.Logger] = []
         self._metrics: metrics.MetricsFile | None = None
         self._gone = False
@@ -57,40 +64,39 @@ class Recorder:
         screen.start(done, self._train.steps)
 
     def _open(self, done: int) -> None:
-        """Writes from now on, after `done` steps."""
+        """Opens the metrics file and the trackers, after `done` steps."""
         self._metrics = metrics.MetricsFile(self._path / directory.METRICS, self.records)
-        self._loggers = [self._metrics]
-        opened = trackers.open_trackers(
-            self._path, self._session.config, done, lambda line: self.warn([line])
-        )
-        self._loggers += opened
+
+        def warn(line: str) -> None:
+            self.warn([line])
+
+        opened = trackers.open_trackers(self._path, self._session.config, done, warn)
+        self._loggers = [self._metrics, *opened]
         self.show([logger.said for logger in opened if logger.said])
 
     def take_over(self) -> bool:
-        """Writes and shows in the place of a first rank that was lost; True where this rank begins
-        to."""
+        """Starts writing if this rank has become rank 0; True if it starts now."""
         if self._session.rank or self._loggers:
             return False
         self.records = self._earlier() + self.records
-        done = self.records[-1].step if self.records else self._done
-        self._screen.speak()  # before loggers open, which have something to say
+        done = self._done
+        if self.records:
+            done = self.records[-1].step
+        self._screen.speak()  # first: the trackers print lines as they open
         self._open(done)
         self._screen.start(done, self._train.steps)
         self._logged = len(self.records)
         return True
 
     def _earlier(self) -> list[metrics.Record]:
-        """The records in the run directory of the steps before those that this rank knows, as one
-        that came in does."""
-        file, first = (
-            self._path / directory.METRICS,
-            self.records[0].step if self.records else self._done + 1,
-        )
-        return (
-            [record for record in metrics.read_metrics(file) if record.step < first]
-            if file.exists()
-            else []
-        )
+        """Records in the run directory of the steps before this replica joined."""
+        file = self._path / directory.METRICS
+        if not file.exists():
+            return []
+        first = self._done + 1
+        if self.records:
+            first = self.records[0].step
+        return [record for record in metrics.read_metrics(file) if record.step < first]
 
     def add(self, record: metrics.Record) -> None:
         shown = record.step % self._train.log_every == 0 or record.val_loss is not None
@@ -102,37 +108,33 @@ class Recorder:
         self._screen.advance(record)
         if shown:
             latest = self.records[self._logged :]
-            self._screen.line(
-                metrics.log_line(latest, self._train.steps, self._full_sync, self._portion)
-            )
+            line = metrics.log_line(latest, self._train.steps, self._full_sync, self._portion)
+            self._screen.line(line)
             self._logged = len(self.records)
             self._warn_of_removal()
 
     def _warn_of_removal(self) -> None:
-        """Says once that the run directory was removed under the run, and what follows."""
+        """Warns once if the run directory was removed during the run."""
         if self._gone or not self._metrics or not self._metrics.removed:
             return
         self._gone = True
-        self.warn(
-            [
-                f"{self._metrics.path} was removed while the run writes it: checkpoints go into "
-                "a new directory of that name, measurements are lost, the run ends with an error"
-            ]
+        line = (
+            f"{self._metrics.path} was removed while the run writes it: checkpoints go into "
+            "a new directory of that name, measurements are lost, the run ends with an error"
         )
+        self.warn([line])
 
     def _measured(self) -> dict[str, Any]:
-        """The measurements for which the host may wait for a device, and which are therefore not of
-        every step."""
-        norm, memory = self._session.optimizer.stats.grad_norm, peak_memory(self._session.device)
-        waits = self._session.waits.table(most=_MOST_REPLICAS) or None
+        """Measurements of printed steps only: reading them may wait for the device."""
+        norm = self._session.optimizer.stats.grad_norm
         return {
-            "memory": memory,
+            "memory": peak_memory(self._session.device),
             "grad_norm": None if norm is None else float(norm),
-            "waits": waits,
+            "waits": self._session.waits.table(most=_MOST_REPLICAS) or None,
         }
 
     def warn(self, lines: Sequence[str]) -> None:
-        """Shows faults that do not stop the run."""
+        """Prints faults that do not stop the run."""
         for line in lines:
             self._screen.line(f"warning: {line}; training goes on")
 
@@ -142,19 +144,16 @@ class Recorder:
 
     def close(self) -> None:
         """Closes the metrics file and the loggers."""
-        for logger in reversed(
-            self._loggers
-        ):  # the metrics file last: it raises where the disk is full
+        for logger in reversed(self._loggers):  # the metrics file last: on a full disk it raises
             logger.close()
 
 
 def _title(session: Session, path: Path) -> str:
-    config, numel = (
-        session.config,
-        sum(parameter.numel() for parameter in session.model.parameters()),
-    )
+    config = session.config
+    numel = sum(parameter.numel() for parameter in session.model.parameters())
     world = described_mesh(config.mesh)
-    world += f" and an emulated link of {config.mesh.link}" if config.mesh.link else ""
+    if config.mesh.link:
+        world += f" and an emulated link of {config.mesh.link}"
     model = f"{config.model.name} with {numel:,} parameters"
     optimizer = f"{config.optimizer.name} at lr {config.optimizer.lr:g}"
     return (
@@ -163,21 +162,23 @@ def _title(session: Session, path: Path) -> str:
 
 
 class Recording:
-    """Logs and publishes a run, as its configuration says, under the name `run`.
+    """Writes the update log and publishes the weights, if the configuration says so.
 
-    Each rank of the first replica has a feed. Where that replica is lost, those of the next one
-    take its place.
+    Each rank of the first replica has a feed named `run`. If that replica is lost, the next one
+    publishes.
     """
 
     def __init__(self, session: Session, path: Path, run: str = "") -> None:
-        self._session, train = session, session.config.train
-        self.log, self._checkpoints = (
-            UpdateLog(path / directory.UPDATES),
-            path / directory.CHECKPOINTS,
-        )
-        self._tapes: list[Tape] = [self.log] if train.log_updates else []
+        self._session = session
+        train = session.config.train
+        self.log = UpdateLog(path / directory.UPDATES)
+        self._checkpoints = path / directory.CHECKPOINTS
+        self._tapes: list[Tape] = []
+        if train.log_updates:
+            self._tapes.append(self.log)
         self._feed: Feed | None = None
-        self._trouble, self._run = "", run
+        self._trouble = ""
+        self._run = run
         if train.publish and not session.optimizer.coordinates.replica:
             self._publish_first()
         if self._tapes:
@@ -187,36 +188,34 @@ class Recording:
             self._door = Admission(session.model, session.optimizer)
 
     def after_step(self) -> list[str]:
-        """Lets in who asks for it, and publishes in the place of a replica that was lost; returns
-        lines about it."""
+        """Admits a waiting guest, and publishes if the publisher was lost; returns warnings."""
         if self._door is not None:
             self._door.after_step()
-        publish, replica = (
-            self._session.config.train.publish,
-            self._session.optimizer.coordinates.replica,
-        )
+        publish = self._session.config.train.publish
+        replica = self._session.optimizer.coordinates.replica
         if not publish or self._feed is not None or replica:
             return []
         try:
             self._publish()
-        except (
-            OSError
-        ) as error:  # the one that was lost still has the port, or the address is of its machine
-            new, self._trouble = str(error) != self._trouble, str(error)
-            return [f"the weights are not published: {error}"] if new else []
+        # The lost replica may still hold the port, or its machine may own the address.
+        except OSError as error:
+            if str(error) == self._trouble:
+                return []
+            self._trouble = str(error)
+            return [f"the weights are not published: {error}"]
         self._session.optimizer.record(Tapes(self._tapes))
         return []
 
     def saved(self, step: int) -> None:
-        """Begins another file of the log with the checkpoint of `step`; files before the last whole
-        one go."""
-        whole = [
-            retention.step_of(found) for found in retention.saved_checkpoints(self._checkpoints)
-        ]
-        self.log.rotate(max((before for before in whole if before < step), default=0))
+        """Starts a new log file at the checkpoint of `step`.
+
+        Removes the log files that older complete checkpoints no longer need.
+        """
+        steps = map(retention.step_of, retention.saved_checkpoints(self._checkpoints))
+        self.log.rotate(max((before for before in steps if before < step), default=0))
 
     def close(self, ended: bool) -> None:
-        """Ends the feed. ended: Whether training has come to its end."""
+        """Closes the feed; `ended` if training is complete."""
         if self._feed is not None:
             self._feed.close(ended=ended)
 
@@ -229,41 +228,47 @@ class Recording:
 
     def _publish(self) -> None:
         config = self._session.config
-        about = {"config": to_table(config)}
         self._feed = Feed(
             self._session.model,
             self._session.optimizer,
             config.train.publish,
-            about=about,
+            about={"config": to_table(config)},
             run=self._run,
         )
         self._tapes.append(self._feed)
 
 
 def replay_rest(session: Session, path: Path, log: list[int], may_start: bool) -> list[str]:
-    """Takes the steps that the run's log has after the checkpoint or the start, but not the last;
-    returns lines.
+    """Repeats the logged steps after the checkpoint or the start; returns the lines to print.
 
-    Files of the `log` begin after these steps. Collective. Raises `ValueError` where, without a
-    checkpoint, the log is of another run, unless it `may_start` anew.
+    Collective. It never repeats the last step of the run, so that training ends as always.
+
+    Args:
+        log: Steps after which the log files begin.
+        may_start: Start from the beginning if the log does not belong to this run.
+
+    Raises:
+        ValueError: No checkpoint exists, the log belongs to another run, and not `may_start`.
     """
     step = session.optimizer.step_count
     if step not in log:
         return []
-    was = (
-        {}
-        if step
-        else json.loads(session.world.texts().broadcast(json.dumps(directory.config_in(path))))
-    )
-    lines = compare_settings(path / directory.CONFIG, was, session.config, "start") if was else []
+    lines = []
+    if not step:
+        config = directory.config_in(path)
+        was = json.loads(session.world.texts().broadcast(json.dumps(config)))
+        if was:
+            lines = compare_settings(path / directory.CONFIG, was, session.config, "start")
     most = max(step, session.config.train.steps - 1)
     reached, why = replay_together(path / directory.UPDATES, session.optimizer, most)
     if why and not reached and not may_start:
         raise ValueError(
             f"cannot go on from the log: {why}; resume as the run began, or choose another --out"
         )
+    if reached == step:
+        return []
     line = (
         f"{reached - step} steps of the log follow: training goes on after step {reached}, with"
         " empty memories"
     )
-    return [*lines, line] if reached > step else []
+    return [*lines, line]

@@ -1,4 +1,4 @@
-"""The directory of a run on each node, and the records in it of steps that earlier starts took."""
+"""Directory of a run on each node, and the records of earlier starts in it."""
 
 import contextlib
 import platform
@@ -17,18 +17,17 @@ from detonation.whole_files import MOST_RECORDS, read_text
 def run_directory(
     session: Session, request: Request, resume: bool, may_start: bool
 ) -> Iterator[tuple[Path, Volumes]]:
-    """Holds the run's directory on this node; yields its path and the ranks that share it.
+    """Locks the run's directory on this node; yields its path and the ranks that share it.
 
-    Nodes without a shared file system have one directory each, with the same name or with their
-    own --out. One rank of the node makes and locks it.
+    Nodes without a shared file system each have a directory: of the same name, or their own --out.
+    One rank of each node creates and locks it.
     """
     texts = session.world.texts()
     path = request.out or Path()
     with contextlib.ExitStack() as held:
         if session.rank == 0:
-            path = request.out or directory.fresh_directory(
-                f"{request.recipe.stem}-{session.config.schemes}"
-            )
+            name = f"{request.recipe.stem}-{session.config.schemes}"
+            path = request.out or directory.fresh_directory(name)
             directory.check_free(path, resume, may_start, session.config.train)
             held.enter_context(contextlib.closing(directory.RunDirectory(path)))
         if request.out is None:
@@ -45,8 +44,10 @@ def run_directory(
 
 
 def _surveyed(path: Path, texts: TextExchange) -> Volumes:
-    """Finds which ranks share the directory. Collective. Raises `Unwritable` if one cannot write
-    into it."""
+    """Finds the ranks that share the directory. Collective.
+
+    Raises `Unwritable` if a rank cannot write into it.
+    """
     try:
         return survey(path, texts)
     except PeerLost:
@@ -58,7 +59,7 @@ def _surveyed(path: Path, texts: TextExchange) -> Volumes:
 
 
 def _hold_on_node(held: contextlib.ExitStack, path: Path, resume: bool) -> str:
-    """Makes and locks the directory of a node without rank 0; returns why it cannot, or ""."""
+    """Creates and locks the directory of a node without rank 0; returns the error, or ""."""
     try:
         # may_start: the checkpoints may be on another node
         directory.check_free(path, resume, may_start=True)
@@ -71,27 +72,31 @@ def _hold_on_node(held: contextlib.ExitStack, path: Path, resume: bool) -> str:
 def kept_records(
     session: Session, file: Path, done: int, volumes: Volumes
 ) -> tuple[list[metrics.Record], list[str]]:
-    """The records of the first `done` steps, on all ranks, and warnings if some are damaged or
-    lost. Collective.
+    """Records of the first `done` steps, on all ranks, and warnings about lost records. Collective.
 
-    Raises `ValueError` if all steps have been taken and no record is left to sum up.
+    Raises `ValueError` if no step is left to train and the records give no summary.
     """
     if not done:
         return [], []
     reads = (volumes.shared or session.rank == 0) and file.exists()
-    text = read_text(file, errors="replace", most=MOST_RECORDS) if reads else ""
+    text = ""
+    if reads:
+        text = read_text(file, errors="replace", most=MOST_RECORDS)
     if volumes.shared:
         session.world.texts().gather("")  # all have read before rank 0 writes
     else:
         text = session.world.texts().broadcast(text)
     found, damaged = metrics.parse_metrics(text)
     kept = [record for record in found if record.step <= done]
-    said = [f"damaged lines in {file}, which are dropped: {damaged}"] if damaged else []
+    said = []
+    if damaged:
+        said = [f"damaged lines in {file}, which are dropped: {damaged}"]
     if not kept and done == session.config.train.steps:
         raise ValueError(f"all {done} steps have been taken, but {file} has none of them to sum up")
     if kept and done == session.config.train.steps and kept[-1].val_loss is None:
         raise ValueError(
-            f"the run stopped after {done} steps in the middle of more: give more --steps"
+            f"the run stopped at step {done}, before its end and without validation: give more"
+            " --steps"
         )
     if not kept:
         said += [

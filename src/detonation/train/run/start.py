@@ -1,4 +1,4 @@
-"""The start of a run: everything that can be checked is checked, then the processes start."""
+"""Start of a run: checks everything that needs no processes, then starts the processes."""
 
 import json
 import os
@@ -29,10 +29,11 @@ _W = TypeVar("_W")
 
 
 def run_training(request: Request, fail: Callable[[Exception], int]) -> Table:
-    """Trains in the world that a launcher started, or in one of its own; returns the summary.
+    """Trains in the processes of a launcher, or starts its own; returns the summary.
 
-    Where the main thread of a rank waits for a lost one, `fail` shows the error and returns the
-    exit code.
+    Args:
+        fail: Prints an error and returns the exit code. Used if another rank is lost while the main
+            thread of a rank cannot raise.
 
     Raises:
         ValueError: Bad input, before any process starts.
@@ -50,7 +51,7 @@ def _run(
     place: LaunchPosition | None,
     set_up: SetUp,
 ) -> Table:
-    """`run_training`; `set_up` is done where the ranks tell by themselves what they cannot do."""
+    """`run_training`; calls `set_up.done` once the ranks report faults themselves."""
     if restartable(os.environ) and request.out is None:
         raise ValueError(
             "a run that its launcher may start again needs --out: the run directory to continue"
@@ -64,15 +65,17 @@ def _run(
         return run_task(task, set_up)
 
     def on_this_rank() -> Table:
-        # what launcher and directory say on rank 0 counts: nodes may be restarted apart, and share
-        # no file system
+        # Rank 0 decides for all: nodes may restart separately, and need not share a file system.
         said: list[Any] = []
         if place.rank == 0:
-            environment = (restarted(os.environ), restartable(os.environ))
-            said = [_finished(request, place), *environment, _steps_begun(request, place)]
-        finished, again, may_start, steps = json.loads(
-            Texts(local_device()).broadcast(json.dumps(said))
-        )
+            said = [
+                _finished(request, place),
+                restarted(os.environ),
+                restartable(os.environ),
+                _steps_begun(request, place),
+            ]
+        text = Texts(local_device()).broadcast(json.dumps(said))
+        finished, again, may_start, steps = json.loads(text)
         if finished:
             return dict(finished)
         task = make_task(_with_steps(request, steps), place)
@@ -88,46 +91,47 @@ def _run(
 
 
 def _steps_begun(request: Request, place: LaunchPosition | None) -> int:
-    """The steps that the epochs of a resumed run took at its start: a world of another size keeps
-    them.
+    """Steps that a resumed run computed from its epochs; they stay if the number of ranks changes.
 
-    0 for a run that begins, and where the recipe says how many steps.
+    0 for a new run, and if the recipe sets steps.
     """
     if request.out is None or not (request.resume or restarted(os.environ)):
         return 0
     train = request.layers(place).config().train
-    return 0 if train.steps else directory.steps_of_epochs(request.out, train.epochs)
+    if train.steps:
+        return 0
+    return directory.steps_of_epochs(request.out, train.epochs)
 
 
 def _with_steps(request: Request, steps: int) -> Request:
-    return (
-        replace(request, overrides=(*request.overrides, f"train.steps={steps}"))
-        if steps
-        else request
-    )
+    if steps:
+        return replace(request, overrides=(*request.overrides, f"train.steps={steps}"))
+    return request
 
 
 def compute_with_one_thread() -> None:
-    """Makes this process fit to be forked: a fork of one with several threads would wait for those
-    it lacks."""
+    """Prepares this process for forks: a fork has no other threads, and would wait for them."""
     torch.set_num_threads(1)
 
 
 def make_task(request: Request, place: LaunchPosition | None) -> RunTask:
-    """Reads the recipe once, and checks everything that needs neither processes nor the run
-    directory.
+    """Reads the recipe, and checks everything that needs neither processes nor the run directory.
 
     Raises `ValueError` for bad input.
     """
     layers = request.layers(place)
     config = layers.config()
     auto = Auto.of(config)
-    asked = None if auto is None else Asked(auto, layers)
-    config = check_config(config) if asked is None else asked.check()
-    if asked is None:
+    asked = None
+    if auto is None:
+        config = check_config(config)
         check_sizes(config)
+    else:
+        asked = Asked(auto, layers)
+        config = asked.check()
+    source = config.train.init_from
     begins = restartable(os.environ) or not request.resume
-    if (source := config.train.init_from) and begins and not Path(source).is_dir():
+    if source and begins and not Path(source).is_dir():
         raise ValueError(
             f"train.init_from is {source!r}, but must be the directory of a run or a model"
         )
@@ -137,43 +141,37 @@ def make_task(request: Request, place: LaunchPosition | None) -> RunTask:
     if config.train.publish:
         host_and_port(config.train.publish)
         read_token()
-    return RunTask(
-        request, config, asked, request.resume or restarted(os.environ), restartable(os.environ)
-    )
+    resume = request.resume or restarted(os.environ)
+    return RunTask(request, config, asked, resume, restartable(os.environ))
 
 
 def run_task(task: RunTask, set_up: SetUp | None = None) -> Table:
-    """Trains in a world on this machine; returns the summary. `set_up` is done once the ranks
-    begin.
+    """Trains on this machine; returns the summary. Calls `set_up.done` before the ranks start.
 
-    Raises `ValueError` where the run cannot start in its directory, and `WorldError` when a rank
-    fails.
+    Raises `ValueError` if the run cannot start in its directory, and `WorldError` if a rank fails.
     """
     if not task.request.replica and not task.request.join:
         _check_directory(task)
     use_interface(os.environ, task.request.interface)
-    keep_to_loopback(os.environ)  # between the ranks here; an elastic axis finds its own way
+    keep_to_loopback(os.environ)  # for the ranks here; an elastic axis chooses its own interface
     try:
         mesh = task.config.mesh
-        if (
-            task.request.replica is not None or task.request.join
-        ):  # this machine has one replica of them
+        if task.request.replica is not None or task.request.join:  # only one replica runs here
             mesh = replace(
                 mesh, replicas=task.config.nodes_inside, elastic=False, min_replicas=1, meet=""
             )
-        afresh = [to_plain(task.request), task.may_start]
+        plain = [to_plain(task.request), task.may_start]
         if set_up is not None:
             set_up.done()
-        found = on_ranks(train_on_rank, task, train_afresh, afresh, mesh, task.config.nodes_inside)
+        found = on_ranks(train_on_rank, task, train_afresh, plain, mesh, task.config.nodes_inside)
         return dict(next((each for each in found if "left" not in each), found[0]))
     finally:
         clear(task.request.to_stderr)
 
 
 def train_afresh(request: Table, may_start: bool) -> Table:
-    """Trains on a rank that shares no memory with the process that started it: it reads the recipe
-    by itself."""
-    task = make_task(from_plain(Request, request), None)  # the world is that of the recipe
+    """Trains on a spawned rank, which shares no memory with its parent and reads the recipe."""
+    task = make_task(from_plain(Request, request), None)
     return train_on_rank(replace(task, may_start=may_start))
 
 
@@ -185,24 +183,24 @@ def on_ranks(
     mesh: MeshConfig,
     nodes_inside: int = 1,
 ) -> list[Any]:
-    """The results of each rank of a world on this machine, of which an elastic run loses
-    `nodes_inside` together.
+    """Runs all ranks of `mesh` on this machine; returns the result of each.
 
-    Ranks on CPU are forks, and do `work(task)` on the task in memory. Ranks with a GPU each start
-    afresh: they do `afresh(*plain)`, with the request in plain values.
+    Args:
+        work: Called with `task` on ranks without a GPU, which are forks of this process.
+        afresh: Called with `plain` on ranks with a GPU, which are new processes.
+        nodes_inside: Nodes of a replica of an elastic run; they are lost together.
     """
     size = sum(mesh.sizes)
-    survival = (
-        Survival(nodes_inside * mesh.shards, mesh.min_replicas, mesh.meet) if mesh.elastic else None
-    )
+    survival = None
+    if mesh.elastic:
+        survival = Survival(nodes_inside * mesh.shards, mesh.min_replicas, mesh.meet)
     if gpus_for(size):
         return run_local(afresh, size, plain, survival=survival)
     return run_local(work, size, [task], survival=survival)
 
 
 def is_first() -> bool:
-    """True on the process that reports the result: rank 0 under a launcher, or the one that started
-    the ranks."""
+    """True in the process that prints the result: rank 0 of a launcher, or the ranks' parent."""
     place = launch_position(os.environ)
     return place is None or place.rank == 0
 
@@ -213,33 +211,35 @@ def _check_directory(task: RunTask) -> None:
 
 
 def _finished(request: Request, place: LaunchPosition | None) -> Table | None:
-    """The summary of a run that had finished when its launcher started it again."""
-    if (
-        request.out is None
-        or not restarted(os.environ)
-        or not (request.out / directory.SUMMARY).exists()
-    ):
+    """Summary of a run that had finished before its launcher restarted it; None for other runs."""
+    if request.out is None or not restarted(os.environ):
+        return None
+    summary = request.out / directory.SUMMARY
+    if not summary.exists():
         return None
     if directory.steps_finished(request.out) < request.layers(place).config().train.steps:
         return None
-    return {**directory.read_json(request.out / directory.SUMMARY), "directory": str(request.out)}
+    return {**directory.read_json(summary), "directory": str(request.out)}
 
 
 def restarted(env: Mapping[str, str]) -> bool:
-    """True from the second start on: torchrun counts its restarts, SLURM the times it has queued
-    the job again."""
+    """True if torchrun or SLURM has restarted the job; both count restarts in the environment."""
     return _count(env, "TORCHELASTIC_RESTART_COUNT") > 0 or _count(env, "SLURM_RESTART_COUNT") > 0
 
 
 def restartable(env: Mapping[str, str]) -> bool:
-    """True where another start with the same command line may follow, or has come before.
+    """True if the launcher may start the same command line again, or has done so.
 
-    >>> restartable({"TORCHELASTIC_MAX_RESTARTS": "3"}), restartable({"TORCHELASTIC_MAX_RESTARTS": "0"})
-    (True, False)
+    >>> restartable({"TORCHELASTIC_MAX_RESTARTS": "3"})
+    True
+    >>> restartable({"TORCHELASTIC_MAX_RESTARTS": "0"})
+    False
     """
     return _count(env, "TORCHELASTIC_MAX_RESTARTS") > 0 or restarted(env)
 
 
 def _count(env: Mapping[str, str], name: str) -> int:
     text = env.get(name, "0")
-    return int(text) if text.isdigit() else 0
+    if text.isdigit():
+        return int(text)
+    return 0

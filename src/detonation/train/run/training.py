@@ -1,4 +1,4 @@
-"""The steps of a run, with its records and checkpoints, to the summary."""
+"""Trains from the first step of a start to the summary, with records and checkpoints."""
 
 import dataclasses
 from pathlib import Path
@@ -26,34 +26,32 @@ from detonation.train.run.recorder import Recorder, Recording
 def adapter_of(
     session: Session, asked: Asked | None, chosen: Chosen | None, loaded: Loaded | None
 ) -> tuple[Adapter | None, list[str]]:
-    """The adapter of a run that follows its link, and the lines to show.
+    """Adapter of a run with `scheme.adapt`, and the lines to print.
 
-    The adapter begins with what was measured for the choice, or with its state in a checkpoint.
+    Its state comes from the measurements of the choice, or from a checkpoint.
     """
     if asked is None or not asked.auto.adapt:
         return None, []
     if session.device.type != "cpu":
-        return None, [
-            "adapt: on accelerators the host does not see how long an exchange takes; the setting"
-            " stays"
-        ]
+        return None, ["adapt: on accelerators the host cannot time an exchange; the setting stays"]
     if chosen is not None:
         return Adapter(session, chosen.followed), []
-    saved = loaded.extra.get("followed") if loaded else None
+    saved = None
+    if loaded:
+        saved = loaded.extra.get("followed")
     if saved is None:
-        return None, ["adapt: this run began without it, and keeps its setting"]
+        return None, ["adapt: this run began without scheme.adapt, and keeps its setting"]
     mesh = session.config.mesh
     return Adapter(session, Followed.of(saved, mesh.replicas, mesh.shards)), []
 
 
 def set_message_timeouts(session: Session) -> None:
-    """Sets how long this rank waits for others, by the largest message at the lowest rate."""
+    """Sets the timeouts of this rank from its largest message at the lowest rate."""
     config = session.config
     _, scheme = session.optimizer.levels[0]
     layouts = [replicator.channel.layout for replicator in session.optimizer.build()]
-    largest = max(
-        (message_bytes(scheme, layout, config.mesh.replicas) for layout in layouts), default=0
-    )
+    sizes = [message_bytes(scheme, layout, config.mesh.replicas) for layout in layouts]
+    largest = max(sizes, default=0)
     rate = config.peers.lowest_bits_per_s
     if config.mesh.link:
         rate = min(rate, LinkSpeed.parse(config.mesh.link).rate_bits_per_s)
@@ -71,9 +69,11 @@ def train_until_end(
     adapter: Adapter | None,
     losses: Losses,
 ) -> Table:
-    """Trains to the end, or to `stop_after`, with checkpoints and with feeds named `run`.
+    """Trains to the end or to `stop_after`; returns the result of `train_on_rank`.
 
-    Returns what `train_on_rank` returns.
+    Args:
+        run: Name of the feeds.
+        done: Steps of earlier starts.
     """
     recording = Recording(session, path, run)
     steps = session.config.train.steps
@@ -82,10 +82,14 @@ def train_until_end(
     checkpoints = Checkpoints(kept, session.model, session.optimizer, session.config.train.keep)
 
     def followed() -> Table | None:
-        return None if adapter is None else adapter.followed.table()
+        if adapter is None:
+            return None
+        return adapter.followed.table()
 
     def after_step(record: metrics.Record) -> None:
-        adapted = [] if adapter is None else adapter.after(record)
+        adapted = []
+        if adapter is not None:
+            adapted = adapter.after(record)
         if adapted:
             set_message_timeouts(session)
             record = dataclasses.replace(record, setting=spelled(session.optimizer.levels[-1][1]))
@@ -109,10 +113,9 @@ def train_until_end(
     except NonFiniteLoss as error:
         saved = save_now(session, checkpoints, recorder.before, followed())
         raise NonFiniteLoss(f"{error}; the state without it is saved in {saved}") from error
-    except ReplicaLeft:  # the others save, and train on
-        after = session.optimizer.step_count
+    except ReplicaLeft:  # the others save and continue
         return {
-            "stopped_after": after,
+            "stopped_after": session.optimizer.step_count,
             "stopped_by": "SIGTERM",
             "left": True,
             "directory": str(path),

@@ -1,4 +1,4 @@
-"""The work of each rank, from its session to the summary; rank 0 also keeps the run directory."""
+"""Work of each rank, from its session to the summary. Rank 0 also writes the run directory."""
 
 import contextlib
 import dataclasses
@@ -26,7 +26,7 @@ from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.link.elastic_communicator import PeerLost
 from detonation.train.loop.checkpoints import resume
 from detonation.train.loop.session import Session, start_session, surviving_axis
-from detonation.train.loop.summary import saved_counts
+from detonation.train.loop.summary import Counts, saved_counts
 from detonation.train.output import directory
 from detonation.train.output.directory import environment
 from detonation.train.output.screen import Screen
@@ -43,16 +43,15 @@ from detonation.train.run.training import adapter_of, set_message_timeouts, trai
 
 @dataclasses.dataclass(frozen=True)
 class RunTask:
-    """A run that is read and checked; forked ranks get it in memory.
+    """A run whose input is read and checked. Forked ranks inherit it in memory.
 
     Args:
-        request: The user's words, for the run directory and the screen; without `out` the run makes
-            a new directory in `runs`.
-        config: The configuration; with `asked`, it has another scheme until the choice is made.
-        asked: How to choose the scheme, if it is not chosen yet.
-        resume: Continue the run in the directory: the user asks for it, or the launcher has started
-            it again.
-        may_start: `resume` starts from the beginning if no checkpoint was saved yet.
+        request: Command of the user; without `out` the run creates a new directory in `runs`.
+        config: Configuration; with `asked`, it holds another scheme until the choice is made.
+        asked: Rules for choosing the scheme, if it is not chosen yet.
+        resume: Continue the run in the directory, because the user asks for it or the launcher
+            restarted the run.
+        may_start: With `resume`: start from the beginning if no checkpoint exists.
     """
 
     request: Request
@@ -66,7 +65,7 @@ def train_on_rank(task: RunTask) -> Table:
     """Runs `task` on this rank; returns the summary and, as `directory`, the path of the run.
 
     A run that `stop_after` or a signal ended has no summary: it returns only `stopped_after`,
-    `stopped_by` (the signal's name), `directory`, and `left` if the other replicas train on.
+    `stopped_by` (name of the signal), `directory`, and `left` if the other replicas continue.
     """
     set_up = SetUp(task.config.mesh.meet, task.request.replica)
     with stoppable() as stop, set_up.watched():
@@ -74,31 +73,32 @@ def train_on_rank(task: RunTask) -> Table:
         if task.request.join:
             return _join(task, task.request.join, device, stop, set_up)
         if task.request.replica is not None:
+            replicas = task.config.levels[-1].replicas
             with stop.at_once():
-                meet_replicas(
-                    task.config.mesh.meet, task.request.replica, task.config.levels[-1].replicas
-                )
+                meet_replicas(task.config.mesh.meet, task.request.replica, replicas)
         axis, inside = _elastic_axis(task.config, device)
+        listening = ""
         if axis is not None:
             set_up.met(axis)
-        _say_interfaces(task, axis.listening if axis is not None else "")
+            listening = axis.listening
+        _say_interfaces(task, listening)
         everyone = Everyone(device, axis, inside)
         saved, log = _earlier(task, everyone)
         config, chosen = _chosen_config(task, everyone, axis, begun=saved or 0 in log)
         session = start_session(config, device, axis)
         losses = Losses(session, set_up)
         begin = ""
-        # before the replicas take the weights as their anchor
+        # before `set_up`, which copies the weights as the anchor of a round
         if config.train.init_from and not saved:
             begin = load_weights(Path(config.train.init_from), session.model)
-        # Replicas compare their schemes, and sizes are checked, before anything is written.
+        # Compare the schemes of the replicas and check sizes before anything is written.
         session.optimizer.set_up()
         set_group_timeouts(GROUP_TIMEOUT_S)  # a node may read its checkpoint from a slow disk
         result = None
         while result is None:
             try:
                 result = _train_in_directory(session, task, chosen, begin, log, stop, losses)
-            # before the first step: those that are left read directory and checkpoint again
+            # Lost before the first step: the others read the directory and the checkpoint again.
             except PeerLost:
                 session.optimizer.synchronize()
         losses.close("left" in result)
@@ -108,9 +108,9 @@ def train_on_rank(task: RunTask) -> Table:
 def _elastic_axis(
     config: Config, device: torch.device
 ) -> tuple[SurvivingCommunicator | None, list[DeviceMesh]]:
-    """The axis between the replicas of an elastic run, and the axes inside a replica.
+    """Axis between the replicas of an elastic run, and the axes inside a replica. Collective.
 
-    Collective. None and an empty list for other runs.
+    Other runs get None and an empty list.
     """
     if not config.mesh.elastic:
         return None, []
@@ -122,10 +122,9 @@ def _elastic_axis(
 def _chosen_config(
     task: RunTask, everyone: Everyone, axis: SurvivingCommunicator | None, begun: bool
 ) -> tuple[Config, Chosen | None]:
-    """The configuration of the run, and the choice of its scheme if it is made now. Collective.
+    """Configuration of the run, and the choice of its scheme if it is made now. Collective.
 
-    A run that has `begun` keeps the scheme that it has, if it says which. A run that begins anew
-    measures what its adapter begins with.
+    A run that has `begun` keeps the scheme that its directory names.
     """
     if task.asked is None:
         return task.config, None
@@ -138,9 +137,9 @@ def _chosen_config(
 
 
 def _join(task: RunTask, address: str, device: torch.device, stop: Stop, set_up: SetUp) -> Table:
-    """Joins the replicas that meet at `address` and trains with them."""
+    """Joins the run at `address` and trains with it."""
     out = task.request.out or Path()
-    with stop.at_once():  # the others may never answer
+    with stop.at_once():  # a signal ends the wait for an answer
         session = joined_session(task.config, task.asked, device, address, out)
     _say_interfaces(task, session.world.listening)
     return _train_with_others(task, session, stop, set_up)
@@ -162,12 +161,14 @@ def _train_in_directory(
     stop: Stop,
     losses: Losses,
 ) -> Table:
-    """Goes on from what the run directory has, and trains; returns what `train_on_rank` returns."""
+    """Restores the state in the run directory and trains; returns the result of `train_on_rank`."""
     screen = Screen(session.rank != 0, task.request.to_stderr)
     held = run_directory(session, task.request, task.resume, task.may_start)
     with held as (path, volumes), screen:
-        for line in filter(None, (chosen.line if chosen is not None else "", begin)):
-            screen.line(line)
+        if chosen is not None:
+            screen.line(chosen.line)
+        if begin:
+            screen.line(begin)
         if not volumes.shared:
             screen.line(
                 "no shared file system: each node keeps the checkpoints of its own ranks in its"
@@ -175,17 +176,23 @@ def _train_in_directory(
                 " of rank 0"
             )
         loaded, resumed = _resumed(session, task, path, log)
-        before = saved_counts(loaded.extra if loaded else {})
+        before = Counts()
+        saved_step = 0
+        if loaded is not None:
+            before = saved_counts(loaded.extra)
+            saved_step = loaded.step
         adapter, more = adapter_of(session, task.asked, chosen, loaded)
         done = session.optimizer.step_count
         _require_steps(session.config.train.steps, done)
         run = _name_of_run(session)
         kept, damage = kept_records(session, path / directory.METRICS, done, volumes)
         if task.resume and session.config.train.log_updates and session.rank == 0:
-            damage += checked_log(path, loaded.step if loaded else 0)[1]
-        # only now: a run that is refused leaves the directory as it was
+            damage += checked_log(path, saved_step)[1]
+        # This is the first write: a refused run leaves the directory unchanged.
         if volumes.leads(session.rank):
-            plan = chosen.plan if chosen is not None and session.rank == 0 else None
+            plan = None
+            if chosen is not None and session.rank == 0:
+                plan = chosen.plan
             directory.begin_run(path, to_table(session.config), environment(), plan)
         with contextlib.closing(Recorder(session, path, screen, done, before, kept)) as recorder:
             recorder.show([*resumed, *more])
@@ -198,9 +205,9 @@ def _train_in_directory(
 def _resumed(
     session: Session, task: RunTask, path: Path, log: list[int]
 ) -> tuple[Loaded | None, list[str]]:
-    """Loads the newest checkpoint if the run resumes, and takes the steps that only the log has.
+    """Loads the newest checkpoint if the run resumes, and repeats the logged steps after it.
 
-    Returns the checkpoint, if there is one, and the lines to show. Collective.
+    Returns the checkpoint, if there is one, and the lines to print. Collective.
     """
     loaded = None
     lines: list[str] = []
@@ -213,7 +220,7 @@ def _resumed(
 
 
 def _require_steps(steps: int, done: int) -> None:
-    """Raises `ValueError` if the run has taken more steps than `train.steps`."""
+    """Raises `ValueError` if the run has trained more than `train.steps` steps."""
     if done > steps:
         raise ValueError(
             f"train.steps is {steps}, but {done} steps have been taken: give more --steps"
@@ -221,9 +228,9 @@ def _require_steps(steps: int, done: int) -> None:
 
 
 def _name_of_run(session: Session) -> str:
-    """A random name for the feeds of this start, the same on all ranks; "" if nothing is published.
+    """Random name for the feeds of this start, equal on all ranks; "" if no rank publishes.
 
-    One replica of an elastic run may publish, and all must take part in the broadcast.
+    In an elastic run one replica may publish without the others, so all join the broadcast.
     """
     if session.config.train.publish or session.config.mesh.elastic:
         return session.world.texts().broadcast(secrets.token_hex(8))
@@ -231,18 +238,18 @@ def _name_of_run(session: Session) -> str:
 
 
 def _train_with_others(task: RunTask, session: Session, stop: Stop, set_up: SetUp) -> Table:
-    """Trains from the step of the others, which keep the run directory; returns what
-    `train_on_rank` returns."""
+    """Trains after joining the others, which write the run directory.
+
+    Returns the result of `train_on_rank`.
+    """
     done = session.optimizer.step_count
     path = task.request.out or Path()
     losses = Losses(session, set_up)
     set_message_timeouts(session)
     screen = Screen(session.optimizer.coordinates.shard != 0, task.request.to_stderr)
     with screen, contextlib.closing(Recorder(session, path, screen, done)) as recorder:
-        place = session.optimizer.coordinates
-        recorder.show(
-            [f"came in after step {done}, as replica {place.replica} of {place.replicas}"]
-        )
+        own = session.optimizer.coordinates
+        recorder.show([f"came in after step {done}, as replica {own.replica} of {own.replicas}"])
         result = train_until_end(
             session, path, recorder, "", done, task.request.stop_after, stop, None, losses
         )
@@ -251,11 +258,15 @@ def _train_with_others(task: RunTask, session: Session, stop: Stop, set_up: SetU
 
 
 def _earlier(task: RunTask, everyone: Everyone) -> tuple[bool, list[int]]:
-    """True if any rank sees a checkpoint of a run that resumes, and the steps after which the log
-    files begin. Collective."""
+    """True if the run resumes and any rank sees a checkpoint; and the first steps of log files.
+
+    Collective. A log file begins after the step that is listed.
+    """
     out = task.request.out
     if not task.resume or out is None:
         return False, []
-    starts = directory.log_starts(out) if task.config.train.log_updates else []
+    starts = []
+    if task.config.train.log_updates:
+        starts = directory.log_starts(out)
     found = everyone.send_to_all([bool(saved_checkpoints(out / directory.CHECKPOINTS)), starts])
     return any(saved for saved, _ in found), found[0][1]

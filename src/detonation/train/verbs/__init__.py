@@ -1,1 +1,1 @@
-"""The commands besides `train`: compare, simulate, probe, plan, export and follow, one file each."""
+"""Commands other than `train`: compare, simulate, probe, plan, export and follow, one file each."""

@@ -1,4 +1,4 @@
-"""`detonation compare`: one recipe under several schemes or settings, one run after another."""
+"""`detonation compare`: one recipe with several schemes or settings, one run after another."""
 
 import itertools
 import os
@@ -32,13 +32,17 @@ _COMMA = re.compile(r",(?![^\[{]*[\]}])")
 def compare_runs(
     request: Request, schemes: Sequence[str], varied: Sequence[str] = ()
 ) -> list[Table]:
-    """Trains under each of `schemes` (or the recipe's own), at the settings that the recipe has for
-    it, with each choice of `varied`, such as "optimizer.lr=1e-3,2e-3".
+    """Trains a recipe with each scheme and each combination of settings; returns the summaries.
 
-    Each run has a directory of its own in `request.out`, named after its scheme and settings. Runs
-    that are finished there are not run again, and runs that were stopped go on. Returns the
-    summaries; of a run that failed its `directory`, `scheme` and `optimizer`, the `error`, and
-    whether it has `diverged`.
+    Each run has its own directory in `request.out`, named after its scheme and settings. Finished
+    runs are kept, and stopped runs continue. A failed run has no summary: it returns its
+    `directory`, `scheme` and `optimizer`, the `error`, and `diverged`.
+
+    Args:
+        request: The recipe and its overrides.
+        schemes: Names of schemes, each with the recipe's settings for it; empty for the recipe's
+            scheme.
+        varied: Keys with several values, such as "optimizer.lr=1e-3,2e-3".
 
     Raises:
         ValueError: Bad input for any of the runs, before the first one starts.
@@ -58,70 +62,65 @@ def compare_runs(
         )
     for name in schemes:
         require_scheme("scheme", name)
-    out = (
-        request.out
-        or Path("runs") / f"{request.recipe.stem}-compare-{time.strftime('%Y%m%d-%H%M%S')}"
-    )
     runs = runs_of(schemes, varied)
     if len(runs) < 2:
-        said = (
-            f"--vary is {' '.join(varied)}, one choice, as equal values count once"
-            if varied
-            else ""
-        )
-        said = said or f"--schemes is {','.join(schemes)!r}"
+        said = f"--schemes is {','.join(schemes)!r}"
+        if varied:
+            said = f"--vary is {' '.join(varied)}, one choice, as equal values count once"
         remedy = "by --schemes full,demo or by --vary optimizer.lr=1e-3,2e-3"
         raise ValueError(f"{said}: compare needs two runs or more, {remedy}")
+    name = f"{request.recipe.stem}-compare-{time.strftime('%Y%m%d-%H%M%S')}"
+    out = request.out or Path("runs") / name
     compute_with_one_thread()
-    tasks = [
-        make_task(replace(request, overrides=(*request.overrides, *sets), out=out / name), None)
-        for name, sets in runs.items()
-    ]
+    tasks = []
+    for name, sets in runs.items():
+        overrides = (*request.overrides, *sets)
+        tasks.append(make_task(replace(request, overrides=overrides, out=out / name), None))
     finished = [_finished(task) for task in tasks]
-    left = [
-        task if summary else _continued(task) for task, summary in zip(tasks, finished, strict=True)
-    ]
+    for number, summary in enumerate(finished):
+        if summary is None:
+            tasks[number] = _continued(tasks[number])
     screen = Screen(False, request.to_stderr)
-    if any(finished) or any(task.resume for task in left):
-        kept, stopped = sum(map(bool, finished)), sum(task.resume for task in left)
+    kept = sum(map(bool, finished))
+    stopped = sum(task.resume for task in tasks)
+    if kept or stopped:
         screen.line(
             f"in {out}: {kept} of {len(tasks)} runs are finished and kept, {stopped} were stopped"
             " and go on"
         )
-    return _one_after_another(left, finished, screen)
+    return _one_after_another(tasks, finished, screen)
 
 
 def runs_of(schemes: Sequence[str], varied: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
-    """The settings of each run by its name: every scheme with every choice of values.
+    """Overrides of each run by the run's name: each scheme with each combination of values.
 
     >>> runs_of(["demo"], ["optimizer.lr=1e-3,2e-3"])["demo,optimizer.lr=2e-3"]
     ('scheme.name=demo', 'optimizer.lr=2e-3')
     """
-    choices = (
-        {"scheme.name": [(name, f"scheme.name={name}") for name in schemes]} if schemes else {}
-    )
+    choices = {}
+    if schemes:
+        choices["scheme.name"] = [(name, f"scheme.name={name}") for name in schemes]
     for each in varied:
-        key, equals, values = each.partition("=")
-        if (
-            not equals
-            or key.strip() in choices
-            or not all(value.strip() for value in _COMMA.split(values))
-        ):
+        key, equals, text = each.partition("=")
+        key = key.strip()
+        values = [value.strip() for value in _COMMA.split(text)]
+        if not equals or key in choices or not all(values):
             raise ValueError(f"--vary takes key=value,value, each key once, got {each!r}")
-        sets = [f"{key.strip()}={value.strip()}" for value in _COMMA.split(values)]
-        choices[key.strip()] = [(urllib.parse.quote(text, safe="=.[],+ "), text) for text in sets]
-    runs = (
-        [tuple(zip(*chosen, strict=True)) for chosen in itertools.product(*choices.values())]
-        if choices
-        else []
-    )
-    return {",".join(names): sets for names, sets in runs}
+        sets = [f"{key}={value}" for value in values]
+        choices[key] = [(urllib.parse.quote(text, safe="=.[],+ "), text) for text in sets]
+    if not choices:
+        return {}
+    runs = {}
+    for chosen in itertools.product(*choices.values()):
+        names, sets_of_run = zip(*chosen, strict=True)
+        runs[",".join(names)] = sets_of_run
+    return runs
 
 
 def _one_after_another(
     tasks: Sequence[RunTask], finished: Sequence[Table | None], screen: Screen
 ) -> list[Table]:
-    """The summaries of all runs; a line before each that is left says which one it is."""
+    """Runs the unfinished tasks, and prints a line before each; returns the summaries of all."""
     summaries: list[Table] = []
     for number, (task, summary) in enumerate(zip(tasks, finished, strict=True), start=1):
         if summary is None:
@@ -131,27 +130,26 @@ def _one_after_another(
 
 
 def _run(task: RunTask) -> Table:
-    """The summary of a run, or its error.
+    """Summary of a run, or its error.
 
-    Raises `StopRequested` where a signal has ended it: no other is to start then.
+    Raises `StopRequested` if a signal ended it, to stop all runs.
     """
     try:
         summary = run_task(task)
     except WorldError as error:
-        config, diverged = task.config, error.failure.kind == NonFiniteLoss.__name__
-        about = {
-            "scheme": config.schemes,
-            "optimizer": config.optimizer.name,
+        return {
+            "scheme": task.config.schemes,
+            "optimizer": task.config.optimizer.name,
             "directory": str(_directory(task)),
+            "diverged": error.failure.kind == NonFiniteLoss.__name__,
+            "error": describe(error),
         }
-        return {**about, "diverged": diverged, "error": describe(error)}
     if "stopped_after" in summary:
-        by, step, where = summary["stopped_by"], summary["stopped_after"], summary["directory"]
-        remedy = (
-            f"the same command with --out {_directory(task).parent} continues it and keeps finished"
-            " runs"
+        by = summary["stopped_by"]
+        text = (
+            f"stopped by {by} after step {summary['stopped_after']} of {summary['directory']}: the"
+            f" same command with --out {_directory(task).parent} continues it and keeps finished runs"
         )
-        text = f"stopped by {by} after step {step} of {where}: {remedy}"
         raise StopRequested(signal.Signals[by], text)
     return summary
 
@@ -162,37 +160,32 @@ def _directory(task: RunTask) -> Path:
 
 
 def _is_of(task: RunTask) -> bool:
-    """True where the run's directory holds a run with the same configuration."""
+    """True if the directory holds a run with the same configuration."""
     try:
-        return read_text(_directory(task) / directory.CONFIG) == tomli_w.dumps(
-            to_table(task.config)
-        )
+        saved = read_text(_directory(task) / directory.CONFIG)
+        return saved == tomli_w.dumps(to_table(task.config))
     except (OSError, ValueError):
         return False
 
 
 def _finished(task: RunTask) -> Table | None:
-    """The summary of the run, where it is finished in its directory with the same configuration."""
+    """Summary of a finished run with the same configuration; None without one."""
+    if not _is_of(task):
+        return None
     path = _directory(task)
     try:
-        return (
-            {**directory.read_json(path / directory.SUMMARY), "directory": str(path)}
-            if _is_of(task)
-            else None
-        )
+        return {**directory.read_json(path / directory.SUMMARY), "directory": str(path)}
     except (OSError, ValueError):
         return None
 
 
 def _continued(task: RunTask) -> RunTask:
-    """`task`, going on where a run with the same configuration was stopped; without checkpoints
-    from the beginning.
+    """`task`, which resumes if a run with the same configuration was stopped.
 
-    Raises `ValueError` where its directory holds anything else.
+    Raises `ValueError` if the directory holds anything else.
     """
     if _is_of(task):
-        task = replace(
-            task, request=replace(task.request, resume=True), resume=True, may_start=True
-        )
+        request = replace(task.request, resume=True)
+        task = replace(task, request=request, resume=True, may_start=True)
     directory.check_free(_directory(task), task.resume, task.may_start)
     return task

@@ -1,5 +1,4 @@
-"""`detonation export`: the whole model of a checkpoint, in the format of transformers or as a state
-dict."""
+"""`detonation export`: writes the model of a checkpoint for transformers, or as a state dict."""
 
 import os
 from collections.abc import Sequence
@@ -21,45 +20,47 @@ from detonation.train.recipe.schema import Config
 from detonation.train.recipe.tables import from_table
 
 _MODEL = "model."
-"""The prefix of the weights in a checkpoint."""
+"""Prefix of the weights in a checkpoint."""
 
 
 @torch.no_grad()
 def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, Any]:
-    """Writes the model of the newest whole checkpoint of the run in `directory` to `out`, for
-    `from_pretrained`.
+    """Writes the model of the newest complete checkpoint of a run, for `from_pretrained`.
 
-    The tokenizer lies beside it, also that of bytes. A module that is not of transformers is
-    written as a state dict, for `safetensors.torch.load_model`, and so is that of a loop of one's
-    own, whose checkpoint names no model.
+    It also writes the tokenizer. A model that is not of transformers becomes a state dict, for
+    `safetensors.torch.load_model`. So does the model of your own loop, whose checkpoint names no
+    model. In the middle of a round the result is the mean of the replicas whose files are on this
+    node.
 
-    In the middle of a round it is the mean of the replicas, as far as their files are on this node.
-    `trust_code` lets it call a model function that the checkpoint names as
-    "package.module:function".
+    Args:
+        directory: Directory of the run.
+        out: Directory for the model, new or empty.
+        trust_code: Call a model function that the checkpoint names as "package.module:function".
 
     Raises:
-        ValueError: There is no whole checkpoint, its replicas trained alone, `out` is not empty,
-            the code is not trusted, or the model or its tokenizer cannot be built here.
+        ValueError: No checkpoint is complete, its replicas never exchanged, `out` is not empty, the
+            code is not trusted, or the model or its tokenizer cannot be built here.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is not empty: choose another --out")
     found = newest_model(directory)
-    saved, here, source = found.reader, found.here, found.source
+    saved = found.reader
+    here = found.here
+    source = found.source
     manifest = saved.manifest
     config = _config(manifest)
     if config is None:
-        numel, for_transformers = _write_state_dict(saved.shards(here[0]), source, out), False
+        numel = _write_state_dict(saved.shards(here[0]), source, out)
+        for_transformers = False
     else:
         require_trust(trust_code, config, str(saved.path), "export", "model")
         numel, for_transformers = _write_model(config, source, out)
     os.umask(mask := os.umask(0))
     for file in out.iterdir():
         file.chmod(0o666 & ~mask)  # some libraries write through private temporary files
-    mean = (
-        ""
-        if manifest.alike or len(here) == manifest.replicas
-        else f"{len(here)} of {manifest.replicas}"
-    )
+    mean = {}
+    if not manifest.alike and len(here) != manifest.replicas:
+        mean = {"replicas": f"{len(here)} of {manifest.replicas}"}
     return {
         "exported": str(out),
         "checkpoint": str(saved.path),
@@ -67,29 +68,33 @@ def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, An
         "num_parameters": numel,
         "for_transformers": for_transformers,
         "rejected": found.rejected,
-        **({"replicas": mean} if mean else {}),
+        **mean,
     }
 
 
 def _config(manifest: Manifest) -> Config | None:
-    """The recipe in a checkpoint; None for one of somebody's own loop, whose values may have any
+    """Recipe in a checkpoint; None in a checkpoint of a user's own loop, whose values may have any
     name."""
     extra = manifest.given
-    ours = isinstance(extra.get("config"), dict) and "setting" in extra
-    return from_table(extra["config"]) if ours else None
+    config = extra.get("config")
+    if isinstance(config, dict) and "setting" in extra:
+        return from_table(config)
+    return None
 
 
 def _write_model(config: Config, source: Elastic, out: Path) -> tuple[int, bool]:
-    """Writes a recipe's model and tokenizer; returns the number of parameters, and True for a model
-    of transformers."""
+    """Writes the model and tokenizer of a recipe.
+
+    Returns the number of parameters, and True for a model of transformers.
+    """
     with torch.device("meta"):
         planned = weights(build_model(config.model.name, config.model.arguments))
-    # a parameter may be cut; a buffer is whole on every shard
-    boxes = {
-        name: Box.of(each) if isinstance(each, torch.nn.Parameter) else None
-        for name, each in planned.items()
-    }
-    parts = {name: source.agreed(f"{_MODEL}{name}", box) for name, box in boxes.items()}
+    parts = {}
+    for name, each in planned.items():
+        box = None  # a buffer is complete on each shard
+        if isinstance(each, torch.nn.Parameter):
+            box = Box.of(each)
+        parts[name] = source.agreed(f"{_MODEL}{name}", box)
     random = {key: value for key, value in config.model.arguments.items() if key != "pretrained"}
     model: Any = build_model(config.model.name, random)
     tokenizer = tokenizer_of(config.data.name, config.data.arguments)
@@ -107,20 +112,24 @@ def _write_model(config: Config, source: Elastic, out: Path) -> tuple[int, bool]
 
 
 def _write_state_dict(shards: Sequence[ShardReader], source: Elastic, out: Path) -> int:
-    """Writes the weights that the files of one replica name; returns the number of parameters."""
-    boxes = {
-        key: box for file in shards for key, box in file.boxes.items() if key.startswith(_MODEL)
-    }
-    buffers = {key for file in shards for key in file.keys if key.startswith(_MODEL)} - boxes.keys()
-    found = {
-        key: source.agreed(key, Box(box.whole, (0,) * len(box.whole), box.whole))
-        for key, box in boxes.items()
-    }
-    numel = sum(parameter.numel() for parameter in found.values())
-    found |= {key: source.agreed(key, None) for key in buffers}
+    """Writes all weights in the files of one replica; returns the number of parameters."""
+    boxes: dict[str, Box] = {}
+    keys: set[str] = set()
+    for file in shards:
+        boxes |= file.boxes
+        keys |= {*file.keys}
+    found = {}
+    numel = 0
+    for key in sorted(keys):
+        if not key.startswith(_MODEL):
+            continue
+        name = key.removeprefix(_MODEL)
+        if key in boxes:
+            shape = boxes[key].whole
+            found[name] = source.agreed(key, Box(shape, (0,) * len(shape), shape)).contiguous()
+            numel += found[name].numel()
+        else:  # a buffer
+            found[name] = source.agreed(key, None).contiguous()
     out.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {key.removeprefix(_MODEL): tensor.contiguous() for key, tensor in found.items()},
-        out / EXPORTED,
-    )
+    save_file(found, out / EXPORTED)
     return numel

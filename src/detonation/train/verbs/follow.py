@@ -1,5 +1,4 @@
-"""`detonation follow`: a run again from its updates, of one that trains elsewhere or from a log
-that is here."""
+"""`detonation follow`: repeats a run from its updates, which a live feed or a log holds."""
 
 import contextlib
 import tomllib
@@ -34,18 +33,18 @@ from detonation.whole_files import read_text
 
 @dataclass(frozen=True)
 class Following:
-    """A run to follow; the fields are named like the flags of `detonation follow`.
+    """A run to follow; the fields have the names of the flags of `detonation follow`.
 
     Args:
-        source: The address of its feed; or its directory, to repeat it from its log of updates.
-        out: A run directory, of a live run new or of an earlier call; a log needs none.
-        every: Steps between checkpoints of a live run; 100 when None.
-        keep: Checkpoints of a live run that stay, the newest; 3 when None.
-        to: The step at which to stop; None for the end of the run, or for all that the log has.
-        trust_code: Run code that the run's configuration names as "package.module:function".
+        source: Address of the feed of a live run; or directory of a run with an update log.
+        out: Run directory for the result, new or of an earlier call; optional for a log.
+        every: Steps between checkpoints of a live run; 100 if None.
+        keep: Number of newest checkpoints of a live run to keep; 3 if None.
+        to: Last step; None for the end of the run or of the log.
+        trust_code: Run code that the configuration of the run names as "package.module:function".
 
     Raises:
-        ValueError: A number is out of range, or a flag is missing or of no use for this source.
+        ValueError: A number is out of range, or a flag does not fit the source.
     """
 
     source: str
@@ -70,10 +69,9 @@ class Following:
 
 
 def follow_run(request: Following) -> Table:
-    """Follows until the run ends, or step `to`; returns step, fingerprint and the path of the last
-    checkpoint.
+    """Follows until the run ends, or step `to`; returns step, fingerprint and last checkpoint.
 
-    Raises `ValueError` for a run that cannot be followed, and `LostFeed` where it ends before `to`.
+    Raises `ValueError` for a run that cannot be followed, and `LostFeed` if it ends before `to`.
     """
     if not request.is_live:
         return _replay_run(request)
@@ -97,8 +95,7 @@ def follow_run(request: Following) -> Table:
 
 
 def _about(address: str) -> Table:
-    """The description that the feed at `address` has for followers; raises `RunError` where none
-    answers."""
+    """Description of the run that `address` feeds; raises `RunError` if it does not answer."""
     token = read_token()
     try:
         return read_about(address, token)
@@ -115,28 +112,29 @@ def _about(address: str) -> Table:
 
 
 def _follow_on_rank(request: Following, out: Path, config: Config) -> Table:
-    model, every = (
-        build_model(config.model.name, config.model.arguments).to(local_device()),
-        request.every or 100,
-    )
-    screen, saved, joins, path = Screen(False, request.to_stderr), -1, 1, Path()
+    model = build_model(config.model.name, config.model.arguments).to(local_device())
+    every = request.every or 100
+    screen = Screen(False, request.to_stderr)
+    saved = -1
+    joins = 1
+    path = Path()
     with contextlib.closing(directory.RunDirectory(out)), follow(model, request.source) as follower:
         directory.write_text(out / directory.CONFIG, tomli_w.dumps(to_table(config)))
         directory.write_text(out / directory.METRICS, "")
         screen.line(f"follows {request.source} from step {follower.step} on")
 
         def save() -> Path:
-            return _saved(
-                out, model, follower.join(LoopbackCommunicator()), config, request.keep or 3
-            )
+            optimizer = follower.join(LoopbackCommunicator())
+            return _saved(out, model, optimizer, config, request.keep or 3)
 
         while not follower.ended and follower.step != request.to:
             follower.update(request.to, wait_s=1.0)
             if follower.joins > joins:
                 joins = follower.joins
-                screen.line(f"came again, at step {follower.step}: {follower.trouble}")
+                screen.line(f"connected again, at step {follower.step}: {follower.trouble}")
             if follower.step // every != saved // every:
-                path, saved = save(), follower.step
+                path = save()
+                saved = follower.step
                 screen.line(f"step {saved}, fingerprint {follower.fingerprint[:16]}: {path}")
         if follower.step != saved:
             path = save()
@@ -144,20 +142,20 @@ def _follow_on_rank(request: Following, out: Path, config: Config) -> Table:
 
 
 def _saved(out: Path, model: nn.Module, optimizer: Any, config: Config, keep: int = 3) -> Path:
-    """A checkpoint of one replica, whose memory is empty."""
+    """Saves a checkpoint of one replica with empty memories."""
     ((_, scheme),) = optimizer.levels
     extra = {"config": to_table(config), "setting": dict(scheme.arguments), "followed": None}
     return save_checkpoint(out / directory.CHECKPOINTS, model, optimizer, as_json(extra), keep)
 
 
 def _replay_run(request: Following) -> Table:
-    """Replays in processes on this machine, one per shard; returns step, fingerprint and, with
-    `out`, its path.
+    """Replays a log in one process per shard; returns step, fingerprint and, with `out`, its path.
 
-    It begins with the newest checkpoint before `to`, or with the weights of the start. Raises
-    `ValueError` for a run without a log, and `DamagedLog` where the log ends before `to`.
+    Begins with the newest checkpoint before `to`, or with the initial weights. Raises `ValueError`
+    for a run without a log, and `DamagedLog` if the log ends before `to`.
     """
-    run, out = Path(request.source), request.out
+    run = Path(request.source)
+    out = request.out
     config = _config_of(run)
     require_trust(
         request.trust_code, config, "the run", "follow", "model", "data", "optimizer", "scheme"
@@ -166,8 +164,8 @@ def _replay_run(request: Following) -> Table:
         raise ValueError(f"{run} has no log of updates: train with --log")
     if out is not None and out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty: choose another --out")
-    asked = [str(run), request.to, None if out is None else str(out)]
-    found: Sequence[Table] = run_local(replay_on_rank, config.mesh.shards, asked)
+    arguments = [str(run), request.to, out and str(out)]
+    found: Sequence[Table] = run_local(replay_on_rank, config.mesh.shards, arguments)
     if out is not None and (run / directory.METRICS).exists():
         records = metrics.read_metrics(run / directory.METRICS)
         kept = [record.line() for record in records if record.step <= found[0]["step"]]
@@ -178,16 +176,17 @@ def _replay_run(request: Following) -> Table:
 def replay_on_rank(run: str, to: int | None, out: str | None) -> Table:
     """Replays one shard of the run in the directory `run`, and saves it in `out`. Collective."""
     config = check_config(_config_of(Path(run)))
-    session = start_session(
-        _alone(config), local_device(), LoopbackCommunicator(config.mesh.replicas)
-    )
+    axis = LoopbackCommunicator(config.mesh.replicas)
+    session = start_session(_alone(config), local_device(), axis)
     found, _ = resume(session, Path(run) / directory.CHECKPOINTS, may_start=True, most=to)
     if found is None and config.train.init_from:
         load_weights(Path(config.train.init_from), session.model)
     begun = session.optimizer.step_count
     steps = replay(Path(run) / directory.UPDATES, session.optimizer, to)
     fingerprint, _ = session.world.fingerprint(session.model)
-    saved = {} if out is None else {"checkpoint": str(_agreed(session, Path(out)))}
+    saved = {}
+    if out is not None:
+        saved = {"checkpoint": str(_agreed(session, Path(out)))}
     return {"step": steps, "replayed": steps - begun, "fingerprint": fingerprint, **saved}
 
 
@@ -202,7 +201,7 @@ def _config_of(run: Path) -> Config:
 
 
 def _alone(config: Config) -> Config:
-    """`config` with one replica, which compares itself with none."""
+    """`config` with one replica, without comparisons between replicas."""
     levels = tuple(replace(level, replicas=1) for level in config.levels)
     train = replace(config.train, verify_every=0, on_desync="stop", log_updates=False)
     mesh = replace(config.mesh, replicas=1, link="", elastic=False, min_replicas=1, meet="")
@@ -210,11 +209,10 @@ def _alone(config: Config) -> Config:
 
 
 def _agreed(session: Session, out: Path) -> Path:
-    """A checkpoint of what the replicas agreed on: of one replica, whose memory is empty."""
+    """Saves the agreed state of all replicas as a checkpoint of one, with empty memories."""
     replayed = session.optimizer
-    optimizer = replicated_run(
-        session.config, session.base, session.model, [LoopbackCommunicator()]
-    )
+    axes = [LoopbackCommunicator()]
+    optimizer = replicated_run(session.config, session.base, session.model, axes)
     for mine, agreed in zip(optimizer.set_up(), replayed.build(), strict=True):
         mine.repair(agreed.replicated())
     optimizer.resume_at(replayed.step_count)

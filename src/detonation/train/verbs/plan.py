@@ -1,6 +1,6 @@
-"""`detonation plan`: schemes ranked for a recipe, or a number of parameters, over links measured or
-given."""
+"""`detonation plan`: ranks schemes for a recipe or a model size, over a measured or given link."""
 
+import contextlib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from detonation.choices import unknown
-from detonation.cluster.network.profile import Compute, Profile
+from detonation.cluster.network.profile import Compute, Profile, Step
 from detonation.core.schemes.registry import known_schemes, scheme
 from detonation.core.schemes.scheme import Scheme
 from detonation.link_speed import LinkSpeed
@@ -20,14 +20,16 @@ from detonation.plan.search import Candidate, advise, options, pairs
 from detonation.train.recipe.schema import require
 
 _ROUNDED = 0.05
-"""Numbers of parameters that differ by no more may be of one model: people write 1.2b."""
+"""Largest relative difference between numbers of parameters of one model: 1.2b is rounded."""
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
 
 @dataclass(frozen=True)
 class Question:
-    """A recipe or `parameters`, and a profile or a `link` with `step_time`; fields are named like
-    the flags."""
+    """Command of a user; the fields have the names of the flags of `detonation plan`.
+
+    It needs `recipe` or `parameters`, and `profile` or `link` with `step_time`.
+    """
 
     recipe: Path | None = None
     overrides: tuple[str, ...] = ()
@@ -48,7 +50,9 @@ def plan(question: Question) -> dict[str, Any]:
         ValueError: The question is incomplete, or a value is out of range.
     """
     _check(question)
-    profile = Profile.read(question.profile) if question.profile else None
+    profile = None
+    if question.profile:
+        profile = Profile.read(question.profile)
     if profile is not None:
         _same_world(question, profile)
     if question.recipe:
@@ -69,7 +73,7 @@ def plan(question: Question) -> dict[str, Any]:
 
 
 def _check(question: Question) -> None:
-    """Raises `ValueError` for a question that names too little, too much or an unknown optimizer."""
+    """Raises `ValueError` for missing or conflicting fields, or an unknown optimizer."""
     if (question.recipe is None) == (question.parameters is None):
         raise ValueError("plan needs a recipe or --parameters, one of the two")
     if (question.profile is None) == (question.link is None):
@@ -83,7 +87,7 @@ def _check(question: Question) -> None:
 
 
 def _network(question: Question, profile: Profile | None, training: "_Training") -> Network:
-    """The network between the replicas, as measured or as the question states it."""
+    """Network between the replicas, from the profile or from `question.link`."""
     if profile is not None:
         return Network.of_axis(profile.axes["replicate"], profile.shards)
     link = LinkSpeed.parse(question.link or "")
@@ -91,41 +95,35 @@ def _network(question: Question, profile: Profile | None, training: "_Training")
 
 
 def _named_optimizer(best: Mapping[str, Any]) -> dict[str, Any]:
-    """The optimizer of a candidate as flags name it, without a learning rate, which does not carry
-    over."""
+    """Optimizer of a candidate, without its learning rate, which another model must tune anew."""
     kept = {key: value for key, value in best["optimizer_settings"].items() if key != "lr"}
     return {"name": best["optimizer"].removesuffix(" without momentum"), **kept}
 
 
 def count(text: str) -> int:
-    """A number of parameters, as people write it.
+    """Parses a number of parameters.
 
     >>> count("1.2b"), count("350m"), count("7000"), count("7e9"), count("7,000,000")
     (1200000000, 350000000, 7000, 7000000000, 7000000)
     """
-    found = re.fullmatch(
-        r"([0-9.]+(?:e\+?[0-9]+)?)\s*([kmb]?)", re.sub("[_,]", "", text.strip().lower())
-    )
-    try:
-        number = float(found[1]) * _SUFFIXES[found[2]] if found else 0
-    except ValueError:
-        number = 0
+    digits = re.sub("[_,]", "", text.strip().lower())
+    found = re.fullmatch(r"([0-9.]+(?:e\+?[0-9]+)?)\s*([kmb]?)", digits)
+    number = 0.0
+    if found:
+        with contextlib.suppress(ValueError):  # such as 1.2.3
+            number = float(found[1]) * _SUFFIXES[found[2]]
     require(1 <= number < 1e15, "--parameters", text, "a number such as 1.2b, 350m or 7000")
     return round(number)
 
 
 def _same_world(question: Question, profile: Profile) -> None:
-    """Raises `ValueError` where the question has another number of replicas or shards than the
-    profile.
+    """Raises `ValueError` if the replicas or shards differ from those of the profile.
 
-    Another number of shards shares a node's link, and of replicas a network, in ways that nobody
-    has measured.
+    The profile does not show how another number would share the links.
     """
-    asked = {
-        "replicas": (question.replicas, profile.replicas),
-        "shards": (question.shards, profile.shards),
-    }
-    for name, (given, measured) in asked.items():
+    for name in ("replicas", "shards"):
+        given = getattr(question, name)
+        measured = getattr(profile, name)
         if given not in (None, measured):
             was = f"{question.profile} was measured with {measured}"
             raise ValueError(
@@ -136,15 +134,16 @@ def _same_world(question: Question, profile: Profile) -> None:
 
 @dataclass(frozen=True)
 class _Training:
-    """The facts about a training that a plan needs.
+    """Facts about a training run that a plan needs.
 
     Args:
-        shapes: Of the parameters on each shard.
-        examples: Of a rank in a step; 0 where nothing is said of them.
-        steps, losses_of: Its length, and the recipe whose losses count for it.
-        tuned: Each scheme with the optimizer that trains with it in the recipe; empty without one.
-        settings: The arguments that choose a scheme: those that the recipe has otherwise, all where
-            it is not known.
+        shapes: Shapes of the parameters on each shard.
+        examples: Examples of a rank in a step; 0 if unknown.
+        steps: Length of the run.
+        losses_of: Task whose measured losses the plan uses.
+        tuned: Each scheme with the optimizer that the recipe uses for it; empty without a recipe.
+        settings: Returns the arguments to print for a scheme: those that differ from the recipe, or
+            all without a recipe.
     """
 
     replicas: int
@@ -159,41 +158,41 @@ class _Training:
 
 
 def _of_parameters(question: Question, profile: Profile | None) -> _Training:
-    """A training of text, whose parameters are one long one."""
-    world = question if profile is None else profile
-    replicas, shards = (
-        2 if world.replicas is None else world.replicas,
-        1 if world.shards is None else world.shards,
-    )
+    """Training of a text model whose parameters are one long vector."""
+    replicas, shards = _world(question, profile)
+    if replicas is None:
+        replicas = 2
+    if shards is None:
+        shards = 1
     require(replicas >= 1, "--replicas", replicas, "at least 1")
     require(shards >= 1, "--shards", shards, "at least 1")
-    return _Training(
-        replicas, shards, [{"all": (-(-count(question.parameters or "") // shards),)}] * shards
-    )
+    shape = (-(-count(question.parameters or "") // shards),)
+    return _Training(replicas, shards, [{"all": shape}] * shards)
+
+
+def _world(question: Question, profile: Profile | None) -> tuple[int | None, int | None]:
+    """Replicas and shards of the profile; without one, of the question."""
+    if profile is None:
+        return question.replicas, question.shards
+    return profile.replicas, profile.shards
 
 
 def _of_recipe(question: Question, profile: Profile | None) -> _Training:
-    # imported for a recipe alone: models and FSDP take a second, and arithmetic needs none of it
+    # Only a recipe needs models and FSDP, whose import takes a second.
     from detonation.train.loop.session import check_config, shard_shapes
     from detonation.train.recipe.resolve import read_layers
     from detonation.train.run.decide import Asked, Auto, settings_in, standing, trained
 
     assert question.recipe is not None
-    world = question if profile is None else profile
-    mesh = {"replicas": world.replicas, "shards": world.shards}
+    replicas, shards = _world(question, profile)
+    mesh = {"replicas": replicas, "shards": shards}
     layers = read_layers(question.recipe, question.overrides, mesh=mesh)
     config = check_config(standing(layers))
-    require(
-        len(config.levels) == 1,
-        "scheme",
-        config.schemes,
-        "one level: schemes are ranked for one axis",
-    )
-    tuned, chosen, train = (
-        [*trained(Asked(Auto(), layers).candidates()).values()],
-        config.scheme,
-        config.train,
-    )
+    allowed = "one level: schemes are ranked for one axis"
+    require(len(config.levels) == 1, "scheme", config.schemes, allowed)
+    tuned = [*trained(Asked(Auto(), layers).candidates()).values()]
+    chosen = config.scheme
+    train = config.train
     if chosen.name not in known_schemes():
         own = trained_by(config.optimizer.name, config.optimizer.arguments)
         tuned.append((scheme(chosen.name, chosen.arguments), own))
@@ -211,14 +210,13 @@ def _of_recipe(question: Question, profile: Profile | None) -> _Training:
 
 
 def _work(question: Question, profile: Profile | None, training: _Training) -> Work:
-    measured = profile.compute if profile and question.step_time is None else None
+    measured = None
+    if profile and question.step_time is None:
+        measured = profile.compute
     seconds = question.step_time
     if measured is not None:
-        _same_model(
-            question,
-            measured,
-            sum(math.prod(shape) for shard in training.shapes for shape in shard.values()),
-        )
+        shapes = [shape for shard in training.shapes for shape in shard.values()]
+        _same_model(question, measured, sum(map(math.prod, shapes)))
         seconds = measured.forward_backward_s
         if training.examples and measured.examples:
             seconds *= training.examples / measured.examples
@@ -228,14 +226,16 @@ def _work(question: Question, profile: Profile | None, training: _Training) -> W
             " recipe"
         )
     require(0 < seconds < math.inf, "--step-time", seconds, "above 0")
-    steps, reports = measured.steps if measured else {}, question.recipe is not None
+    steps: Mapping[str, Step] = {}
+    if measured:
+        steps = measured.steps
+    reports = question.recipe is not None
     gpus = profile is not None and "nccl" in profile.backend
     return Work(training.shapes, seconds, steps, True, training.accumulate, reports, gpus)
 
 
 def _same_model(question: Question, measured: Compute, parameters: int) -> None:
-    """Raises `ValueError` where the question is about another model than the one whose step was
-    measured."""
+    """Raises `ValueError` if the profile measured the step of another model."""
     if question.recipe is None:
         same = math.isclose(parameters, measured.parameters, rel_tol=_ROUNDED)
     else:

@@ -1,5 +1,4 @@
-"""`detonation probe`: measures every axis of the world, and a recipe's training step without the
-network."""
+"""`detonation probe`: measures the link of each axis, and a training step without the network."""
 
 import os
 import sys
@@ -36,13 +35,15 @@ _OFF: Table = {
     "train": {"log_updates": False, "publish": ""},
     "mesh": {"elastic": False, "min_replicas": 1, "meet": ""},
 }
-"""Settings that are not measured, and with which a recipe allows no scheme `none`."""
+"""Values for settings that the probe does not measure, and that would refuse scheme `none`."""
 
 
 @dataclass(frozen=True)
 class ProbeRequest:
-    """A probe that a user asks for, of a world alone or of a recipe too; fields are named like the
-    flags."""
+    """Command of a user; the fields have the names of the flags of `detonation probe`.
+
+    Without `recipe` it measures only the links.
+    """
 
     recipe: Path | None = None
     overrides: tuple[str, ...] = ()
@@ -55,7 +56,7 @@ class ProbeRequest:
 
 @dataclass(frozen=True)
 class ProbeTask:
-    """The world to measure, and the recipe, read and checked; forked ranks get it in memory."""
+    """Mesh to measure, and the recipe, read and checked. Forked ranks inherit it in memory."""
 
     mesh: MeshConfig
     name: str = ""
@@ -64,8 +65,7 @@ class ProbeTask:
 
 
 def probe(request: ProbeRequest, fail: Callable[[Exception], int]) -> Profile | None:
-    """Measures in the world that a launcher started, or in one of its own; None on all ranks but
-    the first.
+    """Measures in the processes of a launcher, or starts its own; None on all ranks but the first.
 
     `fail` and errors are those of `train.run.start.run_training`.
     """
@@ -77,16 +77,23 @@ def probe(request: ProbeRequest, fail: Callable[[Exception], int]) -> Profile | 
         ranks = on_ranks(probe_on_rank, task, probe_afresh, [to_plain(request)], task.mesh)
         return Profile.of(ranks[0])
     prepare = partial(_prepare, request, place)
-    profile = run_under_launcher(
-        *(place, lambda: Profile.of(probe_on_rank(prepare())), fail, prepare),
-        interface=request.interface,
-    )
-    return profile if place.rank == 0 else None
+
+    def on_this_rank() -> Profile:
+        return Profile.of(probe_on_rank(prepare()))
+
+    profile = run_under_launcher(place, on_this_rank, fail, prepare, request.interface)
+    if place.rank == 0:
+        return profile
+    return None
 
 
 def _prepare(request: ProbeRequest, place: LaunchPosition | None) -> ProbeTask:
-    flags = {"replicas": request.replicas, "shards": request.shards, "link": request.link}
-    flags["slow_backend"] = request.slow_backend
+    flags = {
+        "replicas": request.replicas,
+        "shards": request.shards,
+        "link": request.link,
+        "slow_backend": request.slow_backend,
+    }
     if request.recipe is None:
         if request.overrides:
             raise ValueError("--set changes a recipe: name one")
@@ -94,29 +101,20 @@ def _prepare(request: ProbeRequest, place: LaunchPosition | None) -> ProbeTask:
         return ProbeTask(MeshConfig(**fill_mesh(given, place)))
     layers = read_layers(request.recipe, request.overrides, place, mesh=flags)
     config = check_config(standing(Layers(layers.tables, merge(layers.overrides, _OFF))))
-    require(
-        len(config.levels) == 1,
-        "scheme",
-        config.schemes,
-        "one level: the schemes are measured on one axis",
-    )
-    require(
-        not config.mesh.nodes,
-        "mesh.nodes",
-        [*config.mesh.nodes],
-        "left out: probe as many on each as the smallest has",
-    )
+    allowed = "one level: the schemes are measured on one axis"
+    require(len(config.levels) == 1, "scheme", config.schemes, allowed)
+    nodes = [*config.mesh.nodes]
+    require(not nodes, "mesh.nodes", nodes, "left out: probe as many on each as the smallest has")
     return ProbeTask(config.mesh, request.recipe.stem, layers, config)
 
 
 def probe_afresh(request: Table) -> Table:
-    """Measures on a rank that shares no memory with the process that started it: it reads the
-    recipe by itself."""
+    """Measures on a spawned rank, which shares no memory with its parent and reads the recipe."""
     return probe_on_rank(_prepare(from_plain(ProbeRequest, request), None))
 
 
 def probe_on_rank(task: ProbeTask) -> Table:
-    """Measures on this rank; returns the profile in plain values. Collective."""
+    """Measures on this rank; returns the profile as plain values. Collective."""
     device = local_device()
     slow = task.mesh.slow_backend or None
     mesh = init_mesh(task.mesh.replicas, task.mesh.shards, device.type, slow_backend=slow)
@@ -130,20 +128,23 @@ def probe_on_rank(task: ProbeTask) -> Table:
     if task.config is not None and task.layers is not None:
         compute = _compute(start_session(task.config, device), task.name, task.layers)
     replicas, shards = mesh.shape
-    backend = dist.get_backend() + (f", {slow} between replicas" if slow else "")
+    backend = str(dist.get_backend())
+    if slow:
+        backend += f", {slow} between replicas"
     return asdict(Profile(replicas, shards, backend, axes, compute, environment()))
 
 
 def _compute(session: Session, name: str, layers: Layers) -> Compute:
     everyone = Everyone(session.device)
     median, spread = forward_backward(session, everyone)
-    # Each scheme as the recipe has tuned it, without `--set`.
+    # Each scheme with the recipe's settings for it, without `--set`.
     plain = Layers(layers.tables, {**_OFF, "mesh": asdict(session.config.mesh)})
-    names = dict.fromkeys([*known_schemes(), session.config.scheme.name])
-    every = {scheme: optimizer_step(session, everyone, plain.under(scheme, {})) for scheme in names}
-    steps = {scheme: step for scheme, step in every.items() if step is not None}
-    numel = sum(
-        parameter.numel() for parameter in session.model.parameters() if parameter.requires_grad
-    )
+    steps = {}
+    for scheme in dict.fromkeys([*known_schemes(), session.config.scheme.name]):
+        step = optimizer_step(session, everyone, plain.under(scheme, {}))
+        if step is not None:
+            steps[scheme] = step
+    trained = [each for each in session.model.parameters() if each.requires_grad]
+    numel = sum(parameter.numel() for parameter in trained)
     train = session.config.train
     return Compute(name, numel, median, spread, steps, train.batch_size * train.accumulate)

@@ -1,5 +1,4 @@
-"""`detonation simulate`: any number of replicas, trained in one process by the code that trains
-real ones."""
+"""`detonation simulate`: trains many replicas in one process, with the code of real runs."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -38,16 +37,15 @@ _LEFT_OUT = {
     "mesh": ("elastic", "slow_backend"),
     "train": ("publish", "log_updates", "checkpoint_every", "compile", "checkpoint_activations"),
 }
-"""Settings that a simulation has nothing for: it has no network, no checkpoints and no compiled
-layers."""
+"""Settings that a simulation ignores: it has no network, no checkpoints and no compiled layers."""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """A simulation that a user asks for; the fields are named like the flags of `detonation
-    simulate`.
+    """Command of a user; the fields have the names of the flags of `detonation simulate`.
 
-    total_batch: Examples per step over all replicas; `train.batch_size` for each replica when None.
+    Args:
+        total_batch: Examples per step over all replicas; None for `train.batch_size` per replica.
     """
 
     recipe: Path
@@ -61,9 +59,9 @@ class Simulation:
 def simulate(request: Simulation) -> Table:
     """Trains in this process; returns the summary and, as `directory`, the path of the run.
 
-    It equals a real run of as many replicas of one shard each, bit for bit, except where a network
-    sums more than two numbers in another order. Raises `ValueError` for bad input before anything
-    is written.
+    The result equals a real run with as many replicas of one shard, bit for bit, unless a network
+    sums more than two numbers in another order. Raises `ValueError` for bad input before it writes
+    anything.
     """
     config = configured(request)
     trackers.check_trackers(config.train.loggers)
@@ -81,8 +79,11 @@ def simulate(request: Simulation) -> Table:
         screen.line(f"not simulated: {', '.join(left_out)}")
 
     def act(communicator: SimulatedCommunicator) -> Table:
-        session = virtual(config, communicator, None if communicator.replica else screen.line)
-        # replicas compare their schemes, and sizes are checked, before anything is written
+        show = None
+        if communicator.replica == 0:
+            show = screen.line
+        session = virtual(config, communicator, show)
+        # Compare the schemes of the replicas and check sizes before anything is written.
         session.optimizer.set_up()
         if communicator.replica:
             return train_virtual(session, None)
@@ -101,45 +102,35 @@ def simulate(request: Simulation) -> Table:
 
 
 def configured(request: Simulation) -> Config:
-    """The whole configuration: replicas of one shard, and the batch of each where a total is given."""
+    """Checked configuration with replicas of one shard, and with a share of `total_batch` each."""
     shards = parse_sets(request.overrides).get("mesh", {}).get("shards", 1)
     require(shards == 1, "mesh.shards", shards, "1 in a simulation, where each replica is whole")
-    config = read_layers(
-        request.recipe, request.overrides, mesh={"replicas": request.replicas}
-    ).config()
-    require(
-        not config.mesh.nodes,
-        "mesh.nodes",
-        [*config.mesh.nodes],
-        "left out in a simulation of whole replicas",
-    )
+    mesh = {"replicas": request.replicas}
+    config = read_layers(request.recipe, request.overrides, mesh=mesh).config()
+    nodes = [*config.mesh.nodes]
+    require(not nodes, "mesh.nodes", nodes, "left out in a simulation of whole replicas")
     config = replace(config, mesh=replace(config.mesh, shards=1))
     if Auto.of(config) is not None:
         raise ValueError(
             "scheme auto needs a link to measure, and a simulation has none: --set scheme.name=demo"
         )
     require(len(config.levels) == 1, "scheme", config.schemes, "one level in a simulation")
-    require(
-        not config.mesh.link,
-        "mesh.link",
-        config.mesh.link,
-        "'' in a simulation, where nothing is sent",
-    )
-    require(
-        not config.train.balance,
-        "train.balance",
-        True,
-        "False in a simulation, whose replicas compute in turns",
-    )
-    return check_config(
-        config if request.total_batch is None else batch_share(config, request.total_batch)
-    )
+    link = config.mesh.link
+    require(not link, "mesh.link", link, "'' in a simulation, where nothing is sent")
+    allowed = "False in a simulation, whose replicas compute in turns"
+    require(not config.train.balance, "train.balance", True, allowed)
+    if request.total_batch is not None:
+        config = batch_share(config, request.total_batch)
+    return check_config(config)
 
 
 def batch_share(config: Config, total: int) -> Config:
-    """`config` with a `batch_size` that makes `total` examples per step, validated on as many
-    examples as before."""
-    train, parts = config.train, config.mesh.replicas * config.train.accumulate
+    """`config` with a `batch_size` that makes `total` examples per step.
+
+    Validation uses at least as many examples as before.
+    """
+    train = config.train
+    parts = config.mesh.replicas * config.train.accumulate
     allowed = f"a multiple of {parts} (replicas x train.accumulate), at least {parts}"
     require(total >= parts and total % parts == 0, "--total-batch", total, allowed)
     size = total // parts
@@ -152,9 +143,10 @@ def virtual(
     communicator: SimulatedCommunicator,
     show: Callable[[str], object] | None = None,
 ) -> Session:
-    """The session of one virtual replica: a model, a memory and data of its own.
+    """Session of one virtual replica, with its own model, memory and data.
 
-    show: Takes a line about the weights that it begins with.
+    Args:
+        show: Called with a line about the initial weights.
     """
     model = seeded_model(config)
     if config.train.init_from:
@@ -163,52 +155,56 @@ def virtual(
             show(begin)
     base = optimizers.build_optimizer(config.optimizer, model)
     optimizer = replicated_run(config, base, model, [communicator])
-    return Session(
-        config,
-        Alone(communicator),
-        torch.device("cpu"),
-        load_data(config.data),
-        model,
-        base,
-        optimizer,
-    )
+    world = Alone(communicator)
+    cpu = torch.device("cpu")
+    return Session(config, world, cpu, load_data(config.data), model, base, optimizer)
 
 
 def train_virtual(session: Session, recorder: Recorder | None = None) -> dict[str, Any]:
-    """Trains one virtual replica to the end; `recorder` takes in each step.
+    """Trains one virtual replica to the end; returns the summary. Collective.
 
-    Returns the summary. Collective.
+    Args:
+        recorder: Receives the record of each step.
     """
     records: list[metrics.Record] = []
-    add = recorder.add if recorder else records.append
 
     def report(record: metrics.Record) -> None:
-        add(replace(record, waited_s=0.0, step_s=0.0))  # other replicas compute while one waits
+        # The times are meaningless: other replicas compute while one waits.
+        record = replace(record, waited_s=0.0, step_s=0.0)
+        if recorder is None:
+            records.append(record)
+        else:
+            recorder.add(record)
 
     _share_steps(session)
     fit(session, 0, session.config.train.steps, report, Stop())
-    summary = summarise(session, recorder.records if recorder else records)
-    summary.pop("waits", None)  # of replicas that compute in turns
+    if recorder is not None:
+        records = recorder.records
+    summary = summarise(session, records)
+    summary.pop("waits", None)  # meaningless, too
     return {**summary, "simulated": True}
 
 
 def _share_steps(session: Session) -> None:
-    """Lets replicas that agree at every step share the weights of the first, which decodes and
-    steps for all.
+    """Shares the weights of the first replica with all, if the scheme exchanges at each step.
 
-    They begin alike and receive the same messages, as the digests in these tell, so each would do
-    the same. Collective.
+    The first replica then decodes and steps for all. Each replica would do the same: all start with
+    equal weights and receive equal messages, which their digests prove. Collective.
     """
-    replicators, ((axis, scheme),) = session.optimizer.set_up(), session.optimizer.levels
+    replicators = session.optimizer.set_up()
+    ((axis, scheme),) = session.optimizer.levels
     if scheme.signal != "gradients" or not isinstance(axis, SimulatedCommunicator):
         return
     axis.together([*session.model.parameters()], _share_weights)
     channel: Any = replicators[0].channel
-    write, step = channel.engine.write, session.base.step
-    if session.optimizer.base_step.clip is None:  # which looks at the update of each
-        channel.engine.write = lambda *update: axis.together(
-            partial(write, *update), lambda writes: writes[0]()
-        )
+    write = channel.engine.write
+    step = session.base.step
+
+    def write_once(*update: Any) -> Any:
+        return axis.together(partial(write, *update), lambda writes: writes[0]())
+
+    if session.optimizer.base_step.clip is None:  # clipping reads the update of each replica
+        channel.engine.write = write_once
     session.base.step = lambda: axis.together((session.base, step), _step)  # type: ignore
 
 
@@ -219,10 +215,12 @@ def _share_weights(weights: Sequence[Sequence[torch.Tensor]]) -> None:
 
 
 def _step(brought: Sequence[tuple[torch.optim.Optimizer, Callable[[], Any]]]) -> None:
-    """Takes the step of the first replica, and shares the state of its optimizer."""
+    """Runs the step of the first replica, and copies its optimizer's state to the others."""
     (first, step), *others = brought
     step()
-    for base, _ in others if first.state else ():
+    if not first.state:
+        return
+    for base, _ in others:
         for mine, group in zip(base.param_groups, first.param_groups, strict=True):
             pairs = zip(mine["params"], group["params"], strict=True)
             base.state.update({p: first.state[q] for p, q in pairs if q in first.state})
