@@ -18,6 +18,7 @@ from detonation.cluster.survive.agreement import ReplicaLeft, ReplicaLost
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
+from detonation.core.link.communicator import Communicator
 from detonation.core.link.elastic_communicator import AgreedCommunicator
 from detonation.core.link.link import Link
 from limits import LIMIT_S
@@ -38,16 +39,23 @@ LEVELS = {
 }
 
 
-class Inside:
+class Inside(Communicator):
     """The axis inside a rack: it hears of no loss, because a rack is lost whole."""
 
     def __init__(self, inner):
-        self.replica, self.size = inner.replica, inner.size
-        self.all_reduce, self.all_gather, self.all_to_all = (
-            inner.all_reduce,
-            inner.all_gather,
-            inner.all_to_all,
-        )
+        self.replica, self._inner = inner.replica, inner
+
+    def size(self):
+        return self._inner.size()
+
+    def all_reduce(self, values):
+        return self._inner.all_reduce(values)
+
+    def all_gather(self, mine):
+        return self._inner.all_gather(mine)
+
+    def all_to_all(self, mine):
+        return self._inner.all_to_all(mine)
 
 
 def membership(store, replica, replicas, shard=0, shards=1):
