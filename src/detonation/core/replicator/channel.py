@@ -12,7 +12,7 @@ from detonation.core.codec.message_rows import MessageRows
 from detonation.core.codec.received import Received
 from detonation.core.compute.nonfinite import FINE, Verdict
 from detonation.core.engine.choice import engine_for
-from detonation.core.engine.inspector import Inspector
+from detonation.core.engine.inspector import SignalInspector
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.exchange.exchange import Exchange
 from detonation.core.exchange.two_stage import exchange_for, room_of
@@ -181,7 +181,7 @@ class Channel:
         ]
 
     @cached_property
-    def _inspector(self) -> Inspector:
+    def _inspector(self) -> SignalInspector:
         """Of messages that are encoded bucket by bucket."""
         return self.engine.inspector(len(self.pipelines))
 
