@@ -134,9 +134,7 @@ class TritonEngine(ReferenceEngine):
             self._nothing, self._indices(run, step) if self.codec.selection.shared else None
         )
 
-    def inspect(  # type: ignore[override]  # with the memory of this engine
-        self, signals: Sequence[Tensor | None], runtime: Runtime
-    ) -> Verdict:
+    def inspect(self, signals: Sequence[Tensor | None], runtime: Runtime) -> Verdict:
         status = self.scan(signals, range(len(signals)))
         return Verdict(status, status)
 
