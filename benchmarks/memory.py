@@ -30,6 +30,7 @@ import detonation as dt
 from detonation.core import runtime
 from detonation.core.codec import selection
 from detonation.core.integrity.fault_counts import FaultCounts
+from detonation.core.link.communicator import Communicator
 
 Base = Callable[[Any], torch.optim.Optimizer]
 
@@ -160,7 +161,7 @@ class Watch(TorchDispatchMode):
         self.now -= nbytes
 
 
-class Mirror:
+class Mirror(Communicator):
     """A communicator whose peers send something of the right size: nobody looks at it. nbytes: sent and received."""
 
     replica = 0

@@ -16,6 +16,7 @@ from detonation.core import runtime
 from detonation.core.codec import selection
 from detonation.core.flat.written import WrittenWeights
 from detonation.core.integrity.fault_counts import FaultCounts
+from detonation.core.link.communicator import Communicator
 from detonation.core.link.link import Link
 from detonation.core.schemes import buckets
 from detonation.wire.collectives import (
@@ -40,7 +41,7 @@ SOMETIMES = {
 """What reads on the host inside torch, on some devices or in some versions."""
 
 
-class Mirror:
+class Mirror(Communicator):
     """A wire of which the other end says the same; it answers where it was asked."""
 
     replica = 0

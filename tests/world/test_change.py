@@ -10,6 +10,7 @@ import worlds
 from covering import some
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest
+from detonation.core.link.communicator import Communicator
 from detonation.core.schemes.traffic import bytes_sent
 from steps import unsent
 from worlds import caught
@@ -191,7 +192,7 @@ def test_settings_may_change_before_the_first_step():
     assert worlds.run(before_the_first_step, 2, 1) == [True] * 2
 
 
-class BadPath:
+class BadPath(Communicator):
     """A path between two replicas that flips a bit of each message for an owner."""
 
     def __init__(self, inner):

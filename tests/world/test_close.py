@@ -417,7 +417,7 @@ def test_a_lost_source_changes_nothing():
         optimizer.set_up()
         before = [p.detach().clone() for p in model.parameters()]
         communicator.all_reduce = lambda values: whole(values.zero_())
-        optimizer.closeness._after_base(0)
+        optimizer.closeness.moved(0, False)
         return all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 
     assert simulate_replicas(act, 2) == [True, True]

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from detonation.core.agreement.gates import StepGate
 from detonation.core.link.link import Link
 from detonation.core.round import LocalSteps
 
 _ODD = 4
 
 
-class Balance:
+class Balance(StepGate):
     """Measures the local steps of this replica, and agrees with the others on how many each takes
     per round.
 
@@ -37,9 +38,9 @@ class Balance:
         """True if this replica sits `step` out."""
         return not bool(self.local_steps.taken(step)[self._link.replica])
 
-    def stepped(self) -> None:
+    def moved(self, step: int, idle: bool) -> None:
         """Ends a local step."""
-        if self._since is not None:
+        if not idle and self._since is not None:
             self._laps.append((self._since, time_mark(self._device)))
 
     def end(self, step: int) -> None:

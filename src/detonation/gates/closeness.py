@@ -14,7 +14,8 @@ from torch import Tensor
 
 from detonation.core.agreement.consensus import StopConsensus
 from detonation.core.agreement.desync import Difference, differences
-from detonation.core.flat.weight_hooks import moved
+from detonation.core.agreement.gates import StepGate
+from detonation.core.flat import weight_hooks
 from detonation.core.link.link import Link
 from detonation.core.replicator.base import Replicator
 
@@ -28,7 +29,7 @@ _STRIP = 1 << 17
 _FP32 = torch.finfo(torch.float32).eps
 
 
-class Closeness:
+class Closeness(StepGate):
     """Makes a part of the agreed state equal in each step, and compares all of it by distance.
 
     A part is 1 / `PERIOD` of the numbers of each replicator's `replicated` tensors; under rounds of
@@ -51,7 +52,9 @@ class Closeness:
     ) -> None:
         """Takes its place in the steps of `replicators` from `step` on."""
         self._step, self._replicators = step, replicators
-        consensus.after_base, consensus.compare = self._after_base, self._compare
+        if self not in consensus.gates:
+            consensus.gates.append(self)
+        consensus.compare = self._compare
         for link, name, tensor in self._fractions():
             if (link, name) not in self._seen:
                 self._seen[link, name] = [(step, projections(tensor).tolist())]
@@ -62,8 +65,9 @@ class Closeness:
         ]
         return [item for item in found if item[2].is_floating_point()]
 
-    def _after_base(self, step: int) -> None:
-        self._step, self._taken = step + 1, self._taken + 1
+    def moved(self, step: int, idle: bool) -> None:
+        self._step = step + 1
+        self._taken += 1
         for each in self._replicators:
             if each.round.sends(step):
                 # an anchor is agreed on along its own axis; those inside it hold it, too
@@ -119,7 +123,7 @@ class Closeness:
                 mended[name] = whole.view(tensors[name].shape)
         if mended:
             replicator.repair(mended)
-        moved()
+        weight_hooks.moved()
 
     def _compare(
         self,

@@ -4,7 +4,6 @@ error."""
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from detonation.core.agreement.desync import (
     numbers_of,
     repaired,
 )
+from detonation.core.agreement.gates import StepGate
 from detonation.core.agreement.safety import Safety
 from detonation.core.base_error import DetonationError
 from detonation.core.flat.tensors import Piece
@@ -26,31 +26,8 @@ from detonation.core.link.communicator import Axis
 from detonation.core.link.link import Link, links_of_shards
 from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.channel import Transfer
-from detonation.core.round import LocalSteps
 from detonation.core.runtime import Readback, Runtime
 from detonation.core.schemes.scheme import Scheme
-from detonation.plugins import plugin
-
-
-class BalanceGate(Protocol):
-    """Lets slow replicas sit steps out."""
-
-    local_steps: LocalSteps
-
-    def idle(self, step: int) -> bool: ...  # this replica sits the step out
-
-    def stepped(self) -> None: ...  # a local step was taken
-
-    def end(self, step: int) -> None: ...  # collective
-
-
-class ClosenessGate(Protocol):
-    """Keeps replicas that round differently close to each other."""
-
-    def attach(
-        self, consensus: Any, replicators: Sequence[Replicator], step: int
-    ) -> None: ...  # from `step` on
-
 
 _log = logging.getLogger("detonation")
 
@@ -81,15 +58,13 @@ class StopConsensus:
         # looks at the options of the base optimizer before they are compared
         self.look: Callable[[], object] = lambda: None
         self.compare = differences  # how `verify` finds tensors that must be equal and are not
-        # runs after each step of the base optimizer
-        self.after_base: Callable[[int], object] | None = None
         self.runtime = runtime
         self.decides_on_device = runtime.decides_on_device
         self.half_step = ""  # why the last step ended before it was whole
-        self._shards = links_of_shards(parameters.values())
-        self._others = self._shards
+        self.shards = links_of_shards(parameters.values())
+        self._others = self.shards
         self._asks = False
-        self.balance: BalanceGate | None = None
+        self.gates: list[StepGate] = []  # in the order in which they run
         # the gravest reason of all ranks, and its step
         self._asked: tuple[Readback, int] | None = None
 
@@ -106,13 +81,6 @@ class StopConsensus:
         self.counts[-1].number = 2 * level + (link.local_ranks > 1)
         return self.counts[-1]
 
-    def balance_over(self, link: Link) -> None:
-        """Lets slow replicas along `link` sit steps out, as the runtime's local steps say."""
-        if self.runtime.local_steps is not None:
-            self.balance = plugin("gates", "balance")(
-                self.runtime.local_steps, link, self._shards, self.runtime.device
-            )
-
     def connect(
         self, levels: Sequence[tuple[Axis, Scheme]], replicators: Sequence[Replicator]
     ) -> None:
@@ -124,7 +92,7 @@ class StopConsensus:
         if several or secluded:
             links = list({id(each.link.axis): each.link for each in replicators}.values())
         # shards last: a lost replica may have told only some of them
-        self._others = (*links, *self._shards)
+        self._others = (*links, *self.shards)
         in_pieces = any(
             isinstance(p, Piece) for each in replicators for p in each.parameters.values()
         )
@@ -146,14 +114,17 @@ class StopConsensus:
         if self.decides_on_device:
             self.begin(step)
 
-    def step_base(self, take: Callable[[], object], step: int) -> None:
-        """Takes the step of the base optimizer, unless this replica sits it out."""
-        if self.balance is None or not self.balance.idle(step):
+    def idle(self, step: int) -> bool:
+        """True if a gate lets this replica sit the step out."""
+        return any(gate.idle(step) for gate in self.gates)
+
+    def step_through_gates(self, take: Callable[[], object], step: int) -> None:
+        """Takes the step of the base optimizer, unless this replica sits it out. Collective."""
+        idle = self.idle(step)
+        if not idle:
             take()
-            if self.balance is not None:
-                self.balance.stepped()
-        if self.after_base is not None:
-            self.after_base(step)
+        for gate in self.gates:
+            gate.moved(step, idle)
 
     def forget(self) -> None:
         """Forgets earlier faults and half steps: the state of all replicas was replaced."""
@@ -182,8 +153,8 @@ class StopConsensus:
         arrived = not self.decides_on_device and self._arrived(step)
         if arrived and (self._others or any(counts.fatal for counts in self.counts)):
             self._settle(step)
-        if self.balance is not None:
-            self.balance.end(step)
+        for gate in self.gates:
+            gate.end(step)
 
     def conclude(self, step: int) -> None:
         """Raises as `end` does, after `step` steps and with no message in flight; waits for a

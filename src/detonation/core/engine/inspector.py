@@ -9,7 +9,7 @@ from detonation.core.compute.nonfinite import first_outside, inspected, signals_
 from detonation.core.runtime import Runtime
 
 
-class Inspector:
+class SignalInspector:
     """Inspects one message after the other, whose buckets come in one order; the host decides."""
 
     def __init__(self, runtime: Runtime) -> None:
@@ -43,7 +43,7 @@ class Inspector:
         return self._status
 
 
-class DeviceInspector(Inspector):
+class DeviceInspector(SignalInspector):
     """Lets the device decide, for which the host does not wait."""
 
     def __init__(self, runtime: Runtime) -> None:
@@ -69,8 +69,8 @@ class DeviceInspector(Inspector):
         return first_outside(self._numbers, self._within)
 
 
-def inspector_of(runtime: Runtime) -> Inspector:
+def inspector_of(runtime: Runtime) -> SignalInspector:
     """The inspector for signals in ordinary torch."""
     if runtime.decides_on_device:
         return DeviceInspector(runtime)
-    return Inspector(runtime)
+    return SignalInspector(runtime)

@@ -17,7 +17,7 @@ from detonation.core.codec.precision import FP32, Float
 from detonation.core.codec.received import DecodedMessages, Received
 from detonation.core.compute.kernel_library import SignRate
 from detonation.core.compute.nonfinite import inspected
-from detonation.core.engine.inspector import Inspector, inspector_of
+from detonation.core.engine.inspector import SignalInspector, inspector_of
 from detonation.core.engine.rows_at_once import (
     Room,
     decoded_at_once,
@@ -201,7 +201,7 @@ class ReferenceEngine(Rule):
         self.codec.write(selected, run)
         return selected
 
-    def inspector(self, buckets: int) -> Inspector:
+    def inspector(self, buckets: int) -> SignalInspector:
         """An inspector of messages that leave in so many buckets."""
         return inspector_of(self._runtime)
 

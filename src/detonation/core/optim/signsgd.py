@@ -1,11 +1,10 @@
 """SignSGD: every weight moves by lr against the sign of its update."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from detonation.core.compute import kernel_library
@@ -19,27 +18,17 @@ SMALLEST_GROUP = 2**18
 """The least coordinates of a group."""
 
 
-class SignEngine(Protocol):
-    """Moves weights by the signs of an update while it is decoded, without storing it."""
+class Deferred(NamedTuple):
+    """What moves parameters in the next step, in the place of their gradients.
 
-    def can_apply_signs(self, received: Any, weights: Sequence[Tensor]) -> bool:
-        """True if it can move these weights by the messages received."""
+    For an optimizer without momentum, whose steps nobody hooks.
 
-    def apply_signs(
-        self, received: Any, weights: Sequence[Tensor], rates: Sequence[SignRate]
-    ) -> None:
-        """`weight = shrink * weight - lr * sign(update)`, with shrink and lr of each weight."""
+    move: Is called with the rate of each parameter. done: Is called after that, if it is there.
+    """
 
-
-class SignedUpdate(Protocol):
-    """The messages received, of which `engine` makes an update; None where it lies in memory
-    already."""
-
-    @property
-    def engine(self) -> SignEngine | None: ...
-
-    @property
-    def received(self) -> Any: ...
+    parameters: Sequence[Tensor]
+    move: Callable[[Sequence[SignRate]], object]
+    done: Callable[[], object] | None
 
 
 class SignSGD(Optimizer):
@@ -82,56 +71,35 @@ class SignSGD(Optimizer):
         if weight_decay < 0:
             raise ValueError(f"weight_decay is {weight_decay}, must be at least 0")
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-        self._updates: dict[int, tuple[Sequence[Tensor], Sequence[Tensor], SignEngine, Any]] = {}
+        self.deferred: dict[int, Deferred] = {}
+        """By the id of the first parameter, which a later one replaces."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._updates = {}
+        self.deferred = {}
 
     @property
     def moves_by_signs_alone(self) -> bool:
         """True if the size of a gradient does not count: without momentum."""
         return not any(group["momentum"] for group in self.param_groups)
 
-    def take(
-        self, parameters: Sequence[Tensor], update: SignedUpdate, unused: Collection[int] = ()
-    ) -> bool:
-        """Moves `parameters` by `update` in the next step, and ignores their gradients.
-
-        Those whose numbers are in `unused` stay as they are. Returns False, and does nothing, where
-        a momentum or a step hook needs gradients or the update cannot.
-
-        Shapes: any, each parameter as in its layer.
-        """
-        if self._optimizer_step_pre_hooks or any(group["momentum"] for group in self.param_groups):
-            return False
-        weights = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
-        for number in unused:
-            weights[number] = torch.empty_like(weights[number])  # moves in its place
-        engine, received = update.engine, update.received
-        if engine is None or not engine.can_apply_signs(received, weights):
-            return False
-        # replaces an update that no step came for
-        self._updates[id(parameters[0])] = parameters, weights, engine, received
-        return True
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one step on all parameters that have a gradient; returns the value of `closure`."""
         loss = evaluated(closure) if closure else None
         moved: set[int] = set()
-        if self._updates:
+        if self.deferred:
             groups = [(p, group) for group in self.param_groups for p in group["params"]]
             rates = {
                 id(p): (1 - float(g["lr"]) * g["weight_decay"], float(g["lr"])) for p, g in groups
             }
-            updates = self._updates
-            self._updates = {}
-            for parameters, weights, engine, received in updates.values():
-                engine.apply_signs(received, weights, [rates[id(p)] for p in parameters])
-                if received.release:  # nobody looks at the messages again
-                    received.release()
-                moved |= {id(p) for p in parameters}
+            deferred = self.deferred
+            self.deferred = {}
+            for each in deferred.values():
+                each.move([rates[id(p)] for p in each.parameters])
+                if each.done:
+                    each.done()
+                moved |= {id(p) for p in each.parameters}
         for group in self.param_groups:
             rest = [
                 p

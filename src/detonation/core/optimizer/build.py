@@ -48,6 +48,7 @@ from detonation.core.round import LocalSteps
 from detonation.core.runtime import Runtime, fp32_products
 from detonation.core.schemes.scheme import GradientScheme, ParameterScheme, Scheme
 from detonation.core.schemes.traffic import require_below_dense
+from detonation.plugins import plugin
 from detonation.version import __version__
 
 Level = tuple[Axis, Scheme]
@@ -116,8 +117,10 @@ def build_levels(
         parts = rules_of(levels[0][0]).norms(parameters)
         base.clip = Clip(parameters, base.optimizer, settings.clip, parts)
     consensus.connect(levels, [each for level in made for each in level])
-    if settings.balance:
-        consensus.balance_over(routes[0, 1][0])
+    if local_steps is not None:
+        balance = plugin("gates", "balance")
+        link, _ = routes[0, 1]
+        consensus.gates.append(balance(local_steps, link, consensus.shards, device))
     return made, consensus
 
 

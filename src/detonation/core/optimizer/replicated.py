@@ -11,8 +11,9 @@ from torch._compile import _disable_dynamo  # as torch's optimizers: it imports 
 from torch.optim import Optimizer
 
 from detonation.core.agreement.buffers import BufferSync
-from detonation.core.agreement.consensus import ClosenessGate, StopConsensus
+from detonation.core.agreement.consensus import StopConsensus
 from detonation.core.agreement.desync import options_of
+from detonation.core.agreement.gates import ClosenessGate
 from detonation.core.base_error import DetonationError
 from detonation.core.integrity.message import Tape
 from detonation.core.link.communicator import Communicator, rules_of
@@ -121,8 +122,7 @@ class Replicated(OptimizerWrapper):
     @property
     def idle(self) -> bool:
         """True if this replica sits the next step out and needs no gradient: see `balance`."""
-        balance = None if self._consensus is None else self._consensus.balance
-        return balance is not None and balance.idle(self.step_count)
+        return self._consensus is not None and self._consensus.idle(self.step_count)
 
     @_disable_dynamo  # a compiled loop calls it as it is
     @torch.no_grad()
@@ -166,7 +166,10 @@ class Replicated(OptimizerWrapper):
                     self.base_step.overflow = None
                     consensus.end(step)
                 # 4. Move the weights.
-                consensus.step_base(self.base_step, step)
+                if consensus.gates:
+                    consensus.step_through_gates(self.base_step, step)
+                else:
+                    self.base_step()
                 # 5. Exchange parameters, and agree again.
                 for replicator in last:
                     replicator.after(step)

@@ -12,6 +12,7 @@ from detonation.core.link.communicator import Axis
 from detonation.core.link.hierarchical import split_by_sharding
 from detonation.core.link.link import Link
 from detonation.core.optimizer.trained import TrainedParameters
+from detonation.core.round import LocalSteps
 from detonation.core.runtime import decides_on_device
 from detonation.core.schemes.scheme import Scheme
 from detonation.core.schemes.traffic import arguments_text, collective_for, dense_bytes, mean_bytes
@@ -39,7 +40,9 @@ class Stats:
         self.grad_norm = grad_norm
         self._links, self._step = links, step
         self._counts = consensus.counts if consensus else []
-        self._balance = consensus.balance if consensus else None
+        self._local_steps: LocalSteps | None = None
+        if consensus:
+            self._local_steps = consensus.runtime.local_steps
         for counts in self._counts:
             counts.catch_up(step - 1)
 
@@ -61,16 +64,16 @@ class Stats:
     @property
     def local_steps(self) -> list[int]:
         """Local steps per round of each replica, where replicas are balanced; else empty."""
-        return [] if self._balance is None else self._balance.local_steps.counts.tolist()
+        if self._local_steps is None:
+            return []
+        return self._local_steps.counts.tolist()
 
     @property
     def taking(self) -> int | None:
         """The number of replicas that take the next step, where replicas are balanced."""
-        return (
-            None
-            if self._balance is None
-            else int(self._balance.local_steps.taken(self._step).sum())
-        )
+        if self._local_steps is None:
+            return None
+        return int(self._local_steps.taken(self._step).sum())
 
     @property
     def skipped(self) -> int:

@@ -1,6 +1,6 @@
 """The channel: takes a signal through memory, codec, guard and link to an update."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -12,19 +12,21 @@ from detonation.core.codec.message_rows import MessageRows
 from detonation.core.codec.received import Received
 from detonation.core.compute.nonfinite import FINE, Verdict
 from detonation.core.engine.choice import engine_for
-from detonation.core.engine.inspector import Inspector
+from detonation.core.engine.inspector import SignalInspector
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.exchange.exchange import Exchange
 from detonation.core.exchange.two_stage import exchange_for, room_of
+from detonation.core.exchange.unused import Unused
 from detonation.core.flat.layout import Layout
 from detonation.core.flat.rows import Bucket
+from detonation.core.flat.tensors import gradients_to_fill
 from detonation.core.integrity.fault_counts import Changed, FaultCounts
 from detonation.core.integrity.guard import Guard
 from detonation.core.integrity.message import Message
 from detonation.core.integrity.missing import Missing
 from detonation.core.link.link import Link
 from detonation.core.memory import LocalState, Memory
-from detonation.core.replicator.unused import Unused
+from detonation.core.optim.signsgd import Deferred, SignSGD
 from detonation.core.runtime import Runtime
 from detonation.core.schemes.buckets import codec_of
 from detonation.core.schemes.scheme import Scheme
@@ -104,11 +106,37 @@ class Update:
             received = received.rows_of(bucket.first - first, bucket.layout.rows)
         return pipeline.engine.decode(received)
 
-    def write(self, targets: Sequence[Tensor]) -> None:
-        """Decodes the update into `targets`."""
-        self.engine.write(self.received, targets)
-        if self.received.release:  # nobody looks at the messages again
-            self.received.release()
+    def apply(
+        self,
+        parameters: Mapping[str, Tensor],
+        unused: Collection[int] = (),
+        signs: SignSGD | None = None,
+        weights: Sequence[Tensor] = (),
+    ) -> None:
+        """Lets the next step of the base optimizer apply this update of gradients.
+
+        SignSGD moves the weights while it decodes, because to store the update and to read it again
+        costs more than decoding. For all others the update takes the place of the gradients.
+
+        Args:
+            unused: The numbers of the parameters that no replica used, which the step leaves alone.
+            signs: The base optimizer, where it may move weights by signs.
+            weights: Then the local part of each parameter.
+        """
+        received = self.received
+        if signs is not None and not signs._optimizer_step_pre_hooks:  # which may look at gradients
+            moved = list(weights)
+            for number in unused:
+                moved[number] = torch.empty_like(moved[number])  # moves in its place
+            adds_up = any(group["momentum"] for group in signs.param_groups)
+            if not adds_up and self.engine.can_apply_signs(received, moved):
+                each = list(parameters.values())
+                move = partial(self.engine.apply_signs, received, moved)
+                signs.deferred[id(each[0])] = Deferred(each, move, received.release)
+                return
+        self.engine.write(received, gradients_to_fill(parameters, unused))
+        if received.release:  # nobody looks at the messages again
+            received.release()
 
 
 class Channel:
@@ -181,7 +209,7 @@ class Channel:
         ]
 
     @cached_property
-    def _inspector(self) -> Inspector:
+    def _inspector(self) -> SignalInspector:
         """Of messages that are encoded bucket by bucket."""
         return self.engine.inspector(len(self.pipelines))
 

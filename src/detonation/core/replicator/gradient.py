@@ -1,168 +1,24 @@
 """GradientReplicator: every step's gradients, replaced by the update that the replicas agreed on,
 before the local step."""
 
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
-import torch
 from torch import Tensor
 
-from detonation.core.flat.layout import Layout, copy
-from detonation.core.flat.tensors import (
-    gradients_to_fill,
-    local,
-    local_gradients,
-    locals_of,
-    state_of,
-)
-from detonation.core.integrity.missing import NO_PARAMETERS, Missing
+from detonation.core.flat.layout import copy
+from detonation.core.flat.tensors import local, local_gradients, locals_of, state_of
+from detonation.core.integrity.missing import NO_PARAMETERS
 from detonation.core.memory import LocalState
 from detonation.core.optim.base_step import BaseStep
 from detonation.core.optim.signsgd import SignSGD
 from detonation.core.replicator.base import Replicator
-from detonation.core.replicator.channel import Channel, Transfer
-from detonation.core.replicator.overlap import (
-    CommStream,
-    Overlap,
-    OverlapError,
-    refuse_unequal,
-)
-from detonation.core.replicator.unused import Unused
+from detonation.core.replicator.channel import Channel, Transfer, Update
+from detonation.core.replicator.overlap import CommStream, Overlap, OverlapError, refuse_unequal
+from detonation.core.replicator.pending import Flat, Pending
 from detonation.core.runtime import Readback
 from detonation.core.schemes.scheme import GradientScheme
-
-
-@dataclass(frozen=True)
-class Flat:
-    """An update in memory, `[rows, chunk]` fp32: zeros before the first message, or of a
-    checkpoint.
-
-    Once all agree on the parameters that nobody used, the rows of these are infinite, which no
-    other update is. So they are saved, and move to other layouts with the rest.
-    """
-
-    layout: Layout
-    of_rows: Tensor
-    missing: Missing | None = None
-    engine: ClassVar[None] = None
-    received: ClassVar[None] = None
-
-    def receive(self) -> "Flat":
-        return self
-
-    def flat(self) -> Tensor:
-        return self.of_rows
-
-    def write(self, targets: Sequence[Tensor]) -> None:
-        copy(targets, self.layout.parts(self.of_rows))
-
-    def settle(self, unused: Unused) -> None:
-        """Agrees on the parameters that nobody used. Collective."""
-        if self.missing:
-            numbers = unused.settle(self.missing, self.missing.step)
-            rows = self.layout.row_numbers(numbers) >= 0
-            self.of_rows[rows.to(self.of_rows.device)] = torch.inf
-
-    def look(self, unused: Unused) -> "Flat":
-        """The same update after `of_rows` was loaded. Waits for the device."""
-        parts = self.layout.parts(self.of_rows)
-        infinite = torch.stack([part.isinf().any() for part in parts]).tolist()
-        numbers = [number for number, found in enumerate(infinite) if found]
-        return replace(self, missing=unused.agreed(numbers) if numbers else None)
-
-
-class Pending:
-    """The updates of the last `delay` steps, oldest first, as their messages.
-
-    Before the first ones arrive, and after `step_on`, blanks are there, of which no message is in
-    flight: zeros with a minus, so that a saved state tells them from an update of zeros.
-    """
-
-    def __init__(self, layout: Layout, delay: int, device: torch.device) -> None:
-        self._layout, self._device = layout, device
-        self._updates: deque[Transfer | Flat] = deque(self._blank() for _ in range(delay))
-
-    def exchange(self, update: Transfer) -> Transfer | Flat:
-        """Puts in an update, and takes out the one that is due."""
-        self._updates.append(update)
-        due = self._updates.popleft()
-        if isinstance(due, Flat):
-            due.of_rows.add_(0.0)  # which takes the minus from zeros
-        return due
-
-    def wait(self, index: int) -> Tensor:
-        """Waits for update `index`, counted from the oldest; from now on it lies in memory.
-
-        Shapes: -> `[rows, chunk]` fp32.
-        """
-        update = self._updates[index].receive()
-        arrived = self._updates[index] = Flat(self._layout, update.flat(), update.missing)
-        return arrived.of_rows
-
-    def settle(self, index: int, unused: Unused) -> None:
-        """Waits for update `index`, and agrees on the parameters that nobody used. Collective."""
-        self.wait(index)
-        settled = self._updates[index]
-        assert isinstance(settled, Flat)
-        settled.settle(unused)
-
-    def look(self, unused: Unused) -> None:
-        """Takes in all updates after they were loaded."""
-        self._updates = deque(
-            each.look(unused) if isinstance(each, Flat) else each for each in self._updates
-        )
-
-    def arrived(self) -> list[Tensor]:
-        """All updates, after waiting for the ones in flight.
-
-        Shapes: `[rows, chunk]` each.
-        """
-        return [self.wait(index) for index in range(len(self._updates))]
-
-    def step_on(
-        self, parameters: Mapping[str, Tensor], base: BaseStep, unused: Unused, step: int
-    ) -> None:
-        """Lets `base` step on each update but blanks, on `parameters` only, and leaves blanks.
-
-        The gradients do not change, because a backward pass may come next and add to them.
-
-        Args:
-            step: Of the oldest update.
-        """
-        due = [index for index, each in enumerate(self._updates) if not self._is_blank(each)]
-        if not due:
-            return
-        everyone = [
-            parameter for group in base.optimizer.param_groups for parameter in group["params"]
-        ]
-        kept = [parameter.grad for parameter in everyone]
-        for parameter in everyone:
-            parameter.grad = None
-        signs = (
-            base.optimizer if isinstance(base.optimizer, SignSGD) else None
-        )  # which needs no gradients
-        for index in due:
-            update = self._updates[index].receive()
-            alone = unused.settle(update.missing, step + index)
-            if not (signs and signs.take(list(parameters.values()), update, alone)):
-                update.write(gradients_to_fill(parameters, alone))
-            base()
-            self._updates[index] = self._blank()
-        for parameter, gradient in zip(everyone, kept, strict=True):
-            parameter.grad = gradient
-
-    def _blank(self) -> Flat:
-        return Flat(self._layout, self._layout.zeros(self._device).fill_(-0.0))
-
-    def _is_blank(self, update: Transfer | Flat) -> bool:
-        """True where no message is in flight. Waits for the device."""
-        if not isinstance(update, Flat):
-            return False
-        parts = self._layout.parts(update.of_rows)
-        return all(bool((part.signbit() & (part == 0)).all()) for part in parts)
 
 
 class GradientReplicator(Replicator):
@@ -188,39 +44,40 @@ class GradientReplicator(Replicator):
         last: bool,
     ) -> None:
         super().__init__(parameters, channel)
-        self._base, self.last, delay, device = (
-            base,
-            last,
-            scheme.round.delay,
-            channel.runtime.device,
-        )
-        self._signs = base.optimizer if last and isinstance(base.optimizer, SignSGD) else None
+        self._base = base
+        self.last = last
+        self._signs: SignSGD | None = None
+        if last and isinstance(base.optimizer, SignSGD):
+            self._signs = base.optimizer
+        delay = scheme.round.delay
         self._delayed = delay > 0
-        self._updates = Pending(channel.layout, delay, device)
+        self._updates = Pending(channel.layout, delay, channel.runtime.device)
         self._overlap: Overlap | None = None
-        self._equal: Readback | None = (
-            None  # whether gradients stayed as they were sent in the last overlapped step
-        )
+        # whether gradients stayed as they were sent in the last overlapped step
+        self._equal: Readback | None = None
         self._stream: CommStream | None = None
         self.stepped = base
 
     def before(self, step: int) -> None:
+        weights: list[Tensor] = []
+        if self._signs is not None:
+            weights = locals_of(self.parameters)
         if self._overlap:
-            (transfer, self._equal), self._overlap, self.overlapping = (
-                self._overlap.finish(),
-                None,
-                False,
-            )
+            transfer, self._equal = self._overlap.finish()
+            self._overlap = None
+            self.overlapping = False
         else:
             if self._equal:
                 self._refuse_unequal()
             transfer = self.channel.send(local_gradients(self.parameters), step)
-        update = (self._updates.exchange(transfer) if self._delayed else transfer).receive()
+        due: Transfer | Flat = transfer
+        if self._delayed:
+            due = self._updates.exchange(transfer)
+        update = due.receive()
         unused = NO_PARAMETERS
         if update.missing or self.link.tape:
             unused = self.channel.unused.settle(update.missing, step - self.scheme.round.delay)
-        if not (self._signs and self._signs.take([*self.parameters.values()], update, unused)):
-            update.write(gradients_to_fill(self.parameters, unused))
+        update.apply(self.parameters, unused, self._signs, weights)
 
     def announce(self, step: int, at: int, name: str, in_buckets: bool) -> list[Transfer]:
         transfers = self.channel.announce(step, name, in_buckets)
@@ -240,7 +97,12 @@ class GradientReplicator(Replicator):
 
     def synchronize(self, step: int) -> None:
         first = step - self.scheme.round.delay
-        self._updates.step_on(self.parameters, self._base, self.channel.unused, first)
+
+        def applies(update: Update | Flat, unused: Collection[int]) -> None:
+            weights = locals_of(self.parameters)
+            update.apply(self.parameters, unused, self._signs, weights)
+
+        self._updates.step_on(self._base, applies, self.channel.unused, first)
 
     @contextmanager
     def overlap(self, step: int) -> Iterator[None]:
@@ -249,14 +111,16 @@ class GradientReplicator(Replicator):
         device = self.channel.runtime.device
         if self._stream is None and device.type != "cpu":
             self._stream = CommStream(device)
-        overlap = self._overlap = Overlap(self.parameters, self.channel, step, self._stream)
+        overlap = Overlap(self.parameters, self.channel, step, self._stream)
+        self._overlap = overlap
         self.overlapping = True
         try:
             with overlap.listening():
                 yield
         except BaseException:
             if not overlap.began:  # then nothing has happened
-                self._overlap, self.overlapping = None, False
+                self._overlap = None
+                self.overlapping = False
             raise
 
     def refuse_overlap(self) -> None:
@@ -297,6 +161,7 @@ class GradientReplicator(Replicator):
         self._updates.look(self.channel.unused)
 
     def _refuse_unequal(self) -> None:
-        equal, self._equal = self._equal, None
+        equal = self._equal
+        self._equal = None
         if equal:
             refuse_unequal(*equal.read())

@@ -16,24 +16,29 @@ class OuterSGD:
     """
 
     def __init__(self, flat: Tensor, outer: Outer) -> None:
-        self.flat, self._outer = flat, outer
-        self._momentum = torch.zeros_like(flat) if outer.momentum else None
+        self.flat = flat
+        self._outer = outer
+        self._momentum: Tensor | None = None
+        if outer.momentum:
+            self._momentum = torch.zeros_like(flat)
 
     def step(self, rows: slice, update: Tensor) -> None:
         """Takes one step of some rows on `update` as the gradient, which is changed.
 
         Shapes: `[len(rows), chunk]`.
         """
-        self.flat[rows].sub_(
-            torch.mul(self._direction(rows, update), self._outer.lr, out=update)
-        )  # rounded one by one
+        direction = self._direction(rows, update)
+        moves = torch.mul(direction, self._outer.lr, out=update)  # rounded one by one
+        self.flat[rows].sub_(moves)
 
     def state(self) -> dict[str, Tensor]:
         """The optimizer's state by kind.
 
         Shapes: `[rows, chunk]` each.
         """
-        return {} if self._momentum is None else {"momentum_buffer": self._momentum}
+        if self._momentum is None:
+            return {}
+        return {"momentum_buffer": self._momentum}
 
     def _direction(self, rows: slice, gradient: Tensor) -> Tensor:
         """The direction for a gradient of some rows, which is changed, to read."""
@@ -41,4 +46,6 @@ class OuterSGD:
         if self._momentum is None:
             return gradient
         momentum = self._momentum[rows].mul_(self._outer.momentum).add_(gradient)
-        return gradient.add_(momentum * self._outer.momentum) if self._outer.nesterov else momentum
+        if self._outer.nesterov:
+            return gradient.add_(momentum * self._outer.momentum)
+        return momentum

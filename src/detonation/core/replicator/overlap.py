@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from detonation.core import runtime
 from detonation.core.base_error import DetonationError
 from detonation.core.flat.tensors import GradientStamp, gradient_stamps, local_gradients
 from detonation.core.replicator.channel import Channel, Transfer
-from detonation.core.runtime import Readback
 
 SAMPLED_VALUES = 1024
 
@@ -116,7 +116,7 @@ class Overlap:
             for hook in hooks:
                 hook.remove()
 
-    def finish(self) -> tuple[Transfer, Readback | None]:
+    def finish(self) -> tuple[Transfer, runtime.Readback | None]:
         """Sends the rest.
 
         Raises `OverlapError` for changed gradients, or returns the numbers for `refuse_unequal`.
@@ -139,7 +139,7 @@ class Overlap:
             self._stream.join()
         equal = None
         if on_device:
-            equal = Readback(self._equal().view(1))
+            equal = runtime.Readback(self._equal().view(1))
         return self._transfer, equal
 
     @torch.no_grad()

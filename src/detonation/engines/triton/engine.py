@@ -20,7 +20,7 @@ from detonation.core.codec.selection import Random, Rotation, random_start
 from detonation.core.compute.kernel_library import SignRate
 from detonation.core.compute.nonfinite import SIGNAL_LIMIT, Verdict
 from detonation.core.compute.scatter_sum import most_summed
-from detonation.core.engine.inspector import Inspector
+from detonation.core.engine.inspector import SignalInspector
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.engine.rows_at_once import Room
 from detonation.core.flat.layout import Layout, copy
@@ -43,7 +43,7 @@ OwnerRows = tuple[int, int, int, int, int, int]
 (`addressing.dealt_row`); the rows of the flat."""
 
 
-class StatusInspector(Inspector):
+class StatusInspector(SignalInspector):
     """Inspects a bucket in one launch, which writes into its line of a table.
 
     one: A status of the engine for the whole flat.
@@ -138,7 +138,7 @@ class TritonEngine(ReferenceEngine):
         status = self.scan(signals, range(len(signals)))
         return Verdict(status, status)
 
-    def inspector(self, buckets: int) -> Inspector:
+    def inspector(self, buckets: int) -> SignalInspector:
         nothing: list[Tensor | None] = [None] * len(self.layout.slots)
         one = self.scan(nothing, range(len(nothing)))
         return StatusInspector(self._runtime, one, buckets)
