@@ -96,10 +96,10 @@ class SignSGD(Optimizer):
     def take(
         self, parameters: Sequence[Tensor], update: SignedUpdate, unused: Collection[int] = ()
     ) -> bool:
-        """Moves `parameters` by `update` in the next step, and ignores their gradients.
+        """Makes the next step move `parameters` by `update` and ignore their gradients.
 
-        Those whose numbers are in `unused` stay as they are. Returns False, and does nothing, where
-        a momentum or a step hook needs gradients or the update cannot.
+        Parameters whose numbers are in `unused` do not change. Returns False, and does nothing, if
+        a momentum or a step hook needs gradients, or if the update does not support it.
 
         Shapes: any, each parameter as in its layer.
         """
@@ -108,7 +108,8 @@ class SignSGD(Optimizer):
         weights = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
         for number in unused:
             weights[number] = torch.empty_like(weights[number])  # moves in its place
-        engine, received = update.engine, update.received
+        engine = update.engine
+        received = update.received
         if engine is None or not engine.can_apply_signs(received, weights):
             return False
         # replaces an update that no step came for
@@ -118,18 +119,21 @@ class SignSGD(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one step on all parameters that have a gradient; returns the value of `closure`."""
-        loss = evaluated(closure) if closure else None
+        loss = None
+        if closure:
+            loss = evaluated(closure)
         moved: set[int] = set()
         if self._updates:
-            groups = [(p, group) for group in self.param_groups for p in group["params"]]
-            rates = {
-                id(p): (1 - float(g["lr"]) * g["weight_decay"], float(g["lr"])) for p, g in groups
-            }
+            rates: dict[int, SignRate] = {}
+            for group in self.param_groups:
+                lr = float(group["lr"])
+                rate = (1 - lr * group["weight_decay"], lr)
+                rates |= {id(p): rate for p in group["params"]}
             updates = self._updates
             self._updates = {}
             for parameters, weights, engine, received in updates.values():
                 engine.apply_signs(received, weights, [rates[id(p)] for p in parameters])
-                if received.release:  # nobody looks at the messages again
+                if received.release:  # this was the last read of the messages
                     received.release()
                 moved |= {id(p) for p in parameters}
         for group in self.param_groups:
@@ -184,24 +188,22 @@ def _sign_step(
 def _groups(
     weights: list[Tensor], directions: list[Tensor], most: int
 ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Weights and directions in groups of up to `most` coordinates; a larger tensor is cut where it
-    is contiguous."""
-    moved, against, room = list[Tensor](), list[Tensor](), most
+    """Weights and directions in groups of up to `most` coordinates. Larger contiguous tensors are
+    cut."""
+    moved: list[Tensor] = []
+    against: list[Tensor] = []
+    room = most
     for weight, direction in zip(weights, directions, strict=True):
+        pieces = [(weight, direction)]
         if weight.numel() > most and weight.is_contiguous() and direction.is_contiguous():
-            pieces = list(
-                zip(
-                    torch.split(weight.view(-1), most),
-                    torch.split(direction.view(-1), most),
-                    strict=True,
-                )
-            )
-        else:
-            pieces = [(weight, direction)]
+            parts = torch.split(weight.view(-1), most)
+            pieces = list(zip(parts, torch.split(direction.view(-1), most), strict=True))
         for one, other in pieces:
             if moved and one.numel() > room:
                 yield moved, against
-                moved, against, room = [], [], most
+                moved = []
+                against = []
+                room = most
             moved.append(one)
             against.append(other)
             room -= one.numel()
