@@ -1,4 +1,4 @@
-"""The base class of this library's errors. The ground floor of core: every room may import it."""
+"""The base class of this library's errors. Every other module may import it."""
 
 
 class DetonationError(Exception):
@@ -11,6 +11,8 @@ class DetonationError(Exception):
 
     Example:
         >>> import detonation as dt
-        >>> issubclass(dt.errors.Mismatch, dt.errors.DetonationError), issubclass(dt.errors.Mismatch, ValueError)
-        (True, True)
+        >>> issubclass(dt.errors.Mismatch, dt.errors.DetonationError)
+        True
+        >>> issubclass(dt.errors.Mismatch, ValueError)
+        True
     """

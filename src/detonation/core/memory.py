@@ -1,4 +1,4 @@
-"""The private state of a replica: the memory of its signals, and the parts of it that are saved."""
+"""The private state of a replica: the memory of its signals, and its saved form."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STRIPS = 16
-"""The parts in which signals are cut into tiles, which takes two copies."""
+"""Number of parts in which signals are cut into tiles, to need less memory for the two copies."""
 
 
 @dataclass(frozen=True)
@@ -62,24 +62,28 @@ class Memory:
         residual: Tensor | None = None,
     ) -> None:
         self.feedback = feedback
-        self.residual = layout.zeros(device) if residual is None else residual  # [rows, chunk]
-        self._layout, self._device = layout, device
-        self._views = [] if layout.tiled else layout.views(self.residual)
+        if residual is None:
+            residual = layout.zeros(device)
+        self.residual = residual  # [rows, chunk]
+        self._layout = layout
+        self._device = device
+        self._views: list[Tensor] = []
+        if not layout.tiled:
+            self._views = layout.views(self.residual)
         self._kept: WeakSet[KeptRows] = WeakSet()
 
     def of_rows(self, layout: Layout, first: int) -> Memory:
-        """The rows from `first` on as a memory with this `layout`, sharing them."""
-        return Memory(
-            layout, self.feedback, self._device, self.residual[first : first + layout.rows]
-        )
+        """A memory with this `layout` that shares the rows from `first` on."""
+        residual = self.residual[first : first + layout.rows]
+        return Memory(layout, self.feedback, self._device, residual)
 
     def absorb(self, signals: Sequence[Tensor | None], bad: Tensor | None = None) -> Tensor:
         """Decays the residual and adds a signal.
 
         Args:
             signals: One tensor per parameter; an absent one is zero.
-            bad: On a device that decides by itself, `[]` bool: where it is True the residual stays
-                as it is.
+            bad: On a device that decides by itself, `[]` bool: if it is True, the residual does not
+                change.
 
         Shapes: one local shape per parameter -> the residual, `[rows, chunk]` fp32.
         """
@@ -87,31 +91,30 @@ class Memory:
         if self._views and all(s.dtype == torch.float32 for s in present):
             self._absorb_in_place(signals, present, bad)
             return self.residual
-        self.residual.mul_(
-            self.feedback.decay if bad is None else self._decay.masked_fill(bad, 1.0)
-        )
-        # by way of a copy, where signals must be converted, or may not count; tiles are one,
-        # parameter by parameter
-        rows = -(-self._layout.rows // STRIPS)
-        for part in (
-            Bucket.strips(self._layout, rows)
-            if self._layout.tiled
-            else [Bucket.whole(self._layout)]
-        ):
+        if bad is None:
+            self.residual.mul_(self.feedback.decay)
+        else:
+            self.residual.mul_(self._decay.masked_fill(bad, 1.0))
+        # by way of a copy: it converts signals, or cuts them into tiles
+        parts = [Bucket.whole(self._layout)]
+        if self._layout.tiled:
+            parts = Bucket.strips(self._layout, -(-self._layout.rows // STRIPS))
+        for part in parts:
             flat = part.layout.flatten(part.cut(signals), self.residual.device)
-            # which changes no bit of any zero
-            added = flat if bad is None else flat.masked_fill_(bad, -0.0)
-            self.residual[part.rows].add_(added)
-            del flat, added  # before the next one is made
+            if bad is not None:
+                flat.masked_fill_(bad, -0.0)  # adding it changes no bit of any number
+            self.residual[part.rows].add_(flat)
+            del flat  # free it before the next one is made
         return self.residual
 
     def _absorb_in_place(
         self, signals: Sequence[Tensor | None], present: list[Tensor], bad: Tensor | None
     ) -> None:
-        """Adds signals in fp32 to the views of the residual, or to those of its successor where
-        they may not count."""
+        """Adds signals in fp32 to the views of the residual. With `bad`, adds them to a copy, which
+        replaces the residual if `bad` is False."""
         if bad is None:
-            to, views = self.residual.mul_(self.feedback.decay), self._views
+            to = self.residual.mul_(self.feedback.decay)
+            views = self._views
         else:
             to = self.residual.mul(self.feedback.decay)
             views = self._layout.views(to)
@@ -122,26 +125,26 @@ class Memory:
             torch.where(bad, self.residual, to, out=self.residual)
 
     def release(self, sent: Iterable[Tensor]) -> None:
-        """Takes out the sent values.
+        """Subtracts the sent values.
 
-        Shapes: consecutive rows from the first on, `[some rows, chunk]` each.
+        Shapes: consecutive rows from the first on, `[n, chunk]` each.
         """
         first = 0
         for part in sent:
             self.residual[first : first + len(part)].sub_(part, alpha=self.feedback.alpha)
             first += len(part)
-            del part  # before the next one is made
+            del part  # free it before the next one is made
         if len(self._padding):
             self.residual.view(-1).index_fill_(0, self._padding, 0.0)
 
     def clear(self) -> None:
-        """Forgets everything, also what was kept."""
+        """Sets the residual to zero, and drops all kept rows."""
         self.residual.zero_()
         for kept in self._kept:
             kept.forget()
 
     def keep(self, numbers: Tensor) -> KeptRows:
-        """Keeps some rows as they are; see `KeptRows`.
+        """Copies rows to undo a step in them; see `KeptRows`.
 
         Shapes: `[rows]` int64.
         """
@@ -150,11 +153,11 @@ class Memory:
         return kept
 
     def scale(self, factor: float) -> None:
-        """Multiplies what is still to be sent."""
+        """Multiplies the residual by `factor`."""
         self.residual.mul_(factor)
 
     def add(self, more: Tensor) -> None:
-        """Adds values that are still to be sent.
+        """Adds values to the residual, except to its padding.
 
         Shapes: `[rows, chunk]`.
         """
@@ -170,7 +173,7 @@ class Memory:
 
 
 def require_same_keys(what: str, current: Iterable[str], saved: Iterable[str]) -> None:
-    """Raises `ValueError` where a saved state, `what`, has other keys than the current one."""
+    """Raises `ValueError` if a saved state, `what`, has other keys than the current one."""
     if odd := sorted({*current} ^ {*saved}):
         raise ValueError(
             f"{what} is of another model or scheme: {odd[0]} and {len(odd) - 1} more differ"

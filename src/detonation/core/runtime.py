@@ -18,16 +18,25 @@ T = TypeVar("T")
 _FP32 = ("none", "ieee")
 """Torch's names for fp32 products that are not rounded before they are multiplied."""
 _AS_IT_IS = nullcontext()
-_products = cache(lambda: {"cuda": torch.backends.cuda.matmul, "cpu": torch.backends.mkldnn.matmul})  # type: ignore[attr-defined]
-"""Torch's settings for matrix products, by the kind of device; looked up late, because `plan`
-imports no torch."""
+
+
+@cache
+def _products() -> dict[str, Any]:
+    """Torch's settings for matrix products, by the kind of device. Looked up on first use, because
+    `plan` does not import torch."""
+    on_cpu = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    return {"cuda": torch.backends.cuda.matmul, "cpu": on_cpu}
 
 
 def fp32_products() -> str:
     """How fp32 matrix products round now, on GPUs and on CPUs, as text: ieee, tf32 or bf16."""
-    return ", ".join(
-        "ieee" if p.fp32_precision in _FP32 else p.fp32_precision for p in _products().values()
-    )
+    found = []
+    for products in _products().values():
+        precision = products.fp32_precision
+        if precision in _FP32:
+            precision = "ieee"
+        found.append(precision)
+    return ", ".join(found)
 
 
 @contextmanager
@@ -81,11 +90,15 @@ class Runtime:
         """Makes a step compute in fp32 whatever the caller's context is: no autocast, no TF32 or
         bf16 products."""
         kind = self.device.type
-        products = _products()["cpu" if kind == "cpu" else "cuda"]
-        casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        if products.fp32_precision in _FP32 and not casts:
+        if kind == "cpu":
+            products = _products()["cpu"]
+        else:
+            products = _products()["cuda"]
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            return _exactly(products, torch.autocast(kind, enabled=False))
+        if products.fp32_precision in _FP32:
             return _AS_IT_IS
-        return _exactly(products, torch.autocast(kind, enabled=False) if casts else _AS_IT_IS)
+        return _exactly(products, _AS_IT_IS)
 
     def shared(self, key: Hashable, make: Callable[[], T]) -> T:
         """The object under `key`, made by `make` at the first call, that all kernels of this

@@ -33,17 +33,20 @@ class NativeEngine(ReferenceEngine):
     ) -> None:
         super().__init__(codec, layout, memory, runtime)
         self.name = library.name
-        self._library, self._memory = library, memory
+        self._library = library
+        self._memory = memory
         self._numel = (ctypes.c_int64 * len(layout.slots))(*[slot.numel for slot in layout.slots])
         self._coding = codec.index_coding
-        self._width = 0 if self._coding.bitmap else self._coding.width
+        self._width = 0
+        if not self._coding.bitmap:
+            self._width = self._coding.width
         self._index_bytes = self._coding.nbytes(layout.rows)
         self.releases_at_once = self._exact
-        self._released_share = memory.feedback.alpha if self._exact else 0.0
-        self._waves, self._most = (
-            dct_waves(codec.selection.chunk, self.device),
-            most_summed(codec.selection.chunk),
-        )
+        self._released_share = 0.0
+        if self._exact:
+            self._released_share = memory.feedback.alpha
+        self._waves = dct_waves(codec.selection.chunk, self.device)
+        self._most_summed = most_summed(codec.selection.chunk)
 
     def encode(
         self,
@@ -61,56 +64,59 @@ class NativeEngine(ReferenceEngine):
         step: int,
         bad: Tensor | None = None,
     ) -> Selected:
-        if run.owners is None and (
-            self.codec.precision == FP32 or isinstance(self.codec.precision, Sign)
-        ):
+        precision = self.codec.precision
+        if run.owners is None and (precision == FP32 or isinstance(precision, Sign)):
             return self._encoded(signals, run)
         selected = self._encoded(signals, None)
         self.codec.write(selected, run)
         return selected
 
     def _encoded(self, signals: Sequence[Tensor | None], run: MessageRows | None) -> Selected:
-        """Absorbs a signal, and selects what leaves: into `run`, or into memory of its own."""
+        """Absorbs a signal, and selects the coefficients to send: into `run`, or into new
+        memory."""
+        k = self.codec.selection.k
+        rows = self.layout.rows
+        statistics: Tensor | None = None
+        negative_zeros = False
         if run is None:
-            values = torch.empty(
-                self.layout.rows, self.codec.selection.k, dtype=torch.float32, device="cpu"
-            )
-            statistics, indices = (
-                [],
-                torch.empty(self._index_bytes, dtype=torch.uint8, device="cpu"),
-            )
+            values = torch.empty(rows, k, dtype=torch.float32, device="cpu")
+            indices = torch.empty(self._index_bytes, dtype=torch.uint8, device="cpu")
         else:
-            values, *statistics, indices = (part[0] for part in run.parts)
-            if not statistics:
-                values = values.view(torch.float32).view(run.rows, self.codec.selection.k)
+            values, *others, indices = (part[0] for part in run.parts)
+            negative_zeros = run.negative_zeros
+            if others:
+                (statistics,) = others
+            else:
+                values = values.view(torch.float32).view(run.rows, k)
+        read: list[Tensor | None] = []
+        for signal in signals:
+            if signal is None or not signal.numel():
+                read.append(None)
+            else:
+                read.append(signal.to(torch.float32).contiguous())
         self._library.encode(
             self._memory.residual,
-            [
-                None if s is None or not s.numel() else s.to(torch.float32).contiguous()
-                for s in signals
-            ],
+            read,
             self._numel,
             self._memory.feedback.decay,
             self._released_share,
             self._width,
             self._waves,
-            self.codec.selection.k,
+            k,
             values,
-            statistics[0] if statistics else None,
-            run is not None and run.negative_zeros,
+            statistics,
+            negative_zeros,
             indices,
         )
-        values = (
-            torch.empty(self.layout.rows, 0, dtype=torch.float32, device="cpu")
-            if statistics
-            else values
-        )
-        return Selected(values, PackedIndices(self._coding, indices, self.layout.rows))
+        if statistics is not None:  # the run contains codes, not values
+            values = torch.empty(rows, 0, dtype=torch.float32, device="cpu")
+        return Selected(values, PackedIndices(self._coding, indices, rows))
 
     def release(self, selected: Selected, own: Tensor | None) -> None:
         if own is not None and selected.indices is not None:
-            alpha, indices = self._memory.feedback.alpha, self._coding.encode(selected.indices)
-            few = own.shape[1] <= self._most
+            alpha = self._memory.feedback.alpha
+            indices = self._coding.encode(selected.indices)
+            few = own.shape[1] <= self._most_summed
             self._library.release(
                 self._memory.residual,
                 self._numel,
@@ -131,8 +137,7 @@ class NativeEngine(ReferenceEngine):
         if not isinstance(received.aggregation, Mean | MeanNonzero):
             super().write(received, targets)
             return
-        # by way of a copy where one must be converted, so that no parameter's bits depend on what
-        # others are like
+        # targets that are not contiguous fp32 are written by way of a copy
         odd = [
             i for i, t in enumerate(targets) if t.dtype != torch.float32 or not t.is_contiguous()
         ]
@@ -150,28 +155,28 @@ class NativeEngine(ReferenceEngine):
         self, received: Received, weights: Sequence[Tensor], rates: Sequence[SignRate] | None
     ) -> None:
         """Moves `weights` by the signs of the update; without rates they become the update."""
-        rows, k, nonzero = received.rows, 0, isinstance(received.aggregation, MeanNonzero)
+        rows = received.rows
+        nonzero = isinstance(received.aggregation, MeanNonzero)
+        magnitudes: list[Tensor] | None = None
         if isinstance(received, Arrived) and isinstance(received.codec.precision, Sign):
-            sent, k, values = (
-                received.indices(0, rows),
-                received.codec.selection.k,
-                [*received.parts[0]],
-            )
+            sent = received.indices(0, rows)
+            k = received.codec.selection.k
+            values = [*received.parts[0]]
             magnitudes = [each[:, 0].contiguous() for each in received.levels]
         else:
-            whole, magnitudes = received.read(0, rows), None
-            sent, k, values = (
-                whole.indices,
-                whole.values.shape[2],
-                [each.contiguous() for each in whole.values],
-            )
-        few = sent is not None and len(values) * k <= self._most and not nonzero
+            whole = received.read(0, rows)
+            sent = whole.indices
+            k = whole.values.shape[2]
+            values = [each.contiguous() for each in whole.values]
+        few = sent is not None and len(values) * k <= self._most_summed and not nonzero
         if sent is None:  # owners answer with whole rows
-            sent = torch.arange(self._coding.chunk, dtype=torch.int64, device="cpu").expand(
-                len(values), rows, k
-            )
-        encoded = sent.encoded if isinstance(sent, PackedIndices) else self._coding.encode(sent)
-        indices = [each.contiguous() for each in encoded]  # of one message they lie together
+            all_indices = torch.arange(self._coding.chunk, dtype=torch.int64, device="cpu")
+            sent = all_indices.expand(len(values), rows, k)
+        if isinstance(sent, PackedIndices):
+            encoded = sent.encoded
+        else:
+            encoded = self._coding.encode(sent)
+        indices = [each.contiguous() for each in encoded]
         shape = rows, self._coding.chunk, k
         self._library.decode(
             weights,
@@ -185,21 +190,21 @@ class NativeEngine(ReferenceEngine):
             self._waves,
             rates,
         )
-        # the library writes unseen; a graph that holds old values must not be used
+        # autograd does not see these writes; a graph with the old values must not be used
         torch.autograd.graph.increment_version(weights)
 
 
 def native_engine(
     codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime, room: Room | None
 ) -> NativeEngine | None:
-    """The engine for DCT x top-k with memory on a CPU, where g++ can build it; None for all else."""
-    fits = memory is not None and isinstance(codec.basis, DCT) and type(codec.selection) is TopK
-    if (
-        not fits
-        or runtime.decides_on_device
-        or not runtime.kernels
-        or codec.selection.chunk not in KERNEL_CHUNKS
-    ):
+    """The engine for DCT x top-k with memory on a CPU; None for other codecs, and without g++."""
+    if memory is None or runtime.decides_on_device or not runtime.kernels:
+        return None
+    if not isinstance(codec.basis, DCT) or type(codec.selection) is not TopK:
+        return None
+    if codec.selection.chunk not in KERNEL_CHUNKS:
         return None
     library = load_library()
-    return NativeEngine(library, codec, layout, memory, runtime) if library and memory else None
+    if library is None:
+        return None
+    return NativeEngine(library, codec, layout, memory, runtime)

@@ -30,12 +30,14 @@ class Balance(StepGate):
         self, local_steps: LocalSteps, link: Link, shards: Sequence[Link], device: torch.device
     ) -> None:
         self.local_steps = local_steps
-        self._link, self._shards, self._device = link, shards, device
+        self._link = link
+        self._shards = shards
+        self._device = device
         self._since: Any = None  # the mark at which the last step ended
         self._laps: list[tuple[Any, Any]] = []
 
     def idle(self, step: int) -> bool:
-        """True if this replica sits `step` out."""
+        """True if this replica skips `step`."""
         return not bool(self.local_steps.taken(step)[self._link.replica])
 
     def moved(self, step: int, idle: bool) -> None:

@@ -1,4 +1,4 @@
-"""Single rounding: the steps of an optimizer in operations that every processor rounds alike."""
+"""Single rounding: steps of an optimizer in operations that every processor rounds alike."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,19 +9,21 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_FP64, _INT64 = 53, 63
-"""Bits in which sums of whole numbers are exact, whatever their order."""
+_FP64 = 53
+"""Bits in which fp64 adds integers exactly, in any order."""
+_INT64 = 63
+"""The same for int64."""
 
 
 class SingleRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Takes compound operations apart within it, so that each multiplication, sum and quotient is
+    """A context that splits compound operations, so that each multiplication, sum and quotient is
     rounded by itself.
 
-    Torch's `a + s * b`, `addcmul`, `addcdiv` and `lerp` round once or twice, as the instructions of
-    a processor have it, and its fp32 roots are those of a library; IEEE 754 says what one operation
-    alone rounds to. Products of matrices and norms add up in any order: here they are exact sums of
-    whole numbers, of the largest element and the 19 bits or more below it. So an optimizer of
-    torch, and Muon, ends with the same bits on all kinds of processor, unless it is `fused`.
+    Torch's `a + s * b`, `addcmul`, `addcdiv` and `lerp` round once or twice, depending on the
+    processor's instructions, and its fp32 roots come from libraries. IEEE 754 defines the rounding
+    of each single operation. Matrix products and norms add up in any order; here they are exact
+    sums of integers, with at least 19 bits below the largest element. Optimizers of torch, and
+    Muon, therefore give the same bits on all kinds of processor, unless they are `fused`.
 
     Example:
         >>> weight = torch.tensor([1.0, 2.0])
@@ -37,35 +39,47 @@ class SingleRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        name, kwargs = func._schema.name.removeprefix("aten::"), kwargs or {}
-        rule = (
-            None
-            if "out" in kwargs
-            else _RULES.get(name.removeprefix("_foreach_").removesuffix("_"))
-        )
-        found = rule(name, *args, **kwargs) if rule else NotImplemented
+        name = func._schema.name.removeprefix("aten::")
+        kwargs = kwargs or {}
+        rule = _RULES.get(name.removeprefix("_foreach_").removesuffix("_"))
+        found = NotImplemented
+        if rule and "out" not in kwargs:
+            found = rule(name, *args, **kwargs)
         if found is NotImplemented:
             return func(*args, **kwargs)
-        return found if func._schema.returns else None
+        if not func._schema.returns:
+            return None
+        return found
 
 
 def _apply(name: str, *operands: Any) -> Any:
     """The operation `name` on tensors, or on lists of them."""
     function = getattr(torch, name, None)
-    return function(*operands) if function else getattr(operands[0], name)(*operands[1:])
+    if function:
+        return function(*operands)
+    own, *others = operands
+    return getattr(own, name)(*others)
 
 
 def _like(name: str, operation: str) -> str:
     """`operation` in the form of `name`: on lists, or in place."""
-    return _apart(name, operation) + ("_" if name.endswith("_") else "")
+    found = _apart(name, operation)
+    if name.endswith("_"):
+        found += "_"
+    return found
 
 
 def _apart(name: str, operation: str) -> str:
-    return ("_foreach_" if name.startswith("_foreach_") else "") + operation
+    """`operation` in the form of `name`: on lists, but not in place."""
+    if name.startswith("_foreach_"):
+        return "_foreach_" + operation
+    return operation
 
 
 def _add(name: str, own: Any, other: Any, alpha: Any = 1) -> Any:
-    return _apply(name, own, other if alpha == 1 else _apply(_apart(name, "mul"), other, alpha))
+    if alpha != 1:
+        other = _apply(_apart(name, "mul"), other, alpha)
+    return _apply(name, own, other)
 
 
 def _move(name: str, own: Any, way: Any, factor: Any) -> Any:
@@ -81,31 +95,37 @@ def _lerp(name: str, own: Any, end: Any, weight: Any) -> Any:
 
 
 def _divide(name: str, own: Any, by: Any, **rest: Any) -> Any:
-    """By numbers through their reciprocals, as some devices do."""
-    if (
-        rest
-        or isinstance(by, Tensor)
-        or (isinstance(by, Sequence) and any(isinstance(each, Tensor) for each in by))
-    ):
+    """Multiplies by the reciprocals of numbers, as some devices do."""
+    if rest or isinstance(by, Tensor):
         return NotImplemented
-    inverse = [
-        1 / each if each else math.inf for each in (by if isinstance(by, Sequence) else [by])
-    ]
-    return _apply(_like(name, "mul"), own, inverse if isinstance(by, Sequence) else inverse[0])
+    if not isinstance(by, Sequence):
+        return _apply(_like(name, "mul"), own, _reciprocal(by))
+    if any(isinstance(each, Tensor) for each in by):
+        return NotImplemented
+    return _apply(_like(name, "mul"), own, [_reciprocal(each) for each in by])
+
+
+def _reciprocal(number: Any) -> Any:
+    if not number:
+        return math.inf
+    return 1 / number
 
 
 def _root(name: str, own: Any) -> Any:
-    """In fp64 and back, which is the root rounded once."""
-    several = name.startswith("_foreach_")
-    roots = [(each, each.double().sqrt().to(each.dtype)) for each in (own if several else [own])]
-    found = [each.copy_(root) if name.endswith("_") else root for each, root in roots]
-    return found if several else found[0]
+    """The root in fp64, converted back: the fp32 root rounded once."""
+    if name.startswith("_foreach_"):
+        return [_root(name.removeprefix("_foreach_"), each) for each in own]
+    root = own.double().sqrt().to(own.dtype)
+    if name.endswith("_"):
+        return own.copy_(root)
+    return root
 
 
 def _whole(tensor: Tensor, bits: int) -> tuple[Tensor, float]:
-    """Whole numbers of up to `bits` bits in fp64, and the power of two by which they are
+    """Integers of up to `bits` bits in fp64, and the power of two by which they must be
     multiplied."""
-    exponent = math.frexp(float(tensor.abs().amax()))[1] - bits
+    _, exponent = math.frexp(float(tensor.abs().amax()))
+    exponent -= bits
     return (tensor.double() * math.ldexp(1.0, -exponent)).round_(), math.ldexp(1.0, exponent)
 
 
@@ -113,7 +133,8 @@ def _product(name: str, one: Tensor, other: Tensor) -> Any:
     if not one.is_floating_point() or not one.numel() or not other.numel():
         return NotImplemented
     bits = (_FP64 - len(one.T).bit_length()) // 2
-    (rows, scale), (columns, by) = _whole(one, bits), _whole(other, bits)
+    rows, scale = _whole(one, bits)
+    columns, by = _whole(other, bits)
     return (rows @ columns).mul_(scale * by).to(one.dtype)
 
 
@@ -121,7 +142,9 @@ def _add_matrices(
     name: str, own: Tensor, one: Tensor, other: Tensor, beta: float = 1, alpha: float = 1
 ) -> Any:
     product = _product(name, one, other)
-    return NotImplemented if product is NotImplemented else own.mul(beta).add_(product.mul_(alpha))
+    if product is NotImplemented:
+        return NotImplemented
+    return own.mul(beta).add_(product.mul_(alpha))
 
 
 def _norm(name: str, own: Tensor, order: float = 2, dim: Any = None, **rest: Any) -> Any:
@@ -143,4 +166,4 @@ _RULES: dict[str, Callable[..., Any]] = {
     "addmm": _add_matrices,
     "linalg_vector_norm": _norm,
 }
-"""By the name of the operation, without the marks of lists and of work in place."""
+"""Rules by the name of the operation, without the prefix for lists and the suffix for in-place."""

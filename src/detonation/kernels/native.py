@@ -110,8 +110,10 @@ class Library:
             *[None if g is None else g.data_ptr() for g in gradients]
         )
         status = self._library.detonation_encode(
-            residual.data_ptr(), rows, chunk, pointers, numel, decay, release, k, width, basis.data_ptr(),
-            values.data_ptr(), None if statistics is None else statistics.data_ptr(), negative_zeros,
+            residual.data_ptr(), rows, chunk, pointers, numel, decay, release, k, width,
+            basis.data_ptr(),
+            values.data_ptr(), None if statistics is None else statistics.data_ptr(),
+            negative_zeros,
             indices.data_ptr(),
         )  # fmt: skip
         assert status == 0
@@ -132,7 +134,8 @@ class Library:
         # them
         rows, chunk = residual.shape
         status = self._library.detonation_release(
-            residual.data_ptr(), rows, chunk, numel, share, values.shape[1], width, values.data_ptr(),
+            residual.data_ptr(), rows, chunk, numel, share, values.shape[1], width,
+            values.data_ptr(),
             indices.data_ptr(), indices.nbytes, few, basis.data_ptr(),
         )  # fmt: skip
         assert status == 0
@@ -182,7 +185,8 @@ class Library:
         )
         numel = (ctypes.c_int64 * count)(*[t.numel() for t in targets])
         status = self._library.detonation_decode(
-            into, numel, rows, chunk, sent, sizes, places, indices[0].nbytes, len(values), k, width, few, nonzero,
+            into, numel, rows, chunk, sent, sizes, places, indices[0].nbytes, len(values), k,
+            width, few, nonzero,
             1 / len(values), basis.data_ptr(), shrink, lr,
         )  # fmt: skip
         assert status == 0

@@ -46,7 +46,10 @@ class BlockIntegers:
     def encode(self, values: Tensor) -> Tensor:
         """Quantizes each line."""  # [..., n] fp32 -> [..., bytes of whole blocks] uint8
         missing = -values.shape[-1] % self.block
-        lines = pad(values, (0, missing)) if missing else values.contiguous()
+        if missing:
+            lines = pad(values, (0, missing))
+        else:
+            lines = values.contiguous()
         blocks = lines.view(*lines.shape[:-1], -1, self.block)  # [..., blocks, block]
         largest = torch.maximum(blocks.amax(-1), blocks.amin(-1).neg_())  # [..., blocks]
         scales = (largest / self.largest).to(torch.bfloat16)
@@ -86,7 +89,9 @@ def _aligned(octets: Tensor) -> Tensor:
     """Messages of the length that a gathered buffer needs; see `ALIGNMENT`."""
     # [..., bytes] -> [..., bytes or more]
     missing = -octets.shape[-1] % ALIGNMENT
-    return pad(octets, (0, missing)) if missing and decides_on_device(octets.device) else octets
+    if missing and decides_on_device(octets.device):
+        return pad(octets, (0, missing))
+    return octets
 
 
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -111,7 +116,10 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         codec: BlockIntegers,
         sizes: Callable[[], Mapping[str, int]],
     ) -> None:
-        self._link, self._local, self._codec, self._sizes = link, local, codec, sizes
+        self._link = link
+        self._local = local
+        self._codec = codec
+        self._sizes = sizes
         self._others = link.replicas - 1
         self.residual: Tensor | None = None
         self._laid_out: dict[str, int] = {}  # the sizes of the residual
@@ -131,7 +139,8 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
                 " FSDP2"
             )
         sums = self._summed_in_node(input_tensor.view(self._link.replicas, -1))  # [nodes, n]
-        count, here = sums.shape[1], self._link.replica
+        count = sums.shape[1]
+        here = self._link.replica
         residual = self._residual_for(count, sums.device)
         # slices: an index that is a list is copied to the device, and the host waits for it
         signal = torch.cat([sums[:here], sums[here + 1 :]]).float().add_(residual)  # [nodes - 1, n]
@@ -145,9 +154,10 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         (rows,), _ = self._link.wait([arriving])
         total = torch.zeros(count, dtype=torch.float32, device=sums.device)
         for node in range(self._link.replicas):  # in the order of nodes: the sum depends on it
-            total.add_(
-                sums[node].float() if node == here else self._codec.decode(rows[node], count)
-            )
+            if node == here:
+                total.add_(sums[node].float())
+            else:
+                total.add_(self._codec.decode(rows[node], count))
         output_tensor.copy_(total)
 
     def by_parameter(self) -> dict[str, Tensor]:
@@ -170,11 +180,12 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         Shapes: as `by_parameter`; of a parameter that is frozen now, too, which may be trained
         again.
         """
-        fitting = {
-            name: piece for name, piece in saved.items() if len(piece) == self._others
-        }  # sizes: at use
+        # `_residual_for` checks the sizes
+        fitting = {name: piece for name, piece in saved.items() if len(piece) == self._others}
         self._laid_out = {name: piece.shape[1] for name, piece in fitting.items()}
-        self.residual = torch.cat([*fitting.values()], 1).float() if fitting else None
+        self.residual = None
+        if fitting:
+            self.residual = torch.cat([*fitting.values()], 1).float()
 
     def _residual_for(self, count: int, device: torch.device) -> Tensor:
         """The residual, laid out for the parameters that are trained now."""
@@ -190,15 +201,14 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         ):
             before = self.by_parameter()
             empty = torch.zeros(self._others, 0, dtype=torch.float32, device=device)
-            pieces = [
-                (
-                    before[n].to(device)
-                    if n in before and before[n].shape[1] == size
-                    else empty.new_zeros(self._others, size)
-                )
-                for n, size in sizes.items()
-            ]
-            self.residual, self._laid_out = torch.cat([empty, *pieces], 1), sizes
+            pieces = [empty]
+            for name, size in sizes.items():
+                if name in before and before[name].shape[1] == size:
+                    pieces.append(before[name].to(device))
+                else:
+                    pieces.append(empty.new_zeros(self._others, size))
+            self.residual = torch.cat(pieces, 1)
+            self._laid_out = sizes
         return self.residual
 
     def _summed_in_node(self, parts: Tensor) -> Tensor:
@@ -207,7 +217,8 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         # [nodes, local * n] -> [nodes, n]
         if self._local is None:
             return parts
-        nodes, size = len(parts), self._local.size()
+        nodes = len(parts)
+        size = self._local.size()
         for_each = parts.view(nodes, size, -1).transpose(0, 1).contiguous()  # [local, nodes, n]
         summed = parts.new_empty(nodes, for_each.shape[2])
         _reduce_scatter_single(summed.view(-1), for_each.view(-1), group=self._local)
@@ -282,8 +293,12 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         is_trained: Callable[[], bool],
         weights: WrittenWeights,
     ) -> None:
-        self._link, self._local, self._codec = link, local, codec
-        self._resync_every, self._is_trained, self.weights = resync_every, is_trained, weights
+        self._link = link
+        self._local = local
+        self._codec = codec
+        self._resync_every = resync_every
+        self._is_trained = is_trained
+        self.weights = weights
         self.reference: Tensor | None = None
         self._exchanges = 0  # since the last exact one
         self._seen = -1
@@ -299,7 +314,8 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         async_op: bool = False,
     ) -> None:
         # [S * n], [n]: the input is a part of the output, which is therefore written last
-        reference, trained = self.reference, self._is_trained()
+        reference = self.reference
+        trained = self._is_trained()
         if (
             reference is None
             or reference.shape[1] != len(input_tensor)
@@ -314,7 +330,8 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
                 f"{first_names(written)}; call detonation.resync_weights(model) on all ranks after "
                 "changing them"
             )
-        self._seen, self._was_trained = WEIGHT_MOVES.count, trained
+        self._seen = WEIGHT_MOVES.count
+        self._was_trained = trained
         self.weights.note()
         if self._local is None:
             output_tensor.copy_(reference.view(-1))
@@ -341,7 +358,9 @@ class DifferenceGather(DefaultAllocMixin, AllGather):
         # [n], and [2] int64 as of counts
         self.reference = self._exact(own)
         self._exchanges, stepped = map(int, counts.tolist())
-        self._seen = -1 if stepped else WEIGHT_MOVES.count
+        self._seen = WEIGHT_MOVES.count
+        if stepped:
+            self._seen = -1
         self._was_trained = bool(stepped)
         self.weights.note()
 

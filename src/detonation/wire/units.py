@@ -1,4 +1,4 @@
-"""The FSDP units of a model whose shards lie on several nodes: their collectives, counts and state."""
+"""FSDP units of a model that is sharded over several nodes: their collectives, counts and state."""
 
 import logging
 import math
@@ -44,15 +44,15 @@ class ShardUnit:
         link: Link,
         in_node: dist.ProcessGroup | None,
     ) -> None:
-        self.wire, self.link, self.parameters = wire, link, parameters
-        codec = BlockIntegers(WIDTHS[wire.weights]) if WIDTHS[wire.weights] else None
+        self.wire = wire
+        self.link = link
+        self.parameters = parameters
+        codec = None
+        if WIDTHS[wire.weights]:
+            codec = BlockIntegers(WIDTHS[wire.weights])
+        written = WrittenWeights({name: (parameters, name) for name in parameters})
         self.gather = DifferenceGather(
-            link,
-            in_node,
-            codec,
-            wire.resync_every,
-            self.is_trained,
-            WrittenWeights({name: (parameters, name) for name in parameters}),
+            link, in_node, codec, wire.resync_every, self.is_trained, written
         )
         module.set_custom_all_gather(self.gather)
         self.reduce: ErrorFeedbackReduce | None = None
@@ -87,14 +87,14 @@ class ShardUnit:
         Shapes: -> reference: the local shape; residual: `[nodes - 1, padded]`; counts: `[2]` int64.
         """
         found: dict[str, Tensor] = {}
-        reference, sizes = self.gather.reference, self.sizes()
+        reference = self.gather.reference
+        sizes = self.sizes()
         if reference is not None and reference.shape[1] == sum(sizes.values()):
             found[f"counts.{next(iter(sizes))}"] = self.gather.counts()
             pieces = torch.split(reference[self.link.replica], [*sizes.values()])
             for (name, parameter), piece in zip(self.parameters.items(), pieces, strict=True):
-                found[f"reference.{name}"] = piece[: local(parameter).numel()].view(
-                    local(parameter).shape
-                )
+                shard = local(parameter)
+                found[f"reference.{name}"] = piece[: shard.numel()].view(shard.shape)
         if self.reduce is not None:
             found |= {
                 f"residual.{name}": piece for name, piece in self.reduce.by_parameter().items()
@@ -108,15 +108,15 @@ class ShardUnit:
         Collective.
         """
         self.gather.forget()
-        counts, own = saved.get(f"counts.{next(iter(self.parameters))}"), []
+        counts = saved.get(f"counts.{next(iter(self.parameters))}")
+        own = []
         for name, parameter in self.parameters.items():
-            # frozen weights may be left out of a checkpoint: nothing moves them, so nodes hold them
-            # exactly
-            piece = saved.get(
-                f"reference.{name}", None if parameter.requires_grad else local(parameter.detach())
-            )
-            if piece is not None and piece.shape == local(parameter).shape:
-                flat = piece.to(local(parameter).device).reshape(-1)
+            shard = local(parameter.detach())
+            piece = saved.get(f"reference.{name}")
+            if piece is None and not parameter.requires_grad:
+                piece = shard  # a checkpoint may omit frozen weights, which are equal on all nodes
+            if piece is not None and piece.shape == shard.shape:
+                flat = piece.to(shard.device).reshape(-1)
                 own.append(torch.nn.functional.pad(flat, (0, padded_numel(parameter) - len(flat))))
         types = {piece.dtype for key, piece in saved.items() if key.startswith("reference.")}
         if counts is not None and len(own) == len(self.parameters) and len(types) == 1:

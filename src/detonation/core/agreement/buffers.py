@@ -1,4 +1,4 @@
-"""Buffers: state of a model that no optimizer moves, such as the running statistics of BatchNorm."""
+"""Buffers: state of a model that no optimizer changes, such as running statistics of BatchNorm."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from detonation.core.agreement.desync import differences, repaired
 from detonation.core.flat.tensors import bare_name, local
 from detonation.core.flat.weight_hooks import compared
+from detonation.core.flat.written import first_names
 from detonation.core.link.link import Link
 from detonation.core.replicator.base import Replicator
 
@@ -22,7 +23,8 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
         >>> sorted(persistent_buffers(nn.BatchNorm1d(3)))
         ['num_batches_tracked', 'running_mean', 'running_var']
     """
-    modules, found = dict(model.named_modules()), dict[str, Tensor]()
+    modules = dict(model.named_modules())
+    found = {}
     for name, buffer in model.named_buffers():
         owner, _, own_name = name.rpartition(".")
         if own_name not in modules[owner]._non_persistent_buffers_set:
@@ -33,19 +35,20 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 class BufferSync:
     """Makes the persistent buffers of a model equal on all replicas: the mean of finite numbers.
 
-    Each replica feeds its own data to BatchNorm, whose running statistics then differ. Training
-    does not use them, evaluation does. Buffers of whole numbers become those of the majority.
+    The running statistics of BatchNorm differ between replicas, which see different data. Training
+    does not use them, evaluation does. Integer buffers take the value of the majority.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model, self._warned = model, False
+        self._model = model
+        self._warned = False
 
     @torch.no_grad()
     def __call__(self, replicators: Sequence[Replicator]) -> None:
-        """Compares the buffers over the link of each level in turn, and averages those that differ.
-        Collective.
+        """Compares the buffers over the link of each level, one after the other, and averages those
+        that differ. Collective.
 
-        Sends 8 bytes per buffer, which do not count as sent, and the buffers that differ, which do.
+        Sends 8 bytes per buffer, which do not count as sent, and the differing buffers, which do.
         """
         compared(self._model)
         buffers = {name: local(buffer) for name, buffer in persistent_buffers(self._model).items()}
@@ -61,18 +64,21 @@ class BufferSync:
                 "buffers differ between replicas, and become their mean at every comparison"
                 " (verify_every) and synchronize(); register_buffer(..., persistent=False) keeps"
                 " one private: %s",
-                ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else ""),
+                first_names(names, 4),
             )
         self._warned |= bool(names)
 
 
 def _made_equal(link: Link, buffers: Mapping[str, Tensor], device: torch.device) -> list[str]:
-    """The names of the buffers that differed over `link`, and no longer do."""
-    keys = {
-        f"{name} {tuple(buffer.shape)} {buffer.dtype}": name for name, buffer in buffers.items()
-    }
+    """Makes buffers that differ over `link` equal, and returns their names."""
+    keys = {}
+    by_key = {}
+    for name, buffer in buffers.items():
+        key = f"{name} {tuple(buffer.shape)} {buffer.dtype}"
+        keys[key] = name
+        by_key[key] = buffer
     found = []
-    for difference in differences(link, {key: buffers[name] for key, name in keys.items()}, device):
+    for difference in differences(link, by_key, device):
         if difference.name not in keys:
             _log.warning("%s: their buffers have other names or shapes, and stay apart", difference)
             continue
@@ -87,18 +93,20 @@ def _made_equal(link: Link, buffers: Mapping[str, Tensor], device: torch.device)
 
 
 def _mean_of_finite(link: Link, buffer: Tensor, device: torch.device) -> Tensor:
-    """The mean of each number over the replicas where it is finite; their sum where it is on none.
+    """The mean of each number over the replicas on which it is finite; their sum if it is finite on
+    none.
 
-    One batch that is not finite must not end in the statistics of all, and a number that is
-    infinite on all replicas, such as a maximum of nothing yet, stays infinite.
+    So one non-finite batch does not spoil the statistics of all replicas, and a number that is
+    infinite on all of them, such as the maximum of an empty set, stays infinite.
     """
     values = buffer.to(device, torch.promote_types(buffer.dtype, torch.float32)).flatten()
     finite = values.isfinite()
     whole = finite.all().to(values.dtype).view(1)
     own = values.where(finite, values.new_zeros(()))
     total = link.all_reduce(torch.cat([own, whole]))()
-    sums, counts = total[:-1], total[-1:]
-    if int(counts) < link.replicas:  # the same on all replicas: few steps need this
+    sums = total[:-1]
+    counts = total[-1:]
+    if int(counts) < link.replicas:  # rare, and the same on all replicas
         counts = link.all_reduce(finite.to(values.dtype))()
         nowhere = counts == 0
         others = link.all_reduce(values.where(nowhere, values.new_zeros(())))()

@@ -1,4 +1,4 @@
-"""Clipping by the global norm of the gradients that the base optimizer is about to step on."""
+"""Clipping of gradients by their global norm, before the base optimizer steps."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,8 +13,8 @@ from detonation.core.link.communicator import Axis, Communicator, communicator_o
 from detonation.core.optim.signsgd import SignSGD
 
 Normed = tuple[list[Communicator], dict[str, Tensor]]
-"""Parameters or pieces of them, and the communicators between those who hold different parts of
-them."""
+"""Communicators between the ranks that hold different parts of parameters, and the local parts by
+name."""
 
 
 class Clip:
@@ -22,21 +22,22 @@ class Clip:
     `clip_grad_norm_` does.
 
     It runs between the exchange and the step of the base optimizer. Under a scheme of gradients it
-    clips the update that the replicas agreed on, which is what hybrid sharding clips; all replicas
-    scale by the same bits. Under a scheme of parameters, and under `none`, it clips the gradient of
-    each replica.
+    clips the update on which the replicas agreed, as hybrid sharding does; all replicas scale by
+    the same bits. Under a scheme of parameters, and under `none`, it clips the gradient of each
+    replica.
 
-    The shards of a replica gather the norms of their gradients: one collective per mesh axis that
-    parameters are sharded over, of 4 bytes per tensor. Each rank adds them by itself, so that
-    replicas agree however networks add. SignSGD without momentum moves by signs, which clipping
-    leaves as they are: nothing is computed then.
+    The shards of a replica gather the norms of their gradients: one collective of 4 bytes per
+    tensor for each mesh axis over which parameters are sharded. Each rank adds them itself, so that
+    the result does not depend on the network's order. SignSGD without momentum moves by signs,
+    which clipping does not change; then nothing is computed.
 
-    norm: before clipping, `[]` fp32, of the last step; None where nothing was computed.
+    Attributes:
+        norm: Norm before clipping at the last step, `[]` fp32; None if none was computed.
 
     Args:
         parameters: By name, in the model's order.
-        max_norm: Above 0; infinity measures the norm and scales nothing.
-        parts: Whose norms make the global one, in this order; those of `parameters` when left out.
+        max_norm: Above 0; infinity measures the norm without scaling.
+        parts: Parts whose norms form the global norm, in this order; default: all of `parameters`.
     """
 
     def __init__(
@@ -47,7 +48,8 @@ class Clip:
         parts: Sequence[Normed] | None = None,
     ) -> None:
         self.norm: Tensor | None = None
-        self._base, self._max_norm = base, max_norm
+        self._base = base
+        self._max_norm = max_norm
         if parts is not None:
             self._parts = [*parts]
             return
@@ -63,55 +65,63 @@ class Clip:
         self.norm = None
         if isinstance(self._base, SignSGD) and self._base.moves_by_signs_alone:
             return
-        norms, gradients = [], []
+        norms = []
+        gradients = []
         for shards, part in self._parts:
             local = local_gradients(part)
             found = norms_of(local, next(iter(part.values())).device)
             for communicator in shards:  # the norms over all shards, the same bits on each
-                everyone = communicator.all_gather(
-                    found.square().view(torch.uint8)
-                )()  # [shards, 4 * n]
-                squares = everyone.reshape(-1).view(torch.float32).view(-1, len(found)).T.double()
-                found = square_root(added(squares).float())
+                octets = found.square().view(torch.uint8)
+                everyone = communicator.all_gather(octets)()  # [shards, 4 * n]
+                squares = everyone.reshape(-1).view(torch.float32).view(-1, len(found))
+                found = square_root(added(squares.T.double()).float())
             norms.append(found)
             gradients += [gradient for gradient in local if gradient is not None]
         self.norm = torch.linalg.vector_norm(torch.cat(norms))
         if gradients:
-            torch._foreach_mul_(gradients, (self._max_norm / (self.norm + 1e-6)).clamp(max=1.0))
+            scale = (self._max_norm / (self.norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(gradients, scale)
 
 
 def norms_of(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """The norm of each tensor in fp32, 0 for None: by torch, whose order does not depend on
+    """The norm of each tensor in fp32, 0 for None. Torch's order of summation does not depend on
     processor and threads.
 
     Shapes: n tensors of any shape -> `[n]` fp32.
     """
-    wide = torch.float64  # torch computes the norm of no such tensor in fp32
-    found = [
-        tensor.float() if tensor.dtype == wide else tensor
-        for tensor in tensors
-        if tensor is not None
-    ]
-    norms = iter(torch._foreach_norm(found, 2.0, dtype=torch.float32) if found else ())
+    present = []
+    for tensor in tensors:
+        if tensor is not None:
+            if tensor.dtype == torch.float64:  # torch has no norm in fp32 for it
+                tensor = tensor.float()
+            present.append(tensor)
+    norms: list[Tensor] = []
+    if present:
+        norms += torch._foreach_norm(present, 2.0, dtype=torch.float32)
     zero = torch.zeros((), dtype=torch.float32, device=device)
-    return torch.stack([zero if tensor is None else next(norms) for tensor in tensors])
+    for at, tensor in enumerate(tensors):
+        if tensor is None:
+            norms.insert(at, zero)
+    return torch.stack(norms)
 
 
 def _sharded_over(parameter: Tensor) -> tuple[Axis, ...]:
     """The mesh axes whose ranks hold different parts of `parameter`."""
     if not isinstance(parameter, DTensor):
         return ()
-    mesh, names = parameter.device_mesh, parameter.device_mesh.mesh_dim_names
-    dims = [
-        dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()
-    ]
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names
     if mesh.ndim > 1 and names is None:
         raise ValueError(
             "a mesh of several dimensions needs names for clipping: mesh_dim_names of"
             " init_device_mesh"
         )
-    return tuple(
-        mesh if names is None or mesh.ndim == 1 else mesh[names[dim]]
-        for dim in dims
-        if mesh.size(dim) > 1
-    )
+    found = []
+    for dim, placement in enumerate(parameter.placements):
+        if placement.is_replicate() or mesh.size(dim) <= 1:
+            continue
+        if names is None or mesh.ndim == 1:
+            found.append(mesh)
+        else:
+            found.append(mesh[names[dim]])
+    return tuple(found)

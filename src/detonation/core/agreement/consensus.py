@@ -33,19 +33,19 @@ _log = logging.getLogger("detonation")
 
 
 class HalfStep(DetonationError, RuntimeError):
-    """A step of this replica ended between its messages and its weights, so that the others are a
-    step ahead."""
+    """A step of this replica failed after its messages and before its weights, so the other
+    replicas are a step ahead."""
 
 
 class StopConsensus:
-    """The fault counts of all levels, and the links over which a reason to stop reaches ranks that
-    do not see it.
+    """The fault counts of all levels, and the links that send a reason to stop to ranks that do not
+    see it themselves.
 
-    Such ranks are the other shards of a replica and, with several levels or with messages that only
-    their owner sees, the replicas of each level.
+    Such ranks are the other shards of a replica. With several levels, or with messages that only
+    their owner receives, they are also the replicas of each level.
 
-    On an accelerator the host does not wait for a reason: it reads the counts of a step when the
-    next step begins, and one step later where the reason must first reach such ranks.
+    On an accelerator the host does not wait for a reason. It reads the counts of a step when the
+    next step begins, and one step later if the reason must first be sent to such ranks.
     """
 
     def __init__(
@@ -54,13 +54,16 @@ class StopConsensus:
         self.safety = safety
         self.counts: list[FaultCounts] = []
         self._base = base
-        self._numbers = numbers_of(base if safety.verify_every else None)
-        # looks at the options of the base optimizer before they are compared
+        compared = None
+        if safety.verify_every:
+            compared = base
+        self._numbers = numbers_of(compared)
+        # called before the options of the base optimizer are compared
         self.look: Callable[[], object] = lambda: None
-        self.compare = differences  # how `verify` finds tensors that must be equal and are not
+        self.compare = differences  # by which `verify` finds tensors that differ
         self.runtime = runtime
         self.decides_on_device = runtime.decides_on_device
-        self.half_step = ""  # why the last step ended before it was whole
+        self.half_step = ""  # why the last step ended half-way
         self.shards = links_of_shards(parameters.values())
         self._others = self.shards
         self._asks = False
@@ -71,38 +74,44 @@ class StopConsensus:
     def add_level(
         self, names: Sequence[str], link: Link, gradients: bool, level: int = 0
     ) -> FaultCounts:
-        """Adds a link of a level, and returns its fault counts. names: of all parameters of the
-        model."""
-        signal = "the gradient" if gradients else "the change"
+        """Adds a link of a level, and returns its fault counts.
+
+        Args:
+            names: Names of all parameters of the model.
+            gradients: True if the messages carry gradients, False for changes of parameters.
+        """
+        signal = "the change"
+        if gradients:
+            signal = "the gradient"
         repairs = self.safety.on_desync == "repair"
-        self.counts.append(
-            FaultCounts(names, link.replica, self.safety.non_finite, repairs, signal)
-        )
-        self.counts[-1].number = 2 * level + (link.local_ranks > 1)
-        return self.counts[-1]
+        counts = FaultCounts(names, link.replica, self.safety.non_finite, repairs, signal)
+        counts.number = 2 * level + (link.local_ranks > 1)
+        self.counts.append(counts)
+        return counts
 
     def connect(
         self, levels: Sequence[tuple[Axis, Scheme]], replicators: Sequence[Replicator]
     ) -> None:
-        """Adds links along which a reason reaches the replicas of each level, if some replicas do
-        not see every message."""
+        """Adds the links that send a reason to the replicas of each level, if not every replica
+        receives every message."""
         several = sum(scheme.signal != "nothing" for _, scheme in levels) > 1
         secluded = any(replicator.channel.exchange.secluded for replicator in replicators)
         links: list[Link] = []
         if several or secluded:
             links = list({id(each.link.axis): each.link for each in replicators}.values())
-        # shards last: a lost replica may have told only some of them
+        # shards last: a lost replica may have reached only some of them
         self._others = (*links, *self.shards)
-        in_pieces = any(
-            isinstance(p, Piece) for each in replicators for p in each.parameters.values()
-        )
+        parameters = [p for each in replicators for p in each.parameters.values()]
+        in_pieces = any(isinstance(parameter, Piece) for parameter in parameters)
         self._asks = bool(self._others) or in_pieces
 
     def enter_step(self, step: int) -> None:
         """Begins a step, before its first message, in backward or in `step`.
 
-        Its messages tell the numbers among the options of the parameter groups, as they are now.
-        Raises `HalfStep` after a step that ended half-way.
+        Its messages carry a digest of the current numbers among the options of parameter groups.
+
+        Raises:
+            HalfStep: The last step ended half-way.
         """
         if self.half_step:
             raise HalfStep(
@@ -127,7 +136,7 @@ class StopConsensus:
             gate.moved(step, idle)
 
     def forget(self) -> None:
-        """Forgets earlier faults and half steps: the state of all replicas was replaced."""
+        """Forgets earlier faults and half steps, because the state of all replicas was replaced."""
         self.half_step = ""
         self._asked = None
         for counts in self.counts:
@@ -164,25 +173,25 @@ class StopConsensus:
     def announce(
         self, replicators: Sequence[Replicator], step: int, name: str, in_buckets: bool
     ) -> None:
-        """Raises on all ranks unless all begin or cease to train `name` before `step`. Collective.
+        """Raises on all ranks unless all start or stop training `name` before `step`. Collective.
 
-        An ordinary step carries no question about the trained parameters. A rank that changes them
-        sends an empty message instead of its next one: of this step, or of the end of the round. A
-        rank that changes nothing sends a message of the same size then, and both see the
-        difference. If all ranks announce, the step has not begun.
+        Ordinary steps exchange nothing about the trained parameters. A rank that changes them sends
+        an empty message instead of its next one, at this step or at the end of the round. A rank
+        that changes nothing sends its ordinary message of the same size, and both detect the
+        difference. If all ranks announce the change, the step has not begun.
 
         Args:
-            in_buckets: Whether the messages of this step leave in buckets.
+            in_buckets: True if the messages of this step are sent in buckets.
         """
-        name = name if name in self.counts[0].names else NEW_PARAMETER
+        if name not in self.counts[0].names:
+            name = NEW_PARAMETER
         acting = [replicator for replicator in replicators if replicator.acts_before] or replicators
         sent: list[tuple[Replicator, list[Transfer]]] = []
         at = step
         while not sent:
             for replicator in acting:
-                transfers = replicator.announce(
-                    step, at, name, in_buckets and replicator is replicators[0]
-                )
+                is_first = replicator is replicators[0]
+                transfers = replicator.announce(step, at, name, in_buckets and is_first)
                 if transfers:
                     sent.append((replicator, transfers))
             self._meet(at, name)
@@ -191,12 +200,14 @@ class StopConsensus:
                 self._meet_verify(replicators, at, name)
         for replicator, transfers in sent:
             replicator.discard(transfers)
-        self._decide(step, at - 1 + max(replicator.scheme.round.delay for replicator, _ in sent))
+        delay = max(replicator.scheme.round.delay for replicator, _ in sent)
+        self._decide(step, at - 1 + delay)
         for counts in self.counts:
             counts.end_change()
 
     def _meet(self, step: int, name: str) -> None:
-        """`end` of `step`, or `begin` of the next, for a rank that announces a change of `name`."""
+        """Replaces `end` of `step`, or `begin` of the next, on a rank that announces a change of
+        `name`."""
         fatal = self._gravest_here(step)
         if fatal is None:
             return
@@ -205,29 +216,27 @@ class StopConsensus:
         for link in self._others:
             mine = torch.full((1,), fatal, dtype=torch.int64, device=self.runtime.device)
             everyone = link.collect(mine, apart=True).view(-1).tolist()
-            fatal = (
-                FaultCounts.announced_apart([each >> 4 for each in everyone]) << 4
-                | max(everyone) & 15
-            )
+            reason = FaultCounts.announced_apart([each >> 4 for each in everyone])
+            fatal = reason << 4 | max(everyone) & 15
         if not FaultCounts.is_announcement(fatal >> 4):
             self._raise(fatal, step)
 
     def _meet_verify(self, replicators: Sequence[Replicator], step: int, name: str) -> None:
-        """`verify` after `step` steps for a rank that announces a change of `name`."""
+        """Replaces `verify` after `step` steps on a rank that announces a change of `name`."""
         self._drain(replicators, step)
         for replicator in replicators:
+            link = replicator.link
             counts = replicator.counts
-            counts.changing = replicator.link.replicas
-            for sender in announce_change(
-                replicator.link, counts.names.index(name), self.runtime.device
-            ):
+            counts.changing = link.replicas
+            number = counts.names.index(name)
+            for sender in announce_change(link, number, self.runtime.device):
                 counts.announced(sender, name)
             counts.due.add(step - 1)
         self._decide(step, step - 1)
 
     def _drain(self, replicators: Sequence[Replicator], step: int) -> None:
-        """Waits for messages in flight; raises for announcements, whose senders take part in
-        nothing after them."""
+        """Waits for messages in flight. Raises if only some replicas announced a change, because
+        these take no part in further collectives."""
         for replicator in replicators:
             replicator.drain()
         for counts in self.counts:
@@ -246,8 +255,8 @@ class StopConsensus:
         or raises `Desync`. Collective.
 
         Args:
-            options: Of the parameter groups, which must be equal, too; see `options_of`.
-            frozen: The weights that no step moves, by name, which must be equal, too.
+            options: Options of the parameter groups, which must also be equal; see `options_of`.
+            frozen: Weights that no step changes, by name, which must also be equal.
         """
         self.look()
         self._drain(replicators, step)
@@ -274,10 +283,10 @@ class StopConsensus:
         texts: Mapping[str, str],
         step: int,
     ) -> dict[str, Tensor]:
-        """Compares `tensors` and `texts` along the link of `replicator`; returns equal values for
-        tensors that differ and are to be repaired. Collective.
+        """Compares `tensors` and `texts` over the link of `replicator`. Returns the repaired values
+        of tensors that differ. Collective.
 
-        A difference that is not repaired is counted, and so is an announcement of a change.
+        Counts announcements of a change, and differences that are not repaired.
         """
         link = replicator.link
         counts = replicator.counts
@@ -313,9 +322,11 @@ class StopConsensus:
             self._raise(fatal, step)
 
     def _gravest_here(self, until: float) -> int | None:
-        """The gravest reason of this rank's counts; None where nothing was to arrive at the steps
-        up to `until`."""
-        return self._gravest_known() if self._arrived(until) else None
+        """The gravest reason in this rank's counts; None if no message was due at steps up to
+        `until`."""
+        if not self._arrived(until):
+            return None
+        return self._gravest_known()
 
     def _arrived(self, until: float) -> bool:
         """True if a message was due at steps up to `until` since the last call; the same on all
@@ -335,14 +346,17 @@ class StopConsensus:
         return max(counts.fatal << 4 | counts.number for counts in self.counts)
 
     def _gravest_anywhere(self, fatal: int) -> Tensor:
-        """The gravest reason of all ranks. Collective."""  # [1] int64
+        """The gravest reason of all ranks. Collective.
+
+        Shapes: -> `[1]` int64.
+        """
         gravest = torch.full((1,), fatal, dtype=torch.int64, device=self.runtime.device)
         for link in self._others:
             gravest = link.collect(gravest, apart=True).amax().view(1)
         return gravest
 
     def _raise_asked(self) -> None:
-        """Raises for the reason that all ranks asked for at an earlier step, if there is one."""
+        """Raises for the reason of an earlier step that the ranks exchanged, if there is one."""
         asked = self._asked
         self._asked = None
         if asked:

@@ -18,20 +18,19 @@ class Safety:
     sync.
 
     Args:
-        non_finite: Where a replica's gradient is not finite: "stop", or "skip" its contribution. On
-            an accelerator "stop" skips it too, and stops one or two steps later.
-        verify_every: Steps after which the tensors that must be equal on all replicas are compared,
-            and the options of the parameter groups; 0 for never.
-        on_desync: Where these tensors differ: "stop", or "repair" them from the majority.
-        equal: What replicas must be. With "bits" those that round differently are refused at the
-            first step. With "close" they stay within rounding of each other: each step makes a
-            thousandth of the agreed state equal, and comparisons measure distances. With "auto" the
-            self-test of the first step decides: "bits" where all processes round alike, or do so
-            once each operation of the optimizer is rounded by itself; otherwise "close". A warning
-            says so.
+        non_finite: If a replica's gradient is not finite: "stop", or "skip" its contribution. On an
+            accelerator "stop" skips it too, and stops one or two steps later.
+        verify_every: Steps between two comparisons of the tensors and parameter-group options that
+            must be equal on all replicas; 0 for never.
+        on_desync: If these tensors differ: "stop", or "repair" them from the majority.
+        equal: How equal replicas must be. "bits" refuses replicas that round differently, at the
+            first step. "close" lets replicas differ by rounding: each step makes a thousandth of
+            the agreed state equal, and comparisons measure distances. "auto" chooses by the
+            self-test of the first step: "bits" if all processes round alike, or do so when each
+            operation of the optimizer is rounded by itself; else "close", with a warning.
 
     Raises:
-        TypeError: verify_every is no whole number.
+        TypeError: verify_every is not an int.
         ValueError: A value is out of range.
 
     Example:
@@ -59,11 +58,14 @@ class Safety:
             raise TypeError(
                 f"verify_every is {self.verify_every!r}, must be a whole number of steps"
             )
-        least = 1 if self.on_desync == "repair" else 0
+        least = 0
+        if self.on_desync == "repair":
+            least = 1
         if self.verify_every < least:
             raise ValueError(
                 f"verify_every is {self.verify_every}, must be at least {least} with this on_desync"
             )
 
 
-Safety.__init__ = checks_keywords("argument of Safety")(Safety.__init__)  # type: ignore[method-assign]
+_checked = checks_keywords("argument of Safety")(Safety.__init__)
+Safety.__init__ = _checked  # type: ignore[method-assign]

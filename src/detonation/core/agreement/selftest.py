@@ -1,5 +1,5 @@
-"""The self-test: hashes of how this process decodes fixed messages and steps the optimizer, because
-threads, processors and libraries round differently."""
+"""The self-test: hashes of decoded test messages and of optimizer steps, because threads,
+processors and libraries round differently."""
 
 import platform
 from collections.abc import Sequence
@@ -26,27 +26,29 @@ STEP_SELFTEST = "optimizer's steps on a test vector"
 NORM_SELFTEST = "norm of a test vector"
 CLOSE = "replicas that stay close"
 TESTS = SELFTEST, STEP_SELFTEST, NORM_SELFTEST, CLOSE
-"""Entries that may differ between replicas that need not have equal bits."""
+"""Entries that may differ between replicas that only stay close."""
 _SHAPE = (512, 512)
 _PROBED = SGD, Adam, AdamW, Muon, SignSGD
-"""The optimizers of which steps are taken; for others stand the operations that optimizers are made
-of."""
+"""Optimizers whose steps are tested. For others the operations of which optimizers consist are
+tested."""
 
 
 def selftest(scheme: Scheme, runtime: Runtime, base: BaseStep | None) -> dict[str, str]:
     """Hashes of two fixed messages, decoded as in training, and of steps of the optimizer with the
     settings in `base`.
 
-    Two processes with equal hashes turn the same messages into the same weights, as far as 262,144
-    numbers can tell.
+    Two processes with equal hashes very likely turn the same messages into the same weights: the
+    test covers 262,144 numbers.
 
     Args:
-        base: The steps that must be alike; None where each replica steps by itself. Steps by signs
-            round alike on all processors.
+        base: Steps that must be equal; None if each replica steps by itself. Steps by signs are
+            not tested, because all processors round them alike.
     """
     with runtime.exact_arithmetic():
         layout = scheme.codec.layout({"selftest": _SHAPE})
-        memory = Memory(layout, scheme.feedback, runtime.device) if scheme.feedback else None
+        memory = None
+        if scheme.feedback:
+            memory = Memory(layout, scheme.feedback, runtime.device)
         shared = scheme.codec.shared_indices(layout.rows, 0, runtime.seed, runtime.device)
         messages = [_message(scheme, layout, number, shared, runtime.device) for number in range(2)]
         update = torch.empty(_SHAPE, dtype=torch.float32, device=runtime.device)
@@ -58,60 +60,63 @@ def selftest(scheme: Scheme, runtime: Runtime, base: BaseStep | None) -> dict[st
         ):
             gradient = _ramp(update.numel(), runtime.device).view(_SHAPE).flip(0)
             with base.rounding:
-                # `before` is not zeros: to add to zero rounds alike with and without fused
+                # `before` is not zeros: adding to zero rounds alike with and without fused
                 # multiply-add
                 before = _ramp(update.numel(), runtime.device).view(_SHAPE)
-                # whose products take long
-                some = slice(64 if isinstance(base.optimizer, Muon) else None)
-                found[STEP_SELFTEST] = digest(
-                    _steps([before[some]], [gradient[some]], base.optimizer)
-                )[:16]
+                if isinstance(base.optimizer, Muon):  # matrix products of all rows take long
+                    before = before[:64]
+                    gradient = gradient[:64]
+                steps = _steps([before], [gradient], base.optimizer)
+                found[STEP_SELFTEST] = digest(steps)[:16]
         return found
 
 
 def _message(
     scheme: Scheme, layout: Layout, number: int, shared: Tensor | None, device: torch.device
 ) -> Tensor:
-    """A message with the same bytes on all processors, which may select and encode a signal
-    differently."""
-    codec, rows, indices = scheme.codec, layout.rows, shared
-    chunk, k = codec.selection.chunk, codec.selection.k
+    """A message with the same bytes on all processors. It is not selected from a signal, because
+    processors may select and encode differently."""
+    codec = scheme.codec
+    rows = layout.rows
+    k = codec.selection.k
     values = _ramp(rows * k, device)
-    if codec.precision.block > 1:  # whole numbers whose squares add up exactly, in any order
+    if codec.precision.block > 1:  # integers whose squares add up exactly, in any order
         values = (values * 1024).remainder(11).floor() - 5
+    indices = shared
     if not codec.selection.shared:
-        apart = chunk // k
-        begins = (torch.arange(rows, dtype=torch.int64, device=device) + 7 * number) % (
-            chunk - (k - 1) * apart
-        )
+        apart = codec.selection.chunk // k
+        begins = torch.arange(rows, dtype=torch.int64, device=device) + 7 * number
+        begins %= codec.selection.chunk - (k - 1) * apart
         indices = begins.unsqueeze(1) + apart * torch.arange(k, dtype=torch.int64, device=device)
     return codec.encode(Selected((1 + 2 * number) * values.view(rows, k), indices))
 
 
 def rounds_by_place(base: Optimizer, dtype: torch.dtype, device: torch.device) -> bool:
-    """True if a step of `base` rounds numbers at the end of a shard unlike others, as some loops of
-    CPUs do.
+    """True if a step of `base` rounds numbers at the end of a shard differently, as vectorised
+    loops of CPUs may do.
 
-    What Muon multiplies is whole; the operations around it are those of other optimizers.
+    For Muon only its elementwise operations are tested, because it multiplies whole matrices.
     """
     before = _ramp(257 * 5, device).view(257, 5).to(dtype)
-    update, elementwise = before.flip(0), None if isinstance(base, Muon) else base
+    update = before.flip(0)
+    elementwise: Optimizer | None = base
+    if isinstance(base, Muon):
+        elementwise = None
     (whole,) = _steps([before], [update], elementwise)
-    return not torch.equal(
-        whole, torch.stack(_steps(before.unbind(), update.unbind(), elementwise))
-    )
+    row_by_row = torch.stack(_steps(before.unbind(), update.unbind(), elementwise))
+    return not torch.equal(whole, row_by_row)
 
 
 def _steps(
     before: Sequence[Tensor], updates: Sequence[Tensor], base: Optimizer | None
 ) -> list[Tensor]:
-    """Each tensor after two steps of an optimizer like `base`, or after the operations of which
-    others are made."""
+    """Each tensor after two steps of an optimizer like `base`, or, for other optimizers, after the
+    operations of which they consist."""
     kind: Any = type(base)
     if base is not None and kind in _PROBED:
         weights = [torch.nn.Parameter(each.clone()) for each in before]
         made = kind([{**base.param_groups[0], "params": weights, "lr": 1e-3}])
-        for scale in (1.0, 0.7):  # the first meets states that are zero
+        for scale in (1.0, 0.7):  # at the first step all state is zero
             for weight, update in zip(weights, updates, strict=True):
                 weight.grad = update * scale
             made.step()
@@ -122,20 +127,18 @@ def _steps(
 def _operations(before: Tensor, update: Tensor) -> Tensor:
     mean = before.lerp(update, 0.1)
     square = before.square().addcmul_(update, update, value=0.001)
-    return (
-        before.mul(0.99)
-        .add_(update, alpha=-0.3)
-        .addcdiv_(mean, square.sqrt().add_(1e-8), value=-1e-3)
-    )
+    root = square.sqrt().add_(1e-8)
+    return before.mul(0.99).add_(update, alpha=-0.3).addcdiv_(mean, root, value=-1e-3)
 
 
 def norm_selftest(device: torch.device) -> str:
-    """The norm of a fixed vector, by which all replicas must scale the same update."""
-    return digest([norms_of([_ramp(_SHAPE[0] * _SHAPE[1], device)], device)])[:16]
+    """Hash of the norm of a fixed vector: clipping on all replicas needs equal norms."""
+    vector = _ramp(_SHAPE[0] * _SHAPE[1], device)
+    return digest([norms_of([vector], device)])[:16]
 
 
 def selftest_conditions(device: torch.device) -> str:
-    """The settings on which such a hash is known to depend, as text: of a GPU its model and CUDA."""
+    """The settings on which these hashes depend, as text: threads, processor, GPU and CUDA."""
     processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     settings = [f"threads={torch.get_num_threads()}", f"cpu={processor}"]
     if device.type == "cuda":
@@ -147,11 +150,10 @@ def selftest_conditions(device: torch.device) -> str:
 
 
 def _ramp(numel: int, device: torch.device) -> Tensor:
-    """Numbers of many magnitudes and both signs, the same everywhere: no generator, no function
-    that may round."""
-    mixed = (
-        torch.arange(numel, dtype=torch.int64, device=device) * 2654435761
-    ) % 1048573  # a prime
+    """Numbers of many magnitudes and both signs, with the same bits everywhere: computed without
+    a random generator and without functions that may round."""
+    prime = 1048573
+    mixed = (torch.arange(numel, dtype=torch.int64, device=device) * 2654435761) % prime
     powers = torch.tensor([2.0**at for at in range(11)], dtype=torch.float32, device=device)
     magnitudes = powers.repeat(-(-numel // 11))[:numel]
     return (mixed - 524286).to(torch.float32) / 65536 / magnitudes

@@ -41,11 +41,11 @@ def pack(numbers: Tensor, width: int) -> Tensor:
             return kernel.pack(numbers, width, packed_bytes(count, width))
     if width > 16:  # of chunks above 65,536: bit by bit
         return pack((numbers.unsqueeze(-1) >> _bits(width, numbers) & 1).flatten(-2), 1)
-    filled = torch.nn.functional.pad(numbers, (0, -count % 8)) if count % 8 else numbers
-    octets = _pack(filled.reshape(-1), width)
-    return octets.view(*numbers.shape[:-1], filled.shape[-1] // 8 * width)[
-        ..., : packed_bytes(count, width)
-    ]
+    if count % 8:
+        numbers = torch.nn.functional.pad(numbers, (0, -count % 8))
+    *lines, padded = numbers.shape
+    octets = _pack(numbers.reshape(-1), width).view(*lines, padded // 8 * width)
+    return octets[..., : packed_bytes(count, width)]
 
 
 def unpack(packed: Tensor, count: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -62,16 +62,19 @@ def unpack(packed: Tensor, count: int, width: int, dtype: torch.dtype) -> Tensor
         bits = unpack(packed, count * width, 1, torch.int64).view(*shape, count, width)
         return (bits << _bits(width, bits)).sum(-1).to(dtype)
     missing = -(-count // 8) * width - packed.shape[-1]
-    whole = torch.nn.functional.pad(packed, (0, missing)) if missing else packed
-    return (
-        _unpack(whole if _is_looked_up(whole, width) else whole.reshape(-1), width)
-        .view(*shape, -(-count // 8) * 8)[..., :count]
-        .to(dtype)
-    )
+    if missing:
+        packed = torch.nn.functional.pad(packed, (0, missing))
+    if not _is_looked_up(packed, width):
+        packed = packed.reshape(-1)
+    numbers = _unpack(packed, width).view(*shape, -(-count // 8) * 8)
+    return numbers[..., :count].to(dtype)
 
 
 def _bits(width: int, like: Tensor) -> Tensor:
-    """The places of the bits of a number."""  # [width] of the type of `like`
+    """Positions of the bits of a number.
+
+    Shapes: -> `[width]` of the type of `like`.
+    """
     return torch.arange(width, dtype=like.dtype, device=like.device)
 
 
@@ -79,22 +82,22 @@ def _pack(numbers: Tensor, width: int) -> Tensor:
     # [n] integer -> [n * width / 8] uint8, n a multiple of 8
     if numbers.device.type != "cpu" and width < 8:
         return _pack_at_once(numbers, width)
-    lane = 8 if width <= 8 else 16
-    words = numbers.to(torch.uint8 if lane == 8 else torch.int16).view(torch.int64)
+    lane = 16
+    narrow = torch.int16
+    if width <= 8:
+        lane = 8
+        narrow = torch.uint8
+    words = numbers.to(narrow).view(torch.int64)
     for shift, low, high in reversed(_moves(width, lane)):
         stays = words & low
         words = words.bitwise_right_shift(shift).bitwise_and_(high).bitwise_or_(stays)
     if lane == 8:
         unit = math.gcd(width, 8)
-        return (
-            words.view(_unit(unit))
-            .view(-1, 8 // unit)[:, : width // unit]
-            .contiguous()
-            .view(-1)
-            .view(torch.uint8)
-        )
+        units = words.view(_unit(unit)).view(-1, 8 // unit)[:, : width // unit]
+        return units.contiguous().view(-1).view(torch.uint8)
     first, second = torch.split(words.view(-1, 2), 1, 1)
-    begins, ends = (first | second << 4 * width), second << 64 - 4 * width
+    begins = first | second << 4 * width
+    ends = second << 64 - 4 * width
     octets = torch.cat([begins.view(torch.uint8), ends.view(torch.uint8)[:, 16 - width :]], 1)
     return octets.view(-1)
 
@@ -103,9 +106,8 @@ def _pack_at_once(numbers: Tensor, width: int) -> Tensor:
     """`_pack` in a few operations, which take a CPU longer."""
     if 8 % width == 0:
         octets = numbers.to(torch.uint8).view(-1, 8 // width)
-        return octets.mul(_places(width, 8 // width, octets.dtype, octets.device)).sum(
-            1, dtype=torch.uint8
-        )
+        placed = octets.mul(_places(width, 8 // width, octets.dtype, octets.device))
+        return placed.sum(1, dtype=torch.uint8)
     # eight numbers fill `width` of the eight bytes of a word
     words = numbers.view(-1, 8).mul(_places(width, 8, torch.int64, numbers.device)).sum(1)
     return words.view(torch.uint8).view(-1, 8)[:, :width].contiguous().view(-1)
@@ -126,24 +128,25 @@ def _unpack(octets: Tensor, width: int) -> Tensor:
     if width == 8:
         return octets
     if width < 8:
-        lane, unit = 8, math.gcd(width, 8)
-        units = (octets.clone() if octets.storage_offset() % unit else octets).view(_unit(unit))
-        words = torch.nn.functional.pad(
-            units.view(-1, width // unit), (0, (8 - width) // unit)
-        ).view(torch.int64)
-        del octets, units  # which may be a copy of all
+        lane = 8
+        wide = torch.uint8
+        unit = math.gcd(width, 8)
+        if octets.storage_offset() % unit:
+            octets = octets.clone()
+        units = octets.view(_unit(unit)).view(-1, width // unit)
+        words = torch.nn.functional.pad(units, (0, (8 - width) // unit)).view(torch.int64)
+        del octets, units  # they may be a copy
     else:
         # four numbers are in the first eight bytes, four in the last
-        lane, octets = (
-            16,
-            octets.view(-1, width),
-        )
+        lane = 16
+        wide = torch.uint16
+        octets = octets.view(-1, width)
         words = torch.cat([octets[:, :8], octets[:, width - 8 :]], 1).view(torch.int64)
         words[:, 1] >>= 64 - 4 * width
         words &= signed(2 ** (4 * width) - 1)
     for shift, _, high in _moves(width, lane):
         words.add_(words & high, alpha=2**shift - 1)
-    return words.view(torch.uint8 if lane == 8 else torch.uint16).view(-1)
+    return words.view(wide).view(-1)
 
 
 def _unit(size: int) -> torch.dtype:
@@ -166,9 +169,11 @@ def _moves(width: int, lane: int) -> list[tuple[int, int, int]]:
     move up.
     """
     moves = []
-    for half in (4, 2, 1) if lane == 8 else (2, 1):  # numbers that go together
+    half = 32 // lane  # numbers that move together
+    while half:
         low = sum((2 ** (half * width) - 1) << at for at in range(0, 64, 2 * half * lane))
         moves.append((half * (lane - width), signed(low), signed(low << half * width)))
+        half //= 2
     return moves
 
 

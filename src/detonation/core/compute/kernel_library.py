@@ -21,8 +21,6 @@ def library_for(*tensors: Tensor) -> Library | None:
     call; else None."""
     if sum(tensor.numel() for tensor in tensors) < WORTH_A_CALL:
         return None
-    return (
-        load_library()
-        if all(t.device.type == "cpu" and t.is_contiguous() for t in tensors)
-        else None
-    )
+    if not all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors):
+        return None
+    return load_library()

@@ -84,21 +84,20 @@ def inspected(signals: Sequence[Tensor | None], runtime: Runtime) -> Verdict:
 def signals_within(
     signals: Sequence[Tensor | None], device: torch.device
 ) -> tuple[list[int], Tensor]:
-    """The numbers of the signals that are not empty, and for each whether all of it is within the
-    limit.
+    """The numbers of the signals that are not empty, and True for each that is within the limit.
 
     Shapes: any -> `[signals that are not empty]` bool.
     """
-    present = [
-        (i, signal) for i, signal in enumerate(signals) if signal is not None and signal.numel()
-    ]
+    numbers = []
+    present = []
+    for number, signal in enumerate(signals):
+        if signal is not None and signal.numel():
+            numbers.append(number)
+            present.append(signal)
     if not present:
         return [], torch.ones(0, dtype=torch.bool, device=device)
-    largest = [
-        norm.float()
-        for norm in torch._foreach_norm([signal for _, signal in present], ord=torch.inf)
-    ]
-    return [i for i, _ in present], torch.stack(largest) <= SIGNAL_LIMIT
+    largest = [norm.float() for norm in torch._foreach_norm(present, ord=torch.inf)]
+    return numbers, torch.stack(largest) <= SIGNAL_LIMIT
 
 
 def first_outside(numbers: Sequence[Sequence[int]], within: Sequence[Tensor]) -> Tensor:
@@ -106,8 +105,10 @@ def first_outside(numbers: Sequence[Sequence[int]], within: Sequence[Tensor]) ->
 
     Shapes: `[signals]` bool each -> `[]` int64.
     """
-    each = [number for some in numbers for number in some]
-    together = torch.cat(list(within)) if len(within) > 1 else within[0]
+    each = [number for part in numbers for number in part]
+    together = within[0]
+    if len(within) > 1:
+        together = torch.cat(list(within))
     count = max(each) + 1
     # signals within the limit get the number after the last one, which becomes 0
     found = _numbers(tuple(each), together.device).masked_fill(together, count + 1).amin()
@@ -116,7 +117,10 @@ def first_outside(numbers: Sequence[Sequence[int]], within: Sequence[Tensor]) ->
 
 @lru_cache(maxsize=64)
 def _numbers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """1 + each number."""  # [numbers] int64
+    """1 + each number.
+
+    Shapes: -> `[numbers]` int64.
+    """
     found = torch.arange(1, len(numbers) + 1, dtype=torch.int64, device=device)
     for place, number in enumerate(numbers):
         if number != place:

@@ -18,14 +18,15 @@ ONE_PASS_CHUNK = 256
 vectors."""
 
 
-LANES, PARTS = 4096, 128
-"""Numbers whose squares one program of an accelerator adds up in parallel, and the number of
-programs; see `SumOfSquares`."""
+LANES = 4096
+"""Numbers whose squares one program of an accelerator adds up in parallel; see `SumOfSquares`."""
+PARTS = 128
+"""Number of these programs."""
 
 
 def most_summed(chunk: int) -> int:
-    """The most coefficients of a row, over all replicas, that are decoded as one sum of basis
-    vectors.
+    """Largest number of coefficients of a row, over all replicas, that are decoded as one sum of
+    basis vectors.
 
     More coefficients are aggregated first and then multiplied by the basis (`product_in_order`).
     The two round differently, so all engines switch at this number.
@@ -53,9 +54,10 @@ class SumOfSquares:
         """
         width = self._lanes.shape[1]
         while numbers.shape[1]:
-            some = min(width - self._at, numbers.shape[1])
-            self._lanes[:, self._at : self._at + some] += numbers[:, :some].square()
-            numbers, self._at = numbers[:, some:], (self._at + some) % width
+            count = min(width - self._at, numbers.shape[1])
+            self._lanes[:, self._at : self._at + count] += numbers[:, :count].square()
+            numbers = numbers[:, count:]
+            self._at = (self._at + count) % width
 
     def total(self) -> Tensor:
         """The sums of all numbers so far.
@@ -135,10 +137,11 @@ def weighted_sum(vectors: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
     Shapes: vectors `[chunk, n]`, weights `[rows, sent]` fp32, indices `[rows, sent]` integer ->
     `[rows, n]`.
     """
-    where = indices if indices.dtype in (torch.int32, torch.int64) else indices.to(torch.int32)
-    begins = _begins(*where.shape, where.dtype, where.device)
+    if indices.dtype not in (torch.int32, torch.int64):
+        indices = indices.to(torch.int32)
+    begins = _begins(*indices.shape, indices.dtype, indices.device)
     return torch.embedding_bag(
-        vectors, where.reshape(-1), begins, per_sample_weights=weights.reshape(-1)
+        vectors, indices.reshape(-1), begins, per_sample_weights=weights.reshape(-1)
     )[0]
 
 

@@ -29,13 +29,13 @@ def topk_indices(coefficients: Tensor, count: int, some: int) -> Tensor:
     for part, indices in zip(
         torch.split(coefficients, some), torch.split(found, some), strict=True
     ):
-        bits = (part if count > _FEW else part.t()).contiguous().view(torch.int32) & (
-            0x7FFFFFFF & -chunk
-        )
+        magnitude = 0x7FFFFFFF & -chunk
         if count > _FEW:
-            places = bits.bitwise_or_(falling).topk(count, dim=1, sorted=False).indices
+            keys = part.contiguous().view(torch.int32) & magnitude
+            places = keys.bitwise_or_(falling).topk(count, dim=1, sorted=False).indices
         else:
-            places = _largest(bits.bitwise_or_(falling.unsqueeze(1)), count)
+            keys = part.t().contiguous().view(torch.int32) & magnitude
+            places = _largest(keys.bitwise_or_(falling.unsqueeze(1)), count)
         indices.copy_(places.sort(1).values)
     return found
 

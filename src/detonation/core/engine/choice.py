@@ -1,4 +1,4 @@
-"""The choice of an engine: the first registered one that can run a codec, or else ordinary torch."""
+"""The choice of an engine: the first registered one that can run a codec, else ordinary torch."""
 
 from detonation.core.codec.codec import Codec
 from detonation.core.engine.reference import ReferenceEngine
@@ -12,8 +12,8 @@ from detonation.plugins import plugins
 def engine_for(
     codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime, room: Room | None = None
 ) -> ReferenceEngine:
-    """The first engine that can run `codec`, with temporaries in `room`; ordinary torch where no
-    kernels are.
+    """The first engine that can run `codec` with temporaries of at most `room`; ordinary torch
+    without kernels.
 
     Engines of installed packages are asked first, then the built-in ones, the fastest first.
     """

@@ -1,5 +1,4 @@
-"""The reference engine: the arithmetic of one replica's step in ordinary torch, the standard for
-all other engines."""
+"""The reference engine: one replica's step in ordinary torch. All other engines must match it."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
@@ -34,12 +33,13 @@ from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
 
 READS = 2
-"""The parts in which the replies of owners are read where launches count."""
+"""Number of parts in which the replies of owners are read if few launches count more than
+memory."""
 
 
 class Replier(Protocol):
-    """Answers as an owner of rows, if it `reads` what it received: with what its memory and the
-    update hold."""
+    """Answers for an owner of rows, with coefficients of its memory plus the update. `reads` is
+    True for messages that it supports."""
 
     def reads(self, received: Received) -> bool: ...
 
@@ -52,10 +52,10 @@ class ReferenceEngine(Rule):
 
     name = "torch"
     reads_status = False
-    """True if `bad` may be a status (see `Header`), because no operation then makes one of the
-    other. Signals are then encoded as a whole."""
+    """True if `bad` may be a status (see `Header`), which saves the operation that converts it.
+    Signals are then encoded as a whole."""
     guard: type[Guard] = Guard
-    """Of the messages that this engine encodes."""
+    """Class of the guard of the messages that this engine encodes."""
     inspect = staticmethod(inspected)
     """Makes the verdict on the signals of a whole message."""
 
@@ -69,36 +69,39 @@ class ReferenceEngine(Rule):
     ) -> None:
         super().__init__(codec, layout, memory, runtime.seed, runtime.device)
         self._runtime = runtime
-        self._on_cpu, self._room = runtime.device.type == "cpu", room or Room(max(1, layout.rows))
-        cached = max(8, CACHE_BLOCK // codec.selection.chunk // 8 * 8)
-        sizes = codec, layout.rows, self._room
-        at_once = (
-            (cached,) * 3 if self._on_cpu else (released_at_once(*sizes), *selected_at_once(*sizes))
-        )
-        self._some, self._absorbed_rows, self._selected_rows = at_once  # rows of one operation
+        self._on_cpu = runtime.device.type == "cpu"
+        self._room = room or Room(max(1, layout.rows))
+        # rows of one operation
+        self._cached_rows = max(8, CACHE_BLOCK // codec.selection.chunk // 8 * 8)
+        self._released_rows = self._cached_rows
+        self._absorbed_rows = self._cached_rows
+        self._selected_rows = self._cached_rows
+        if not self._on_cpu:
+            sizes = codec, layout.rows, self._room
+            self._released_rows = released_at_once(*sizes)
+            self._absorbed_rows, self._selected_rows = selected_at_once(*sizes)
         self._encoded_at_once = self._selected_rows
         if codec.dense or (self._on_cpu and codec.selection.shared):
             self._encoded_at_once = layout.rows
         self._block = cache(partial(Bucket.of, layout))  # messages cannot be cut everywhere
         self.is_heavy = not self._on_cpu and is_heavy(codec)
-        """True if what `encode` returns is so large that it is to be released before the message is
-        sent."""
-        # signals that travel whole, in a floating-point type (fp64 by way of fp32), are written
-        # where they leave
-        self._as_it_is = memory is None and codec.dense and isinstance(codec.basis, Identity)
-        self._as_it_is = self._as_it_is and isinstance(codec.precision, Float) and not layout.tiled
-        # whether the part that leaves memory is known at selection: the others read it exactly, or
-        # all of it leaves
+        """True if the result of `encode` is so large that its memory should be freed before the
+        message is sent."""
+        # whole signals in a floating-point type are written directly into the message
+        sends_signals = memory is None and codec.dense and isinstance(codec.basis, Identity)
+        self._as_it_is = sends_signals and isinstance(codec.precision, Float) and not layout.tiled
+        # True if the values to subtract from memory are known at selection: because receivers
+        # decode them exactly, or because of no error feedback
         self._exact = codec.precision == FP32 or not (memory and memory.feedback.error_feedback)
         self.needs_own_values = not self._exact
         """True if `release` needs the sent values as every receiver decodes them."""
-        # within the cache that holds the block
+        # True if a block of memory is released while it is in the cache
         self._by_block = (
             self._on_cpu and self._exact and not (layout.tiled or codec.selection.shared)
         )
         self.releases_at_once = memory is None or self._by_block
-        """True if `encode` already removes the sent values from memory, so that `release` has
-        nothing to do."""
+        """True if `encode` also subtracts the sent values from memory, so that `release` is not
+        needed."""
 
     def encode(
         self,
@@ -110,9 +113,9 @@ class ReferenceEngine(Rule):
         """Adds a signal to the memory and selects the coefficients to send.
 
         Args:
-            bad: On a device that decides by itself, `[]` bool: where it is True zeros are selected,
+            bad: On a device that decides by itself, `[]` bool: if it is True, zeros are selected,
                 and the memory does not change.
-            out: Where the values may go; new memory when left out.
+            out: Memory for the values; by default new memory.
 
         Shapes: one local shape per parameter -> values `[rows, k]`.
         """
@@ -132,7 +135,7 @@ class ReferenceEngine(Rule):
         bad: Tensor | None,
         out: Tensor | None,
     ) -> Selected:
-        """`encode`, one block of rows after the other, which takes less memory."""
+        """`encode`, one block of rows after the other, which needs less memory."""
         codec = self.codec
         rows = self.layout.rows
         shared = codec.shared_indices(rows, step, self._seed, self.device)
@@ -145,14 +148,16 @@ class ReferenceEngine(Rule):
             for start in range(0, len(flat), self._selected_rows):
                 block = flat[start : start + self._selected_rows]
                 target = slice(first + start, first + start + len(block))
-                known = None if shared is None else shared[target]
+                known = shared
+                if known is not None:
+                    known = known[target]
                 picked = codec.pick(codec.basis.forward(block), known, out=values[target])
                 assert picked.indices is not None
                 indices[target] = narrow(picked.indices)
                 if self._by_block and memory:
                     sent = self.of_one(picked.values, picked).whole()
                     memory.release([self.update(sent, Mean())])
-                del block, picked  # before the next one is made
+                del block, picked  # free them before the next ones are made
             del flat
         if bad is not None:
             values.masked_fill_(bad, 0.0)
@@ -161,22 +166,29 @@ class ReferenceEngine(Rule):
     def _absorbed_parts(
         self, signals: Sequence[Tensor | None], bad: Tensor | None
     ) -> Iterator[tuple[int, Tensor, Memory | None]]:
-        """The memory with a signal, or the signal alone, in parts of rows, each with its first row
-        and its memory."""
-        rows, at_once = (
-            self.layout.rows,
-            self._absorbed_rows if self.memory else self._selected_rows,
-        )
-        blocks = [Bucket.whole(self.layout)] if rows <= at_once or self.layout.tiled else None
-        for block in blocks or (
-            self._block(first, min(first + at_once, rows)) for first in range(0, rows, at_once)
-        ):
+        """Adds a signal to the memory in parts of rows. Yields the first row of each part, its
+        values, and its memory. Without memory the values are the signal."""
+        rows = self.layout.rows
+        memory = self.memory
+        at_once = self._selected_rows
+        if memory:
+            at_once = self._absorbed_rows
+        is_whole = rows <= at_once or self.layout.tiled
+        if is_whole:
+            at_once = max(1, rows)
+        for first in range(0, max(1, rows), at_once):
+            if is_whole:
+                block = Bucket.whole(self.layout)
+            else:
+                block = self._block(first, min(first + at_once, rows))
             pieces = block.cut(signals)
             if self.memory is None:
-                yield block.first, block.layout.flatten(pieces, self.device), None
-            else:
-                memory = self.memory if blocks else self.memory.of_rows(block.layout, block.first)
-                yield block.first, memory.absorb(pieces, bad), memory
+                yield first, block.layout.flatten(pieces, self.device), None
+                continue
+            if not is_whole:
+                memory = self.memory.of_rows(block.layout, first)
+            assert memory
+            yield first, memory.absorb(pieces, bad), memory
 
     def encode_into(
         self,
@@ -186,18 +198,20 @@ class ReferenceEngine(Rule):
         bad: Tensor | None = None,
     ) -> Selected:
         """`encode`, and writes the coefficients into `run`."""
-        if (
-            self._as_it_is
-            and not run.owners
-            and not any(s is not None and s.dtype == torch.float64 for s in signals)
-        ):
+        as_it_is = self._as_it_is and not run.owners
+        # fp64 is converted by way of fp32
+        if as_it_is and not any(s is not None and s.dtype == torch.float64 for s in signals):
             values = run.numbers
             assert values is not None
             self.layout.fill(values, signals)
-            return Selected(values if bad is None else values.masked_fill_(bad, 0.0), None)
-        # what the network adds up is still needed as it was, to release it
-        fits = self.codec.precision == FP32 and not (run.is_summed or self.codec.dense)
-        selected = self.encode(signals, step, bad, run.numbers if fits else None)
+            if bad is not None:
+                values.masked_fill_(bad, 0.0)
+            return Selected(values, None)
+        out = None
+        # the network overwrites a run that it adds up, but `release` needs the own values
+        if self.codec.precision == FP32 and not (run.is_summed or self.codec.dense):
+            out = run.numbers
+        selected = self.encode(signals, step, bad, out)
         self.codec.write(selected, run)
         return selected
 
@@ -220,17 +234,17 @@ class ReferenceEngine(Rule):
         owners: RowOwners,
         owner: int,
     ) -> Replier | None:
-        """The engine of an owner, whose memory of coefficients is `residual`; None where ordinary
-        torch answers.
+        """The engine of an owner with the memory `residual` of coefficients; None if ordinary torch
+        answers.
 
         Shapes: residual `[owned, chunk]` fp32.
         """
         return None
 
     def _narrow(self, selected: Selected, bad: Tensor | None) -> Selected:
-        """A selection without values that must not count, and with indices in the smallest type
-        that holds them."""
-        values, indices = selected.values, selected.indices
+        """The selection with zeros if it is `bad`, and with indices in the smallest type."""
+        values = selected.values
+        indices = selected.indices
         if bad is not None:
             values = values.masked_fill(bad, 0.0)
         if isinstance(indices, Tensor):
@@ -238,69 +252,67 @@ class ReferenceEngine(Rule):
         return Selected(values, indices)
 
     def empty(self, step: int) -> Selected:
-        """The content of an empty message: zeros; the memory does not change.
+        """The content of an empty message: zeros. The memory does not change.
 
         Shapes: -> values `[rows, k]`.
         """
         return self.codec.empty(self.layout.rows, step, self._seed, self.device)
 
     def release(self, selected: Selected, own: Tensor | None) -> None:
-        """Removes the sent values from memory: `own`, as every receiver decodes them, or the
+        """Subtracts the sent values from memory: `own`, as every receiver decodes them, or the
         selected coefficients.
 
         Shapes: own `[rows, k]` fp32.
         """
         if self.memory:
-            sent = self.of_one(selected.values if self._exact or own is None else own, selected)
-            self.subtract(sent.blocks(self._some))
+            if own is None or self._exact:
+                own = selected.values
+            sent = self.of_one(own, selected)
+            self.subtract(sent.blocks(self._released_rows))
 
     def of_one(self, values: Tensor, selected: Selected) -> Received:
-        """A message with these values at the indices of `selected`, as the only one that was
-        received.
+        """A single received message with these values at the indices of `selected`.
 
         Shapes: `[rows, k]` fp32.
         """
-        indices = selected.indices
-        return DecodedMessages(
-            values.unsqueeze(0), None if indices is None else narrow(indices).unsqueeze(0)
-        )
+        values = values.unsqueeze(0)
+        if selected.indices is None:
+            return DecodedMessages(values, None)
+        return DecodedMessages(values, narrow(selected.indices).unsqueeze(0))
 
     def decode(self, received: Received) -> Tensor:
         """The update in the coordinates of the parameters; its padding is undefined.
 
         Shapes: -> `[rows, chunk]` fp32.
         """
-        if received.rows <= (
-            self._some if self._on_cpu else self._decoded_at_once(received, into_flat=True)
-        ):
+        at_once = self._cached_rows
+        if not self._on_cpu:
+            at_once = decoded_at_once(self.codec, received, self._room, into_flat=True)
+        if received.rows <= at_once:
             return self.update(received.read(0, received.rows), received.aggregation)
-        flat, first = (
-            torch.empty(
-                self.layout.rows, self.layout.chunk, device=self.device, dtype=torch.float32
-            ),
-            0,
-        )
+        shape = self.layout.rows, self.layout.chunk
+        flat = torch.empty(shape, device=self.device, dtype=torch.float32)
+        first = 0
         for part in self._decoded_parts(received):
             flat[first : first + len(part)] = part
             first += len(part)
-            del part  # before the next one is made
+            del part  # free it before the next one is made
         return flat
 
     def write(self, received: Received, targets: Sequence[Tensor]) -> None:
         """Decodes the update into `targets`."""
-        at_once = self._some if self._on_cpu else self._decoded_at_once(received)
-        if received.rows <= at_once and not self.layout.tiled:
-            copy(
-                targets,
-                self.layout.views(
-                    self.update(received.read(0, received.rows), received.aggregation)
-                ),
-            )
-        elif self.layout.tiled:
-            few = None if all(target.is_contiguous() for target in targets) else self.layout.rows
-            for strip, part in self._decoded_tiles(received, few):
+        at_once = self._cached_rows
+        if not self._on_cpu:
+            at_once = self._decoded_at_once(received)
+        if self.layout.tiled:
+            if not all(target.is_contiguous() for target in targets):
+                at_once = self.layout.rows
+            for strip, part in self._decoded_tiles(received, at_once):
                 copy(strip.cut(targets), strip.layout.parts(part))
-                del part  # before the next one is made
+                del part  # free it before the next one is made
+        elif received.rows <= at_once:
+            update = self.update(received.read(0, received.rows), received.aggregation)
+            copy(targets, self.layout.views(update))
         elif not all(target.is_contiguous() for target in targets):
             copy(targets, self.layout.parts(self.decode(received)))
         else:
@@ -315,62 +327,62 @@ class ReferenceEngine(Rule):
     ) -> None:
         """Moves `weights` by the signs of the update, which is never stored."""
         if self.layout.tiled:
-            for strip, part in self._decoded_tiles(received):
+            at_once = self._decoded_at_once(received)
+            for strip, part in self._decoded_tiles(received, at_once):
                 index = strip.pieces[0].index
                 _move(strip.cut(weights), strip.layout.parts(part.sign_()), [rates[index]])
-                del part  # before the next one is made
+                del part  # free it before the next one is made
             return
+        # the update of a single whole message may share its memory
+        may_be_message = isinstance(self.codec.basis, Identity) and isinstance(
+            received.aggregation, Mean
+        )
+        may_be_message &= self.codec.selection.k == self.layout.chunk >= received.width
         first = 0
         for part in self._decoded_parts(received):
-            block, first = self._block(first, first + len(part)), first + len(part)
-            may_be_message = isinstance(self.codec.basis, Identity) and isinstance(
-                received.aggregation, Mean
-            )
-            # of one replica
-            may_be_message &= self.codec.selection.k == self.layout.chunk >= received.width
-            moved, signs = (
-                block.cut(weights),
-                block.layout.views(part.sign() if may_be_message else part.sign_()),
-            )
-            _move(moved, signs, [rates[piece.index] for piece in block.pieces])
-            del block, part, signs  # before the next one is made
+            block = self._block(first, first + len(part))
+            first += len(part)
+            if may_be_message:
+                part = part.sign()
+            else:
+                part.sign_()
+            signs = block.layout.views(part)
+            _move(block.cut(weights), signs, [rates[piece.index] for piece in block.pieces])
+            del block, part, signs  # free them before the next ones are made
 
-    def _decoded_tiles(
-        self, received: Received, at_once: int | None = None
-    ) -> Iterator[tuple[Bucket, Tensor]]:
-        """The update in lines of tiles, parameter by parameter: a line ends anywhere in a block of
-        rows."""
-        for strip in Bucket.strips(self.layout, at_once or self._decoded_at_once(received)):
-            yield (
-                strip,
-                self.update(received.part(strip.rows.start, strip.rows.stop), received.aggregation),
-            )
+    def _decoded_tiles(self, received: Received, at_once: int) -> Iterator[tuple[Bucket, Tensor]]:
+        """The update in lines of about `at_once` tiles, parameter by parameter: a line may end
+        anywhere in a block of rows."""
+        for strip in Bucket.strips(self.layout, at_once):
+            sent = received.part(strip.rows.start, strip.rows.stop)
+            yield strip, self.update(sent, received.aggregation)
 
     def _decoded_parts(self, received: Received) -> Iterator[Tensor]:
         """The update in blocks of rows."""
-        some = self._decoded_at_once(received)
-        # what owners sent costs launches to read, and is read in few parts
-        read = some
+        at_once = self._decoded_at_once(received)
+        read = at_once
         if self._room.few_launches and received.owners:
-            read = received.rows if self.codec.selection.shared else -(-received.rows // READS)
-        for block in received.blocks(some, read):
+            # to read the replies of owners needs launches
+            read = received.rows
+            if not self.codec.selection.shared:
+                read = -(-received.rows // READS)
+        for block in received.blocks(at_once, read):
             decoded = self.update(block, received.aggregation)
-            del block  # before the next one is read
+            del block  # free it before the next one is read
             yield decoded
             del decoded
 
-    def _decoded_at_once(self, received: Received, into_flat: bool = False) -> int:
-        return (
-            self._some
-            if self._on_cpu
-            else decoded_at_once(self.codec, received, self._room, into_flat)
-        )
+    def _decoded_at_once(self, received: Received) -> int:
+        if self._on_cpu:
+            return self._cached_rows
+        return decoded_at_once(self.codec, received, self._room)
 
 
 def _move(weights: Sequence[Tensor], signs: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
-    """Moves `weights` against `signs`, in an operation or two for all with the same rate."""
+    """Moves `weights` against `signs`, in one or two operations for all with the same rate."""
     for shrink, lr in dict.fromkeys(rates):
         same = [i for i, rate in enumerate(rates) if rate == (shrink, lr)]
+        moved = [weights[i] for i in same]
         if shrink != 1:
-            torch._foreach_mul_([weights[i] for i in same], shrink)
-        torch._foreach_add_([weights[i] for i in same], [signs[i] for i in same], alpha=-lr)
+            torch._foreach_mul_(moved, shrink)
+        torch._foreach_add_(moved, [signs[i] for i in same], alpha=-lr)

@@ -1,9 +1,9 @@
-"""Rows at once: how many an accelerator works on, so that temporaries take no more memory than one
-bucket.
+"""Rows at once: how many rows an accelerator processes in one block, so that temporaries need no
+more memory than one bucket.
 
-A bucket of fp32 is a quarter of the flat or less. All figures are bytes for each row. Blocks cost
-launches, and owners and votes need most of them: there a flat that is not large is exchanged in
-fewer blocks, which take up to two buckets.
+A bucket of fp32 is a quarter of the flat or less. All sizes are bytes per row. Each block costs
+kernel launches, most of all with owners and votes. With these a flat that is not large is processed
+in fewer blocks, which need up to two buckets.
 """
 
 from __future__ import annotations
@@ -22,33 +22,36 @@ if TYPE_CHECKING:
     from detonation.core.codec.received import Received
 
 UNIT = 64
-"""The rows that are always worked on together: a product of few rows may round differently."""
+"""Rows that are always processed together: a product of fewer rows may round differently."""
 LARGE = 2**28
-"""The coordinates from which memory counts more than launches where both cannot be had: a step then
-takes 10 ms or more, of which some 80 launches less would save 0.4."""
+"""Number of coordinates from which less memory is preferred to fewer launches: a step then takes
+10 ms or more, and 80 launches fewer would save 0.4 ms."""
 MOST_BLOCKS = 32
-"""The most blocks of a bucket: each costs launches."""
+"""Largest number of blocks of a bucket."""
 
 
 def kept_until_sent(codec: Codec) -> int:
-    """Of a row that is encoded: its values and indices, which leave the memory while the collective
-    runs."""
-    k, indices = codec.selection.k, 0 if codec.dense else codec.index_coding.dtype.itemsize
-    return k * (4 + indices)
+    """Bytes of the values and indices of an encoded row, which are subtracted from memory while the
+    collective runs."""
+    of_each = 4
+    if not codec.dense:
+        of_each += codec.index_coding.dtype.itemsize
+    return codec.selection.k * of_each
 
 
 def is_heavy(codec: Codec) -> bool:
-    """True if what is kept of all rows takes more than half a bucket: it then leaves the memory
-    before the message."""
+    """True if the kept values and indices of all rows need more than half a bucket. They are then
+    subtracted from memory before the message is sent."""
     return 2 * BUCKETS * kept_until_sent(codec) > 4 * codec.selection.chunk
 
 
 @dataclass(frozen=True)
 class Room:
-    """The memory that temporaries may take.
+    """The memory that temporaries may use.
 
     Args:
-        few_launches: Whether fewer blocks count more than memory.
+        rows: Rows of a bucket.
+        few_launches: True if fewer blocks are preferred to less memory.
     """
 
     rows: int
@@ -56,58 +59,61 @@ class Room:
 
 
 def selected_at_once(codec: Codec, rows: int, room: Room) -> tuple[int, int]:
-    """Of `rows`, those that absorb a signal at once, and those of which coefficients are selected."""
+    """Of `rows`, the rows that absorb a signal at once, and the rows of one selection of
+    coefficients."""
     if room.few_launches:
-        return (_rows(rows, 8, room, 9),) * 2  # a bucket may end a little later
-    k, line, message = codec.selection.k, 4 * codec.selection.chunk, codec.nbytes(UNIT) // UNIT
+        at_once = _rows(rows, 8, room, 9)  # a bucket may end later
+        return at_once, at_once
+    k = codec.selection.k
+    line = 4 * codec.selection.chunk
+    message = codec.nbytes(UNIT) // UNIT
     if is_heavy(codec):
-        # for the update
+        # indices for the update
         kept = message + k * codec.index_coding.dtype.itemsize * codec.selection.shared
     else:
         kept = message + kept_until_sent(codec) - 4 * k * (codec.precision == FP32)
-    # the messages that are sent and received have not been made
+    # the sent and received messages do not exist yet
     free = line + BUCKETS * (2 * message - kept)
-    transformed = (
-        0
-        if isinstance(codec.basis, Identity)
-        else line
-        if isinstance(codec.basis, DCT)
-        else 2 * line
-    )
-    chosen = 0 if codec.selection.shared else line + 24 * k  # magnitudes; places and values, twice
-    return _rows(rows, line, room, free), _rows(rows, max(line, transformed + chosen), room, free)
+    chosen = line * _transforms(codec)
+    if not codec.selection.shared:
+        chosen += line + 24 * k  # magnitudes; positions and values, twice
+    return _rows(rows, line, room, free), _rows(rows, max(line, chosen), room, free)
 
 
 def released_at_once(codec: Codec, rows: int, room: Room) -> int:
-    """Of `rows`, those that leave the memory at once."""
+    """Of `rows`, the rows that are subtracted from memory at once."""
     if room.few_launches:
         return _rows(rows, 8, room, 9)
-    kept = 0 if is_heavy(codec) else BUCKETS * kept_until_sent(codec)
-    return _rows(rows, _decoded(codec, codec.selection.k), room, 4 * codec.selection.chunk - kept)
+    free = 4 * codec.selection.chunk
+    if not is_heavy(codec):
+        free -= BUCKETS * kept_until_sent(codec)
+    return _rows(rows, _decoded(codec, codec.selection.k), room, free)
 
 
 def replied_at_once(codec: Codec, answer: Codec, replicas: int, room: Room) -> int:
     """The rows that an owner aggregates and answers at once."""
     if room.few_launches:
         return room.rows
-    width, line = replicas * codec.selection.k, 4 * codec.selection.chunk
-    chosen = 0 if answer.selection.shared else 2 * line + 24 * answer.selection.k
-    return _rows(replicas * room.rows, _decoded(codec, width) + 8 * width + chosen, room, line)
+    width = replicas * codec.selection.k
+    line = 4 * codec.selection.chunk
+    cost = _decoded(codec, width) + 8 * width
+    if not answer.selection.shared:
+        cost += 2 * line + 24 * answer.selection.k
+    return _rows(replicas * room.rows, cost, room, line)
 
 
 def decoded_at_once(codec: Codec, received: Received, room: Room, into_flat: bool = False) -> int:
     """The rows of messages that are decoded at once.
 
     Args:
-        into_flat: Whether the result is one matrix: it is made in blocks only where that takes
-            less.
+        into_flat: True if the result is one matrix. It is then computed in blocks only if that
+            needs less memory.
     """
-    line, width, source = (
-        4 * codec.selection.chunk,
-        received.width or codec.selection.k,
-        received.source,
-    )
-    cost, kept = _decoded(codec, width), 0
+    line = 4 * codec.selection.chunk
+    width = received.width or codec.selection.k
+    source = received.source
+    cost = _decoded(codec, width)
+    kept = 0
     if into_flat and 4 * cost <= 5 * line:
         return received.rows
     if room.few_launches:
@@ -122,23 +128,37 @@ def decoded_at_once(codec: Codec, received: Received, room: Room, into_flat: boo
 
 
 def _decoded(codec: Codec, width: int) -> int:
-    """The temporaries of a row while `width` coefficients of all replicas are decoded."""
-    line, k = 4 * codec.selection.chunk, codec.selection.k
+    """Bytes of temporaries per row while `width` coefficients of all replicas are decoded."""
+    line = 4 * codec.selection.chunk
     if codec.dense:
-        return line if codec.precision == FP32 else 2 * line
-    one_pass = not codec.selection.shared and codec.selection.chunk <= ONE_PASS_CHUNK
-    # values, places, and bags of a sum in one pass
-    summed = line + (12 * width if one_pass else 16 * k)
-    # which need no product
-    few = isinstance(codec.basis, DCT) and width <= most_summed(codec.selection.chunk)
-    products = (
-        1 if few or isinstance(codec.basis, Identity) else 3 if isinstance(codec.basis, DCT) else 6
-    )
+        if codec.precision == FP32:
+            return line
+        return 2 * line
+    summed = line
+    if not codec.selection.shared and codec.selection.chunk <= ONE_PASS_CHUNK:
+        summed += 12 * width  # values, positions and bags of a sum in one pass
+    else:
+        summed += 16 * codec.selection.k
+    products = (1, 3, 6)[_transforms(codec)]
+    if isinstance(codec.basis, DCT) and width <= most_summed(codec.selection.chunk):
+        products = 1  # a sum over few coefficients needs no product
     return max(summed, products * line)
 
 
+def _transforms(codec: Codec) -> int:
+    """Number of matrix products of the basis: 0 for the identity, 1 for chunks, 2 for tiles."""
+    if isinstance(codec.basis, Identity):
+        return 0
+    if isinstance(codec.basis, DCT):
+        return 1
+    return 2
+
+
 def _rows(rows: int, cost: int, room: Room, free: int) -> int:
-    """`rows` in equal blocks, each of which costs no more than what is free for the rows of a
-    bucket."""
+    """Rows of one block if `rows` are cut into equal blocks, each of which costs at most `free` for
+    each row of a bucket."""
     most = max(room.rows * free // cost, room.rows // MOST_BLOCKS, UNIT)
-    return -(-max(1, rows) // (-(-rows // most) * UNIT)) * UNIT if rows > most else max(1, rows)
+    if rows <= most:
+        return max(1, rows)
+    blocks = -(-rows // most)
+    return -(-rows // (blocks * UNIT)) * UNIT

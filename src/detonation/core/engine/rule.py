@@ -6,7 +6,7 @@
     update  = inverse(mean of what all sent)     update, after the exchange (`core.exchange`)
     weights = base optimizer(update)             `Replicated`
 
-Every engine is held to it by tests; `ReferenceEngine` runs it as it stands, in blocks of rows where
+Tests compare every engine with this rule. `ReferenceEngine` runs it unchanged, in blocks of rows if
 that saves memory.
 """
 
@@ -26,21 +26,19 @@ class Rule:
     """The arithmetic of one replica's step on the rows of a flat.
 
     Args:
-        codec: The basis, the selection and the precision.
-        memory: What was not sent yet; None for a scheme without one.
-        seed: Of the random selections; the same on all replicas.
+        codec: Basis, selection and precision.
+        memory: Momentum that was not sent yet; None for a scheme without one.
+        seed: Seed of random selections, the same on all replicas.
     """
 
     def __init__(
         self, codec: Codec, layout: Layout, memory: Memory | None, seed: int, device: torch.device
     ) -> None:
-        self.codec, self.layout, self.memory, self._seed, self.device = (
-            codec,
-            layout,
-            memory,
-            seed,
-            device,
-        )
+        self.codec = codec
+        self.layout = layout
+        self.memory = memory
+        self._seed = seed
+        self.device = device
 
     def select(
         self,
@@ -52,36 +50,35 @@ class Rule:
         """Adds signals to the decayed memory, and selects the coefficients to send.
 
         Args:
-            bad: `[]` bool: where it is True the memory does not change.
-            out: Where the values may go; new memory when left out.
+            bad: `[]` bool: if it is True, the memory does not change.
+            out: Memory for the values; by default new memory.
 
         Shapes: one local shape per parameter -> values `[rows, k]`.
         """
-        flat = (
-            self.memory.absorb(signals, bad)
-            if self.memory
-            else self.layout.flatten(signals, self.device)
-        )
+        if self.memory:
+            flat = self.memory.absorb(signals, bad)
+        else:
+            flat = self.layout.flatten(signals, self.device)
         return self.codec.select(flat, step, self._seed, out)
 
     def subtract(self, sent: Iterable[Coefficients]) -> None:
-        """Takes what was sent out of the memory, as every receiver reads it.
+        """Subtracts the sent coefficients from the memory, as every receiver decodes them.
 
         Args:
-            sent: Of this replica's message, one block of rows after the other.
+            sent: Coefficients of this replica's message, one block of rows after the other.
         """
         if self.memory:
             self.memory.release(self.update(rows, Mean()) for rows in sent)
 
     def update(self, sent: Coefficients, aggregation: Aggregation) -> Tensor:
-        """The update: the coefficients that all replicas sent, as one, in the coordinates of the
-        parameters.
+        """Aggregates the coefficients of all replicas to the update of the parameters.
 
-        Of few coefficients the inverse is a sum over them (docs/design.md: one arithmetic).
+        For few coefficients the inverse is a sum over them (docs/design.md: one arithmetic).
 
         Shapes: -> `[rows, chunk]` fp32; its padding is undefined.
         """
-        basis, chunk = self.codec.basis, self.codec.selection.chunk
+        basis = self.codec.basis
+        chunk = self.codec.selection.chunk
         if isinstance(basis, DCT) and isinstance(aggregation, Mean) and sent.is_sparse(chunk):
             return basis.inverse_sparse(*sent.joined(), chunk)
         return basis.inverse(aggregate(sent, aggregation, chunk))

@@ -1,4 +1,4 @@
-"""Faults of each replica: counted, logged, and turned into a reason to stop."""
+"""Fault counts: faults of each replica are counted, logged, and turned into a reason to stop."""
 
 import logging
 from collections import Counter
@@ -11,38 +11,45 @@ from detonation.core.runtime import Readback
 Policy = Literal["stop", "skip"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 STRIKES = 3
-"""Refused messages of one replica after which all stop."""
+"""Number of refused messages of one replica after which all replicas stop."""
 FORGIVEN = 1000
-"""Messages of one replica that are used in a row, after which earlier refusals no longer count."""
+"""Number of consecutive used messages of one replica after which its earlier refusals no longer
+count."""
 IN_A_ROW = 10
-"""Contributions in a row that one replica may skip before all stop."""
-_NON_FINITE, _REFUSED, _DESYNC, _CHANGING, _CHANGED_APART, _MISPLACED = 1, 2, 3, 4, 5, 6
+"""Number of consecutive contributions that one replica may skip before all replicas stop."""
+_NON_FINITE = 1
+_REFUSED = 2
+_DESYNC = 3
+_CHANGING = 4
+_CHANGED_APART = 5
+_MISPLACED = 6
 _NO_NAME = 0xFFFFFFFF
 _ALL_REPLICAS = 0xFFFFFF
-"""Stands for the sender of a sum, which the network adds up."""
+"""Sender number of a sum, to which all replicas contribute."""
 _NAMED_REPLICAS = 24
 _REPLICAS = (1 << _NAMED_REPLICAS) - 1 << 32
 NEW_PARAMETER = "a new parameter"
-"""Stands for a parameter that joined the model after the names were agreed on."""
+"""Name of a parameter that was added to the model after the replicas agreed on the names."""
 OPTIONS = "options of the parameter groups"
 _log = logging.getLogger("detonation")
 
 
 class NonFiniteGradient(DetonationError, ArithmeticError):
-    """A gradient holds NaN, infinity or above `nonfinite.SIGNAL_LIMIT`: caught before it reached a
-    memory."""
+    """A gradient contains NaN, infinity or a magnitude above `nonfinite.SIGNAL_LIMIT`. It did not
+    reach the momentum."""
 
 
 class BadPeer(DetonationError, RuntimeError):
-    """The messages of a replica were refused too often."""
+    """Too many messages of a replica were refused."""
 
 
 class Desync(DetonationError, RuntimeError):
-    """Replicas hold different tensors where they must be equal, or train different parameters."""
+    """Tensors differ between replicas that must be equal, or replicas train different
+    parameters."""
 
 
 class Changed(str):
-    """The name of a parameter that the sender of an empty message began or ceased to train."""
+    """Name of a parameter that the sender of an empty message started or stopped training."""
 
     __slots__ = ()
 
@@ -51,22 +58,25 @@ AGAIN = (
     "It ended this optimizer, which takes no step until the state is replaced on all ranks: load a "
     "checkpoint or a state dict"
 )
-"""What an error says that is raised again."""
+"""Added to an error that is raised again."""
 
 
 class FaultCounts:
     """Counts the faults of the replicas of one level, from messages that all of them receive.
 
-    skipped: contributions left out because a gradient was not finite; by_parameter: the same for
-    each parameter; refused: messages that failed validation; each over all replicas. fatal: 0, or a
-    number for the reason why all must stop, which `error` decodes on any rank. due: steps at which
-    messages are due, until `StopConsensus` takes them. reports: those for which the host would have
-    to wait, and which `catch_up` counts. names: of all parameters of the model, for errors.
-    changed: by replica, the parameter of which it announced that it begins or ceases to train it.
-    changing: how many replicas must announce that together; 0 where this rank did not. missing:
-    those of them that were lost, and need not. options: of the parameter groups, whose digest
-    messages carry. number: of the level, below 16, by which ranks tell each other whose reason to
-    stop they mean.
+    Attributes:
+        skipped: Contributions of all replicas left out because a gradient was not finite.
+        by_parameter: The same, for each parameter.
+        refused: Messages of all replicas that failed validation.
+        fatal: 0, or a number for the reason why all must stop; `error` decodes it on any rank.
+        due: Steps at which messages are due, until `StopConsensus` has handled them.
+        reports: Reports that wait for the device; `catch_up` counts them.
+        names: Names of all parameters of the model, for errors.
+        changed: By replica, the parameter that it announced to start or stop training.
+        changing: Number of replicas that must announce that together; 0 if this rank did not.
+        missing: Lost replicas, which need not announce.
+        options: Options of the parameter groups; messages carry their digest.
+        number: Number of the level, below 16, which identifies it in a reason to stop.
     """
 
     def __init__(
@@ -77,49 +87,55 @@ class FaultCounts:
         repairs: bool = False,
         signal: str = "the gradient",
     ) -> None:
-        self.skipped = self.refused = 0
+        self.skipped = 0
+        self.refused = 0
         self.by_parameter: Counter[str] = Counter()
-        self.names, self.options = list(names), b""
+        self.names = list(names)
+        self.options = b""
         self.number = 0
-        self._replica, self._signal = replica, signal
-        self._policy, self._repairs = policy, repairs
+        self._replica = replica
+        self._signal = signal
+        self._policy = policy
+        self._repairs = repairs
         self._warned: set[tuple[int, int]] = set()
         self.forget()
 
     def forget(self) -> None:
-        """Forgets all that could end the next steps, because those before them were undone: a
-        checkpoint was loaded."""
-        self.fatal = self.changing = 0
-        self._raised = 0, 0  # the number of the last error, and its step
-        self.due, self.changed = set[int](), dict[int, str]()
-        self.missing = set[int]()
+        """Forgets all reasons to stop, because a loaded checkpoint replaced the state."""
+        self.fatal = 0
+        self.changing = 0
+        self._raised = (0, 0)  # the number of the last error, and its step
+        self.due: set[int] = set()
+        self.changed: dict[int, str] = {}
+        self.missing: set[int] = set()
         self.reports: list[tuple[int, Readback, Callable[[list[Any]], object]]] = []
-        self._strikes, self._row = Counter[int](), Counter[tuple[int, int]]()
-        self._good = Counter[int]()  # messages of each replica in use since the last refusal
+        self._strikes: Counter[int] = Counter()
+        self._row: Counter[tuple[int, int]] = Counter()
+        self._good: Counter[int] = Counter()  # used messages of each replica since a refusal
 
     def report_later(
         self, due: int, numbers: Readback, report: Callable[[list[Any]], object]
     ) -> None:
-        """Makes `catch_up` call `report` with `numbers`, which are about a message due at step
+        """Makes `catch_up` call `report` with the `numbers` of a message that is due at step
         `due`."""
         self.reports.append((due, numbers, report))
 
     def catch_up(self, until: float) -> None:
-        """Counts the messages due at steps up to `until`, so that all ranks have the same counts."""
+        """Counts the messages due at steps up to `until`, so that all ranks have equal counts."""
         ready = [each for each in self.reports if each[0] <= until]
         self.reports = [each for each in self.reports if each[0] > until]
         for _, numbers, report in ready:
             report(numbers.read())
 
     def stop_if_apart(self) -> None:
-        """Records a reason to stop where some replicas, but not all, announced a change."""
+        """Records a reason to stop if not all replicas that must announced the same change."""
         if self.changed_apart:
             replicas = sum({_bit(sender) for sender in self.changed})
             self._stop(_CHANGED_APART, replicas, self.changed[min(self.changed)])
 
     @property
     def changed_apart(self) -> bool:
-        """True where some replicas, but not all, announced a change of the trained parameters."""
+        """True if some replicas, but not all, announced a change of the trained parameters."""
         return bool(self.changed) and len({*self.changed, *self.missing}) != self.changing
 
     def announced(self, sender: int, name: str) -> None:
@@ -127,22 +143,23 @@ class FaultCounts:
         self.changed[sender] = name
 
     def miss(self, absent: Collection[int]) -> None:
-        """Records that the replicas `absent` were lost before their message was whole."""
+        """Records that the replicas `absent` were lost before their message was complete."""
         if self.changing:
             self.missing.update(absent)
 
     def end_change(self) -> None:
-        """Forgets what replicas have announced: the change was made."""
-        self.changing, self.changed = 0, {}
+        """Forgets the announcements, because the change was made."""
+        self.changing = 0
+        self.changed = {}
         self.missing = set()
 
     def announcement(self, name: str) -> int:
-        """The number by which a rank says over other links that it announced a change of `name`."""
+        """The number that a rank sends over other links after it announced a change of `name`."""
         return _CHANGING << 56 | _bit(self._replica) << 32 | self.names.index(name)
 
     @staticmethod
     def is_announcement(fatal: int) -> bool:
-        """True for the number of `announcement`, which ends no rank that announced the same."""
+        """True for a number of `announcement`: it stops no rank that announced the same."""
         return fatal >> 56 == _CHANGING
 
     @staticmethod
@@ -155,37 +172,39 @@ class FaultCounts:
         return largest
 
     def renumber(self, kept: Sequence[int], replica: int) -> None:
-        """Goes on with the counts of the replicas `kept`, by their old numbers, as the replicas 0,
-        1, ..."""
+        """Keeps the counts of the replicas `kept`, given by their old numbers, as those of replicas
+        0, 1, ..."""
         number = {old: new for new, old in enumerate(kept)}
         self._replica = replica
-        self._strikes = Counter(
-            {number[sender]: n for sender, n in self._strikes.items() if sender in number}
-        )
-        self._good = Counter(
-            {number[sender]: n for sender, n in self._good.items() if sender in number}
-        )
-        self._row = Counter(
-            {(number[sender], at): n for (sender, at), n in self._row.items() if sender in number}
-        )
+        strikes = {number[old]: n for old, n in self._strikes.items() if old in number}
+        good = {number[old]: n for old, n in self._good.items() if old in number}
+        row = {(number[old], at): n for (old, at), n in self._row.items() if old in number}
+        self._strikes = Counter(strikes)
+        self._good = Counter(good)
+        self._row = Counter(row)
 
     def accept(self, senders: Iterable[int], place: int) -> None:
-        """Records that a message of each of `senders` was used; place: which of a replica's
-        messages per step."""
+        """Records that a message of each of `senders` was used.
+
+        Args:
+            place: Number of the message among a replica's messages of a step.
+        """
         for sender in senders:
             self._row[sender, place] = 0
             self._good[sender] += 1
 
     def skip(self, sender: int, place: int, name: str, step: int) -> None:
-        """Counts zeros from `sender`, in part of its message or all: its `name` is not finite, or
-        has `Changed`."""
+        """Counts a message of `sender` that is zeros, or in part, because its parameter `name` is
+        not finite. If `name` is `Changed`, records an announcement."""
         if isinstance(name, Changed):
             self.announced(sender, name)
             return
         self.skipped += 1
         self.by_parameter[name] += 1
         self._row[sender, place] += 1
-        allowed = IN_A_ROW if self._policy == "skip" else 0
+        allowed = 0
+        if self._policy == "skip":
+            allowed = IN_A_ROW
         if self._row[sender, place] > allowed:
             self._stop(_NON_FINITE, sender, name)
         else:
@@ -196,7 +215,9 @@ class FaultCounts:
     def refuse(self, sender: int, fault: str, step: int) -> None:
         """Counts a message of `sender` at `step` that is not used, because it `fault`."""
         self.refused += 1
-        self._strikes[sender] = 1 + (self._strikes[sender] if self._good[sender] < FORGIVEN else 0)
+        if self._good[sender] >= FORGIVEN:
+            self._strikes[sender] = 0
+        self._strikes[sender] += 1
         self._good[sender] = 0
         text = (
             f"a message of {_sender(sender)} was refused at step {step}, and what it carried is"
@@ -207,40 +228,38 @@ class FaultCounts:
             self._stop(_REFUSED, sender)
 
     def refuse_sum(self, step: int) -> None:
-        """Counts a sum of the network at `step` that is not finite, though each replica's part was."""
-        self.refuse(
-            _ALL_REPLICAS, "added up to what is not finite: a link damages what it carries", step
-        )
+        """Counts a sum of the network at `step` that is not finite, though each replica's
+        contribution was."""
+        fault = "added up to what is not finite: a link damages what it carries"
+        self.refuse(_ALL_REPLICAS, fault, step)
 
     def misplace(self, sender: int, step: int) -> None:
-        """Records that `sender` added to the sum of `step` what does not belong to it."""
+        """Records that `sender` added a message of another step, level or optimizer to the sum of
+        `step`."""
         self._stop(_MISPLACED, sender)
 
     def differ(self, digests: Mapping[int, int], step: int) -> None:
-        """Records which senders have other parameter groups than most at `step`, or received other
-        messages before.
+        """Records the senders whose options of parameter groups differ from most at `step`, or that
+        received other messages before.
 
         Args:
-            digests: By sender, of messages in the upper bits and of options in the lower 32
-                (`Header.received`).
+            digests: By sender, the digests of messages in the upper bits and of options in the
+                lower 32 (`Header.received`).
         """
         for sender in _odd({sender: digest & 0xFFFFFFFF for sender, digest in digests.items()}):
             here = self.options.decode()
+            if len(here) > 200:
+                here = here[:200] + "..."
             text = (
                 f"replica {sender} has other {OPTIONS} (lr, betas, ...) than the others at step"
-                f" {step}, here "
+                f" {step}, here {here}: set them alike on all replicas, such as by a loss that is"
+                " averaged over them"
             )
-            remedy = "set them alike on all replicas, such as by a loss that is averaged over them"
-            self._warn(
-                step, sender, f"{text}{here if len(here) <= 200 else here[:200] + '...'}: {remedy}"
-            )
+            self._warn(step, sender, text)
             self._stop(_DESYNC, sender, OPTIONS)
         for sender in _odd({sender: digest >> 32 for sender, digest in digests.items()}):
-            self._warn(
-                step,
-                sender,
-                f"replica {sender} received other messages than the others before step {step}",
-            )
+            text = f"replica {sender} received other messages than the others before step {step}"
+            self._warn(step, sender, text)
             if not self._repairs:
                 self._stop(_DESYNC, sender)
 
@@ -253,27 +272,29 @@ class FaultCounts:
 
         A rank raises it again at each later step, until `forget`, with the first step and a remedy.
         """
-        if fatal == self._raised[0]:
-            found = self._error(fatal, self._raised[1])
+        raised, first_step = self._raised
+        if fatal == raised:
+            found = self._error(fatal, first_step)
             found.args = (f"{found}. {AGAIN}",)
             return found
-        self._raised = fatal, step
+        self._raised = (fatal, step)
         return self._error(fatal, step)
 
     def _error(self, fatal: int, step: int) -> Exception:
-        kind, sender, number = fatal >> 56, fatal >> 32 & 0xFFFFFF, fatal & _NO_NAME
-        name = self.names[number] if number < len(self.names) else "a state that its log names"
+        kind = fatal >> 56
+        sender = fatal >> 32 & 0xFFFFFF
+        number = fatal & _NO_NAME
+        name = "a state that its log names"
+        if number < len(self.names):
+            name = self.names[number]
         if kind == _NON_FINITE:
-            often = f" for the {IN_A_ROW + 1}th time in a row" if self._policy == "skip" else ""
-            scaler = (
-                ""
-                if often or "gradient" not in self._signal
-                else '; a GradScaler needs Safety(non_finite="skip")'
-            )
-            text = (
-                f"{self._signal} of {name} is not finite on replica {sender} at step {step}{often}"
-            )
-            return NonFiniteGradient(f"{text}: lower lr, or clip{scaler}")
+            text = f"{self._signal} of {name} is not finite on replica {sender} at step {step}"
+            remedy = "lower lr, or clip"
+            if self._policy == "skip":
+                text += f" for the {IN_A_ROW + 1}th time in a row"
+            elif "gradient" in self._signal:
+                remedy += '; a GradScaler needs Safety(non_finite="skip")'
+            return NonFiniteGradient(f"{text}: {remedy}")
         if kind == _REFUSED:
             text = f"{STRIKES} messages of {_sender(sender)} were refused, the last at step {step}"
             return BadPeer(f"{text}: the log says why")
@@ -291,7 +312,9 @@ class FaultCounts:
 
     def _stop(self, kind: int, sender: int, name: str = "") -> None:
         parameter = name.partition(" (")[0]
-        number = self.names.index(parameter) if parameter in self.names else _NO_NAME
+        number = _NO_NAME
+        if parameter in self.names:
+            number = self.names.index(parameter)
         self.fatal = max(self.fatal, kind << 56 | sender << 32 | number)
 
     def _warn(self, step: int, sender: int, text: str) -> None:
@@ -302,17 +325,19 @@ class FaultCounts:
 
 
 def _odd(words: Mapping[int, int]) -> list[int]:
-    """The senders of other words than most, or than the first where there is no majority."""
-    usual = Counter(words.values()).most_common(1)[0][0]
-    return [sender for sender, word in words.items() if word != usual]
+    """Senders whose word is not the most frequent one, or not the first one without a majority."""
+    most_frequent = Counter(words.values()).most_common(1)[0][0]
+    return [sender for sender, word in words.items() if word != most_frequent]
 
 
 def _sender(sender: int) -> str:
-    return "all replicas together" if sender == _ALL_REPLICAS else f"replica {sender}"
+    if sender == _ALL_REPLICAS:
+        return "all replicas together"
+    return f"replica {sender}"
 
 
 def _bit(replica: int) -> int:
-    """The bit of a replica in a set of replicas; the last one stands for all from there on."""
+    """The bit of a replica in a set of replicas. All from number 23 on share the last bit."""
     return 1 << min(replica, _NAMED_REPLICAS - 1)
 
 

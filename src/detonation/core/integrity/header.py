@@ -1,4 +1,4 @@
-"""The header: 64 bytes before every gathered message, with its schema, its sender and its checksum."""
+"""The header: 64 bytes before every gathered message, with its schema, sender and checksum."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ if TYPE_CHECKING:
 
 MAGIC = int.from_bytes(b"DeToNAT", "little")
 VERSION = 3
-"""Of the format of header and messages; messages of another version are refused."""
+"""Version of the format of header and messages. Messages of other versions are refused."""
 IDENTITY = MAGIC | VERSION << 56
-HEADER_BYTES, CHECKSUM_AT = 64, 56
+HEADER_BYTES = 64
+CHECKSUM_AT = 56
 DIGITS = 3
-"""The numbers below 256 that carry the status and the mark of a replica in an all-reduce; exact in
-bf16, too."""
+"""Numbers below 256 that carry the status and the mark of a replica in an all-reduce; bf16
+represents them exactly."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """The content of a header; each word from 0 to below 2**63.
+    """The content of a header. Each word is from 0 to below 2**63.
 
     Args:
-        schema: A hash of all settings that sender and receiver must share to read the message.
-        place: Which of its sender's messages of that step it is.
+        schema: Hash of all settings that sender and receiver must share to read the message.
+        place: Number of the message among its sender's messages of the step.
         status: 0, or 1 + the number of the parameter because of which the message is empty; `[]`
-            int64 where only the device knows.
-        received: What must be the same on all replicas: a digest of the messages that its sender
-            received earlier, and in the lower 32 bits one of the options of its parameter groups.
+            int64 if only the device knows it.
+        received: A digest that must be the same on all replicas: of the messages that the sender
+            received earlier, and in the lower 32 bits of the options of its parameter groups.
     """
 
     schema: int
@@ -52,13 +53,14 @@ class Header:
     def seal(self, messages: Tensor, nbytes: int) -> None:
         """Writes the header of each message before its `nbytes` bytes.
 
-        The numbers that change from step to step go to the device with a call; for a list the host
-        would wait.
+        Numbers that change from step to step reach the device as arguments of a kernel launch. A
+        copied list would make the host wait.
 
-        Shapes: `[messages, 64 + nbytes + padding]` uint8, each at an address for int64, whose
-        padding is zeros.
+        Shapes: `[messages, 64 + nbytes + padding]` uint8, each aligned for int64, with zeros as
+        padding.
         """
-        words, origin = messages[:, :HEADER_BYTES].view(torch.int64), self.sender << 32 | self.place
+        words = messages[:, :HEADER_BYTES].view(torch.int64)
+        origin = self.sender << 32 | self.place
         device = messages.device
         if device.type == "cpu" and not isinstance(self.status, torch.Tensor):
             content = [
@@ -109,8 +111,8 @@ def constant(number: int, device: torch.device) -> Tensor:
 
 
 def resent(message: Tensor, sender: int) -> Tensor:
-    """The bytes of a sealed message as `sender` would have sent it, without a wait; other bytes
-    without a change.
+    """Copies a sealed message with `sender` as its sender, without a wait for the device. Other
+    bytes are copied unchanged.
 
     Shapes: `[bytes]` uint8 -> the same.
     """
@@ -119,7 +121,7 @@ def resent(message: Tensor, sender: int) -> Tensor:
         return copy
     words = copy[:HEADER_BYTES].view(torch.int64)
     sealed = words[0] & ~(-1 << 56) == MAGIC
-    # which may end with padding of any content
+    # the last line may end with padding of undefined content
     last = copy[max(HEADER_BYTES, len(copy) - LINE_BYTES) :]
     places = torch.arange(len(copy) - len(last), len(copy), dtype=torch.int64, device=copy.device)
     last.masked_fill_(sealed & (places >= HEADER_BYTES + words[4]), 0)
@@ -131,7 +133,7 @@ def resent(message: Tensor, sender: int) -> Tensor:
 def put(place: Tensor, value: int | Tensor) -> None:
     """Writes `value` to `place`.
 
-    A number goes to the device with the call; for a list the host would wait.
+    The host does not wait: `fill_` passes a number as an argument of the kernel launch.
     """
     if isinstance(value, torch.Tensor):
         place.copy_(value)

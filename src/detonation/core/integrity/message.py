@@ -1,5 +1,5 @@
-"""The message of one step: runs of rows that engines write, that collectives carry, and that are
-joined again."""
+"""The message of one step: engines write it in runs of rows, collectives send the runs, and the
+receiver joins them."""
 
 from __future__ import annotations
 
@@ -18,66 +18,68 @@ from detonation.core.integrity.missing import Missing
 
 
 class Tape:
-    """Takes in what was agreed on, or plays it back in the place of an exchange.
+    """Records the messages on which the replicas agreed, or plays them back instead of an exchange.
 
-    plays: Whether it plays back. Replicas then encode and send nothing, and receive from the tape.
+    Attributes:
+        plays: True if it plays back. Replicas then encode and send nothing, and read their messages
+            from the tape.
     """
 
     plays: bool
 
     def begin(self, optimizer: Any) -> None:
-        """Sees the weights of a `Replicated` before its first step."""
+        """Called with a `Replicated` before its first step, to read its weights."""
 
     def enter(self, optimizer: Any) -> None:
-        """Sees the weights of a `Replicated` before each step and each call of `synchronize`."""
+        """Called with a `Replicated` before each step and each `synchronize`, to read its
+        weights."""
 
     def put(self, place: int, step: int, message: Tensor) -> None:
-        """Takes in the messages of all replicas, or their sum, which may be overwritten afterwards.
+        """Records the messages of all replicas, or their sum. They may be overwritten afterwards.
 
         Args:
-            place: The channel and the bucket of which they are.
-            step: At which they were sent.
+            place: Number of the channel and bucket.
+            step: Step at which they were sent.
         """
         raise NotImplementedError("this tape plays back")
 
     def take(self, place: int, step: int) -> Tensor:
-        """The next messages of a place, as they were put in.
+        """Returns the next messages of a place, as they were recorded.
 
         Shapes: -> `[bytes]` uint8.
         """
         raise NotImplementedError("this tape records")
 
     def find(self, place: int, step: int) -> Tensor | None:
-        """The same, of a step whose messages were all read; None where nothing was put in.
+        """Returns the messages of a step whose record was read to its end; None if it has none.
 
         Shapes: -> `[bytes]` uint8.
         """
         raise NotImplementedError("this tape records")
 
     def end(self, what: str, optimizer: Any) -> None:
-        """Ends what moved the weights of a `Replicated` with the messages before: a "step", or
-        "synchronize"."""
+        """Called after a "step" or "synchronize" of a `Replicated` has applied the messages before
+        it."""
 
 
 @dataclass
 class Message:
     """The messages of one collective stage of a step: one for all replicas, or one for each.
 
-    The wire carries the bytes of one message with one header, however many collectives it takes:
-    each carries a run of rows, and the last one begins with the header, which speaks of all.
+    A message may need several collectives. Each sends a run of rows; the last one begins with the
+    header for all of them.
 
     Args:
-        waiting: The run that the next collective carries, if it has been made.
-        sent: The runs of the collectives that were started, until the last one is sealed.
-        rows: The first row of each of those, and its rows.
-        arriving: Waits for what arrives in each of those, such as `[replicas, nbytes]` uint8.
-        arrived: What has arrived in each, until it is released.
-        shared: The indices of the rows from each row on, where all replicas know them.
-        absent: Once all has arrived, the replicas whose messages did not arrive whole, because they
-            were lost.
-        recycle: Takes back receive buffers; None where nobody has a use for them.
-        reply: Of a stage that owners answer, their answer.
-        missing: The gradients that this replica lacks, if it does.
+        waiting: The run that the next collective sends, if it has been encoded.
+        sent: Runs of the collectives that were started, until the last one is sealed.
+        rows: First row and number of rows of each of these runs.
+        arriving: For each of these runs, waits for the received bytes: `[replicas, nbytes]` uint8.
+        arrived: The received bytes of each run, until they are released.
+        shared: Indices that all replicas know, by the first row of the flat to which they belong.
+        absent: Once all has arrived, the lost replicas whose messages are not complete.
+        recycle: Takes back receive buffers; None if they are not reused.
+        reply: The answer of the owners, for a stage that owners answer.
+        missing: Missing gradients of this replica; None without any.
     """
 
     step: int
@@ -94,13 +96,18 @@ class Message:
     missing: Missing | None = None
 
     def know(self, first: int, indices: Tensor | Unpackable | None) -> None:
-        """Keeps the indices of the rows of the flat from `first` on."""
-        if indices is not None:
-            self.shared[first] = indices if isinstance(indices, SharedIndices) else narrow(indices)
+        """Stores the indices of the rows of the flat from `first` on."""
+        if isinstance(indices, SharedIndices):
+            self.shared[first] = indices
+        elif indices is not None:
+            self.shared[first] = narrow(indices)
 
     @property
     def indices(self) -> Tensor | SharedIndices | None:
-        """The indices of all rows of the flat, where all replicas know them."""  # [rows, k]
+        """The indices of all rows of the flat; None if only the message contains them.
+
+        Shapes: -> `[rows, k]` integer.
+        """
         if len(self.shared) < 2:
             return next(iter(self.shared.values()), None)
         found = [self.shared[first] for first in sorted(self.shared)]
@@ -110,33 +117,33 @@ class Message:
         return torch.cat([narrow(each) for each in found])
 
     def whole(self, end: int) -> Tensor:
-        """The bytes that have arrived, put together; `end` of them without the padding, which
-        becomes zeros.
+        """Joins the bytes that have arrived: `end` bytes per message, then zeros as padding.
 
         Shapes: -> `[messages of all replicas, end + padding]` uint8.
         """
-        runs, arrived = list[Sequence[Tensor]](), self.arrived
+        runs: list[Sequence[Tensor]]
+        arrived = self.arrived
         if len(arrived) == 1:
             octets = arrived[0]
-            if octets.shape[1] % 8 == 0:  # torch reads numbers at their addresses alone
+            if octets.shape[1] % 8 == 0:  # every message is aligned for int64
                 octets[:, end:].zero_()
                 return octets
             runs = [(octets[:, HEADER_BYTES:end],)]
         else:
             pairs = sorted(zip(self.rows, arrived, strict=True), key=lambda pair: pair[0])
-            lengths = [list(self.codec.lengths[rows]) for (_, rows), _ in pairs]
-            bodies = [each if rows[0] else each[:, HEADER_BYTES:] for rows, each in pairs]
-            runs = [
-                torch.split(body[:, : sum(some)], some, 1)
-                for body, some in zip(bodies, lengths, strict=True)
-            ]
             octets = pairs[0][1]
+            runs = []
+            for (first, rows), body in pairs:
+                if not first:
+                    body = body[:, HEADER_BYTES:]
+                lengths = list(self.codec.lengths[rows])
+                runs.append(torch.split(body[:, : sum(lengths)], lengths, 1))
         whole = joined(runs, HEADER_BYTES, octets[:, :HEADER_BYTES])
         self.release()
         return whole
 
     def release(self) -> None:
-        """Returns the receive buffers; what they hold must not be used afterwards."""
+        """Returns the receive buffers. Their content must not be used afterwards."""
         if self.recycle:
             for each in self.arrived:
                 self.recycle(each)

@@ -1,4 +1,4 @@
-"""Missing gradients: what a replica tells the others of the parameters that had none in a step."""
+"""Missing gradients: how a replica reports the parameters without a gradient in a step."""
 
 from __future__ import annotations
 
@@ -14,31 +14,34 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 UNUSED_PLACE = 1 << 30
-"""Added to a place of messages on a tape: the parameters that nobody used in a step."""
+"""Added to a place on a tape: the record of the parameters that no replica used in a step."""
 NONE_MISSING, NEW_SET, FIRST_KNOWN = range(3)
-"""What a message says: nothing is missing; a new set is; its set of the first known exchange is."""
+"""What a message says of missing gradients: none; a new set; the set that the sender exchanged in
+the first remembered exchange (and so on for the later ones)."""
 MOST_KNOWN = 14
-"""The most exchanges of sets that all replicas remember, and a message can name."""
+"""Number of exchanges of sets that all replicas remember, and that a message can name."""
 RECEIVED_BITS = 59
-"""The bits that stay a digest in the seventh word of a header that says what is missing."""
+"""Bits of the digest in the seventh word of a header that reports missing gradients."""
 NO_PARAMETERS: frozenset[int] = frozenset()
 
 MissingSets = Sequence[bytes]
-"""The set of missing gradients of each replica, one bit per parameter."""
+"""Set of missing gradients of each replica, one bit per parameter."""
 
 
 @dataclass(eq=False)
 class Missing:
     """The parameters without a gradient on this replica, in one step of a scheme of gradients.
 
-    step: At which the message was sent.
-    octets: The set of the parameters, one bit each in the order of the layout.
-    says: What the message says of them.
-    known: The exchanges of sets that a message could name when this one left.
-    rows: The number of the parameter of each row of the flat, see `Layout.row_numbers`.
-    kept: The rows of memories that the step changes.
-    said: What the message of each replica says, once all have arrived; it waits for the device.
-    unused: The parameters that no replica used, once all agree.
+    Args:
+        step: Step at which the message was sent.
+        octets: Set of the parameters, one bit each in the order of the layout.
+        says: What the message says of them: see `NONE_MISSING`.
+        known: Exchanges of sets that a message could name when this one was sent.
+        rows: Number of the parameter of each row of the flat, see `Layout.row_numbers`.
+        kept: Copies of rows of memories that the step changes.
+        said: Returns what the message of each replica says, once all have arrived; waits for the
+            device.
+        unused: Parameters that no replica used, once all agree.
     """
 
     step: int
@@ -52,7 +55,7 @@ class Missing:
 
 
 def with_said(received: int, says: int) -> int:
-    """The seventh word of a header that says what is missing: below 0, unlike that of others.
+    """The seventh word of a header, negative if it reports missing gradients.
 
     >>> with_said(7, NONE_MISSING), said_in(with_said(7, 3)), with_said(7, 3) & 7
     (7, 3, 7)
@@ -63,8 +66,10 @@ def with_said(received: int, says: int) -> int:
 
 
 def said_in(received: int) -> int:
-    """What the seventh word of a header says."""
-    return NONE_MISSING if received >= 0 else 1 + (received >> RECEIVED_BITS & 15)
+    """What the seventh word of a header says of missing gradients: see `NONE_MISSING`."""
+    if received >= 0:
+        return NONE_MISSING
+    return 1 + (received >> RECEIVED_BITS & 15)
 
 
 def packed(numbers: Collection[int], count: int) -> bytes:

@@ -1,5 +1,5 @@
-"""Sums of the network: three numbers after the values say, in the place of a header, what a replica
-has to say."""
+"""Validation of sums that the network adds up: instead of a header, three numbers after the values
+carry the status of each replica."""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -15,19 +15,18 @@ from detonation.core.integrity.missing import FIRST_KNOWN, MOST_KNOWN, Missing
 
 
 class SumGuard:
-    """Seals and validates the sums of one channel; a `Guard` does so with messages, too.
-
-    place: Which of the messages of a step these are.
+    """Seals and validates the sums of one channel. `Guard` extends it to messages.
 
     Args:
         schema: All settings that sender and receiver must share to read a message.
+        place: Number of the message among the messages of a step.
         delay: Steps that a message may be in flight.
-        on_device: Whether the device decides. Faulty messages are then never used either, but
-            counts, warnings and reasons to stop follow only in `FaultCounts.catch_up`.
-        usual: The usual norm of messages, see `decide_usable`; several guards may share it. `[1]`
+        on_device: True if the device decides. Faulty messages are not used then either, but
+            `FaultCounts.catch_up` counts and reports them later.
+        usual: Reference norm of messages, see `decide_usable`; several guards may share it. `[1]`
             fp32.
-        forget: Empties the memory that messages come from: after one that was too loud, the next
-            ones would be, too.
+        forget: Clears the memory of this replica: after a message that was too large, the next ones
+            would be, too.
     """
 
     def __init__(
@@ -42,34 +41,44 @@ class SumGuard:
         usual: Tensor | None = None,
         forget: Callable[[], object] = lambda: None,
     ) -> None:
-        self._names, self._counts, self.place = list(names), counts, place
-        self._schema, self._place, self._replica = hash63(schema), place << 2, replica
-        self._delay, self._on_device = delay, on_device
-        self.usual = torch.zeros(1, dtype=torch.float32, device="cpu") if usual is None else usual
+        self._names = list(names)
+        self._counts = counts
+        self.place = place
+        self._schema = hash63(schema)
+        self._place = place << 2
+        self._replica = replica
+        self._delay = delay
+        self._on_device = on_device
+        if usual is None:
+            usual = torch.zeros(1, dtype=torch.float32, device="cpu")
+        self.usual = usual
         self._forget = forget
         self.statuses = 1 + len(self._names)
-        # a status also says what is missing: see `missing`
+        # a status also says which gradients are missing: see `missing`
         self.most_known = max(1, (1 << 16) // self.statuses - FIRST_KNOWN)
         self._most_said = FIRST_KNOWN + min(self.most_known, MOST_KNOWN)
-        # statuses have as many highest digits; marks take the rest of 256
+        # the last digit is below 256: a mark of the step plus the highest digit of a status, which
+        # is below `_high`
         self._high = 1 + (self._most_said * self.statuses >> 16)
-        marks, first = min(251, 256 // self._high - 1), (self._schema + 5 * place) % 251
-        # of steps, in turns
+        marks = min(251, 256 // self._high - 1)
+        first = (self._schema + 5 * place) % 251
+        # consecutive steps have different marks
         self._marks = [(1 + (first + step) % marks) * self._high for step in range(marks)]
         self.noted = 0  # a digest of the sets that the replicas exchanged, see `Unused`
-        self._sent = self._opened = 0
+        self._sent = 0
+        self._opened = 0
         self._received: dict[int, int] = {}  # digests by number of the exchange
 
     def seal_sum(
         self, digits: Tensor, status: int | Tensor, step: int, missing: Missing | None = None
     ) -> None:
-        """Writes this replica's status after the values of an all-reduce, and a mark of schema,
+        """Writes this replica's status after the values of an all-reduce, with a mark of schema,
         place and step.
 
         Each replica writes three numbers for itself and zeros for the others, so that no header is
-        needed. The last number has room for the mark, which is never 0.
+        needed. The last number contains the mark, which is never 0.
 
-        Shapes: `[3 * replicas]`, of any content.
+        Shapes: `[3 * replicas]`, with undefined content.
         """
         mark = self._marks[step % len(self._marks)]
         if missing:
@@ -77,62 +86,53 @@ class SumGuard:
         digits.zero_()
         if isinstance(status, Tensor) or status:
             for i in range(DIGITS):
-                put(
-                    digits[DIGITS * self._replica + i],
-                    (status >> 8 * i & 255) + mark * (i == DIGITS - 1),
-                )
+                digit = (status >> 8 * i & 255) + mark * (i == DIGITS - 1)
+                put(digits[DIGITS * self._replica + i], digit)
         else:
             digits[DIGITS * self._replica + DIGITS - 1].fill_(mark)
 
     def open_sum(
         self, values: Sequence[Tensor], digits: Tensor, step: int, absent: Collection[int] = ()
     ) -> bool | Tensor:
-        """Counts the statuses in a sum; False where zeros must replace the values: not all are
-        finite, or the messages do not belong together (`absent` ones may be missing). On an
-        accelerator the device replaces what is not finite, or who decodes the values asks the
-        report (`Sums`) that is returned.
+        """Counts the statuses in a sum. Returns False if zeros must replace the values, because one
+        is not finite, or because the messages do not belong together (those of `absent` replicas
+        may be missing).
+
+        On an accelerator the device replaces values that are not finite. A subclass may return a
+        report instead, which the decoder of the values reads (see `Sums`).
 
         Shapes: values any, digits `[3 * replicas]` -> report `[1 + 3 * replicas]` fp32.
         """
         if self._on_device:
             norms = torch.stack([torch.linalg.vector_norm(each, torch.inf) for each in values])
             finite = norms.isfinite().all().view(1)
-            found = runtime.Readback(
-                torch.cat([finite.to(torch.float32), digits.to(torch.float32)])
-            )
-            self._counts.report_later(
-                step + self._delay, found, partial(self._report_sum, step, absent)
-            )
+            numbers = torch.cat([finite.to(torch.float32), digits.to(torch.float32)])
+            report = partial(self._report_sum, step, absent)
+            self._counts.report_later(step + self._delay, runtime.Readback(numbers), report)
             for each in values:
                 each.masked_fill_(finite.logical_not(), 0.0)
             return True
-        kernel = kernel_library.load_library() if values[0].dtype == torch.float32 else None
-        if kernel:
+        if values[0].dtype == torch.float32 and (kernel := kernel_library.load_library()):
             fine = kernel.beyond(values, torch.finfo(torch.float32).max) < 0
         else:
             fine = all(bool(each.isfinite().all()) for each in values)
-        said, mark = digits.tolist(), self._marks[step % len(self._marks)]
-        if (
-            fine
-            and said == [0, 0, mark] * (len(said) // DIGITS)
-            and not (self._counts.skipped or self._counts.refused)
-        ):
+        said = digits.tolist()
+        mark = self._marks[step % len(self._marks)]
+        had_faults = self._counts.skipped or self._counts.refused
+        if fine and said == [0, 0, mark] * (len(said) // DIGITS) and not had_faults:
             return True
         return self._report_sum(step, absent, [fine, *said])
 
     def _report_sum(self, step: int, absent: Collection[int], found: Sequence[float]) -> bool:
-        """Counts the status of each replica, and a sum that is not finite; False for that, and for
-        another mark."""
+        """Counts the status of each replica, and a sum that is not finite. Returns False for such a
+        sum, and for an unexpected mark."""
         finite, *digits = found
         if absent:
             self._counts.miss(absent)
-        statuses = statuses_of_sum(
-            digits, self._replica, self._marks[step % len(self._marks)], self._high, absent
-        )
-        self._counts.accept(
-            [sender for sender, status in enumerate(statuses) if not status % self.statuses],
-            self._place,
-        )
+        mark = self._marks[step % len(self._marks)]
+        statuses = statuses_of_sum(digits, self._replica, mark, self._high, absent)
+        used = [sender for sender, status in enumerate(statuses) if not status % self.statuses]
+        self._counts.accept(used, self._place)
         for sender, status in enumerate(statuses):
             number = status % self.statuses
             if status < 0:
@@ -148,7 +148,8 @@ class SumGuard:
     def hear_sum(
         self, missing: Missing, digits: Tensor, step: int, absent: Collection[int]
     ) -> None:
-        """Lets `missing` read what the statuses in the sum of `step` say.
+        """Gives `missing` a function that reads which gradients the statuses in the sum of `step`
+        report as missing.
 
         Shapes: `[3 * replicas]`.
         """
@@ -169,33 +170,46 @@ class SumGuard:
 def statuses_of_sum(
     digits: Sequence[float], replica: int, mark: int, high: int, absent: Collection[int]
 ) -> list[int]:
-    """The status of each replica in the digits of an all-reduce; -1 where it has another mark, or
-    none.
+    """The status of each replica in the digits of an all-reduce; -1 if its mark differs or is
+    missing.
 
     Args:
-        replica: The one that reads.
-        mark, high: Which is in the last digit of each, and below which the last digit of a status
-            is.
-        absent: The replicas that may have added nothing.
+        replica: The replica that reads.
+        mark: Number that every replica adds to its last digit.
+        high: The last digit of a status is below it.
+        absent: Replicas that may have added nothing.
 
     >>> statuses_of_sum([0, 0, 9, 3, 1, 9, 0, 0, 8, 0, 0, 0], 0, 9, 1, [3])
     [0, 259, -1, 0]
     """
-    replicas, found = len(digits) // DIGITS, list[int]()
-    if digits[DIGITS * replica + DIGITS - 1] >= 2 * mark and all(
-        0 <= digit < 256 * replicas for digit in digits
-    ):
-        # of a communicator of one replica that stands for all; bf16 rounds the sum of three marks
-        means = [digit / replicas for digit in digits]
-        digits = [mark if abs(mean - mark) <= mark / 256 else round(mean) for mean in means]
+    replicas = len(digits) // DIGITS
+    is_repeated = digits[DIGITS * replica + DIGITS - 1] >= 2 * mark
+    if is_repeated and all(0 <= digit < 256 * replicas for digit in digits):
+        # a communicator of one replica added its own message `replicas` times
+        digits = [_mean_digit(digit / replicas, mark) for digit in digits]
         absent = range(replicas)
+    found = []
     for sender in range(replicas):
-        *low, top = digits[DIGITS * sender : DIGITS * (sender + 1)]
-        known = all(
-            0 <= digit <= 255 and digit == int(digit) for digit in low
-        ) and top - mark in range(high)
-        status = (
-            sum(int(digit) << 8 * i for i, digit in enumerate((*low, top - mark))) if known else -1
-        )
-        found.append(0 if sender in absent and not any((*low, top)) else status)
+        own = digits[DIGITS * sender : DIGITS * (sender + 1)]
+        if sender in absent and not any(own):
+            found.append(0)
+        else:
+            found.append(_status(own, mark, high))
     return found
+
+
+def _mean_digit(mean: float, mark: int) -> int:
+    """The digit of a single message, because bf16 rounds the sum of three marks."""
+    if abs(mean - mark) <= mark / 256:
+        return mark
+    return round(mean)
+
+
+def _status(digits: Sequence[float], mark: int, high: int) -> int:
+    """The status of one replica; -1 if its digits are not from 0 to 255, or its mark differs."""
+    *low, top = digits
+    if any(not 0 <= digit <= 255 or digit != int(digit) for digit in low):
+        return -1
+    if top - mark not in range(high):
+        return -1
+    return sum(int(digit) << 8 * i for i, digit in enumerate((*low, top - mark)))

@@ -1,4 +1,4 @@
-"""Communicators carry bytes between the replicas of one axis: a process group, or an emulation of
+"""Communicators send bytes between the replicas of one axis: a process group, or an emulation of
 one."""
 
 from __future__ import annotations
@@ -29,20 +29,19 @@ AxisPart = tuple[int, "Axis", Mapping[str, Tensor]]
 
 
 class HostStaging:
-    """Takes messages to the host and back, on the current stream.
+    """Copies messages to the host and back, on the current stream.
 
-    Pinned memory lets the accelerator copy by itself. Torch keeps freed pinned blocks, and hands
-    one out again only after the copies that were started from it have ended, so that a buffer need
-    not be held here.
+    The accelerator copies asynchronously from and to pinned memory. Torch reuses a freed pinned
+    block only after its copies have ended, so buffers need not be kept alive here.
     """
 
     @staticmethod
     def has_devices() -> bool:
-        """True where this process may have tensors outside of host memory."""
+        """True if this process may have tensors outside of host memory."""
         return torch.accelerator.is_available()
 
     def needed(self, tensor: Tensor) -> bool:
-        """True where `tensor` is not in host memory."""
+        """True if `tensor` is not in host memory."""
         return tensor.device.type != "cpu"
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -55,8 +54,8 @@ class HostStaging:
         )
 
     def to_host(self, message: Tensor) -> tuple[Tensor, Any]:
-        """A copy of `message` that the network may read, and the event that is over when it is
-        there, if any."""
+        """A copy of `message` in host memory, and the event after which it is complete; None if
+        `message` is in host memory already."""
         if not self.needed(message):
             return message, None
         host = self.empty(tuple(message.shape), message)
@@ -65,11 +64,11 @@ class HostStaging:
     def start(
         self, collective: Callable[[], Any], copied: Any, later: bool
     ) -> Callable[[], object]:
-        """Starts `collective` once the event `copied` is over; returns what waits for it.
+        """Starts `collective` after the event `copied`; returns a function that waits for it.
 
         Args:
-            later: Whether a thread does, in the order of calls: whoever sends in backward gives the
-                device more work.
+            later: True if a thread starts it, in the order of calls. Backward can then give the
+                device more work meanwhile.
         """
         if later:
             started = self._thread.submit(self.start, collective, copied, False)
@@ -83,8 +82,8 @@ class HostStaging:
         return ThreadPoolExecutor(1, "sends from host memory")
 
     def to_device(self, host: Tensor, like: Tensor) -> Tensor:
-        """The buffer `host` on the device of `like`; the copy runs on the current stream, and the
-        host goes on."""
+        """Copies the buffer `host` to the device of `like`, asynchronously on the current
+        stream."""
         if not self.needed(like):
             return host
         message = torch.empty(host.shape, dtype=host.dtype, device=like.device)
@@ -143,9 +142,11 @@ class AxisRules:
 class Communicator(AxisRules, ABC):
     """One replica's end of an axis: three collectives, which all replicas start in the same order.
 
-    A tensor that is handed over belongs to the communicator from there on; each collective returns
-    a function that waits. Sizes are the same on all replicas. replica: the number of this one on
-    the axis.
+    The caller must not use a tensor after it was passed. Each collective returns a function that
+    waits. Sizes are the same on all replicas.
+
+    Attributes:
+        replica: Number of this replica on the axis.
     """
 
     replica: int
@@ -167,8 +168,7 @@ class Communicator(AxisRules, ABC):
 
     @abstractmethod
     def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
-        """Slice r of `mine` goes to replica r; returns the slice that each replica has for this
-        one.
+        """Sends slice r of `mine` to replica r; receives each replica's slice for this one.
 
         Shapes: `[replicas * bytes]` -> `[replicas, bytes]` uint8.
         """
@@ -208,7 +208,7 @@ def divided(axis: Axis, parameters: Mapping[str, Tensor]) -> Sequence[AxisPart]:
 
 
 def carries(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """True where `group` carries tensors of `device`."""
+    """True if `group` can send tensors of `device`."""
     try:
         group._get_backend(device)
     except RuntimeError:
@@ -217,8 +217,8 @@ def carries(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def require_device(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raises `ValueError` where `group` carries no tensors of `device`, as NCCL carries none of the
-    CPU."""
+    """Raises `ValueError` if `group` cannot send tensors of `device`, as NCCL cannot send tensors
+    of the CPU."""
     if not carries(group, device):
         raise ValueError(
             f"the model is on {device.type}, but the process group carries no such tensors (it is"
@@ -228,15 +228,15 @@ def require_device(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 MOST_FREE = 16
-"""The most receive buffers that wait for their next use: of a few buckets and two stages."""
+"""Largest number of receive buffers that are kept for reuse."""
 
 
 class ProcessGroupCommunicator(Communicator):
     """The process group of one mesh axis.
 
     Args:
-        own: Whether this communicator has a process group of its own, so that others may use the
-            axis in another order. Its first collective makes that group, with all ranks of the
+        own: True if this communicator gets a process group of its own, so that others may use the
+            axis in another order. Its first collective creates that group, on all ranks of the
             axis.
     """
 
@@ -247,19 +247,23 @@ class ProcessGroupCommunicator(Communicator):
                 ' mesh["replicate"]'
             )
         self._of_axis = axis.get_group()
-        self._size, self.replica = axis.size(), axis.get_local_rank()
+        self._size = axis.size()
+        self.replica = axis.get_local_rank()
         self._own = own and self._size > 1
-        # a gloo group reads host memory only: a message from an accelerator takes a detour
         self._is_gloo = dist.get_backend(self._of_axis) == "gloo"
-        self._staging = HostStaging() if self._is_gloo and HostStaging.has_devices() else None
+        self._staging: HostStaging | None = None
+        if self._is_gloo and HostStaging.has_devices():  # gloo reads host memory only
+            self._staging = HostStaging()
         self._free: list[Tensor] = []  # receive buffers that were returned
 
     def size(self) -> int:
         return self._size
 
     def require_device(self, device: torch.device) -> None:
-        """Raises `ValueError` where the group carries no tensors of `device`."""
-        require_device(self._of_axis, torch.device("cpu") if self._staging else device)
+        """Raises `ValueError` if the group cannot send tensors of `device`."""
+        if self._staging:
+            device = torch.device("cpu")
+        require_device(self._of_axis, device)
 
     @cached_property
     def _group(self) -> dist.ProcessGroup:
@@ -267,20 +271,26 @@ class ProcessGroupCommunicator(Communicator):
             return self._of_axis
         group = _group_beside(self._of_axis)
         if self._is_gloo:
-            # NCCL ends a communicator on all ranks at once, which no collector of garbage does
+            # NCCL must end a communicator on all ranks at once, unlike garbage collectors
             weakref.finalize(self, _end, group).atexit = False
         return group
 
     def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:  # [any] -> [any]
-        buffer, copied = (values, None) if self._staging is None else self._staging.to_host(values)
+        buffer = values
+        copied = None
+        if self._staging:
+            buffer, copied = self._staging.to_host(values)
         start = partial(dist.all_reduce, buffer, group=self._group, async_op=True)
-        arrived = (
-            start().wait if self._staging is None else self._staging.start(start, copied, self._own)
-        )
+        if self._staging:
+            arrived = self._staging.start(start, copied, self._own)
+        else:
+            arrived = start().wait
 
         def wait() -> Tensor:
             arrived()
-            return buffer if self._staging is None else self._staging.to_device(buffer, values)
+            if self._staging:
+                return self._staging.to_device(buffer, values)
+            return buffer
 
         return wait
 
@@ -295,32 +305,39 @@ class ProcessGroupCommunicator(Communicator):
     def _received(
         self, collective: Any, shape: tuple[int, int], mine: Tensor
     ) -> Callable[[], Tensor]:
-        # -> shape
-        sent, copied = (mine, None) if self._staging is None else self._staging.to_host(mine)
+        """Starts `collective`, which receives a tensor of `shape`."""
+        sent = mine
+        copied = None
+        if self._staging:
+            sent, copied = self._staging.to_host(mine)
         for index, free in enumerate(self._free):
             if free.shape == shape:
                 received = self._free.pop(index)
                 break
         else:
-            received = (
-                mine.new_empty(shape) if self._staging is None else self._staging.empty(shape, mine)
-            )
+            if self._staging:
+                received = self._staging.empty(shape, mine)
+            else:
+                received = mine.new_empty(shape)
         start = partial(collective, received.view(-1), sent, group=self._group, async_op=True)
-        arrived = (
-            start().wait if self._staging is None else self._staging.start(start, copied, self._own)
-        )
+        if self._staging:
+            arrived = self._staging.start(start, copied, self._own)
+        else:
+            arrived = start().wait
 
         def wait() -> Tensor:
             arrived()
-            return received if self._staging is None else self._staging.to_device(received, mine)
+            if self._staging:
+                return self._staging.to_device(received, mine)
+            return received
 
         return wait
 
     def recycle(self, received: Tensor) -> None:
         """Keeps the buffer for a later collective of its size.
 
-        On a CPU new memory pages for a large message cost more than the message; there one buffer
-        is kept.
+        On a CPU one buffer is kept, because new memory pages for a large message cost more than the
+        message.
 
         Shapes: `[replicas, bytes]` uint8.
         """
@@ -333,17 +350,21 @@ class ProcessGroupCommunicator(Communicator):
 
 def communicator_of(axis: Axis, own: bool = False) -> Communicator:
     """`axis` itself, or the communicator of a mesh axis; see `ProcessGroupCommunicator`."""
-    return ProcessGroupCommunicator(axis, own) if isinstance(axis, DeviceMesh) else axis
+    if isinstance(axis, DeviceMesh):
+        return ProcessGroupCommunicator(axis, own)
+    return axis
 
 
 def _group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A new process group like `group`. Collective over its ranks alone, unlike `dist.new_group`.
+    """A new process group like `group`. Collective over its ranks only, unlike `dist.new_group`.
 
     `new_group` names local groups by the number of groups on a rank, which may differ between
-    ranks. Here the name counts, in the store of `group`, the groups that were made beside it.
+    ranks. Here a counter in the store of `group` numbers the groups.
     """
-    world, everyone = distributed_c10d._world, distributed_c10d._get_default_group()
-    (backend, store), ranks = world.pg_map[group], dist.get_process_group_ranks(group)
+    world = distributed_c10d._world
+    everyone = distributed_c10d._get_default_group()
+    backend, store = world.pg_map[group]
+    ranks = dist.get_process_group_ranks(group)
     assert store is not None
     name = f"{group.group_name}/detonation/{store.add(f'detonation/groups/{group.rank()}', 1)}"
     backends: list[Any] = [group._get_backend(device) for device in group._device_types]
@@ -357,11 +378,8 @@ def _group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     timeout = max(each.options._timeout for each in backends)
     if options is not None:
         options._timeout = timeout
-    # else NCCL splits the world, with all its ranks
-    bound, everyone.bound_device_id = (
-        everyone.bound_device_id,
-        None,
-    )
+    bound = everyone.bound_device_id
+    everyone.bound_device_id = None  # else NCCL would split the world, on all its ranks
     try:
         make: Any = distributed_c10d._new_process_group_helper
         of_group = group.size(), group.rank(), ranks, backend, store, name
@@ -373,6 +391,6 @@ def _group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _end(group: dist.ProcessGroup) -> None:
-    """Ends a group that nobody uses any more, unless all were ended before."""
+    """Ends an unused group, unless all groups were ended before."""
     if group in distributed_c10d._world.pg_map:
         dist.destroy_process_group(group)

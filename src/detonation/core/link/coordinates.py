@@ -35,16 +35,18 @@ def coordinates_of(
     """This rank's coordinates: its replica by the axes of `levels`, its shard by the mesh of the
     parameters.
 
-    Replicas are counted along the innermost level first. Ranks whose parameters are no DTensors are
-    shard 0 of 1, or with `intra_node` as many shards as the node has ranks, each of which holds the
-    whole model.
+    Replicas are counted along the innermost level first. Without DTensors a replica is one shard.
+    With `intra_node` each rank of the node counts as a shard, though it has the whole model.
     """
-    replica, replicas = 0, 1
+    replica = 0
+    replicas = 1
     axes = dict(_axis(axis) for axis, _ in levels)  # two levels may share an axis
     for here, size in reversed(axes.values()):
-        replica, replicas = replica * size + here, replicas * size
+        replica = replica * size + here
+        replicas *= size
     meshes = [parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)]
-    meshes += [intra_node] if intra_node is not None else []
+    if intra_node is not None:
+        meshes.append(intra_node)
     if not meshes:
         return Coordinates(replica, replicas, 0, 1)
     (_, (shard, shards)) = _axis(max(meshes, key=lambda mesh: mesh.size()))
@@ -60,9 +62,6 @@ def _axis(axis: Axis) -> tuple[object, tuple[int, int]]:
 
 
 def alike(levels: Sequence[tuple[Axis, Scheme]]) -> bool:
-    """True if replicas hold the same weights and base optimizer state between any two steps.
-
-    That needs levels of gradients alone; otherwise both are private to the replica until a round
-    ends.
-    """
+    """True if replicas have the same weights and base optimizer state between any two steps: all
+    levels exchange gradients."""
     return bool(levels) and all(scheme.signal == "gradients" for _, scheme in levels)

@@ -11,11 +11,11 @@ from detonation.core.base_error import DetonationError
 from detonation.core.link.communicator import Communicator
 
 HandOver: TypeAlias = Callable[[], None]
-"""Gives what an optimizer of replicas that leave has not sent to another replica. Collective."""
+"""Sends the unsent momentum of leaving replicas to another replica. Collective."""
 
 
 class PeerLost(DetonationError, ConnectionError):
-    """A replica was lost before all had its text; raised on all ranks that are left."""
+    """A replica was lost before all had its text; raised on all remaining ranks."""
 
 
 class TextExchange(Protocol):
@@ -35,88 +35,88 @@ class TextExchange(Protocol):
 
 
 class RenumberedCommunicator(Communicator):
-    """A `Communicator` whose replicas may be others from a step on.
+    """A `Communicator` whose replicas may change between steps.
 
-    Those that stay take the numbers 0, 1, ... in their old order; those that come follow them.
+    Remaining replicas get the numbers 0, 1, ... in their old order; new replicas follow.
 
     `size` counts the replicas that are `absent`, too.
     """
 
     def for_one(self, hand_over: HandOver | None = None) -> "RenumberedCommunicator":
-        """The end of the axis for one more optimizer, which adopts before its own steps.
+        """A communicator on this axis for a further optimizer, which calls `adopt` before its own
+        steps.
 
         `hand_over` is a method of the optimizer, called in a step of another one on the axis.
         """
         return self
 
     def trains(self, tensors: Collection[Tensor]) -> None:
-        """Notes the parameters that the optimizer of this end trains from now on."""
+        """Notes the parameters that this optimizer trains from now on."""
         return
 
     def resume_at(self, step: int) -> None:
-        """Notes that `step` is the next one of this optimizer, which went back, or forth."""
+        """Notes that `step` is the next step of this optimizer, because a state was loaded."""
         return
 
     @abstractmethod
     def enter_step(self, step: int) -> bool:
-        """Notes that this rank begins `step`, or is still in it.
-
-        True, and nothing noted, where `adopt` comes first.
-        """
+        """Notes that this rank begins `step`, or is still in it. Returns True, and notes nothing,
+        if `adopt` must be called first."""
 
     def leaving(self, step: int) -> list[int]:
-        """The numbers of the replicas that leave before `step`, all ranks having agreed; they still
-        take part."""
+        """Numbers of the replicas that leave before `step`, as all ranks agreed. They still take
+        part in collectives."""
         return []
 
     def handing_over(self) -> list[int]:
-        """The numbers of the replicas that leave in a step of another optimizer."""
+        """Numbers of the replicas that leave in a step of another optimizer."""
         return []
 
     @abstractmethod
     def adopt(self, step: int) -> list[int]:
-        """Renumbers the replicas, on all of them before the same step, and begins it; returns the
-        old numbers of those that stay.
+        """Renumbers the replicas, on all of them before the same step, and begins the step. Returns
+        the old numbers of the remaining replicas.
 
-        Nothing is in flight then.
+        No message may be in flight.
         """
 
 
 class ElasticCommunicator(RenumberedCommunicator):
-    """A communicator that completes its collectives with the replicas that are left.
+    """A communicator that completes its collectives with the remaining replicas.
 
-    A replica that is lost in the middle of a step keeps its number until the next step that all
-    agree on. Until then it is *absent*: its row of an all-gather or all-to-all is zeros, and a sum
-    goes without it.
+    A replica that is lost during a step keeps its number until the next agreed step. Until then it
+    is *absent*: its row of an all-gather or all-to-all is zeros, and a sum omits it.
     """
 
     @abstractmethod
     def expects(self, step: int) -> bool:
-        """True where a replica may come in before `step`; the same on all ranks that have come to
-        it."""
+        """True if a replica may join before `step`; the same on all ranks that have reached it."""
 
     @abstractmethod
     def texts(self) -> TextExchange:
-        """Texts between the ranks that have a number now, beside the collectives; from any thread.
+        """Exchanges texts between the present ranks, apart from the collectives; from any thread.
 
-        All ranks ask for them in the same order, between the same steps.
+        All ranks must call it in the same order, between the same steps.
         """
 
 
 class AgreedCommunicator(Communicator):
-    """An axis of replicas, seen by one of the ranks of a replica that must stay equal. They join
-    replicas alike.
+    """An axis of replicas, on ranks of one replica that must stay equal: they agree on which
+    replicas are absent.
 
-    A replica may be lost after its message has reached some of these ranks, and before it has
-    reached all: then it is absent on all of them, and a sum starts once more, without it.
+    A replica may be lost after its message has reached only a part of these ranks. It is then
+    absent on all of them, and a sum is repeated without it.
 
     Args:
-        beside: The axes that join these ranks.
+        between: The axis of replicas.
+        equal_ranks: The axes that connect these ranks.
     """
 
-    def __init__(self, between: RenumberedCommunicator, beside: Sequence[Communicator]) -> None:
+    def __init__(
+        self, between: RenumberedCommunicator, equal_ranks: Sequence[Communicator]
+    ) -> None:
         self._between = between
-        self._beside = beside
+        self._equal_ranks = equal_ranks
 
     @property
     def replica(self) -> int:  # type: ignore[override]  # as it is now
@@ -157,28 +157,30 @@ class AgreedCommunicator(Communicator):
             if self._alike(rows.device):
                 return rows
             absent = torch.tensor(sorted(self.absent), dtype=torch.int64, device=rows.device)
-            # of a copy: another replica may still need the rows
+            # a copy: simulated replicas share the rows
             return rows.index_fill(0, absent, 0)
 
         return wait
 
     def _alike(self, device: torch.device) -> bool:
-        """Makes a replica absent on all ranks that is absent on any; returns whether it was on all."""
+        """Makes a replica that is absent on any rank absent on all. Returns True if the ranks had
+        the same absent replicas."""
         absent = [each in self.absent for each in range(self.size())]
-        found = torch.tensor(
-            [absent, [not each for each in absent]], dtype=torch.uint8, device=device
-        ).view(-1)
-        for axis in self._beside:
+        present = [not each for each in absent]
+        found = torch.tensor([absent, present], dtype=torch.uint8, device=device).view(-1)
+        for axis in self._equal_ranks:
             found = axis.all_gather(found)().amax(0)
-        anywhere, elsewhere = found.view(2, -1).tolist()
-        self._between.absent = frozenset(replica for replica, gone in enumerate(anywhere) if gone)
-        return not any(elsewhere[replica] for replica in self.absent)
+        absent_anywhere, present_anywhere = found.view(2, -1).tolist()
+        self._between.absent = frozenset(
+            replica for replica, gone in enumerate(absent_anywhere) if gone
+        )
+        return not any(present_anywhere[replica] for replica in self.absent)
 
 
 def present_rows(communicator: Communicator, rows: Tensor) -> Tensor:
-    """`rows` of an all-gather, where the first present replica stands in for each absent one.
+    """`rows` of an all-gather, with the row of the first present replica for each absent one.
 
-    For values of which only differences between replicas count.
+    For values that are only compared between replicas.
 
     Shapes: `[replicas, n]` -> the same.
     """

@@ -21,15 +21,14 @@ class Mismatch(DetonationError, ValueError):
 
 
 def send_to_all(communicator: Communicator, value: Any, device: torch.device) -> list[Any]:
-    """Every replica's `value` (of JSON), in replica order, in messages whose sizes all know.
+    """Every replica's `value` (of JSON), in replica order. Collective.
 
-    Collective.
+    All replicas know the sizes of the messages, because they first exchange the largest one.
     """
 
     def gathered(content: bytes) -> list[bytes]:
-        rows = communicator.all_gather(
-            torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
-        )()
+        octets = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
+        rows = communicator.all_gather(octets)()
         return [bytes(row.tolist()) for row in present_rows(communicator, rows)]
 
     mine = json.dumps(value).encode()
@@ -46,36 +45,40 @@ def require_same(
     remedy: str = SAME_START,
     free: Collection[str] = (),
 ) -> dict[str, str]:
-    """Raises `Mismatch` on every rank where descriptions differ, naming the difference. Collective.
+    """Raises `Mismatch` on every rank if descriptions differ, and names the difference. Collective.
 
-    Raises `ValueError` where a process group carries no tensors of `device`.
-
-    All ranks of a node must have the same description, too. Messages of different sizes would end
-    the receiver's process inside the network library, so this comes before the first of them, in
-    messages whose sizes all know.
+    All ranks of a node must also have the same description. It is called before the first message,
+    because messages of different sizes would end the receiver's process in the network library.
 
     Args:
         description: Compared entry by entry.
-        notes: Shown beside an entry of the description; not compared.
-        free: Entries that may differ; those that do are returned, and how.
+        notes: Shown with an entry of the description; not compared.
+        free: Entries that may differ; the result names those that do, and how.
+
+    Raises:
+        Mismatch: Entries differ that are not in `free`.
+        ValueError: A process group cannot send tensors of `device`.
     """
     for communicator in (inter_node, intra_node):
         if isinstance(communicator, ProcessGroupCommunicator):
             communicator.require_device(device)
     mine = [dict(description), dict(notes)]
-    node = [mine] if intra_node is None else send_to_all(intra_node, mine, device)
-    ranks = [
-        (
-            f"replica {replica}" if intra_node is None else f"replica {replica} local rank {local}",
-            described,
-        )
-        for replica, theirs in enumerate(send_to_all(inter_node, node, device))
-        for local, described in enumerate(theirs)
-    ]
+    node = [mine]
+    if intra_node is not None:
+        node = send_to_all(intra_node, mine, device)
+    ranks: list[_Rank] = []
+    for replica, theirs in enumerate(send_to_all(inter_node, node, device)):
+        for local, described in enumerate(theirs):
+            name = f"replica {replica}"
+            if intra_node is not None:
+                name += f" local rank {local}"
+            ranks.append((name, described))
     found = [difference for other in ranks[1:] for difference in _differences(ranks[0], other)]
     if differences := [text for key, text in found if key not in free]:
-        more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
-        raise Mismatch(f"replicas differ: {'; '.join(differences[:3])}{more}. {remedy}")
+        listed = "; ".join(differences[:3])
+        if len(differences) > 3:
+            listed += f" (and {len(differences) - 3} more)"
+        raise Mismatch(f"replicas differ: {listed}. {remedy}")
     return {key: "; ".join(text for name, text in found if name == key) for key in dict(found)}
 
 
@@ -84,12 +87,15 @@ _Rank = tuple[str, Sequence[Mapping[str, str]]]
 
 
 def _differences(one: _Rank, other: _Rank) -> list[tuple[str, str]]:
-    (_, (mine, _)), (_, (theirs, _)) = one, other
+    _, (mine, _) = one
+    _, (theirs, _) = other
     keys = [key for key in dict.fromkeys([*mine, *theirs]) if mine.get(key) != theirs.get(key)]
     return [(key, f"{_entry(other, key)}, {_entry(one, key)}") for key in keys]
 
 
 def _entry(rank: _Rank, key: str) -> str:
     name, (description, notes) = rank
-    note = f" ({notes[key]})" if key in notes else ""
-    return f"{name} has {key}={description.get(key, 'nothing')}{note}"
+    text = f"{name} has {key}={description.get(key, 'nothing')}"
+    if key in notes:
+        text += f" ({notes[key]})"
+    return text

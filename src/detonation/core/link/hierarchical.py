@@ -26,7 +26,8 @@ class HierarchicalCommunicator(Communicator):
     """
 
     def __init__(self, inter_node: Communicator, intra_node: Communicator) -> None:
-        self._slow, self._fast = inter_node, intra_node
+        self._slow = inter_node
+        self._fast = intra_node
         self.replica = inter_node.replica
 
     def size(self) -> int:
@@ -43,16 +44,14 @@ class HierarchicalCommunicator(Communicator):
 
     def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:
         # [bytes] -> [replicas, bytes] uint8
-        return self._joined(
-            self._slow.all_gather(self._own_part(mine.view(1, -1)).view(-1)), len(mine)
-        )
+        part = self._own_part(mine.view(1, -1)).view(-1)
+        return self._joined(self._slow.all_gather(part), len(mine))
 
     def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
         # [replicas * bytes] -> [replicas, bytes] uint8
         slices = mine.view(self.size(), -1)
-        return self._joined(
-            self._slow.all_to_all(self._own_part(slices).reshape(-1)), slices.shape[1]
-        )
+        parts = self._own_part(slices).reshape(-1)
+        return self._joined(self._slow.all_to_all(parts), slices.shape[1])
 
     def _own_part(self, lines: Tensor) -> Tensor:
         """The part of every line that this rank sends: an equal share, zero-padded."""
@@ -67,9 +66,8 @@ class HierarchicalCommunicator(Communicator):
 
         def wait() -> Tensor:
             part = arriving()  # [replicas, share]
-            parts = self._fast.all_gather(part.reshape(-1))().view(
-                self._fast.size(), self.size(), -1
-            )
+            gathered = self._fast.all_gather(part.reshape(-1))()
+            parts = gathered.view(self._fast.size(), self.size(), -1)
             return parts.transpose(0, 1).reshape(self.size(), -1)[:, :nbytes]
 
         return wait
@@ -78,18 +76,17 @@ class HierarchicalCommunicator(Communicator):
 def split_by_sharding(
     parameters: Mapping[str, Tensor], intra_node: DeviceMesh | None
 ) -> list[tuple[dict[str, Tensor], int]]:
-    """Splits `parameters`: first the parameters of which each rank of the node holds a shard, then
-    all others.
+    """Splits `parameters` into those of which each rank of the node has a shard, and all others.
 
-    With each part comes the number of local ranks that share one message: 1, or as many as
-    `intra_node` has.
+    Each part has the number of local ranks that share one message: 1, or the size of `intra_node`.
     """
     if intra_node is None:
         return [(dict(parameters), 1)]
     others = set(dist.get_process_group_ranks(intra_node.get_group())) - {dist.get_rank()}
     sharded = {name: p for name, p in parameters.items() if is_sharded_over(p, others)}
     whole = {name: p for name, p in parameters.items() if name not in sharded}
-    return [way for way in ((sharded, 1), (whole, intra_node.size())) if way[0]]
+    parts = [(sharded, 1), (whole, intra_node.size())]
+    return [(part, local_ranks) for part, local_ranks in parts if part]
 
 
 def is_sharded_over(parameter: Tensor, others: set[int]) -> bool:
@@ -100,9 +97,10 @@ def is_sharded_over(parameter: Tensor, others: set[int]) -> bool:
 
 
 def sharding_ranks(parameter: DTensor) -> list[set[int]]:
-    """The ranks that each cut of `parameter` lies on, its own among them."""
+    """For each mesh dimension over which `parameter` is sharded, the ranks of this rank's group."""
     mesh = parameter.device_mesh
-    dims = [
-        dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()
-    ]
-    return [set(dist.get_process_group_ranks(mesh.get_group(dim))) for dim in dims]
+    found = []
+    for dim, placement in enumerate(parameter.placements):
+        if not placement.is_replicate():
+            found.append(set(dist.get_process_group_ranks(mesh.get_group(dim))))
+    return found

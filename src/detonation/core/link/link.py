@@ -29,19 +29,20 @@ from detonation.core.schemes.traffic import bytes_per_rank, ring_bytes
 class Link:
     """The replicas along one mesh axis, as one of them sees it.
 
-    bytes_sent: bytes that this rank has sent to the other replicas, by the arithmetic of ring
-    collectives; over the axis itself, not inside the node. waited_s: seconds for which the host was
-    blocked by an unfinished exchange. A network library that waits on the device (NCCL) does not
-    block the host, and the device's waiting is not counted. recycle: Takes back a receive buffer,
-    `[replicas, bytes]` uint8, that nobody reads any more. tape: Where received messages are
-    recorded, or played back from.
+    Attributes:
+        bytes_sent: Bytes that this rank has sent to other replicas over the axis, by the formulas
+            of ring collectives. Traffic inside the node does not count.
+        waited_s: Seconds for which an unfinished exchange blocked the host. NCCL waits on the
+            device instead, which does not count.
+        recycle: Takes back a receive buffer, `[replicas, bytes]` uint8, after its last use.
+        tape: Records received messages, or plays them back.
 
     Args:
-        intra_node: The axis inside the node, where all its ranks hold the same message: each then
-            sends a part of it.
-        own: Whether a mesh axis gets a process group of its own, for collectives that start while
+        intra_node: Axis inside the node, if all its ranks have the same message: each then sends a
+            part of it.
+        own: True if a mesh axis gets a process group of its own, for collectives that start while
             others use the axis.
-        inside: The axes of the levels inside this one, whose ranks stay equal.
+        inside: Axes of the levels inside this one, whose ranks stay equal.
     """
 
     def __init__(
@@ -53,22 +54,25 @@ class Link:
     ) -> None:
         self.axis = axis
         self._inter_node = communicator_of(axis, own)
-        self._intra_node = None if intra_node is None else communicator_of(intra_node)
-        self.elastic = (
-            self._inter_node if isinstance(self._inter_node, RenumberedCommunicator) else None
-        )
-        beside = [
-            communicator_of(each) for each in (*inside, intra_node) if each not in (None, axis)
-        ]
-        if beside and isinstance(self._inter_node, ElasticCommunicator):
-            self._inter_node = AgreedCommunicator(self._inter_node, beside)
+        self._intra_node: Communicator | None = None
+        self.local_ranks = 1
+        if intra_node is not None:
+            self._intra_node = communicator_of(intra_node)
+            self.local_ranks = self._intra_node.size()
+        self.elastic: RenumberedCommunicator | None = None
+        if isinstance(self._inter_node, RenumberedCommunicator):
+            self.elastic = self._inter_node
+        equal_axes = [each for each in (*inside, intra_node) if each not in (None, axis)]
+        if equal_axes and isinstance(self._inter_node, ElasticCommunicator):
+            equal_ranks = [communicator_of(each) for each in equal_axes]
+            self._inter_node = AgreedCommunicator(self._inter_node, equal_ranks)
         self._communicator: Communicator = self._inter_node
         if self._intra_node is not None:
             self._communicator = HierarchicalCommunicator(self._inter_node, self._intra_node)
-        self.replicas, self.replica = self._inter_node.size(), self._inter_node.replica
+        self.replicas = self._inter_node.size()
+        self.replica = self._inter_node.replica
         self.recycle = self._communicator.recycle
-        self.local_ranks = 1 if self._intra_node is None else self._intra_node.size()
-        # not counted as sent, like what follows
+        # the bytes of these two do not count as sent
         self.send_to_all = partial(send_to_all, self._inter_node)
         self.require_same = partial(require_same, self._inter_node, self._intra_node)
         self.bytes_sent = 0
@@ -89,13 +93,12 @@ class Link:
 
         Shapes: `[nbytes]` uint8, the same on all replicas -> `[replicas, nbytes]`.
         """
-        self.bytes_sent += ring_bytes(
-            "all-gather", bytes_per_rank(len(message), self.local_ranks), self.replicas
-        )
+        nbytes = bytes_per_rank(len(message), self.local_ranks)
+        self.bytes_sent += ring_bytes("all-gather", nbytes, self.replicas)
         return self._communicator.all_gather(message)
 
     def all_to_all(self, messages: Tensor) -> Callable[[], Tensor]:
-        """Starts sending message r to replica r; each replica's message for this one arrives.
+        """Starts sending message r to replica r; receives each replica's message for this one.
 
         Shapes: `[replicas, nbytes]` uint8, the same on all replicas -> the same.
         """
@@ -103,12 +106,14 @@ class Link:
         return self._communicator.all_to_all(messages.view(-1))
 
     def wait(self, arriving: list[Callable[[], Tensor]]) -> tuple[list[Tensor], set[int]]:
-        """The tensors that arrive in collectives, and the replicas that had no part in one; that
-        time is waiting.
+        """Waits for collectives. Returns the received tensors, and the replicas that were absent
+        from any of them.
 
-        Empties `arriving`, which would hold what has arrived.
+        Empties `arriving`, which would keep the received tensors alive.
         """
-        began, arrived, absent = time.perf_counter(), list[Tensor](), set[int]()
+        began = time.perf_counter()
+        arrived = []
+        absent: set[int] = set()
         while arriving:
             arrived.append(arriving.pop(0)())
             if self.elastic:
@@ -117,27 +122,25 @@ class Link:
         return arrived, absent
 
     def renumber(self) -> None:
-        """Takes the numbers of the replicas that are left."""
-        self.replicas, self.replica = self._inter_node.size(), self._inter_node.replica
+        """Updates the number of replicas and this replica's number after a change of replicas."""
+        self.replicas = self._inter_node.size()
+        self.replica = self._inter_node.replica
 
     def collect(self, words: Tensor, apart: bool = False) -> Tensor:
         """Every replica's `words`, equally many on each, in replica order. Not counted as sent.
 
-        The ranks of a node may differ here, unlike in messages: their words are mixed into one, so
-        that all ranks notice a difference; or they come `apart`, in the order of these ranks.
+        Words of the ranks of a node may differ, unlike messages. A weighted sum combines them, so
+        that all ranks notice a difference; with `apart` each is returned, in the order of ranks.
 
         Shapes: `[n]` int64 -> `[replicas, n]` int64; apart `[replicas, local ranks * n]`.
         """
         if self._intra_node is not None:
-            words = (
-                self._intra_node.all_gather(words.contiguous().view(torch.uint8))()
-                .reshape(-1)
-                .view(words.dtype)
-            )
-        if self._intra_node is not None and not apart:
-            local = words.view(self.local_ranks, -1)
-            weights = torch.arange(1, 2 * len(local), 2, dtype=torch.int64, device=words.device)
-            words = (local * weights[:, None]).sum(0)
+            gathered = self._intra_node.all_gather(words.contiguous().view(torch.uint8))()
+            words = gathered.reshape(-1).view(words.dtype)
+            if not apart:
+                local = words.view(self.local_ranks, -1)
+                weights = torch.arange(1, 2 * len(local), 2, dtype=torch.int64, device=words.device)
+                words = (local * weights[:, None]).sum(0)
         lines = self._inter_node.all_gather(words.contiguous().view(torch.uint8))()
         if self.elastic:
             lines = present_rows(self.elastic, lines)
@@ -147,24 +150,19 @@ class Link:
 def links_of_shards(parameters: Iterable[Tensor]) -> tuple[Link, ...]:
     """The links to the other shards of this replica: one per mesh axis of `parameters` that has
     several ranks."""
-    meshes = dict.fromkeys(
-        p.device_mesh for p in map(whole_of, parameters) if isinstance(p, DTensor)
-    )
-    axes = [
-        a
-        for m in meshes
-        for a in ([m] if m.ndim == 1 else [m[name] for name in m.mesh_dim_names or ()])
-    ]
+    sharded = [p for p in map(whole_of, parameters) if isinstance(p, DTensor)]
+    axes = []
+    for mesh in dict.fromkeys(p.device_mesh for p in sharded):
+        if mesh.ndim == 1:
+            axes.append(mesh)
+        else:
+            axes += [mesh[name] for name in mesh.mesh_dim_names or ()]
     return tuple(Link(axis) for axis in axes if axis.size() > 1)
 
 
 @contextmanager
 def mismatch_on_all(shards: Sequence[Link], device: torch.device) -> Iterator[None]:
-    """Raises the `Mismatch` that one shard of a replica finds on all shards, of which each compares
-    its own part.
-
-    Collective over `shards`.
-    """
+    """Raises a `Mismatch` of one shard of a replica on all its shards. Collective over `shards`."""
     found = ""
     try:
         yield

@@ -21,15 +21,16 @@ class Clipping(Protocol):
 
 
 class BaseStep:
-    """Steps a base optimizer on the gradients that are agreed on; raises where somebody else steps
-    it.
+    """Steps a base optimizer on the agreed gradients. Raises if other code steps it.
 
-    clip: runs before each step, if set; see `Clip`. overflow: a GradScaler's finding about
-    gradients that nobody replaces by an agreed update; where it is not 0 the step is left out.
-    rounding: the context of each step.
+    Attributes:
+        clip: Called before each step, if set; see `Clip`.
+        overflow: A GradScaler's finding about gradients that no agreed update replaces. If it is
+            not 0, the step is skipped.
+        rounding: Context of each step.
 
     Args:
-        optimizer: The base optimizer. It gets a hook, which looks at every step of it.
+        optimizer: The base optimizer. It gets a hook that checks each of its steps.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -43,7 +44,7 @@ class BaseStep:
         self._lookout.users.add(self)
 
     def __call__(self, clips: bool = True) -> None:
-        """Clips, if it is to be, and steps."""
+        """Clips, if `clips` and a clip is set, and steps."""
         if self.overflow is not None and bool(self.overflow):
             return
         if self.clip and clips:
@@ -57,41 +58,42 @@ class BaseStep:
 
     @property
     def rounds_singly(self) -> bool:
-        """True where steps have the same bits on all kinds of processor, at some cost."""
+        """True if steps have the same bits on all kinds of processor, at lower speed."""
         return not isinstance(self.rounding, nullcontext)
 
     def round_singly(self, on: bool = True) -> None:
-        """Takes steps whose every operation is rounded by itself from now on, or steps as torch
-        takes them."""
+        """From now on rounds every operation of a step by itself; with `on` False, steps as torch
+        does."""
         self.rounding = nullcontext()
         if on:
             self.rounding = plugin("gates", "single rounding")()
 
     def hold(self, parameters: Iterable[Tensor]) -> None:
-        """Takes zeros for the updates of the padding rows of `parameters` from now on."""
+        """From now on sets the updates of the padding rows of `parameters` to zero."""
         found = {id(p): (p, row) for p in parameters if (row := padding_row(p)) is not None}
         if found and self._hook is None:
             self._hook = _hook_before(self.optimizer, self)
         self._held |= found
 
     def release(self, parameter: Tensor) -> None:
-        """Takes the update of each row of `parameter` from now on."""
+        """From now on applies the update of every row of `parameter`."""
         self._held.pop(id(parameter), None)
         if self._hook is not None and not self._held:
             self._hook()
             self._hook = None
 
     def zero_held_rows(self) -> None:
-        """Makes the updates of the held rows zeros."""
+        """Sets the updates of the held rows to zero."""
         for parameter, row in self._held.values():
             if parameter.grad is not None:
                 local(parameter.grad)[row].zero_()
 
 
 def _hook_before(optimizer: Optimizer, step: BaseStep) -> Callable[[], object]:
-    """Lets `step` hold rows before each step of `optimizer`; returns what removes the hook.
+    """Lets `step` zero held rows before each step of `optimizer`; returns a function that removes
+    the hook.
 
-    The hook goes with `step`, and does not keep it alive.
+    The hook does not keep `step` alive, and is removed with it.
     """
     reference = ref(step)
 
@@ -103,12 +105,13 @@ def _hook_before(optimizer: Optimizer, step: BaseStep) -> Callable[[], object]:
 
 
 class _Lookout:
-    """A hook after each step of an optimizer: a step that no `BaseStep` takes moves one replica
-    alone.
+    """A hook after each step of an optimizer. It raises for a step outside of a `BaseStep`, which
+    would change one replica alone.
 
-    is_away: within a step of a `BaseStep`.
+    It does not run before steps, because `SignSGD.take` writes no gradients if no such hook exists.
 
-    Not before each step: `SignSGD.take` leaves gradients unwritten where nothing looks at them.
+    Attributes:
+        is_away: True during a step of a `BaseStep`.
     """
 
     def __init__(self) -> None:
@@ -116,7 +119,7 @@ class _Lookout:
         self.is_away = False
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # else torch's helpers make state
+        # torch's helpers step with lr 0 to create state
         moves = any(group.get("lr", 1) != 0 for group in optimizer.param_groups)
         if self.users and moves and not self.is_away:
             raise RuntimeError(
@@ -126,7 +129,7 @@ class _Lookout:
 
 
 def _lookout_of(optimizer: Optimizer) -> _Lookout:
-    """The hook of `optimizer`; one, however often it is replicated."""
+    """The hook of `optimizer`, which is created once."""
     for hook in optimizer._optimizer_step_post_hooks.values():
         if isinstance(hook, _Lookout):
             return hook

@@ -89,21 +89,19 @@ class Muon(Optimizer):
         return loss
 
     def _orthogonal_step(self, matrix: Tensor, group: dict[str, Any]) -> None:
-        state, lr, gradient = self.state[matrix], float(group["lr"]), matrix.grad
+        state = self.state[matrix]
+        lr = float(group["lr"])
+        gradient = matrix.grad
         assert gradient is not None
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(matrix)
         momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
         direction = gradient.lerp(momentum, group["momentum"])
         if isinstance(direction, DTensor):  # of the whole matrix, sharded as it is
-            mesh, placements, whole = (
-                direction.device_mesh,
-                direction.placements,
-                direction.full_tensor(),
-            )
-            direction = distribute_tensor(
-                _newton_schulz(whole), mesh, placements, src_data_rank=None
-            )
+            mesh = direction.device_mesh
+            placements = direction.placements
+            orthogonal = _newton_schulz(direction.full_tensor())
+            direction = distribute_tensor(orthogonal, mesh, placements, src_data_rank=None)
         else:
             direction = _newton_schulz(direction)
         matrix.mul_(1 - lr * group["weight_decay"])
@@ -135,18 +133,24 @@ class Muon(Optimizer):
 
 
 def _newton_schulz(matrix: Tensor) -> Tensor:
-    """About U V^T of the matrix U S V^T: five rounds of Jordan's quintic; singular values come near
-    1.
+    """Approximates U V^T for the matrix U S V^T by five rounds of Jordan's quintic iteration, which
+    bring the singular values close to 1.
 
-    In bf16 on accelerators. In fp32 on every CPU: one without instructions for bf16 multiplies in
-    it 16 to 35 times more slowly, and replicas on different CPUs must compute the same direction.
+    Computes in bf16 on accelerators, and in fp32 on every CPU. CPUs without bf16 instructions
+    multiply 16 to 35 times more slowly in bf16, and all CPUs must compute the same direction.
     """
-    x = matrix.to(torch.float32 if matrix.device.type == "cpu" else torch.bfloat16)
+    dtype = torch.bfloat16
+    if matrix.device.type == "cpu":
+        dtype = torch.float32
+    x: Tensor = matrix.to(dtype)
     x = x / x.norm().clamp(min=1e-7)
-    wide: Tensor = x if x.shape[0] <= x.shape[1] else x.T
+    is_tall = x.shape[0] > x.shape[1]
+    if is_tall:
+        x = x.T
     for _ in range(5):
-        gram = wide @ wide.T
-        wide = torch.addmm(
-            wide, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), wide, beta=3.4445
-        )
-    return (wide if wide.shape == x.shape else wide.T).to(matrix.dtype)
+        gram = x @ x.T
+        polynomial = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        x = torch.addmm(x, polynomial, x, beta=3.4445)
+    if is_tall:
+        x = x.T
+    return x.to(matrix.dtype)

@@ -86,13 +86,16 @@ class SignSGD(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one step on all parameters that have a gradient; returns the value of `closure`."""
-        loss = evaluated(closure) if closure else None
+        loss = None
+        if closure:
+            loss = evaluated(closure)
         moved: set[int] = set()
         if self.deferred:
-            groups = [(p, group) for group in self.param_groups for p in group["params"]]
-            rates = {
-                id(p): (1 - float(g["lr"]) * g["weight_decay"], float(g["lr"])) for p, g in groups
-            }
+            rates: dict[int, SignRate] = {}
+            for group in self.param_groups:
+                lr = float(group["lr"])
+                rate = (1 - lr * group["weight_decay"], lr)
+                rates |= {id(p): rate for p in group["params"]}
             deferred = self.deferred
             self.deferred = {}
             for each in deferred.values():
@@ -152,24 +155,22 @@ def _sign_step(
 def _groups(
     weights: list[Tensor], directions: list[Tensor], most: int
 ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Weights and directions in groups of up to `most` coordinates; a larger tensor is cut where it
-    is contiguous."""
-    moved, against, room = list[Tensor](), list[Tensor](), most
+    """Weights and directions in groups of up to `most` coordinates. Larger contiguous tensors are
+    cut."""
+    moved: list[Tensor] = []
+    against: list[Tensor] = []
+    room = most
     for weight, direction in zip(weights, directions, strict=True):
+        pieces = [(weight, direction)]
         if weight.numel() > most and weight.is_contiguous() and direction.is_contiguous():
-            pieces = list(
-                zip(
-                    torch.split(weight.view(-1), most),
-                    torch.split(direction.view(-1), most),
-                    strict=True,
-                )
-            )
-        else:
-            pieces = [(weight, direction)]
+            parts = torch.split(weight.view(-1), most)
+            pieces = list(zip(parts, torch.split(direction.view(-1), most), strict=True))
         for one, other in pieces:
             if moved and one.numel() > room:
                 yield moved, against
-                moved, against, room = [], [], most
+                moved = []
+                against = []
+                room = most
             moved.append(one)
             against.append(other)
             room -= one.numel()

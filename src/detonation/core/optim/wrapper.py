@@ -50,9 +50,8 @@ class OptimizerWrapper(Optimizer):
                 if p.grad is not None
             ]
             if gradients:
-                torch._foreach_mul_(
-                    gradients, scale.to(gradients[0].device).double().reciprocal().float()
-                )
+                inverse = scale.to(gradients[0].device).double().reciprocal().float()
+                torch._foreach_mul_(gradients, inverse)
         return vars(self).get("found_inf")
 
     # the next three are the base optimizer's own, also after it replaced them in load_state_dict
@@ -75,7 +74,8 @@ class OptimizerWrapper(Optimizer):
         found = made()
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, found)
-            found = found if changed is None else changed
+            if changed is not None:
+                found = changed
         return found
 
     def with_loading_hooks(
@@ -85,7 +85,8 @@ class OptimizerWrapper(Optimizer):
         given = dict(state_dict)  # a hook may change it in place
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, given)
-            given = given if changed is None else changed
+            if changed is not None:
+                given = changed
         load(given)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)

@@ -50,12 +50,17 @@ def block_rows(scheme: Scheme, rows: int, few: bool = False) -> int:
     """The approximate number of rows of a bucket.
 
     Args:
-        rows: Of the whole flat.
-        few: Whether there are at most `BUCKETS` buckets. Triton kernels need no temporaries, and
+        rows: Rows of the whole flat.
+        few: True if there are at most `BUCKETS` buckets. Triton kernels need no temporaries, and
             each bucket costs them launches.
     """
-    small = scheme.divides_messages if few else scheme.summable or scheme.signal == "parameters"
-    return max(1, -(-rows // (SMALL_BUCKETS if small else BUCKETS)))
+    small = scheme.summable or scheme.signal == "parameters"
+    if few:
+        small = scheme.divides_messages
+    buckets = BUCKETS
+    if small:
+        buckets = SMALL_BUCKETS
+    return max(1, -(-rows // buckets))
 
 
 def codec_of(bucket: Bucket, codec: Codec, rows: int) -> Codec:

@@ -48,7 +48,9 @@ def muloco(
 
     Reference: Thérien et al., MuLoCo, arXiv 2505.23725.
     """
-    selection = Everything() if aggregate == "mean" else Everything(ROW, ROW)
+    selection = Everything(ROW, ROW)
+    if aggregate == "mean":
+        selection = Everything()
     return outer_sgd(
         every,
         outer_lr,

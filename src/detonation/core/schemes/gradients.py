@@ -174,9 +174,14 @@ def demo(
         raise ValueError(f"chunk is {chunk}, must be at least 1")
     if tiles and not 1 <= topk <= chunk * chunk:
         raise ValueError(f"topk is {topk}, must be from 1 to chunk * chunk ({chunk * chunk})")
-    basis, row = (TileDCT(chunk), chunk * chunk) if tiles else (DCT(), chunk)
+    basis: Basis = DCT()
+    row = chunk
+    if tiles:
+        basis = TileDCT(chunk)
+        row = chunk * chunk
+    selection = TopK(topk, row)
     return momentum(
-        basis, TopK(topk, row), decay, alpha, precision, error_feedback, aggregate, delay, link
+        basis, selection, decay, alpha, precision, error_feedback, aggregate, delay, link
     )
 
 

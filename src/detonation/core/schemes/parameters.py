@@ -56,9 +56,12 @@ def outer_sgd(
         >>> outer_sgd(every=50, outer_lr=0.7, outer_momentum=0.9).round.every
         50
     """
+    feedback = None
+    if decay is not None:
+        feedback = Feedback(decay)
     return ParameterScheme(
         Codec(basis or Identity(), selection or Everything(), precision_named(precision)),
-        None if decay is None else Feedback(decay),
+        feedback,
         aggregation_named(aggregate),
         Round(every, delay),
         link,

@@ -74,7 +74,8 @@ def register(function: Callable[P, S]) -> Callable[P, S]:
 
 def _recorded(function: Callable[P, S], name: str) -> Callable[P, S]:
     """Wraps `function`: checks its arguments, and records them and `name` in its scheme."""
-    signature, hints = inspect.signature(function), get_type_hints(function)
+    signature = inspect.signature(function)
+    hints = get_type_hints(function)
 
     @checks_keywords(f"argument of scheme {name}")
     @functools.wraps(function)
@@ -113,12 +114,9 @@ def scheme(name: str, arguments: Mapping[str, Any] | None = None) -> Scheme:
     if name in plugin_names("schemes"):
         _import_installed(name)
     function = find_function("scheme", name, SCHEMES)
-    made: Scheme = make(
-        "scheme",
-        {name: function if name in SCHEMES else _recorded(function, name)},
-        name,
-        arguments or {},
-    )
+    if name not in SCHEMES:
+        function = _recorded(function, name)
+    made: Scheme = make("scheme", {name: function}, name, arguments or {})
     return made
 
 
@@ -132,7 +130,7 @@ def _require_type(name: str, value: object, hint: Any) -> None:
             )
         return
     if allowed := plain_types(value, hint):
-        remedy = (
-            f": pass its .item(), not a {type(value).__name__}" if hasattr(value, "item") else ""
-        )
-        raise ValueError(f"{name} is {value!r}, must be {allowed}{remedy}")
+        text = f"{name} is {value!r}, must be {allowed}"
+        if hasattr(value, "item"):
+            text += f": pass its .item(), not a {type(value).__name__}"
+        raise ValueError(text)

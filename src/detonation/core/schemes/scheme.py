@@ -12,7 +12,7 @@ from detonation.core.codec.aggregate import AGGREGATIONS, Aggregation, Mean
 from detonation.core.codec.basis import Identity
 from detonation.core.codec.codec import Codec
 from detonation.core.codec.precision import PRECISIONS, Precision
-from detonation.core.codec.selection import Everything, TopK
+from detonation.core.codec.selection import Everything, Selection, TopK
 from detonation.core.flat.layout import FragmentUnit, Layout
 from detonation.core.memory import Feedback
 from detonation.core.round import Round
@@ -89,12 +89,12 @@ class Scheme:
 
     @property
     def rounds(self) -> list[Round]:
-        """The round of each fragment: fragments take turns, and the last one ends with the round."""
-        every, count = self.round.every, self.fragments
-        return [
-            replace(self.round, offset=turn * every // count % every)
-            for turn in range(1, count + 1)
-        ]
+        """The round of each fragment: evenly spaced offsets, and the last one ends with the
+        round."""
+        every = self.round.every
+        count = self.fragments
+        offsets = [turn * every // count % every for turn in range(1, count + 1)]
+        return [replace(self.round, offset=offset) for offset in offsets]
 
     def divide(self, layout: Layout, sizes: Mapping[str, int] | None = None) -> list[Layout]:
         """The layout of each fragment of `layout`.
@@ -169,15 +169,14 @@ class Scheme:
             >>> demo(topk=4).reply_codec(replicas=4).selection.k
             16
         """
-        k, chunk, shared = (
-            self.codec.selection.k,
-            self.codec.selection.chunk,
-            self.codec.selection.shared,
-        )
-        if shared:
+        if self.codec.selection.shared:
             return self.codec
+        k = self.codec.selection.k
+        chunk = self.codec.selection.chunk
         most = min(replicas * k, max(4 * k, chunk // 4))
-        selection = TopK(most, chunk) if most < chunk else Everything(chunk, chunk)
+        selection: Selection = Everything(chunk, chunk)
+        if most < chunk:
+            selection = TopK(most, chunk)
         return replace(self.codec, selection=selection, precision=PRECISIONS["2bit"])
 
 

@@ -52,9 +52,9 @@ def collective_for(
     if scheme.codec.selection.shared or replicas >= MANY_REPLICAS:
         return "owner"
     dense = dense_bytes(layout.numel, replicas, local_ranks) * scheme.round.every
-    return (
-        "owner" if exchange_bytes("all-gather", scheme, *sizes, bare=True) > dense else "all-gather"
-    )
+    if exchange_bytes("all-gather", scheme, *sizes, bare=True) > dense:
+        return "owner"
+    return "all-gather"
 
 
 def exchange_bytes(
@@ -109,8 +109,10 @@ def ring_bytes(kind: Literal["all-reduce", "all-gather"], nbytes: int, replicas:
     >>> ring_bytes("all-reduce", 1000, 4), ring_bytes("all-gather", 1000, 4)
     (1500, 3000)
     """
-    copies = 2 * (replicas - 1) if kind == "all-reduce" else (replicas - 1) * replicas
-    return -(-copies * nbytes // replicas)
+    copies = replicas
+    if kind == "all-reduce":
+        copies = 2
+    return -(-copies * (replicas - 1) * nbytes // replicas)
 
 
 def dense_bytes(numel: int, replicas: int, local_ranks: int = 1) -> int:
@@ -143,22 +145,17 @@ def message_bytes(
 ) -> int:
     """Bytes that one rank sends in one exchange of the parameters of `layout`: gradients in one
     message, the movement of parameters bucket by bucket."""
-    way, others, last = (
-        collective_for(scheme, layout, replicas, local_ranks),
-        list[int](),
-        layout.rows,
-    )
+    way = collective_for(scheme, layout, replicas, local_ranks)
+    others: list[int] = []
+    last = layout.rows
     if scheme.signal == "parameters":
-        last, *others = (
-            bucket.layout.rows for bucket in buckets_of(scheme, layout, replicas, local_ranks)
-        )
-    of_pieces = sum(
-        exchange_bytes(
-            way, scheme, rows, replicas, local_ranks, bare or not scheme.divides_messages
-        )
-        for rows in others
-    )
-    return of_pieces + exchange_bytes(way, scheme, last, replicas, local_ranks, bare)
+        buckets = buckets_of(scheme, layout, replicas, local_ranks)
+        last, *others = (bucket.layout.rows for bucket in buckets)
+    found = exchange_bytes(way, scheme, last, replicas, local_ranks, bare)
+    bare = bare or not scheme.divides_messages
+    for rows in others:
+        found += exchange_bytes(way, scheme, rows, replicas, local_ranks, bare)
+    return found
 
 
 def mean_bytes(
@@ -185,7 +182,10 @@ def buckets_of(
         few: See `block_rows`.
     """
     owned = collective_for(scheme, layout, replicas, local_ranks) == "owner"
-    unit = rows_of_a_turn(scheme, replicas) if owned else aligned_rows(scheme.codec)
+    if owned:
+        unit = rows_of_a_turn(scheme, replicas)
+    else:
+        unit = aligned_rows(scheme.codec)
     return cut_into_buckets(layout, scheme, unit * replicas * local_ranks, few)
 
 

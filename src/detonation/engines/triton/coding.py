@@ -20,38 +20,52 @@ from detonation.core.flat.owners import RowOwners
 from detonation.kernels.gpu.inspection import RowRun
 from detonation.kernels.gpu.launching import Coding, Places
 
-LONGEST_TRANSFORM, LONGEST_ROW, LONGEST_SHARED = 128, 256, 1024
-"""The longest rows whose matrix of a basis, and whose coordinates, the registers of a program hold;
-and those of a selection that all replicas share, of which no index has to fit into a byte."""
+LONGEST_TRANSFORM = 128
+"""Longest row whose basis matrix fits into the registers of a program."""
+LONGEST_ROW = 256
+"""Longest row whose coordinates fit into the registers of a program, with indices of one byte."""
+LONGEST_SHARED = 1024
+"""Longest row of a shared selection, whose indices are not sent."""
 AGGREGATION_NAMES: dict[type[Aggregation], str] = {
     Mean: "mean", MeanNonzero: "nonzero", MajorityVote: "majority", WeightedMean: "weighted",
 }  # fmt: skip
-"""The aggregations that kernels know, by type."""
+"""Aggregations that kernels support, by type."""
 PRECISION_NAMES = {precision: name for name, precision in PRECISIONS.items()}
-_ROTATIONS: dict[type, str] = {Random: "random", Striding: "striding", Everything: "everything"}
+_SELECTIONS: dict[type, str] = {
+    TopK: "topk",
+    Random: "random",
+    Striding: "striding",
+    Everything: "everything",
+}
 
 
 def why_not_triton(codec: Codec, aggregation: Aggregation | None = None) -> str:
-    """The reason why no kernel encodes for `codec`, or decodes for `aggregation`; "" where kernels
+    """The reason why no kernel encodes for `codec`, or decodes for `aggregation`; "" if kernels
     do."""
     if aggregation is not None and type(aggregation) not in AGGREGATION_NAMES:
         return f"no kernel aggregates by {type(aggregation).__name__}"
-    basis, selection = type(codec.basis), codec.selection
+    basis = type(codec.basis)
+    selection = codec.selection
     if basis not in (DCT, Identity):
         return f"no kernel transforms by {basis.__name__}"
-    if type(selection) not in (TopK, *_ROTATIONS):
+    if type(selection) not in _SELECTIONS:
         return f"no kernel selects by {type(selection).__name__}"
-    longest = (
-        LONGEST_TRANSFORM if basis is DCT else LONGEST_SHARED if selection.shared else LONGEST_ROW
-    )
+    longest = LONGEST_ROW
+    if basis is DCT:
+        longest = LONGEST_TRANSFORM
+    elif selection.shared:
+        longest = LONGEST_SHARED
     if selection.chunk > longest:
         return f"a row of {selection.chunk} is longer than the {longest} that a kernel holds"
-    return "" if codec.precision in PRECISION_NAMES else f"no kernel encodes in {codec.precision!r}"
+    if codec.precision not in PRECISION_NAMES:
+        return f"no kernel encodes in {codec.precision!r}"
+    return ""
 
 
 def why_decoded_in_torch(received: Received) -> str:
-    """The reason why no kernel decodes these messages; "" where one does."""
-    source, aggregation = received.source, type(received.aggregation)
+    """The reason why no kernel decodes these messages; "" if one does."""
+    source = received.source
+    aggregation = type(received.aggregation)
     if not isinstance(source, Arrived | Sums):
         return "it is given coefficients in the place of messages"
     if isinstance(source, Arrived):
@@ -59,44 +73,47 @@ def why_decoded_in_torch(received: Received) -> str:
             return f"no kernel aggregates by {aggregation.__name__}"
         if source.codec.precision not in PRECISION_NAMES:
             return f"no kernel decodes {source.codec.precision!r}"
-        if type(source.codec.selection) in (
-            TopK,
-            Everything,
-        ):
-            # which need no step; the others' indices tell it
-            return ""
-    return (
-        ""
-        if isinstance(source.shared, SharedIndices)
-        else "it is given indices in the place of their rule"
-    )
+        if type(source.codec.selection) in (TopK, Everything):
+            return ""  # these need no step, which others read from `SharedIndices`
+    if isinstance(source.shared, SharedIndices):
+        return ""
+    return "it is given indices in the place of their rule"
 
 
 def coding_of(codec: Codec) -> Coding:
-    selection, coding, sends = codec.selection, codec.index_coding, not codec.selection.shared
-    return Coding(
-        selection.chunk,
-        selection.k,
-        "dct" if isinstance(codec.basis, DCT) else "none",
-        "topk" if isinstance(selection, TopK) else _ROTATIONS[type(selection)],
-        PRECISION_NAMES[codec.precision],
-        codec.precision.block,
-        coding.width if sends and not coding.bitmap else 0,
-        coding.bitmap and sends,
-    )
+    """The part of `codec` that is compiled into a kernel."""
+    selection = codec.selection
+    basis = "none"
+    if isinstance(codec.basis, DCT):
+        basis = "dct"
+    rule = _SELECTIONS[type(selection)]
+    precision = PRECISION_NAMES[codec.precision]
+    width = 0
+    is_bitmap = False
+    if not selection.shared:
+        is_bitmap = codec.index_coding.bitmap
+        if not is_bitmap:
+            width = codec.index_coding.width
+    block = codec.precision.block
+    return Coding(selection.chunk, selection.k, basis, rule, precision, block, width, is_bitmap)
 
 
 def places_of(codec: Codec, rows: int, owners: RowOwners | None = None) -> Places:
-    """The bytes of a message of `rows` rows, as kernels read them (`Places`); of one for each owner
-    of rows."""
+    """The layout of the bytes of a message of `rows` rows for kernels; with `owners`, of the
+    messages for all owners of rows."""
     lengths = codec.precision.lengths(rows, codec.selection.k)
-    dealt = (owners.replicas, owners.in_turns, owners.run) if owners else (1, 0, 1)
+    if owners:
+        dealt = (owners.replicas, owners.in_turns, owners.run)
+    else:
+        dealt = (1, 0, 1)
     return Places(lengths[0], sum(lengths), *dealt, rows)
 
 
 def row_run(codec: Codec, octets: Tensor, room: int, rows: int) -> RowRun:
-    """A run of rows of messages, as kernels read it."""  # octets [messages, room + nbytes] uint8
-    lengths = codec.precision.lengths(rows, codec.selection.k)
-    return RowRun(
-        octets, room, rows, (lengths[0], sum(lengths[1:]), codec.nbytes(rows) - sum(lengths))
-    )
+    """A run of rows of messages, as kernels read it.
+
+    Shapes: octets `[messages, room + nbytes]` uint8.
+    """
+    values, *statistics = codec.precision.lengths(rows, codec.selection.k)
+    indices = codec.nbytes(rows) - values - sum(statistics)
+    return RowRun(octets, room, rows, (values, sum(statistics), indices))

@@ -28,9 +28,9 @@ class TritonGuard(Guard):
     on_kernels = True
 
     def _write_header(self, runs: Sequence[MessageRows], nbytes: int, header: Header) -> None:
-        octets, status = runs[0].octets, header.status
+        octets = runs[0].octets
         read = [row_run(run.codec, run.octets, run.room, run.rows) for run in runs]
-        found = status if isinstance(status, Tensor) else constant(status, octets.device)
+        found = _on_device(header.status, octets.device)
         self._inspector(len(octets)).seal(
             read,
             nbytes,
@@ -49,40 +49,60 @@ class TritonGuard(Guard):
         shared: Tensor | SharedIndices | None,
         tape: Tape | None = None,
     ) -> Arrived:
-        if message.absent or tape is not None:  # rare, and told apart by the host
+        if message.absent or tape is not None:  # rare, and handled on the host
             return super().open(message, stage, shared, tape)
-        codec, aggregation, body = stage.codec, stage.aggregation, self._inspected(message, stage)
-        if isinstance(aggregation, ClippedMean):  # kernels know it as a mean with weights
-            weights = stage.workspace.take(
-                ("weights", stage.phase), (4 * len(body),), body.device
-            ).view(torch.float32)
-            self._inspector(len(body)).weigh(
-                body, places_of(codec, stage.rows), coding_of(codec), weights
-            )
+        codec = stage.codec
+        aggregation = stage.aggregation
+        body = self._inspected(message, stage)
+        if isinstance(aggregation, ClippedMean):  # kernels support it as a weighted mean
+            nbytes = 4 * len(body)
+            taken = stage.workspace.take(("weights", stage.phase), (nbytes,), body.device)
+            weights = taken.view(torch.float32)
+            places = places_of(codec, stage.rows)
+            self._inspector(len(body)).weigh(body, places, coding_of(codec), weights)
             aggregation = WeightedMean(weights)
         return Arrived(codec, body, stage.rows, shared, aggregation, stage.unit, message.release)
 
     def _inspected(self, message: Message, stage: Stage) -> Tensor:
-        """The messages that arrived run by run, put together; zeros replace unusable ones."""
-        # [replicas, nbytes]
-        codec, step, octets, rows = stage.codec, message.step, message.arrived, stage.rows
-        nbytes, phase = codec.nbytes(rows), stage.phase
+        """Joins the runs of the received messages. Zeros replace refused ones.
+
+        Shapes: -> `[replicas, nbytes]` uint8.
+        """
+        codec = stage.codec
+        step = message.step
+        octets = message.arrived
+        rows = stage.rows
+        nbytes = codec.nbytes(rows)
+        phase = stage.phase
         pairs = sorted(zip(message.rows, octets, strict=True), key=lambda pair: pair[0])
-        parts = [
-            row_run(codec, each, 0 if first else HEADER_BYTES, count)
-            for (first, count), each in pairs
-        ]
+        parts = []
+        for (first, count), each in pairs:
+            room = 0
+            if not first:
+                room = HEADER_BYTES
+            parts.append(row_run(codec, each, room, count))
         whole = octets[0]
-        # the replicas of a simulation receive one buffer together, in which none may write
+        # simulated replicas share one receive buffer, which none may overwrite
         if len(parts) > 1 or whole.device.type == "cpu" or not inspection.is_aligned(whole, 16):
             width = codec.width(rows, HEADER_BYTES)
             whole = stage.workspace.take(("whole", phase), (len(whole), width), whole.device)
         header = Header(self._schema, step, self._place | phase, 0)
         expected = Expected(header, nbytes, len(self._names), stage.signals)
         table = self._inspector(len(whole)).inspect(
-            parts, whole, nbytes, coding_of(codec), places_of(codec, rows), IDENTITY, header.schema, step, header.place,
-            expected.parameters, self.usual, stage.signals, inspection.Limits(LIMIT, LOUDER, FORGET),
-        )  # fmt: skip
+            parts,
+            whole,
+            nbytes,
+            coding_of(codec),
+            places_of(codec, rows),
+            IDENTITY,
+            header.schema,
+            step,
+            header.place,
+            expected.parameters,
+            self.usual,
+            stage.signals,
+            inspection.Limits(LIMIT, LOUDER, FORGET),
+        )
         report = partial(self._report, expected=expected, last=not phase)
         found = _readback(table)
         self._counts.report_later(step + self._delay, found, report)
@@ -93,7 +113,7 @@ class TritonGuard(Guard):
     def seal_sum(
         self, digits: Tensor, status: int | Tensor, step: int, missing: Missing | None = None
     ) -> None:
-        found = status if isinstance(status, Tensor) else constant(status, digits.device)
+        found = _on_device(status, digits.device)
         added = self._marks[step % len(self._marks)] << 8 * (DIGITS - 1)
         if missing:
             added += missing.says * self.statuses
@@ -104,8 +124,9 @@ class TritonGuard(Guard):
     ) -> Tensor:
         report = self._reports.take("", (4 * (1 + len(digits)),), digits.device).view(torch.float32)
         self._sums.inspect(values, digits, report)
+        found = _readback(report)
         self._counts.report_later(
-            step + self._delay, _readback(report), partial(self._report_sum, step, absent)
+            step + self._delay, found, partial(self._report_sum, step, absent)
         )
         return report
 
@@ -128,6 +149,14 @@ class TritonGuard(Guard):
 
 
 def _readback(numbers: Tensor) -> runtime.Readback:
-    """The readback of numbers over which a later inspection writes: of a CPU that plays an
-    accelerator, of a copy."""
-    return runtime.Readback(numbers.clone() if numbers.device.type == "cpu" else numbers)
+    """The readback of numbers that a later inspection overwrites. If the CPU plays an accelerator,
+    a copy is read."""
+    if numbers.device.type == "cpu":
+        numbers = numbers.clone()
+    return runtime.Readback(numbers)
+
+
+def _on_device(status: int | Tensor, device: torch.device) -> Tensor:
+    if isinstance(status, Tensor):
+        return status
+    return constant(status, device)

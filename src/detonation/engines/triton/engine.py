@@ -39,8 +39,8 @@ from detonation.engines.triton.device_guard import TritonGuard
 from detonation.kernels.gpu import inspection, launches, launching
 
 OwnerRows = tuple[int, int, int, int, int, int]
-"""The number of an owner; the owners, and the rows of each: in turns, of one turn, and all
-(`addressing.dealt_row`); the rows of the flat."""
+"""Number of an owner; number of owners; rows of each owner: assigned round robin, of one run, and
+all (see `addressing.dealt_row`); rows of the flat."""
 
 
 class StatusInspector(SignalInspector):
@@ -70,13 +70,16 @@ class StatusInspector(SignalInspector):
 
 
 class TritonEngine(ReferenceEngine):
-    """The operations of `ReferenceEngine`, each in one launch; ordinary torch does what no kernel
-    does.
+    """The operations of `ReferenceEngine`, each in one launch. Ordinary torch replaces missing
+    kernels.
 
-    of_owner: the owner whose rows these are.
+    Args:
+        of_owner: The owner of the rows; None for rows of a replica.
     """
 
-    name, reads_status, guard = "triton", True, TritonGuard
+    name = "triton"
+    reads_status = True
+    guard = TritonGuard
 
     def __init__(
         self,
@@ -89,18 +92,19 @@ class TritonEngine(ReferenceEngine):
     ) -> None:
         super().__init__(codec, layout, memory, runtime, room)
         self.needs_own_values = False
-        # bf16 rounds each value by itself, so that it can leave the memory as it will be read
-        rounds = codec.precision == PRECISIONS["bf16"] and not self._exact
-        self._releases = "exact" if self._exact else "rounded" if rounds else "read"
-        self.releases_at_once, self._of_owner, self._runtime = True, of_owner, runtime
-        slots = layout.slots
-        self._slots = launching.Slots(
-            [s.row for s in slots], [s.numel for s in slots], layout.rows, self.device
-        )
-        self._signals, self._targets = (
-            launching.Addresses(self.device),
-            launching.Addresses(self.device),
-        )
+        self._releases = "read"
+        if self._exact:
+            self._releases = "exact"
+        elif codec.precision == PRECISIONS["bf16"]:  # rounds each value by itself
+            self._releases = "rounded"
+        self.releases_at_once = True
+        self._of_owner = of_owner
+        self._runtime = runtime
+        firsts = [slot.row for slot in layout.slots]
+        numels = [slot.numel for slot in layout.slots]
+        self._slots = launching.Slots(firsts, numels, layout.rows, self.device)
+        self._signals = launching.Addresses(self.device)
+        self._targets = launching.Addresses(self.device)
         self._fine = torch.zeros((), dtype=torch.int64, device=self.device)
         self._nothing = torch.empty(layout.rows, 0, dtype=torch.float32, device=self.device)
         self._scanner: tuple[tuple[int, ...], Any] = ((), None)
@@ -114,8 +118,9 @@ class TritonEngine(ReferenceEngine):
         bad: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Selected:
-        # where the memory is released as the message is read, one must be written
-        codec = self.codec if self._releases == "read" else replace(self.codec, precision=FP32)
+        codec = self.codec
+        if self._releases != "read":  # else the values to release are read from the message
+            codec = replace(codec, precision=FP32)
         rows = self.layout.rows
         octets = partial(torch.empty, 1, codec.nbytes(rows), dtype=torch.uint8, device=self.device)
         run = MessageRows(codec, rows, octets)
@@ -130,9 +135,9 @@ class TritonEngine(ReferenceEngine):
         bad: Tensor | None = None,
     ) -> Selected:
         self._encode(self.codec, signals, step, bad, run)
-        return Selected(
-            self._nothing, self._indices(run, step) if self.codec.selection.shared else None
-        )
+        if not self.codec.selection.shared:
+            return Selected(self._nothing, None)
+        return Selected(self._nothing, self._indices(run, step))
 
     def inspect(self, signals: Sequence[Tensor | None], runtime: Runtime) -> Verdict:
         status = self.scan(signals, range(len(signals)))
@@ -158,30 +163,32 @@ class TritonEngine(ReferenceEngine):
         return status
 
     def empty(self, step: int) -> Selected:
-        selection, rows = self.codec.selection, self.layout.rows
+        selection = self.codec.selection
+        rows = self.layout.rows
         if not selection.shared:
             return super().empty(step)
-        # by their rule, so that kernels decode here what they decode on the replicas that send
-        # something
+        # indices by their rule, so that all replicas decode by the same kernels
         shared = SharedIndices(selection, rows, step, self._seed, self.device)
-        return Selected(
-            torch.zeros(rows, selection.k, dtype=torch.float32, device=self.device), shared
-        )
+        values = torch.zeros(rows, selection.k, dtype=torch.float32, device=self.device)
+        return Selected(values, shared)
 
     def release(self, selected: Selected, own: Tensor | None) -> None:
-        """Nothing: what was sent has left the memory as it was encoded."""
+        """Does nothing: `encode` subtracts the sent values from memory."""
 
     def own_message(self, run: MessageRows, selected: Selected) -> Received:
-        shared = selected.indices if isinstance(selected.indices, SharedIndices) else None
+        shared = None
+        if isinstance(selected.indices, SharedIndices):
+            shared = selected.indices
         mine = Arrived(self.codec, run.body, run.rows, shared, Mean())  # a kernel reads it in place
-        return Collected(mine, run.owners) if run.owners else mine
+        if run.owners:
+            return Collected(mine, run.owners)
+        return mine
 
     def decode(self, received: Received) -> Tensor:
         if not self.reads(received):
             return super().decode(received)
-        flat = torch.empty(
-            self.layout.rows, self.layout.chunk, dtype=torch.float32, device=self.device
-        )
+        shape = self.layout.rows, self.layout.chunk
+        flat = torch.empty(shape, dtype=torch.float32, device=self.device)
         self._decode(received, "flat", flat=flat)
         return flat
 
@@ -189,7 +196,7 @@ class TritonEngine(ReferenceEngine):
         if not self.reads(received):
             super().write(received, targets)
             return
-        # by way of a copy where no kernel writes
+        # targets that no kernel can write are written by way of a copy
         odd = [i for i, target in enumerate(targets) if not self._is_writable(target)]
         decoded = list(targets)
         for i in odd:
@@ -226,7 +233,8 @@ class TritonEngine(ReferenceEngine):
         """Encodes the coefficients that the memory holds together with those of an update."""
         source = received.source
         assert isinstance(source, Arrived)
-        coding, places = coding_of(source.codec), places_of(source.codec, source.rows)
+        coding = coding_of(source.codec)
+        places = places_of(source.codec, source.rows)
         name = AGGREGATION_NAMES[type(received.aggregation)]
         arrivals = launches.Arrivals(source.body, places, coding, len(source.body), name)
         self._encode(self.codec, [None], step, None, run, arrivals)
@@ -257,25 +265,39 @@ class TritonEngine(ReferenceEngine):
         run: MessageRows,
         arrivals: Any = None,
     ) -> None:
-        memory = self.memory
         self._rotate(codec, step)
-        read = [s if s is None or s.dtype in launching.KIND_OF else s.float() for s in signals]
-        read = [s if s is None else s.contiguous() for s in read]  # copies live until the launch
+        read: list[Tensor | None] = []  # copies live until the launch
+        for signal in signals:
+            if signal is not None:
+                if signal.dtype not in launching.KIND_OF:
+                    signal = signal.float()
+                signal = signal.contiguous()
+            read.append(signal)
+        if bad is None:
+            bad = self._fine
+        residual = None
+        decay = 0.0
+        alpha = 0.0
+        if self.memory:
+            residual = self.memory.residual
+            decay = self.memory.feedback.decay
+            alpha = self.memory.feedback.alpha
         self._coder(codec).encode(
             self._signals.update(read),
-            self._fine if bad is None else bad,
+            bad,
             run.octets[:, run.room :],
             places_of(codec, run.rows, run.owners),
-            memory.residual if memory else None,
-            memory.feedback.decay if memory else 0.0,
-            memory.feedback.alpha if memory else 0.0,
+            residual,
+            decay,
+            alpha,
             release=self._releases,
             negative_zeros=run.negative_zeros,
             arrived=arrivals,
         )
 
     def _indices(self, run: MessageRows, step: int) -> SharedIndices | PackedIndices:
-        rows, codec = self.layout.rows, self.codec
+        rows = self.layout.rows
+        codec = self.codec
         if codec.selection.shared:
             return SharedIndices(codec.selection, rows, step, self._seed, self.device)
         return PackedIndices(codec.index_coding, run.parts[-1][0], rows)
@@ -290,75 +312,84 @@ class TritonEngine(ReferenceEngine):
     ) -> None:
         source = received.source
         assert isinstance(source, Arrived | Sums)
-        codec = source.codec if isinstance(source, Arrived) else self.codec
-        self._rotate(codec, source.shared.step if isinstance(source.shared, SharedIndices) else 0)
-        addresses = self._targets.update(targets) if targets else self._targets
-        # kernels write unseen by autograd; a graph that holds old values must not be used
+        codec = self.codec
+        if isinstance(source, Arrived):
+            codec = source.codec
+        step = 0
+        if isinstance(source.shared, SharedIndices):
+            step = source.shared.step
+        self._rotate(codec, step)
+        addresses = self._targets
+        if targets:
+            addresses = addresses.update(targets)
+        # autograd does not see these writes; a graph with the old values must not be used
         torch.autograd.graph.increment_version(targets)
         if isinstance(source, Sums):
-            values, mean, runs = (
-                source.runs[0][1].flatten().unsqueeze(0),
-                source.aggregation,
-                source.runs,
-            )
-            kept = (
+            _, first = source.runs[0]
+            self._coder(codec).decode(
+                first.flatten().unsqueeze(0),
                 places_of(codec, received.rows),
-                mean.replicas,
+                source.aggregation.replicas,
                 "sum",
                 into,
                 addresses,
                 flat,
                 rates,
                 None,
+                source.runs,
+                source.report,
             )
-            self._coder(codec).decode(values, *kept, runs, source.report)
             return
-        replicas = 1 if received.owners else len(source.body)
-        places = places_of(source.codec, source.rows, received.owners)
+        replicas = len(source.body)
+        if received.owners:
+            replicas = 1
         aggregation = received.aggregation
-        name, weights = (
-            AGGREGATION_NAMES[type(aggregation)],
-            getattr(aggregation, "of_replicas", None),
-        )
-        selection = source.codec.selection
-        few = (
-            isinstance(source.codec.basis, DCT)
-            and isinstance(aggregation, Mean)
-            and not selection.shared
-        )
-        summed = few and replicas * selection.k <= most_summed(selection.chunk)
-        self._coder(source.codec).decode(
+        selection = codec.selection
+        is_sparse_mean = isinstance(aggregation, Mean) and not selection.shared
+        few = replicas * selection.k <= most_summed(selection.chunk)
+        self._coder(codec).decode(
             source.body,
-            places,
+            places_of(codec, source.rows, received.owners),
             replicas,
-            name,
+            AGGREGATION_NAMES[type(aggregation)],
             into,
             addresses,
             flat,
             rates,
-            weights,
-            summed=summed,
+            getattr(aggregation, "of_replicas", None),
+            summed=isinstance(codec.basis, DCT) and is_sparse_mean and few,
         )
 
     def _rotate(self, codec: Codec, step: int) -> None:
-        selection, coder = codec.selection, self._coder(codec)
-        place = selection.phase(step, self._seed) if isinstance(selection, Rotation) else (0, 0, 0)
-        if not selection.shared or coder.rotations.place == place:
+        """Computes the indices of a shared selection at `step`, unless they are there already."""
+        selection = codec.selection
+        coder = self._coder(codec)
+        phase = (0, 0, 0)
+        if isinstance(selection, Rotation):
+            phase = selection.phase(step, self._seed)
+        if not selection.shared or coder.rotations.place == phase:
             return
-        coder.rotations.place = cycle, share, deal = place
-        words, choices = (random_start(self._seed, cycle, which) for which in (0, 1))
-        coder.rotations.rotate(coder.coding, words, choices, share, deal)
+        coder.rotations.place = phase
+        cycle, share, change = phase
+        words = random_start(self._seed, cycle, 0)
+        choices = random_start(self._seed, cycle, 1)
+        coder.rotations.rotate(coder.coding, words, choices, share, change)
 
     def _coder(self, codec: Codec) -> Any:
         """The launches for `codec`, whose rows are those of this engine."""
         if codec not in self._coders:
             compiled = coding_of(codec)
-            side = codec.selection.chunk if isinstance(codec.basis, DCT) else 1
-            matrix, waves = dct_matrix(side, self.device), dct_waves(side, self.device)
-            first = self.codec.selection.first if isinstance(self.codec.selection, Random) else 0
+            side = 1
+            if isinstance(codec.basis, DCT):
+                side = codec.selection.chunk
+            matrix = dct_matrix(side, self.device)
+            waves = dct_waves(side, self.device)
+            first = 0
+            if isinstance(self.codec.selection, Random):
+                first = self.codec.selection.first
             selecting = replace(compiled, basis="none", precision="fp32", block=1)
             room = partial(launches.Rotations.room, selecting, self.device)
-            # of all buckets and owners of a step
+            # shared by all buckets and owners of a step
             rotations = self._runtime.shared(("rotations", selecting), room)
             self._coders[codec] = launches.Coder(
                 compiled,

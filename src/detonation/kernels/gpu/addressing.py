@@ -64,7 +64,8 @@ def slot_of(starts, numels, slots, first, last, CHUNK: tl.constexpr, SEARCH: tl.
 
 @triton.jit
 def rows_of_tile(
-    starts, numels, slots, slot, first, last, row, present, column, CHUNK: tl.constexpr, SEARCH: tl.constexpr,
+    starts, numels, slots, slot, first, last, row, present, column, CHUNK: tl.constexpr,
+    SEARCH: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Rows from `first` up to `last`, of which `slot` mostly holds all: their numbers, their slots,
@@ -220,7 +221,8 @@ def permutation_of_row(start, row):
 
 @triton.jit
 def places_of_row(
-    table, turn, first_row, row, rows, column, CHUNK: tl.constexpr, K: tl.constexpr, SELECTION: tl.constexpr
+    table, turn, first_row, row, rows, column, CHUNK: tl.constexpr, K: tl.constexpr,
+    SELECTION: tl.constexpr
 ):  # fmt: skip
     """The place of each coefficient of some rows among those that all replicas send, -1 for one
     that is not sent.
@@ -238,7 +240,8 @@ def places_of_row(
 
 @triton.jit(do_not_specialize=["words", "choices", "share", "deal"])
 def rotation_kernel(
-    table, turn, words, choices, share, deal, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr,
+    table, turn, words, choices, share, deal, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
+    K: tl.constexpr,
     BITS: tl.constexpr, KIND: tl.constexpr, EACH: tl.constexpr, SOME: tl.constexpr
 ):  # fmt: skip
     """Writes for each coordinate of a row its place among those sent at this step, or -1; `EACH`

@@ -83,7 +83,8 @@ class Inspector:
         self._runs: dict[tuple[int, ...], Tensor] = {}
 
     def seal(
-        self, runs: Sequence[RowRun], nbytes: int, identity: int, schema: int, step: int, origin: int, status: Tensor,
+        self, runs: Sequence[RowRun], nbytes: int, identity: int, schema: int, step: int,
+        origin: int, status: Tensor,
         received: int,
     ) -> None:  # fmt: skip
         """Writes the header of each message before the one of its runs that has room for it; rows
@@ -100,8 +101,10 @@ class Inspector:
         )  # fmt: skip
 
     def inspect(
-        self, runs: Sequence[RowRun], whole: Tensor, nbytes: int, coding: Coding, places: Places, identity: int,
-        schema: int, step: int, place: int, parameters: int, usual: Tensor, signals: bool, limits: Limits,
+        self, runs: Sequence[RowRun], whole: Tensor, nbytes: int, coding: Coding, places: Places,
+        identity: int,
+        schema: int, step: int, place: int, parameters: int, usual: Tensor, signals: bool,
+        limits: Limits,
       ) -> Tensor:  # fmt: skip
         """Joins messages, decides which of them are refused, replaces these by zeros, and returns
         the table of `decide_usable`.
@@ -118,12 +121,16 @@ class Inspector:
         constants = coding.constants
         del constants["BASIS"], constants["SELECTION"]
         launch(
-            inspect_kernel, self._count * PARTS, *_addresses(runs), *self._lines(runs), whole, whole.stride(0),
-            self._columns, self._sums, self._firsts, self._squares, self._faults, PARTS, self._arrivals, scale,
+            inspect_kernel, self._count * PARTS, *_addresses(runs), *self._lines(runs), whole,
+            whole.stride(0),
+            self._columns, self._sums, self._firsts, self._squares, self._faults, PARTS,
+            self._arrivals, scale,
             identity, schema, step, place, nbytes, parameters,
             usual, limits.limit, limits.louder, limits.forget, self._table, self._count,
-            RUNS=len(runs), SKIPPED=CHECKSUM_WORD, JOIN=whole.data_ptr() != runs[0].octets.data_ptr(),
-            ALIGNED=all(is_aligned(run.octets, 4, run.room) for run in runs), **constants, SOME=OCTETS,
+            RUNS=len(runs), SKIPPED=CHECKSUM_WORD,
+            JOIN=whole.data_ptr() != runs[0].octets.data_ptr(),
+            ALIGNED=all(is_aligned(run.octets, 4, run.room) for run in runs), **constants,
+            SOME=OCTETS,
             REPLICAS=power(self._count), SIGNALS=signals,
         )  # fmt: skip
         return self._table
@@ -134,7 +141,8 @@ class Inspector:
         launch(
             weigh_kernel, self._count * PARTS, message, message.stride(0), places.statistics_at,
             places.owned * coding.k, self._squares, PARTS, self._arrivals, weights, self._count,
-            PRECISION=coding.precision, BLOCK=coding.block, ALIGNED=is_aligned(message, 4), LANES=NORM_LANES,
+            PRECISION=coding.precision, BLOCK=coding.block, ALIGNED=is_aligned(message, 4),
+            LANES=NORM_LANES,
             PARTS=NORM_PARTS, REPLICAS=power(self._count),
         )  # fmt: skip
 
@@ -201,9 +209,11 @@ class SumInspector:
             else max(1, min(SCANNING, -(-sum(run.numel() for run in runs) // OCTETS)))
         )
         launch(
-            inspect_sum_kernel, programs, *(number for run in given for number in (run.data_ptr(), run.numel())),
+            inspect_sum_kernel, programs, *(number for run in given for number in (run.data_ptr(),
+            run.numel())),
             digits, report, len(digits), self._faults, programs, self._arrivals,
-            RUNS=len(runs), PRECISION="bf16" if runs[0].dtype == torch.bfloat16 else "fp32", SOME=OCTETS,
+            RUNS=len(runs), PRECISION="bf16" if runs[0].dtype == torch.bfloat16 else "fp32",
+            SOME=OCTETS,
             PARTS=power(programs), DIGITS=power(len(digits)),
         )  # fmt: skip
 
@@ -252,8 +262,10 @@ class Scanner:
         read = [s if s is None else s.contiguous() for s in read]
         table = self._addresses.update(read)
         launch(
-            scan_kernel, self._programs, table.table, slots.starts, slots.numels, self._numbers, slots.count,
-            slots.rows, limit, found, ROW=ROW, ROWS=self._rows, KINDS=table.kinds, SEARCH=slots.search,
+            scan_kernel, self._programs, table.table, slots.starts, slots.numels, self._numbers,
+            slots.count,
+            slots.rows, limit, found, ROW=ROW, ROWS=self._rows, KINDS=table.kinds,
+            SEARCH=slots.search,
         )  # fmt: skip
         return found
 

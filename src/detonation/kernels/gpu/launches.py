@@ -69,8 +69,10 @@ class Rotations:
         each = len(self.table) if INTERPRETED else 1
         bits = (coding.chunk - 1).bit_length()
         launch(
-            rotation_kernel, len(self.table) // each, self.table, self.turn, words, choices, share, deal,
-            CHUNK=coding.chunk, COLUMNS=1 << bits, K=coding.k, BITS=bits, KIND=coding.selection, EACH=each,
+            rotation_kernel, len(self.table) // each, self.table, self.turn, words, choices, share,
+            deal,
+            CHUNK=coding.chunk, COLUMNS=1 << bits, K=coding.k, BITS=bits, KIND=coding.selection,
+            EACH=each,
             SOME=min(16, 1 << bits),
         )  # fmt: skip
 
@@ -181,16 +183,21 @@ class Coder:
         )
         launch(
             encode_kernel, min(units, self._programs),
-            self._scratch if residual is None else residual, signals.table, slots.starts, slots.numels, slots.count,
+            self._scratch if residual is None else residual, signals.table, slots.starts,
+            slots.numels, slots.count,
             slots.rows, status, status.numel(), decay, alpha, self._forward, self._inverse,
             message, message.stride(0), places.statistics_at, places.indices_at,
             places.count, places.turns, places.run, places.owned,
-            self.rotations.table, self.rotations.turn, self.first_row, *self._of_owner, int(negative_zeros),
-            given.message, given.message.stride(0), given.places.statistics_at, given.places.indices_at, given.replicas,
+            self.rotations.table, self.rotations.turn, self.first_row, *self._of_owner,
+            int(negative_zeros),
+            given.message, given.message.stride(0), given.places.statistics_at,
+            given.places.indices_at, given.replicas,
             self._scratch, self._numbers, units,
             **coding.constants, ALIGNED=is_aligned(message, 4), AGGREGATION=given.aggregation,
-            **given.constants, RELEASE=release, MEMORY=residual is not None, KINDS=signals.kinds, SEARCH=slots.search,
-            STATUSES=power(status.numel()), UNIT=self._unit, ROWS=self._together, BYTES=65536 if INTERPRETED else 256,
+            **given.constants, RELEASE=release, MEMORY=residual is not None, KINDS=signals.kinds,
+            SEARCH=slots.search,
+            STATUSES=power(status.numel()), UNIT=self._unit, ROWS=self._together,
+            BYTES=65536 if INTERPRETED else 256,
             warps=8 if self._together == self._rows else 16,
         )  # fmt: skip
 
@@ -230,11 +237,14 @@ class Coder:
             decode_kernel, -(-slots.rows // self._rows),
             message, message.stride(0), places.statistics_at, places.indices_at, replicas,
             places.count, places.turns, places.run, places.owned,
-            placed[0][1].data_ptr(), *(number for row, run in placed[1:] for number in (run.data_ptr(), row)),
+            placed[0][1].data_ptr(), *(number for row,
+            run in placed[1:] for number in (run.data_ptr(), row)),
             self._inverse if report is None else report,
             self._inverse, self.rotations.table, self.rotations.turn, self.first_row,
-            self._inverse if flat is None else flat, targets.table, slots.starts, slots.numels, slots.count, slots.rows,
-            self._inverse if rates is None else rates, self._inverse if weights is None else weights,
+            self._inverse if flat is None else flat, targets.table, slots.starts, slots.numels,
+            slots.count, slots.rows,
+            self._inverse if rates is None else rates,
+            self._inverse if weights is None else weights,
             1 / replicas, **self.coding.constants, ALIGNED=is_aligned(message, 4),
             AGGREGATION=aggregation, INTO=into, KINDS=targets.kinds, SEARCH=slots.search,
             ROWS=self._rows, RUNS=len(runs), SUMMED=summed,

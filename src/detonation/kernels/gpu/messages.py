@@ -49,10 +49,13 @@ def add_run(words, octets, run, line):
 
 @triton.jit
 def read_message(
-    address0, stride0, address1, stride1, address2, stride2, address3, stride3, runs, lines, target, target_stride,
+    address0, stride0, address1, stride1, address2, stride2, address3, stride3, runs, lines,
+    target, target_stride,
     columns, sums, firsts, squares, faults, parts,
-    RUNS: tl.constexpr, SKIPPED: tl.constexpr, JOIN: tl.constexpr, FACTS: tl.constexpr, ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    RUNS: tl.constexpr, SKIPPED: tl.constexpr, JOIN: tl.constexpr, FACTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr,
     WIDTH: tl.constexpr, BITMAP: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
     """Reads messages that lie in up to four runs of rows: sums for the checksum, and facts; `parts`
@@ -109,7 +112,8 @@ def read_message(
             octets = (wide(addresses[run]) + which * wide(strides[run])).to(
                 tl.pointer_type(tl.uint8)
             )
-            square, found = facts_of(octets, runs + 16 * run, part, parts, square, found, ALIGNED, CHUNK, COLUMNS, K,
+            square, found = facts_of(octets, runs + 16 * run, part, parts, square, found, ALIGNED,
+            CHUNK, COLUMNS, K,
                                      PRECISION, BLOCK, WIDTH, BITMAP, SOME)  # fmt: skip
         bits = (tl.max(found & 1, axis=0) | tl.max(found & 2, axis=0)) | tl.max(found & 4, axis=0)
         tl.store(
@@ -185,18 +189,22 @@ def seal_kernel(
         arrivals: `[messages]` int32, see `is_last`.
     """
     read_message(
-        address0, stride0, address1, stride1, address2, stride2, address3, stride3, runs, lines, message, stride,
-        columns, sums, firsts, columns, columns, parts, RUNS, 0, False, False, False, 1, 1, 1, "fp32", 1, 0, False, 1
+        address0, stride0, address1, stride1, address2, stride2, address3, stride3, runs, lines,
+        message, stride,
+        columns, sums, firsts, columns, columns, parts, RUNS, 0, False, False, False, 1, 1, 1,
+        "fp32", 1, 0, False, 1
     )  # fmt: skip
     which = (tl.program_id(0) // parts).to(tl.int64)
     if is_last(arrivals + which, parts):
-        write_header(which, message, stride, columns, sums, firsts, parts, identity, schema, step, origin, nbytes,
+        write_header(which, message, stride, columns, sums, firsts, parts, identity, schema, step,
+        origin, nbytes,
                      status, statuses, received, STATUSES)  # fmt: skip
 
 
 @triton.jit
 def write_header(
-    which, message, stride, columns, sums, firsts, parts, identity, schema, step, origin, nbytes, status, statuses,
+    which, message, stride, columns, sums, firsts, parts, identity, schema, step, origin, nbytes,
+    status, statuses,
     received, STATUSES: tl.constexpr,
 ):  # fmt: skip
     """Writes the header of message number `which`; see `seal_kernel`."""
@@ -227,12 +235,16 @@ def write_header(
     do_not_specialize=[*_ADDRESSES, "lines", "schema", "step", "place", "nbytes", "parameters"]
 )
 def inspect_kernel(
-    address0, stride0, address1, stride1, address2, stride2, address3, stride3, runs, lines, message, stride,
+    address0, stride0, address1, stride1, address2, stride2, address3, stride3, runs, lines,
+    message, stride,
     columns, sums, firsts, squares, faults, parts, arrivals, scale,
-    identity, schema, step, place, nbytes, parameters, usual, limit, louder, forget, table, replicas,
+    identity, schema, step, place, nbytes, parameters, usual, limit, louder, forget, table,
+    replicas,
     RUNS: tl.constexpr, SKIPPED: tl.constexpr, JOIN: tl.constexpr, ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr, BITMAP: tl.constexpr, SOME: tl.constexpr, REPLICAS: tl.constexpr, SIGNALS: tl.constexpr,
+    CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, BITMAP: tl.constexpr, SOME: tl.constexpr, REPLICAS: tl.constexpr,
+    SIGNALS: tl.constexpr,
 ):  # fmt: skip
     """Reads the messages of all replicas, `parts` programs each: its last inspects a message, the
     last of all decides.
@@ -243,13 +255,16 @@ def inspect_kernel(
         arrivals: `[replicas + 1]` int32, see `is_last`.
     """
     read_message(
-        address0, stride0, address1, stride1, address2, stride2, address3, stride3, runs, lines, message, stride,
-        columns, sums, firsts, squares, faults, parts, RUNS, SKIPPED, JOIN, True, ALIGNED, CHUNK, COLUMNS, K,
+        address0, stride0, address1, stride1, address2, stride2, address3, stride3, runs, lines,
+        message, stride,
+        columns, sums, firsts, squares, faults, parts, RUNS, SKIPPED, JOIN, True, ALIGNED, CHUNK,
+        COLUMNS, K,
         PRECISION, BLOCK, WIDTH, BITMAP, SOME
     )  # fmt: skip
     which = tl.program_id(0) // parts
     if is_last(arrivals + which, parts):
-        inspect_message(which, message, stride, columns, sums, firsts, squares, faults, parts, scale, identity, schema,
+        inspect_message(which, message, stride, columns, sums, firsts, squares, faults, parts,
+        scale, identity, schema,
                         step, place, nbytes, parameters, limit, table)  # fmt: skip
         if is_last(arrivals + replicas, replicas):
             decide_messages(
@@ -399,9 +414,11 @@ def seal_sum_kernel(status, statuses, digits, count, first, added, EACH: tl.cons
 
 @triton.jit(do_not_specialize=[*_ADDRESSES, "count0", "count1", "count2", "count3", "count"])
 def inspect_sum_kernel(
-    address0, count0, address1, count1, address2, count2, address3, count3, digits, report, count, faults, parts,
+    address0, count0, address1, count1, address2, count2, address3, count3, digits, report, count,
+    faults, parts,
     arrivals,
-    RUNS: tl.constexpr, PRECISION: tl.constexpr, SOME: tl.constexpr, PARTS: tl.constexpr, DIGITS: tl.constexpr,
+    RUNS: tl.constexpr, PRECISION: tl.constexpr, SOME: tl.constexpr, PARTS: tl.constexpr,
+    DIGITS: tl.constexpr,
 ):  # fmt: skip
     """Reads the sum of an all-reduce, which lies in up to four runs; the last of `parts` programs
     writes the report.
