@@ -25,11 +25,12 @@ from detonation.cluster.interface import (
     Way,
     find_way,
     is_loopback,
+    listener_at,
     loopback_id,
     way_over,
     way_towards,
 )
-from detonation.cluster.position import LaunchPosition, require_known_host
+from detonation.cluster.position import LaunchPosition, joined_address, require_known_host
 from detonation.cluster.processes.failure import RunError
 from detonation.cluster.processes.signals import end_if_asked
 from detonation.cluster.processes.waiting import MEET_LINE_S, Awaited, says_meanwhile
@@ -122,10 +123,7 @@ def reached_store(host: str, port: int) -> TCPStore:
     where = f"{host}:{port}"
     began = time.monotonic()
     due = MEET_LINE_S
-    address = where
-    if ":" in host:
-        address = f"[{host}]:{port}"
-    require_known_host("the address of the store", address)
+    require_known_host("the address of the store", joined_address(host, port))
     while True:
         try:
             socket.create_connection((host, port), timeout=_CONNECT_S).close()
@@ -350,11 +348,11 @@ def _listen(address: str, port: int, one_machine: bool) -> tuple[str, socket.soc
 
     Raises `ValueError` if another process has the port.
     """
-    family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    *_, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     host = str(where[0])
     try:
         if one_machine or is_loopback(address) or not is_loopback(host):
-            return address, _server(host, port, family)
+            return address, _server(host, port)
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
@@ -364,16 +362,13 @@ def _listen(address: str, port: int, one_machine: bool) -> tuple[str, socket.soc
     else:
         way = way_towards(address)
     if way is None or not way.address:
-        return address, _server("", port, socket.AF_INET)
-    family = socket.AF_INET
-    if ":" in way.address:
-        family = socket.AF_INET6
-    return way.address, _server(way.address, port, family)
+        return address, _server("", port)
+    return way.address, _server(way.address, port)
 
 
-def _server(host: str, port: int, family: int) -> socket.socket:
+def _server(host: str, port: int) -> socket.socket:
     try:
-        return socket.create_server((host, port), family=family)
+        return listener_at(host, port)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
