@@ -229,7 +229,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _same_shape(manifest: Manifest, own: Coordinates) -> bool:
-    """Whether this world has as many replicas and shards as the saved one."""
+    """True if this world has as many replicas and shards as the saved one."""
     return (manifest.replicas, manifest.shards) == (own.replicas, own.shards)
 
 

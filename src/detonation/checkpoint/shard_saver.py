@@ -1,5 +1,4 @@
-"""The save of one rank: its data, its file, and the agreement of all ranks that their files make up
-a checkpoint."""
+"""Saving on one rank: its data, its file, and the agreement of all ranks on a checkpoint."""
 
 import contextlib
 import errno
@@ -34,7 +33,7 @@ from detonation.core.optimizer.replicated import Replicated
 
 
 class NotSaved(DetonationError, OSError):
-    """A checkpoint could not be written. The message names it, the reason, and the newest whole one.
+    """A checkpoint was not written. The message has the reason and the newest whole checkpoint.
 
     errno: number of the system's error, if one was the reason.
     """
@@ -136,7 +135,7 @@ class ShardSaver:
         self._volumes: Volumes | None = None
 
     def save(self, job: SaveJob) -> Path:
-        """Saves `job`. Collective; the leader of each volume makes, renames and removes directories.
+        """Saves `job`. Collective; one rank of each volume makes, renames and removes directories.
 
         All manifests are on the disk before the first one gets its final name, and all have it
         before an older checkpoint is removed. So whenever a node fails, one checkpoint is whole on

@@ -327,7 +327,7 @@ def _must_agree(file: ShardReader, described: Manifest) -> list[str]:
 
 
 def _equal(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors are equal bit for bit: NaN equals itself, and 0.0 differs from -0.0."""
+    """True if two tensors are equal bit for bit: NaN equals itself, and 0.0 differs from -0.0."""
     same = (first.shape, first.dtype) == (second.shape, second.dtype)
     return same and torch.equal(first.view(-1).view(torch.uint8), second.view(-1).view(torch.uint8))
 

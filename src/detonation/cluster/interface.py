@@ -91,7 +91,7 @@ def way_over(interface: str, host: str = "") -> Way:
 
 
 def find_way(host: str) -> Way | None:
-    """Like `way_towards`, but raises `ValueError` with the host and the interfaces if there is none.
+    """Like `way_towards`, but raises `ValueError`, with the interfaces, if there is no way.
 
     None on systems other than Linux, which do not list addresses: the network library then chooses.
     """
