@@ -8,6 +8,7 @@ import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,21 +157,19 @@ class ShardSaver:
         step = job.step
         volumes = self._volumes = self._volumes or self._survey(job)
         leads = volumes.leads(self._texts.rank)
-        self._agree(job, volumes, leads, lambda: retention.begin(directory, step))
-        reports = self._agree(job, volumes, True, lambda: self._write_shard(job))
+        agree = partial(self._agree, job, volumes)
+        agree(leads, lambda: retention.begin(directory, step))
+        reports = agree(True, lambda: self._write_shard(job))
         made: list[str] = []
-        self._agree(
-            job,
-            volumes,
+        agree(
             self._texts.rank == 0,
             lambda: made.append(job.manifest(reports, volumes).dumps()),
         )
-        if volumes.shared:
-            manifest = "".join(made)
-        else:
-            manifest = self._texts.broadcast("".join(made))
-        self._agree(job, volumes, leads, lambda: retention.put_manifest(directory, step, manifest))
-        reports = self._agree(job, volumes, leads, lambda: _commit(directory, step))
+        manifest = "".join(made)
+        if not volumes.shared:
+            manifest = self._texts.broadcast(manifest)
+        agree(leads, lambda: retention.put_manifest(directory, step, manifest))
+        reports = agree(leads, lambda: _commit(directory, step))
         if leads:
             common = _common([report["steps"] for report in reports if "steps" in report])
             retention.retire(

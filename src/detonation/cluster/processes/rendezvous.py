@@ -34,6 +34,7 @@ from detonation.cluster.position import LaunchPosition, joined_address, require_
 from detonation.cluster.processes.failure import RunError
 from detonation.cluster.processes.signals import end_if_asked
 from detonation.cluster.processes.waiting import MEET_LINE_S, Awaited, says_meanwhile
+from detonation.core.flat.written import first_names
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 INTERFACES = (GLOO_INTERFACE, "NCCL_SOCKET_IFNAME")
@@ -316,11 +317,8 @@ def _wait_until_read(store: Store, rank: int, world_size: int) -> None:
 
 def describe_ways(ways: Sequence[str], store: str) -> str:
     """Describes in one line where the ranks of several machines listen."""
-    machines = list(dict.fromkeys(way or "an interface of gloo's choice" for way in ways))
-    shown = ", ".join(machines[:_MOST_WAYS])
-    if len(machines) > _MOST_WAYS:
-        shown += f" and {len(machines) - _MOST_WAYS} more"
-    return f"listening on {shown}, towards {store}"
+    machines = dict.fromkeys(way or "an interface of gloo's choice" for way in ways)
+    return f"listening on {first_names(machines, _MOST_WAYS)}, towards {store}"
 
 
 def _own_way(asked: str, host: str) -> tuple[Way | None, str]:
