@@ -1,8 +1,8 @@
 """DeToNATION: train PyTorch models sharded inside the node, and let nodes exchange only what
 matters.
 
-The public names stand in `__init__.pyi` and are loaded on first use, so that `detonation --help`
-does not wait for torch. Users import this face; nothing inside the package does.
+`__init__.pyi` lists the public names. Each is loaded at its first use, so that `detonation --help`
+does not wait for torch. Nothing inside the package imports this module.
 """
 
 # Nothing is imported here: until `interrupts` is, Ctrl-C ends a command with a traceback.

@@ -9,7 +9,7 @@ INTERRUPTED = 130
 
 
 def main() -> int:
-    """Runs the command line; names the missing extra where the library was installed alone."""
+    """Runs the command line. Names the extra to install if its packages are missing."""
     end_at_once()
     try:
         code = _run()
@@ -18,7 +18,7 @@ def main() -> int:
         code = INTERRUPTED
     finally:
         let_kernel_end()
-    if code == INTERRUPTED:  # libraries may still compute, which an ordinary end may not survive
+    if code == INTERRUPTED:  # the interpreter may hang at its end while libraries still compute
         print(end="", flush=True)
         os._exit(code)
     return code

@@ -1,6 +1,6 @@
-"""Choosing by name: from a table of functions, or as "package.module:function".
+"""Functions by name: from a table, or as "package.module:function".
 
-Pure Python, a leaf.
+Pure Python; it imports no other module of the package.
 """
 
 import difflib
@@ -38,7 +38,7 @@ def unknown(kind: str, name: str, valid: Iterable[str]) -> ValueError:
 
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:
-    """A question about the nearest of `names`; "" if none is near.
+    """Suggests the nearest of `names` in a question; "" if none is near.
 
     >>> did_you_mean("quik-lm", ["quick-lm", "moe-lm"]), did_you_mean("x", ["quick-lm"])
     (", did you mean 'quick-lm'?", '')
@@ -51,8 +51,8 @@ def did_you_mean(name: str, names: Sequence[str]) -> str:
 
 
 def needs(module: str, extra: str) -> ModuleType:
-    """Imports an optional module; raises `ValueError` with the `extra` that installs it where it is
-    missing.
+    """Imports an optional module. If it is missing, raises `ValueError` with the `extra` that
+    installs it.
 
     >>> needs("json", "data").__name__
     'json'
@@ -68,13 +68,12 @@ def needs(module: str, extra: str) -> ModuleType:
 
 
 def first_line(error: Exception) -> str:
-    """First line of an error, of libraries that write many; its kind, where it says nothing."""
+    """First line of the message of an error; its class if the message is empty."""
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 def checks_keywords(kind: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """A decorator: a keyword that the function does not take is a `TypeError` that lists the valid
-    ones.
+    """Makes a decorator that raises `TypeError`, with the valid names, for an unknown keyword.
 
     `kind` is the noun for the error.
 
@@ -107,8 +106,8 @@ def make(
     """Calls `table[name](**arguments)` after checking the name and the name of each argument.
 
     Raises:
-        ValueError: An unknown name, an unknown argument or a missing one; errors of the function
-            itself pass through.
+        ValueError: The name or an argument is unknown, or an argument is missing. Errors of the
+            function itself are not caught.
     """
     if name not in table:
         raise unknown(kind, name, table)
@@ -125,19 +124,20 @@ def make(
 
 
 def plain_types(value: object, hint: Any) -> str:
-    """Plain types of annotation `hint` in words, where `value` has none of them; "" if it
-    has, or none is plain.
+    """Plain types of the annotation `hint` in words, if `value` has none of them; "" if it has one,
+    or if a type is not plain.
 
-    An int is a float, too, and a bool is no int.
+    An int counts as a float, but a bool does not count as an int.
 
     >>> plain_types("x", int | None), plain_types(3, float), plain_types(True, int)
     ('a whole number', '', 'a whole number')
     """
+    kinds = {hint}
     if get_origin(hint) in (Union, UnionType):
         kinds = set(get_args(hint))
-    else:
-        kinds = {hint}
-    accepted = kinds | ({int} if float in kinds else set())
+    accepted = set(kinds)
+    if float in kinds:
+        accepted.add(int)
     if not kinds <= {*_PLAIN, NoneType} or type(value) in accepted:
         return ""
     return " or ".join(sorted(_PLAIN[kind] for kind in kinds if kind is not NoneType))
@@ -146,10 +146,9 @@ def plain_types(value: object, hint: Any) -> str:
 def find_function(
     kind: str, name: str, table: Mapping[str, Callable[..., _T]]
 ) -> Callable[..., _T]:
-    """Function called `name`: of `table`, or of a module that the name spells.
+    """Function called `name` in `table`, or the one that "package.module:function" names.
 
-    Raises `ValueError` for a name that is no key of `table`, nor "package.module:function"; `kind`
-    is the noun for it.
+    Raises `ValueError` for any other name; `kind` is the noun for the error.
 
     >>> find_function("number", "math:floor", {"int": int})(2.5)
     2
@@ -168,8 +167,8 @@ def imported(name: str) -> Callable[..., Any]:
     """Function that "package.module:function" names.
 
     Raises:
-        ValueError: The module does not exist, or has no such function; errors of the module itself
-            pass through.
+        ValueError: The module does not exist, or has no such function. Errors of the module itself
+            are not caught.
     """
     module, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), attribute)):

@@ -1,7 +1,4 @@
-"""Errors that this library names.
-
-A face, like `detonation` itself: nothing inside the package imports it.
-"""
+"""Public names of this library's errors. Nothing inside the package imports this module."""
 
 from detonation.checkpoint.files.shard_file import CorruptCheckpoint
 from detonation.checkpoint.newest import NoCheckpoint

@@ -1,7 +1,4 @@
-"""Parts for a scheme, basis, selection, aggregation or axis of your own (docs/extending.md).
-
-A face, as `detonation`.
-"""
+"""Public names for your own scheme, basis, selection, aggregation or axis (docs/extending.md)."""
 
 from detonation.core.codec.aggregate import AGGREGATIONS, Aggregation, Mean, NormWeighing
 from detonation.core.codec.basis import DCT, Basis, Identity, TileDCT

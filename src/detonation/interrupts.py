@@ -1,13 +1,15 @@
-"""What Ctrl-C, SIGTERM and SIGUSR1 do to a process that runs a command. Pure Python, a leaf.
+"""Effects of Ctrl-C, SIGTERM and SIGUSR1 on a process that runs a command. Pure Python; it imports
+no other module of the package.
 
 A process is in one of three states:
 
-- at once (`end_at_once`): from its first instruction on. One line, and exit code 128 + n.
+- at once (`end_at_once`): from its first instruction on, a signal ends it with one line and exit
+  code 128 + n.
 - raising (`raising`): the main thread has children or folders to remove, so a signal raises there.
-- noted (`watched`): a training saves, and ends; see `stoppable` in cluster/processes/signals.py.
+- watched (`watched`): training saves and ends; see `stoppable` in cluster/processes/signals.py.
 
-An exception alone is not enough in the first state: imports and libraries catch it, and a main
-thread that waits in C does not raise it.
+An exception is not enough in the first state: imports and libraries catch it, and a main thread
+that waits in C does not raise it.
 """
 
 import os
@@ -31,7 +33,7 @@ def nothing(*_: object) -> None:
 
 _before_end: Callable[[], None] = nothing
 _ending = threading.RLock()
-"""Taken, and never given back, by the thread that ends this process: one end has the last word."""
+"""Acquired, and never released, by the one thread that ends this process."""
 
 _receivers: list[Callable[[int], object]] = []
 _watch: "_Watch | None" = None
@@ -39,7 +41,7 @@ _speaks = False
 
 
 def end_at_once() -> None:
-    """From now on each signal ends this process with one line and code 128 + n; see `end`.
+    """Makes each signal end this process with one line and code 128 + n; see `end`.
 
     Signals that were ignored before stay ignored, as under nohup. Forks have the handlers from
     before this call.
@@ -54,13 +56,13 @@ def end_at_once() -> None:
 def open_closed_streams() -> None:
     """Opens standard streams that were closed, as by `>&-`.
 
-    Otherwise the next pipe or socket would get number 1, and what a library prints.
+    Otherwise the next pipe or socket would get number 1, and the output of libraries.
     """
     for number in range(3):
         with suppress(OSError):
             os.fstat(number)
             continue
-        os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+        os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115
     if sys.stderr is None:
@@ -68,9 +70,9 @@ def open_closed_streams() -> None:
 
 
 def let_kernel_end() -> None:
-    """From now on the kernel ends this process: the interpreter shuts down and runs no handlers.
+    """Restores the default actions of signals, because the interpreter shuts down.
 
-    Does not return where a signal is ending the process already.
+    Does not return if a signal is already ending the process.
     """
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
@@ -92,8 +94,8 @@ def call_before_end(act: Callable[[], None]) -> None:
 def end(number: int) -> NoReturn:
     """Ends this process now, from any thread, with code 128 + `number`.
 
-    A command says so in one line, once for the ranks that a launcher started on this machine. Does
-    not return, and says nothing, where another thread is ending the process already.
+    A command prints one line, only from the first of the ranks that a launcher started on this
+    machine. If another thread is already ending the process, this waits for that.
     """
     begin_end()
     _before_end()
@@ -106,7 +108,7 @@ def end(number: int) -> NoReturn:
 
 
 def ended_by(number: int) -> str:
-    """Cause of the end in words.
+    """Says in words which signal ended the process.
 
     >>> ended_by(signal.SIGINT), ended_by(signal.SIGTERM)
     ('interrupted', 'ended by SIGTERM')
@@ -118,10 +120,10 @@ def ended_by(number: int) -> str:
 
 @contextmanager
 def watched(receive: Callable[[int], object]) -> Iterator[None]:
-    """Inside the block each signal calls `receive(number)` in another thread. Main thread only.
+    """Inside the block, each signal calls `receive(number)` in another thread. Main thread only.
 
-    Python runs handlers between two of its own instructions, and a rank may wait inside the
-    network library for long. So the C handler writes into a pipe, which another thread reads.
+    Python runs handlers between two instructions of the main thread, which may wait long inside the
+    network library. So the C handler writes to a pipe, which another thread reads.
     """
     _receivers.append(receive)
     begun = _watch is None
@@ -130,7 +132,7 @@ def watched(receive: Callable[[int], object]) -> Iterator[None]:
     try:
         yield
     finally:
-        if receive in _receivers:  # a fork has none
+        if receive in _receivers:  # a forked child has cleared the list
             _receivers.remove(receive)
         if begun and _watch is not None:
             _watch.close()
@@ -138,7 +140,7 @@ def watched(receive: Callable[[int], object]) -> Iterator[None]:
 
 @contextmanager
 def raising(handlers: Mapping[int, Any] | None = None) -> Iterator[None]:
-    """Inside the block signals raise in the main thread: KeyboardInterrupt, or SystemExit(128 + n).
+    """Inside the block, signals raise in the main thread: KeyboardInterrupt or SystemExit(128 + n).
 
     handlers: for other signals, or for some of these. No effect outside the main thread.
     """
@@ -170,7 +172,7 @@ def _begin() -> None:
 
 
 class _Watch:
-    """Handlers, the pipe and the thread that reads it."""
+    """Handlers of signals, a pipe, and the thread that reads it."""
 
     def __init__(self) -> None:
         self._receiver, self._sender = os.pipe()
@@ -183,7 +185,7 @@ class _Watch:
 
     def _read(self) -> None:
         while data := os.read(self._receiver, 1):
-            if data[0] in SIGNALS and _receivers:  # SIGCHLD has a handler in some programs
+            if data[0] in SIGNALS and _receivers:  # other signals, such as SIGCHLD, arrive, too
                 _receivers[-1](data[0])
 
     def undo(self) -> None:
@@ -196,11 +198,12 @@ class _Watch:
 
     def close(self) -> None:
         self.undo()
-        self._thread.join()  # it reads all that has arrived
+        self._thread.join()  # after it has read everything in the pipe
         os.close(self._receiver)
 
     def forget(self) -> None:
-        """Undoes it in a fork, which has no such thread and shares the pipe with its parent."""
+        """Undoes it in a forked child, which has no such thread and shares the pipe with its
+        parent."""
         self.undo()
         os.close(self._receiver)
 
@@ -215,11 +218,11 @@ def _forget() -> None:
         _watch.forget()
 
 
-# A signal to a fork, such as the end of a worker of a pool, asks nobody else to stop.
+# A signal to a forked child, such as the end of a pool's worker, must not stop the parent.
 os.register_at_fork(after_in_child=_forget)
 
 
 def _write(descriptor: int, text: str) -> None:
-    """Writes past Python's streams, whose locks another thread may hold."""
+    """Writes without Python's streams, whose locks another thread may hold."""
     with suppress(OSError):
         os.write(descriptor, text.encode())

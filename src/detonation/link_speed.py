@@ -1,7 +1,4 @@
-"""Link speed: rate and latency of one tier of the network.
-
-Pure arithmetic for planner, emulation and probe.
-"""
+"""Link speed: rate and latency of one tier of the network, for planner, emulation and probe."""
 
 import math
 import re
@@ -19,10 +16,11 @@ SLOW_BACKENDS = ("gloo",)
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """Rate at which a node sends and receives at the same time, and the latency.
+    """Rate and latency of the link of a node, which sends and receives at the same time.
 
     Args:
-        rate_bits_per_s: Above 0, may be infinite; shared by all local ranks of the node.
+        rate_bits_per_s: In each direction, shared by all ranks of the node; above 0, may be
+            infinite.
         latency_s: One way, at least 0.
 
     Raises:
@@ -43,13 +41,13 @@ class LinkSpeed:
         """Parses a rate and an optional latency: "100mbit,5ms", "1Gbit/s", "20Mbps", "56kbit,
         0.2s".
 
-        >>> LinkSpeed.parse("100mbit,5ms") == LinkSpeed.parse("0.1 Gbit/s, 5ms") == LinkSpeed(1e8, 0.005)
+        >>> LinkSpeed.parse("0.1 Gbit/s, 5ms") == LinkSpeed.parse("100mbit,5ms")
         True
         """
-        found = _FORM.fullmatch(text)
         try:
-            rate, unit, latency, time = found.groups() if found else (None,) * 4
-            assert rate is not None and unit is not None
+            found = _FORM.fullmatch(text)
+            assert found is not None
+            rate, unit, latency, time = found.groups()
             seconds = 0.0
             if latency and time:
                 seconds = float(latency) / _PER_SECOND[time.lower()]
@@ -61,8 +59,7 @@ class LinkSpeed:
             ) from error
 
     def seconds(self, nbytes: float, hops: int) -> float:
-        """Seconds that a node's `nbytes` take over a path of `hops` messages, each after the one
-        before."""
+        """Seconds to send `nbytes` over a path of `hops` messages, one after another."""
         return 8 * nbytes / self.rate_bits_per_s + hops * self.latency_s
 
     def __str__(self) -> str:
@@ -76,10 +73,10 @@ class LinkSpeed:
 
 
 def hops(kind: str, replicas: int) -> int:
-    """Number of messages of one exchange that follow one another, on a ring.
+    """Number of messages of one exchange that are sent one after another, on a ring.
 
-    R - 1 for an all-gather and twice as many for an all-reduce; through owners 1 for all slices at
-    once, then R - 1.
+    It is R - 1 for an all-gather and twice as many for an all-reduce. Through owners it is 1 for
+    all slices at once, and then R - 1.
 
     >>> hops("all-reduce", 4), hops("all-gather", 4), hops("owner", 4)
     (6, 3, 4)

@@ -1,7 +1,4 @@
-"""Every scheme, each a function of its arguments.
-
-A face, like `detonation` itself, which has the ones most used.
-"""
+"""Public names of all schemes, each a function of its arguments. `detonation` has the main ones."""
 
 from detonation.core.schemes.compressed import muloco, sparseloco, sparta
 from detonation.core.schemes.gradients import decoupled_adamw, demo, full, loco, none

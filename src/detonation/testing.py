@@ -1,8 +1,6 @@
-"""Laws as a test helper: `check_scheme` holds a scheme, also one's own, to them in this
-process.
+"""Test helper: `check_scheme` checks the laws for any scheme, such as your own, in this process.
 
-Nothing inside the package imports this module; it needs torch alone, so that it runs in any test
-suite.
+It needs only torch, so it runs in any test suite. Nothing inside the package imports this module.
 """
 
 import threading
@@ -36,18 +34,18 @@ class LawBroken(AssertionError):
 def check_scheme(
     scheme: Scheme, replicas: int = 3, steps: int = 4, device: torch.device | str = "cpu"
 ) -> None:
-    """Holds `scheme` to the laws of docs/design.md, on awkward shapes and among simulated replicas.
+    """Checks the laws of docs/design.md for `scheme`, on odd shapes and with simulated replicas.
 
     Laws 1 (nothing is lost), 2 (replicas agree), 3 (everyone is heard), 4 (a message owns its
     memory and its size is known), 5 (never larger than dense, of what it counts), 9 (private state
     is saved and resumes exactly), 10 (absent is zero) and 11 (zero is zero: the precision is odd),
-    and that name and arguments spell the scheme.
+    and that name and arguments make an equal scheme.
 
     Args:
         scheme: Made by a registered function.
-        replicas: Of the simulated world, at least 1.
-        steps: Of training in it.
-        device: Where tensors and arithmetic are: "cpu", "cuda" or another accelerator.
+        replicas: Number of simulated replicas, at least 1.
+        steps: Number of simulated training steps.
+        device: Device of the tensors: "cpu", "cuda" or another accelerator.
 
     Raises:
         LawBroken: A law does not hold.
@@ -202,13 +200,14 @@ def _signals(layout: Layout, seed: int, device: torch.device) -> list[Tensor]:
 
 
 def _sent(scheme: Scheme, flat: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """Update that one message makes alone, and that message."""
+    """Update from one message alone, and that message."""
     codec = scheme.codec
     selected = codec.select(flat, step, 0)
     message = codec.encode(selected)
-    received = codec.received(
-        [message], len(flat), selected.indices if codec.selection.shared else None, Mean()
-    )
+    indices = None
+    if codec.selection.shared:
+        indices = selected.indices
+    received = codec.received([message], len(flat), indices, Mean())
     return codec.basis.inverse(aggregate(received.whole(), Mean(), codec.selection.chunk)), message
 
 

@@ -1,8 +1,8 @@
-"""One way to files: no link is followed, no pipe waited for, no device read.
+"""Opens files safely: it follows no link, waits for no pipe and reads no device.
 
-A run directory may be a stranger's, and any entry in it a link to a file of the user, a pipe or a
-device. Files that the user names may be links: those who read them say so. What is written is whole
-or not there. Pure Python, a leaf.
+A run directory may come from a stranger, and an entry in it may be a link to a file of the user, a
+pipe or a device. Files that the user names may be links if the caller allows it. A file is written
+whole or not at all. Pure Python; it imports no other module of the package.
 """
 
 import errno
@@ -18,9 +18,9 @@ PROBE = ".volume-"
 """How the names of files begin that a start writes to find out who may write in a directory, and
 who shares it. One may remain of a start that was killed."""
 MOST_TEXT = 1 << 26
-"""Largest file of settings that is read, in bytes."""
+"""Largest size of a file of settings, in bytes."""
 MOST_RECORDS = 1 << 32
-"""Largest file of records that is read, in bytes."""
+"""Largest size of a file of records, in bytes."""
 _LINK = "it is a link, which is not followed"
 _ODD = "it is no ordinary file"
 
@@ -28,13 +28,12 @@ _ODD = "it is no ordinary file"
 def opened(
     path: Path, flags: int = os.O_RDONLY, links: bool = False, permissions: int = 0o666
 ) -> int:
-    """A descriptor of the ordinary file at `path`, as of `os.open`.
+    """Opens the ordinary file at `path`, like `os.open`; returns its descriptor.
 
-    Raises `OSError` at once for a directory, pipe, socket or device, and a link unless `links`.
+    Raises `OSError` at once for a directory, pipe, socket or device, and for a link unless `links`.
     """
-    if links:
-        follows = 0
-    else:
+    follows = 0
+    if not links:
         follows = os.O_NOFOLLOW
     try:
         descriptor = os.open(path, flags | follows | os.O_NONBLOCK | os.O_CLOEXEC, permissions)
@@ -52,30 +51,30 @@ def opened(
 
 
 def reading(path: Path, links: bool = False) -> BufferedReader:
-    """Ordinary file at `path`, open to be read. Raises `OSError` as `opened` does."""
+    """Opens the ordinary file at `path` for reading. Raises `OSError` as `opened` does."""
     return os.fdopen(opened(path, links=links), "rb")
 
 
 def new_file(path: Path) -> int:
-    """A descriptor of a new file, to be written. Raises `OSError` if there is an entry."""
+    """Makes a file and returns a descriptor to write it. Raises `OSError` if the entry exists."""
     return opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
 
 def replaced(path: Path) -> int:
-    """A descriptor of a new file at `path`, to be written; an entry that was there is removed."""
+    """Removes an entry at `path`, makes a new file, and returns a descriptor to write it."""
     path.unlink(missing_ok=True)
     return new_file(path)
 
 
 def open_lock(path: Path) -> IO[str]:
-    """Ordinary file at `path`, which is made where there is none, to be locked and written."""
+    """Opens the ordinary file at `path` to lock and write it; makes it if it is missing."""
     return os.fdopen(opened(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+")
 
 
 def read_bytes(path: Path, most: int = MOST_TEXT, links: bool = False) -> bytes:
     """Content of the ordinary file at `path`.
 
-    Raises `OSError` as `opened` does, and where it has more than `most` bytes.
+    Raises `OSError` as `opened` does, and if it has more than `most` bytes.
     """
     with reading(path, links) as file:
         if os.fstat(file.fileno()).st_size > most:
@@ -94,23 +93,26 @@ def read_text(
 
 
 def read_json(path: Path) -> Any:
-    """Content of the ordinary file at `path`.
+    """Parses the ordinary file at `path` as JSON.
 
-    Raises as `read_text` does, and `ValueError` where it is no JSON.
+    Raises as `read_text` does, and `ValueError` if it is no JSON.
     """
     return json.loads(read_text(path))
 
 
 def write_whole(path: Path, content: bytes | bytearray | Iterable[memoryview]) -> None:
-    """Puts `content`, or its parts one after another, at `path`, on the disk when it returns.
+    """Writes `content`, or its parts one after another, to `path`, and waits until it is on the
+    disk.
 
-    After a crash there is the old file or the new one. A link at `path` is replaced, and not
-    followed. Raises `OSError` if it cannot; then the old file stays, and nothing lies beside it.
+    After a crash there is the old file or the new one. A link at `path` is replaced, not followed.
+    Raises `OSError` if it fails; then the old file stays, and no partial file.
     """
+    if isinstance(content, bytes | bytearray):
+        content = [memoryview(content)]
     part = path.with_name(path.name + ".part")
     try:
         with os.fdopen(replaced(part), "wb") as file:
-            file.writelines([content] if isinstance(content, bytes | bytearray) else content)
+            file.writelines(content)
             file.flush()
             os.fsync(file.fileno())
             if not os.path.samestat(os.fstat(file.fileno()), os.lstat(part)):
@@ -127,7 +129,7 @@ def sync_entries(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # of a file system that does that for files alone
+        if error.errno != errno.EINVAL:  # some file systems support it for files only
             raise
     finally:
         os.close(descriptor)

@@ -86,7 +86,7 @@ def elastic_axis(optimizer: Replicated) -> ElasticCommunicator | None:
 
 
 def texts_between(model: nn.Module, optimizer: Replicated) -> TextExchange:
-    """Exchange of texts between all ranks that train `model`, over an elastic axis if it has one."""
+    """Exchange of texts between all ranks that train `model`, over its elastic axis if any."""
     elastic = elastic_axis(optimizer)
     if elastic is not None:
         return elastic.texts()

@@ -23,6 +23,7 @@ from detonation.checkpoint.snapshot import (
     weights,
 )
 from detonation.core.flat.tensors import local
+from detonation.core.flat.written import first_names
 from detonation.core.link.coordinates import Coordinates
 from detonation.core.memory import require_same_keys
 from detonation.core.optimizer.gathered import local_parameters
@@ -205,8 +206,8 @@ def _other_groups(saved: Sequence[Any], own: Sequence[Sequence[str]]) -> str:
     missing, added = ([name for name in a if name not in {*b}] for a, b in ((was, now), (now, was)))
     if missing or added:
         words = [
-            (f"{_few(missing)}, which this one lacks", missing),
-            (f"without {_few(added)}", added),
+            (f"{first_names(missing)}, which this one lacks", missing),
+            (f"without {first_names(added)}", added),
         ]
         return "other parameters: " + ", and ".join(text for text, names in words if names)
     sizes = [
@@ -220,16 +221,8 @@ def _other_groups(saved: Sequence[Any], own: Sequence[Sequence[str]]) -> str:
     return f"other parameter groups: of {sizes[0]} parameters, here of {sizes[1]}{order}"
 
 
-def _few(names: Sequence[str]) -> str:
-    """First three names, and the number of the others."""
-    more = ""
-    if len(names) > 3:
-        more = f" and {len(names) - 3} more"
-    return ", ".join(names[:3]) + more
-
-
 def _same_shape(manifest: Manifest, own: Coordinates) -> bool:
-    """Whether this world has as many replicas and shards as the saved one."""
+    """True if this world has as many replicas and shards as the saved one."""
     return (manifest.replicas, manifest.shards) == (own.replicas, own.shards)
 
 

@@ -1,5 +1,4 @@
-"""The save of one rank: its data, its file, and the agreement of all ranks that their files make up
-a checkpoint."""
+"""Saving on one rank: its data, its file, and the agreement of all ranks on a checkpoint."""
 
 import contextlib
 import errno
@@ -9,6 +8,7 @@ import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from detonation.core.optimizer.replicated import Replicated
 
 
 class NotSaved(DetonationError, OSError):
-    """A checkpoint could not be written. The message names it, the reason, and the newest whole one.
+    """A checkpoint was not written. The message has the reason and the newest whole checkpoint.
 
     errno: number of the system's error, if one was the reason.
     """
@@ -136,7 +136,7 @@ class ShardSaver:
         self._volumes: Volumes | None = None
 
     def save(self, job: SaveJob) -> Path:
-        """Saves `job`. Collective; the leader of each volume makes, renames and removes directories.
+        """Saves `job`. Collective; one rank of each volume makes, renames and removes directories.
 
         All manifests are on the disk before the first one gets its final name, and all have it
         before an older checkpoint is removed. So whenever a node fails, one checkpoint is whole on
@@ -157,21 +157,19 @@ class ShardSaver:
         step = job.step
         volumes = self._volumes = self._volumes or self._survey(job)
         leads = volumes.leads(self._texts.rank)
-        self._agree(job, volumes, leads, lambda: retention.begin(directory, step))
-        reports = self._agree(job, volumes, True, lambda: self._write_shard(job))
+        agree = partial(self._agree, job, volumes)
+        agree(leads, lambda: retention.begin(directory, step))
+        reports = agree(True, lambda: self._write_shard(job))
         made: list[str] = []
-        self._agree(
-            job,
-            volumes,
+        agree(
             self._texts.rank == 0,
             lambda: made.append(job.manifest(reports, volumes).dumps()),
         )
-        if volumes.shared:
-            manifest = "".join(made)
-        else:
-            manifest = self._texts.broadcast("".join(made))
-        self._agree(job, volumes, leads, lambda: retention.put_manifest(directory, step, manifest))
-        reports = self._agree(job, volumes, leads, lambda: _commit(directory, step))
+        manifest = "".join(made)
+        if not volumes.shared:
+            manifest = self._texts.broadcast(manifest)
+        agree(leads, lambda: retention.put_manifest(directory, step, manifest))
+        reports = agree(leads, lambda: _commit(directory, step))
         if leads:
             common = _common([report["steps"] for report in reports if "steps" in report])
             retention.retire(

@@ -21,6 +21,7 @@ from detonation.checkpoint.files.shard_file import CorruptCheckpoint, TensorFile
 from detonation.checkpoint.newest import Found
 from detonation.checkpoint.snapshot import entry_of, weights
 from detonation.core.flat.tensors import local
+from detonation.core.flat.written import first_names
 from detonation.core.link.coordinates import Coordinates
 from detonation.gates.closeness import tolerance
 from detonation.whole_files import read_text
@@ -63,10 +64,7 @@ class VerifyReport:
             return f"{self.path}: not whole: {'; '.join(self.faults)}"
         whole = "whole"
         if self.elsewhere:
-            more = ""
-            if len(self.elsewhere) > 1:
-                more = f" and {len(self.elsewhere) - 1} more"
-            whole = f"whole on this node ({self.elsewhere[0]}{more} are on other nodes)"
+            whole = f"whole on this node ({first_names(self.elsewhere, 1)} are on other nodes)"
         if self.differences:
             return f"{self.path}: {whole}, but replicas differ: {'; '.join(self.differences)}"
         return f"{self.path}: {whole}, {self.uncompared or self._agreement()}"
@@ -243,12 +241,9 @@ class _Comparison:
                 raise CorruptCheckpoint(f"replicas {lowest} and {replica} have other tensors")
             unequal = self._unequal(keys, first, other)
             if unequal:
-                more = ""
-                if len(unequal) > 1:
-                    more = f" and {len(unequal) - 1} more"
                 self.differences.append(
-                    f"{unequal[0]}{more} on replica {replica}, shard {shard} (compared with replica"
-                    f" {lowest})"
+                    f"{first_names(unequal, 1)} on replica {replica}, shard {shard} (compared with"
+                    f" replica {lowest})"
                 )
 
     def _unequal(self, keys: Sequence[str], first: ShardReader, other: ShardReader) -> list[str]:
@@ -327,7 +322,7 @@ def _must_agree(file: ShardReader, described: Manifest) -> list[str]:
 
 
 def _equal(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors are equal bit for bit: NaN equals itself, and 0.0 differs from -0.0."""
+    """True if two tensors are equal bit for bit: NaN equals itself, and 0.0 differs from -0.0."""
     same = (first.shape, first.dtype) == (second.shape, second.dtype)
     return same and torch.equal(first.view(-1).view(torch.uint8), second.view(-1).view(torch.uint8))
 

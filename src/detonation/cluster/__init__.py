@@ -1,2 +1,1 @@
-"""Processes of a run and the network between them: start, meet, lay out on a mesh, watch each
-other, end."""
+"""Processes of a run and the network between them: start, rendezvous, mesh, heartbeat and end."""

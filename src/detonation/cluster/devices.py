@@ -1,5 +1,4 @@
-"""Device of a rank, its memory and its speed: a GPU, or the CPU where none is in sight or the
-user says so."""
+"""Device of a rank: a GPU, or the CPU if the machine shows no GPU or the user asks for it."""
 
 import re
 import resource
@@ -28,10 +27,10 @@ _CPU = (
 
 @dataclass(frozen=True)
 class GPUs:
-    """The GPUs of this machine, as this process sees them.
+    """GPUs of this machine that this process sees.
 
-    usable: the number that torch can use. supported: torch is built for GPUs. driver: its device
-    file, or "".
+    usable: number of GPUs that torch can use. supported: whether torch is built for GPUs. driver:
+    its device file, or "".
     """
 
     usable: int
@@ -40,18 +39,17 @@ class GPUs:
 
 
 def look_for_gpus() -> GPUs:
-    """The GPUs that torch and the driver show now. Initialises no GPU."""
+    """Finds the GPUs that torch and the driver show. Initialises no GPU."""
     files = sorted(
         path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)
     )
     if torch.version.hip:
-        files += [path for path in [Path("/dev/kfd")] if path.exists()]
+        files += Path("/dev").glob("kfd")
     usable = 0
     if torch.cuda.is_available():
         usable = torch.cuda.device_count()
-    return GPUs(
-        usable, bool(torch.version.cuda or torch.version.hip), str(files[0]) if files else ""
-    )
+    supported = bool(torch.version.cuda or torch.version.hip)
+    return GPUs(usable, supported, next(map(str, files), ""))
 
 
 def choose_device(
@@ -60,18 +58,19 @@ def choose_device(
     position: LaunchPosition | None = None,
     asked: str | None = None,
 ) -> torch.device:
-    """Device that a rank takes. A rank takes the CPU only where no GPU is in sight, or where
-    the user says so.
+    """Chooses the device of a rank: the CPU only if no GPU is visible, or if the user asks for it.
 
-    A process that sees one GPU takes it, whatever its local rank: launchers such as srun hide the
-    GPUs of other ranks. `position` is None for a process that stands alone; `asked` is "cpu" or
-    "cuda", and None chooses.
+    A process that sees one GPU uses it, whatever its local rank, because launchers such as srun
+    hide the GPUs of other ranks. `position` is None without a launcher; `asked` is "cpu", "cuda" or
+    None.
 
-    Raises `ValueError` if a GPU is in sight that the rank cannot take. The message names the
+    Raises `ValueError` if the machine shows a GPU that the rank cannot use. The message names the
     setting to change.
 
-    >>> choose_device({}, GPUs(8, True), LaunchPosition(13, 64, 5, 8)), choose_device({}, GPUs(0, False))
-    (device(type='cuda', index=5), device(type='cpu'))
+    >>> choose_device({}, GPUs(8, True), LaunchPosition(13, 64, 5, 8))
+    device(type='cuda', index=5)
+    >>> choose_device({}, GPUs(0, False))
+    device(type='cpu')
     """
     if asked not in (None, "cpu", "cuda"):
         raise ValueError(f"device is {asked!r}, must be 'cuda', 'cpu' or None")
@@ -101,7 +100,7 @@ def require_gpu_each(gpus: GPUs, ranks: int) -> None:
 
 
 def device_name(device: torch.device, host: str) -> str:
-    """A name of `device` that no other device of a cluster has."""
+    """Name of `device`, unique in a cluster."""
     if device.type == "cpu":
         return f"the CPU of {host}"
     return (
@@ -110,11 +109,13 @@ def device_name(device: torch.device, host: str) -> str:
 
 
 def require_own_devices(names: Sequence[str]) -> None:
-    """Raises `ValueError` if only some ranks, by their `device_name`, are on GPUs, or where two
-    share a GPU."""
+    """Raises `ValueError` if only some ranks, by their `device_name`, are on GPUs, or if two share
+    a GPU."""
     on_cpu = [rank for rank, name in enumerate(names) if name.startswith("the CPU")]
-    if on_cpu and len(on_cpu) < len(names):
-        rank, other = on_cpu[0], next(rank for rank in range(len(names)) if rank not in on_cpu)
+    on_gpu = [rank for rank in range(len(names)) if rank not in on_cpu]
+    if on_cpu and on_gpu:
+        rank = on_cpu[0]
+        other = on_gpu[0]
         raise ValueError(
             f"rank {rank} is on {names[rank]}, rank {other} on {names[other]}: give all ranks a"
             " GPU, or hide all"
@@ -129,7 +130,7 @@ def require_own_devices(names: Sequence[str]) -> None:
 
 
 def _index(usable: int, position: LaunchPosition | None) -> int:
-    """The GPU of a rank that sees `usable` of them."""
+    """Index of the GPU of a rank that sees `usable` GPUs."""
     if usable == 1 or position is None or position.world_size == 1:
         return 0
     if position.local_world_size is not None:
@@ -149,7 +150,7 @@ def _index(usable: int, position: LaunchPosition | None) -> int:
 
 
 def _reason(env: Mapping[str, str], gpus: GPUs) -> str:
-    """Why torch sees no GPU although there is a sign of one; "" without a sign."""
+    """Reason why torch sees no GPU although the machine shows one; "" if it shows none."""
     given = [name for name in VISIBLE if env.get(name, "-1") not in ("", "-1")]
     slurm = [name for name in _SLURM if env.get(name, "0") not in ("", "0")]
     if "NoDevFiles" in (env.get(name) for name in given):
@@ -175,12 +176,10 @@ def _reason(env: Mapping[str, str], gpus: GPUs) -> str:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes of memory that this process has held at most: of tensors on an accelerator, else of the
-    whole process."""
+    """Peak memory in bytes: of tensors on an accelerator, or else of this process."""
     if device.type != "cpu":
         return int(torch.accelerator.max_memory_allocated(device))
-    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # in bytes there, in KiB elsewhere
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if sys.platform == "darwin":
-        return held
-    return 1024 * held
+        return peak
+    return 1024 * peak  # in KiB on other systems

@@ -1,4 +1,4 @@
-"""How the ranks that this process started end, and which failure is the root cause."""
+"""Ends of the ranks that this process started, and the root cause among their failures."""
 
 import logging
 import os
@@ -30,7 +30,7 @@ def failure_file(folder: Path, rank: int) -> Path:
 class RankExits:
     """Exits of all ranks of a world on this machine. Removes ranks that have ended from `pids`.
 
-    With a `meeting` point, failures of a lost replica do not count if the other replicas go on.
+    With a `meeting` point, failures of a lost replica do not count if the other replicas continue.
     """
 
     def __init__(
@@ -73,14 +73,17 @@ class RankExits:
                 self._take(rank, os.waitstatus_to_exitcode(status))
 
     def _take(self, rank: int, code: int) -> None:
-        """Notes how `rank` ended. A rank that fails ends the other ranks of a lost replica."""
+        """Records how `rank` ended. If it failed, the other ranks of its lost replica are ended."""
         if code:
             failure = self._failure_of(rank, code)
             of_replica: Collection[int] = ()
             if self._meeting is not None:
                 of_replica = self._meeting.survives(failure)
             self._kill(of_replica)
-            (self._survived if of_replica else self._failures).append(failure)
+            if of_replica:
+                self._survived.append(failure)
+            else:
+                self._failures.append(failure)
         elif self._meeting is not None and not self._meeting.has_left(rank):
             self._end_deadline = time.monotonic() + _LEAVING_S
 
@@ -92,8 +95,7 @@ class RankExits:
         return failure_from_exit_code(rank, code)
 
     def _kill_left_out(self) -> None:
-        """Ends ranks that the others left out: a process that hangs keeps memory, a port or a
-        lock."""
+        """Ends ranks of removed replicas: a process that hangs keeps memory, ports and locks."""
         if self._meeting is not None:
             self._kill(self._meeting.left_out())
 

@@ -1,5 +1,4 @@
-"""Process group that a rank joins at the position that its launcher gave it, and the device
-that it takes."""
+"""The process group and the device of a rank, by the position that its launcher gave it."""
 
 import gc
 import logging
@@ -38,18 +37,14 @@ from detonation.cluster.processes.waiting import WAIT_LINE_S, Watch
 
 _log = logging.getLogger("detonation")
 COLLECTIVE_TIMEOUT_S = 300.0
-"""How long a rank waits for a rank that is alive: to compile, to load, to save.
-
-The transfer time comes on top.
-"""
+"""Seconds for which a collective waits for a rank that compiles, loads or saves, in addition to the
+transfer time."""
 
 GROUP_TIMEOUT_S = 1800.0
-"""How long a collective waits in a group that `init_mesh` initialises: torch's own limit for gloo.
-"""
+"""Timeout of a group that `init_mesh` initialises: torch's own for gloo."""
 
-_set_timeout = (
-    getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
-)  # public from torch 2.14 on
+# public from torch 2.14 on
+_set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 _heartbeat: Heartbeat | None = None
 _lost = False
 _watch: Watch | None = None
@@ -57,8 +52,8 @@ _interface = ""
 
 
 def init_replica(position: LaunchPosition, store: Store, shards: int) -> None:
-    """Joins a process group of this rank's replica alone (NCCL on GPUs, else gloo), which no other
-    replica can harm.
+    """Joins a process group of this rank's replica alone (NCCL on GPUs, else gloo), so that other
+    replicas cannot disturb it.
 
     The `shards` ranks of a replica are neighbours; the ranks of all replicas meet in `store`.
     """
@@ -71,8 +66,8 @@ def init_replica(position: LaunchPosition, store: Store, shards: int) -> None:
 def init_rank(
     position: LaunchPosition, end: EndProcess, folder: Path | None = None
 ) -> Heartbeat | None:
-    """Joins the default process group (NCCL on GPUs, else gloo) and starts the heartbeat, which a
-    world of one has not.
+    """Joins the default process group (NCCL on GPUs, else gloo) and starts the heartbeat, if there
+    are other ranks.
 
     Args:
         end: ends this process when another rank is lost; see `Heartbeat`.
@@ -94,10 +89,9 @@ def init_rank(
     global _heartbeat
     _heartbeat = None
     if position.world_size > 1:
-        _heartbeat = Heartbeat(board, position.rank, position.world_size, end)
-    if _heartbeat is not None:
-        watching = _heartbeat
-        watch_waiting(lambda text: end(text, watching.report(text)))
+        beating = Heartbeat(board, position.rank, position.world_size, end)
+        _heartbeat = beating
+        watch_waiting(lambda text: end(text, beating.report(text)))
     return _heartbeat
 
 
@@ -107,18 +101,21 @@ def end_alone(reason: str) -> NoReturn:
 
 
 def _init_group(store: Store, rank: int, world_size: int, device: torch.device) -> None:
+    backend = "nccl"
+    bound: torch.device | None = device
     if device.type == "cpu":
+        backend = "gloo"
+        bound = None
+        # OpenMP accepts a list, one number for each level of nesting
         threads = os.environ.setdefault("OMP_NUM_THREADS", "1")
-        torch.set_num_threads(
-            int(threads.split(",")[0])
-        )  # OpenMP takes one number for each level of nesting
+        torch.set_num_threads(int(threads.split(",")[0]))
     dist.init_process_group(
-        "gloo" if device.type == "cpu" else "nccl",
+        backend,
         store=store,
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
-        device_id=None if device.type == "cpu" else device,
+        device_id=bound,
     )
 
 
@@ -126,9 +123,9 @@ def join_world(asked: str | None = None) -> torch.device:
     """Joins the default process group of a launcher's world unless there is one; returns this
     rank's device.
 
-    Without a launcher the process is a world of one. The group carries tensors of the CPU and of
-    the device, whose type is `asked`, or chosen. A GPU that the caller made current stays current.
-    Raises `ValueError` as `meet`.
+    Without a launcher the process is a world of one. The group can send tensors of the CPU and of
+    the device, whose type is `asked`, or chosen. The caller's current GPU stays current. Raises
+    `ValueError` as `meet`.
     """
     allow_open_files()
     position = launch_position(os.environ)
@@ -147,8 +144,11 @@ def join_world(asked: str | None = None) -> torch.device:
         position = LaunchPosition(0, 1, 0, 1)
     else:
         store, device = meet(position, asked=asked)
+    backend = "cpu:gloo,cuda:nccl"
+    if device.type == "cpu":
+        backend = "gloo"
     dist.init_process_group(
-        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+        backend,
         store=store,
         rank=position.rank,
         world_size=position.world_size,
@@ -162,7 +162,7 @@ def watch_waiting(end: Callable[[str], NoReturn] = end_alone) -> None:
     `waiting.Watch`."""
     global _watch
     store = distributed_c10d._get_default_store()
-    if _watch is not None and _watch.source is not store:  # of a group that was destroyed
+    if _watch is not None and _watch.source is not store:  # the watch of a destroyed group
         _watch.stop()
         _watch = None
     if _watch is None and dist.get_world_size() > 1:
@@ -172,23 +172,23 @@ def watch_waiting(end: Callable[[str], NoReturn] = end_alone) -> None:
 def meet(
     position: LaunchPosition, folder: Path | None = None, asked: str | None = None
 ) -> tuple[Store, torch.device]:
-    """Takes this rank's device (see `take_device`), keeps to one interface, and opens the store
-    where ranks meet.
+    """Chooses this rank's device (see `take_device`) and interface, and opens the store where ranks
+    meet.
 
     `folder` is as in `init_rank`, `asked` the device's type, or None to choose. Raises `ValueError`
-    where a GPU is in sight that this rank cannot take, where two ranks share one, and where
-    MASTER_ADDR is missing.
+    if this rank cannot use a GPU that the machine shows, if two ranks share one, or if MASTER_ADDR
+    is missing.
     """
     device = take_device(position, asked)
     if position.address:
         os.environ.setdefault("MASTER_ADDR", position.address)
         os.environ.setdefault("MASTER_PORT", str(position.port))
     store = rendezvous_store(position, folder)
-    if folder is not None:  # of the launcher of this machine, which has checked its own ranks
+    if folder is not None:  # a launcher on this machine has checked the devices of its ranks
         keep_to_loopback(os.environ)
         return store, device
     compare_devices(store, position, device)
-    # once the store is open: by then the name of rank 0's host is known everywhere
+    # after the store is open, because then all ranks can resolve the name of rank 0's host
     _note_interface(keep_to_one_interface(os.environ, store, position.rank, position.world_size))
     return store, device
 
@@ -201,21 +201,22 @@ def _note_interface(line: str) -> None:
 
 
 def interface_line() -> str:
-    """Where the ranks of this world listen, in one line; "" if all share a machine."""
+    """Describes in one line where the ranks of this world listen; "" if all share a machine."""
     return _interface
 
 
 def take_device(position: LaunchPosition, asked: str | None = None) -> torch.device:
-    """Takes this rank's device; `asked`, and `ValueError`, as in `meet`.
+    """Chooses this rank's device; `asked`, and `ValueError`, as in `meet`.
 
-    Sets RANK, WORLD_SIZE, LOCAL_RANK (of the device, among those that this process sees) and
-    LOCAL_WORLD_SIZE, for launchers that leave them out.
+    Sets RANK, WORLD_SIZE, LOCAL_RANK (the index of the device among the visible ones) and
+    LOCAL_WORLD_SIZE, for launchers that do not set them.
     """
     device = _chosen_device(position, asked)
     os.environ |= {"RANK": str(position.rank), "WORLD_SIZE": str(position.world_size)}
-    os.environ["LOCAL_RANK"] = str(
-        (position.local_rank or 0) if device.index is None else device.index
-    )
+    local_rank = device.index
+    if local_rank is None:
+        local_rank = position.local_rank or 0
+    os.environ["LOCAL_RANK"] = str(local_rank)
     if position.local_world_size is not None:
         os.environ["LOCAL_WORLD_SIZE"] = str(position.local_world_size)
     return device
@@ -231,11 +232,10 @@ def _chosen_device(position: LaunchPosition | None, asked: str | None) -> torch.
 def set_timeouts(
     message_bytes: float, shards: int, silence_s: float, rate_bits_per_s: float
 ) -> None:
-    """Sets how long this rank waits for others. Called once the size of the largest message between
-    nodes is known.
+    """Sets how long this rank waits for others, by the size of the largest message between nodes.
 
-    A rank counts as lost after `silence_limit_s(silence_s, ...)`, and has coordinates by its
-    `shards`. Collectives wait longer: a live rank may be late.
+    A rank is lost after `silence_limit_s(silence_s, ...)`; messages name its replica by the number
+    of `shards`. Collectives wait longer, because a rank that is alive may be late.
     """
     if _heartbeat is not None:
         _heartbeat.set_limit(silence_limit_s(silence_s, message_bytes, rate_bits_per_s), shards)
@@ -249,14 +249,13 @@ def set_group_timeouts(timeout_s: float) -> None:
 
 def local_device() -> torch.device:
     """Device of this rank in the default process group."""
-    on_gpu = dist.get_backend() == "nccl"
-    if on_gpu:
+    if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def note_loss() -> None:
-    """Notes that a rank of the default process group is lost: `leave` waits for nobody then."""
+    """Records that a rank of the default process group is lost, so that `leave` does not wait."""
     global _lost
     _lost = True
 
@@ -266,9 +265,9 @@ def leave() -> None:
     threads. Collective.
 
     Call it after the function that trained has returned. The threads end with the last reference to
-    the group, and an interpreter that shuts down around them may abort ("terminate called without
-    an active exception"). torch itself keeps some references longer: in functions of
-    torch.distributed.nn imported later, and in caches of sharded tensors.
+    the group. If the interpreter shuts down before, it may abort ("terminate called without an
+    active exception"). torch itself keeps references in functions of torch.distributed.nn that are
+    imported later, and in caches of sharded tensors.
 
     Example:
         >>> import torch.distributed as dist, detonation as dt
@@ -288,14 +287,14 @@ def leave() -> None:
         _watch.stop()
         _watch = None
     dist.destroy_process_group()
-    gc.collect()  # meshes, models and optimizers refer to each other in circles
+    gc.collect()  # meshes, models and optimizers are in reference cycles
 
 
 def gpus_for(ranks: int) -> bool:
-    """True if each of `ranks` processes of this machine gets a GPU; False if all belong on
-    the CPU.
+    """True if each of `ranks` processes of this machine gets a GPU; False if all use the CPU.
 
-    Raises `ValueError` if a GPU is in sight, but not one for each; see `devices.choose_device`.
+    Raises `ValueError` if the machine shows GPUs, but fewer than `ranks`; see
+    `devices.choose_device`.
     """
     gpus = look_for_gpus()
     if choose_device(os.environ, gpus).type == "cpu":

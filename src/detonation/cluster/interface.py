@@ -1,9 +1,8 @@
-"""Interface of this machine that leads to a host, as the kernel's routes say, and what loopback
-joins.
+"""Network interface of this machine that leads to a host, by the kernel's routes.
 
-Two processes reach each other over loopback if, and only if, they are in one network namespace of
-one machine. So a group of processes listens on loopback where all of them are, and elsewhere each
-process listens on the interface that leads to the host where the group meets.
+Two processes reach each other over loopback only if they are in the same network namespace of one
+machine. If all processes of a group are, they listen on loopback. Otherwise each process listens on
+the interface that leads to the host of the group's store.
 """
 
 import contextlib
@@ -22,9 +21,9 @@ if sys.platform == "darwin":
     LOOPBACK = "lo0"
 _SIOCGIFADDR = 0x8915  # Linux
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
-"""Addresses of documentation: the route towards them is the default route."""
+"""Addresses for documentation: the route to them is the default route."""
 _OF_THE_LINK = "20"
-"""Scope, in Linux's table, of IPv6 addresses that mean nothing beyond one link."""
+"""Scope of link-local IPv6 addresses in Linux's table."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ def is_loopback(host: str) -> bool:
 
 
 def loopback_id() -> str:
-    """Names the loopback interface of this process: equal in two processes that share it."""
+    """Identity of the loopback interface: equal in two processes that share it."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/net').readlink()}"
@@ -59,10 +58,10 @@ def loopback_id() -> str:
 
 
 def way_towards(host: str) -> Way | None:
-    """Way to `host`, never loopback; None if the kernel knows none. Sends nothing.
+    """Way to `host`, never loopback; None if the kernel has no route. Sends nothing.
 
-    A host that leads to loopback here, as a machine's own name does on Debian, gives the way of the
-    default route, or the only interface with an address where there is no default route.
+    The machine's own name may lead to loopback, as on Debian. Then it is the way of the default
+    route, or the only interface with an address if there is no default route.
     """
     if not host:
         return None
@@ -83,18 +82,18 @@ def way_towards(host: str) -> Way | None:
 
 
 def way_over(interface: str, host: str = "") -> Way:
-    """Way over an interface that was asked for: its address of the kind that `host` has."""
+    """Way over `interface`, with its address of the same IP version as that of `host`."""
     addresses = addresses_of(interface)
     sources = [*source_addresses(host)]
     if sources:
         addresses.sort(key=lambda address: (":" in address) != (":" in sources[0]))
-    return Way(interface, addresses[0] if addresses else "")
+    return Way(interface, next(iter(addresses), ""))
 
 
 def find_way(host: str) -> Way | None:
-    """As `way_towards`; raises `ValueError`, which names the host and the interfaces, without one.
+    """Like `way_towards`, but raises `ValueError`, with the interfaces, if there is no way.
 
-    None on a system whose interfaces do not tell their addresses: the network library chooses then.
+    None on systems other than Linux, which do not list addresses: the network library then chooses.
     """
     way = way_towards(host)
     if way is None and sys.platform == "linux":
@@ -107,10 +106,10 @@ def find_way(host: str) -> Way | None:
 
 
 def listening_address(host: str) -> str:
-    """Address at which this machine listens, so that others reach it as `host`.
+    """Address at which this machine must listen so that others reach it as `host`.
 
-    It is loopback only where `host` says so, not where a name of this machine leads there, as on
-    Debian. Raises `OSError` if no host has that name.
+    It is loopback only if `host` names loopback itself; the machine's own name may lead there, as
+    on Debian. Raises `OSError` if no host has that name.
     """
     *_, where = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     address = str(where[0])
@@ -121,11 +120,20 @@ def listening_address(host: str) -> str:
     return address
 
 
-def addresses_of(interface: str) -> list[str]:
-    """The IPv4 address and the IPv6 addresses of an interface, without those of its link alone.
+def listener_at(host: str, port: int, backlog: int | None = None) -> socket.socket:
+    """A socket that listens at the address `host`; "" is all IPv4 interfaces.
 
-    None on a system other than Linux.
+    Raises `OSError` if that fails.
     """
+    family = socket.AF_INET
+    if ":" in host:
+        family = socket.AF_INET6
+    return socket.create_server((host, port), family=family, backlog=backlog)
+
+
+def addresses_of(interface: str) -> list[str]:
+    """IPv4 address and IPv6 addresses of an interface, without link-local ones; empty on systems
+    other than Linux."""
     found: list[str] = []
     if not interface or sys.platform != "linux":
         return found
@@ -146,7 +154,7 @@ def addresses_of(interface: str) -> list[str]:
 
 
 def source_addresses(target: str) -> Iterator[str]:
-    """Address of this machine from which a datagram to each address of `target` would leave."""
+    """Source address of a datagram to each address of `target`."""
     with contextlib.suppress(OSError):
         for family, kind, _, _, where in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:

@@ -1,5 +1,5 @@
-"""Runs a function on the ranks of a world: of processes on this machine, which are waited for and
-end together, or as one rank of the world that torchrun or srun started."""
+"""Runs a function on the ranks of a world: in processes of this machine, which it starts and waits
+for, or as one rank of a world that torchrun or srun started."""
 
 import gc
 import importlib
@@ -79,7 +79,7 @@ def run_local(
     Args:
         timeout_s: ends the world after this time; by default never.
         enter: called with its rank in each forked process, before it has sockets and threads.
-        survival: the replicas share no process group; when one is lost, the others go on.
+        survival: the replicas share no process group; after the loss of one, the others continue.
 
     Returns:
         The results of the ranks (JSON values), in their order, without lost ranks.
@@ -106,9 +106,8 @@ def run_local(
                     pids[rank] = start(mine)
             if meeting is not None:
                 meeting.serve()
-            if timeout_s is None:
-                deadline = float("inf")
-            else:
+            deadline = float("inf")
+            if timeout_s is not None:
                 deadline = time.monotonic() + timeout_s
             failure = RankExits(pids, folder, deadline, meeting).wait()
             if failure is not None:
@@ -281,10 +280,10 @@ def run_under_launcher(
     """Calls `function()` in the process group of a launcher's world and returns its result.
 
     Args:
-        check: raises `ValueError` for what this rank knows to be wrong before it waits for others,
-            who may never come.
-        fail: shows an error and returns the exit code, for a rank whose main thread waits for one
-            that is lost.
+        check: raises `ValueError` for errors that this rank finds by itself, before it waits for
+            others, which may never start.
+        fail: shows an error and returns the exit code, for a rank whose main thread waits for a
+            lost rank.
         interface: the network interface of this rank's sockets.
 
     Raises:
@@ -303,7 +302,7 @@ def run_under_launcher(
     try:
         allow_open_files()
         check()
-    # the ranks of a machine read the same: those that are not its first leave it to that
+    # all ranks of a machine find the same error, so only the first one reports it
     except ValueError as error:
         told = os.environ.get("LOCAL_RANK", "0") != "0"
         raise WorldError(
@@ -328,8 +327,8 @@ def run_under_launcher(
 
 
 def _reported(heartbeat: Heartbeat | None, failure: Failure, world_size: int) -> WorldError:
-    """Error of this rank: reported by the first rank with a cause of its own; a rank that lost
-    a peer names it."""
+    """Error of this rank. The first rank whose failure no peer caused reports it; a rank that lost
+    a peer names that peer."""
     if heartbeat is None:
         return WorldError(failure, world_size)
     text = str(WorldError(failure, world_size))

@@ -1,5 +1,5 @@
-"""Device mesh of replicas and shards, the model laid out on it, and whether replicas hold the
-same weights."""
+"""Device mesh of replicas and shards, the sharding of a model on it, and the comparison of
+replicas."""
 
 import hashlib
 import os
@@ -39,12 +39,12 @@ def layers_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def slow_axis_backend(axis: str, device: str, chosen: str | None) -> dict[int | str, Any] | None:
-    """The `backend_override` of `init_device_mesh` for the axis between replicas; None if the
-    default group serves.
+    """`backend_override` of `init_device_mesh` for the axis between replicas; None if it can use
+    the default group.
 
-    With NCCL the axis gets a communicator of its own, also where it has all ranks. Its kernels run
-    on a stream of high priority, so that a short message between replicas does not queue behind the
-    kernels of backward. `chosen` is one of `SLOW_BACKENDS`, or None.
+    With NCCL the axis gets its own communicator, even if it has all ranks. Its kernels run on a
+    stream of high priority, so that short messages between replicas do not wait for the kernels of
+    backward. `chosen` is one of `SLOW_BACKENDS`, or None.
     """
     if chosen is not None:
         return {axis: chosen}
@@ -54,27 +54,24 @@ def slow_axis_backend(axis: str, device: str, chosen: str | None) -> dict[int | 
     if backends.get("cuda") != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    # torch takes the time from options where it is given some; until then it has that of the
-    # default group's kind
+    # options override the timeout of the default backend, so set the same one
     options._timeout = distributed_c10d._get_default_timeout(dist.get_backend())
-    # the axis carries tensors of the same devices as the default group; a lone name lets NCCL split
-    # that group
+    # the axis sends tensors of the same devices as the default group; with "nccl" alone, NCCL can
+    # split that group
+    name = ",".join(f"{device}:{backend}" for device, backend in backends.items())
     if set(backends.values()) == {"nccl"}:
         name = "nccl"
-    else:
-        name = ",".join(f"{d}:{b}" for d, b in backends.items())
     return {axis: (name, options)}
 
 
 def shard_links(mesh: DeviceMesh, wire: ShardWire) -> tuple[Link, dist.ProcessGroup | None]:
-    """Link between the nodes of a replica, and the group of this rank's node; None for nodes of
-    one rank.
+    """Link between the nodes of a replica, and the group of this rank's node (None for nodes of one
+    rank). Collective over all ranks of the world.
 
-    Neighbouring ranks of the axis "shard" are the ranks of a node. Collective over all ranks of the
-    world.
+    The ranks of a node are neighbours on the axis "shard".
 
     Raises:
-        ValueError: The shards do not lie on at least two nodes of equally many ranks.
+        ValueError: The shards are not on at least two nodes with equally many ranks.
     """
     if isinstance(mesh, UnevenMesh):
         raise ValueError(
@@ -103,7 +100,10 @@ def shard_links(mesh: DeviceMesh, wire: ShardWire) -> tuple[Link, dist.ProcessGr
         between = ThrottledCommunicator(split["shard_node"], LinkSpeed.parse(wire.link))
     link = Link(between)
     link.require_same({"shard wire": repr(wire)}, torch.device(mesh.device_type), {})
-    return link, split.get_group("shard_local") if shards > nodes else None
+    group = None
+    if shards > nodes:
+        group = split.get_group("shard_local")
+    return link, group
 
 
 def split_shards(mesh: DeviceMesh, nodes: int) -> DeviceMesh:
@@ -133,29 +133,27 @@ def init_mesh(
     as torchrun. Without either this process is a world of one.
 
     Args:
-        replicas: copies of the model, usually the number of nodes; as many as the ranks make when
-            left out.
-        shards: ranks that share one copy, usually the accelerators of a node; when left out the
-            ranks of a node, or as many as `replicas` leave. Nodes may have different numbers, also
-            as a list: `[4, 2]`. Replicas count alike then, and the result has the same two axes,
-            but is no mesh of torch.
-        device: "cuda" or "cpu"; by default this rank's GPU, and the CPU only where no GPU is in
-            sight.
+        replicas: number of copies of the model, usually the number of nodes; by default it follows
+            from the number of ranks and `shards`.
+        shards: number of ranks that share one copy, usually the accelerators of a node; by default
+            the ranks of a node, or the number of ranks divided by `replicas`. Nodes may have
+            different numbers; you may give them as a list: `[4, 2]`. The result then has the same
+            two axes, but is no mesh of torch, and all replicas have the same weight in means.
+        device: "cuda" or "cpu"; by default this rank's GPU, and the CPU only if no GPU is visible.
         timeout_s: seconds for which a collective waits for a rank before it raises, in all process
-            groups; above 0. By default 1800 s where this call initialises the process group, and
-            otherwise what that group has.
-        slow_backend: "gloo" carries messages between replicas over TCP, from host memory, while
-            NCCL serves the ranks of a node; by default the backend of the device carries both. The
-            axis has a communicator of its own then, and with NCCL always, on a stream of high
-            priority.
+            groups; above 0. By default 1800 s if this call initialises the process group, or else
+            the timeout of that group.
+        slow_backend: "gloo" sends messages between replicas over TCP from host memory, while NCCL
+            serves the ranks of a node; by default the backend of the device does both. With "gloo",
+            and always with NCCL, the axis has its own communicator.
 
     A rank that waits for 30 s in a step logs which ranks have not reached it. After 60 s it ends
     with code 1 if they have left.
 
     Raises:
-        ValueError: slow_backend is another one, replicas * shards is not the number of ranks,
-            shards are left out and the launcher does not say how many ranks a node has, or a GPU is
-            in sight that this rank cannot take (only `device="cpu"` trains on the CPU then).
+        ValueError: slow_backend is not supported; replicas * shards is not the number of ranks;
+            shards is None and the launcher does not say how many ranks a node has; or the machine
+            shows a GPU that this rank cannot use (`device="cpu"` then trains on the CPU).
 
     Example:
         >>> import torch.distributed as dist, detonation as dt
@@ -175,7 +173,7 @@ def init_mesh(
     sizes = _sizes(replicas, shards, world)
     taken = join_world(device)
     mesh = _mesh_of(sizes, taken.type, slow_axis_backend("replicate", taken.type, slow_backend))
-    # after the mesh has made its groups, which do not take the default group's
+    # after the mesh has made its groups, which do not inherit the default group's timeout
     if timeout_s is not None:
         set_group_timeouts(timeout_s)
     watch_waiting()
@@ -231,7 +229,7 @@ def _mesh_of(sizes: Sequence[int], device: str, slow: dict[int | str, Any] | Non
 
 
 def _remedy(sizes: Sequence[int], world: int) -> str:
-    """What to do if the world has another size than `sizes` make up."""
+    """Remedy, in words, if `sizes` do not make up the world."""
     if world == 1 and launch_position(os.environ) is None and sum(sizes) > 1:
         script = "your_script.py"
         if sys.argv[0].endswith(".py"):
@@ -285,20 +283,21 @@ def shard(
     Args:
         mesh: the mesh of `init_mesh`.
         mixed_precision: as in `torch.distributed.fsdp.fully_shard`.
-        wire: made by `shard_wire`, where the shards of a replica lie on several nodes: compresses
-            what they exchange.
+        wire: made by `shard_wire`, for replicas whose shards are on several nodes: compresses the
+            messages between those.
 
     Returns:
         `model` itself.
 
     Raises:
-        ValueError: the mesh has no axis "replicate" or no axis "shard", or its shards do not lie on
-            several nodes of equally many ranks, as a `wire` needs.
+        ValueError: the mesh has no axis "replicate" or no axis "shard"; or there is a `wire`, but
+            the shards are not on several nodes of equally many ranks.
 
     Example:
         >>> import torch, torch.distributed as dist, detonation as dt
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> model = dt.shard(torch.nn.Linear(8, 8), dt.init_mesh(replicas=1, shards=1, device="cpu"))
+        >>> mesh = dt.init_mesh(replicas=1, shards=1, device="cpu")
+        >>> model = dt.shard(torch.nn.Linear(8, 8), mesh)
         >>> model.weight.placements
         (Shard(dim=0),)
         >>> dt.leave()
@@ -397,12 +396,10 @@ def fingerprint(model: nn.Module, mesh: DeviceMesh) -> tuple[str, bool]:
     if not carries(distributed_c10d._get_default_group(), device):
         device = torch.device(mesh.device_type)
     axis = None
+    parts: Mapping[Any, Mapping[str, Tensor]] = {(): local_parameters(model)}
     if isinstance(mesh, UnevenMesh):
         axis = mesh["replicate"]
-    if axis is not None:
         parts = axis.cut(local_parameters(model))
-    else:
-        parts = {(): local_parameters(model)}
     buffer = torch.cat([weights_digest(model, pieces) for pieces in parts.values()]).to(device)
     gathered = [torch.empty_like(buffer) for _ in range(mesh.size())]
     dist.all_gather(gathered, buffer)
@@ -415,13 +412,16 @@ def fingerprint(model: nn.Module, mesh: DeviceMesh) -> tuple[str, bool]:
         ]
         return compared_digests(of_pieces)
     names = mesh.mesh_dim_names or ()
-    rows = mesh.mesh.movedim(names.index("replicate") if "replicate" in names else 0, 0).flatten(1)
+    dim = 0
+    if "replicate" in names:
+        dim = names.index("replicate")
+    rows = mesh.mesh.movedim(dim, 0).flatten(1)
     replicas = [[digests[rank] for rank in row] for row in rows.tolist()]
     return compared_digests(replicas)
 
 
 def weights_digest(model: nn.Module, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
-    """Sha256 of a rank's parameters, or of those given, and that of its persistent buffers.
+    """Sha256 of `parameters`, by default those of this rank, and that of its persistent buffers.
 
     Shapes: `[64]` uint8.
     """

@@ -1,4 +1,4 @@
-"""Position that a launcher gave this process, and addresses as users write them."""
+"""Rank and world size that a launcher gave this process, and addresses as users write them."""
 
 import re
 import socket
@@ -26,12 +26,11 @@ _MPI = (
 
 @dataclass(frozen=True)
 class LaunchPosition:
-    """Rank `rank` of `world_size`; on its own machine it is rank `local_rank` of
-    `local_world_size`.
+    """Rank `rank` of `world_size`, which is rank `local_rank` of `local_world_size` on its machine.
 
-    local_rank, local_world_size: None if the launcher does not say. nodes: how many torchrun
-    has; None elsewhere. address, port: where the ranks meet, for a launcher that does not set
-    MASTER_ADDR and MASTER_PORT.
+    local_rank, local_world_size: None if the launcher does not say. nodes: number of nodes of
+    torchrun; None with other launchers. address, port: where the ranks meet, if the launcher does
+    not set MASTER_ADDR and MASTER_PORT.
     """
 
     rank: int
@@ -62,14 +61,15 @@ def launch_position(env: Mapping[str, str]) -> LaunchPosition | None:
 
     Raises `ValueError` if a variable of the launcher is not a whole number.
 
-    >>> launch_position({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}).local_world_size
+    >>> env = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
+    >>> launch_position(env).local_world_size
     4
     """
     if "RANK" in env and "WORLD_SIZE" in env:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         return _named(env, names, meeting_here=is_loopback(env.get("MASTER_ADDR", "")))
-    # mpirun inside a job starts its daemons by srun, and its ranks inherit the daemons' variables:
-    # MPI's come first
+    # MPI before SLURM: mpirun inside a job starts its daemons by srun, and its ranks inherit the
+    # daemons' variables
     for names in _MPI:
         if names[0] in env and names[3] in env:
             return _named(env, names)
@@ -95,21 +95,20 @@ def first_host(hosts: str) -> str:
 def _named(
     env: Mapping[str, str], names: tuple[str, str, str, str], meeting_here: bool = False
 ) -> LaunchPosition:
-    """Position in four variables; the last two may be absent, and `meeting_here` then decides."""
+    """Position in four variables. The last two may be missing; `meeting_here` says that the store
+    is on this machine."""
     rank, world = (_number(env, name) for name in names[:2])
-    local_rank, local_world = (_number(env, name) if name in env else None for name in names[2:])
+    local_rank, local_world = (_number_if_set(env, name) for name in names[2:])
     if local_world is None and (meeting_here or world == 1):
         local_world = world
     if local_rank is None and local_world is not None and world % local_world == 0:
         local_rank = rank % local_world
-    nodes = None
-    if "GROUP_WORLD_SIZE" in env:
-        nodes = _number(env, "GROUP_WORLD_SIZE")
+    nodes = _number_if_set(env, "GROUP_WORLD_SIZE")
     return LaunchPosition(rank, world, local_rank, local_world, nodes=nodes)
 
 
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
-"""SLURM numbers the steps that srun did not start from here on: interactive, batch, extern."""
+"""Lowest number of SLURM's steps that srun did not start: interactive, batch, extern."""
 
 
 def _srun_started(env: Mapping[str, str]) -> bool:
@@ -129,9 +128,12 @@ _SLURM_COUNTS = {"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"}
 
 
 def _slurm_tasks(env: Mapping[str, str]) -> int:
-    """Tasks of the step. SLURM_NTASKS is the job's in a shell, and the step's under srun."""
-    of_step = "SLURM_STEP_NUM_TASKS" in env
-    return _number(env, "SLURM_STEP_NUM_TASKS" if of_step else "SLURM_NTASKS")
+    """Number of tasks of the step. SLURM_NTASKS is that of the job in a shell, and that of the step
+    under srun."""
+    tasks = _number_if_set(env, "SLURM_STEP_NUM_TASKS")
+    if tasks is None:
+        return _number(env, "SLURM_NTASKS")
+    return tasks
 
 
 def _slurm(env: Mapping[str, str]) -> LaunchPosition:
@@ -141,7 +143,7 @@ def _slurm(env: Mapping[str, str]) -> LaunchPosition:
     return LaunchPosition(
         rank,
         world,
-        _number(env, "SLURM_LOCALID") if "SLURM_LOCALID" in env else None,
+        _number_if_set(env, "SLURM_LOCALID"),
         _tasks_here(env, world),
         address=first_host(hosts) or env.get("SLURM_LAUNCH_NODE_IPADDR", ""),
         port=20_000 + _number(env, "SLURM_JOB_ID", 0) % 20_000,
@@ -149,8 +151,8 @@ def _slurm(env: Mapping[str, str]) -> LaunchPosition:
 
 
 def _tasks_here(env: Mapping[str, str], world: int) -> int | None:
-    """Tasks of this step on this node, from a list such as "8(x2),4"; None if SLURM does not
-    say."""
+    """Number of tasks of this step on this node, from a list such as "8(x2),4"; None if SLURM does
+    not say."""
     groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
     per_node = [int(tasks) for tasks, nodes in groups for _ in range(int(nodes or 1))]
     node = _number(env, "SLURM_NODEID", 0)
@@ -164,8 +166,14 @@ def _tasks_here(env: Mapping[str, str], world: int) -> int | None:
     return None
 
 
-def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = env.get(name, "" if default is None else str(default))
+def _number_if_set(env: Mapping[str, str], name: str) -> int | None:
+    if name in env:
+        return _number(env, name)
+    return None
+
+
+def _number(env: Mapping[str, str], name: str, default: int | str = "") -> int:
+    text = env.get(name, str(default))
     if not text.isdigit():
         raise ValueError(
             f"the launcher's environment has {name}={text!r}, but it must be a whole number"
@@ -174,7 +182,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 
 
 def require_known_host(flag: str, address: str) -> None:
-    """Raises `ValueError` if the HOST of "HOST:PORT", which `flag` gives, is unknown here."""
+    """Raises `ValueError` if the HOST of "HOST:PORT", the value of `flag`, is unknown here."""
     host, port = host_and_port(address)
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -185,10 +193,10 @@ def require_known_host(flag: str, address: str) -> None:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Two parts of "HOST:PORT"; an IPv6 address stands in brackets.
+    """Two parts of "HOST:PORT". An IPv6 address is in brackets.
 
     Raises:
-        ValueError: It is no such address.
+        ValueError: The address has another form.
 
     Example:
         >>> host_and_port("10.10.0.1:7000"), host_and_port("[::1]:7000")
@@ -199,3 +207,14 @@ def host_and_port(address: str) -> tuple[str, int]:
     if not colon or not host or not port.isascii() or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"the address is {address!r}, must be HOST:PORT such as 127.0.0.1:7000")
     return host, int(port)
+
+
+def joined_address(host: str, port: int) -> str:
+    """Inverse of `host_and_port`.
+
+    >>> joined_address("10.10.0.1", 7000), joined_address("::1", 7000)
+    ('10.10.0.1:7000', '[::1]:7000')
+    """
+    if ":" in host:
+        host = f"[{host}]"
+    return f"{host}:{port}"

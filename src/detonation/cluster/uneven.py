@@ -1,5 +1,5 @@
-"""Nodes with different numbers of ranks: replicas that cut a parameter at different rows, and
-exchange it in pieces."""
+"""Nodes with different numbers of ranks: replicas shard a parameter at different rows, and exchange
+it in pieces."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -24,27 +24,30 @@ Owners = tuple[int, ...]
 
 
 class UnevenAxis(Communicator):
-    """Between replicas of different numbers of ranks.
+    """Axis between replicas with different numbers of ranks.
 
-    Every parameter is cut wherever a replica cuts it. What lies between two cuts has one owner in
-    each replica, and these owners are a process group. So each rank sends rows of its own shard
-    alone, and where the cuts of large nodes include those of small ones, messages are those of
-    large nodes.
+    Each parameter is cut at all rows at which any replica cuts it. A piece between two cuts has one
+    owner in each replica, and these owners form a process group. So each rank sends only rows of
+    its own shard. If the cuts of large nodes include those of small ones, messages have the size of
+    those between large nodes.
 
     Args:
-        nodes: The ranks of each replica, neighbours, in order.
-        shard: The axis inside this rank's node.
-        backend: Of the slow link, and its options if it has some; None for that of the default
-            group.
+        nodes: Ranks of each replica, which are neighbours, in order.
+        shard: Axis inside this rank's node.
+        backend: Backend of the slow link, or a tuple of the backend and its options; None for that
+            of the default group.
     """
 
-    shared = True  # gradients leave in `step` alone
+    shared = True  # gradients are sent in `step` only
 
     def __init__(self, nodes: Sequence[Sequence[int]], shard: DeviceMesh, backend: Any) -> None:
         self._nodes = nodes
         self._shard = shard
         self._device = torch.device(shard.device_type)
-        self._backend, self._options = backend if isinstance(backend, tuple) else (backend, None)
+        self._backend = backend
+        self._options = None
+        if isinstance(backend, tuple):
+            self._backend, self._options = backend
         self._rank = dist.get_rank()
         self._world = _world(shard.device_type)
         self.replica = next(number for number, ranks in enumerate(nodes) if self._rank in ranks)
@@ -54,8 +57,8 @@ class UnevenAxis(Communicator):
         return len(self._nodes)
 
     def cut(self, parameters: Mapping[str, Tensor]) -> dict[Owners, Pieces]:
-        """For the owners of each part in order, its pieces of all parameters, some empty; none
-        where it owns none."""
+        """Pieces of all `parameters` by their owners, in order; some pieces are empty, and a rank
+        has none of the parts that it does not own."""
         runs = {name: self._runs(parameter.shape[0]) for name, parameter in parameters.items()}
         parts: dict[Owners, Pieces] = {
             ranks: {} for ranks in sorted({ranks for run in runs.values() for ranks in run})
@@ -70,8 +73,8 @@ class UnevenAxis(Communicator):
         """This rank's parts of `parameters`, with the axis of each; see `communicator.divided`.
         Collective.
 
-        Raises on all ranks `ValueError` where one does not cut a parameter by its first dimension
-        over its node, or has nothing of any, and `Mismatch` where shapes differ.
+        Raises `ValueError` on all ranks if one does not shard a parameter by its first dimension
+        over its node, or has no rows at all, and `Mismatch` if shapes differ.
         """
         if problem := next(
             filter(None, send_to_all(self._world, self._problem(parameters), self._device)), ""
@@ -90,11 +93,9 @@ class UnevenAxis(Communicator):
         timeout = self._shard.get_group()._get_backend(self._device).options._timeout
         for ranks in (ranks for ranks in parts if ranks not in self._groups):
             group = dist.new_group(list(ranks), timeout, self._backend, self._options)
-            here = self._rank in ranks
-            if here:
+            self._groups[ranks] = None
+            if self._rank in ranks:
                 self._groups[ranks] = DeviceMesh.from_group(group, self._device.type)
-            else:
-                self._groups[ranks] = None
         numbers = {ranks: number for number, ranks in enumerate(self._groups)}
         return [
             (numbers[r], on, part)
@@ -103,18 +104,20 @@ class UnevenAxis(Communicator):
         ]
 
     def broadcast(self, parameters: Mapping[str, Tensor], buffers: Sequence[Tensor]) -> None:
-        """Gives all replicas the weights and buffers of the first, in place; whole ones of its
-        first rank."""
+        """Copies weights and buffers of the first replica to all others, in place. Whole tensors
+        are those of its first rank."""
         sharded = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
         for tensor in (*(p for name, p in parameters.items() if name not in sharded), *buffers):
             dist.broadcast(tensor, 0)
-        for _, on, pieces in self.divide(sharded) if sharded else ():
+        if not sharded:
+            return
+        for _, on, pieces in self.divide(sharded):
             for piece in (piece for piece in pieces.values() if piece.numel()):
                 dist.broadcast(piece, dist.get_global_rank(on.get_group(), 0), on.get_group())
 
     def norms(self, parameters: Mapping[str, Tensor]) -> list[tuple[list[Communicator], Pieces]]:
-        """Pieces of all owners, for `Clip`, in an order that all share; empty if another
-        rank has them."""
+        """Pieces of all owners, for `Clip`, in the same order on all ranks. Pieces of other ranks
+        are empty."""
         empty = local(next(iter(parameters.values())))[:0].detach()
         parts = self.cut(parameters).items()
         every = {
@@ -129,7 +132,8 @@ class UnevenAxis(Communicator):
         intra_node: DeviceMesh | None,
         balance: bool,
     ) -> None:
-        """Raises `ValueError` for what replicas of different numbers of ranks cannot do yet."""
+        """Raises `ValueError` for options that replicas with different numbers of ranks do not
+        support yet."""
         gradients = [scheme for _, scheme in levels if isinstance(scheme, GradientScheme)]
         late = [scheme.name for scheme in gradients if scheme.round.delay]
         kinds = {(local(p).device, p.dtype) for group in base.param_groups for p in group["params"]}
@@ -176,8 +180,8 @@ class UnevenAxis(Communicator):
         return f"nodes of {[len(ranks) for ranks in self._nodes]} ranks"
 
     def _runs(self, rows: int) -> dict[Owners, tuple[int, int]]:
-        """Rows from which and below which each group of owners has a parameter of `rows` rows,
-        as FSDP2 cuts it."""
+        """First and end row of the piece of each group of owners, if FSDP2 shards a parameter of
+        `rows` rows."""
         each = [max(1, -(-rows // len(ranks))) for ranks in self._nodes]
         cuts = {min(rows, cut) for size in each for cut in range(0, rows + size, size)}
         return {
@@ -194,9 +198,8 @@ class UnevenAxis(Communicator):
         rows = parameter.shape[0]
         node = self._nodes[self.replica]
         first, end = run.get(ranks, (rows, rows))
-        if first == end:
-            begin = first
-        else:
+        begin = first
+        if first < end:
             begin = node.index(self._rank) * -(-rows // len(node))
         largest = -(-rows // max(map(len, self._nodes)))
         piece = Piece.of(parameter, ranks, first, slice(first - begin, end - begin), largest)
@@ -247,10 +250,10 @@ class UnevenMesh:
 
 
 def sizes_of_nodes(mine: int, device: torch.device) -> list[int]:
-    """Number of ranks of each node, where this rank's has `mine`. Collective over the default
+    """Number of ranks of each node. `mine` is that of this rank's node. Collective over the default
     group.
 
-    Raises `ValueError` if the ranks of a node are no neighbours.
+    Raises `ValueError` unless the ranks of a node are neighbours.
     """
     found = send_to_all(_world(device.type), mine, device)
     sizes = list[int]()

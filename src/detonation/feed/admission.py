@@ -11,6 +11,7 @@ from functools import partial
 
 from torch import nn
 
+from detonation.cluster.position import joined_address
 from detonation.cluster.survive.agreement import ReplicaLost
 from detonation.cluster.survive.elastic_axis import Guest
 from detonation.cluster.survive.surviving import SurvivingCommunicator
@@ -115,10 +116,8 @@ class Admission:
         host = "127.0.0.1"
         if way is not None:
             host = way.address
-        host = self._host or host
-        if ":" in host:
-            host = f"[{host}]"
-        self._feed = Feed(self._model, self._optimizer, f"{host}:0", token=self._token)
+        address = joined_address(self._host or host, 0)
+        self._feed = Feed(self._model, self._optimizer, address, token=self._token)
         # the shards of the new replica need copies of the same step
         self._feed.first_copy = self._copy_turn = math.inf
         self._feed.ahead = self._user.turns_ahead

@@ -231,7 +231,7 @@ class Follower(AbstractContextManager["Follower"]):
         return tuple((stream.came, stream.ended, stream.refusal) for stream in self._streams)
 
     def _advance(self, to: int | None) -> bool:
-        """Brings all shards to the last moment that all of them can reach; true if that moved one."""
+        """Brings all shards to the last moment that all can reach; true if that moved one."""
         self._open_streams()
         with self._changed:
             self._seen = self._came()

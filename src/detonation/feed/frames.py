@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from detonation.cluster.interface import listening_address
+from detonation.cluster.interface import listener_at, listening_address
 from detonation.cluster.position import host_and_port as host_and_port
 from detonation.core.base_error import DetonationError
 from detonation.feed.token import prove_to_follower
@@ -156,12 +156,7 @@ class Listener:
     ) -> None:
         host, port = host_and_port(address)
         try:
-            host = listening_address(host)
-            if ":" in host:
-                family = socket.AF_INET6
-            else:
-                family = socket.AF_INET
-            self._socket = socket.create_server((host, port), family=family, backlog=MOST_STRANGERS)
+            self._socket = listener_at(listening_address(host), port, MOST_STRANGERS)
         except OSError as error:
             raise OSError(error.errno, f"cannot listen at {address}: {error.strerror}") from error
         self.port = int(self._socket.getsockname()[1])

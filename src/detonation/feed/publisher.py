@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from detonation.checkpoint.snapshot import take_snapshot
+from detonation.cluster.position import joined_address
 from detonation.core.agreement.buffers import persistent_buffers
 from detonation.core.flat.tensors import local
 from detonation.core.optimizer.replicated import Replicated
@@ -131,12 +132,11 @@ class Feed(StepRecorder):
         host, port = host_and_port(address)
         shard = optimizer.coordinates.shard
         self._first_shard = shard == 0
-        if ":" in host:
-            host = f"[{host}]"
         if not port:
-            shard = 0  # each shard has a free port of its own
-        self._listener = Listener(f"{host}:{port + shard}", checked_token(token), self._admit)
-        self.address = f"{host}:{self._listener.port - shard}"
+            shard = 0  # each shard chooses a free port
+        address = joined_address(host, port + shard)
+        self._listener = Listener(address, checked_token(token), self._admit)
+        self.address = joined_address(host, self._listener.port - shard)
         """Address to give to `follow`."""
 
     @staticmethod

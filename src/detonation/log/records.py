@@ -1,4 +1,4 @@
-"""Records of a log, each with a checksum, and the tape that makes them from each step's messages."""
+"""Records of a log, each with a checksum, and the tape that makes them from messages."""
 
 import json
 import logging

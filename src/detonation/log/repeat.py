@@ -207,7 +207,7 @@ class Playback(Player):
                 yield record
 
     def _is_before_first(self, record: LogRecord, begun: int) -> bool:
-        """Whether the state after `first` steps contains what `record` ends."""
+        """True if the state after `first` steps contains the step that `record` ends."""
         if record.kind == WRITTEN:  # training may have written it after the checkpoint of `first`
             return record.step < self.first
         return (record.kind == STEP or begun < self.first) and record.step <= self.first

@@ -23,13 +23,15 @@ from detonation.cluster.interface import (
     Way,
     find_way,
     is_loopback,
+    listener_at,
     loopback_id,
     way_over,
     way_towards,
 )
-from detonation.cluster.position import LaunchPosition, require_known_host
+from detonation.cluster.position import LaunchPosition, joined_address, require_known_host
 from detonation.cluster.processes.failure import RunError
 from detonation.cluster.processes.waiting import Awaited, says_meanwhile
+from detonation.core.flat.written import first_names
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 INTERFACES = (GLOO_INTERFACE, "NCCL_SOCKET_IFNAME")
@@ -116,10 +118,7 @@ def reached_store(host: str, port: int) -> TCPStore:
     Raises `ValueError` if nothing answers, or the host is unknown.
     """
     where = f"{host}:{port}"
-    address = where
-    if ":" in host:
-        address = f"[{host}]:{port}"
-    require_known_host("the address of the store", address)
+    require_known_host("the address of the store", joined_address(host, port))
     awaited = Awaited("this replica", _RENDEZVOUS_TIMEOUT_S)
     while why := _cannot_connect(host, port):
         try:
@@ -319,11 +318,8 @@ def _wait_until_read(store: Store, rank: int, world_size: int) -> None:
 
 def describe_ways(ways: Sequence[str], store: str) -> str:
     """Describes in one line where the ranks of several machines listen."""
-    machines = list(dict.fromkeys(way or "an interface of gloo's choice" for way in ways))
-    shown = ", ".join(machines[:_MOST_WAYS])
-    if len(machines) > _MOST_WAYS:
-        shown += f" and {len(machines) - _MOST_WAYS} more"
-    return f"listening on {shown}, towards {store}"
+    machines = dict.fromkeys(way or "an interface of gloo's choice" for way in ways)
+    return f"listening on {first_names(machines, _MOST_WAYS)}, towards {store}"
 
 
 def _own_way(asked: str, host: str) -> tuple[Way | None, str]:
@@ -351,11 +347,11 @@ def _listen(address: str, port: int, one_machine: bool) -> tuple[str, socket.soc
 
     Raises `ValueError` if another process has the port.
     """
-    family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    *_, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     host = str(where[0])
     try:
         if one_machine or is_loopback(address) or not is_loopback(host):
-            return address, _server(host, port, family)
+            return address, _server(host, port)
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
@@ -365,16 +361,13 @@ def _listen(address: str, port: int, one_machine: bool) -> tuple[str, socket.soc
     else:
         way = way_towards(address)
     if way is None or not way.address:
-        return address, _server("", port, socket.AF_INET)
-    family = socket.AF_INET
-    if ":" in way.address:
-        family = socket.AF_INET6
-    return way.address, _server(way.address, port, family)
+        return address, _server("", port)
+    return way.address, _server(way.address, port)
 
 
-def _server(host: str, port: int, family: int) -> socket.socket:
+def _server(host: str, port: int) -> socket.socket:
     try:
-        return socket.create_server((host, port), family=family)
+        return listener_at(host, port)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise

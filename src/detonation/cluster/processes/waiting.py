@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import Store
 
 from detonation.cluster.processes.failure import is_network_error
 from detonation.cluster.processes.signals import end_if_asked
+from detonation.core.flat.written import first_names
 from detonation.core.runtime import PROGRESS
 
 MEET_LINE_S = 5.0
@@ -114,11 +115,8 @@ def _waiting(rank: int, standings: Sequence[Standing], seconds: float) -> str:
     ]
     here = f"rank {rank} has waited for {seconds:.0f} s {mine.where_in_words} step {mine.steps}"
     if behind:
-        more = ""
-        if len(behind) > _MOST_NAMED:
-            more = f" and {len(behind) - _MOST_NAMED} more"
-        others = ", ".join(standing_in_words(r, standings[r]) for r in behind[:_MOST_NAMED])
-        return f"{here}, to which others have not come: {others}{more}"
+        others = first_names((standing_in_words(r, standings[r]) for r in behind), _MOST_NAMED)
+        return f"{here}, to which others have not come: {others}"
     if mine.where == _INSIDE and all(other == mine for other in standings):
         return (
             f"{here}, as all ranks have: the network between them is slow or cut off, or one is"

@@ -3,7 +3,6 @@
 import json
 import platform
 import signal
-import socket
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
 from detonation.cluster.init import GROUP_TIMEOUT_S, LaunchPosition, end_alone, init_replica
-from detonation.cluster.interface import listening_address
+from detonation.cluster.interface import listener_at, listening_address
 from detonation.cluster.network.throttled import ELSEWHERE, NodeLink
 from detonation.cluster.position import host_and_port
 from detonation.cluster.processes.failure import Failure
@@ -92,10 +91,7 @@ class MeetingPoint:
         self._replicas = replicas
         host, port = host_and_port(survival.address or "127.0.0.1:0")
         host = listening_address(host)
-        family = socket.AF_INET
-        if ":" in host:
-            family = socket.AF_INET6
-        self._listener = socket.create_server((host, port), family=family)
+        self._listener = listener_at(host, port)
         self.host = host
         self.port = int(self._listener.getsockname()[1])
         self._store: Store | None = None

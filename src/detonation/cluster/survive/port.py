@@ -16,6 +16,7 @@ from detonation.cluster.interface import (
     LOOPBACK,
     Way,
     find_way,
+    listener_at,
     loopback_id,
     source_addresses,
     way_over,
@@ -55,10 +56,7 @@ class Port:
             here = _address_towards(host)
             if not here:
                 return
-            family = socket.AF_INET
-            if ":" in here:
-                family = socket.AF_INET6
-            self._listener = socket.create_server((here, 0), family=family)
+            self._listener = listener_at(here, 0)
             self._listener.setblocking(False)
             self.name = f"{here} {self._listener.getsockname()[1]}"
 

@@ -249,7 +249,7 @@ class SurvivingCommunicator(AxisEnd):
         return partial(self._wait, each, values.device, user)
 
     def settle(self) -> None:
-        """Waits until the recovery from a loss has ended. Raises if this replica cannot continue."""
+        """Waits until no recovery is running. Raises if this replica cannot continue."""
         membership = self._membership
         self._changed.wait_for(lambda: not self._is_busy() or self.error or membership.failure)
         membership.require_store()

@@ -82,7 +82,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
 
     @property
     def ended(self) -> bool:
-        """Whether training has ended and the model has its last weights."""
+        """True if training has ended and the model has its last weights."""
         return self._is_end(self._files())
 
     @property
@@ -174,7 +174,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
             return []
 
     def _is_end(self, files: Sequence[WeightFile]) -> bool:
-        """Whether `files` ends with the step that the model is at."""
+        """True if `files` ends with the step that the model is at."""
         at = (self._run, self.step)
         return (
             any(each.kind == END and (each.run, each.step) == at for each in files)
