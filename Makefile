@@ -2,6 +2,7 @@
 # make test    lint, type check and the tests of every change, in one process more than there are cores: every law for every scheme, minutes
 #              PART=laws runs one folder of tests alone, PART="laws world" two; see tests/README.md
 # make test-all  the whole products of schemes and settings as well, and the long searches: half an hour, each night
+# make mutants   puts faults into the core, one at a time, and prints how many the laws find: an hour the first time
 # make lint    lint and type check
 # make docs    the site of the documentation, in site/
 # make chaos   kills, hangs, signals, crashes in saves, damage, full disks, bad messages: nothing may be lost
@@ -21,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 TESTERS ?= $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 2) + 1, 8))')
 PYTEST := $(VENV)/bin/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-all pytest chaos gpu lint docs hooks clean release-check
+.PHONY: train test test-all pytest mutants chaos gpu lint docs hooks clean release-check
 
 train: $(VENV)/.train
 	$(VENV)/bin/detonation train quick-lm
@@ -34,6 +35,9 @@ test test-all: $(VENV)/.test
 
 pytest: $(VENV)/.test
 	$(PYTEST) $(SELECT) $(addprefix tests/,$(PART))
+
+mutants: $(VENV)/.test
+	$(VENV)/bin/python tests/mutants.py $(MUTANTS)
 
 chaos: $(VENV)/.test
 	OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR PYTHONPATH=tests:. $(VENV)/bin/python tests/chaos/gate.py $(CHAOS)

@@ -1,7 +1,7 @@
 """Small faults that code can have, found in its syntax tree, and a draw among them.
 
 A fault is an operator, a comparison, a number, an axis, a count of bytes, a call or a write that is
-changed. None is in an annotation, a decorator, a docstring or the text of an error.
+changed. None is in an annotation, a decorator, a docstring, an assertion or the text of an error.
 """
 
 import ast
@@ -178,14 +178,17 @@ def _code(node: ast.AST) -> Iterator[ast.AST]:
         if name in ("annotation", "returns", "decorator_list"):
             continue
         for child in value if isinstance(value, list) else [value]:
-            if not isinstance(child, ast.AST) or _for_types_alone(child):
+            if not isinstance(child, ast.AST) or _never_false(child):
                 continue
             yield child
             if not (isinstance(child, ast.keyword) and child.arg in AXES):  # its number is an axis
                 yield from _code(child)
 
 
-def _for_types_alone(node: ast.AST) -> bool:
+def _never_false(node: ast.AST) -> bool:
+    """True for a branch for types alone, and for `strict` of zip, which is an assertion."""
+    if isinstance(node, ast.keyword):
+        return node.arg == "strict"
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
 
 

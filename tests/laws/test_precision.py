@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 
 from detonation.core.codec.aggregate import AGGREGATIONS, Coefficients, aggregate
 from detonation.core.codec.codebooks import BlockCodebook
-from detonation.core.codec.indices import IndexCoding
+from detonation.core.codec.indices import IndexCoding, PackedIndices
 from detonation.core.codec.precision import PRECISIONS
 from detonation.core.compute import kernel_library
 from detonation.core.compute.bitpack import pack, packed_bytes, unpack
@@ -70,6 +70,11 @@ def test_indices_come_back_in_the_fewest_bytes(rows, chunk, share, seed):
     assert len(encoded) == codec.nbytes(rows)
     bits = min(chunk, k * (chunk - 1).bit_length()) * rows
     assert codec.nbytes(rows) == -(-bits // 8)
+    for first in range(0, rows, 8):  # and so do some of the rows
+        end = min(first + 8, rows)
+        part = PackedIndices(codec, encoded, rows).part(first, end)
+        read = part if isinstance(part, torch.Tensor) else part.unpacked
+        assert torch.equal(read.to(torch.int64), indices[first:end])
 
 
 @pytest.mark.parametrize("compiled", [True, False])

@@ -276,8 +276,10 @@ def find(
 def load_found(found: Found, model: nn.Module, optimizer: Replicated) -> Loaded:
     """Loads `found` into `model` and `optimizer`. Collective.
 
-    Raises `ValueError` on all ranks if the checkpoint is of another run.
+    Raises `ValueError` on all ranks if the checkpoint is of another run, and `OverlapError` between
+    `overlap` and its step; nothing has changed then.
     """
+    optimizer.refuse_overlap()
     texts = texts_between(model, optimizer)
     with _refused_together(found, texts):
         extra = found.manifest.given

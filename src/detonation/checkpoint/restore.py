@@ -76,7 +76,6 @@ def restore(
         optimizer.closeness = Closeness(moved)
     keys = [key.removeprefix("replica.") for key in file.keys if key.startswith("replica.")]
     optimizer.build(parameters_of(keys))
-    optimizer.refuse_overlap()
     of_shards = replicators_of_shards(optimizer, held)
     if not same:
         assert isinstance(source, Elastic)

@@ -1,0 +1,71 @@
+"""Between overlap() and its step nothing reads or replaces the state: it is refused, and harmless."""
+
+import pytest
+import torch
+
+import detonation as dt
+import worlds
+from worlds import caught
+from zoo import Plain, batch, built
+
+OPERATIONS = {
+    "load a checkpoint": lambda folder, model, optimizer: dt.load_checkpoint(
+        folder, model, optimizer
+    ),
+    "save a checkpoint": lambda folder, model, optimizer: dt.save_checkpoint(
+        folder, model, optimizer
+    ),
+    "read the state": lambda folder, model, optimizer: optimizer.state_dict(),
+    "load a state": lambda folder, model, optimizer: optimizer.load_state_dict(
+        torch.load(folder / "state.pt", weights_only=True)
+    ),
+    "synchronize": lambda folder, model, optimizer: optimizer.synchronize(),
+    "reconfigure": lambda folder, model, optimizer: optimizer.reconfigure(
+        dt.demo(topk=2, chunk=16)
+    ),
+    "begin again": lambda folder, model, optimizer: optimizer.overlap().__enter__(),
+}
+
+
+def training(mesh):
+    model = built(Plain)
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, dt.replicate(base, model, mesh["replicate"], dt.demo(topk=4, chunk=16))
+
+
+def stepped(mesh, folder, operation=None):
+    """The weights after two steps, and what was raised where an operation is within the second."""
+    model, optimizer = training(mesh)
+    error = None
+    for step in range(2):
+        optimizer.zero_grad()
+        with optimizer.overlap():
+            model(batch(mesh.get_rank(), step, 32)).mean().backward()
+        if step and operation:
+            error = caught(operation, folder, model, optimizer)
+        optimizer.step()
+    return model.state_dict(), error
+
+
+def half_done(mesh, folder):
+    """For each operation what was raised, and whether the weights end as without it."""
+    model, optimizer = training(mesh)
+    model(batch(mesh.get_rank(), 7, 32)).mean().backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), folder / "state.pt")
+    dt.save_checkpoint(folder, model, optimizer)
+    plain, _ = stepped(mesh, folder)
+    found = {}
+    for name, operation in OPERATIONS.items():
+        weights, error = stepped(mesh, folder, operation)
+        equal = all(torch.equal(plain[key], weight) for key, weight in weights.items())
+        found[name] = (*error, equal)
+    return found
+
+
+@pytest.mark.usefixtures("lasting_worlds")
+def test_a_half_done_step_is_neither_read_nor_replaced(tmp_path):
+    (found,) = worlds.run(half_done, 1, 1, tmp_path)
+    for name, (kind, text, equal) in found.items():
+        assert kind == "OverlapError" and "no step() followed" in text, (name, text)
+        assert equal, name
