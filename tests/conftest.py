@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -27,7 +28,7 @@ from benchmarks import lab
 from torch.distributed.tensor import _op_schema, _sharding_prop
 
 from detonation.cluster.processes import heartbeat
-from detonation.cluster.survive import groups, membership
+from detonation.cluster.survive import groups, membership, surviving
 from detonation.core.agreement import selftest
 from limits import LIMIT_S
 
@@ -70,6 +71,42 @@ def pytest_collection_finish() -> None:
     """What was imported is no garbage: no collection looks through it again, here or in a fork."""
     gc.collect()
     gc.freeze()
+
+
+_made: list[membership.Membership | surviving.SurvivingCommunicator] = []
+
+
+def _note_each(kind: type) -> None:
+    """Notes each object of this class that is made from now on."""
+    begin = kind.__init__  # type: ignore[misc]
+
+    def begin_and_note(self: Any, *arguments: Any, **named: Any) -> None:
+        begin(self, *arguments, **named)
+        _made.append(self)
+
+    kind.__init__ = begin_and_note  # type: ignore[misc]
+
+
+_note_each(membership.Membership)
+_note_each(surviving.SurvivingCommunicator)
+
+
+@pytest.fixture(autouse=True)
+def elastic_axes_end_with_their_test() -> Iterator[None]:
+    """Otherwise their threads beat, and look for losses, as long as other tests run."""
+    _made.clear()
+    yield
+    for made in _made:
+        if isinstance(made, surviving.SurvivingCommunicator):
+            with made._changed:
+                made._closed = True
+                made._changed.notify_all()
+        else:
+            made._stopped.set()
+    for made in _made:
+        if isinstance(made, membership.Membership):
+            made.stop()
+    _made.clear()
 
 
 @pytest.fixture(scope="module", autouse=True)
