@@ -119,11 +119,7 @@ def end_now(code: int) -> NoReturn:
 
 
 def end_if_asked() -> None:
-    """Ends this process by the signal that has asked it to stop, where there is nothing to save
-    yet.
-
-    Called in the main thread, which waits.
-    """
+    """Ends this process, as `end`, where a signal has asked it to stop and there is nothing to save
+    yet."""
     if _stop:
-        signal.signal(_stop.number, signal.SIG_DFL)
-        os.kill(os.getpid(), _stop.number)
+        end(_stop.number)

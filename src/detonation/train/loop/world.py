@@ -3,7 +3,7 @@ whom."""
 
 import json
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, islice
 from typing import Any
@@ -221,13 +221,39 @@ def settings_of_run(membership: Membership) -> dict[str, Any]:
 def require_same_settings(membership: Membership, config: Config) -> None:
     """Raises `ValueError` where this replica of an elastic run would train otherwise than the one
     that came first."""
-    own = json.loads(json.dumps(dict(settings_of(to_table(config)))))  # lists, as those of a text
-    own = {key: value for key, value in own.items() if key.startswith(_ALIKE) and key not in _OWN}
+    own = _alike(config)
     first = json.loads(membership.first_text(_SETTINGS, json.dumps(own)))
-    for key in sorted(first.keys() | own.keys()):
-        if first.get(key) != own.get(key):
-            here, there = f"{key} is {own.get(key)!r} here", f"{first.get(key)!r} in the run"
-            raise ValueError(f"{here}, {there}: all replicas train by the same recipe and --set")
+    for key in _differing(first, own):
+        here, there = f"{key} is {own.get(key)!r} here", f"{first.get(key)!r} in the run"
+        raise ValueError(f"{here}, {there}: all replicas train by the same recipe and --set")
+
+
+def require_same_command(texts: TextExchange, config: Config, flags: Mapping[str, Any]) -> None:
+    """Raises `ValueError` on all ranks where one of them was started to train otherwise than rank
+    0. Collective.
+
+    A rank that does otherwise would leave a collective out, for which the others wait. flags: Of
+    the command line, by name.
+    """
+    gathered = texts.gather(json.dumps({**_alike(config), **flags}))
+    first, *others = map(json.loads, gathered)
+    for rank, own in enumerate(others, 1):
+        for key in _differing(first, own):
+            here, there = (
+                f"{key} is {own.get(key)!r} on rank {rank}",
+                f"{first.get(key)!r} on rank 0",
+            )
+            raise ValueError(f"{here}, {there}: give all ranks the same recipe and command line")
+
+
+def _alike(config: Config) -> dict[str, Any]:
+    """The settings that all replicas must have alike, as they come out of a text."""
+    own = json.loads(json.dumps(dict(settings_of(to_table(config)))))
+    return {key: value for key, value in own.items() if key.startswith(_ALIKE) and key not in _OWN}
+
+
+def _differing(first: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    return [key for key in sorted(first.keys() | own.keys()) if first.get(key) != own.get(key)]
 
 
 _SETTINGS = "settings"
