@@ -98,6 +98,45 @@ def test_one_request_to_stop_ends_a_replica_that_waits_for_the_store(tmp_path, s
     assert command.wait() == 128 + signal.SIGTERM
 
 
+FAULTS = {
+    "resume": (("--resume",), {}, "--resume is True on rank 1, False on rank 0: give all ranks"),
+    "publish": (
+        ("--publish", "127.0.0.1:1"),
+        {},
+        "--publish is '127.0.0.1:1' on rank 1, '' on rank 0: give all ranks the same recipe",
+    ),
+    "steps": (("--steps", 7), {}, "train.steps is 7 on rank 1, 6 on rank 0: give all ranks"),
+    "token": (
+        (),
+        {"DETONATION_TOKEN": "another of 16 bytes"},
+        "rank 1 has another DETONATION_TOKEN",
+    ),
+    "data": (("--data", "nowhere"), {}, "unknown source 'nowhere'. Valid: a path that exists"),
+    "out": (("--out", "/dev/null/run"), {}, "cannot write into the run directory: "),
+}
+"""Of the second of two machines: its flags, its environment, and what both say."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_one_machine_of_a_launcher_is_said_on_each_and_ends_all(tmp_path, fault):
+    """Each machine has one rank, and a terminal of its own."""
+    recipe, port = write_recipe(tmp_path / "tiny.toml"), free_port()
+    flags, env, said = FAULTS[fault]
+    world = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = []
+    for rank in range(2):
+        own = flags if rank else ()
+        train = ("train", recipe, "--out", tmp_path / "run", *own)
+        given = {**TOKEN, **world, "RANK": rank, **(env if rank else {})}
+        ranks.append(Command(tmp_path / f"rank{rank}", *train, env=given))
+    code = 1 if fault == "out" else 2
+    assert [rank.wait() for rank in ranks] == [code, code], [rank.errors for rank in ranks]
+    for rank in ranks:
+        assert rank.errors.startswith(f"error: {said}") and rank.errors.count("\n") == 1
+        assert "\nstep " not in rank.stdout
+
+
 def test_a_page_goes_on_with_the_replica_that_takes_over_or_its_end_is_said(tmp_path, start):
     recipe, port = write_recipe(tmp_path / "tiny.toml"), free_port()
     way = ("--replicas", 2, "--elastic", "--logger", f"web:{port}", "--steps", 100_000)

@@ -17,6 +17,7 @@ from detonation.cluster.init import LaunchPosition, launch_position
 from detonation.cluster.launch import run_local
 from detonation.cluster.processes import heartbeat
 from detonation.cluster.processes.failure import WorldError
+from detonation.cluster.processes.heartbeat import Reason
 from detonation.cluster.processes.signals import die_with_agent
 from detonation.train.recipe.resolve import Request
 from limits import LIMIT_S, Clock
@@ -163,7 +164,7 @@ def test_a_rank_ends_where_the_board_is_lost_while_it_looks_who_is_silent(monkey
     beats._stopped = Turns()
     with pytest.raises(SystemExit):
         beats._watch()
-    assert ended == [("rank 0 has lost the store: Connection reset by peer", False)]
+    assert ended == [(Reason("rank 0 has lost the store: Connection reset by peer", 0),)]
 
 
 def test_no_process_outlives_the_call(tmp_path):

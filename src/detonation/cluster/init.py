@@ -74,8 +74,10 @@ def init_rank(
         folder: a directory of this machine where the ranks meet; without it they meet at
             MASTER_ADDR:MASTER_PORT.
 
-    Raises `ValueError` as `meet`.
+    Raises `ValueError` as `meet`, and where ranks have different tokens.
     """
+    global _heartbeat
+    _heartbeat = None
     store, device = meet(position, folder)
     if folder is not None:
         board: FileBoard | StoreBoard = FileBoard(folder)
@@ -85,13 +87,21 @@ def init_rank(
         board = StoreBoard(
             store, position.rank, host, hosted_here, os.environ.get("DETONATION_TOKEN", "")
         )
-    _init_group(store, position.rank, position.world_size, device)
-    global _heartbeat
     _heartbeat = None
     if position.world_size > 1:
-        beating = Heartbeat(board, position.rank, position.world_size, end)
-        _heartbeat = beating
-        watch_waiting(lambda text: end(text, beating.report(text)))
+        _heartbeat = Heartbeat(board, position.rank, position.world_size, end)
+    if isinstance(board, StoreBoard):
+        board.require_same_token(position.rank, position.world_size)
+    # with the heartbeat: a rank that is done may fail, and say why, while another still connects
+    _init_group(store, position.rank, position.world_size, device)
+    if _heartbeat is not None:
+        watching = _heartbeat
+        watch_waiting(lambda text: end(watching.report(text)))
+    return _heartbeat
+
+
+def own_heartbeat() -> Heartbeat | None:
+    """The heartbeat of the rank that `init_rank` made of this process."""
     return _heartbeat
 
 

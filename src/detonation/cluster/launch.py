@@ -12,14 +12,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 from detonation.cluster.exits import RankExits, failure_file
-from detonation.cluster.init import LaunchPosition, gpus_for, init_rank, leave
+from detonation.cluster.init import LaunchPosition, gpus_for, init_rank, leave, own_heartbeat
 from detonation.cluster.processes.descriptors import allow_open_files
 from detonation.cluster.processes.failure import (
     Failure,
@@ -27,7 +27,7 @@ from detonation.cluster.processes.failure import (
     failure_from_exception,
     write_result,
 )
-from detonation.cluster.processes.heartbeat import Heartbeat
+from detonation.cluster.processes.heartbeat import Heartbeat, Reason
 from detonation.cluster.processes.rendezvous import use_interface
 from detonation.cluster.processes.signals import (
     Stop,
@@ -209,8 +209,8 @@ def _child(mine: _Rank, enter: Callable[[int], None] | None = None) -> int:
     return 0
 
 
-def _end_lost(rank: int, folder: Path, text: str, reported: bool) -> NoReturn:
-    _tell(folder, Failure(rank, time.time(), "Lost", text, complete=True))
+def _end_lost(rank: int, folder: Path, reason: Reason) -> NoReturn:
+    _tell(folder, Failure(rank, time.time(), "Lost", reason.text, complete=True))
     os._exit(1)
 
 
@@ -287,18 +287,17 @@ def run_under_launcher(
         interface: the network interface of this rank's sockets.
 
     Raises:
-        WorldError: `function` failed on some rank; raised on all ranks, and exactly one has
-            `reported` False.
+        WorldError: `function` failed on some rank; raised on all ranks, and exactly one of each
+            machine has `reported` False.
     """
 
-    def end(text: str, reported: bool) -> NoReturn:
-        failure = Failure(position.rank, time.time(), "Lost", text, complete=True)
-        code = fail(WorldError(failure, position.world_size, reported))
+    def end(reason: Reason) -> NoReturn:
+        code = fail(_lost(position, reason))
+        heartbeat = own_heartbeat()
         if heartbeat is not None:
             heartbeat.close()
         end_now(code)
 
-    heartbeat: Heartbeat | None = None
     try:
         allow_open_files()
         check()
@@ -310,32 +309,58 @@ def run_under_launcher(
         ) from error
     die_with_agent(os.environ)
     use_interface(os.environ, interface)
-    heartbeat = init_rank(position, end)
     # also while a failure is reported: torchrun asks the others to stop as soon as one rank ends
-    with stoppable():
+    with stoppable() as stop:
         try:
+            with stop.at_once():  # the others may never come
+                init_rank(position, end)
             result = function()
             leave()
         except Exception as error:
-            world_error = _reported(
-                heartbeat, failure_from_exception(position.rank, error), position.world_size
-            )
+            heartbeat = own_heartbeat()
+            failure = failure_from_exception(position.rank, error)
+            world_error = _reported(heartbeat, failure, position)
             if heartbeat is not None:
                 heartbeat.close()
             raise world_error from error
     return result
 
 
-def _reported(heartbeat: Heartbeat | None, failure: Failure, world_size: int) -> WorldError:
+def _reported(
+    heartbeat: Heartbeat | None, failure: Failure, position: LaunchPosition
+) -> WorldError:
     """Error of this rank. The first rank whose failure no peer caused reports it; a rank that lost
     a peer names that peer."""
+    error = WorldError(failure, position.world_size)
     if heartbeat is None:
-        return WorldError(failure, world_size)
-    text = str(WorldError(failure, world_size))
-    if not failure.network:
-        return WorldError(failure, world_size, heartbeat.report(text))
-    text, reported = heartbeat.explain(text)
-    return WorldError(replace(failure, text=text, complete=True), world_size, reported)
+        return error
+    if failure.network:
+        return _lost(position, heartbeat.explain(str(error)))
+    reason = heartbeat.report(str(error), failure.bad_input)
+    return WorldError(failure, position.world_size, _is_told(position, reason.rank))
+
+
+def _lost(position: LaunchPosition, reason: Reason) -> WorldError:
+    """The error of a rank that ends for a reason that is not its own."""
+    failure = Failure(
+        position.rank,
+        time.time(),
+        "Lost",
+        reason.text,
+        bad_input=reason.bad_input,
+        complete=True,
+    )
+    return WorldError(failure, position.world_size, _is_told(position, reason.rank))
+
+
+def _is_told(position: LaunchPosition, by: int) -> bool:
+    """True where this rank need not print what the rank `by` reports: that one prints it on this
+    machine, or the first rank here does."""
+    if by == position.rank:
+        return False
+    first = position.rank - (position.local_rank or 0)
+    here = range(first, first + (position.local_world_size or position.world_size))
+    return by in here or position.rank != first
 
 
 if __name__ == "__main__":

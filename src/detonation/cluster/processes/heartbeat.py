@@ -15,6 +15,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -94,6 +95,18 @@ class StoreBoard:
         self._ignored = False
         self.write_count(rank, 1)
 
+    def require_same_token(self, rank: int, world_size: int) -> None:
+        """Raises `ValueError` on all ranks where one has another token: it could tell the others
+        nothing. Collective."""
+        self._store.set(_key(f"token/{rank}"), self._signed("token"))
+        found = self._store.multi_get([_key(f"token/{each}") for each in range(world_size)])
+        for other, signed in enumerate(found):
+            if signed != found[0]:
+                raise ValueError(
+                    f"rank {other} has another DETONATION_TOKEN than rank 0, or one of them has"
+                    " none: give all ranks the same"
+                )
+
     def write_count(self, rank: int, count: int) -> None:
         self._store.set(_key(rank), str(count))
 
@@ -154,8 +167,26 @@ _MISSED = 6
 """This many missing beats make a rank suspicious."""
 
 
-EndProcess = Callable[[str, bool], NoReturn]
-"""Ends this process. Takes the reason, and True if another rank reports it."""
+@dataclass(frozen=True)
+class Reason:
+    """Why all ranks end, and the rank that reports it. bad_input: As of `Failure`."""
+
+    text: str
+    rank: int
+    bad_input: bool = False
+
+    @classmethod
+    def parse(cls, notice: str) -> "Reason":
+        """The inverse of `str`, for a notice that begins with a number."""
+        rank, bad_input, text = [*notice.split(" ", 2), "", ""][:3]
+        return cls(text, int(rank), bad_input == "1")
+
+    def __str__(self) -> str:
+        return f"{self.rank} {int(self.bad_input)} {self.text}"
+
+
+EndProcess = Callable[[Reason], NoReturn]
+"""Ends this process for a reason, which this rank or another one reports."""
 
 
 class Heartbeat:
@@ -206,26 +237,27 @@ class Heartbeat:
         self._stopped.set()
         self._watcher.join()
 
-    def explain(self, text: str) -> tuple[str, bool]:
+    def explain(self, text: str) -> Reason:
         """Finds out why this rank lost a connection, with the error `text`, and posts it on the
         board.
 
         Waits a moment for missing heartbeats, and names the silent ranks if there are any.
-        Returns the reason on the board, and True if another rank posted it.
+        Returns the reason on the board.
         """
         self._reporting.acquire()
         return self._explained(text, _MISSED * BEAT_S)
 
-    def report(self, text: str) -> bool:
+    def report(self, text: str, bad_input: bool = False) -> Reason:
         """Posts why this rank ends, so that all ranks end.
 
-        Returns True if another rank has already posted a reason.
+        Returns the reason on the board, which another rank may have posted before.
         """
         self._reporting.acquire()
+        own = Reason(text, self._rank, bad_input)
         try:
-            return self._post(text)[1]
+            return self._post(own)
         except (RuntimeError, OSError):
-            return False
+            return own
 
     def close(self) -> None:
         """Ends the use of the board after a failure.
@@ -252,7 +284,7 @@ class Heartbeat:
                     and not self._leaving
                     and self._reporting.acquire(blocking=False)
                 ):
-                    self._end(self._board_lost(str(error).splitlines()[0]), False)
+                    self._end(self._board_lost(str(error).splitlines()[0]))
                 return
             self._answered = time.monotonic()
 
@@ -274,25 +306,25 @@ class Heartbeat:
             silence = now - last_beat
             unanswered = now - self._answered
             if unanswered > self._limit_s and not self._leaving:
-                self._end(self._board_lost(f"no answer for {unanswered:.1f} s"), False)
+                self._end(self._board_lost(f"no answer for {unanswered:.1f} s"))
             if self._notice and self._reporting.acquire(blocking=False):
-                self._end(self._notice.partition(" ")[2], True)
+                self._end(Reason.parse(self._notice))
             if (
                 silence > self._limit_s
                 and unanswered < _MISSED * BEAT_S
                 and self._reporting.acquire(blocking=False)
             ):
-                self._end(*self._explained(self._lost_message([neighbour], silence), silence))
+                self._end(self._explained(self._lost_message([neighbour], silence), silence))
 
-    def _explained(self, text: str, silence: float) -> tuple[str, bool]:
+    def _explained(self, text: str, silence: float) -> Reason:
         """`explain`, in the thread that holds `_reporting`."""
         try:
             lost = self._silent_ranks()
             if lost:
                 text = self._lost_message(lost, silence)
-            return self._post(text)
+            return self._post(Reason(text, self._rank))
         except (RuntimeError, OSError) as error:
-            return self._board_lost(str(error).splitlines()[0]), False
+            return self._board_lost(str(error).splitlines()[0])
 
     def _silent_ranks(self) -> list[int]:
         """Other ranks whose counts stand still for a moment."""
@@ -302,15 +334,13 @@ class Heartbeat:
         after = self._board.read_counts(ranks)
         return [rank for rank in ranks if before[rank] == after[rank] and rank != self._rank]
 
-    def _post(self, text: str) -> tuple[str, bool]:
-        """Posts `text`. Returns the notice that is then on the board, and True if another rank
-        posted it."""
-        rank, _, posted = self._board.post_notice(f"{self._rank} {text}").partition(" ")
-        return posted, int(rank) != self._rank
+    def _post(self, reason: Reason) -> Reason:
+        """Posts `reason`; returns the one that is then on the board."""
+        return Reason.parse(self._board.post_notice(str(reason)))
 
-    def _board_lost(self, why: str) -> str:
+    def _board_lost(self, why: str) -> Reason:
         self._cut_off = True
-        return f"rank {self._rank} has lost {self._board.where}: {why}"
+        return Reason(f"rank {self._rank} has lost {self._board.where}: {why}", self._rank)
 
     def _lost_message(self, ranks: Sequence[int], seconds: float) -> str:
         names = [

@@ -119,10 +119,7 @@ def end_now(code: int) -> NoReturn:
 
 
 def end_if_asked() -> None:
-    """Ends this process by the signal that has asked it to stop, if there was one.
-
-    For waits of the main thread before training, when there is nothing to save.
-    """
+    """Ends this process, as `end`, if a signal has asked it to stop and there is nothing to save
+    yet."""
     if _stop:
-        signal.signal(_stop.number, signal.SIG_DFL)
-        os.kill(os.getpid(), _stop.number)
+        end(_stop.number)

@@ -299,13 +299,10 @@ def latest_axis_store(base: Store) -> Store:
     try:
         while not base.check([f"{_AXES}/latest"]):
             awaited.wait(lambda: "the first replicas")
-        own = axis_store(base, int(base.get(f"{_AXES}/latest")))
-        while not own.check([SIZE, EPOCH]):
-            awaited.wait(lambda: "the first replicas")
     except TimeoutError as error:
         text = f"no replicas have met within {timeout_s:g} s: start the run first"
         raise ReplicaLost(text) from error
-    return own
+    return axis_store(base, int(base.get(f"{_AXES}/latest")))
 
 
 def latest_members(store: Store, replicas: int) -> list[int]:

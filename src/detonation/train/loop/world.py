@@ -2,7 +2,7 @@
 
 import json
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, islice
 from typing import Any
@@ -225,14 +225,37 @@ def settings_of_run(membership: Membership) -> dict[str, Any]:
 
 def require_same_settings(membership: Membership, config: Config) -> None:
     """Raises `ValueError` if this replica of an elastic run has other settings than the first."""
-    own = json.loads(json.dumps(dict(settings_of(to_table(config)))))  # tuples become lists
-    own = {key: value for key, value in own.items() if key.startswith(_ALIKE) and key not in _OWN}
+    own = _alike(config)
     first = json.loads(membership.first_text(_SETTINGS, json.dumps(own)))
-    for key in sorted(first.keys() | own.keys()):
-        if first.get(key) != own.get(key):
-            here = f"{key} is {own.get(key)!r} here"
-            there = f"{first.get(key)!r} in the run"
-            raise ValueError(f"{here}, {there}: all replicas train by the same recipe and --set")
+    for key in _differing(first, own):
+        here = f"{key} is {own.get(key)!r} here"
+        there = f"{first.get(key)!r} in the run"
+        raise ValueError(f"{here}, {there}: all replicas train by the same recipe and --set")
+
+
+def require_same_command(texts: TextExchange, config: Config, flags: Mapping[str, Any]) -> None:
+    """Raises `ValueError` on all ranks if one of them has other settings or flags than rank 0.
+
+    Collective. Such a rank would leave out a collective for which the others wait. flags: values of
+    the command line, by name.
+    """
+    gathered = texts.gather(json.dumps({**_alike(config), **flags}))
+    first, *others = map(json.loads, gathered)
+    for rank, own in enumerate(others, 1):
+        for key in _differing(first, own):
+            here = f"{key} is {own.get(key)!r} on rank {rank}"
+            there = f"{first.get(key)!r} on rank 0"
+            raise ValueError(f"{here}, {there}: give all ranks the same recipe and command line")
+
+
+def _alike(config: Config) -> dict[str, Any]:
+    """The settings in which all replicas must be alike, after a round trip through JSON."""
+    own = json.loads(json.dumps(dict(settings_of(to_table(config)))))
+    return {key: value for key, value in own.items() if key.startswith(_ALIKE) and key not in _OWN}
+
+
+def _differing(first: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    return [key for key in sorted(first.keys() | own.keys()) if first.get(key) != own.get(key)]
 
 
 _SETTINGS = "settings"

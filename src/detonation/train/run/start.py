@@ -17,10 +17,11 @@ from detonation.cluster.survive.elastic_axis import Survival
 from detonation.feed.frames import host_and_port
 from detonation.feed.token import read_token
 from detonation.train.loop.session import check_config, check_sizes
+from detonation.train.loop.world import require_same_command
 from detonation.train.output import directory, trackers
 from detonation.train.output.screen import clear
 from detonation.train.recipe.resolve import Request, from_plain, to_plain
-from detonation.train.recipe.schema import MeshConfig, Table
+from detonation.train.recipe.schema import Config, MeshConfig, Table
 from detonation.train.run.decide import Asked, Auto
 from detonation.train.run.elastic_run import SetUp, check_place, meeting_of
 from detonation.train.run.worker import RunTask, train_on_rank
@@ -74,11 +75,12 @@ def _run(
                 restartable(os.environ),
                 _steps_begun(request, place),
             ]
-        text = Texts(local_device()).broadcast(json.dumps(said))
-        finished, again, may_start, steps = json.loads(text)
+        texts = Texts(local_device())
+        finished, again, may_start, steps = json.loads(texts.broadcast(json.dumps(said)))
         if finished:
             return dict(finished)
         task = make_task(_with_steps(request, steps), place)
+        require_same_command(texts, task.config, _flags(request, task.config))
         task = replace(task, resume=request.resume or again, may_start=may_start)
         if place.rank == 0 and not request.replica:
             _check_directory(task)
@@ -88,6 +90,19 @@ def _run(
     return run_under_launcher(
         place, on_this_rank, fail, lambda: request.layers(place).config(), request.interface
     )
+
+
+def _flags(request: Request, config: Config) -> dict[str, Any]:
+    """What else all ranks of a launcher must have alike, by the names of flags."""
+    return {
+        "--resume": request.resume,
+        "--stop-after": request.stop_after,
+        "--out": "given" if request.out else "left out",
+        "--elastic": config.mesh.elastic,
+        "--replica": request.replica,
+        "--join": request.join,
+        "--publish": config.train.publish,
+    }
 
 
 def _steps_begun(request: Request, place: LaunchPosition | None) -> int:
