@@ -47,7 +47,7 @@ def trained(
         optimizer = dt.replicate(base, model, communicator, dt.full(), safety=safety)
         optimizer.set_up()
         if not aligned:
-            optimizer._consensus.after_base = None
+            optimizer._consensus.gates.clear()
         generator = torch.Generator().manual_seed(2 + communicator.replica)
         total, found, parameters = 0.0, list[list[Tensor]](), list(model.parameters())
         for step in range(steps):

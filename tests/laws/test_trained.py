@@ -228,3 +228,43 @@ def test_a_newcomer_may_take_an_lr_that_a_schedule_computes_with_numpy():
 
     one, other = simulate_replicas(act, 2)
     assert one == other
+
+
+class Shifted(nn.Module):
+    """Its three shifts have one gradient: `torch.autograd.grad` returns one tensor for two of them, and one number
+    for all coordinates of the third."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 128)
+        self.shifts = nn.ParameterList(nn.Parameter(torch.randn(4, 128)) for _ in range(2))
+        self.spread = nn.Parameter(torch.randn(512))
+
+    def forward(self, x):
+        return self.layer(x) + self.shifts[0] + self.shifts[1] + self.spread.sum()
+
+
+def given_gradients(communicator, scheme, base, own_memory):
+    model = built(Shifted)
+    parameters = [*model.parameters()]
+    optimizer = dt.replicate(base(parameters), model, communicator, scheme, clip=0.1)
+    for step in range(6):
+        loss = model(batch(communicator.replica, step, 32)).square().mean()
+        for parameter, gradient in zip(
+            parameters, torch.autograd.grad(loss, parameters), strict=True
+        ):
+            parameter.grad = (
+                gradient.clone(memory_format=torch.contiguous_format) if own_memory else gradient
+            )
+        optimizer.step()
+    return digest(parameters)
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("name", [name for name in TALKING if TALKING[name].signal == "gradients"])
+def test_gradients_that_share_memory_train_as_gradients_that_do_not(name, base):
+    found = [
+        simulate_replicas(lambda c, own=own: given_gradients(c, TALKING[name], BASES[base], own), 2)
+        for own in (True, False)
+    ]
+    assert found[0] == found[1]

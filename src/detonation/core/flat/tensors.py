@@ -184,10 +184,14 @@ def locals_of(parameters: Mapping[str, Tensor]) -> list[Tensor]:
 def local_gradients(parameters: Mapping[str, Tensor]) -> list[Tensor | None]:
     """The local gradient of each parameter, sharded like the parameter; None if it has none.
 
+    Each has memory of its own afterwards, because the update is written there: gradients of
+    `torch.autograd.grad` may be one tensor for two parameters, or one number for many coordinates.
+
     Raises:
         ValueError: A gradient is sparse.
     """
     found: list[Tensor | None] = []
+    addresses: set[int] = set()
     for name, parameter in parameters.items():
         gradient = parameter.grad
         if gradient is not None and gradient.is_sparse:
@@ -198,6 +202,11 @@ def local_gradients(parameters: Mapping[str, Tensor]) -> list[Tensor | None]:
             if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
                 parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
             gradient = gradient.to_local()
+        if gradient is not None:
+            address = gradient.data_ptr()  # 0 for an empty tensor, and on the meta device
+            if address and (address in addresses or 0 in gradient.stride()):
+                gradient = _separated(parameter)
+            addresses.add(address)
         found.append(gradient)
     return found
 
@@ -215,6 +224,16 @@ def gradient_stamps(parameters: Mapping[str, Tensor]) -> dict[str, GradientStamp
             shard = gradient.to_local()
         found[name] = (gradient, gradient._version, shard._version)
     return found
+
+
+def _separated(parameter: Tensor) -> Tensor:
+    """The local gradient of `parameter`, after it got memory of its own."""
+    whole = whole_of(parameter)
+    assert whole.grad is not None
+    whole.grad = whole.grad.clone(memory_format=torch.contiguous_format)
+    gradient = parameter.grad
+    assert gradient is not None
+    return local(gradient)
 
 
 def gradients_to_fill(
