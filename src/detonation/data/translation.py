@@ -12,7 +12,7 @@ from detonation.data.packages import check_source, locate
 from detonation.data.tokens import load_tokenizer, vocabulary
 
 PAD = 0
-END = 1
+END_OF_TEXT = 1
 OFFSET = 3
 """Special ids, and the id of byte 0. Id 2 means unknown; bytes do not use it."""
 TRANSLATION_VOCAB = 384
@@ -96,7 +96,7 @@ class TranslationPairs:
         if self._made is not None:
             ids = _up_to(self._made.eos_token_id, ids)
             return str(self._made.decode(ids, skip_special_tokens=True))
-        octets = [i - OFFSET for i in _up_to(END, ids) if OFFSET <= i < OFFSET + 256]
+        octets = [i - OFFSET for i in _up_to(END_OF_TEXT, ids) if OFFSET <= i < OFFSET + 256]
         return bytes(octets).decode(errors="replace")
 
     def __getitem__(self, indices: Tensor) -> dict[str, Tensor]:
@@ -120,7 +120,7 @@ class TranslationPairs:
 
 def _ids(sentence: bytes) -> list[int]:
     """Ids of a sentence of bytes."""
-    return [*(byte + OFFSET for byte in sentence), END]
+    return [*(byte + OFFSET for byte in sentence), END_OF_TEXT]
 
 
 def _up_to(end: Any, ids: Sequence[int]) -> Sequence[int]:

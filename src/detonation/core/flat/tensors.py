@@ -198,17 +198,26 @@ def local_gradients(parameters: Mapping[str, Tensor]) -> list[Tensor | None]:
             raise ValueError(
                 f"the gradient of {name} is sparse, which cannot be replicated: use sparse=False"
             )
-        if isinstance(gradient, DTensor):
-            if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
-                parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
-            gradient = gradient.to_local()
-        if gradient is not None:
-            address = gradient.data_ptr()  # 0 for an empty tensor, and on the meta device
-            if address and (address in addresses or 0 in gradient.stride()):
-                gradient = _separated(parameter)
-            addresses.add(address)
-        found.append(gradient)
+        if gradient is None:
+            found.append(None)
+            continue
+        shard = _local_gradient(parameter, gradient)
+        address = shard.data_ptr()  # 0 for an empty tensor, and on the meta device
+        if address and (address in addresses or 0 in shard.stride()):
+            shard = _separated(parameter)
+        addresses.add(address)
+        found.append(shard)
     return found
+
+
+def _local_gradient(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """The shard of `gradient`, which is sharded like `parameter` afterwards."""
+    if not isinstance(gradient, DTensor):
+        return gradient
+    if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+        parameter.grad = gradient
+    return gradient.to_local()
 
 
 def gradient_stamps(parameters: Mapping[str, Tensor]) -> dict[str, GradientStamp]:

@@ -89,20 +89,7 @@ class SignSGD(Optimizer):
         loss = None
         if closure:
             loss = evaluated(closure)
-        moved: set[int] = set()
-        if self.deferred:
-            rates: dict[int, SignRate] = {}
-            for group in self.param_groups:
-                lr = float(group["lr"])
-                rate = (1 - lr * group["weight_decay"], lr)
-                rates |= {id(p): rate for p in group["params"]}
-            deferred = self.deferred
-            self.deferred = {}
-            for each in deferred.values():
-                each.move([rates[id(p)] for p in each.parameters])
-                if each.done:
-                    each.done()
-                moved |= {id(p) for p in each.parameters}
+        moved = self._take_deferred()
         for group in self.param_groups:
             rest = [
                 p
@@ -117,6 +104,25 @@ class SignSGD(Optimizer):
             weights = [local(p) for p in rest]
             _sign_step(weights, directions, float(group["lr"]), group["weight_decay"])
         return loss
+
+    def _take_deferred(self) -> set[int]:
+        """Moves parameters by the updates that came with messages; returns the ids of those."""
+        moved: set[int] = set()
+        if not self.deferred:
+            return moved
+        rates: dict[int, SignRate] = {}
+        for group in self.param_groups:
+            lr = float(group["lr"])
+            rate = (1 - lr * group["weight_decay"], lr)
+            rates |= {id(p): rate for p in group["params"]}
+        deferred = self.deferred
+        self.deferred = {}
+        for each in deferred.values():
+            each.move([rates[id(p)] for p in each.parameters])
+            if each.done:
+                each.done()
+            moved |= {id(p) for p in each.parameters}
+        return moved
 
     def _momentum(
         self, parameters: list[Tensor], gradients: list[Tensor], momentum: float
