@@ -153,9 +153,8 @@ def survey(directory: Path, texts: TextExchange) -> Volumes:
                 problem = _written(_probe(directory, token, rank))
             if first := next((text for text in gather(problem) if text), ""):
                 raise OSError(0, first)
-            if leaders[rank] >= 0:
-                seen = leaders[rank]
-            else:
+            seen = leaders[rank]
+            if seen < 0:
                 seen = _lowest_seen(directory, token, [0, *writers])
             if seen < 0 and rank in writers:
                 seen = rank

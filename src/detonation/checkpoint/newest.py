@@ -298,11 +298,10 @@ def _refused_together(found: Found, texts: TextExchange) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        problem = f"{found.path} cannot be loaded: {error!r}"
         if isinstance(error, ValueError):
-            text = str(error)
-        else:
-            text = f"{found.path} cannot be loaded: {error!r}"
-        problem = text.split("\n")[0][:_LONGEST]
+            problem = str(error)
+        problem = problem.split("\n")[0][:_LONGEST]
     for text in texts.gather(problem):
         if text:
             raise ValueError(text)

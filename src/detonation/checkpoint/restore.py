@@ -303,9 +303,8 @@ def load_base_state(
         # may be sharded now although it was not when it was saved.
         wrapped = key in file.wrapped or (key in file.boxes and f"model.{name}" not in file.wrapped)
         if wrapped:
-            state[_entry(key, prefix)] = _as_dtensor(parameter, tensor, whole)
-        else:
-            state[_entry(key, prefix)] = tensor
+            tensor = _as_dtensor(parameter, tensor, whole)
+        state[_entry(key, prefix)] = tensor
     if state:
         optimizer.base.state[parameter] = state
     else:

@@ -135,12 +135,13 @@ def verify(checkpoint: Path) -> VerifyReport:
 
 def whole_replicas(checkpoint: Path, described: Manifest) -> list[int]:
     """Replicas whose files are all on this node."""
-    elsewhere = described.elsewhere(lambda name: (checkpoint / name).exists())
-    names = [
-        [file_name(replica, shard) for shard in range(described.shards)]
-        for replica in range(described.replicas)
-    ]
-    return [replica for replica, files in enumerate(names) if not set(files) & set(elsewhere)]
+    elsewhere = {*described.elsewhere(lambda name: (checkpoint / name).exists())}
+    whole = []
+    for replica in range(described.replicas):
+        files = {file_name(replica, shard) for shard in range(described.shards)}
+        if not files & elsewhere:
+            whole.append(replica)
+    return whole
 
 
 def newest(directory: Path) -> Found:

@@ -281,15 +281,7 @@ def joined_optimizer(
     for mine, group in zip(base.param_groups, before.param_groups, strict=True):
         mine |= {key: value for key, value in group.items() if key != "params"}
     for name, parameter in parameters.items():
-        states = []
-        for shard in shards:
-            view = local_parameters(shard.module)[name]
-            if shard.optimizer:
-                states.append(shard.optimizer.base.state.get(view, {}))
-        boxes = _boxes(shards, name)
-        for key in states[0]:
-            parts = [state[key] for state in states]
-            base.state[parameter][key] = _whole(parts, boxes, parameter)
+        _join_state(base, shards, name, parameter)
     chosen = scheme_of_training(about)
     alike = {key: about[key] for key in ("clip", "balance", "seed", "kernels")}
     optimizer = replicate(base, model, axis, chosen, **alike, safety=safety)
@@ -300,6 +292,21 @@ def joined_optimizer(
         return optimizer
     optimizer.resume_at(before.step_count)
     return optimizer
+
+
+def _join_state(
+    base: torch.optim.Optimizer, shards: Sequence[ShardFollower], name: str, parameter: Tensor
+) -> None:
+    """Copies the base optimizer's state of one parameter from all shards to `base`."""
+    states = []
+    for shard in shards:
+        view = local_parameters(shard.module)[name]
+        if shard.optimizer:
+            states.append(shard.optimizer.base.state.get(view, {}))
+    boxes = _boxes(shards, name)
+    for key in states[0]:
+        parts = [state[key] for state in states]
+        base.state[parameter][key] = _whole(parts, boxes, parameter)
 
 
 def _hand_over(

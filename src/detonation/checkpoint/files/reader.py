@@ -28,16 +28,14 @@ class Box:
     @classmethod
     def of(cls, tensor: Tensor) -> "Box":
         """Box of the local part of `tensor`; a plain tensor is whole."""
+        shape = tuple(tensor.shape)
+        start = (0,) * tensor.ndim
         if isinstance(tensor, Piece):
-            return cls(
-                tuple(tensor.whole.shape),
-                (tensor.offset, *[0] * (tensor.ndim - 1)),
-                tuple(tensor.shape),
-            )
+            return cls(tuple(tensor.whole.shape), (tensor.offset, *start[1:]), shape)
         if not isinstance(tensor, DTensor):
-            return cls(tuple(tensor.shape), (0,) * tensor.ndim, tuple(tensor.shape))
+            return cls(shape, start, shape)
         (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-        return cls(tuple(tensor.shape), tuple(chunk.offsets), tuple(tensor.to_local().shape))
+        return cls(shape, tuple(chunk.offsets), tuple(tensor.to_local().shape))
 
     @classmethod
     def of_shard(cls, tensor: Tensor, shard: int, shards: int) -> "Box":

@@ -210,7 +210,7 @@ class Heartbeat:
         self._answered = time.monotonic()
         self._stopped = threading.Event()
         self._leaving = self._cut_off = False
-        self._reporting = threading.Lock()  # whoever holds it ends the process; never released
+        self._reporting = threading.Lock()  # its holder ends the process, and never releases it
         self._board.write_count(rank, 1)
         # A request to the board may never return once the network is cut, so two threads: one asks,
         # one decides.
@@ -327,7 +327,7 @@ class Heartbeat:
             return self._board_lost(str(error).splitlines()[0])
 
     def _silent_ranks(self) -> list[int]:
-        """Other ranks whose counts stand still for a moment."""
+        """Other ranks whose counts do not change during several beats."""
         ranks = range(self._world_size)
         before = self._board.read_counts(ranks)
         time.sleep(_MISSED * BEAT_S)

@@ -281,7 +281,7 @@ def keep_to_one_interface(
     user asked for always takes precedence.
 
     Returns:
-        Where the ranks listen, in words; "" if that is loopback.
+        In words, where the ranks listen; "" if that is loopback.
 
     Raises:
         ValueError: On all ranks, if one of them has no way to the others.

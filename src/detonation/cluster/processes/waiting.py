@@ -291,9 +291,10 @@ class Watch:
                 _log.warning("%s", self._text)
 
     def _standing(self) -> Standing:
+        where: str = PROGRESS.where
         if self._left:
-            return Standing(PROGRESS.steps, _LEFT)
-        return Standing(PROGRESS.steps, PROGRESS.where)
+            where = _LEFT
+        return Standing(PROGRESS.steps, where)
 
     def _publish(self, standing: Standing) -> None:
         if standing != self._published:

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
 
+from detonation.cluster.survive.agreement import in_words
+
 FORM_S = 10.0
 """Seconds in which the members of a group must meet, after all have agreed on it."""
 _POLL_S = 0.5
@@ -146,7 +148,7 @@ class SurvivedLoss:
 
     def text(self, left: int, before: int) -> str:
         """Describes the loss, if `left` of `before` replicas continue."""
-        names = f"replica{'s' * (len(self.replicas) > 1)} {', '.join(map(str, self.replicas))}"
+        names = in_words(self.replicas)
         end = (
             f"with step {self.next_step} as the first without it; {self.recovered_s:.2f} s after"
             " the notice"
