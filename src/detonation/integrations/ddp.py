@@ -166,7 +166,11 @@ class CommHook:
         base = self._replicated.base.state_dict()
         self._replicated.load_state_dict({**base, "replication": state_dict})
 
-    def reduce(self, state: None, bucket: Any) -> Future[Tensor]:
+    def reduce(
+        self,
+        state: None,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ) -> Future[Tensor]:
         """Collects one bucket of gradients; after the last bucket, exchanges all.
 
         DistributedDataParallel calls it. After the first step it reorders its buckets; the message
