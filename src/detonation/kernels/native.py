@@ -111,7 +111,10 @@ class Library:
         `[nbytes]` uint8.
         """
         rows, chunk = residual.shape
-        pointers = _addresses(gradients)
+        pointers = (ctypes.c_void_p * len(gradients))()  # null for None
+        for number, gradient in enumerate(gradients):
+            if gradient is not None:
+                pointers[number] = gradient.data_ptr()
         signs_at = None
         if statistics is not None:
             signs_at = statistics.data_ptr()
@@ -185,12 +188,12 @@ class Library:
         if rates is not None:
             shrink = (ctypes.c_float * count)(*[rate[0] for rate in rates])
             lr = (ctypes.c_float * count)(*[rate[1] for rate in rates])
-        into = _addresses(targets)
-        sent = _addresses(values)
+        into = (ctypes.c_void_p * count)(*[target.data_ptr() for target in targets])
+        sent = (ctypes.c_void_p * len(values))(*[each.data_ptr() for each in values])
+        places = (ctypes.c_void_p * len(indices))(*[each.data_ptr() for each in indices])
         sizes = None
         if magnitudes is not None:
-            sizes = _addresses(magnitudes)
-        places = _addresses(indices)
+            sizes = (ctypes.c_void_p * len(magnitudes))(*[each.data_ptr() for each in magnitudes])
         numel = (ctypes.c_int64 * count)(*[t.numel() for t in targets])
         status = self._library.detonation_decode(
             into, numel, rows, chunk, sent, sizes, places, indices[0].nbytes, len(values), k,
@@ -305,15 +308,6 @@ class Library:
         at = packed.data_ptr(), len(packed), packed.stride(0)
         self._library.detonation_check_indices(*at, rows, k, chunk, width, found.data_ptr())
         return found
-
-
-def _addresses(tensors: Sequence[Tensor | None]) -> Any:
-    """A C array of the addresses of `tensors`; a null pointer for None."""
-    found = (ctypes.c_void_p * len(tensors))()
-    for number, tensor in enumerate(tensors):
-        if tensor is not None:
-            found[number] = tensor.data_ptr()
-    return found
 
 
 @lru_cache

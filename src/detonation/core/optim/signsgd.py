@@ -124,11 +124,10 @@ class SignSGD(Optimizer):
             loss = evaluated(closure)
         moved: set[int] = set()
         if self._updates:
-            rates: dict[int, SignRate] = {}
-            for group in self.param_groups:
-                lr = float(group["lr"])
-                rate = (1 - lr * group["weight_decay"], lr)
-                rates |= {id(p): rate for p in group["params"]}
+            groups = [(p, group) for group in self.param_groups for p in group["params"]]
+            rates = {
+                id(p): (1 - float(g["lr"]) * g["weight_decay"], float(g["lr"])) for p, g in groups
+            }
             updates = self._updates
             self._updates = {}
             for parameters, weights, engine, received in updates.values():
