@@ -4,9 +4,7 @@ them are sent."""
 import triton
 import triton.language as tl
 
-FP32 = 1
-BF16 = 2
-FP16 = 4
+FP32, BF16, FP16 = 1, 2, 4
 """Types of tensors, as bits of a set of types."""
 
 

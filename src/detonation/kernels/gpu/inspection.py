@@ -26,8 +26,8 @@ from detonation.kernels.gpu.messages import (
     seal_sum_kernel,
 )
 
-LINE_BYTES = 4096
-HEADER_BYTES = 64
+_LINE_BYTES = 4096
+_HEADER_BYTES = 64
 CHECKSUM_WORD = 14
 PARTS = 128
 """Number of programs that read one message."""
@@ -39,7 +39,7 @@ NORM_PARTS = 128
 """Parts of these squares."""
 OCTETS = 4096
 """Number of values that a program inspects at once."""
-ROW = 1024
+SCANNED_ROW = 1024
 """Number of coordinates that a program scans at once."""
 SCANNING = 512
 """Largest number of programs that scan one row after the other."""
@@ -77,7 +77,9 @@ class Inspector:
     def __init__(self, count: int, device: torch.device) -> None:
         self._count = count
         self._device = device
-        self._columns = torch.empty(count, PARTS, LINE_BYTES // 4, dtype=torch.int32, device=device)
+        self._columns = torch.empty(
+            count, PARTS, _LINE_BYTES // 4, dtype=torch.int32, device=device
+        )
         self._sums = torch.empty(count, PARTS, dtype=torch.int64, device=device)
         self._firsts = torch.empty(count, dtype=torch.int32, device=device)
         self._squares = torch.empty(
@@ -165,9 +167,9 @@ class Inspector:
             for run in runs:
                 header_end = 0
                 if run.room:
-                    header_end = HEADER_BYTES
+                    header_end = _HEADER_BYTES
                 table.append([0, header_end, 0])
-            begin = HEADER_BYTES
+            begin = _HEADER_BYTES
             for part in range(3):
                 for line, run in zip(table, runs, strict=True):
                     end = begin + run.lengths[part]
@@ -177,8 +179,8 @@ class Inspector:
             for line, run in zip(table, runs, strict=True):
                 numbers += [*line, run.rows, 0, 0, 0]
             self._runs[key] = uploaded(numbers, torch.int64, self._device)
-        total = HEADER_BYTES + sum(sum(run.lengths) for run in runs)
-        return self._runs[key], -(-total // LINE_BYTES)
+        total = _HEADER_BYTES + sum(sum(run.lengths) for run in runs)
+        return self._runs[key], -(-total // _LINE_BYTES)
 
 
 def _addresses(runs: Sequence[RowRun]) -> list[int]:
@@ -249,7 +251,7 @@ class Scanner:
         row = 0
         for numel in numels:
             starts.append(row)
-            row += -(-numel // ROW)
+            row += -(-numel // SCANNED_ROW)
         self._slots = Slots(starts, numels, row, device)
         self._addresses = addresses or Addresses(device)
         self._numbers = uploaded(numbers, torch.int64, device)
@@ -284,7 +286,7 @@ class Scanner:
         launch(
             scan_kernel, self._programs, table.table, slots.starts, slots.numels, self._numbers,
             slots.count,
-            slots.rows, limit, found, ROW=ROW, ROWS=self._rows, KINDS=table.kinds,
+            slots.rows, limit, found, ROW=SCANNED_ROW, ROWS=self._rows, KINDS=table.kinds,
             SEARCH=slots.search,
         )  # fmt: skip
         return found

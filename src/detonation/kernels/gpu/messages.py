@@ -14,8 +14,7 @@ from detonation.kernels.gpu.addressing import (
 )
 from detonation.kernels.gpu.numbers import LARGEST, facts_of, load_value, ranks_of, sum_of_halves
 
-LINE_WORDS = tl.constexpr(1024)
-LINE_BYTES = tl.constexpr(4096)
+LINE_WORDS, LINE_BYTES = tl.constexpr(1024), tl.constexpr(4096)
 TOGETHER = tl.constexpr(8)
 """Number of programs whose sums are added up together."""
 HEADER_WORDS = tl.constexpr(16)
