@@ -740,6 +740,9 @@ def test_a_loss_that_all_have_agreed_on_meanwhile_calls_nobody_again():
             self.turns += 1
             return self.turns > 1
 
+        def set(self):
+            pass
+
     membership._beats, membership._stopped = Between(), Once()
     membership._run()
     assert not store.check(["2/call"]) and not membership.called

@@ -67,7 +67,9 @@ def _directories(reasons: list[str]) -> Iterator[Path]:
 
 def _of_user() -> Path:
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "detonation" / "kernels"
+    if not base.is_absolute():
+        base = Path.home() / ".cache"
+    return base / "detonation" / "kernels"
 
 
 def private_directory(path: Path) -> Path:
@@ -82,9 +84,10 @@ def private_directory(path: Path) -> Path:
             if not parent.exists():
                 parent.mkdir(0o700)
         found = parent.lstat()
-        if found.st_uid not in (
-            {os.getuid()} if parent == path else {os.getuid(), *_system_users()}
-        ):
+        owners = {os.getuid()}
+        if parent != path:
+            owners |= {*_system_users()}
+        if found.st_uid not in owners:
             raise PermissionError(f"{parent} belongs to user {found.st_uid}")
         if parent != path and found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
             raise PermissionError(f"other users may write to {parent} (chmod go-w {parent})")

@@ -43,7 +43,12 @@ SignRate = tuple[float, float]
 """How a weight follows signs: `shrink * weight - lr * sign`, with shrink and lr."""
 
 
-_P, _I, _F, _N = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+_INTEGERS = (torch.int64, torch.uint8)
+"""Types of indices and packed numbers that do not, and that do, fit into a byte."""
+_P = ctypes.c_void_p
+_I = ctypes.c_int64
+_F = ctypes.c_float
+_N = ctypes.c_int
 _ARGUMENTS: dict[str, list[Any]] = {
     "encode": [_P, _I, _N, _P, _P, _F, _F, _N, _N, _P, _P, _P, _N, _P],
     "release": [_P, _I, _N, _P, _F, _N, _N, _P, _P, _I, _N, _P],
@@ -106,13 +111,17 @@ class Library:
         `[nbytes]` uint8.
         """
         rows, chunk = residual.shape
-        pointers = (ctypes.c_void_p * len(gradients))(
-            *[None if g is None else g.data_ptr() for g in gradients]
-        )
+        pointers = (ctypes.c_void_p * len(gradients))()  # null for None
+        for number, gradient in enumerate(gradients):
+            if gradient is not None:
+                pointers[number] = gradient.data_ptr()
+        signs_at = None
+        if statistics is not None:
+            signs_at = statistics.data_ptr()
         status = self._library.detonation_encode(
             residual.data_ptr(), rows, chunk, pointers, numel, decay, release, k, width,
             basis.data_ptr(),
-            values.data_ptr(), None if statistics is None else statistics.data_ptr(),
+            values.data_ptr(), signs_at,
             negative_zeros,
             indices.data_ptr(),
         )  # fmt: skip
@@ -172,17 +181,19 @@ class Library:
         assert all(
             tensor.is_contiguous() for tensor in (*targets, *values, *(magnitudes or ()), *indices)
         )
-        (rows, chunk, k), count = shape, len(targets)
-        shrink = None if rates is None else (ctypes.c_float * count)(*[rate[0] for rate in rates])
-        lr = None if rates is None else (ctypes.c_float * count)(*[rate[1] for rate in rates])
-        into, sent, sizes, places = (
-            (
-                (ctypes.c_void_p * len(each))(*[t.data_ptr() for t in each])
-                if each is not None
-                else None
-            )
-            for each in (targets, values, magnitudes, indices)
-        )
+        rows, chunk, k = shape
+        count = len(targets)
+        shrink = None
+        lr = None
+        if rates is not None:
+            shrink = (ctypes.c_float * count)(*[rate[0] for rate in rates])
+            lr = (ctypes.c_float * count)(*[rate[1] for rate in rates])
+        into = (ctypes.c_void_p * count)(*[target.data_ptr() for target in targets])
+        sent = (ctypes.c_void_p * len(values))(*[each.data_ptr() for each in values])
+        places = (ctypes.c_void_p * len(indices))(*[each.data_ptr() for each in indices])
+        sizes = None
+        if magnitudes is not None:
+            sizes = (ctypes.c_void_p * len(magnitudes))(*[each.data_ptr() for each in magnitudes])
         numel = (ctypes.c_int64 * count)(*[t.numel() for t in targets])
         status = self._library.detonation_decode(
             into, numel, rows, chunk, sent, sizes, places, indices[0].nbytes, len(values), k,
@@ -194,10 +205,8 @@ class Library:
     def topk(self, coefficients: Tensor, k: int) -> Tensor:
         """The indices of the `k` largest magnitudes of each row, rising; see `topk_indices`."""
         # [rows, chunk] fp32, chunk one of KERNEL_CHUNKS -> [rows, k] uint8
-        (rows, chunk), found = (
-            coefficients.shape,
-            torch.empty(len(coefficients), k, dtype=torch.uint8, device="cpu"),
-        )
+        rows, chunk = coefficients.shape
+        found = torch.empty(rows, k, dtype=torch.uint8, device="cpu")
         status = self._library.detonation_topk(
             coefficients.data_ptr(), rows, chunk, k, found.data_ptr()
         )
@@ -208,7 +217,8 @@ class Library:
         """`coefficients @ basis`, whose vectors are added in order, one fused multiply-add after
         the other."""
         # [rows, chunk] and [chunk, chunk] fp32, chunk one of KERNEL_CHUNKS -> [rows, chunk]
-        (rows, chunk), out = coefficients.shape, torch.empty_like(coefficients)
+        rows, chunk = coefficients.shape
+        out = torch.empty_like(coefficients)
         status = self._library.detonation_product(
             coefficients.data_ptr(), rows, chunk, basis.data_ptr(), out.data_ptr()
         )
@@ -216,11 +226,11 @@ class Library:
         return out
 
     def beyond(self, tensors: Sequence[Tensor], limit: float) -> int:
-        """The number of the first of `tensors` (fp32) that holds NaN or a magnitude above `limit`;
-        -1 where none."""
+        """The number of the first of `tensors` (fp32) with NaN or a magnitude above `limit`; -1
+        without one."""
         count = len(tensors)
-        pointers = (ctypes.c_void_p * count)(*[t.data_ptr() for t in tensors])
-        numel = (ctypes.c_int64 * count)(*[t.numel() for t in tensors])
+        pointers = (ctypes.c_void_p * count)(*[tensor.data_ptr() for tensor in tensors])
+        numel = (ctypes.c_int64 * count)(*[tensor.numel() for tensor in tensors])
         return int(self._library.detonation_beyond(pointers, numel, count, limit))
 
     def sign_step(self, weights: Tensor, directions: Tensor, shrink: float, lr: float) -> None:
@@ -232,52 +242,56 @@ class Library:
     def pack(self, numbers: Tensor, width: int, nbytes: int) -> Tensor:
         """Packs numbers of `width` bits, each line by itself."""
         # [..., n] integer -> [..., nbytes] uint8
-        (*lines, count), few = numbers.shape, width <= 8
-        plain = numbers.to(torch.uint8 if few else torch.int64).contiguous()
+        *lines, count = numbers.shape
+        is_narrow = width <= 8
+        plain = numbers.to(_INTEGERS[is_narrow]).contiguous()
         packed = torch.empty(*lines, nbytes, dtype=torch.uint8, device="cpu")
         self._library.detonation_pack(
-            plain.data_ptr(), prod(lines), count, few, width, packed.data_ptr(), nbytes
+            plain.data_ptr(), prod(lines), count, is_narrow, width, packed.data_ptr(), nbytes
         )
         return packed
 
     def unpack(self, packed: Tensor, count: int, width: int) -> Tensor:
         """The inverse of `pack`."""
         # [..., nbytes] uint8 -> [..., count] uint8 or, above 8 bits, int64
-        lines, few = packed.unsqueeze(0).flatten(0, -2), width <= 8
-        numbers = torch.empty(
-            *packed.shape[:-1], count, dtype=torch.uint8 if few else torch.int64, device="cpu"
-        )
+        lines = packed.unsqueeze(0).flatten(0, -2)
+        is_narrow = width <= 8
+        shape = (*packed.shape[:-1], count)
+        numbers = torch.empty(shape, dtype=_INTEGERS[is_narrow], device="cpu")
         at = lines.data_ptr(), len(lines), lines.stride(0)
-        self._library.detonation_unpack(*at, lines.shape[1], count, few, width, numbers.data_ptr())
+        self._library.detonation_unpack(
+            *at, lines.shape[1], count, is_narrow, width, numbers.data_ptr()
+        )
         return numbers
 
     def mark(self, indices: Tensor, chunk: int) -> Tensor:
         """The bitmap of rows of `chunk` bits in which `indices` are set."""
         # [..., rows, k] integer -> [..., ceil(rows * chunk / 8)] uint8
-        (*lines, rows, k), few = indices.shape, chunk <= 256
-        plain = indices.to(torch.uint8 if few else torch.int64).contiguous()
+        *lines, rows, k = indices.shape
+        is_narrow = chunk <= 256
+        plain = indices.to(_INTEGERS[is_narrow]).contiguous()
         bitmap = torch.empty(*lines, (rows * chunk + 7) // 8, dtype=torch.uint8, device="cpu")
         self._library.detonation_mark(
-            plain.data_ptr(), prod(lines), rows, k, chunk, few, bitmap.data_ptr()
+            plain.data_ptr(), prod(lines), rows, k, chunk, is_narrow, bitmap.data_ptr()
         )
         return bitmap
 
     def marked(self, bitmap: Tensor, rows: int, k: int, chunk: int) -> Tensor:
         """The indices that are set in a bitmap, in order."""
         # as `mark`; chunks up to 256 -> uint8, else int64
-        lines, few = bitmap.unsqueeze(0).flatten(0, -2), chunk <= 256
-        indices = torch.empty(
-            *bitmap.shape[:-1], rows, k, dtype=torch.uint8 if few else torch.int64, device="cpu"
-        )
+        lines = bitmap.unsqueeze(0).flatten(0, -2)
+        is_narrow = chunk <= 256
+        shape = (*bitmap.shape[:-1], rows, k)
+        indices = torch.empty(shape, dtype=_INTEGERS[is_narrow], device="cpu")
         at = lines.data_ptr(), len(lines), lines.stride(0)
-        self._library.detonation_marked(*at, rows, k, chunk, few, indices.data_ptr())
+        self._library.detonation_marked(*at, rows, k, chunk, is_narrow, indices.data_ptr())
         return indices
 
     def checksums(self, messages: Tensor, skipped: int = -1) -> Tensor:
         """The sum of the 32-bit words of each message, each times an odd number that depends on the
-        word's place.
+        word's position.
 
-        From number `skipped` on, in the first line, eight bytes count as zeros; -1 for none.
+        Eight bytes from number `skipped` on, in the first line, count as zeros; -1 for none.
         """
         found = torch.empty(len(messages), dtype=torch.int64, device="cpu")
         at = messages.data_ptr(), len(messages), messages.stride(0)
@@ -285,20 +299,20 @@ class Library:
         return found
 
     def check_indices(self, packed: Tensor, rows: int, k: int, chunk: int, width: int) -> Tensor:
-        """1 where a packed index is not below `chunk`, 2 where the indices of a row do not rise,
-        else 0; of bitmaps, with `width` 0, 2 where a row has not exactly `k` bits set.
+        """1 if a packed index is not below `chunk`, 2 if the indices of a row do not rise, else 0.
+        For bitmaps, with `width` 0: 2 if the number of set bits of a row is not `k`.
 
         Shapes: `[messages, nbytes]` uint8 -> `[messages]` int64.
         """
         found = torch.empty(len(packed), dtype=torch.int64, device="cpu")
-        at = packed.data_ptr(), len(packed), packed.stride(0)  # and the bytes from one to the next
+        at = packed.data_ptr(), len(packed), packed.stride(0)
         self._library.detonation_check_indices(*at, rows, k, chunk, width, found.data_ptr())
         return found
 
 
 @lru_cache
 def load_library() -> Library | None:
-    """The library, compiled if it is not yet; None where there is no g++ or it fails (which is
+    """The library, compiled at the first call; None without g++, or if it fails (which is
     logged)."""
     compiler = shutil.which("g++")
     if compiler is None or os.name != "posix":
@@ -324,19 +338,16 @@ def _load(path: Path) -> Library:
 def _compile(compiler: str, path: Path) -> None:
     command = [compiler, *_FLAGS, "-o", str(path), *map(str, _SOURCES)]
     try:
-        # 13 s alone; a machine may be busy
+        # 13 s on an idle machine
         subprocess.run(command, check=True, capture_output=True, timeout=300)
     except subprocess.CalledProcessError as error:
-        said = error.stderr.decode(errors="replace").strip().splitlines() or [
-            f"code {error.returncode}"
-        ]
-        # not so elsewhere
-        full = [line for line in said if "No space left" in line or "quota exceeded" in line]
-        # what comes after follows from it
-        text = (full or [line for line in said if "error" in line] or said)[0]
-        raise (OSError if full else subprocess.SubprocessError)(
-            f"{compiler} failed: {text}"
-        ) from error
+        said = error.stderr.decode(errors="replace").strip().splitlines()
+        said = said or [f"code {error.returncode}"]
+        for line in said:
+            if "No space left" in line or "quota exceeded" in line:  # another folder may have space
+                raise OSError(f"{compiler} failed: {line}") from error
+        errors = [line for line in said if "error" in line] or said  # the first one causes the rest
+        raise subprocess.SubprocessError(f"{compiler} failed: {errors[0]}") from error
 
 
 def _identity(compiler: str) -> str:

@@ -89,20 +89,17 @@ def norms_of(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
 
     Shapes: n tensors of any shape -> `[n]` fp32.
     """
-    present = []
-    for tensor in tensors:
-        if tensor is not None:
-            if tensor.dtype == torch.float64:  # torch has no norm in fp32 for it
-                tensor = tensor.float()
-            present.append(tensor)
-    norms: list[Tensor] = []
+    found = [torch.zeros((), dtype=torch.float32, device=device)] * len(tensors)
+    numbers = [number for number, tensor in enumerate(tensors) if tensor is not None]
+    present = [tensor for tensor in tensors if tensor is not None]
+    for at, tensor in enumerate(present):
+        if tensor.dtype == torch.float64:  # torch has no norm in fp32 for it
+            present[at] = tensor.float()
     if present:
-        norms += torch._foreach_norm(present, 2.0, dtype=torch.float32)
-    zero = torch.zeros((), dtype=torch.float32, device=device)
-    for at, tensor in enumerate(tensors):
-        if tensor is None:
-            norms.insert(at, zero)
-    return torch.stack(norms)
+        norms = torch._foreach_norm(present, 2.0, dtype=torch.float32)
+        for number, norm in zip(numbers, norms, strict=True):
+            found[number] = norm
+    return torch.stack(found)
 
 
 def _sharded_over(parameter: Tensor) -> tuple[Axis, ...]:

@@ -20,7 +20,7 @@ vectors."""
 
 LANES = 4096
 """Numbers whose squares one program of an accelerator adds up in parallel; see `SumOfSquares`."""
-LANE_PARTS = 128
+SUM_PARTS = 128
 """Number of these programs."""
 
 
@@ -37,13 +37,13 @@ def most_summed(chunk: int) -> int:
 class SumOfSquares:
     """Sums of the squares of fp32 numbers that arrive in blocks of any size.
 
-    Number n belongs to lane n modulo `LANES` of part n // `LANES` modulo `LANE_PARTS`. Each lane adds
+    Number n belongs to lane n modulo `LANES` of part n // `LANES` modulo `SUM_PARTS`. Each lane adds
     its squares in order; then `added` adds the lanes of each part, and the parts. Products and sums
     are rounded one by one.
     """
 
     def __init__(self, sums: int, numbers: int, device: torch.device) -> None:
-        parts = max(1, min(LANE_PARTS, -(-numbers // LANES)))
+        parts = max(1, min(SUM_PARTS, -(-numbers // LANES)))
         self._lanes = torch.zeros(sums, parts * LANES, dtype=torch.float32, device=device)
         self._at = 0
 

@@ -185,7 +185,7 @@ def statuses_of_sum(
     replicas = len(digits) // DIGITS
     is_repeated = digits[DIGITS * replica + DIGITS - 1] >= 2 * mark
     if is_repeated and all(0 <= digit < 256 * replicas for digit in digits):
-        # a communicator of one replica added its own message `replicas` times
+        # a communicator of one replica stands for all: the sum has each number `replicas` times
         digits = [_mean_digit(digit / replicas, mark) for digit in digits]
         absent = range(replicas)
     found = []

@@ -59,9 +59,10 @@ class Link:
         if intra_node is not None:
             self._intra_node = communicator_of(intra_node)
             self.local_ranks = self._intra_node.size()
-        self.elastic: RenumberedCommunicator | None = None
+        renumbered: RenumberedCommunicator | None = None
         if isinstance(self._inter_node, RenumberedCommunicator):
-            self.elastic = self._inter_node
+            renumbered = self._inter_node
+        self.elastic = renumbered
         equal_axes = [each for each in (*inside, intra_node) if each not in (None, axis)]
         if equal_axes and isinstance(self._inter_node, ElasticCommunicator):
             equal_ranks = [communicator_of(each) for each in equal_axes]

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 FP32, BF16, FP16 = 1, 2, 4
-"""The kinds of numbers of a tensor; sums of them say which kinds occur."""
+"""Types of tensors, as bits of a set of types."""
 
 
 @triton.jit
@@ -64,9 +64,8 @@ def slot_of(starts, numels, slots, first, last, CHUNK: tl.constexpr, SEARCH: tl.
 
 @triton.jit
 def rows_of_tile(
-    starts, numels, slots, slot, first, last, row, present, column, CHUNK: tl.constexpr,
-    SEARCH: tl.constexpr,
-    WHOLE: tl.constexpr,
+    starts, numels, slots, slot, first, last, row, present, column,
+    CHUNK: tl.constexpr, SEARCH: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Rows from `first` up to `last`, of which `slot` mostly holds all: their numbers, their slots,
     where they begin in the flattened tensors of these, whether they exist, and which coordinates
@@ -214,15 +213,15 @@ def random_word(start, index):
 
 @triton.jit
 def permutation_of_row(start, row):
-    """The number, below 64, of the permutation that a row of the flat walks through in this cycle."""
+    """The number, below 64, of the permutation of a row of the flat in this cycle."""
     word = random_word(start, row // 8)
     return (word >> (row % 8 * 8)) & 63
 
 
 @triton.jit
 def places_of_row(
-    table, turn, first_row, row, rows, column, CHUNK: tl.constexpr, K: tl.constexpr,
-    SELECTION: tl.constexpr
+    table, turn, first_row, row, rows, column,
+    CHUNK: tl.constexpr, K: tl.constexpr, SELECTION: tl.constexpr,
 ):  # fmt: skip
     """The place of each coefficient of some rows among those that all replicas send, -1 for one
     that is not sent.
@@ -240,9 +239,9 @@ def places_of_row(
 
 @triton.jit(do_not_specialize=["words", "choices", "share", "deal"])
 def rotation_kernel(
-    table, turn, words, choices, share, deal, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
-    K: tl.constexpr,
-    BITS: tl.constexpr, KIND: tl.constexpr, EACH: tl.constexpr, SOME: tl.constexpr
+    table, turn, words, choices, share, deal,
+    CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr,
+    KIND: tl.constexpr, EACH: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
     """Writes for each coordinate of a row its place among those sent at this step, or -1; `EACH`
     permutations each.

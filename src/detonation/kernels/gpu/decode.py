@@ -27,8 +27,7 @@ from detonation.kernels.gpu.numbers import (
 def coefficients_of(
     values, statistics, indices, local, present, at, column,
     CHUNK: tl.constexpr, K: tl.constexpr, SELECTION: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr, BITMAP: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """The coefficients of some rows of a message, zeros where none was sent.
 
@@ -72,8 +71,8 @@ def coefficients_of(
 def aggregated(
     values, stride, statistics_at, indices_at, replicas, local, present, at, column, weights,
     CHUNK: tl.constexpr, K: tl.constexpr, SELECTION: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr, BITMAP: tl.constexpr, ALIGNED: tl.constexpr, AGGREGATION: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr, ALIGNED: tl.constexpr,
+    AGGREGATION: tl.constexpr,
 ):  # fmt: skip
     """The coefficients of some rows, aggregated over `replicas` messages in replica order.
 
@@ -88,10 +87,10 @@ def aggregated(
     votes = tl.zeros(at.shape, dtype=tl.int32)
     for replica in range(replicas):
         begin = values + replica * stride
-        sent = coefficients_of(begin, begin + statistics_at, begin + indices_at, local, present,
-        at, column,
-                               CHUNK, K, SELECTION, PRECISION, BLOCK, WIDTH, BITMAP,
-                               ALIGNED)  # fmt: skip
+        sent = coefficients_of(
+            begin, begin + statistics_at, begin + indices_at, local, present, at, column, CHUNK, K,
+            SELECTION, PRECISION, BLOCK, WIDTH, BITMAP, ALIGNED,
+        )  # fmt: skip
         if AGGREGATION == "majority":
             votes += (sent > 0).to(tl.int32) - (sent < 0).to(tl.int32)
             total += tl.abs(sent)
@@ -112,8 +111,7 @@ def aggregated(
 def sum_of_vectors(
     values, stride, statistics_at, indices_at, replicas, share, local, present, column, vectors,
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr, BITMAP: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """The inverse of the mean of messages: basis vectors times coefficients times `share`, one
     fused multiply-add after the other, in the order of replicas and of their coefficients.
@@ -159,16 +157,14 @@ def run_of_rows(address0, address1, row1, address2, row2, address3, row3, row, R
 
 @triton.jit(do_not_specialize=["address0", "address1", "address2", "address3"])
 def decode_kernel(
-    message, stride, statistics_at, indices_at, replicas, count, turns, run, owned,
-    address0, address1, row1, address2, row2, address3, row3, report,
-    inverse, table, turn, first_row,
-    flat, targets, starts, numels, slots, rows, rates, weights, share,
+    message, stride, statistics_at, indices_at, replicas, count, turns, run, owned, address0,
+    address1, row1, address2, row2, address3, row3, report, inverse, table, turn, first_row, flat,
+    targets, starts, numels, slots, rows, rates, weights, share,
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, BASIS: tl.constexpr,
-    SELECTION: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr,
-    ALIGNED: tl.constexpr, AGGREGATION: tl.constexpr, INTO: tl.constexpr, KINDS: tl.constexpr,
-    SEARCH: tl.constexpr,
-    ROWS: tl.constexpr, RUNS: tl.constexpr, SUMMED: tl.constexpr,
+    SELECTION: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    BITMAP: tl.constexpr, ALIGNED: tl.constexpr, AGGREGATION: tl.constexpr, INTO: tl.constexpr,
+    KINDS: tl.constexpr, SEARCH: tl.constexpr, ROWS: tl.constexpr, RUNS: tl.constexpr,
+    SUMMED: tl.constexpr,
 ):  # fmt: skip
     """Decodes and aggregates the messages of `replicas`, in replica order, and does with the update
     what `INTO` says.
@@ -217,10 +213,10 @@ def decode_kernel(
                     address0, address1, row1, address2, row2, address3, row3, row, RUNS
                 )
                 octets = address.to(tl.pointer_type(tl.uint8))[:, None]
-                total = coefficients_of(octets, octets, octets, local[:, None], present[:, None],
-                at, column, CHUNK, K,
-                                        SELECTION, PRECISION, BLOCK, WIDTH, BITMAP,
-                                        ALIGNED)  # fmt: skip
+                total = coefficients_of(
+                    octets, octets, octets, local[:, None], present[:, None], at, column, CHUNK, K,
+                    SELECTION, PRECISION, BLOCK, WIDTH, BITMAP, ALIGNED,
+                )  # fmt: skip
                 total = tl.where(tl.load(report) > 0, total, 0.0)
                 update = tl.div_rn(total, tl.zeros_like(total) + replicas)
             else:
@@ -232,17 +228,17 @@ def decode_kernel(
                     values += holder * stride
                 values, local = values[:, None], local[:, None]
                 if SUMMED:
-                    update = sum_of_vectors(values, wide(stride), statistics_at, indices_at,
-                    replicas, share, local,
-                                            present[:, None], column, inverse, CHUNK, COLUMNS, K,
-                                            PRECISION, BLOCK,
-                                            WIDTH, BITMAP, ALIGNED)  # fmt: skip
+                    update = sum_of_vectors(
+                        values, wide(stride), statistics_at, indices_at, replicas, share, local,
+                        present[:, None], column, inverse, CHUNK, COLUMNS, K, PRECISION, BLOCK,
+                        WIDTH, BITMAP, ALIGNED,
+                    )  # fmt: skip
                 else:
-                    update = aggregated(values, wide(stride), statistics_at, indices_at, replicas,
-                    local,
-                                        present[:, None], at, column, weights, CHUNK, K, SELECTION,
-                                        PRECISION, BLOCK,
-                                        WIDTH, BITMAP, ALIGNED, AGGREGATION)  # fmt: skip
+                    update = aggregated(
+                        values, wide(stride), statistics_at, indices_at, replicas, local,
+                        present[:, None], at, column, weights, CHUNK, K, SELECTION, PRECISION,
+                        BLOCK, WIDTH, BITMAP, ALIGNED, AGGREGATION,
+                    )  # fmt: skip
             if BASIS == "dct" and not SUMMED:
                 update = product_of(update, inverse, COLUMNS)
             place = (flat + row * CHUNK)[:, None] + column[None, :]

@@ -31,8 +31,7 @@ from detonation.kernels.gpu.numbers import (
 def rows_of_message(
     reach, part, flat, dealing, shared, column,
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, SELECTION: tl.constexpr,
-    SEARCH: tl.constexpr,
-    ROWS: tl.constexpr, WHOLE: tl.constexpr,
+    SEARCH: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The rows from row `part` of a unit on: which of them the message has, what `rows_of_tile`
     says of them, and the places of the coefficients that all replicas send.
@@ -74,22 +73,17 @@ def rows_of_message(
 
 @triton.jit(do_not_specialize=["negative_zeros"])
 def encode_kernel(
-    residual, signals, starts, numels, slots, rows, status, statuses, decay, alpha,
-    forward, inverse,
-    message, stride, statistics_at, indices_at, count, turns, run, owned,
-    table, turn, first_row, owner, owners, owner_turns, owner_run, owner_owned, flat_rows,
-    negative_zeros,
-    arrived, arrived_stride, arrived_statistics_at, arrived_indices_at, replicas,
-    scratch, numbers, units,
+    residual, signals, starts, numels, slots, rows, status, statuses, decay, alpha, forward,
+    inverse, message, stride, statistics_at, indices_at, count, turns, run, owned, table, turn,
+    first_row, owner, owners, owner_turns, owner_run, owner_owned, flat_rows, negative_zeros,
+    arrived, arrived_stride, arrived_statistics_at, arrived_indices_at, replicas, scratch, numbers,
+    units,
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, BASIS: tl.constexpr,
-    SELECTION: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    AGGREGATION: tl.constexpr, ARRIVED_K: tl.constexpr, ARRIVED_SELECTION: tl.constexpr,
-    ARRIVED_PRECISION: tl.constexpr, ARRIVED_BLOCK: tl.constexpr, ARRIVED_WIDTH: tl.constexpr,
-    ARRIVED_BITMAP: tl.constexpr,
-    RELEASE: tl.constexpr, MEMORY: tl.constexpr, KINDS: tl.constexpr, SEARCH: tl.constexpr,
-    STATUSES: tl.constexpr,
+    SELECTION: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    BITMAP: tl.constexpr, ALIGNED: tl.constexpr, AGGREGATION: tl.constexpr, ARRIVED_K: tl.constexpr,
+    ARRIVED_SELECTION: tl.constexpr, ARRIVED_PRECISION: tl.constexpr, ARRIVED_BLOCK: tl.constexpr,
+    ARRIVED_WIDTH: tl.constexpr, ARRIVED_BITMAP: tl.constexpr, RELEASE: tl.constexpr,
+    MEMORY: tl.constexpr, KINDS: tl.constexpr, SEARCH: tl.constexpr, STATUSES: tl.constexpr,
     UNIT: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
     """Encodes units of `UNIT` rows, so that no two programs write a byte or a block of the
@@ -168,11 +162,9 @@ def encode_kernel(
                 else:
                     signal = aggregated(
                         arrived, wide(arrived_stride), arrived_statistics_at, arrived_indices_at,
-                        replicas,
-                        local[:, None], present[:, None], at, column, scratch, CHUNK, ARRIVED_K,
-                        ARRIVED_SELECTION,
-                        ARRIVED_PRECISION, ARRIVED_BLOCK, ARRIVED_WIDTH, ARRIVED_BITMAP, True,
-                        AGGREGATION
+                        replicas, local[:, None], present[:, None], at, column, scratch, CHUNK,
+                        ARRIVED_K, ARRIVED_SELECTION, ARRIVED_PRECISION, ARRIVED_BLOCK,
+                        ARRIVED_WIDTH, ARRIVED_BITMAP, True, AGGREGATION,
                     )  # fmt: skip
                 place = (residual + row * CHUNK)[:, None] + column[None, :]
                 if MEMORY:
@@ -204,9 +196,10 @@ def encode_kernel(
                     tl.store(scratch + within[:, None] * K + at, value, mask=real)
                 if WIDTH > 0:
                     if BITMAP:
-                        tl.store(numbers + within[:, None] * CHUNK + column[None, :],
-                        chosen.to(tl.uint8),
-                                 mask=written[:, None] & in_row[None, :])  # fmt: skip
+                        tl.store(
+                            numbers + within[:, None] * CHUNK + column[None, :],
+                            chosen.to(tl.uint8), mask=written[:, None] & in_row[None, :],
+                        )  # fmt: skip
                     else:
                         tl.store(
                             numbers + within[:, None] * K + at,
@@ -227,9 +220,9 @@ def encode_kernel(
                             numbers_at = numbers.to(tl.int64) - octets.to(tl.int64) - begin * K
                             sent = sum_of_vectors(
                                 octets, 0, 0, numbers_at, 1, 1.0, local[:, None], present[:, None],
-                                column, inverse,
-                                CHUNK, COLUMNS, K, "fp32" if BLOCK > 1 else PRECISION, 1, 8, False,
-                                ALIGNED or BLOCK > 1
+                                column, inverse, CHUNK, COLUMNS, K,
+                                "fp32" if BLOCK > 1 else PRECISION, 1, 8, False,
+                                ALIGNED or BLOCK > 1,
                             )  # fmt: skip
                         else:
                             sent = tl.where(chosen == 1, value, 0.0)
@@ -245,7 +238,7 @@ def encode_kernel(
                 write_int8(
                     values_out + begin * K + number, values_out + statistics_at, scratch + number,
                     tl.minimum(here * K - number, BLOCK), (begin * K + number) // BLOCK,
-                    (scratch + UNIT * K).to(tl.pointer_type(tl.int64), bitcast=True), 1024
+                    (scratch + UNIT * K).to(tl.pointer_type(tl.int64), bitcast=True), 1024,
                 )  # fmt: skip
         elif BLOCK > 1:
             item = tl.arange(0, BLOCK)
@@ -256,9 +249,10 @@ def encode_kernel(
                 number = block * BLOCK + item
                 real_values = number < here * K
                 values = tl.load(scratch + number, mask=real_values, other=0.0)
-                code = quantised(values_out, values_out + statistics_at, values, real_values,
-                                 begin * K // BLOCK + block, negative_zeros, PRECISION,
-                                 BLOCK)  # fmt: skip
+                code = quantised(
+                    values_out, values_out + statistics_at, values, real_values,
+                    begin * K // BLOCK + block, negative_zeros, PRECISION, BLOCK,
+                )  # fmt: skip
                 code = tl.where(real_values, code, 0)
                 packed = tl.sum(
                     tl.reshape(code, [BLOCK // each, each]) << (bits * tl.arange(0, each))[None, :],
@@ -293,8 +287,8 @@ def encode_kernel(
                     local = (begin + part + tl.arange(0, ROWS))[:, None]
                     sent = coefficients_of(
                         values_out, values_out + statistics_at, values_out + indices_at, local,
-                        present[:, None], at,
-                        column, CHUNK, K, SELECTION, PRECISION, BLOCK, WIDTH, BITMAP, ALIGNED
+                        present[:, None], at, column, CHUNK, K, SELECTION, PRECISION, BLOCK, WIDTH,
+                        BITMAP, ALIGNED,
                     )  # fmt: skip
                     sent = product_of(sent, inverse, COLUMNS) if BASIS == "dct" else sent
                     place = (residual + row * CHUNK)[:, None] + column[None, :]

@@ -26,19 +26,25 @@ from detonation.kernels.gpu.messages import (
     seal_sum_kernel,
 )
 
-LINE_BYTES, HEADER_BYTES, CHECKSUM_WORD = 4096, 64, 14
-PARTS = 2 if INTERPRETED else 128
-"""The programs that read one message."""
-NORM_LANES, NORM_PARTS = 4096, 128
-"""The lanes and parts of the squares of a norm that weighs a message; those of
-`scatter_sum.SumOfSquares`."""
+_LINE_BYTES = 4096
+_HEADER_BYTES = 64
+CHECKSUM_WORD = 14
+PARTS = 128
+"""Number of programs that read one message."""
+if INTERPRETED:
+    PARTS = 2
+NORM_LANES = 4096
+"""Lanes of the squares of a norm that weighs a message, as in `scatter_sum.SumOfSquares`."""
+NORM_PARTS = 128
+"""Parts of these squares."""
 OCTETS = 4096
-"""The values that a program looks at together."""
-ROW, SCANNING = 1024, 512
-"""The coordinates that are looked at together, and the most programs, which look at one row after
-the other."""
+"""Number of values that a program inspects at once."""
+SCANNED_ROW = 1024
+"""Number of coordinates that a program scans at once."""
+SCANNING = 512
+"""Largest number of programs that scan one row after the other."""
 RUNS = 4
-"""The most runs of rows in which a message may lie."""
+"""Largest number of runs of rows of a message."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +75,11 @@ class Inspector:
     """Seals and inspects `count` messages at a time, in memory that it keeps."""
 
     def __init__(self, count: int, device: torch.device) -> None:
-        self._count, self._device = count, device
-        self._columns = torch.empty(count, PARTS, LINE_BYTES // 4, dtype=torch.int32, device=device)
+        self._count = count
+        self._device = device
+        self._columns = torch.empty(
+            count, PARTS, _LINE_BYTES // 4, dtype=torch.int32, device=device
+        )
         self._sums = torch.empty(count, PARTS, dtype=torch.int64, device=device)
         self._firsts = torch.empty(count, dtype=torch.int32, device=device)
         self._squares = torch.empty(
@@ -84,8 +93,7 @@ class Inspector:
 
     def seal(
         self, runs: Sequence[RowRun], nbytes: int, identity: int, schema: int, step: int,
-        origin: int, status: Tensor,
-        received: int,
+        origin: int, status: Tensor, received: int,
     ) -> None:  # fmt: skip
         """Writes the header of each message before the one of its runs that has room for it; rows
         rise with runs.
@@ -94,18 +102,17 @@ class Inspector:
         """
         (head,) = (run.octets for run in runs if run.room)
         launch(
-            seal_kernel, self._count * PARTS, *_addresses(runs), *self._lines(runs),
-            self._columns, self._sums, self._firsts, PARTS, self._arrivals, head, head.stride(0),
-            identity, schema, step, origin, nbytes, status, status.numel(), received,
+            seal_kernel, self._count * PARTS, *_addresses(runs), *self._lines(runs), self._columns,
+            self._sums, self._firsts, PARTS, self._arrivals, head, head.stride(0), identity, schema,
+            step, origin, nbytes, status, status.numel(), received,
             RUNS=len(runs), STATUSES=power(status.numel()),
         )  # fmt: skip
 
     def inspect(
         self, runs: Sequence[RowRun], whole: Tensor, nbytes: int, coding: Coding, places: Places,
-        identity: int,
-        schema: int, step: int, place: int, parameters: int, usual: Tensor, signals: bool,
-        limits: Limits,
-      ) -> Tensor:  # fmt: skip
+        identity: int, schema: int, step: int, place: int, parameters: int, usual: Tensor,
+        signals: bool, limits: Limits,
+    ) -> Tensor:  # fmt: skip
         """Joins messages, decides which of them are refused, replaces these by zeros, and returns
         the table of `decide_usable`.
 
@@ -117,7 +124,9 @@ class Inspector:
         Shapes: whole `[count, 64 + nbytes + padding]` uint8 -> `[count, 13]` int64.
         """
         values = places.owned * coding.k
-        scale = min(coding.block, values) ** 0.5 if coding.block > 1 else 1.0
+        scale = 1.0
+        if coding.block > 1:
+            scale = min(coding.block, values) ** 0.5
         constants = coding.constants
         del constants["BASIS"], constants["SELECTION"]
         launch(
@@ -147,26 +156,31 @@ class Inspector:
         )  # fmt: skip
 
     def _lines(self, runs: Sequence[RowRun]) -> tuple[Tensor, int]:
-        """Where the parts of runs lie in the whole, as `read_message` reads it, and its lines."""
-        # [runs, 16] int64
+        """The positions of the parts of runs in the whole message, as `read_message` reads them,
+        and the number of lines of the message.
+
+        Shapes: -> `[runs, 16]` int64.
+        """
         key = tuple(number for run in runs for number in (run.room, run.rows, *run.lengths))
         if key not in self._runs:
-            lines, begin = (
-                [[0] * 3 if not run.room else [0, HEADER_BYTES, 0] for run in runs],
-                HEADER_BYTES,
-            )
+            table = []
+            for run in runs:
+                header_end = 0
+                if run.room:
+                    header_end = _HEADER_BYTES
+                table.append([0, header_end, 0])
+            begin = _HEADER_BYTES
             for part in range(3):
-                for line, run in zip(lines, runs, strict=True):
-                    line += [begin, begin + run.lengths[part], run.room + sum(run.lengths[:part])]
-                    begin = line[-2]
-            numbers = [
-                number
-                for line, run in zip(lines, runs, strict=True)
-                for number in (*line, run.rows, 0, 0, 0)
-            ]
+                for line, run in zip(table, runs, strict=True):
+                    end = begin + run.lengths[part]
+                    line += [begin, end, run.room + sum(run.lengths[:part])]
+                    begin = end
+            numbers: list[int] = []
+            for line, run in zip(table, runs, strict=True):
+                numbers += [*line, run.rows, 0, 0, 0]
             self._runs[key] = uploaded(numbers, torch.int64, self._device)
-        total = HEADER_BYTES + sum(sum(run.lengths) for run in runs)
-        return self._runs[key], -(-total // LINE_BYTES)
+        total = _HEADER_BYTES + sum(sum(run.lengths) for run in runs)
+        return self._runs[key], -(-total // _LINE_BYTES)
 
 
 def _addresses(runs: Sequence[RowRun]) -> list[int]:
@@ -203,16 +217,17 @@ class SumInspector:
         fp32.
         """
         given = [*runs, *[runs[0]] * (RUNS - len(runs))]
-        programs = (
-            2
-            if INTERPRETED
-            else max(1, min(SCANNING, -(-sum(run.numel() for run in runs) // OCTETS)))
-        )
+        programs = max(1, min(SCANNING, -(-sum(run.numel() for run in runs) // OCTETS)))
+        if INTERPRETED:
+            programs = 2
+        precision = "fp32"
+        if runs[0].dtype == torch.bfloat16:
+            precision = "bf16"
         launch(
             inspect_sum_kernel, programs, *(number for run in given for number in (run.data_ptr(),
             run.numel())),
             digits, report, len(digits), self._faults, programs, self._arrivals,
-            RUNS=len(runs), PRECISION="bf16" if runs[0].dtype == torch.bfloat16 else "fp32",
+            RUNS=len(runs), PRECISION=precision,
             SOME=OCTETS,
             PARTS=power(programs), DIGITS=power(len(digits)),
         )  # fmt: skip
@@ -232,39 +247,46 @@ class Scanner:
         device: torch.device,
         addresses: Addresses | None = None,
     ) -> None:
-        starts, row = [], 0
+        starts = []
+        row = 0
         for numel in numels:
             starts.append(row)
-            row += -(-numel // ROW)
-        self._slots, self._addresses = (
-            Slots(starts, numels, row, device),
-            addresses or Addresses(device),
-        )
+            row += -(-numel // SCANNED_ROW)
+        self._slots = Slots(starts, numels, row, device)
+        self._addresses = addresses or Addresses(device)
         self._numbers = uploaded(numbers, torch.int64, device)
-        self._rows = 64 if INTERPRETED else 4
+        self._rows = 4
+        if INTERPRETED:
+            self._rows = 64
         self._programs = max(1, min(SCANNING, -(-row // self._rows)))
         self._found = torch.zeros(SCANNING, dtype=torch.int64, device=device)
 
     def scan(
         self, signals: Sequence[Tensor | None], limit: float, found: Tensor | None = None
     ) -> Tensor:
-        """A status: the smallest of the numbers that is not 0 is 1 + the number of the first signal
-        with a value that is not finite or above `limit`; all are 0 where none has.
+        """Returns a status: its smallest number other than 0 is 1 + the number of the first signal
+        with a value that is not finite or above `limit`. All are 0 without such a signal.
 
         Args:
-            found: Zeros at first; memory of the scanner when left out.
+            found: Memory for the status, with zeros; by default memory of the scanner.
 
         Shapes: any -> `[SCANNING]` int64.
         """
-        slots, found = self._slots, self._found if found is None else found
-        read = [s if s is None or s.dtype in KIND_OF else s.float() for s in signals]
-        # copies live until the kernel is launched
-        read = [s if s is None else s.contiguous() for s in read]
+        slots = self._slots
+        if found is None:
+            found = self._found
+        read: list[Tensor | None] = []  # copies live until the kernel is launched
+        for signal in signals:
+            if signal is not None:
+                if signal.dtype not in KIND_OF:
+                    signal = signal.float()
+                signal = signal.contiguous()
+            read.append(signal)
         table = self._addresses.update(read)
         launch(
             scan_kernel, self._programs, table.table, slots.starts, slots.numels, self._numbers,
             slots.count,
-            slots.rows, limit, found, ROW=ROW, ROWS=self._rows, KINDS=table.kinds,
+            slots.rows, limit, found, ROW=SCANNED_ROW, ROWS=self._rows, KINDS=table.kinds,
             SEARCH=slots.search,
         )  # fmt: skip
         return found

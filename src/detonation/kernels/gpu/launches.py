@@ -19,20 +19,24 @@ from detonation.kernels.gpu.inspection import RUNS, is_aligned, power
 from detonation.kernels.gpu.launching import INTERPRETED, Addresses, Coding, Places, Slots, launch
 
 PROGRAMS = 1024
-"""The most programs of a launch whose programs work on one piece after the other: a few for each
-multiprocessor."""
-TILE = 65536 if INTERPRETED else 1024
-"""About the coordinates that a program holds in registers at once: with more of them, they spill.
-The interpreter takes as long for few as for many."""
+"""Largest number of programs of a launch whose programs process one part after the other."""
+TILE = 1024
+"""Approximate number of coordinates in a program's registers: more would spill. The interpreter
+needs as much time for few as for many."""
+if INTERPRETED:
+    TILE = 65536
 WORKED_ON = 2**24
-"""The most values that programs work on at once, beyond their registers: 64 MiB, about what a cache
-holds."""
+"""Largest number of values that programs process at once beyond their registers: 64 MiB, about the
+size of a cache."""
 PERMUTATIONS = 64
-"""The permutations of a random selection, as in `selection.Random`."""
+"""Number of permutations of a random selection, as in `selection.Random`."""
 
 
 def padded_matrix(matrix: Tensor, columns: int) -> Tensor:
-    """`matrix` with zeros to `columns` rows and columns."""  # [n, n] -> [columns, columns]
+    """`matrix` with zeros to `columns` rows and columns.
+
+    Shapes: `[n, n]` -> `[columns, columns]`.
+    """
     found = matrix.new_zeros(columns, columns)
     found[: matrix.shape[0], : matrix.shape[1]] = matrix
     return found
@@ -46,7 +50,7 @@ class Rotations:
     Args:
         table: `[permutations, chunk]` int32.
         turn: `[1]` int64, from which each row draws its permutation.
-        place: `Rotation.place` of the step that they are for.
+        place: `Rotation.phase` of their step.
     """
 
     table: Tensor
@@ -56,24 +60,29 @@ class Rotations:
     @classmethod
     def room(cls, coding: Coding, device: torch.device) -> "Rotations":
         """Room for the rotations of `coding`."""
-        permutations = PERMUTATIONS if coding.selection == "random" else 1
+        permutations = 1
+        if coding.selection == "random":
+            permutations = PERMUTATIONS
         table = torch.empty(permutations, coding.chunk, dtype=torch.int32, device=device)
         return cls(table, torch.empty(1, dtype=torch.int64, device=device))
 
     def rotate(self, coding: Coding, words: int, choices: int, share: int, deal: int) -> None:
-        """Writes the rotation of one step; see `rotation_kernel`, and `Rotation.place` for `share`
+        """Writes the rotation of one step; see `rotation_kernel`, and `Rotation.phase` for `share`
         and `deal`.
 
-        words, choices: Where the random words of permutations and of rows start, as int64.
+        Args:
+            words: The int64 that starts the random words of permutations.
+            choices: The same for those of rows.
         """
-        each = len(self.table) if INTERPRETED else 1
+        each = 1
+        if INTERPRETED:
+            each = len(self.table)
         bits = (coding.chunk - 1).bit_length()
         launch(
             rotation_kernel, len(self.table) // each, self.table, self.turn, words, choices, share,
             deal,
             CHUNK=coding.chunk, COLUMNS=1 << bits, K=coding.k, BITS=bits, KIND=coding.selection,
-            EACH=each,
-            SOME=min(16, 1 << bits),
+            EACH=each, SOME=min(16, 1 << bits),
         )  # fmt: skip
 
 
@@ -122,37 +131,55 @@ class Coder:
         first_row: int = 0,
         of_owner: tuple[int, int, int, int, int, int] | None = None,
     ) -> None:
-        self.coding, self.slots, self.rotations, self.first_row = (
-            coding,
-            slots,
-            rotations,
-            first_row,
-        )
+        self.coding = coding
+        self.slots = slots
+        self.rotations = rotations
+        self.first_row = first_row
         self._of_owner = of_owner or (0, 1, 0, 1, slots.rows, slots.rows)
-        side = coding.columns if coding.basis == "dct" else 1
-        self._forward, self._inverse = (padded_matrix(each, side) for each in (forward, inverse))
-        # the rows of a matrix product, or of whole bytes of a bitmap
-        least = 16 if coding.basis == "dct" else 8 if coding.bitmap else 1
+        is_dct = coding.basis == "dct"
+        side = 1
+        least = 1
+        if is_dct:
+            side = coding.columns
+            least = 16  # rows of a matrix product
+        elif coding.bitmap:
+            least = 8  # rows of whole bytes
+        self._forward = padded_matrix(forward, side)
+        self._inverse = padded_matrix(inverse, side)
         self._rows = max(least, TILE // coding.columns)
-        if INTERPRETED:  # which takes its time for rows that do not exist, too
+        if INTERPRETED:  # it needs time for rows that do not exist, too
             self._rows = min(self._rows, max(16, power(slots.rows)))
-        # rows share what a product reads of its matrix: encode takes four times as many, in twice
-        # as many warps
-        self._together = self._rows * (
-            4 if coding.basis == "dct" and coding.columns <= 64 and not INTERPRETED else 1
-        )
+        self._together = self._rows
+        if is_dct and coding.columns <= 64 and not INTERPRETED:
+            # rows share the reads of the matrix: encode processes four times as many, in twice as
+            # many warps
+            self._together *= 4
         self._unit = max(self._together, coding.block // math.gcd(coding.block, coding.k))
-        # of a program; 256 int64 are bins
-        values = self._unit * coding.k + 512 * (coding.precision == "int8")
-        most = min(PROGRAMS, max(1, WORKED_ON // values)) if coding.block > 1 else PROGRAMS
+        most = PROGRAMS
+        values = 0  # scratch of a program
+        if coding.block > 1:
+            values = self._unit * coding.k
+            if coding.precision == "int8":
+                values += 512  # bins: 256 int64
+            most = min(PROGRAMS, max(1, WORKED_ON // values))
         self._programs = max(1, min(most, -(-slots.rows // self._unit)))
-        room = self._programs * self._unit
-        each = coding.chunk if coding.bitmap else coding.k if coding.width else 0
-        values = self._programs * values if coding.block > 1 else 0
-        sizes = max(1, values), max(1, room * each)
-        self._scratch, self._numbers = shared(
-            ("scratch", *sizes), partial(_scratch, *sizes, slots.device)
-        )
+        of_row = 0
+        if coding.bitmap:
+            of_row = coding.chunk
+        elif coding.width:
+            of_row = coding.k
+        sizes = max(1, self._programs * values), max(1, self._programs * self._unit * of_row)
+        make = partial(_scratch, *sizes, slots.device)
+        self._scratch, self._numbers = shared(("scratch", *sizes), make)
+        self._warps = 8
+        if self._together > self._rows:
+            self._warps = 16
+        self._decode_warps = 8
+        if is_dct and coding.columns > 64:
+            self._decode_warps = 16
+        self._bytes = 256
+        if INTERPRETED:
+            self._bytes = 65536
 
     def encode(
         self,
@@ -176,14 +203,15 @@ class Coder:
         units = places.count * -(-places.owned // self._unit)
         if not units:
             return
-        slots, coding, given = (
-            self.slots,
-            self.coding,
-            arrived or Arrivals(message, places, self.coding, 0, ""),
-        )
+        slots = self.slots
+        coding = self.coding
+        given = arrived or Arrivals(message, places, coding, 0, "")
+        memory = residual
+        if memory is None:
+            memory = self._scratch
         launch(
             encode_kernel, min(units, self._programs),
-            self._scratch if residual is None else residual, signals.table, slots.starts,
+            memory, signals.table, slots.starts,
             slots.numels, slots.count,
             slots.rows, status, status.numel(), decay, alpha, self._forward, self._inverse,
             message, message.stride(0), places.statistics_at, places.indices_at,
@@ -197,8 +225,8 @@ class Coder:
             **given.constants, RELEASE=release, MEMORY=residual is not None, KINDS=signals.kinds,
             SEARCH=slots.search,
             STATUSES=power(status.numel()), UNIT=self._unit, ROWS=self._together,
-            BYTES=65536 if INTERPRETED else 256,
-            warps=8 if self._together == self._rows else 16,
+            BYTES=self._bytes,
+            warps=self._warps,
         )  # fmt: skip
 
     def decode(
@@ -232,27 +260,36 @@ class Coder:
         slots = self.slots
         if not slots.rows:
             return
-        placed = [*runs, *[(0, message)] * (RUNS - len(runs))]
+        (_, first), *others = [*runs, *[(0, message)] * (RUNS - len(runs))]
+        at = [first.data_ptr()]
+        for row, run in others:
+            at += [run.data_ptr(), row]
+        unused = self._inverse  # for absent tensors, which the kernel does not read
+        if report is None:
+            report = unused
+        if flat is None:
+            flat = unused
+        if rates is None:
+            rates = unused
+        if weights is None:
+            weights = unused
         launch(
             decode_kernel, -(-slots.rows // self._rows),
             message, message.stride(0), places.statistics_at, places.indices_at, replicas,
             places.count, places.turns, places.run, places.owned,
-            placed[0][1].data_ptr(), *(number for row,
-            run in placed[1:] for number in (run.data_ptr(), row)),
-            self._inverse if report is None else report,
-            self._inverse, self.rotations.table, self.rotations.turn, self.first_row,
-            self._inverse if flat is None else flat, targets.table, slots.starts, slots.numels,
-            slots.count, slots.rows,
-            self._inverse if rates is None else rates,
-            self._inverse if weights is None else weights,
-            1 / replicas, **self.coding.constants, ALIGNED=is_aligned(message, 4),
+            *at, report, self._inverse, self.rotations.table, self.rotations.turn, self.first_row,
+            flat, targets.table, slots.starts, slots.numels, slots.count, slots.rows,
+            rates, weights, 1 / replicas, **self.coding.constants, ALIGNED=is_aligned(message, 4),
             AGGREGATION=aggregation, INTO=into, KINDS=targets.kinds, SEARCH=slots.search,
             ROWS=self._rows, RUNS=len(runs), SUMMED=summed,
-            warps=16 if self.coding.basis == "dct" and self.coding.columns > 64 else 8,
+            warps=self._decode_warps,
         )  # fmt: skip
 
 
 def _scratch(values: int, numbers: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Memory in which programs work."""  # [values] fp32, [numbers] uint8
+    """Memory in which programs work.
+
+    Shapes: -> `[values]` fp32, `[numbers]` uint8.
+    """
     octets = torch.empty(numbers, dtype=torch.uint8, device=device)
     return torch.empty(values, dtype=torch.float32, device=device), octets

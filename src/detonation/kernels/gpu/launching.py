@@ -1,8 +1,8 @@
-"""Starting kernels: the numbers and tables that they are given, none of which makes the host wait."""
+"""Launching of kernels with their numbers and tables, without a wait of the host."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -51,11 +51,17 @@ class Coding:
     @property
     def columns(self) -> int:
         """The chunk as kernels see it: a power of two, and 16 or more for a matrix product."""
-        return max(16 if self.basis == "dct" else 1, 1 << (self.chunk - 1).bit_length())
+        columns = 1 << (self.chunk - 1).bit_length()
+        if self.basis == "dct":
+            return max(16, columns)
+        return columns
 
     @property
     def constants(self) -> dict[str, Any]:
         """Constants that encode and decode share."""
+        width = self.width
+        if self.bitmap:
+            width = 1
         return {
             "CHUNK": self.chunk,
             "COLUMNS": self.columns,
@@ -64,7 +70,7 @@ class Coding:
             "SELECTION": self.selection,
             "PRECISION": self.precision,
             "BLOCK": self.block,
-            "WIDTH": 1 if self.bitmap else self.width,
+            "WIDTH": width,
             "BITMAP": self.bitmap,
         }
 
@@ -89,10 +95,11 @@ class Slots:
     def __init__(
         self, starts: Sequence[int], numels: Sequence[int], rows: int, device: torch.device
     ) -> None:
-        self.count, self.rows, self.device = len(starts), rows, device
-        self.starts, self.numels = (
-            torch.tensor(list(each), dtype=torch.int64, device=device) for each in (starts, numels)
-        )
+        self.count = len(starts)
+        self.rows = rows
+        self.device = device
+        self.starts = torch.tensor(list(starts), dtype=torch.int64, device=device)
+        self.numels = torch.tensor(list(numels), dtype=torch.int64, device=device)
         self.search = len(starts).bit_length()
 
 
@@ -107,14 +114,21 @@ class Addresses:
         self.table = torch.zeros(0, dtype=torch.int64, device=device)  # [2, tensors]
 
     def update(self, tensors: Sequence[Tensor | None]) -> "Addresses":
-        """The table of `tensors`, contiguous and each of one of the types of `KIND_OF`; None is
-        absent."""
-        here = [None if t is None or not t.numel() else t for t in tensors]
-        addresses = [0 if t is None else t.data_ptr() for t in here]
-        kinds = [0 if t is None else KIND_OF[t.dtype] for t in here]
+        """The table of `tensors`: contiguous, of the types in `KIND_OF`, or None."""
+        addresses = []
+        kinds = []
+        for tensor in tensors:
+            address = 0
+            kind = 0
+            if tensor is not None and tensor.numel():
+                address = tensor.data_ptr()
+                kind = KIND_OF[tensor.dtype]
+            addresses.append(address)
+            kinds.append(kind)
         known = (*addresses, *kinds)
         if known != self._known:
-            self._known, self.kinds = known, 0
+            self._known = known
+            self.kinds = 0
             for kind in kinds:
                 self.kinds |= kind
             self.table = uploaded(known, torch.int64, self._device)
@@ -142,14 +156,13 @@ def launch(kernel: Any, programs: int, *arguments: Any, warps: int = 8, **consta
     device = next(each.device for each in arguments if isinstance(each, Tensor))
     if device.type == "meta":
         return
-    # Triton launches on the current device, which may be another one
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        # the JIT looks at each again, which takes longer than the launch itself
-        asked = arguments if _DIRECT else ()
-        kinds = [
-            _COMPILED_FOR.get(type(each), lambda t: (t.dtype, t.data_ptr() % 16))(each)
-            for each in asked
-        ]
+    on_device: AbstractContextManager[object] = nullcontext()
+    if device.type == "cuda":  # Triton launches on the current device, which may be another one
+        on_device = torch.cuda.device(device)
+    with on_device:
+        kinds = []
+        if _DIRECT:  # the JIT would inspect each argument, which takes longer than the launch
+            kinds = [_COMPILED_FOR.get(type(each), _kind_of_tensor)(each) for each in arguments]
         key = id(kernel), device, warps, *constants, *constants.values(), *kinds
         if known := _DIRECT and _compiled.get(key):
             known[0][(programs, 1, 1)](*arguments, *known[1])
@@ -162,6 +175,10 @@ def launch(kernel: Any, programs: int, *arguments: Any, warps: int = 8, **consta
                 compiled,
                 [constants[name] for name in kernel.arg_names[len(arguments) :]],
             )
+
+
+def _kind_of_tensor(tensor: Tensor) -> Hashable:
+    return tensor.dtype, tensor.data_ptr() % 16
 
 
 @lru_cache(4096)

@@ -16,7 +16,7 @@ from detonation.kernels.gpu.numbers import LARGEST, facts_of, load_value, ranks_
 
 LINE_WORDS, LINE_BYTES = tl.constexpr(1024), tl.constexpr(4096)
 TOGETHER = tl.constexpr(8)
-"""The sums of as many programs are added up together."""
+"""Number of programs whose sums are added up together."""
 HEADER_WORDS = tl.constexpr(16)
 _ADDRESSES = ["address0", "address1", "address2", "address3"]
 
@@ -49,14 +49,12 @@ def add_run(words, octets, run, line):
 
 @triton.jit
 def read_message(
-    address0, stride0, address1, stride1, address2, stride2, address3, stride3, runs, lines,
-    target, target_stride,
-    columns, sums, firsts, squares, faults, parts,
+    address0, stride0, address1, stride1, address2, stride2, address3, stride3, runs, lines, target,
+    target_stride, columns, sums, firsts, squares, faults, parts,
     RUNS: tl.constexpr, SKIPPED: tl.constexpr, JOIN: tl.constexpr, FACTS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr, BITMAP: tl.constexpr, SOME: tl.constexpr,
+    ALIGNED: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr,
+    SOME: tl.constexpr,
 ):  # fmt: skip
     """Reads messages that lie in up to four runs of rows: sums for the checksum, and facts; `parts`
     programs a message.
@@ -112,9 +110,10 @@ def read_message(
             octets = (wide(addresses[run]) + which * wide(strides[run])).to(
                 tl.pointer_type(tl.uint8)
             )
-            square, found = facts_of(octets, runs + 16 * run, part, parts, square, found, ALIGNED,
-            CHUNK, COLUMNS, K,
-                                     PRECISION, BLOCK, WIDTH, BITMAP, SOME)  # fmt: skip
+            square, found = facts_of(
+                octets, runs + 16 * run, part, parts, square, found, ALIGNED, CHUNK, COLUMNS, K,
+                PRECISION, BLOCK, WIDTH, BITMAP, SOME,
+            )  # fmt: skip
         bits = (tl.max(found & 1, axis=0) | tl.max(found & 2, axis=0)) | tl.max(found & 4, axis=0)
         tl.store(
             squares + which * parts + part + tl.arange(0, 1),
@@ -175,8 +174,8 @@ def checksum_of(which, columns, sums, firsts, parts, header, of_header):
 )
 def seal_kernel(
     address0, stride0, address1, stride1, address2, stride2, address3, stride3, runs, lines,
-    columns, sums, firsts, parts, arrivals,
-    message, stride, identity, schema, step, origin, nbytes, status, statuses, received: tl.int64,
+    columns, sums, firsts, parts, arrivals, message, stride, identity, schema, step, origin, nbytes,
+    status, statuses, received: tl.int64,
     RUNS: tl.constexpr, STATUSES: tl.constexpr,
 ):  # fmt: skip
     """Writes the header of each message, which begins at any address, with its checksum.
@@ -190,22 +189,22 @@ def seal_kernel(
     """
     read_message(
         address0, stride0, address1, stride1, address2, stride2, address3, stride3, runs, lines,
-        message, stride,
-        columns, sums, firsts, columns, columns, parts, RUNS, 0, False, False, False, 1, 1, 1,
-        "fp32", 1, 0, False, 1
+        message, stride, columns, sums, firsts, columns, columns, parts, RUNS, 0, False, False,
+        False, 1, 1, 1, "fp32", 1, 0, False, 1,
     )  # fmt: skip
     which = (tl.program_id(0) // parts).to(tl.int64)
     if is_last(arrivals + which, parts):
-        write_header(which, message, stride, columns, sums, firsts, parts, identity, schema, step,
-        origin, nbytes,
-                     status, statuses, received, STATUSES)  # fmt: skip
+        write_header(
+            which, message, stride, columns, sums, firsts, parts, identity, schema, step, origin,
+            nbytes, status, statuses, received, STATUSES,
+        )  # fmt: skip
 
 
 @triton.jit
 def write_header(
     which, message, stride, columns, sums, firsts, parts, identity, schema, step, origin, nbytes,
-    status, statuses,
-    received, STATUSES: tl.constexpr,
+    status, statuses, received,
+    STATUSES: tl.constexpr,
 ):  # fmt: skip
     """Writes the header of message number `which`; see `seal_kernel`."""
     column = tl.arange(0, LINE_WORDS)
@@ -236,15 +235,12 @@ def write_header(
 )
 def inspect_kernel(
     address0, stride0, address1, stride1, address2, stride2, address3, stride3, runs, lines,
-    message, stride,
-    columns, sums, firsts, squares, faults, parts, arrivals, scale,
-    identity, schema, step, place, nbytes, parameters, usual, limit, louder, forget, table,
-    replicas,
+    message, stride, columns, sums, firsts, squares, faults, parts, arrivals, scale, identity,
+    schema, step, place, nbytes, parameters, usual, limit, louder, forget, table, replicas,
     RUNS: tl.constexpr, SKIPPED: tl.constexpr, JOIN: tl.constexpr, ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr, BITMAP: tl.constexpr, SOME: tl.constexpr, REPLICAS: tl.constexpr,
-    SIGNALS: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr, SOME: tl.constexpr,
+    REPLICAS: tl.constexpr, SIGNALS: tl.constexpr,
 ):  # fmt: skip
     """Reads the messages of all replicas, `parts` programs each: its last inspects a message, the
     last of all decides.
@@ -263,9 +259,10 @@ def inspect_kernel(
     )  # fmt: skip
     which = tl.program_id(0) // parts
     if is_last(arrivals + which, parts):
-        inspect_message(which, message, stride, columns, sums, firsts, squares, faults, parts,
-        scale, identity, schema,
-                        step, place, nbytes, parameters, limit, table)  # fmt: skip
+        inspect_message(
+            which, message, stride, columns, sums, firsts, squares, faults, parts, scale, identity,
+            schema, step, place, nbytes, parameters, limit, table,
+        )  # fmt: skip
         if is_last(arrivals + replicas, replicas):
             decide_messages(
                 message, stride, nbytes, usual, louder, forget, table, replicas, REPLICAS, SIGNALS
@@ -274,8 +271,8 @@ def inspect_kernel(
 
 @triton.jit
 def inspect_message(
-    replica, message, stride, columns, sums, firsts, squares, faults, parts, scale,
-    identity, schema, step, place, nbytes, parameters, limit, table,
+    replica, message, stride, columns, sums, firsts, squares, faults, parts, scale, identity,
+    schema, step, place, nbytes, parameters, limit, table,
 ):  # fmt: skip
     """Writes a line of the table of `decide_messages`; the norm is the root of the squares, times
     `scale`."""
@@ -361,7 +358,7 @@ def decide_messages(
 @triton.jit(do_not_specialize=["slots", "rows"])
 def scan_kernel(
     signals, starts, numels, numbers, slots, rows, limit, found,
-    ROW: tl.constexpr, ROWS: tl.constexpr, KINDS: tl.constexpr, SEARCH: tl.constexpr
+    ROW: tl.constexpr, ROWS: tl.constexpr, KINDS: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
     """Writes for each program 1 + the number of the first tensor with a value that is not finite or
     above `limit`; 0 where none has.
@@ -397,8 +394,10 @@ def scan_kernel(
 
 
 @triton.jit(do_not_specialize=["statuses", "count", "first", "added"])
-def seal_sum_kernel(status, statuses, digits, count, first, added, EACH: tl.constexpr,
-                    STATUSES: tl.constexpr, SOME: tl.constexpr):  # fmt: skip
+def seal_sum_kernel(
+    status, statuses, digits, count, first, added,
+    EACH: tl.constexpr, STATUSES: tl.constexpr, SOME: tl.constexpr,
+):  # fmt: skip
     """Writes a status, and a number `added` to it, after the values of an all-reduce.
 
     These are `EACH` numbers below 256 from number `first` on, and zeros for the other replicas.
@@ -415,8 +414,7 @@ def seal_sum_kernel(status, statuses, digits, count, first, added, EACH: tl.cons
 @triton.jit(do_not_specialize=[*_ADDRESSES, "count0", "count1", "count2", "count3", "count"])
 def inspect_sum_kernel(
     address0, count0, address1, count1, address2, count2, address3, count3, digits, report, count,
-    faults, parts,
-    arrivals,
+    faults, parts, arrivals,
     RUNS: tl.constexpr, PRECISION: tl.constexpr, SOME: tl.constexpr, PARTS: tl.constexpr,
     DIGITS: tl.constexpr,
 ):  # fmt: skip

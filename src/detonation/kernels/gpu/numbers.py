@@ -131,8 +131,8 @@ def store_packed(octets, numbers, count, total, WIDTH: tl.constexpr, BYTES: tl.c
 
 @triton.jit
 def load_value(
-    octets, statistics, index, mask, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
-    ALIGNED: tl.constexpr
+    octets, statistics, index, mask,
+    PRECISION: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Value number `index` of a message, as every receiver decodes it.
 
@@ -307,10 +307,10 @@ def finite_size(statistic):
 
 @triton.jit
 def facts_of(
-    octets, run, part, parts, square, found, ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr, BITMAP: tl.constexpr, SOME: tl.constexpr,
+    octets, run, part, parts, square, found,
+    ALIGNED: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr,
+    SOME: tl.constexpr,
 ):  # fmt: skip
     """Adds the facts that decide about the content of a message, over some rows of one run.
 
