@@ -38,7 +38,9 @@ def saved(mesh, folder, name):
     path = dt.save_checkpoint(folder, model, optimizer)
     advance(model, optimizer, range(2, 3))
     dt.load_checkpoint(folder, model, optimizer)
-    assert verify(path).good, verify(path).line()
+    report = verify(path)
+    assert report.good, report.line()
+    assert path.name == f"step-{report.step:06d}"
     return len(pickles)
 
 

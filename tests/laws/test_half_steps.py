@@ -1,10 +1,11 @@
-"""Between overlap() and its step nothing reads or replaces the state: it is refused, and harmless."""
+"""Half a step, or a step of another: it is refused or forgotten, and harmless."""
 
 import pytest
 import torch
 
 import detonation as dt
 import worlds
+from detonation.cluster.network.loopback import LoopbackCommunicator
 from worlds import caught
 from zoo import Plain, batch, built
 
@@ -69,3 +70,39 @@ def test_a_half_done_step_is_neither_read_nor_replaced(tmp_path):
     for name, (kind, text, equal) in found.items():
         assert kind == "OverlapError" and "no step() followed" in text, (name, text)
         assert equal, name
+
+
+def alone(fails):
+    """The weights after five steps; before four of them overlap() may fail without a gradient.
+
+    What is trained changes, too, which a step within overlap() does not look at.
+    """
+    model = built(Plain)
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = dt.replicate(base, model, LoopbackCommunicator(), dt.demo(topk=4, chunk=16))
+    for step in range(5):
+        optimizer.zero_grad()
+        if step and fails:
+            with pytest.raises(KeyError), optimizer.overlap():
+                raise KeyError
+        model.layers[0].requires_grad_(step != 3)
+        model(batch(0, step, 32)).mean().backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def test_an_overlap_that_sent_nothing_is_forgotten():
+    plain = alone(False)
+    for key, weight in alone(True).items():
+        assert torch.equal(plain[key], weight), key
+
+
+def test_a_step_of_the_optimizer_inside_is_refused():
+    model = built(Plain)
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = dt.replicate(base, model, LoopbackCommunicator(), dt.demo())
+    for _ in range(2):
+        model(batch(0, 0, 32)).mean().backward()
+        optimizer.step()
+        kind, text = caught(base.step)
+        assert kind == "RuntimeError" and "the SGD inside was stepped" in text

@@ -2,12 +2,18 @@
 
 from contextlib import nullcontext
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import detonation as dt
 from detonation.cluster.network.simulated import simulate_replicas
+from detonation.core.compute import kernel_library
+from detonation.core.compute.nonfinite import SIGNAL_LIMIT, first_nonfinite
+from detonation.core.runtime import Runtime
 from worlds import caught
 from zoo import Plain, batch, built
 
@@ -49,3 +55,30 @@ def test_a_gradient_that_is_not_finite_is_named_on_all_replicas(scheme, how):
         ):
             assert kind == "NonFiniteGradient", (kind, text)
             assert name in text and "replica 1" in text, (name, text)
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+BAD = [None, None, None, torch.nan, torch.inf, -torch.inf, 2 * SIGNAL_LIMIT]
+SIGNALS = st.lists(
+    st.tuples(
+        st.sampled_from(DTYPES), st.integers(0, 40), st.sampled_from(BAD), st.sampled_from([1, 2])
+    ),
+    max_size=5,
+)
+
+
+@given(each=SIGNALS, seed=st.integers(0, 9))
+def test_the_first_signal_that_is_not_finite_is_found_in_every_type(each, seed):
+    generator = torch.Generator().manual_seed(seed)
+    signals = []
+    for dtype, count, bad, stride in each:
+        signal = torch.randn(stride * count, generator=generator).to(dtype)[::stride]
+        if bad is not None and count:
+            signal[seed % count] = bad
+        signals.append(signal)
+    outside = [not (signal.double().abs() <= SIGNAL_LIMIT).all() for signal in signals]
+    expected = outside.index(True) + 1 if any(outside) else 0
+    runtime = Runtime(torch.device("cpu"))
+    assert first_nonfinite(signals, runtime) == expected
+    with patch.object(kernel_library, "load_library", lambda: None):
+        assert first_nonfinite(signals, runtime) == expected

@@ -1,9 +1,11 @@
 """Faults for the core: which ones code can have, which are drawn, and what the score counts."""
 
+import importlib.util
 from pathlib import Path
 
 import branches
 import faults
+import judges
 import mutants
 
 SOURCE = """\
@@ -67,6 +69,22 @@ def test_tests_of_the_branch_run_first_one_of_each_function_then_their_neighbour
     tests = [each["test"] for each in mutants.taking(fault, SOURCE, rows, 100)]
     assert tests == ["a.py::test[2]", "a.py::test_other", "a.py::test[1]", rows[0]["test"]]
     assert len(mutants.taking(fault, SOURCE, rows, 1)) == 1
+
+
+def test_a_function_that_lives_gets_the_changed_code_and_a_constant_does_not(tmp_path):
+    file = tmp_path / "tree/src/some.py"
+    file.parent.mkdir(parents=True)
+    source = "LEAST = 3\n\ndef more(x):\n    return x + LEAST\n"
+    file.write_text(source)
+    spec = importlib.util.spec_from_file_location("some", file)
+    some = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(some)
+    judge = judges.Judge(tmp_path / "tree", {})
+    assert not judge.can(file, source.replace("3", "4"))
+    ((function, code),) = judge._patches(file, source.replace("+", "-"))
+    assert function is some.more
+    function.__code__ = code
+    assert some.more(1) == -2
 
 
 def test_the_laws_are_those_of_the_index_and_of_their_folders():

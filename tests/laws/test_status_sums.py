@@ -1,0 +1,58 @@
+"""What replicas say in the sum of an all-reduce is heard as they said it, with any number of names."""
+
+from unittest.mock import Mock, call
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from detonation.core.integrity.sums import SumGuard
+
+REPLICAS = 3
+NAMES = {count: [f"p{number}" for number in range(count)] for count in (1, 7, 300, 20_000, 70_000)}
+
+
+def guards(count):
+    return [
+        SumGuard(NAMES[count], "schema", 1, replica, 0, Mock(skipped=0, refused=0))
+        for replica in range(REPLICAS)
+    ]
+
+
+def summed(each, statuses, steps):
+    """The digits of all replicas, as an all-reduce adds them."""
+    digits = []
+    for guard, status, step in zip(each, statuses, steps, strict=True):
+        digits.append(torch.empty(3 * REPLICAS))
+        guard.seal_sum(digits[-1], status, step)
+    return torch.stack(digits).sum(0)
+
+
+@pytest.mark.parametrize("count", NAMES)
+@given(
+    shares=st.tuples(*[st.sampled_from([0, 0, 1e-9, 0.3, 0.99999])] * REPLICAS),
+    step=st.integers(0, 600),
+)
+def test_every_status_is_heard_as_it_was_said(count, shares, step):
+    statuses = [1 + int(share * count) if share else 0 for share in shares]
+    each = guards(count)
+    digits = summed(each, statuses, [step] * REPLICAS)
+    skipped = [
+        call(sender, each[0]._place, NAMES[count][status - 1], step)
+        for sender, status in enumerate(statuses)
+        if status
+    ]
+    for guard in each:
+        assert guard.open_sum([torch.zeros(4)], digits, step) is True
+        assert guard._counts.skip.mock_calls == skipped
+        assert not guard._counts.misplace.called and not guard._counts.refuse.called
+
+
+@pytest.mark.parametrize("count", NAMES)
+@given(step=st.integers(0, 600), late=st.integers(1, 9))
+def test_a_replica_at_another_step_is_found(count, step, late):
+    each = guards(count)
+    digits = summed(each, [0] * REPLICAS, [step, step + late, step])
+    assert each[0].open_sum([torch.zeros(4)], digits, step) is False
+    each[0]._counts.misplace.assert_called_once_with(1, step)
