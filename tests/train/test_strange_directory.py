@@ -100,12 +100,12 @@ def test_a_run_whose_directory_is_removed_says_so_once(tmp_path):
         file.close()
 
 
-def limited(monkeypatch, soft, hard):
+def limited(monkeypatch, soft, hard, ranks=1):
     """What the process asks for under these limits."""
     asked = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
-    descriptors.allow_open_files()
+    descriptors.allow_open_files(ranks)
     return asked
 
 
@@ -117,3 +117,7 @@ def test_a_rank_may_open_as_many_files_as_the_system_lets_it(monkeypatch):
         ValueError, match=r"may open 24 files here, .*: raise the limit with ulimit"
     ):
         limited(monkeypatch, 24, 24)
+    assert limited(monkeypatch, 256, 256, ranks=65) == []
+    lacking = r"may open 256 files here, a rank needs at least 259 among 66 ranks: .* -n 4144"
+    with pytest.raises(ValueError, match=lacking):
+        limited(monkeypatch, 256, 256, ranks=66)

@@ -137,8 +137,8 @@ def join_world(asked: str | None = None) -> torch.device:
     the device, whose type is `asked`, or chosen. The caller's current GPU stays current. Raises
     `ValueError` as `meet`.
     """
-    allow_open_files()
     position = launch_position(os.environ)
+    allow_open_files(position.world_size if position is not None else 1)
     if dist.is_initialized():
         in_group = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
         position = position or launch_position({**os.environ, **in_group})

@@ -89,7 +89,7 @@ def run_local(
         SystemExit: SIGTERM or SIGUSR1 came twice, or ended ranks that do not handle it. The first
             one passes on to all ranks.
     """
-    allow_open_files()  # before the ranks start, which inherit it
+    allow_open_files(world_size)  # before the ranks start, which inherit it
     folder = Path(tempfile.mkdtemp(prefix="detonation-"))
     pids: dict[int, int] = {}
     meeting = None
@@ -299,7 +299,7 @@ def run_under_launcher(
         end_now(code)
 
     try:
-        allow_open_files()
+        allow_open_files(position.world_size)
         check()
     # all ranks of a machine find the same error, so only the first one reports it
     except ValueError as error:

@@ -5,16 +5,19 @@ from contextlib import suppress
 
 LEAST_OPEN = 64
 """Number of open files that a rank needs to meet the others and to save."""
+OPEN_PER_RANK = 3
+"""More open files for each other rank: connections in the groups of all, of saving and of the axis."""
 _MOST_OPEN = 1 << 20
 """Higher limits are useless, and slow programs that visit each number up to the limit."""
 
 
-def allow_open_files() -> None:
+def allow_open_files(ranks: int = 1) -> None:
     """Raises the soft limit of open files to the hard one.
 
     gloo aborts when it accepts a connection without a free descriptor, and it keeps connections of
-    strangers open. Raises `ValueError` if the hard limit is too low for any run.
+    strangers open. Raises `ValueError` if the hard limit is too low for a run of `ranks` ranks.
     """
+    least = LEAST_OPEN + OPEN_PER_RANK * (ranks - 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_OPEN
     if hard != resource.RLIM_INFINITY:
@@ -23,8 +26,11 @@ def allow_open_files() -> None:
         with suppress(OSError, ValueError):  # a sandbox may refuse the change
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
             soft = most
-    if soft != resource.RLIM_INFINITY and soft < LEAST_OPEN:
+    if soft != resource.RLIM_INFINITY and soft < least:
+        among = ""
+        if ranks > 1:
+            among = f" among {ranks} ranks"
         raise ValueError(
-            f"a process may open {soft} files here, a rank needs at least {LEAST_OPEN}: raise the "
-            f"limit with ulimit -n {LEAST_OPEN * 16}"
+            f"a process may open {soft} files here, a rank needs at least {least}{among}: raise the "
+            f"limit with ulimit -n {least * 16}"
         )
