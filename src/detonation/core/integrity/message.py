@@ -28,6 +28,9 @@ class Tape:
     def begin(self, optimizer: Any) -> None:
         """Sees the weights of a `Replicated` before its first step."""
 
+    def left(self) -> None:
+        """Hears that another state was loaded: what comes next does not follow what came before."""
+
     def enter(self, optimizer: Any) -> None:
         """Sees the weights of a `Replicated` before each step and each call of `synchronize`."""
 
