@@ -308,3 +308,89 @@ def test_a_log_that_nobody_closes_lets_go_of_its_file(tmp_path):
     gc.collect()
     opened = [each.resolve() for each in Path("/proc/self/fd").iterdir()]
     assert not [path for path in opened if path.suffix == ".updates"]
+
+
+def momenta_reset(model, optimizer, other):
+    for state in optimizer.state.values():
+        state["exp_avg"].zero_()
+
+
+def state_dropped(model, optimizer, other):
+    optimizer.state.clear()
+
+
+def base_loaded(model, optimizer, other):
+    optimizer.base.load_state_dict(other[1].base.state_dict())
+
+
+def everything_loaded(model, optimizer, other):
+    """The state of another run, after as many steps."""
+    model.load_state_dict(other[0].state_dict())
+    optimizer.load_state_dict(other[1].state_dict())
+
+
+def memory_lost(model, optimizer, other):
+    state = other[1].state_dict()
+    del state["replication"]
+    optimizer.load_state_dict(state)
+
+
+CHANGES = [momenta_reset, state_dropped, base_loaded, everything_loaded, memory_lost]
+
+
+def changed(tape, change):
+    """A training whose optimizer's state somebody changes after three steps; yields the model before and after."""
+    other = started(LoopbackCommunicator(2), SCHEMES["demo"])
+    advance(*other, 7, range(3), lambda *_: None)
+    model, optimizer = started(LoopbackCommunicator(2), SCHEMES["demo"])
+    log = tape(model, optimizer)
+    optimizer.record(log)
+    yield model, optimizer, log
+    advance(model, optimizer, 0, range(3), lambda *_: None)
+    yield model, optimizer, log
+    change(model, optimizer, other)
+    advance(model, optimizer, 0, range(3, STEPS), lambda *_: None)
+    yield model, optimizer, log
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_law_15_a_replay_ends_before_a_change_of_the_optimizers_state(change, tmp_path):
+    phases = changed(lambda *_: dt.UpdateLog(tmp_path), change)
+    next(phases)
+    before = digest(next(phases)[0].parameters())
+    next(phases)[-1].close()
+    model, optimizer = started(LoopbackCommunicator(2), SCHEMES["demo"])
+    assert dt.replay(tmp_path, optimizer, to=3) == 3 and digest(model.parameters()) == before
+    with pytest.raises(ValueError, match="went on after step 3 with weights or a state"):
+        dt.replay(tmp_path, optimizer)
+
+
+def test_a_state_that_only_moved_to_other_memory_is_no_change(tmp_path):
+    def moved(model, optimizer, other):
+        for state in optimizer.state.values():
+            state["exp_avg"] = state["exp_avg"].clone()
+
+    *_, (trained, _, log) = changed(lambda *_: dt.UpdateLog(tmp_path), moved)
+    log.close()
+    model, optimizer = started(LoopbackCommunicator(2), SCHEMES["demo"])
+    assert dt.replay(tmp_path, optimizer) == STEPS
+    assert digest(model.parameters()) == digest(trained.parameters())
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_law_15_a_follower_comes_again_after_a_change_of_the_optimizers_state(change):
+    phases = changed(lambda *of: dt.Feed(*of, "127.0.0.1:0", token=TOKEN), change)
+    _, optimizer, feed = next(phases)
+    served = built(Plain)
+    with dt.follow(served, feed.address, token=TOKEN, wait=False) as follower:
+        while not feed.followers:
+            follower.update(wait_s=0.01)
+        *_, (trained, _, _) = phases
+        while follower.joins < 2:
+            advance(trained, optimizer, 0, [optimizer.step_count], lambda *_: None)
+            follower.update(wait_s=0.01)
+        feed.close()
+        while not follower.ended:
+            follower.update(wait_s=1)
+    assert follower.step == optimizer.step_count
+    assert digest(served.parameters()) == digest(trained.parameters())

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from detonation.core.base_error import DetonationError
-from detonation.core.flat.tensors import bare_name, local, octets
-from detonation.core.flat.written import WrittenWeights, first_names, weight_places
+from detonation.core.flat.tensors import bare_name, digest, local, octets
+from detonation.core.flat.written import WrittenWeights, first_names, stamp, weight_places
 from detonation.core.integrity.message import Tape
 from detonation.core.optimizer.gathered import local_parameters, reshard
 from detonation.core.optimizer.replicated import Replicated
@@ -159,6 +159,10 @@ class StepRecorder(Tape, ABC):
         self._numbers: dict[str, int] = {}  # of the parameters of the model, by name
         self._written: Copies = []  # the weights that were written before the current step
         self._warned = False
+        # stamps of the base optimizer's state after the last end; None if nobody took them
+        self._state: dict[Any, Any] | None = None
+        self._left = False  # True if what comes next does not follow the last end
+        self._origin: dict[str, str] = {}  # a digest of the state from which it then goes on
 
     @abstractmethod
     def hand_on(self, records: Sequence[LogRecord]) -> None:
@@ -177,11 +181,24 @@ class StepRecorder(Tape, ABC):
             watched = {*self.watches(optimizer)} - _moved_by_rounds(optimizer)
             self._weights.places = {n: at for n, at in places.items() if bare_name(n) in watched}
         self._weights.note()
+        self._state = _state_stamps(optimizer)
+
+    def left(self) -> None:
+        self._left = self._last >= 0
 
     def enter(self, optimizer: Replicated) -> None:
-        """Copies the weights that were written since the last end, before a step changes them."""
-        # after training went back to an earlier state, its other weights are no write
+        """Copies the weights that were written since the last end, before a step changes them.
+
+        Changes of the base optimizer's state are in no record. The next step then begins anew, as
+        after training went back to an earlier state, which has other weights.
+        """
         goes_on = optimizer is self._optimizer and optimizer.step_count == self._last
+        if self.records and self._state is not None and goes_on:
+            self._left |= self._state != _state_stamps(optimizer)
+        goes_on &= not self._left
+        self._origin = {}
+        if self.records and not goes_on and optimizer.step_count:
+            self._origin = {"state": agreed_digest(optimizer)}
         found = {}
         if self.records and goes_on:
             found = self._weights.found()
@@ -237,7 +254,8 @@ class StepRecorder(Tape, ABC):
         before = optimizer.step_count - (what == "step")
         same = optimizer is self._optimizer
         messages = [copy for steps, copy in self._messages if steps == before or not same]
-        goes_on = self._last in (-1, before)
+        goes_on = self._last in (-1, before) and not self._left
+        self._left = False
         self._messages = []
         self._optimizer = optimizer
         self._last = optimizer.step_count
@@ -281,6 +299,7 @@ class StepRecorder(Tape, ABC):
         self._options = []
         self._written = []
         self._weights.forget()
+        self._state = None
 
     def _changed(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Options of each parameter group that were not recorded yet."""
@@ -307,6 +326,10 @@ class Tapes(Tape):
         for tape in self._tapes:
             tape.begin(optimizer)
 
+    def left(self) -> None:
+        for tape in self._tapes:
+            tape.left()
+
     def enter(self, optimizer: Any) -> None:
         for tape in self._tapes:
             tape.enter(optimizer)
@@ -318,6 +341,28 @@ class Tapes(Tape):
     def end(self, what: str, optimizer: Any) -> None:
         for tape in self._tapes:
             tape.end(what, optimizer)
+
+
+def agreed_digest(optimizer: Replicated) -> str:
+    """A digest of all that replicas agree on between steps, in this shard: weights and the state of
+    the base optimizer, or anchor and outer optimizer."""
+    found = [each.replicated() for each in optimizer.build()]
+    return digest(tensor for mine in found for _, tensor in sorted(mine.items()))
+
+
+def _state_stamps(optimizer: Replicated) -> dict[Any, Any]:
+    """What is another after somebody wrote to the state of the base optimizer, or replaced it.
+
+    Under rounds this state is each replica's own, and no part of what is recorded.
+    """
+    if any(each.scheme.signal == "parameters" for each in optimizer.build()):
+        return {}
+    return {
+        (id(owner), key): stamp(value) if isinstance(value, Tensor) else value
+        for owner, entries in optimizer.base.state.items()
+        if isinstance(entries, dict)
+        for key, value in entries.items()
+    }
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from detonation.log.records import (
     WRITTEN,
     DamagedLog,
     LogRecord,
+    agreed_digest,
     whole_records,
 )
 from detonation.log.writer import identity, round_like, segments, use_padding_of
@@ -230,12 +231,27 @@ class Playback(Player):
         if why:
             _log.warning(_NEAR, path, why)
         self._check_identity(path, about)
+        if not why:
+            self._check_state(path, start.step, about.get("state", ""))
         weights = ""
         if self.first == 0:
             weights = about.get("start", "")
         if weights and weights != digest(self._optimizer.model.parameters()):
             raise ValueError(
                 f"{path} begins with other weights than this run: another seed, model or init_from"
+            )
+
+    def _check_state(self, path: Path, step: int, state: str) -> None:
+        """Raises `ValueError` if training went on after `step` steps from another state than this.
+
+        A file that follows without a gap has no `state`.
+        """
+        optimizer = self._optimizer
+        if state and optimizer.step_count == step and state != agreed_digest(optimizer):
+            raise ValueError(
+                f"{path}: training went on after step {step} with weights or a state of its"
+                " optimizer that the log does not lead to, as after a reset or a load: replay from"
+                " a checkpoint that is saved after it"
             )
 
     def _why_only_near(self, about: dict[str, Any]) -> str:

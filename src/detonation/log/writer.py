@@ -121,9 +121,8 @@ class UpdateLog(StepRecorder):
             if self._file < 0:
                 if self._kept:
                     self._write_kept(optimizer)
-                self._begin(
-                    optimizer, optimizer.step_count - (what == "step"), _settings(optimizer)
-                )
+                first_step = optimizer.step_count - (what == "step")
+                self._begin(optimizer, first_step, _settings(optimizer) | self._origin)
                 self._levels = optimizer.build()
             self.add_written()
             self.add(messages, what, optimizer)

@@ -30,6 +30,9 @@ class Tape:
     def begin(self, optimizer: Any) -> None:
         """Called with a `Replicated` before its first step, to read its weights."""
 
+    def left(self) -> None:
+        """Hears that another state was loaded: what comes next does not follow what came before."""
+
     def enter(self, optimizer: Any) -> None:
         """Called with a `Replicated` before each step and each `synchronize`, to read its
         weights."""

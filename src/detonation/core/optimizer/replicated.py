@@ -371,6 +371,8 @@ class Replicated(OptimizerWrapper):
         Collective.
         """
         self.step_count = step
+        if self.tape:
+            self.tape.left()
         for axis in changes.renumbered_axes(self.levels):
             axis.resume_at(step)
         if self._consensus is not None:
@@ -437,6 +439,8 @@ class Replicated(OptimizerWrapper):
     def forget_levels(self) -> None:
         """Drops the levels and their state; the next step builds them for the weights that it
         finds."""
+        if self.tape:
+            self.tape.left()
         if self._consensus is not None:
             self._consensus.forget()
         self._by_level = [[] for _ in self.levels]
