@@ -16,7 +16,8 @@ def __getattr__(name: str) -> object:
     from importlib import import_module
 
     if name not in _MODULE_OF:
-        raise AttributeError(f"module 'detonation' has no attribute {name!r}")
+        text = f"module 'detonation' has no attribute {name!r}: detonation.schemes has every scheme"
+        raise AttributeError(text)
     if _MODULE_OF[name] == "detonation":
         return import_module(f"detonation.{name}")
     return getattr(import_module(_MODULE_OF[name]), name)

@@ -84,6 +84,10 @@ def test_the_others_finish_the_run_when_the_first_replica_is_lost(begun, tmp_pat
     assert found["tokens_per_second"] == pytest.approx(
         RECIPE["data"]["context"] * examples / found["seconds"]
     )
+    among = [2 * (each - 1) / each * 4 * found["num_parameters"] for each in taking]
+    full_sync = sum(among) / len(among)
+    assert found["bytes_full_sync_per_step"] == pytest.approx(full_sync, abs=1)
+    assert found["reduction"] == pytest.approx(full_sync / found["bytes_sent_per_step"], rel=1e-4)
     resumed = elastic(
         tmp_path, "--resume", "--replicas", 3, "--set", "train.steps=44"
     )  # the original number

@@ -10,6 +10,7 @@ import pytest
 from test_restart import SETS, result
 
 from commands import Command, launched, write_recipe
+from detonation.cli import verbs
 from detonation.cli.command import run_command
 
 pytestmark = pytest.mark.usefixtures("soon")
@@ -19,6 +20,15 @@ _NEW_MOUNTS = 0x00020000
 
 def world(shards):
     return "--replicas", 2, "--shards", shards
+
+
+def test_a_replica_that_does_not_write_the_summary_names_no_resume(tmp_path):
+    """Also where its directory has metrics, because it wrote the run before it left."""
+    for name in ("config.toml", "metrics.jsonl"):
+        (tmp_path / name).touch()
+    (line,) = verbs._page_of(tmp_path)
+    assert "another replica writes it" in line
+    assert "--resume" not in line
 
 
 @pytest.fixture(

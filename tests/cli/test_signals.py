@@ -10,6 +10,7 @@ from commands import Command, outliving, write_recipe
 from covering import covered, some
 from detonation import interrupts
 from detonation.checkpoint.files import manifest, retention
+from detonation.cluster import launch
 from detonation.cluster.processes.signals import Stop, end_now, stoppable
 from detonation.cluster.survive.elastic_axis import serve_meeting
 from detonation.train.output import metrics
@@ -45,6 +46,19 @@ def test_the_end_of_a_child_after_the_request_is_no_second_request(monkeypatch):
     assert stop.number == signal.SIGTERM
     with pytest.raises(SystemExit):
         stop.receive(signal.SIGUSR1)
+
+
+def test_timeout_sends_one_request_to_the_command_twice(monkeypatch):
+    """To its child and to the process group of both: the run still saves."""
+    with launch._signals_pass_on({}) as stop:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.number == signal.SIGTERM
+        with pytest.raises(SystemExit):
+            signal.raise_signal(signal.SIGUSR1)
+        monkeypatch.setattr("detonation.cluster.processes.signals.SAME_REQUEST_S", 0)
+        with pytest.raises(SystemExit):
+            signal.raise_signal(signal.SIGTERM)
 
 
 @pytest.mark.parametrize("first", ["end", "let_kernel_end", "end_now"])

@@ -151,7 +151,6 @@ def assignments(keys: Mapping[str, str], flags: Mapping[str, Any]) -> tuple[str,
 def _train(verb: of.Train) -> dict[str, Any] | None:
     if verb.recipe is None or verb.print:
         return _print_recipe(verb)
-    from detonation.report.page import try_write
     from detonation.report.terminal import show
     from detonation.train.recipe.resolve import Request
     from detonation.train.run.start import is_first, run_training
@@ -161,9 +160,21 @@ def _train(verb: of.Train) -> dict[str, Any] | None:
         return None
     notes = []
     if "stopped_after" not in summary:
-        notes = [try_write([Path(summary["directory"])])]
+        notes = _page_of(Path(summary["directory"]))
     show(summary, notes, _output(verb))
     return summary
+
+
+def _page_of(directory: Path) -> list[str]:
+    """Writes the page of a run that has ended; returns a line that says where it is."""
+    from detonation.report.page import try_write
+
+    if not (directory / "summary.json").is_file():  # an earlier start may have left metrics here
+        return [
+            f"{directory} holds no summary, because another replica writes it: run detonation"
+            " report on that machine"
+        ]
+    return [try_write([directory])]
 
 
 def _print_recipe(verb: of.Train) -> dict[str, Any]:

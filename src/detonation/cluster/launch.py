@@ -240,6 +240,8 @@ def _signals_pass_on(pids: Mapping[int, int]) -> Iterator[Stop]:
     stop = Stop()
 
     def pass_on(number: int, frame: FrameType | None) -> None:
+        if stop.repeats(number):
+            return
         if stop:
             raise SystemExit(128 + number)
         stop.receive(number)

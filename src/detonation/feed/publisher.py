@@ -212,7 +212,9 @@ class Feed(StepRecorder):
         if not self._coming and not self._subscribed:
             return
         if optimizer.build() is not self._levels:
-            self._drop_all("the settings or the trained parameters have changed")
+            self._drop_all(
+                "replicas, settings or trained parameters have changed (it joins, or takes a copy)"
+            )
             self._levels = optimizer.build()
         if self._subscribed:
             self.add_written()

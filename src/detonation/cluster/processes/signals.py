@@ -40,6 +40,11 @@ class Stop:
             self._since = now
             self.number = number
 
+    def repeats(self, number: int) -> bool:
+        """Whether this signal is the first request again: `timeout` sends it to the command, and
+        then to the process group that the command is in."""
+        return number == self.number and time.monotonic() - self._since <= SAME_REQUEST_S
+
     @contextmanager
     def at_once(self) -> Iterator[None]:
         """Inside the block the first request ends the process, too: nothing is there to save."""

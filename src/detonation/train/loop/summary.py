@@ -10,8 +10,11 @@ from typing import Any
 import torch
 
 from detonation.cluster.devices import peak_memory
+from detonation.core.flat.tensors import local
+from detonation.core.schemes.traffic import ring_bytes
 from detonation.gates.closeness import Closeness
 from detonation.train.loop.session import Session
+from detonation.train.loop.world import ElasticRanks
 from detonation.train.output.metrics import Portion, Record, reduction
 
 _LATEST = 20
@@ -77,7 +80,8 @@ def summarise(
     """
     config = session.config
     last = records[-1]
-    full_sync = session.world.over_shards(sum(session.optimizer.dense_bytes_by_level))
+    by_level = full_sync_by_level(session)
+    full_sync = full_sync_per_step(by_level, records)
     sent = sum(record.bytes_sent for record in records) / len(records)
     seconds = sum(record.seconds for record in records)
     fingerprint, equal = session.world.fingerprint(session.model)
@@ -104,7 +108,7 @@ def summarise(
     measured |= {name: value for name, value in optional.items() if value}
     return {
         "scheme": config.schemes,
-        **_levels(session, records),
+        **_levels(session, records, by_level),
         **adapted,
         "optimizer": config.optimizer.name,
         "replicas": config.mesh.replicas,
@@ -176,15 +180,68 @@ def _examples(session: Session) -> int:
     return train.batch_size * train.accumulate * sum(sizes) // len(sizes)
 
 
-def _levels(session: Session, records: Sequence[Record]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class FullSync:
+    """The bytes that one replica sends over an axis in a step of full synchronisation.
+
+    bytes: In the world as it is.
+    weights: Of one replica, in fp32; None where the number of replicas stays.
+    replicas: Those of a step whose record has no number; `members` of them are one on the axis.
+    """
+
+    bytes: int
+    weights: int | None = None
+    replicas: int = 1
+    members: int = 1
+
+    def per_step(self, records: Sequence[Record]) -> int:
+        """The mean over these steps, each among the replicas that took it.
+
+        >>> steps = [Record(1, 2.0, 0.1, 0.5, 0, taking=taking) for taking in (2, 2, 2, 1)]
+        >>> FullSync(0).per_step(steps), FullSync(0, weights=4000).per_step(steps)
+        (0, 3000)
+        """
+        if self.weights is None:
+            return self.bytes
+        total = 0
+        for record in records:
+            count = record.taking
+            if count is None:
+                count = self.replicas
+            size = max(1, count // self.members)
+            total += ring_bytes("all-reduce", self.weights, size)
+        return round(total / len(records))
+
+
+def full_sync_by_level(session: Session) -> list[FullSync]:
+    """Full synchronisation over each axis, from the innermost outwards. Collective."""
+    dense = [session.world.over_shards(each) for each in session.optimizer.dense_bytes_by_level]
+    found = [FullSync(each) for each in dense]
+    # Under `balance` a record counts the replicas that did not sit its step out.
+    if isinstance(session.world, ElasticRanks) and not session.config.train.balance:
+        trained = [parameter for parameter in session.model.parameters() if parameter.requires_grad]
+        weights = session.world.over_shards(4 * sum(local(each).numel() for each in trained))
+        members = math.prod(level.replicas for level in session.config.levels[:-1])
+        found[-1] = FullSync(dense[-1], weights, session.config.mesh.replicas, members)
+    return found
+
+
+def full_sync_per_step(levels: Sequence[FullSync], records: Sequence[Record]) -> int:
+    """The mean over these steps, of all axes together."""
+    return sum(level.per_step(records) for level in levels)
+
+
+def _levels(
+    session: Session, records: Sequence[Record], dense: Sequence[FullSync]
+) -> dict[str, Any]:
     """Arguments of the scheme. With several levels: arguments and bytes per step of each level."""
     levels = session.config.levels
     if len(levels) == 1:
         return {"scheme_arguments": dict(levels[0].scheme.arguments)}
     tiers = []
-    for level, dense in zip(levels, session.optimizer.dense_bytes_by_level, strict=True):
+    for level, full in zip(levels, dense, strict=True):
         sent = sum(record.levels[level.axis] for record in records) / len(records)
-        full_sync = session.world.over_shards(dense)
+        full_sync = full.per_step(records)
         tiers.append(
             {
                 "axis": level.axis,

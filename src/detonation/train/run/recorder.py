@@ -16,7 +16,13 @@ from detonation.log.repeat import replay_together
 from detonation.log.writer import UpdateLog
 from detonation.train.loop.checkpoints import compare_settings
 from detonation.train.loop.session import Session, misfits
-from detonation.train.loop.summary import NOTHING, Counts, portion
+from detonation.train.loop.summary import (
+    NOTHING,
+    Counts,
+    full_sync_by_level,
+    full_sync_per_step,
+    portion,
+)
 from detonation.train.output import directory, metrics, trackers
 from detonation.train.output.screen import Screen
 from detonation.train.recipe.schema import described_mesh
@@ -48,7 +54,7 @@ class Recorder:
         self._session = session
         self._train = session.config.train
         self._screen = screen
-        self._full_sync = session.world.over_shards(sum(session.optimizer.dense_bytes_by_level))
+        self._full_sync = full_sync_by_level(session)
         self.records = list(kept)
         self._path = path
         self._done = done
@@ -108,7 +114,8 @@ class Recorder:
         self._screen.advance(record)
         if shown:
             latest = self.records[self._logged :]
-            line = metrics.log_line(latest, self._train.steps, self._full_sync, self._portion)
+            dense = full_sync_per_step(self._full_sync, latest)
+            line = metrics.log_line(latest, self._train.steps, dense, self._portion)
             self._screen.line(line)
             self._logged = len(self.records)
             self._warn_of_removal()
