@@ -110,7 +110,7 @@ class Admission:
         # the shards of a newcomer step together, from copies of the same step
         self._feed.first_copy = self._copy_turn = math.inf
         self._feed.ahead = self._user.turns_ahead
-        self._before = self._optimizer.tape
+        self._before = self._optimizer.observer
         self._optimizer.record(
             self._feed if self._before is None else Tapes([self._before, self._feed])
         )

@@ -20,7 +20,7 @@ from torch import Tensor
 from detonation.core.base_error import DetonationError
 from detonation.core.flat.tensors import bare_name, local, octets
 from detonation.core.flat.written import WrittenWeights, first_names, weight_places
-from detonation.core.integrity.message import Tape
+from detonation.core.integrity.observer import StepObserver
 from detonation.core.optimizer.gathered import local_parameters, reshard
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.runtime import Readback
@@ -136,13 +136,12 @@ Copy = tuple[int, int, Readback]
 Copies = list[Copy]
 
 
-class StepRecorder(Tape, ABC):
+class StepRecorder(StepObserver, ABC):
     """Copies the messages of each step, and hands them on as records once the host has them.
 
     On an accelerator the records of a step follow one step later, so that the host does not wait.
     """
 
-    plays = False
     reader = "whoever reads the records"
     """In a warning."""
 
@@ -213,7 +212,7 @@ class StepRecorder(Tape, ABC):
             self.add_written()
             self._weights.note()  # another step may come all the same
 
-    def put(self, place: int, step: int, message: Tensor) -> None:
+    def received(self, place: int, step: int, message: Tensor) -> None:
         """Takes in the messages of all replicas."""
         if self.records:
             copied = message.contiguous()
@@ -278,12 +277,10 @@ class StepRecorder(Tape, ABC):
         ]
 
 
-class Tapes(Tape):
+class Tapes(StepObserver):
     """Several tapes that take in the same messages."""
 
-    plays = False
-
-    def __init__(self, tapes: Sequence[Tape]) -> None:
+    def __init__(self, tapes: Sequence[StepObserver]) -> None:
         self._tapes = tapes
 
     def begin(self, optimizer: Any) -> None:
@@ -294,9 +291,9 @@ class Tapes(Tape):
         for tape in self._tapes:
             tape.enter(optimizer)
 
-    def put(self, place: int, step: int, message: Tensor) -> None:
+    def received(self, place: int, step: int, message: Tensor) -> None:
         for tape in self._tapes:
-            tape.put(place, step, message)
+            tape.received(place, step, message)
 
     def end(self, what: str, optimizer: Any) -> None:
         for tape in self._tapes:

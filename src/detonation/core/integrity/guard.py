@@ -26,7 +26,7 @@ from detonation.core.integrity.header import (
     Header,
     hash63,
 )
-from detonation.core.integrity.message import Message, Tape
+from detonation.core.integrity.message import Message
 from detonation.core.integrity.missing import (
     NONE_MISSING,
     RECEIVED_BITS,
@@ -34,6 +34,7 @@ from detonation.core.integrity.missing import (
     said_in,
     with_said,
 )
+from detonation.core.integrity.observer import StepObserver
 from detonation.core.integrity.sums import SumGuard
 
 LOUDER = 1000.0
@@ -216,7 +217,7 @@ def _fault(replica: int, row: Sequence[int], expected: Expected) -> str:
 
 
 def _take_recorded(message: Message) -> None:
-    """Marks a message as read from a tape, which owns its memory; an absent replica has an empty
+    """Marks a message as that of a playback, which owns its memory; an absent replica has an empty
     header."""
     message.recycle = None
     headers = message.arrived[0][:, :HEADER_BYTES]
@@ -310,26 +311,26 @@ class Guard(SumGuard):
         message: Message,
         stage: Stage,
         shared: Tensor | SharedIndices | None,
-        tape: Tape | None = None,
+        observer: StepObserver | None = None,
     ) -> Arrived:
         """Validates and counts the sealed messages that have arrived, one per replica; zeros
         replace unusable ones.
 
         Args:
             shared: Their indices, where all replicas know them.
-            tape: Records the messages, unless it plays them.
+            observer: Sees the messages, unless they are played.
         """
         arrived = message.arrived
-        if tape is not None and tape.plays:
+        if message.played:
             _take_recorded(message)
         absent = message.absent
         end = HEADER_BYTES + sum(stage.codec.lengths[stage.rows])
         back = partial(message.recycle, arrived[0]) if message.recycle else None
         simple = len(arrived) == 1 and arrived[0].device.type == "cpu"
         whole = arrived[0][:, :end] if simple else message.whole(end)
-        if tape is not None and not tape.plays:
+        if observer is not None and not message.played:
             _empty_headers(whole, absent)
-            tape.put(self.place, message.step, whole[:, :end])
+            observer.received(self.place, message.step, whole[:, :end])
         body = whole[:, HEADER_BYTES:end]
         if not arrived:  # `whole` has memory of its own
             back = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,48 +14,6 @@ from detonation.core.codec.indices import Unpackable, narrow
 from detonation.core.codec.message_rows import MessageRows, SharedIndices, joined
 from detonation.core.integrity.header import HEADER_BYTES
 from detonation.core.integrity.missing import Missing
-
-
-class Tape:
-    """Takes in what was agreed on, or plays it back in the place of an exchange.
-
-    plays: Whether it plays back. Replicas then encode and send nothing, and receive from the tape.
-    """
-
-    plays: bool
-
-    def begin(self, optimizer: Any) -> None:
-        """Sees the weights of a `Replicated` before its first step."""
-
-    def enter(self, optimizer: Any) -> None:
-        """Sees the weights of a `Replicated` before each step and each call of `synchronize`."""
-
-    def put(self, place: int, step: int, message: Tensor) -> None:
-        """Takes in the messages of all replicas, or their sum, which may be overwritten afterwards.
-
-        Args:
-            place: The channel and the bucket of which they are.
-            step: At which they were sent.
-        """
-        raise NotImplementedError("this tape plays back")
-
-    def take(self, place: int, step: int) -> Tensor:
-        """The next messages of a place, as they were put in.
-
-        Shapes: -> `[bytes]` uint8.
-        """
-        raise NotImplementedError("this tape records")
-
-    def find(self, place: int, step: int) -> Tensor | None:
-        """The same, of a step whose messages were all read; None where nothing was put in.
-
-        Shapes: -> `[bytes]` uint8.
-        """
-        raise NotImplementedError("this tape records")
-
-    def end(self, what: str, optimizer: Any) -> None:
-        """Ends what moved the weights of a `Replicated` with the messages before: a "step", or
-        "synchronize"."""
 
 
 @dataclass
@@ -78,6 +35,7 @@ class Message:
         recycle: Takes back receive buffers; None where nobody has a use for them.
         reply: Of a stage that owners answer, their answer.
         missing: The gradients that this replica lacks, if it does.
+        played: Whether it comes from a `PlayedMessages`, which owns its memory.
     """
 
     step: int
@@ -92,6 +50,7 @@ class Message:
     recycle: Callable[[Tensor], None] | None = None
     reply: Message | None = None
     missing: Missing | None = None
+    played: bool = False
 
     def know(self, first: int, indices: Tensor | Unpackable | None) -> None:
         """Keeps the indices of the rows of the flat from `first` on."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 UNUSED_PLACE = 1 << 30
-"""Added to a place of messages on a tape: the parameters that nobody used in a step."""
+"""Added to a place of observed messages: the parameters that nobody used in a step."""
 NONE_MISSING, NEW_SET, FIRST_KNOWN = range(3)
 """What a message says: nothing is missing; a new set is; its set of the first known exchange is."""
 MOST_KNOWN = 14

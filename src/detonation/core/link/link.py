@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from detonation.core.flat.tensors import whole_of
-from detonation.core.integrity.message import Tape
+from detonation.core.integrity.observer import PlayedMessages, StepObserver
 from detonation.core.link.communicator import Axis, Communicator, communicator_of
 from detonation.core.link.elastic_communicator import (
     AgreedCommunicator,
@@ -33,8 +33,8 @@ class Link:
     collectives; over the axis itself, not inside the node. waited_s: seconds for which the host was
     blocked by an unfinished exchange. A network library that waits on the device (NCCL) does not
     block the host, and the device's waiting is not counted. recycle: Takes back a receive buffer,
-    `[replicas, bytes]` uint8, that nobody reads any more. tape: Where received messages are
-    recorded, or played back from.
+    `[replicas, bytes]` uint8, that nobody reads any more. observer: Sees received messages.
+    playback: The observer, if messages come from it.
 
     Args:
         intra_node: The axis inside the node, where all its ranks hold the same message: each then
@@ -74,7 +74,13 @@ class Link:
         self.require_same = partial(require_same, self._inter_node, self._intra_node)
         self.bytes_sent = 0
         self.waited_s = 0.0
-        self.tape: Tape | None = None
+        self.observer: StepObserver | None = None
+        self.playback: PlayedMessages | None = None
+
+    def observe(self, observer: StepObserver | None) -> None:
+        """Shows messages to `observer` from now on, or receives them from it."""
+        self.observer = observer
+        self.playback = observer if isinstance(observer, PlayedMessages) else None
 
     def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
         """Starts the sum of `values` over all replicas; the result is bitwise the same on each.

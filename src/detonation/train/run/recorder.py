@@ -8,7 +8,7 @@ from typing import Any
 
 from detonation.checkpoint.files import retention
 from detonation.cluster.devices import peak_memory
-from detonation.core.integrity.message import Tape
+from detonation.core.integrity.observer import StepObserver
 from detonation.feed.admission import Admission
 from detonation.feed.publisher import Feed
 from detonation.log.records import Tapes
@@ -175,7 +175,7 @@ class Recording:
             UpdateLog(path / directory.UPDATES),
             path / directory.CHECKPOINTS,
         )
-        self._tapes: list[Tape] = [self.log] if train.log_updates else []
+        self._tapes: list[StepObserver] = [self.log] if train.log_updates else []
         self._feed: Feed | None = None
         self._trouble, self._run = "", run
         if train.publish and not session.optimizer.coordinates.replica:
