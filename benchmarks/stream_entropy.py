@@ -22,19 +22,18 @@ from detonation.cluster.network.simulated import SimulatedCommunicator, simulate
 from detonation.core.codec.indices import narrow
 from detonation.core.codec.received import Arrived
 from detonation.core.integrity.header import HEADER_BYTES
+from detonation.core.integrity.observer import StepObserver
 from detonation.models import build_model
 
 
-class Seen:
-    """A tape that counts the coefficients of all messages."""
-
-    plays = False
+class Seen(StepObserver):
+    """Counts the coefficients of all messages."""
 
     def __init__(self, scheme: dt.schemes.Scheme, rows: int, after: int) -> None:
         self.scheme, self.rows, self.after = scheme, rows, after
         self.single, self.pair, self.agreeing, self.total = Counter[Any](), Counter[Any](), 0, 0
 
-    def put(self, place: int, step: int, message: Tensor) -> None:
+    def received(self, place: int, step: int, message: Tensor) -> None:
         if step < self.after:
             return
         arrived = Arrived(

@@ -24,22 +24,22 @@ MOST_COLUMNS = 100
 MOST_COGNITIVE = 15
 
 CEILINGS: dict[str, float] = {
-    "tokens of src": 309_950,
-    "tokens of core": 87_650,
+    "tokens of src": 310_750,
+    "tokens of core": 88_150,
     "tokens per line of code": 9.4,
-    "nodes per statement": 8.9,
-    "packed assignments per 1,000 statements": 24.0,
-    "conditional expressions per 1,000 statements": 43.3,
+    "nodes per statement": 8.85,
+    "packed assignments per 1,000 statements": 23.5,
+    "conditional expressions per 1,000 statements": 42.3,
     "lines over 100 columns": 185,
-    "cognitive complexity of src": 7_440,
+    "cognitive complexity of src": 7_435,
     "functions of core over cognitive 15": 0,
     "functions of src over cognitive 15, without kernels": 0,
     "own modules that one module imports, at most": 25,
     "modules that core names in strings": 0,
     "hasattr and getattr in core": 15,
     "names of elastic in core": 17,
-    "names of tape in core": 69,
-    "names of balance in core": 35,
+    "names of tape in core": 0,
+    "names of balance in core": 14,
     "names of closeness in core": 13,
     "names of trained in core": 30,
 }
@@ -49,11 +49,11 @@ or a plainer form needs it, with one sentence why.
 Moved up on 2026-11-28, for silent wrong weights and for runs on several machines: missing gradients,
 written weights, agreements by turns, partitions, interfaces, one opener for files, exact `extra` (tokens,
 complexity; tape and trained, which carry what others wrote), for named steps (tokens), and for entry
-points, the declared axis and the test of a transport (tokens, complexity)."""
+points, the declared axis, the test of a transport, and seams that say what attaches (tokens)."""
 
 FEATURES = {
     "elastic": ("link/elastic_communicator.py",),
-    "tape": ("integrity/message.py",),
+    "tape": (),
     "balance": (),
     "closeness": (),
     "trained": ("optimizer/trained.py", "optimizer/reconfigure.py"),

@@ -145,7 +145,7 @@ if rank < 2:
         if rank == 0:
             weights.publish(step + 1)
     if rank == 0:
-        optimizer.tape._tapes[0].close()
+        optimizer.observer._tapes[0].close()
         weights.close()
         feed.close()
         (Path(folder) / "ended").write_text(digest(model.parameters()))

@@ -121,7 +121,7 @@ class Admission:
         # the shards of the new replica need copies of the same step
         self._feed.first_copy = self._copy_turn = math.inf
         self._feed.ahead = self._user.turns_ahead
-        self._before = self._optimizer.tape
+        self._before = self._optimizer.observer
         if self._before is None:
             self._optimizer.record(self._feed)
         else:

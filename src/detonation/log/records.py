@@ -19,7 +19,7 @@ from torch import Tensor
 from detonation.core.base_error import DetonationError
 from detonation.core.flat.tensors import bare_name, digest, local, octets
 from detonation.core.flat.written import WrittenWeights, first_names, stamp, weight_places
-from detonation.core.integrity.message import Tape
+from detonation.core.integrity.observer import StepObserver
 from detonation.core.optimizer.gathered import local_parameters, reshard
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.runtime import Readback
@@ -135,13 +135,12 @@ Copy = tuple[int, int, Readback]
 Copies = list[Copy]
 
 
-class StepRecorder(Tape, ABC):
+class StepRecorder(StepObserver, ABC):
     """Copies the messages of each step, and passes them to `hand_on` as records.
 
     With an accelerator the records are passed one step later, so that the host does not wait.
     """
 
-    plays = False
     reader = "the reader of the records"
     """Name of the reader for a warning."""
 
@@ -232,7 +231,7 @@ class StepRecorder(Tape, ABC):
             self.add_written()
             self._weights.note()  # another step may follow nevertheless
 
-    def put(self, place: int, step: int, message: Tensor) -> None:
+    def received(self, place: int, step: int, message: Tensor) -> None:
         """Copies the messages of all replicas."""
         if self.records:
             copied = message.contiguous()
@@ -314,12 +313,10 @@ class StepRecorder(Tape, ABC):
         return changed
 
 
-class Tapes(Tape):
-    """Several tapes that receive the same messages."""
+class Tapes(StepObserver):
+    """Several observers that receive the same messages."""
 
-    plays = False
-
-    def __init__(self, tapes: Sequence[Tape]) -> None:
+    def __init__(self, tapes: Sequence[StepObserver]) -> None:
         self._tapes = tapes
 
     def begin(self, optimizer: Any) -> None:
@@ -334,9 +331,9 @@ class Tapes(Tape):
         for tape in self._tapes:
             tape.enter(optimizer)
 
-    def put(self, place: int, step: int, message: Tensor) -> None:
+    def received(self, place: int, step: int, message: Tensor) -> None:
         for tape in self._tapes:
-            tape.put(place, step, message)
+            tape.received(place, step, message)
 
     def end(self, what: str, optimizer: Any) -> None:
         for tape in self._tapes:

@@ -17,7 +17,7 @@ from detonation.checkpoint.gather import texts_between
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.flat.layout import copy
 from detonation.core.flat.tensors import digest, local, locals_of
-from detonation.core.integrity.message import Tape
+from detonation.core.integrity.observer import PlayedMessages
 from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.reconfigure import like_option
 from detonation.core.optimizer.replicated import Replicated
@@ -43,13 +43,11 @@ _NEAR = (
 )
 
 
-class Player(Tape, ABC):
+class Player(PlayedMessages, ABC):
     """Plays back records instead of exchanging messages: one process acts for all replicas.
 
     Raises `DamagedLog` if a record is missing.
     """
-
-    plays = True
 
     def __init__(self) -> None:
         self._messages: dict[tuple[int, int], deque[LogRecord]] = defaultdict(deque)

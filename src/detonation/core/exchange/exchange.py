@@ -15,7 +15,8 @@ from detonation.core.codec.precision import Float
 from detonation.core.codec.received import Received, Sums
 from detonation.core.integrity.guard import Guard, Stage
 from detonation.core.integrity.header import DIGITS, HEADER_BYTES
-from detonation.core.integrity.message import Message, Tape
+from detonation.core.integrity.message import Message
+from detonation.core.integrity.observer import PlayedMessages
 from detonation.core.link.link import Link
 from detonation.core.schemes.buckets import aligned_rows
 from detonation.core.schemes.scheme import Scheme
@@ -82,8 +83,8 @@ class Exchange(ABC):
         """Waits for the messages that all replicas receive."""
 
     @abstractmethod
-    def play(self, message: Message, tape: Tape) -> None:
-        """Lets arrive what the tape has of this message, in the place of all collectives."""
+    def play(self, message: Message, playback: PlayedMessages) -> None:
+        """Lets arrive what the playback has of this message, in the place of all collectives."""
 
     def for_rows(self, first: int, rows: int, guard: Guard) -> "Exchange":
         """The exchange of a bucket, `rows` rows from row `first` on, which shares the state."""
@@ -95,7 +96,7 @@ class Exchange(ABC):
 
 
 def negative_zeros(scheme: Scheme, step: int, replica: int = 0, replicas: int = 1) -> bool:
-    """`zeros_are_negative` for the message that a replica, or the owner of a row, sends at `step`."""
+    """`zeros_are_negative` for the message that a replica, or an owner of rows, sends at `step`."""
     sending = step // (scheme.round.every * max(1, scheme.codec.selection.period))
     proportional = (
         scheme.signal == "parameters"
@@ -138,15 +139,17 @@ def zeros_are_negative(
     return ((sending // 2 * _GOLDEN >> 63) + sending + opposed) % 2 == 1
 
 
-def played(tape: Tape, guard: Guard, step: int, replicas: int) -> Callable[[], Tensor]:
-    """Takes the messages of `step` from the tape, to the device of `guard`."""
+def played(
+    playback: PlayedMessages, guard: Guard, step: int, replicas: int
+) -> Callable[[], Tensor]:
+    """Takes the messages of `step` from `playback`, to the device of `guard`."""
     return lambda: (
-        tape.take(guard.place, step).to(guard.usual.device).view(replicas, -1)
+        playback.take(guard.place, step).to(guard.usual.device).view(replicas, -1)
     )  # [replicas, 64 + nbytes]
 
 
 class AllReduce(Exchange):
-    """The network adds the messages: all carry the same coordinates, in a type that can be added."""
+    """The network adds messages that carry the same coordinates, in a type that can be added."""
 
     def __init__(self, scheme: Scheme, link: Link, guard: Guard, rows: int) -> None:
         super().__init__(scheme, link, guard, rows)
@@ -185,13 +188,13 @@ class AllReduce(Exchange):
             runs.append((at, total[: count * self._k].view(count, self._k)))
         digits = total[count * self._k :]  # which leave last
         runs.sort(key=itemgetter(0))
-        if link.tape and link.tape.plays:
-            absent = {*range(link.replicas)}  # the tape does not say who was
-        elif link.tape:
+        if message.played:
+            absent = {*range(link.replicas)}  # the playback does not say who was
+        elif link.observer:
             whole = (
                 torch.cat([*(run.view(-1) for _, run in runs), digits]) if len(runs) > 1 else total
             )
-            link.tape.put(self._guard.place, message.step, whole)
+            link.observer.received(self._guard.place, message.step, whole)
         values = [run for _, run in runs]
         fine = self._guard.open_sum(values, digits, message.step, absent)
         if message.missing:
@@ -207,10 +210,12 @@ class AllReduce(Exchange):
             report,
         )
 
-    def play(self, message: Message, tape: Tape) -> None:
+    def play(self, message: Message, playback: PlayedMessages) -> None:
+        message.played = True
+
         def take() -> Tensor:  # [rows * k + digits]
             return (
-                tape.take(self._guard.place, message.step)
+                playback.take(self._guard.place, message.step)
                 .to(self._guard.usual.device)
                 .view(self._dtype)
             )
@@ -250,13 +255,14 @@ class AllGather(Exchange):
     def receive(self, message: Message) -> Received:
         message.arrived, message.absent = self._link.wait(message.arriving)
         shared = message.indices if message.shared else None
-        arrived = self._guard.open(message, self._stage, shared, self._link.tape)
+        arrived = self._guard.open(message, self._stage, shared, self._link.observer)
         if not arrived.aggregation.rowwise:
             arrived.weigh()
         return arrived
 
-    def play(self, message: Message, tape: Tape) -> None:
-        message.arriving.append(played(tape, self._guard, message.step, self._link.replicas))
+    def play(self, message: Message, playback: PlayedMessages) -> None:
+        message.played = True
+        message.arriving.append(played(playback, self._guard, message.step, self._link.replicas))
 
     def state(self) -> dict[str, Tensor]:  # [1] fp32
         return {"usual_norm": self._guard.usual}

@@ -1,4 +1,4 @@
-"""The exchange of two collectives, through the owners of rows; and the exchange that a scheme gets."""
+"""The exchange of two collectives, through the owners of rows, and the choice of an exchange."""
 
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,8 @@ from detonation.core.flat.owners import RowOwners
 from detonation.core.flat.rows import BUCKETS, SMALL_BUCKETS
 from detonation.core.integrity.guard import Guard, Stage
 from detonation.core.integrity.header import HEADER_BYTES
-from detonation.core.integrity.message import Message, Tape
+from detonation.core.integrity.message import Message
+from detonation.core.integrity.observer import PlayedMessages
 from detonation.core.link.link import Link
 from detonation.core.schemes.buckets import rows_of_a_turn
 from detonation.core.schemes.scheme import Scheme
@@ -154,7 +155,7 @@ class TwoStage(Exchange):
         reply = message.reply
         assert reply is not None
         reply.arrived, reply.absent = self._link.wait(reply.arriving)
-        opened = self._guard.open(reply, self._answered, reply.shared.get(0), self._link.tape)
+        opened = self._guard.open(reply, self._answered, reply.shared.get(0), self._link.observer)
         return Collected(opened, self.owners)
 
     def _reply_to(self, message: Message) -> Message:
@@ -174,9 +175,10 @@ class TwoStage(Exchange):
             message.shared, reply.shared = {}, {0: shared}
         return reply
 
-    def play(self, message: Message, tape: Tape) -> None:
+    def play(self, message: Message, playback: PlayedMessages) -> None:
         reply = self._reply_to(message)
-        reply.arriving.append(played(tape, self._guard, message.step, self._link.replicas))
+        reply.played = True
+        reply.arriving.append(played(playback, self._guard, message.step, self._link.replicas))
 
     def for_rows(self, first: int, rows: int, guard: Guard) -> "TwoStage":
         owners = self.owners.of_bucket(rows)

@@ -94,10 +94,10 @@ class Unused:
         Args:
             missing: None where this replica has all gradients.
         """
-        tape = self._link.tape
+        playback = self._link.playback
         place = UNUSED_PLACE | self._guard.place
-        if tape and tape.plays:
-            found = tape.find(place, step)
+        if playback:
+            found = playback.find(place, step)
             if found is not None:
                 return in_all([bytes(found.tolist())])
             return (missing.unused if missing else None) or NO_PARAMETERS
@@ -109,9 +109,10 @@ class Unused:
                 kept.restore(unused)
             missing.kept.clear()
             missing.unused = unused
-            if tape and unused:
+            observer = self._link.observer
+            if observer and unused:
                 octets = bytearray(packed(unused, len(self._layout.slots)))
-                tape.put(place, step, torch.frombuffer(octets, dtype=torch.uint8))
+                observer.received(place, step, torch.frombuffer(octets, dtype=torch.uint8))
         return missing.unused
 
     def _agree(self, missing: Missing) -> frozenset[int]:

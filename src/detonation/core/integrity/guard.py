@@ -26,7 +26,7 @@ from detonation.core.integrity.header import (
     Header,
     hash63,
 )
-from detonation.core.integrity.message import Message, Tape
+from detonation.core.integrity.message import Message
 from detonation.core.integrity.missing import (
     NONE_MISSING,
     RECEIVED_BITS,
@@ -34,6 +34,7 @@ from detonation.core.integrity.missing import (
     said_in,
     with_said,
 )
+from detonation.core.integrity.observer import StepObserver
 from detonation.core.integrity.sums import SumGuard
 
 LOUDER = 1000.0
@@ -208,8 +209,8 @@ def _fault(replica: int, row: Sequence[int], expected: Expected) -> str:
 
 
 def _take_recorded(message: Message) -> None:
-    """Prepares a message that was read from a tape: the tape owns its memory, and empty headers
-    mark absent replicas."""
+    """Marks a message as one of a playback, which owns its memory. Empty headers mark absent
+    replicas."""
     message.recycle = None
     headers = message.arrived[0][:, :HEADER_BYTES]
     message.absent = {sender for sender, header in enumerate(headers) if not header.any()}
@@ -298,17 +299,17 @@ class Guard(SumGuard):
         message: Message,
         stage: Stage,
         shared: Tensor | SharedIndices | None,
-        tape: Tape | None = None,
+        observer: StepObserver | None = None,
     ) -> Arrived:
         """Validates the sealed messages that have arrived, one per replica, and counts their
         faults. Zeros replace refused messages.
 
         Args:
             shared: Indices that all replicas know; None if the messages contain them.
-            tape: Records the messages, unless it plays them back.
+            observer: Sees the messages, unless they are played back.
         """
         arrived = message.arrived
-        if tape is not None and tape.plays:
+        if message.played:
             _take_recorded(message)
         absent = message.absent
         end = HEADER_BYTES + sum(stage.codec.lengths[stage.rows])
@@ -319,9 +320,9 @@ class Guard(SumGuard):
             whole = arrived[0][:, :end]
         else:
             whole = message.whole(end)
-        if tape is not None and not tape.plays:
+        if observer is not None and not message.played:
             _empty_headers(whole, absent)
-            tape.put(self.place, message.step, whole[:, :end])
+            observer.received(self.place, message.step, whole[:, :end])
         body = whole[:, HEADER_BYTES:end]
         if not arrived:  # `whole` has memory of its own
             back = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,54 +14,6 @@ from detonation.core.codec.indices import Unpackable, narrow
 from detonation.core.codec.message_rows import MessageRows, SharedIndices, joined
 from detonation.core.integrity.header import HEADER_BYTES
 from detonation.core.integrity.missing import Missing
-
-
-class Tape:
-    """Records the messages on which the replicas agreed, or plays them back instead of an exchange.
-
-    Attributes:
-        plays: True if it plays back. Replicas then encode and send nothing, and read their messages
-            from the tape.
-    """
-
-    plays: bool
-
-    def begin(self, optimizer: Any) -> None:
-        """Called with a `Replicated` before its first step, to read its weights."""
-
-    def left(self) -> None:
-        """Hears that another state was loaded: what comes next does not follow what came before."""
-
-    def enter(self, optimizer: Any) -> None:
-        """Called with a `Replicated` before each step and each `synchronize`, to read its
-        weights."""
-
-    def put(self, place: int, step: int, message: Tensor) -> None:
-        """Records the messages of all replicas, or their sum. They may be overwritten afterwards.
-
-        Args:
-            place: Number of the channel and bucket.
-            step: Step at which they were sent.
-        """
-        raise NotImplementedError("this tape plays back")
-
-    def take(self, place: int, step: int) -> Tensor:
-        """Returns the next messages of a place, as they were recorded.
-
-        Shapes: -> `[bytes]` uint8.
-        """
-        raise NotImplementedError("this tape records")
-
-    def find(self, place: int, step: int) -> Tensor | None:
-        """Returns the messages of a step whose record was read to its end; None if it has none.
-
-        Shapes: -> `[bytes]` uint8.
-        """
-        raise NotImplementedError("this tape records")
-
-    def end(self, what: str, optimizer: Any) -> None:
-        """Called after a "step" or "synchronize" of a `Replicated` has applied the messages before
-        it."""
 
 
 @dataclass
@@ -83,6 +34,7 @@ class Message:
         recycle: Takes back receive buffers; None if they are not reused.
         reply: The answer of the owners, for a stage that owners answer.
         missing: Missing gradients of this replica; None without any.
+        played: True if it comes from a `PlayedMessages`, which owns its memory.
     """
 
     step: int
@@ -97,6 +49,7 @@ class Message:
     recycle: Callable[[Tensor], None] | None = None
     reply: Message | None = None
     missing: Missing | None = None
+    played: bool = False
 
     def know(self, first: int, indices: Tensor | Unpackable | None) -> None:
         """Stores the indices of the rows of the flat from `first` on."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 UNUSED_PLACE = 1 << 30
-"""Added to a place on a tape: the record of the parameters that no replica used in a step."""
+"""Added to a place of observed messages: the parameters that no replica used in a step."""
 NONE_MISSING, NEW_SET, FIRST_KNOWN = range(3)
 """What a message says of missing gradients: none; a new set; the set that the sender exchanged in
 the first remembered exchange (and so on for the later ones)."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from detonation.core.flat.tensors import whole_of
-from detonation.core.integrity.message import Tape
+from detonation.core.integrity.observer import PlayedMessages, StepObserver
 from detonation.core.link.communicator import Axis, Communicator, communicator_of
 from detonation.core.link.elastic_communicator import (
     AgreedCommunicator,
@@ -35,7 +35,8 @@ class Link:
         waited_s: Seconds for which an unfinished exchange blocked the host. NCCL waits on the
             device instead, which does not count.
         recycle: Takes back a receive buffer, `[replicas, bytes]` uint8, after its last use.
-        tape: Records received messages, or plays them back.
+        observer: Sees received messages.
+        playback: The observer, if messages come from it.
 
     Args:
         intra_node: Axis inside the node, if all its ranks have the same message: each then sends a
@@ -78,7 +79,13 @@ class Link:
         self.require_same = partial(require_same, self._inter_node, self._intra_node)
         self.bytes_sent = 0
         self.waited_s = 0.0
-        self.tape: Tape | None = None
+        self.observer: StepObserver | None = None
+        self.playback: PlayedMessages | None = None
+
+    def observe(self, observer: StepObserver | None) -> None:
+        """Shows messages to `observer` from now on, or receives them from it."""
+        self.observer = observer
+        self.playback = observer if isinstance(observer, PlayedMessages) else None
 
     def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
         """Starts the sum of `values` over all replicas; the result is bitwise the same on each.

@@ -1,5 +1,6 @@
 """`Replicated`: a torch optimizer whose step all replicas agree on."""
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -15,7 +16,7 @@ from detonation.core.agreement.consensus import StopConsensus
 from detonation.core.agreement.desync import options_of
 from detonation.core.agreement.gates import ClosenessGate
 from detonation.core.base_error import DetonationError
-from detonation.core.integrity.message import Tape
+from detonation.core.integrity.observer import StepObserver
 from detonation.core.link.communicator import Communicator, rules_of
 from detonation.core.link.coordinates import Coordinates, coordinates_of
 from detonation.core.optim.base_step import BaseStep
@@ -48,7 +49,8 @@ class Replicated(OptimizerWrapper):
         >>> import detonation as dt
         >>> from detonation.cluster.network.loopback import LoopbackCommunicator
         >>> model = nn.Linear(8, 1)
-        >>> optimizer = dt.replicate(dt.SignSGD(model.parameters()), model, LoopbackCommunicator(), dt.random_sign())
+        >>> base = dt.SignSGD(model.parameters())
+        >>> optimizer = dt.replicate(base, model, LoopbackCommunicator(), dt.random_sign())
         >>> optimizer.step()
         >>> isinstance(optimizer, dt.Replicated), optimizer.step_count, optimizer.stats.skipped
         (True, 1, 0)
@@ -61,9 +63,10 @@ class Replicated(OptimizerWrapper):
         self.levels = changes.ends_for_one(levels, self.hand_over)
         self.settings = settings
         self.step_count = 0
+        self._verify_every = settings.safety.verify_every or math.inf
         self._communicators = [axis for axis, _ in levels if isinstance(axis, Communicator)]
         self._renumbers = bool(changes.renumbered_axes(self.levels))
-        self.tape: Tape | None = None
+        self.observer: StepObserver | None = None
         self.closeness: ClosenessGate | None = None  # None while the bits of replicas are equal
         if settings.safety.equal == "close":
             self.closeness = plugin("gates", "closeness")()
@@ -145,8 +148,6 @@ class Replicated(OptimizerWrapper):
         ):
             self.base_step(clips=False)
             return loss
-        if self.memory_lost:
-            states.warn_of_lost_memory(self)
         self.base_step.overflow = self.unscale() if "grad_scale" in vars(self) else None
         PROGRESS.steps += 1
         PROGRESS.where = "inside"
@@ -177,9 +178,9 @@ class Replicated(OptimizerWrapper):
                     consensus.end(step)
                 self.step_count = step + 1
                 halfway = None
-                if self.tape:
-                    self.tape.end("step", self)
-                if (every := self.settings.safety.verify_every) and self.step_count % every == 0:
+                if self.observer:
+                    self.observer.end("step", self)
+                if self.step_count % self._verify_every == 0:
                     self.verify()
         except BaseException as error:
             self._explain(error, halfway)
@@ -208,11 +209,13 @@ class Replicated(OptimizerWrapper):
         Returns: the consensus, the replicators that act before the weights move, and those that
         act afterwards.
         """
+        if self.memory_lost:
+            states.warn_of_lost_memory(self)
         if self._replicators is None:
             self.set_up()
         changed = self._trained.show_shards()  # before the weights move
-        if self.tape:
-            self.tape.enter(self)
+        if self.observer:
+            self.observer.enter(self)
         assert self._consensus is not None
         arithmetic.enter_context(self._consensus.runtime.exact_arithmetic())
         held_back = self._held_back
@@ -296,9 +299,9 @@ class Replicated(OptimizerWrapper):
         next one ends as planned."""
         self.refuse_overlap()
         if self._consensus is not None:
-            if self.tape:
+            if self.observer:
                 self._trained.show_shards()
-                self.tape.enter(self)
+                self.observer.enter(self)
             with self._consensus.runtime.exact_arithmetic():
                 self.renumber()
                 self._complete(self._consensus)
@@ -322,20 +325,20 @@ class Replicated(OptimizerWrapper):
         self._replicators = [replicator for made in self._by_level for replicator in made]
         self._compare()
 
-    def record(self, tape: Tape | None) -> None:
+    def record(self, observer: StepObserver | None) -> None:
         """Records one level's agreed messages from the next step on, as in a
         `detonation.UpdateLog`; None ends that."""
-        if tape and len(self.levels) > 1:
+        if observer and len(self.levels) > 1:
             raise ValueError(
                 f"one level of replication can be recorded, this optimizer has {len(self.levels)}"
             )
-        if tape:
+        if observer:
             rules_of(self.levels[0][0]).refuse_log()
-        self.tape = tape
+        self.observer = observer
         for link, _ in self._routes.values():
-            link.tape = tape
-        if tape and self.is_built and not self.step_count:
-            tape.begin(self)
+            link.observe(observer)
+        if observer and self.is_built and not self.step_count:
+            observer.begin(self)
 
     def state_dict(self) -> dict[str, Any]:
         """The base optimizer's state, and under "replication" the state private to this replica and
@@ -371,8 +374,8 @@ class Replicated(OptimizerWrapper):
         Collective.
         """
         self.step_count = step
-        if self.tape:
-            self.tape.left()
+        if self.observer:
+            self.observer.left()
         for axis in changes.renumbered_axes(self.levels):
             axis.resume_at(step)
         if self._consensus is not None:
@@ -439,8 +442,8 @@ class Replicated(OptimizerWrapper):
     def forget_levels(self) -> None:
         """Drops the levels and their state; the next step builds them for the weights that it
         finds."""
-        if self.tape:
-            self.tape.left()
+        if self.observer:
+            self.observer.left()
         if self._consensus is not None:
             self._consensus.forget()
         self._by_level = [[] for _ in self.levels]
@@ -454,8 +457,8 @@ class Replicated(OptimizerWrapper):
 
     def _complete(self, consensus: StopConsensus) -> None:
         changes.complete(self.build(), consensus, self._buffers, self.step_count)
-        if self.tape:
-            self.tape.end("synchronize", self)
+        if self.observer:
+            self.observer.end("synchronize", self)
 
     def _change_trained(self, in_buckets: bool) -> None:
         """Lets parameters join and leave before the step, on all ranks at once. Collective."""
@@ -507,7 +510,7 @@ class Replicated(OptimizerWrapper):
                 changes.hand_over_memory(self.build(), axis.handing_over())
 
     def _lay_out(self, parameters: Mapping[str, Tensor]) -> list[Replicator]:
-        """Builds the levels anew for `parameters`, with the links and fault counts that there are."""
+        """Builds the levels anew for `parameters`, with the links and fault counts of before."""
         check_layout(self._trained.model, parameters, self.levels, self.settings.intra_node)
         self._by_level, self._consensus = build_levels(
             parameters,
@@ -522,7 +525,7 @@ class Replicated(OptimizerWrapper):
         for axis in changes.renumbered_axes(self.levels):
             axis.trains(parameters.values())
         self._asks_padding = any(each.holds_padding for each in self._replicators)
-        self.record(self.tape)
+        self.record(self.observer)
         if self.closeness:
             self.closeness.attach(self._consensus, self._replicators, self.step_count)
         return self._replicators

@@ -268,7 +268,7 @@ def _check_wrapper(module: nn.Module, others: set[int], intra_node: DeviceMesh |
 
 
 def _check_parameter(name: str, parameter: Tensor, others: set[int]) -> None:
-    """Raises `ValueError` for a parameter without weights, or one that is sharded over the `others`."""
+    """Raises `ValueError` for a parameter without weights, or one sharded over the `others`."""
     if parameter.device.type == "meta":
         raise ValueError(
             f"{name} is on the meta device, and has no weights yet: model.to_empty(device=...), "

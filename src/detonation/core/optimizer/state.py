@@ -128,7 +128,8 @@ def parameters_of(keys: Iterable[str]) -> set[str]:
     """The parameters of which a saved local state holds something.
 
     Example:
-        >>> sorted(parameters_of(["0.residual.layers.0.weight", "0.anchor.bias", "0.synchronized_at", "step"]))
+        >>> keys = ["0.residual.layers.0.weight", "0.anchor.bias", "0.synchronized_at", "step"]
+        >>> sorted(parameters_of(keys))
         ['bias', 'layers.0.weight']
     """
     return {key.split(".", 2)[2] for key in keys if key.count(".") > 1}

@@ -79,8 +79,10 @@ class TrainedParameters:
         }
 
     def named(self, names: Collection[str]) -> dict[str, Tensor]:
-        """The parameters of the optimizer with these `names`, frozen or not, in the model's order."""
-        everyone, parameters = {id(p) for p in self.everyone}, local_parameters(self.model)
+        """The parameters of the optimizer with these `names`, frozen or not, in the order of the
+        model."""
+        everyone = {id(p) for p in self.everyone}
+        parameters = local_parameters(self.model)
         note_padding(self.model)
         return {name: p for name, p in parameters.items() if name in names and id(p) in everyone}
 

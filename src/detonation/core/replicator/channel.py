@@ -234,7 +234,7 @@ class Channel:
         """
         self.counts.due.add(step + self.scheme.round.delay)
         transfer = Transfer(pipeline or self._whole, self._message(step))
-        if self.link.tape and self.link.tape.plays:
+        if self.link.playback:
             self._play(transfer, [transfer.pipeline])
             return transfer
         missing = [number for number, signal in enumerate(signals) if signal is None]
@@ -273,7 +273,7 @@ class Channel:
         """
         bucket = pipeline.bucket
         is_last = pipeline is self.pipelines[-1]
-        if self.link.tape and self.link.tape.plays:
+        if self.link.playback:
             self._play(transfer, [pipeline], is_last)
             return False
         if pipeline is self.pipelines[0]:
@@ -337,13 +337,13 @@ class Channel:
     def _play(
         self, transfer: Transfer, pipelines: Sequence[BucketPipeline], is_last: bool = True
     ) -> None:
-        """Reads the message from the tape, once its last bucket is due, instead of all
+        """Takes the message from the playback, once its last bucket is due, instead of all
         collectives."""
         for pipeline in pipelines if self._knows else ():
             self._know(transfer, pipeline, pipeline.engine.empty(transfer.message.step))
         if is_last:
-            assert self.link.tape is not None
-            transfer.pipeline.exchange.play(transfer.message, self.link.tape)
+            assert self.link.playback is not None
+            transfer.pipeline.exchange.play(transfer.message, self.link.playback)
             transfer.forwarded = True
 
     def _send_zeros(

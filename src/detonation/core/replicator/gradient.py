@@ -75,7 +75,7 @@ class GradientReplicator(Replicator):
             due = self._updates.exchange(transfer)
         update = due.receive()
         unused = NO_PARAMETERS
-        if update.missing or self.link.tape:
+        if update.missing or self.link.playback:
             unused = self.channel.unused.settle(update.missing, step - self.scheme.round.delay)
         update.apply(self.parameters, unused, self._signs, weights)
 

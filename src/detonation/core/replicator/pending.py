@@ -15,7 +15,7 @@ from detonation.core.optim.base_step import BaseStep
 from detonation.core.replicator.channel import Transfer, Update
 
 Applies = Callable[["Update | Flat", Collection[int]], None]
-"""Applies an update in the next step, but to the parameters with these numbers, which are unused."""
+"""Applies an update in the next step; the parameters with these numbers were not used."""
 
 
 @dataclass(frozen=True)

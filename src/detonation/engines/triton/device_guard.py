@@ -13,8 +13,9 @@ from detonation.core.codec.received import Arrived
 from detonation.core.compute.nonfinite import LIMIT
 from detonation.core.integrity.guard import FORGET, LOUDER, Expected, Guard, Stage
 from detonation.core.integrity.header import DIGITS, HEADER_BYTES, IDENTITY, Header, constant
-from detonation.core.integrity.message import Message, Tape
+from detonation.core.integrity.message import Message
 from detonation.core.integrity.missing import Missing
+from detonation.core.integrity.observer import StepObserver
 from detonation.engines.triton.coding import coding_of, places_of, row_run
 from detonation.kernels.gpu import inspection
 
@@ -47,10 +48,10 @@ class TritonGuard(Guard):
         message: Message,
         stage: Stage,
         shared: Tensor | SharedIndices | None,
-        tape: Tape | None = None,
+        observer: StepObserver | None = None,
     ) -> Arrived:
-        if message.absent or tape is not None:  # rare, and handled on the host
-            return super().open(message, stage, shared, tape)
+        if message.absent or observer is not None:  # rare, and handled on the host
+            return super().open(message, stage, shared, observer)
         codec = stage.codec
         aggregation = stage.aggregation
         body = self._inspected(message, stage)

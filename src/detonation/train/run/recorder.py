@@ -8,7 +8,7 @@ from typing import Any
 
 from detonation.checkpoint.files import retention
 from detonation.cluster.devices import peak_memory
-from detonation.core.integrity.message import Tape
+from detonation.core.integrity.observer import StepObserver
 from detonation.feed.admission import Admission
 from detonation.feed.publisher import Feed
 from detonation.log.records import Tapes
@@ -180,7 +180,7 @@ class Recording:
         train = session.config.train
         self.log = UpdateLog(path / directory.UPDATES)
         self._checkpoints = path / directory.CHECKPOINTS
-        self._tapes: list[Tape] = []
+        self._tapes: list[StepObserver] = []
         if train.log_updates:
             self._tapes.append(self.log)
         self._feed: Feed | None = None
