@@ -37,7 +37,7 @@ def most_summed(chunk: int) -> int:
 class SumOfSquares:
     """Sums of the squares of fp32 numbers that arrive in blocks of any size.
 
-    Number n belongs to lane n modulo `LANES` of part n // `LANES` modulo `SUM_PARTS`. Each lane adds
+    Number n belongs to lane n % `LANES` of part n // `LANES` % `SUM_PARTS`. Each lane adds
     its squares in order; then `added` adds the lanes of each part, and the parts. Products and sums
     are rounded one by one.
     """

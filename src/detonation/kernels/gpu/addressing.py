@@ -246,7 +246,7 @@ def rotation_kernel(
     """Writes for each coordinate of a row its place among those sent at this step, or -1; `EACH`
     permutations each.
 
-    share, deal: See `selection.Rotation.place`. Permutation n takes the place of number n ^ deal.
+    share, deal: See `selection.Rotation.phase`. Permutation n takes the place of number n ^ deal.
     Shapes: table `[permutations, CHUNK]` int32, turn `[1]` int64: `choices`, for
     `permutation_of_row`.
     """
