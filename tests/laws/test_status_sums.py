@@ -21,10 +21,10 @@ def guards(count):
 
 
 def summed(each, statuses, steps):
-    """The digits of all replicas, as an all-reduce adds them."""
+    """The digits of all replicas, as an all-reduce adds them: also in bf16 none is rounded."""
     digits = []
     for guard, status, step in zip(each, statuses, steps, strict=True):
-        digits.append(torch.empty(3 * REPLICAS))
+        digits.append(torch.empty(3 * REPLICAS, dtype=torch.bfloat16))
         guard.seal_sum(digits[-1], status, step)
     return torch.stack(digits).sum(0)
 
@@ -56,3 +56,12 @@ def test_a_replica_at_another_step_is_found(count, step, late):
     digits = summed(each, [0] * REPLICAS, [step, step + late, step])
     assert each[0].open_sum([torch.zeros(4)], digits, step) is False
     each[0]._counts.misplace.assert_called_once_with(1, step)
+
+
+@pytest.mark.parametrize("count", NAMES)
+def test_a_status_that_does_not_exist_is_refused(count):
+    each = guards(count)
+    none = each[0]._most_said * each[0].statuses  # the first that nobody says
+    digits = summed(each, [0, none, 0], [5] * REPLICAS)
+    each[0].open_sum([torch.zeros(4)], digits, 5)
+    each[0]._counts.refuse.assert_called_once_with(1, "has a status that does not exist", 5)

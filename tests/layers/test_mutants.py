@@ -117,4 +117,4 @@ def test_the_score_counts_laws_and_names_survivors_without_a_reason():
 
 def test_every_reason_is_of_a_class():
     written = mutants.read_reasons(Path(mutants.SURVIVORS))
-    assert set(written.values()) <= {"equivalent", "speed", "diagnostic", "suite"}
+    assert set(written.values()) <= {"equivalent", "speed", "diagnostic", "crash", "suite"}
