@@ -119,8 +119,8 @@ def options(
 
 
 def _has_rounds(scheme: Scheme, steps: int) -> bool:
-    """True where a run of `steps` has more than `FEWEST_ROUNDS` rounds: no loss was measured with so
-    few."""
+    """True if a run of `steps` has more than `FEWEST_ROUNDS` rounds; no loss was measured with
+    fewer."""
     return scheme.round.every == 1 or FEWEST_ROUNDS * scheme.round.every < steps
 
 

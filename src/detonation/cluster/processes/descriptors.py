@@ -6,7 +6,8 @@ from contextlib import suppress
 LEAST_OPEN = 64
 """Number of open files that a rank needs to meet the others and to save."""
 OPEN_PER_RANK = 3
-"""More open files for each other rank: connections in the groups of all, of saving and of the axis."""
+"""More open files for each other rank: connections of the groups of all, of saving and of the
+axis."""
 _MOST_OPEN = 1 << 20
 """Higher limits are useless, and slow programs that visit each number up to the limit."""
 
@@ -31,6 +32,6 @@ def allow_open_files(ranks: int = 1) -> None:
         if ranks > 1:
             among = f" among {ranks} ranks"
         raise ValueError(
-            f"a process may open {soft} files here, a rank needs at least {least}{among}: raise the "
-            f"limit with ulimit -n {least * 16}"
+            f"a process may open {soft} files here, a rank needs at least {least}{among}: raise the"
+            f" limit with ulimit -n {least * 16}"
         )

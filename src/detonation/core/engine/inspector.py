@@ -1,4 +1,4 @@
-"""Inspectors: they look at the signals of a message bucket by bucket, and give one status of all."""
+"""Inspectors look at the signals of a message bucket by bucket, and give one status of all."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -106,7 +106,8 @@ class Overlap:
     def listening(self) -> Iterator[None]:
         """Context in which backward sends."""
         hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index))  # type: ignore[no-untyped-call]
+            hook = partial(self._on_gradient, index)
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self._parameters.values())
             if parameter.requires_grad  # it may have been frozen since
         ]

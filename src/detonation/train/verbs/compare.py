@@ -148,7 +148,8 @@ def _run(task: RunTask) -> Table:
         by = summary["stopped_by"]
         text = (
             f"stopped by {by} after step {summary['stopped_after']} of {summary['directory']}: the"
-            f" same command with --out {_directory(task).parent} continues it and keeps finished runs"
+            f" same command with --out {_directory(task).parent} continues it and keeps finished"
+            " runs"
         )
         raise StopRequested(signal.Signals[by], text)
     return summary
