@@ -105,12 +105,12 @@ class Overlap:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Context in which backward sends."""
-        hooks = [
-            hook = partial(self._on_gradient, index)
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            for index, parameter in enumerate(self._parameters.values())
-            if parameter.requires_grad  # it may have been frozen since
-        ]
+        hooks = []
+        for index, parameter in enumerate(self._parameters.values()):
+            if parameter.requires_grad:  # it may have been frozen since
+                hook = partial(self._on_gradient, index)
+                hear: Any = parameter.register_post_accumulate_grad_hook  # untyped in torch
+                hooks.append(hear(hook))
         try:
             yield
         finally:
