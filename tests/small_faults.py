@@ -112,10 +112,11 @@ def _changes(node: ast.AST, source: str) -> Iterator[Change]:
             yield from _between(left, right, op, source)
         case ast.BoolOp(op=op, values=[left, right, *_]):
             yield from _between(left, right, op, source)
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            yield _start(node), _start(operand), "sign", ""
-        case ast.UnaryOp(op=ast.Not(), operand=operand):
-            yield _start(node), _start(operand), "logic", ""
+        # the operand may stand in parentheses, which are no part of it
+        case ast.UnaryOp(op=ast.USub()):
+            yield _start(node), _after(node, "-", source), "sign", ""
+        case ast.UnaryOp(op=ast.Not()):
+            yield _start(node), _after(node, "not ", source), "logic", ""
         case ast.keyword(arg=str() as name, value=ast.Constant(value=int() as axis) as value) if (
             name in AXES
         ):
@@ -202,6 +203,13 @@ def _line(source: str, number: int) -> bytes:
 
 def _start(node: ast.AST) -> Position:
     return node.lineno, node.col_offset  # type: ignore[attr-defined]
+
+
+def _after(node: ast.AST, operator: str, source: str) -> Position:
+    """The position after an operator with which a node begins, and after the blank of a word."""
+    line, column = _start(node)
+    found = _line(source, line)[column:].startswith(operator.encode())
+    return line, column + len(operator if found else operator.strip())
 
 
 def _end(node: ast.AST) -> Position:
