@@ -4,6 +4,7 @@ import ctypes
 import hashlib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -175,7 +176,6 @@ def local_gradients(parameters: Mapping[str, Tensor]) -> list[Tensor | None]:
         ValueError: A gradient is sparse.
     """
     found: list[Tensor | None] = []
-    addresses: set[int] = set()
     for name, parameter in parameters.items():
         gradient = parameter.grad
         if gradient is not None and gradient.is_sparse:
@@ -186,23 +186,28 @@ def local_gradients(parameters: Mapping[str, Tensor]) -> list[Tensor | None]:
             if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
                 parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
             gradient = gradient.to_local()
-        if gradient is not None:
-            address = gradient.data_ptr()  # 0 for an empty tensor, and on the meta device
-            if address and (address in addresses or 0 in gradient.stride()):
-                gradient = _separated(parameter)
-            addresses.add(address)
         found.append(gradient)
+    present = [each for each in found if each is not None]
+    addresses = {each.data_ptr() for each in present}
+    if len(addresses) < len(present) or any(0 in each.stride() for each in present):
+        _separate(parameters, found)
     return found
 
 
-def _separated(parameter: Tensor) -> Tensor:
-    """The local gradient of `parameter`, after it got memory of its own."""
-    whole = whole_of(parameter)
-    assert whole.grad is not None
-    whole.grad = whole.grad.clone(memory_format=torch.contiguous_format)
-    gradient = parameter.grad
-    assert gradient is not None
-    return local(gradient)
+def _separate(parameters: Mapping[str, Tensor], found: list[Tensor | None]) -> None:
+    """Gives memory of its own to each gradient in `found` that may share it with another one, or
+    with itself."""
+    addresses: set[int] = set()
+    for number, parameter in enumerate(parameters.values()):
+        gradient = found[number]
+        if gradient is None:
+            continue
+        address = gradient.data_ptr()  # 0 for an empty tensor, and on the meta device
+        if address and (address in addresses or 0 in gradient.stride()):
+            whole: Any = whole_of(parameter)
+            whole.grad = whole.grad.clone(memory_format=torch.contiguous_format)
+            found[number] = local(parameter.grad)  # type: ignore[arg-type]
+        addresses.add(address)
 
 
 def gradients_to_fill(
