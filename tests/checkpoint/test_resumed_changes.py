@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 import detonation as dt
 import worlds
@@ -101,3 +102,63 @@ def test_a_changed_run_goes_on_in_another_world(tmp_path):
     for shape in ((2, 2), (3, 1)):
         for found in worlds.run(elastic, *shape, tmp_path):
             assert found == dict.fromkeys(found, True)
+
+
+class Late(Plain):
+    """`Plain` with another layer, of another width, after the layers that fit."""
+
+    def __init__(self, width=24):
+        super().__init__()
+        self.late = nn.Linear(32, width)
+
+    def forward(self, x):
+        return super().forward(x).mean() + self.late(x).mean()
+
+
+def begun(mesh, width, steps):
+    model = dt.shard(built(Late, width=width), mesh)
+    base = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = dt.replicate(base, model, mesh["replicate"], SCHEMES["demo"])
+    for step in range(steps):
+        model(batch(torch.distributed.get_rank(), step, 32)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def all_of(model, optimizer):
+    states = [local(t) for p in model.parameters() for t in optimizer.state[p].values()]
+    return *everything(model, optimizer), digest(states), optimizer.step_count
+
+
+def refused(mesh, folder, before):
+    """What a refused load has changed, by what was wrong: in a world of the same shape, or of another one."""
+    if before:
+        model, optimizer = begun(mesh, 24, 3)
+        dt.save_checkpoint(folder / "shape", model, optimizer)
+        optimizer.param_groups[0]["note"] = "of training"
+        dt.save_checkpoint(folder / "option", model, optimizer)
+        return []
+    changed = []
+    for kind, width in (("shape", 40), ("option", 24)):
+        model, optimizer = begun(mesh, width, 2)
+        was = all_of(model, optimizer)
+        with pytest.raises(ValueError):
+            dt.load_checkpoint(folder / kind, model, optimizer)
+        if all_of(model, optimizer) != was:
+            changed.append(kind)
+    model, optimizer = begun(mesh, 24, 2)
+    state = dt.TrainingState(*begun(mesh, 24, 3)).state_dict()
+    next(iter(state["replication"].values())).popitem()
+    was = all_of(model, optimizer)
+    with pytest.raises(ValueError):
+        dt.TrainingState(model, optimizer).load_state_dict(state)
+    if all_of(model, optimizer) != was:
+        changed.append("state of replicas")
+    return changed
+
+
+@pytest.mark.parametrize("world", [(2, 1), (2, 2), (1, 2)])
+def test_a_refused_load_leaves_everything_as_it_was(world, tmp_path):
+    worlds.run(refused, 2, 1, tmp_path, True)
+    assert not any(worlds.run(refused, *world, tmp_path, False))

@@ -1,6 +1,6 @@
 """Loads the state of this rank from a checkpoint into a model and its optimizer."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -66,11 +66,13 @@ def restore(
         source = Elastic(saved, own)
     elif any(held.values()):  # this rank needs parts of several files
         source = Elastic(saved, own, [own.replica])
+    options = _saved_options(file, optimizer)  # may refuse them before anything has changed
     _load_weights(saved, source, file, model)
     described = _described(saved, own, source)
     for name, parameter in local_parameters(model).items():
         load_base_state(described, source, optimizer, name, parameter, manifest.alike)
-    _load_groups(file, optimizer)
+    for group, saved_options in zip(optimizer.param_groups, options, strict=True):
+        group |= saved_options
     stays_close = bool(same and moved and optimizer.settings.safety.equal != "bits")
     if stays_close:
         optimizer.closeness = Closeness(moved)
@@ -103,6 +105,7 @@ def _load_weights(
     frozen = frozen_weights(model)
     if not any(f"model.{name}" in file.keys for name in frozen):
         found = {name: tensor for name, tensor in found.items() if name not in frozen}
+    _require_fitting_weights(saved, file, found, parameters, source is file)
     for name, tensor in found.items():
         key = f"model.{name}"
         # each rank has the whole of a buffer, and each replica has its own
@@ -111,10 +114,32 @@ def _load_weights(
             box = Box.of(tensor)
         if isinstance(source, ShardReader):
             read = source.tensor(key)
-            _require_same_box(saved, name, source.boxes.get(key), box)
         else:
             read = source.agreed(key, box, saved.manifest.alike and box is not None)
         local(tensor).copy_(_fitting(key, local(tensor), read))
+
+
+def _require_fitting_weights(
+    saved: CheckpointReader,
+    file: ShardReader,
+    found: Mapping[str, Tensor],
+    parameters: Collection[str],
+    cut_alike: bool,
+) -> None:
+    """Raises `ValueError` unless each weight in `found` was saved alike; nothing has changed then.
+
+    cut_alike: whether `file` has the part of each parameter that this rank needs.
+    """
+    for name, tensor in found.items():
+        key = f"model.{name}"
+        dtype, shape = file.saved_as(key)
+        if name in parameters:
+            was, here = file.boxes.get(key), Box.of(tensor)
+            if cut_alike or was is None or was.whole != here.whole:
+                _require_same_box(saved, name, was, here)
+            else:
+                shape = tuple(local(tensor).shape)
+        _require_alike(key, local(tensor), dtype, shape)
 
 
 def _require_same_box(
@@ -146,18 +171,24 @@ def _described(
     return ReplicaFiles([saved.file(replica, 0) for replica in replicas])
 
 
-def _load_groups(file: ShardReader, optimizer: Replicated) -> None:
-    """Sets the options of the parameter groups to the saved ones."""
+def _saved_options(file: ShardReader, optimizer: Replicated) -> list[dict[str, Any]]:
+    """The saved options of each parameter group.
+
+    Raises `CorruptCheckpoint` for one that does not fit the group.
+    """
+    found = []
     for group, options in zip(optimizer.param_groups, file.groups, strict=True):
-        group |= {
+        mine = {
             key: _option(key, group.get(key), value) for key, value in options["options"].items()
         }
         for key, value in options["tensors"].items():
             like = group.get(key, group["lr"])  # a scheduler that is made later adds initial_lr
             if isinstance(like, Tensor):
-                group[key] = like.new_tensor(value)
+                mine[key] = like.new_tensor(value)
             else:
-                group[key] = _option(key, like, value)
+                mine[key] = _option(key, like, value)
+        found.append(mine)
+    return found
 
 
 def _load_wire(model: nn.Module, state: dict[str, Tensor]) -> str:
@@ -448,13 +479,17 @@ def _merge_server_residual(
 
 def _fitting(key: str, target: Tensor, source: Tensor) -> Tensor:
     """`source`, unchanged. Raises `ValueError` if its shape or dtype differs from `target`."""
-    if target.shape != source.shape or target.dtype != source.dtype:
-        was = f"{source.dtype} {tuple(source.shape)}"
+    _require_alike(key, target, source.dtype, tuple(source.shape))
+    return source
+
+
+def _require_alike(key: str, target: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Raises `ValueError` unless `target` has the saved `dtype` and `shape`."""
+    if tuple(target.shape) != shape or target.dtype != dtype:
         now = f"{target.dtype} {tuple(target.shape)}"
         raise ValueError(
-            f"{key} was saved as {was}, is {now} here: it is of another model or scheme"
+            f"{key} was saved as {dtype} {shape}, is {now} here: it is of another model or scheme"
         )
-    return source
 
 
 def _merge_policy(replicas: int, shards: int, own: Coordinates) -> str:

@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from detonation.core.link.coordinates import alike
 from detonation.core.optimizer.replicated import Replicated
-from detonation.core.optimizer.state import load_replica_state, replica_state
+from detonation.core.optimizer.state import fitting_state, load_replica_state, replica_state
 
 
 class TrainingState(Stateful):
@@ -55,9 +55,14 @@ class TrainingState(Stateful):
         return {**shared, "replication": {coordinates.name: replica_state(optimizer)}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the result of `state_dict` of the same world. Collective."""
+        """Loads the result of `state_dict` of the same world. Collective.
+
+        A state of replicas that does not fit is refused before anything has changed.
+        """
         optimizer = self._optimizer
         coordinates = optimizer.coordinates
+        private = state_dict["replication"][coordinates.name]
+        fitting_state(optimizer, private)
         if alike(optimizer.levels):
             training = state_dict
         else:
@@ -68,4 +73,4 @@ class TrainingState(Stateful):
             model_state_dict=training["model"],
             optim_state_dict=training["optimizer"],
         )
-        load_replica_state(optimizer, state_dict["replication"][coordinates.name])
+        load_replica_state(optimizer, private)

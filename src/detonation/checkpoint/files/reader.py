@@ -181,11 +181,20 @@ class ShardReader:
 
     def tensor(self, key: str) -> Tensor:
         """Reads the tensor `key`. Raises `ValueError` if the file does not have it."""
+        self._require(key)
+        return self._file.read(self._saved_as[key])
+
+    def saved_as(self, key: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Dtype and shape of the tensor `key`. Raises `ValueError` if the file does not have it."""
+        self._require(key)
+        entry = self._file.entries[self._saved_as[key]]
+        return entry.dtype, entry.shape
+
+    def _require(self, key: str) -> None:
         if key not in self:
             raise ValueError(
                 f"{self._path} has no {key}: it was written by another model, optimizer or scheme"
             )
-        return self._file.read(self._saved_as[key])
 
     def piece(self, key: str) -> TensorPart:
         """This shard's part of the tensor `key`, which must be sharded."""

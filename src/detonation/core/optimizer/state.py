@@ -78,17 +78,18 @@ def load_replica_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> 
         >>> optimizer.step_count
         7
     """
-    optimizer.refuse_overlap()
-    saved = _fitting(optimizer, state)
+    saved = fitting_state(optimizer, state)
     _replace(optimizer, saved, int(state["step"]))
 
 
-def _fitting(optimizer: "Replicated", state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def fitting_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a saved state, for which the levels exist then.
 
     None of a state of before the first step.
-    Raises `ValueError` where they do not fit, and nothing has changed then.
+    Raises `ValueError` where they do not fit, and `OverlapError` where the step of gradients that
+    were sent is missing. Nothing has changed then.
     """
+    optimizer.refuse_overlap()
     saved = {key: tensor for key, tensor in state.items() if key != "step"}
     if saved:
         with optimizer.levels_back_on_error():
@@ -186,7 +187,7 @@ def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> N
             odd = f"the saved state is of {', '.join(replicas)}, this rank is {coordinates.name}"
             raise ValueError(f"{odd}: save one file per rank, or use detonation.save_checkpoint")
         private = replicas[coordinates.name]
-        saved = _fitting(optimizer, private)  # before anything is replaced
+        saved = fitting_state(optimizer, private)  # before anything is replaced
         with optimizer.levels_back_on_error():
             optimizer.base.load_state_dict({**rest, "state": own})
         _replace(optimizer, saved, int(private["step"]))
