@@ -24,14 +24,14 @@ MOST_COLUMNS = 100
 MOST_COGNITIVE = 15
 
 CEILINGS: dict[str, float] = {
-    "tokens of src": 310_750,
-    "tokens of core": 88_150,
+    "tokens of src": 310_800,
+    "tokens of core": 88_200,
     "tokens per line of code": 9.4,
-    "nodes per statement": 8.85,
-    "packed assignments per 1,000 statements": 23.5,
-    "conditional expressions per 1,000 statements": 42.3,
-    "lines over 100 columns": 185,
-    "cognitive complexity of src": 7_435,
+    "nodes per statement": 8.8,
+    "packed assignments per 1,000 statements": 22.0,
+    "conditional expressions per 1,000 statements": 40.6,
+    "lines over 100 columns": 178,
+    "cognitive complexity of src": 7_457,
     "functions of core over cognitive 15": 0,
     "functions of src over cognitive 15, without kernels": 0,
     "own modules that one module imports, at most": 25,
@@ -49,7 +49,8 @@ or a plainer form needs it, with one sentence why.
 Moved up on 2026-11-28, for silent wrong weights and for runs on several machines: missing gradients,
 written weights, agreements by turns, partitions, interfaces, one opener for files, exact `extra` (tokens,
 complexity; tape and trained, which carry what others wrote), for named steps (tokens), and for entry
-points, the declared axis, the test of a transport, and seams that say what attaches (tokens)."""
+points, the declared axis, the test of a transport, and seams that say what
+attaches (tokens), and branches in place of conditional expressions (complexity)."""
 
 FEATURES = {
     "elastic": ("link/elastic_communicator.py",),

@@ -36,13 +36,11 @@ class Exchange(ABC):
     collective."""
 
     def __init__(self, scheme: Scheme, link: Link, guard: Guard, rows: int) -> None:
-        self._scheme, self._codec, self._link, self._guard, self._rows = (
-            scheme,
-            scheme.codec,
-            link,
-            guard,
-            rows,
-        )
+        self._scheme = scheme
+        self._codec = scheme.codec
+        self._link = link
+        self._guard = guard
+        self._rows = rows
         # Gradients leave at every step. A round is rare, and its messages take memory only while
         # they travel. A communicator that outlives replicas may send a message once more, long
         # after it has arrived here; one of simulated replicas, on a CPU, hands a message itself to
@@ -51,9 +49,9 @@ class Exchange(ABC):
         self._workspace = Workspace(scheme.round.delay + 1 if kept else 0)
         # receive buffers go back, but where torch allocates on an accelerator: its allocator has
         # others for them
-        self.recycle = (
-            link.recycle if guard.on_kernels or guard.usual.device.type == "cpu" else None
-        )
+        self.recycle: Callable[[Tensor], None] | None = None
+        if guard.on_kernels or guard.usual.device.type == "cpu":
+            self.recycle = link.recycle
 
     @abstractmethod
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
@@ -154,7 +152,8 @@ class AllReduce(Exchange):
     def __init__(self, scheme: Scheme, link: Link, guard: Guard, rows: int) -> None:
         super().__init__(scheme, link, guard, rows)
         assert isinstance(self._codec.precision, Float)
-        self._dtype, self._k = self._codec.precision.dtype, self._codec.selection.k
+        self._dtype = self._codec.precision.dtype
+        self._k = self._codec.selection.k
         self._digits = DIGITS * link.replicas
 
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
@@ -167,7 +166,8 @@ class AllReduce(Exchange):
         return run
 
     def send(self, message: Message, status: int | Tensor | None) -> None:
-        run, message.waiting = message.waiting, None
+        run = message.waiting
+        message.waiting = None
         assert run is not None
         message.rows.append((run.first, run.rows))
         values = run.octets[0].view(self._dtype)
@@ -177,7 +177,8 @@ class AllReduce(Exchange):
         message.arriving.append(self._link.all_reduce(values))
 
     def receive(self, message: Message) -> Received:
-        link, runs = self._link, list[tuple[int, Tensor]]()
+        link = self._link
+        runs = list[tuple[int, Tensor]]()
         for at, count in message.rows or [(0, self._rows)]:
             (total,), absent = link.wait([message.arriving.pop(0)])
             if lost := len(absent):
@@ -191,9 +192,10 @@ class AllReduce(Exchange):
         if message.played:
             absent = {*range(link.replicas)}  # the playback does not say who was
         elif link.observer:
-            whole = (
-                torch.cat([*(run.view(-1) for _, run in runs), digits]) if len(runs) > 1 else total
-            )
+            if len(runs) > 1:
+                whole = torch.cat([*(run.view(-1) for _, run in runs), digits])
+            else:
+                whole = total
             link.observer.received(self._guard.place, message.step, whole)
         values = [run for _, run in runs]
         fine = self._guard.open_sum(values, digits, message.step, absent)
@@ -201,7 +203,10 @@ class AllReduce(Exchange):
             self._guard.hear_sum(message.missing, digits, message.step, absent)
         if not isinstance(fine, Tensor) and not fine:
             runs = [(first, torch.zeros_like(run)) for first, run in runs]
-        report = fine if isinstance(fine, Tensor) else None
+        if isinstance(fine, Tensor):
+            report = fine
+        else:
+            report = None
         return Sums(
             runs,
             self._rows,
@@ -231,12 +236,16 @@ class AllGather(Exchange):
 
     def __init__(self, scheme: Scheme, link: Link, guard: Guard, rows: int) -> None:
         super().__init__(scheme, link, guard, rows)
-        self._width, unit = self._codec.width(rows, HEADER_BYTES), aligned_rows(self._codec)
+        self._width = self._codec.width(rows, HEADER_BYTES)
+        unit = aligned_rows(self._codec)
         self._stage = Stage(self._codec, rows, scheme.aggregation, unit, workspace=self._workspace)
         self._has_codes = not isinstance(self._codec.precision, Float)
 
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
-        room = 0 if first else HEADER_BYTES
+        if first:
+            room = 0
+        else:
+            room = HEADER_BYTES
         # a whole message is sealed where it lies
         shape = 1, self._width if rows == self._rows else self._codec.sent(rows, room)
         memory = partial(self._workspace.take, ("run", first), shape, self._guard.usual.device)
@@ -254,7 +263,10 @@ class AllGather(Exchange):
 
     def receive(self, message: Message) -> Received:
         message.arrived, message.absent = self._link.wait(message.arriving)
-        shared = message.indices if message.shared else None
+        if message.shared:
+            shared = message.indices
+        else:
+            shared = None
         arrived = self._guard.open(message, self._stage, shared, self._link.observer)
         if not arrived.aggregation.rowwise:
             arrived.weigh()

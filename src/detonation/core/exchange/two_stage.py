@@ -58,21 +58,18 @@ class TwoStage(Exchange):
     ) -> None:
         super().__init__(scheme, link, guard, owners.rows)
         codec = scheme.codec
-        self._answer, self._has_codes = (
-            scheme.reply_codec(link.replicas),
-            not isinstance(codec.precision, Float),
-        )
-        self.owners, self.residual = owners, residual
+        self._answer = scheme.reply_codec(link.replicas)
+        self._has_codes = not isinstance(codec.precision, Float)
+        self.owners = owners
+        self.residual = residual
         self.replica = (
             link.replica
         )  # the owner that this replica is, until the replicas are renumbered
         answer = replace(
             self._answer, selection=self._answer.selection.for_rows(first, owners.rows)
         )
-        self._engine, self._replier = (
-            engine,
-            engine.replier(answer, scheme.aggregation, residual, owners, self.replica),
-        )
+        self._engine = engine
+        self._replier = engine.replier(answer, scheme.aggregation, residual, owners, self.replica)
         self._widths = [each.width(owners.owned, HEADER_BYTES) for each in (codec, self._answer)]
         self._asked = Stage(
             codec, owners.owned, scheme.aggregation, owners.run, phase=1, workspace=self._workspace
@@ -80,15 +77,23 @@ class TwoStage(Exchange):
         self._answered = Stage(
             self._answer, owners.owned, Mean(), owners.run, signals=False, workspace=self._workspace
         )
-        self._room, on_cpu = room, residual.device.type == "cpu"
-        some = owners.owned if on_cpu else replied_at_once(codec, self._answer, link.replicas, room)
+        self._room = room
+        on_cpu = residual.device.type == "cpu"
+        if on_cpu:
+            some = owners.owned
+        else:
+            some = replied_at_once(codec, self._answer, link.replicas, room)
         self._block = (
             -(-max(1, some) // owners.run) * owners.run
         )  # messages and replies can be cut there
 
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
-        whole, room = rows == self._rows, 0 if first else HEADER_BYTES
-        owners = self.owners if whole else self.owners.of_bucket(rows)
+        whole = rows == self._rows
+        room = 0 if first else HEADER_BYTES
+        if whole:
+            owners = self.owners
+        else:
+            owners = self.owners.of_bucket(rows)
         # without kernels a whole message is sealed where it lies
         aligned = whole and not self._guard.on_kernels
         shape = (
@@ -109,11 +114,13 @@ class TwoStage(Exchange):
         message.arriving.append(self._link.all_to_all(octets))
 
     def forward(self, message: Message) -> None:
-        owned, reply = self.owners.owned, self._reply_to(message)
+        owned = self.owners.owned
+        reply = self._reply_to(message)
         mine = reply.shared.get(0)
         if isinstance(mine, Tensor):
             mine = mine[self._link.replica]
-        zeros, shape = negative_zeros(self._scheme, message.step), (1, self._widths[1])
+        zeros = negative_zeros(self._scheme, message.step)
+        shape = (1, self._widths[1])
         message.arrived, message.absent = self._link.wait(message.arriving)
         received = self._guard.open(message, self._asked, mine)
         if message.missing:
@@ -145,7 +152,8 @@ class TwoStage(Exchange):
             residual, block.indices if self._codec.selection.shared else None
         )
         self._answer.write(selected, run)
-        sent, indices = self._answer.written(run), selected.indices
+        sent = self._answer.written(run)
+        indices = selected.indices
         if isinstance(indices, Tensor):  # no two of a row are equal
             residual.scatter_add_(1, indices, sent.neg())
         else:
@@ -163,7 +171,10 @@ class TwoStage(Exchange):
         those of each owner."""
         message.reply = reply = Message(message.step, self._answer, recycle=self.recycle)
         reply.missing = message.missing
-        shared = message.indices if message.shared else None
+        if message.shared:
+            shared = message.indices
+        else:
+            shared = None
         if isinstance(shared, Tensor) or (self._replier is None and shared is not None):
             padding = torch.arange(
                 self._codec.selection.k, dtype=torch.int64, device=self.residual.device
@@ -172,7 +183,8 @@ class TwoStage(Exchange):
                 narrow(shared), padding if self.owners.missing else None
             )  # [replicas, owned, k]
         if shared is not None:
-            message.shared, reply.shared = {}, {0: shared}
+            message.shared = {}
+            reply.shared = {0: shared}
         return reply
 
     def play(self, message: Message, playback: PlayedMessages) -> None:
@@ -196,10 +208,8 @@ def room_of(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int) -> 
     """The memory that the temporaries of a step may take, beside messages: that of a quarter of the
     flat, and half of it at the end of a round, which has the movement of the parameters beside
     them."""
-    is_round, is_vote = (
-        scheme.signal == "parameters",
-        scheme.codec.selection.shared and not scheme.codec.summable,
-    )
+    is_round = scheme.signal == "parameters"
+    is_vote = scheme.codec.selection.shared and not scheme.codec.summable
     costly = collective_for(scheme, layout, replicas, local_ranks) == "owner" or is_vote
     few_launches = (
         costly

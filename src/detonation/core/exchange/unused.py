@@ -67,7 +67,10 @@ class Unused:
         """Notes missing gradients, before their rows are encoded and the message is sealed."""
         octets = packed(numbers, len(self._layout.slots))
         own = [sets[self._link.replica] for sets in self._known]
-        says = FIRST_KNOWN + own.index(octets) if octets in own else NEW_SET
+        if octets in own:
+            says = FIRST_KNOWN + own.index(octets)
+        else:
+            says = NEW_SET
         rows = self._layout.row_numbers(numbers)
         missing = Missing(message.step, octets, says, tuple(self._known), rows)
         if self._memory:

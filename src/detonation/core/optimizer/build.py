@@ -184,7 +184,10 @@ class _Builder:
         key = index, part + local_ranks
         if key not in self.routes:
             inside = [axis for axis, _ in self.levels[:index]]
-            node = self.settings.intra_node if local_ranks > 1 else None
+            if local_ranks > 1:
+                node = self.settings.intra_node
+            else:
+                node = None
             link = Link(on, node, own=True, inside=inside)
             gradients = self.levels[index][1].signal == "gradients"
             self.routes[key] = link, self.consensus.add_level(self.faults, link, gradients, index)
@@ -240,7 +243,9 @@ def replicator_of(
         made: Replicator = GradientReplicator(parameters, channel, base, scheme, last)
     else:
         assert isinstance(scheme, ParameterScheme)
-        kind = HoldingReplicator if held else ParameterReplicator
+        kind = ParameterReplicator
+        if held:
+            kind = HoldingReplicator
         made = kind(parameters, channel, scheme, scheme.rounds[fragment])
     made.holds_padding = held
     return made
@@ -289,7 +294,10 @@ def compare_replicas(
         comparison.run(replicators)
     links = dict.fromkeys(replicator.link for replicator in replicators)
     # a single link has already told all ranks what it found
-    others = [*shards, *links] if shards or len(links) > 1 else []
+    if shards or len(links) > 1:
+        others = [*shards, *links]
+    else:
+        others = []
     tests = [text for key, text in comparison.found.items() if key in TESTS]
     rounded = first_text(others, "; ".join(tests), comparison.device)
     if not begun:

@@ -36,7 +36,8 @@ class ShownUnit:
     shard: nn.Parameter | None = None
 
     def __init__(self, module: nn.Module) -> None:
-        self._module, self._shards = module, list[tuple[_Place, nn.Parameter]]()
+        self._module = module
+        self._shards = list[tuple[_Place, nn.Parameter]]()
         shown = {(id(parameters), name): parameters[name] for parameters, name in _places(module)}
         self._show()
         pairs = [(shown[id(place[0]), place[1]], shard) for place, shard in self._shards]
@@ -98,7 +99,8 @@ class ShownUnit:
         ]
         sharded = [(place, p) for place, p in shown if isinstance(p, DTensor)]
         if sharded:
-            (self.place, self.shard), self._shards = sharded[0], shown
+            self.place, self.shard = sharded[0]
+            self._shards = shown
 
     def _note(self) -> None:
         """Notes what shards and copies, if they are shown next, have in common."""

@@ -183,7 +183,10 @@ def hand_over_memory(replicators: Sequence[Replicator], leaving: Sequence[int]) 
     # none if the outermost level sends nothing
     between = [each.link for each in replicators if each.link.elastic]
     for channel in (each.channel for each in replicators if each.channel.memory and between):
-        link = channel.link if channel.link.elastic else between[-1]
+        if channel.link.elastic:
+            link = channel.link
+        else:
+            link = between[-1]
         _hand_over_residual(channel, link, leaving)
     # returns once all replicas have the memory
     for link in {id(each.link): each.link for each in replicators}.values():
@@ -200,7 +203,10 @@ def _hand_over_residual(channel: Channel, link: Link, leaving: Sequence[int]) ->
     # it is part of the mean of all
     if isinstance(channel.exchange, TwoStage) and (leaves or not channel.link.elastic):
         _return_residual(channel, channel.exchange)
-    mine = memory.residual.clone() if leaves else torch.zeros_like(memory.residual)
+    if leaves:
+        mine = memory.residual.clone()
+    else:
+        mine = torch.zeros_like(memory.residual)
     handed = link.all_reduce(mine)()
     stay = [replica for replica in range(link.replicas) if replica not in leaving]
     if link.replica == stay[0]:
@@ -268,7 +274,9 @@ def like_option(current: object, value: Any) -> Any:
     """An option as JSON has it, in the type that the group has."""
     if isinstance(current, Tensor):
         return current.fill_(value)
-    return tuple(value) if isinstance(current, tuple) else value
+    if isinstance(current, tuple):
+        return tuple(value)
+    return value
 
 
 def hand_over_by_name(
@@ -342,14 +350,18 @@ def _hand_over(old: Replicator, new: Replicator) -> None:
     same_owners = _owners(old) == _owners(new)
     if isinstance(exchange, TwoStage) and not same_owners:
         _return_residual(old.channel, exchange)
-    gone = () if same_owners else exchange.state()
+    gone: Mapping[str, Tensor] = {}
+    if not same_owners:
+        gone = exchange.state()
     kept = {key: tensor for key, tensor in old.local_state().named().items() if key not in gone}
     new.local_state().load(new.channel.exchange.state() | kept)
 
 
 def _owners(replicator: Replicator) -> RowOwners | None:
     exchange = replicator.channel.exchange
-    return exchange.owners if isinstance(exchange, TwoStage) else None
+    if isinstance(exchange, TwoStage):
+        return exchange.owners
+    return None
 
 
 def _return_residual(channel: Channel, exchange: TwoStage) -> None:
@@ -359,7 +371,8 @@ def _return_residual(channel: Channel, exchange: TwoStage) -> None:
     lost.
     """
     assert channel.memory is not None
-    replicas, mine = channel.link.replicas, exchange.replica
+    replicas = channel.link.replicas
+    mine = exchange.replica
     empty = exchange.residual.new_zeros(exchange.residual.shape)
     owners = range(exchange.owners.replicas)
     owned = exchange.owners.collect([exchange.residual if r == mine else empty for r in owners])

@@ -148,7 +148,9 @@ class Replicated(OptimizerWrapper):
         ):
             self.base_step(clips=False)
             return loss
-        self.base_step.overflow = self.unscale() if "grad_scale" in vars(self) else None
+        self.base_step.overflow = None
+        if "grad_scale" in vars(self):
+            self.base_step.overflow = self.unscale()
         PROGRESS.steps += 1
         PROGRESS.where = "inside"
         halfway: int | None = None  # the step, from its first message until the weights have moved
@@ -191,7 +193,9 @@ class Replicated(OptimizerWrapper):
 
     def _evaluated(self, closure: Callable[[], Any]) -> Any:
         """The value of `closure`; None, without a call of it, while this replica is `idle`."""
-        return None if self.idle else evaluated(closure)
+        if self.idle:
+            return None
+        return evaluated(closure)
 
     def _enter(
         self, overlapping: bool, arithmetic: ExitStack
@@ -411,7 +415,10 @@ class Replicated(OptimizerWrapper):
         shows the shards. With `saved`, they are for the parameters of a saved state: the next step
         changes to those trained now."""
         self._trained.show_shards()
-        parameters = self._trained.named(saved) if saved else None
+        if saved:
+            parameters = self._trained.named(saved)
+        else:
+            parameters = None
         if self._replicators is not None and (
             not parameters or parameters.keys() == self._trained.laid_out.keys()
         ):

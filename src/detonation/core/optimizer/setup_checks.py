@@ -227,7 +227,9 @@ def _own_momentum(group: Mapping[str, Any]) -> str:
         if "momentum" in group
         else ("betas[0]", group.get("betas", (0,))[0])
     )
-    return f"{name} is {value:g}" if value else ""
+    if value:
+        return f"{name} is {value:g}"
+    return ""
 
 
 def check_layout(
@@ -296,11 +298,10 @@ def _check_whole(parameters: Mapping[str, Tensor], intra_node: DeviceMesh | None
     Each would send messages of its own about them, beside those of its shards, and the copies would
     drift apart.
     """
-    joined = (
-        set(dist.get_process_group_ranks(intra_node.get_group()))
-        if intra_node is not None
-        else set()
-    )
+    if intra_node is not None:
+        joined = set(dist.get_process_group_ranks(intra_node.get_group()))
+    else:
+        joined = set()
     sharded = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
     axes = {
         frozenset(ranks): name
@@ -344,7 +345,10 @@ def _warn_alone(axes: Sequence[DeviceMesh], parameters: Mapping[str, Tensor]) ->
         (p.device_mesh.size() for p in parameters.values() if isinstance(p, DTensor)), default=1
     )
     if all(axis.size() == 1 for axis in axes) and shards < world and dist.get_rank() == 0:
-        one = "one rank" if shards == 1 else f"{shards} ranks"
+        if shards == 1:
+            one = "one rank"
+        else:
+            one = f"{shards} ranks"
         _log.warning(
             "the axis joins no other replica, so the %d ranks of the world train apart, %s at a"
             ' time: pass the axis between replicas, mesh["replicate"]',
@@ -355,4 +359,6 @@ def _warn_alone(axes: Sequence[DeviceMesh], parameters: Mapping[str, Tensor]) ->
 
 def _listed(ranks: Sequence[int]) -> str:
     first = ", ".join(map(str, ranks[:8]))
-    return f"{first}, ... ({len(ranks)} in all)" if len(ranks) > 8 else first
+    if len(ranks) > 8:
+        return f"{first}, ... ({len(ranks)} in all)"
+    return first

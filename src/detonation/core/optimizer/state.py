@@ -202,13 +202,16 @@ def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> N
 
 def _without(mark: str, key: Any) -> Any:
     """`key` without `mark`, where the optimizer's own key is a text."""
-    return key.removeprefix(mark) if isinstance(key, str) else key
+    if isinstance(key, str):
+        return key.removeprefix(mark)
+    return key
 
 
 def warn_of_lost_memory(optimizer: "Replicated") -> None:
     """Warns once where a loaded state had no "replication" part, as the checkpoints of other
     frameworks have none."""
-    lost, optimizer.memory_lost = optimizer.memory_lost, False
+    lost = optimizer.memory_lost
+    optimizer.memory_lost = False
     if lost and (optimizer.coordinates.replica, optimizer.coordinates.shard) == (0, 0):
         schemes = ", ".join(scheme.name for _, scheme in optimizer.levels)
         _log.warning(

@@ -38,8 +38,12 @@ class Stats:
         grad_norm: Tensor | None = None,
     ) -> None:
         self.grad_norm = grad_norm
-        self._links, self._step = links, step
-        self._counts = consensus.counts if consensus else []
+        self._links = links
+        self._step = step
+        if consensus:
+            self._counts = consensus.counts
+        else:
+            self._counts = []
         self._local_steps: LocalSteps | None = None
         if consensus:
             self._local_steps = consensus.runtime.local_steps
@@ -123,7 +127,8 @@ def described(
     on_device = any(decides_on_device(local(p).device) for p in parameters.values())
     for (axis, scheme), full in zip(levels, dense, strict=True):
         lines.append(f"  {scheme.name}({arguments_text(scheme)}) over {axis.size()} replicas: ")
-        sent, ways = 0.0, []
+        sent = 0.0
+        ways = []
         for part, n in (
             split_by_sharding(parameters, intra_node) if scheme.signal != "nothing" else []
         ):
@@ -133,7 +138,10 @@ def described(
                 _WAYS[collective_for(scheme, each, axis.size(), n)]
                 for each in scheme.divide(layout)
             ]
-        share = f", {sent / full:.2%} of full synchronisation" if full else ""
+        if full:
+            share = f", {sent / full:.2%} of full synchronisation"
+        else:
+            share = ""
         lines[-1] += (
             f"{sent:,.0f} bytes per step by {' and '.join(dict.fromkeys(ways))}{share}"
             if ways

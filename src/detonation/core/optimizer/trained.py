@@ -20,7 +20,8 @@ class TrainedParameters:
     """The parameters of `base` that require a gradient, by their names in `model`."""
 
     def __init__(self, model: nn.Module, base: Optimizer) -> None:
-        self.model, self._base = model, base
+        self.model = model
+        self._base = base
         self.laid_out: Mapping[str, Tensor] = {}
         """The parameters in the layouts of the levels, by name."""
         self._ids = set[int]()
@@ -103,11 +104,9 @@ class TrainedParameters:
 
     def lay_out(self, parameters: Mapping[str, Tensor]) -> None:
         """Notes that the layouts hold `parameters` from now on."""
-        self.laid_out, mine, self._units = (
-            parameters,
-            {id(p) for p in parameters.values()},
-            shown_units(self.model),
-        )
+        self.laid_out = parameters
+        mine = {id(p) for p in parameters.values()}
+        self._units = shown_units(self.model)
         self._ids = {id(p) for p in self.everyone if id(p) in mine}
         self._forget_frozen_gradients()
 

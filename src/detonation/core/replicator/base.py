@@ -27,16 +27,15 @@ class Replicator(ABC):
     """The optimizer whose steps all replicas must take alike; None where each steps by itself."""
 
     def __init__(self, parameters: Mapping[str, Tensor], channel: Channel) -> None:
-        self.parameters, self.channel = parameters, channel
+        self.parameters = parameters
+        self.channel = channel
         self.round = channel.scheme.round
         # whether gradients were sent, or are to be, in buckets, and their step has not come
         self.overlapping = False
-        self.scheme, self.layout, self.link, self.counts = (
-            channel.scheme,
-            channel.layout,
-            channel.link,
-            channel.counts,
-        )
+        self.scheme = channel.scheme
+        self.layout = channel.layout
+        self.link = channel.link
+        self.counts = channel.counts
 
     def before(self, step: int) -> None:
         """Runs before the local step."""
@@ -118,7 +117,8 @@ class Replicator(ABC):
         All of them, or pieces, where its parameters are pieces.
         """
         first = next(iter(self.parameters.values()), None)
-        tensors = tensors if first is None else cut_like(first, tensors)
+        if first is not None:
+            tensors = cut_like(first, tensors)
         return {name: local(tensor.detach()) for name, tensor in tensors.items()}
 
     @abstractmethod

@@ -101,7 +101,8 @@ class Update:
 
         Shapes: -> `[rows of the bucket, chunk]` fp32.
         """
-        bucket, received = pipeline.bucket, self.received
+        bucket = pipeline.bucket
+        received = self.received
         if bucket.layout.rows != received.rows:
             received = received.rows_of(bucket.first - first, bucket.layout.rows)
         return pipeline.engine.decode(received)
@@ -167,7 +168,9 @@ class Channel:
         self.runtime = runtime
         self.place = place
         self._needs_own_update = scheme.needs_own_update
-        self.memory = Memory(layout, scheme.feedback, runtime.device) if scheme.feedback else None
+        self.memory: Memory | None = None
+        if scheme.feedback:
+            self.memory = Memory(layout, scheme.feedback, runtime.device)
         self._room = room_of(scheme, layout, link.replicas, link.local_ranks)
         self.engine = engine_for(scheme.codec, layout, self.memory, runtime, self._room)
         self.counts = counts or FaultCounts([slot.name for slot in layout.slots], link.replica)
@@ -330,7 +333,10 @@ class Channel:
 
         Shapes: flats `[rows, chunk]`.
         """
-        memory = {"residual": self.memory.residual} if self.memory else {}
+        if self.memory:
+            memory = {"residual": self.memory.residual}
+        else:
+            memory = {}
         of_exchange = self.exchange.state() | dict(others or {})
         return LocalState(self.layout, memory | dict(flats), of_exchange, self.unused.forget)
 
@@ -407,7 +413,10 @@ class Channel:
         if self._knows:
             self._know(transfer, pipeline, selected)
         if sent and not engine.releases_at_once:
-            own = engine.codec.written(run) if engine.needs_own_values else None
+            if engine.needs_own_values:
+                own = engine.codec.written(run)
+            else:
+                own = None
             kept = selected
             if own is not None:  # `own` replaces the values as they were before rounding
                 kept = replace(selected, values=own)
@@ -444,7 +453,10 @@ class Channel:
         """The pipeline of bucket `number`, with an engine of its own."""
         codec = codec_of(bucket, self.scheme.codec, self.layout.rows)
         exchange = self.exchange
-        memory = self.memory.of_rows(bucket.layout, bucket.first) if self.memory else None
+        if self.memory:
+            memory = self.memory.of_rows(bucket.layout, bucket.first)
+        else:
+            memory = None
         if self.scheme.divides_messages:
             exchange = exchange.for_rows(
                 bucket.first, bucket.layout.rows, self._guard(bucket.layout, number)

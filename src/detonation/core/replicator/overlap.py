@@ -157,7 +157,10 @@ class Overlap:
         while self._left:
             # the last bucket needs all gradients, because its header says which are missing
             last = len(self._left) == 1
-            needed = self._everything if last else self._left[0].bucket.parameters
+            if last:
+                needed = self._everything
+            else:
+                needed = self._left[0].bucket.parameters
             if not self._arrived >= needed:
                 break
             self._send_next()

@@ -45,7 +45,9 @@ class ParameterReplicator(Replicator):
         round: Round,
     ) -> None:
         super().__init__(parameters, channel)
-        self.round, self._keep, self._divides = round, scheme.keep, scheme.divides_messages
+        self.round = round
+        self._keep = scheme.keep
+        self._divides = scheme.divides_messages
         self._cycle = (
             scheme.codec.selection.period if scheme.resume_from == "sent" else 1
         )  # messages that send all
@@ -156,7 +158,8 @@ class ParameterReplicator(Replicator):
         """
         self._arrived = None
         self._steps_left.fill_(delay)
-        weight, (found, weights) = 1.0, self._weights()
+        weight = 1.0
+        found, weights = self._weights()
         if self._local_steps and any(
             taken := self._taken.tolist()
         ):  # its part of all tokens, times the replicas
@@ -199,22 +202,24 @@ class ParameterReplicator(Replicator):
             # an accelerator has less memory and more time: it subtracts once more when the message
             # lands
             kept = delay > 0 or not self.channel.runtime.decides_on_device
-            unsent = (
-                torch.sub(moved, self._decoded(pipeline.bucket, own), out=moved)
-                if kept
-                else (own, weight)
-            )
+            if kept:
+                unsent = torch.sub(moved, self._decoded(pipeline.bucket, own), out=moved)
+            else:
+                unsent = (own, weight)
         self._in_flight[-1][1].append((pipeline, unsent))
 
     def _movement(self, bucket: Bucket, weights: Sequence[Tensor], weight: float) -> Tensor:
         """The movement of a bucket in this round, times `weight`."""  # [rows of the bucket, chunk]
-        moved, start = self._position(bucket, weights), self._anchor.flat
+        moved = self._position(bucket, weights)
+        start = self._anchor.flat
         torch.sub(
             self._rounded(start, bucket, weights) if self._rounds else start[bucket.rows],
             moved,
             out=moved,
         )
-        return moved.mul_(weight) if weight != 1.0 else moved
+        if weight != 1.0:
+            return moved.mul_(weight)
+        return moved
 
     def _rest(
         self, bucket: Bucket, unsent: Tensor | tuple[Update, float], weights: Sequence[Tensor]
@@ -250,7 +255,10 @@ class ParameterReplicator(Replicator):
         transfer, parts = self._in_flight.popleft()
         update = transfer.receive()
         for pipeline, unsent in parts:
-            rest = None if unsent is None else self._rest(pipeline.bucket, unsent, weights)
+            if unsent is None:
+                rest = None
+            else:
+                rest = self._rest(pipeline.bucket, unsent, weights)
             self._follow(
                 pipeline.bucket,
                 update.rows_of(pipeline, transfer.pipeline.bucket.first),
@@ -270,7 +278,10 @@ class ParameterReplicator(Replicator):
         self._anchor.step(bucket.rows, update)
         target = anchor = self._anchor.flat[bucket.rows]
         if unsent is not None:
-            begun = self._rounded(self._anchor.flat, bucket, weights) if self._rounds else anchor
+            if self._rounds:
+                begun = self._rounded(self._anchor.flat, bucket, weights)
+            else:
+                begun = anchor
             target = torch.sub(begun, unsent, out=unsent)
         elif self._keep:
             position = self._position(bucket, weights)
@@ -303,7 +314,8 @@ class ParameterReplicator(Replicator):
     def _rounded(self, flat: Tensor, bucket: Bucket, weights: Sequence[Tensor]) -> Tensor:
         """The rows of a bucket as the parameters hold them: rounding is no movement, and need not
         be sent."""
-        rows, types = flat[bucket.rows], [weight.dtype for weight in bucket.cut(weights)]
+        rows = flat[bucket.rows]
+        types = [weight.dtype for weight in bucket.cut(weights)]
         parts = [
             part.to(dtype) for part, dtype in zip(bucket.layout.parts(rows), types, strict=True)
         ]

@@ -70,7 +70,8 @@ class Pending:
     """
 
     def __init__(self, layout: Layout, delay: int, device: torch.device) -> None:
-        self._layout, self._device = layout, device
+        self._layout = layout
+        self._device = device
         self._updates: deque[Transfer | Flat] = deque(self._blank() for _ in range(delay))
 
     def exchange(self, update: Transfer) -> Transfer | Flat:
