@@ -108,7 +108,7 @@ class _Lookout:
     """A hook after each step of an optimizer. It raises for a step outside of a `BaseStep`, which
     would change one replica alone.
 
-    It does not run before steps, because `SignSGD.take` writes no gradients if no such hook exists.
+    It does not run before steps, because `Update.apply` writes no gradients if no such hook exists.
 
     Attributes:
         is_away: True during a step of a `BaseStep`.
