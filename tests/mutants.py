@@ -44,6 +44,9 @@ Laws without a network, what each scheme is, that a checkpoint comes back equal 
 the state machine. The rest of the suite is examples, errors, commands and integrations.
 """
 
+HARMLESS = ("equivalent", "speed", "diagnostic")
+"""Classes of survivors that change nothing, time and memory alone, or a text alone."""
+
 
 @dataclass(frozen=True)
 class Result:
@@ -214,8 +217,15 @@ def score(results: list[Result], reasons: dict[str, str]) -> str:
         f"{len(results)} faults, {sum(result.seconds for result in results):.0f} processor-seconds",
         f"found by tests/laws alone: {_share(alone)}",
         f"found by all laws: {_share(laws)}",
-        f"found by the suite: {_share([result.found for result in results])}",
     ]
+    if any(result.group == "suite" for result in results):
+        lines.append(f"found by the suite: {_share([result.found for result in results])}")
+    matter = [
+        found
+        for result, found in zip(results, laws, strict=True)
+        if found or reasons.get(result.fault) not in HARMLESS
+    ]
+    lines.append(f"without the survivors that are {', '.join(HARMLESS)}: {_share(matter)}")
     for field in ("room", "kind"):
         for name in sorted({getattr(result, field) for result in results}):
             of_name = [

@@ -113,6 +113,10 @@ def test_the_score_counts_laws_and_names_survivors_without_a_reason():
     assert "all laws: 50.0 % (2 of 4)" in told
     assert "the suite: 75.0 % (3 of 4)" in told
     assert "2 survive the laws: 1 gap" in told and told.endswith("\n  d")
+    told = mutants.score(results, {"c": "speed", "d": "equivalent"})
+    assert "diagnostic: 100.0 % (2 of 2)" in told and told.endswith(
+        "0 of them without a reason in survivors.toml"
+    )
 
 
 def test_every_reason_is_of_a_class():
