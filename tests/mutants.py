@@ -2,7 +2,7 @@
 
 python tests/mutants.py [--count 320] [--seed 0] [--out FILE] [--map FILE] [--again] [--score]
 
-`tests/faults.py` draws the faults: in core, feed, checkpoint and cluster/survive. Only tests run
+`tests/mutations.py` draws the faults: in core, feed, checkpoint and cluster/survive. Only tests run
 that take the branch with the fault, by a map of `tests/branches.py --map` (made where there is
 none): one of each function before a second, short ones first, up to the first that fails. A test
 that finds a fault has to pass without it. `--out` has each result as soon as it is known, and a
@@ -30,8 +30,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 import pytest
 
 import branches
-from faults import Fault, drawn
 from judges import Judge, Row, run_pytest
+from mutations import Fault, drawn
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/mutants.jsonl"

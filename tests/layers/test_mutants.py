@@ -4,9 +4,9 @@ import importlib.util
 from pathlib import Path
 
 import branches
-import faults
 import judges
 import mutants
+import mutations
 
 SOURCE = """\
 def f(tensor, dim: int = 3):
@@ -20,7 +20,7 @@ def f(tensor, dim: int = 3):
 
 
 def found(kind):
-    each = faults.faults("src/detonation/core/x.py", SOURCE)
+    each = mutations.faults("src/detonation/core/x.py", SOURCE)
     return [
         fault.applied(SOURCE).split("\n")[fault.line - 1] for fault in each if kind == fault.kind
     ]
@@ -40,14 +40,14 @@ def test_every_kind_of_fault_changes_what_runs():
 
 def test_a_draw_stays_where_the_code_above_it_changes():
     above = "x = 1\n" + SOURCE
-    names = {fault.name for fault in faults.faults("src/detonation/core/x.py", SOURCE)}
-    assert names < {fault.name for fault in faults.faults("src/detonation/core/x.py", above)}
+    names = {fault.name for fault in mutations.faults("src/detonation/core/x.py", SOURCE)}
+    assert names < {fault.name for fault in mutations.faults("src/detonation/core/x.py", above)}
 
 
 def test_every_kind_and_every_part_is_drawn():
-    drawn = faults.drawn(mutants.ROOT, 320, 0)
+    drawn = mutations.drawn(mutants.ROOT, 320, 0)
     assert len({fault.name for fault in drawn}) == 320
-    assert {fault.room for fault in drawn} == set(faults.ROOMS)
+    assert {fault.room for fault in drawn} == set(mutations.ROOMS)
     for fault in drawn:
         compile(fault.applied((mutants.ROOT / fault.path).read_text()), fault.path, "exec")
 
@@ -57,7 +57,7 @@ def row(test, seconds, *taken):
 
 
 def test_tests_of_the_branch_run_first_one_of_each_function_then_their_neighbours():
-    (fault,) = [each for each in faults.faults("src/x.py", SOURCE) if each.kind == "bytes"]
+    (fault,) = [each for each in mutations.faults("src/x.py", SOURCE) if each.kind == "bytes"]
     assert branches.branch_at(SOURCE, 1) == branches.branch_at(SOURCE, fault.line) == "1"
     rows = [
         row("a.py::test_looks_at_the_same", 0.1),
