@@ -2,7 +2,7 @@
 
 python tests/mutants.py [--count 320] [--seed 0] [--out FILE] [--map FILE] [--again] [--score]
 
-`tests/small_faults.py` draws the faults: in core, feed, checkpoint and cluster/survive. Only tests run
+`tests/mutations.py` draws the faults: in core, feed, checkpoint and cluster/survive. Only tests run
 that take the branch with the fault, by a map of `tests/branches.py --map` (made where there is
 none): one of each function before a second, short ones first, up to the first that fails. A test
 that finds a fault has to pass without it. `--out` has each result as soon as it is known, and a
@@ -31,7 +31,7 @@ import pytest
 
 import branches
 from judges import Judge, Row, run_pytest
-from small_faults import Fault, drawn
+from mutations import Fault, drawn
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/mutants.jsonl"
@@ -43,6 +43,9 @@ LAWS = ("tests/laws/", "tests/specs/", "tests/checkpoint/", "tests/world/test_st
 Laws without a network, what each scheme is, that a checkpoint comes back equal or is refused, and
 the state machine. The rest of the suite is examples, errors, commands and integrations.
 """
+
+HARMLESS = ("equivalent", "speed", "diagnostic")
+"""Classes of survivors that change nothing, time and memory alone, or a text alone."""
 
 
 @dataclass(frozen=True)
@@ -214,8 +217,15 @@ def score(results: list[Result], reasons: dict[str, str]) -> str:
         f"{len(results)} faults, {sum(result.seconds for result in results):.0f} processor-seconds",
         f"found by tests/laws alone: {_share(alone)}",
         f"found by all laws: {_share(laws)}",
-        f"found by the suite: {_share([result.found for result in results])}",
     ]
+    if any(result.group == "suite" for result in results):
+        lines.append(f"found by the suite: {_share([result.found for result in results])}")
+    matter = [
+        found
+        for result, found in zip(results, laws, strict=True)
+        if found or reasons.get(result.fault) not in HARMLESS
+    ]
+    lines.append(f"without the survivors that are {', '.join(HARMLESS)}: {_share(matter)}")
     for field in ("room", "kind"):
         for name in sorted({getattr(result, field) for result in results}):
             of_name = [

@@ -1,4 +1,4 @@
-"""What replicas say in the sum of an all-reduce is heard as they said it, with any number of names."""
+"""Sums of statuses: each replica is heard as it spoke, with any number of names."""
 
 from unittest.mock import Mock, call
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import branches
 import judges
 import mutants
-import small_faults
+import mutations
 
 SOURCE = """\
 def f(tensor, dim: int = 3):
@@ -20,7 +20,7 @@ def f(tensor, dim: int = 3):
 
 
 def found(kind):
-    each = small_faults.faults("src/detonation/core/x.py", SOURCE)
+    each = mutations.faults("src/detonation/core/x.py", SOURCE)
     return [
         fault.applied(SOURCE).split("\n")[fault.line - 1] for fault in each if kind == fault.kind
     ]
@@ -40,14 +40,14 @@ def test_every_kind_of_fault_changes_what_runs():
 
 def test_a_draw_stays_where_the_code_above_it_changes():
     above = "x = 1\n" + SOURCE
-    names = {fault.name for fault in small_faults.faults("src/detonation/core/x.py", SOURCE)}
-    assert names < {fault.name for fault in small_faults.faults("src/detonation/core/x.py", above)}
+    names = {fault.name for fault in mutations.faults("src/detonation/core/x.py", SOURCE)}
+    assert names < {fault.name for fault in mutations.faults("src/detonation/core/x.py", above)}
 
 
 def test_every_kind_and_every_part_is_drawn():
-    drawn = small_faults.drawn(mutants.ROOT, 320, 0)
+    drawn = mutations.drawn(mutants.ROOT, 320, 0)
     assert len({fault.name for fault in drawn}) == 320
-    assert {fault.room for fault in drawn} == set(small_faults.ROOMS)
+    assert {fault.room for fault in drawn} == set(mutations.ROOMS)
     for fault in drawn:
         compile(fault.applied((mutants.ROOT / fault.path).read_text()), fault.path, "exec")
 
@@ -57,7 +57,7 @@ def row(test, seconds, *taken):
 
 
 def test_tests_of_the_branch_run_first_one_of_each_function_then_their_neighbours():
-    (fault,) = [each for each in small_faults.faults("src/x.py", SOURCE) if each.kind == "bytes"]
+    (fault,) = [each for each in mutations.faults("src/x.py", SOURCE) if each.kind == "bytes"]
     assert branches.branch_at(SOURCE, 1) == branches.branch_at(SOURCE, fault.line) == "1"
     rows = [
         row("a.py::test_looks_at_the_same", 0.1),
@@ -113,6 +113,10 @@ def test_the_score_counts_laws_and_names_survivors_without_a_reason():
     assert "all laws: 50.0 % (2 of 4)" in told
     assert "the suite: 75.0 % (3 of 4)" in told
     assert "2 survive the laws: 1 gap" in told and told.endswith("\n  d")
+    told = mutants.score(results, {"c": "speed", "d": "equivalent"})
+    assert "diagnostic: 100.0 % (2 of 2)" in told and told.endswith(
+        "0 of them without a reason in survivors.toml"
+    )
 
 
 def test_every_reason_is_of_a_class():
