@@ -351,34 +351,37 @@ def images() -> Iterator[Method]:
 def groups() -> Iterator[Method]:
     """Two learning rates each: that of the matrices, and a ratio of it for tables, head and norms.
 
-    Each method has the same tries: its rates at the first ratio, then two other ratios.
+    Each method has the same tries: its rates at the first ratio, then three other ratios. The
+    fourth was added for all when AdamW chose the last of three.
     """
     adamw = _by_groups("adamw", "optimizer.betas=[0.9,0.95]")
     signs = _by_groups("signsgd")
     codec = "scheme.chunk=64 scheme.precision=sign scheme.error_feedback=false"
-    yield _grouped("AdamW, full", FULL + adamw, GROUP_ADAMW_RATES, (10, 3, 30))
+    yield _grouped("AdamW, full", FULL + adamw, GROUP_ADAMW_RATES, (10, 3, 30, 100))
     yield _grouped(
         "demo 4/64 sign",
         f"scheme.name=demo scheme.topk=4 {codec} {signs}",
         SIGN_RATES,
-        (3, 1, 10),
+        (3, 1, 10, 30),
     )
     yield _grouped(
         "demo 1/64 sign",
         f"scheme.name=demo scheme.topk=1 {codec} scheme.decay=0.95 {signs}",
         SIGN_RATES,
-        (3, 1, 10),
+        (3, 1, 10, 30),
     )
     yield _grouped(
         "random_sign 1/8",
         f"scheme.name=random_sign scheme.rate=0.125 scheme.decay=0.9 {signs}",
         VOTE_RATES,
-        (3, 1, 10),
+        (3, 1, 10, 30),
         count=8,
     )
-    yield _grouped("loco 4bit, AdamW", f"scheme.name=loco {adamw}", GROUP_ADAMW_RATES, (10, 3, 30))
+    yield _grouped(
+        "loco 4bit, AdamW", f"scheme.name=loco {adamw}", GROUP_ADAMW_RATES, (10, 3, 30, 100)
+    )
     muon = _by_groups("muon", "optimizer.momentum=0.8")
-    yield _grouped("Muon, full", FULL + muon, MUON_RATES, (1, 0.3, 3))
+    yield _grouped("Muon, full", FULL + muon, MUON_RATES, (1, 0.3, 3, 10))
 
 
 GROUP_ADAMW_RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)
