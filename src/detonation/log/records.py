@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from detonation.core.agreement.options import recorded_options
 from detonation.core.base_error import DetonationError
 from detonation.core.flat.tensors import bare_name, digest, local, octets
 from detonation.core.flat.written import WrittenWeights, first_names, stamp, weight_places
@@ -303,7 +304,7 @@ class StepRecorder(StepObserver, ABC):
     def _changed(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Options of each parameter group that were not recorded yet."""
         before = self._options
-        self._options = [_plain_options(group) for group in groups]
+        self._options = [recorded_options(group) for group in groups]
         changed = []
         for number, now in enumerate(self._options):
             old: dict[str, Any] = {}
@@ -374,20 +375,3 @@ def _moved_by_rounds(optimizer: Replicated) -> set[str]:
         if each.scheme.signal == "parameters":
             found |= {slot.name for slot in each.layout.slots}
     return found
-
-
-def _plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a group that JSON can hold; a tensor of one element becomes a number."""
-    found = {}
-    for key, value in group.items():
-        if isinstance(value, Tensor) and value.numel() == 1:
-            value = float(value)
-        if key != "params" and _is_plain(value):
-            found[key] = value
-    return found
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return all(map(_is_plain, value))
-    return isinstance(value, int | float | str | None) and value == value  # JSON has no NaN

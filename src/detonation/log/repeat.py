@@ -15,11 +15,11 @@ from torch import Tensor
 
 from detonation.checkpoint.gather import texts_between
 from detonation.cluster.network.loopback import LoopbackCommunicator
+from detonation.core.agreement.options import take_recorded
 from detonation.core.flat.layout import copy
 from detonation.core.flat.tensors import digest, local, locals_of
 from detonation.core.integrity.observer import PlayedMessages
 from detonation.core.optimizer.gathered import local_parameters
-from detonation.core.optimizer.reconfigure import like_option
 from detonation.core.optimizer.replicated import Replicated
 from detonation.log.records import (
     LOG_VERSION,
@@ -429,7 +429,7 @@ def repeat_step(end: LogRecord, optimizer: Replicated) -> None:
         return
     groups = optimizer.param_groups
     for group, options in zip(groups, end.table().get("groups", [{}] * len(groups)), strict=True):
-        group |= {key: like_option(group.get(key), value) for key, value in options.items()}
+        take_recorded(group, options)
     if end.kind != STEP:
         optimizer.synchronize()
         return
