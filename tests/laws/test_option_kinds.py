@@ -9,6 +9,7 @@ from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.agreement.desync import numbers_of, options_of
 from detonation.core.agreement.options import recorded_options, take_recorded
 from detonation.core.flat.tensors import digest
+from detonation.log.repeat import Playback
 from zoo import Plain, batch, built
 
 KINDS = {
@@ -23,7 +24,7 @@ KINDS = {
 
 def started():
     model = built(Plain)
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.37, foreach=False)
     return model, dt.replicate(adam, model, LoopbackCommunicator(2), dt.demo(topk=4, chunk=16))
 
 
@@ -72,3 +73,26 @@ def test_a_recorded_group_is_the_group_of_training():
     take_recorded(group, recorded_options(told))
     assert torch.equal(group["lr"], told["lr"]) and group["betas"] == (float(betas[0]), 0.95)
     assert type(group["eps"]) is float and group["note"] == "x"
+
+
+def test_the_log_of_a_run_with_warmup_is_replayed_without_a_warning(tmp_path, caplog):
+    model, optimizer = started()
+    log = dt.UpdateLog(tmp_path)
+    optimizer.record(log)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20)
+    for step in range(4):
+        model(batch(0, step, 32)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        if step == 1:
+            log.rotate()
+    log.close()
+    other, again = started()
+    caplog.clear()
+    assert dt.replay(tmp_path, again) == 4
+    assert digest(other.parameters()) == digest(model.parameters())
+    assert not [each.message for each in caplog.records if "rounds otherwise" in each.message]
+    _, fresh = started()
+    reached, why = Playback(tmp_path, fresh, 0).reach()
+    assert (reached, why) == (4, "")

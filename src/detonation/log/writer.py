@@ -283,13 +283,13 @@ def identity(optimizer: Replicated) -> dict[str, Any]:
     }
 
 
-def arithmetic(optimizer: Replicated) -> dict[str, str]:
+def arithmetic(optimizer: Replicated, options: Mapping[str, Any] | None = None) -> dict[str, str]:
     """Digests of a self-test with the scheme and the base optimizer, which depend on how this
-    process rounds."""
+    process rounds, and on its options, or on `options`."""
     ((_, scheme),) = optimizer.levels
     found: dict[str, str] = {}
     for replicator in optimizer.build()[:1]:
-        found |= selftest(scheme, replicator.channel.runtime, replicator.stepped)
+        found |= selftest(scheme, replicator.channel.runtime, replicator.stepped, options)
     return found
 
 
@@ -298,11 +298,15 @@ def rounding(optimizer: Replicated) -> dict[str, Any]:
     return {"rounds_singly": optimizer.base_step.rounds_singly, "selftest": arithmetic(optimizer)}
 
 
-def round_like(about: Mapping[str, Any], optimizer: Replicated) -> dict[str, str]:
+def round_like(
+    about: Mapping[str, Any],
+    optimizer: Replicated,
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, str]:
     """Makes `optimizer` round like the run that `about` describes, if it can; returns
     `arithmetic`."""
     optimizer.base_step.round_singly(about.get("rounds_singly", False))
-    return arithmetic(optimizer)
+    return arithmetic(optimizer, options)
 
 
 def padding_of(optimizer: Replicated) -> dict[str, Any]:
