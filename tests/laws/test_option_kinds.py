@@ -9,6 +9,7 @@ from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.agreement.desync import numbers_of, options_of
 from detonation.core.agreement.options import recorded_options, take_recorded
 from detonation.core.flat.tensors import digest
+from detonation.log.records import whole_records
 from detonation.log.repeat import Playback
 from zoo import Plain, batch, built
 
@@ -22,10 +23,13 @@ KINDS = {
 }
 
 
-def started():
+def started(make=None):
     model = built(Plain)
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.37, foreach=False)
-    return model, dt.replicate(adam, model, LoopbackCommunicator(2), dt.demo(topk=4, chunk=16))
+    base = adam
+    if make:
+        base = make(model.parameters())
+    return model, dt.replicate(base, model, LoopbackCommunicator(2), dt.demo(topk=4, chunk=16))
 
 
 def advance(model, optimizer, kind):
@@ -36,14 +40,18 @@ def advance(model, optimizer, kind):
         optimizer.param_groups[0]["lr"] = KINDS[kind](0.01 * (step + 1.1))
 
 
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, weight_decay=0.1, foreach=False)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_log_replays_an_lr_that_gets_another_kind(kind, tmp_path):
-    model, optimizer = started()
+    model, optimizer = started(sgd)
     log = dt.UpdateLog(tmp_path)
     optimizer.record(log)
     advance(model, optimizer, kind)
     log.close()
-    other, again = started()
+    other, again = started(sgd)
     assert dt.replay(tmp_path, again) == 4
     assert digest(other.parameters()) == digest(model.parameters())
 
@@ -96,3 +104,24 @@ def test_the_log_of_a_run_with_warmup_is_replayed_without_a_warning(tmp_path, ca
     _, fresh = started()
     reached, why = Playback(tmp_path, fresh, 0).reach()
     assert (reached, why) == (4, "")
+
+
+def test_a_log_tells_of_hooks_of_the_base_optimizer_once(tmp_path, caplog):
+    def halve(base, *_):
+        for parameter in base.param_groups[0]["params"]:
+            parameter.grad.mul_(0.5)
+
+    model, optimizer = started(sgd)
+    optimizer.base.register_step_pre_hook(halve)
+    log = dt.UpdateLog(tmp_path)
+    optimizer.record(log)
+    advance(model, optimizer, "float64")
+    log.close()
+    told = [each.message for each in caplog.records if "hooks" in each.message]
+    assert len(told) == 1 and "halve" in told[0]
+    start = next(whole_records(tmp_path / "replica0-shard0-0.updates")).table()
+    assert [name.rpartition(".")[2] for name in start["hooks"]] == ["halve"]
+    other, again = started(sgd)
+    again.base.register_step_pre_hook(halve)
+    assert dt.replay(tmp_path, again) == 4
+    assert digest(other.parameters()) == digest(model.parameters())

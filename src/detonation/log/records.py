@@ -21,6 +21,7 @@ from detonation.core.base_error import DetonationError
 from detonation.core.flat.tensors import bare_name, digest, local, octets
 from detonation.core.flat.written import WrittenWeights, first_names, stamp, weight_places
 from detonation.core.integrity.observer import StepObserver
+from detonation.core.optim.base_step import hooks_of
 from detonation.core.optimizer.gathered import local_parameters, reshard
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.runtime import Readback
@@ -159,6 +160,7 @@ class StepRecorder(StepObserver, ABC):
         self._numbers: dict[str, int] = {}  # of the parameters of the model, by name
         self._written: Copies = []  # the weights that were written before the current step
         self._warned = False
+        self._warned_of_hooks = False
         # stamps of the base optimizer's state after the last end; None if nobody took them
         self._state: dict[Any, Any] | None = None
         self._left = False  # True if what comes next does not follow the last end
@@ -266,6 +268,7 @@ class StepRecorder(StepObserver, ABC):
         kind = SYNCHRONIZE
         if what == "step":
             kind = STEP
+        self._warn_of_hooks(optimizer)
         changed = self._changed(optimizer.param_groups)
         about = {}
         if kind == STEP or any(changed):
@@ -300,6 +303,18 @@ class StepRecorder(StepObserver, ABC):
         self._written = []
         self._weights.forget()
         self._state = None
+
+    def _warn_of_hooks(self, optimizer: Replicated) -> None:
+        """Warns once if hooks may change gradients or weights inside of a step."""
+        if self._warned_of_hooks or not (hooks := hooks_of(optimizer.base)):
+            return
+        self._warned_of_hooks = True
+        _log.warning(
+            "%s does not get what hooks of the base optimizer change in a step: %s; register them"
+            " on the replicated optimizer, or on that of a replay and of a follower, too",
+            self.reader,
+            first_names(hooks),
+        )
 
     def _changed(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Options of each parameter group that were not recorded yet."""

@@ -16,6 +16,7 @@ from detonation.core.agreement.selftest import selftest
 from detonation.core.flat.padding_rows import used_rows
 from detonation.core.flat.tensors import digest
 from detonation.core.link.elastic_communicator import ElasticCommunicator
+from detonation.core.optim.base_step import hooks_of
 from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.replicator.padding import use_rows
@@ -326,7 +327,10 @@ def use_padding_of(about: Mapping[str, Any], optimizer: Replicated) -> None:
 
 def _settings(optimizer: Replicated) -> dict[str, Any]:
     close = {"close": optimizer.closeness is not None}
-    return {**identity(optimizer), **close, **rounding(optimizer), **padding_of(optimizer)}
+    about = {**identity(optimizer), **close, **rounding(optimizer), **padding_of(optimizer)}
+    if hooks := hooks_of(optimizer.base):
+        about["hooks"] = hooks
+    return about
 
 
 def segments(directory: Path, rank: str) -> list[tuple[str, int, Path]]:
