@@ -187,14 +187,7 @@ def _saved_options(file: ShardReader, optimizer: Replicated) -> list[dict[str, A
                 mine[key] = _of_others(like, value)
         for key, value in options["tensors"].items():
             like = group.get(key, group["lr"])  # a scheduler that is made later adds initial_lr
-            if isinstance(like, Tensor):
-                mine[key] = like.new_tensor(value)
-            elif key in optimizer.defaults:
-                mine[key] = _option(key, like, value)
-            elif isinstance(value, list):
-                mine[key] = torch.tensor(value)
-            else:
-                mine[key] = value
+            mine[key] = _tensor_option(key, like, value, key in optimizer.defaults)
         found.append(mine)
     return found
 
@@ -289,6 +282,17 @@ def _option(key: str, current: Any, saved: Any) -> Any:
         raise CorruptCheckpoint(
             f"the option {key} was saved as {str(saved)[:60]!r}, is {current!r} here"
         )
+    return saved
+
+
+def _tensor_option(key: str, current: Any, saved: Any, is_own: bool) -> Any:
+    """An option that was saved as a tensor; `is_own` if an argument of the optimizer sets it."""
+    if isinstance(current, Tensor):
+        return current.new_tensor(saved)
+    if is_own:
+        return _option(key, current, saved)
+    if isinstance(saved, list):
+        return torch.tensor(saved)
     return saved
 
 
