@@ -76,6 +76,30 @@ def test_a_run_whose_trained_parameters_change_goes_on_exactly(shards, names, tm
         assert [key for key, same in found.items() if not same] == []
 
 
+def with_notes(mesh, folder):
+    """Options that a loop adds to a group, which the resumed run lacks or has in another kind."""
+    notes = {"note": "x", "layers": ["a", "b"], "on": True, "pair": (1, "c")}
+    model, optimizer = start(mesh, SCHEMES["demo"])
+    advance(model, optimizer, [0])
+    optimizer.param_groups[0].update(notes, mask=torch.tensor([1.0, 2.0]))
+    other, again = start(mesh, SCHEMES["demo"])
+    again.param_groups[0].update(on=None, pair=(3,), layers=2.0)
+    with_group = dt.Checkpoints(folder, model, optimizer)
+    with_group.save()
+    with_group.close()
+    dt.load_checkpoint(folder, other, again)
+    found = again.param_groups[0]
+    groups = len(torch.distributed.distributed_c10d._world.pg_map)
+    with_group.save()
+    with_group.close()
+    closed = groups == len(torch.distributed.distributed_c10d._world.pg_map)
+    return {key: found[key] for key in notes} == notes, found["mask"].tolist(), closed
+
+
+def test_options_that_a_loop_adds_to_a_group_are_loaded(tmp_path):
+    assert worlds.run(with_notes, 2, 1, tmp_path) == [(True, [1.0, 2.0], True)] * 2
+
+
 def elastic(mesh, folder):
     """Replicas come and go, and the parameters that are trained when it is loaded are not the saved ones."""
     found = {}
@@ -136,7 +160,7 @@ def refused(mesh, folder, before):
     if before:
         model, optimizer = begun(mesh, 24, 3)
         dt.save_checkpoint(folder / "shape", model, optimizer)
-        optimizer.param_groups[0]["note"] = "of training"
+        optimizer.param_groups[0]["eps"] = "of training"
         dt.save_checkpoint(folder / "option", model, optimizer)
         return []
     changed = []

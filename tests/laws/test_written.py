@@ -394,3 +394,17 @@ def test_law_15_a_follower_comes_again_after_a_change_of_the_optimizers_state(ch
             follower.update(wait_s=1)
     assert follower.step == optimizer.step_count
     assert digest(served.parameters()) == digest(trained.parameters())
+
+
+@pytest.mark.parametrize("what", ["dtype", "shape"])
+def test_a_weight_of_another_kind_is_refused_by_name(what):
+    model, optimizer = started(LoopbackCommunicator(2), SCHEMES["demo"])
+    advance(model, optimizer, 0, range(1), lambda *_: None)
+    weight = model.layers[1].weight
+    if what == "dtype":
+        model.half()
+    else:
+        weight.grad = None
+        weight.data = weight.data[:-1].clone()
+    with pytest.raises(ValueError, match=r"layers\.\d\.weight is .* was .* at the last step"):
+        optimizer.step()

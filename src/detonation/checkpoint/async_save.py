@@ -124,8 +124,12 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         return lines
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if error is not None:  # a running save may wait for ranks that have ended
-            return
+        if error is None:  # otherwise a running save may wait for ranks that have ended
+            self.close()
+
+    def close(self) -> None:
+        """Waits for the running save and closes the process group of the saves, as the end of a
+        `with` block does. All ranks call it; a later `save` opens another group."""
         self._join()
         if self._group is not None:
             dist.destroy_process_group(self._group)

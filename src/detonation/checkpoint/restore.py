@@ -178,15 +178,16 @@ def _saved_options(file: ShardReader, optimizer: Replicated) -> list[dict[str, A
     """
     found = []
     for group, options in zip(optimizer.param_groups, file.groups, strict=True):
-        mine = {
-            key: _option(key, group.get(key), value) for key, value in options["options"].items()
-        }
+        mine = {}
+        for key, value in options["options"].items():
+            like = group.get(key)
+            if key in optimizer.defaults and like is not None:
+                mine[key] = _option(key, like, value)
+            else:  # training set it after it made the optimizer, as a scheduler or a loop does
+                mine[key] = _of_others(like, value)
         for key, value in options["tensors"].items():
             like = group.get(key, group["lr"])  # a scheduler that is made later adds initial_lr
-            if isinstance(like, Tensor):
-                mine[key] = like.new_tensor(value)
-            else:
-                mine[key] = _option(key, like, value)
+            mine[key] = _tensor_option(key, like, value, key in optimizer.defaults)
         found.append(mine)
     return found
 
@@ -275,14 +276,30 @@ def _option(key: str, current: Any, saved: Any) -> Any:
         return type(current)(
             _option(key, inner, other) for inner, other in zip(current, saved, strict=True)
         )
-    if current is None and isinstance(saved, int | float):
-        return saved  # training set it after it made the optimizer, for example by a scheduler
     number = _is_number(current) and _is_number(saved)
     switch = isinstance(current, bool | None) and isinstance(saved, bool | None)
     if not (number or switch or (isinstance(current, str) and isinstance(saved, str))):
         raise CorruptCheckpoint(
             f"the option {key} was saved as {str(saved)[:60]!r}, is {current!r} here"
         )
+    return saved
+
+
+def _tensor_option(key: str, current: Any, saved: Any, is_own: bool) -> Any:
+    """An option that was saved as a tensor; `is_own` if an argument of the optimizer sets it."""
+    if isinstance(current, Tensor):
+        return current.new_tensor(saved)
+    if is_own:
+        return _option(key, current, saved)
+    if isinstance(saved, list):
+        return torch.tensor(saved)
+    return saved
+
+
+def _of_others(current: Any, saved: Any) -> Any:
+    """A saved option that no argument of the optimizer has set."""
+    if isinstance(current, tuple) and isinstance(saved, list):
+        return tuple(saved)
     return saved
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from detonation.checkpoint.files.extra_values import encoded_number
 from detonation.checkpoint.files.reader import MOVED, Box
 from detonation.core.agreement.buffers import persistent_buffers
+from detonation.core.agreement.options import python_number
 from detonation.core.flat.tensors import Piece, local
 from detonation.core.link.coordinates import Coordinates
 from detonation.core.optimizer.gathered import local_parameters
@@ -58,7 +59,7 @@ def groups(model: nn.Module, optimizer: Replicated) -> list[dict[str, Any]]:
         {
             "parameters": [names.get(id(parameter), "") for parameter in group["params"]],
             "options": {
-                k: plain(k, v)
+                k: plain(k, python_number(v))
                 for k, v in group.items()
                 if k != "params" and not isinstance(v, Tensor)
             },

@@ -16,10 +16,12 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from detonation.core.agreement.options import recorded_options
 from detonation.core.base_error import DetonationError
 from detonation.core.flat.tensors import bare_name, digest, local, octets
 from detonation.core.flat.written import WrittenWeights, first_names, stamp, weight_places
 from detonation.core.integrity.observer import StepObserver
+from detonation.core.optim.base_step import hooks_of
 from detonation.core.optimizer.gathered import local_parameters, reshard
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.runtime import Readback
@@ -158,6 +160,7 @@ class StepRecorder(StepObserver, ABC):
         self._numbers: dict[str, int] = {}  # of the parameters of the model, by name
         self._written: Copies = []  # the weights that were written before the current step
         self._warned = False
+        self._warned_of_hooks = False
         # stamps of the base optimizer's state after the last end; None if nobody took them
         self._state: dict[Any, Any] | None = None
         self._left = False  # True if what comes next does not follow the last end
@@ -265,6 +268,7 @@ class StepRecorder(StepObserver, ABC):
         kind = SYNCHRONIZE
         if what == "step":
             kind = STEP
+        self._warn_of_hooks(optimizer)
         changed = self._changed(optimizer.param_groups)
         about = {}
         if kind == STEP or any(changed):
@@ -300,10 +304,22 @@ class StepRecorder(StepObserver, ABC):
         self._weights.forget()
         self._state = None
 
+    def _warn_of_hooks(self, optimizer: Replicated) -> None:
+        """Warns once if hooks may change gradients or weights inside of a step."""
+        if self._warned_of_hooks or not (hooks := hooks_of(optimizer.base)):
+            return
+        self._warned_of_hooks = True
+        _log.warning(
+            "%s does not get what hooks of the base optimizer change in a step: %s; register them"
+            " on the replicated optimizer, or on that of a replay and of a follower, too",
+            self.reader,
+            first_names(hooks),
+        )
+
     def _changed(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Options of each parameter group that were not recorded yet."""
         before = self._options
-        self._options = [_plain_options(group) for group in groups]
+        self._options = [recorded_options(group) for group in groups]
         changed = []
         for number, now in enumerate(self._options):
             old: dict[str, Any] = {}
@@ -374,20 +390,3 @@ def _moved_by_rounds(optimizer: Replicated) -> set[str]:
         if each.scheme.signal == "parameters":
             found |= {slot.name for slot in each.layout.slots}
     return found
-
-
-def _plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a group that JSON can hold; a tensor of one element becomes a number."""
-    found = {}
-    for key, value in group.items():
-        if isinstance(value, Tensor) and value.numel() == 1:
-            value = float(value)
-        if key != "params" and _is_plain(value):
-            found[key] = value
-    return found
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return all(map(_is_plain, value))
-    return isinstance(value, int | float | str | None) and value == value  # JSON has no NaN

@@ -15,17 +15,18 @@ from torch import Tensor
 
 from detonation.checkpoint.gather import texts_between
 from detonation.cluster.network.loopback import LoopbackCommunicator
+from detonation.core.agreement.options import take_recorded
 from detonation.core.flat.layout import copy
 from detonation.core.flat.tensors import digest, local, locals_of
 from detonation.core.integrity.observer import PlayedMessages
 from detonation.core.optimizer.gathered import local_parameters
-from detonation.core.optimizer.reconfigure import like_option
 from detonation.core.optimizer.replicated import Replicated
 from detonation.log.records import (
     LOG_VERSION,
     MESSAGE,
     START,
     STEP,
+    SYNCHRONIZE,
     WRITTEN,
     DamagedLog,
     LogRecord,
@@ -201,7 +202,7 @@ class Playback(Player):
             if (record.kind == START) != (number == 0):
                 raise DamagedLog(f"{path} is no log of one rank")
             if record.kind == START:
-                self._check(path, record)
+                self._check(path, record, _first_options(path))
             else:
                 yield record
 
@@ -211,7 +212,7 @@ class Playback(Player):
             return record.step < self.first
         return (record.kind == STEP or begun < self.first) and record.step <= self.first
 
-    def _check(self, path: Path, start: LogRecord) -> None:
+    def _check(self, path: Path, start: LogRecord, options: dict[str, Any]) -> None:
         """Raises `ValueError` if a file is of another version, run or beginning than this one.
 
         Warns if this process rounds in another way than training did.
@@ -223,7 +224,7 @@ class Playback(Player):
                 f" {LOG_VERSION}"
             )
         use_padding_of(about, self._optimizer)
-        why = self._why_only_near(about)
+        why = self._why_only_near(about, options)
         if why and self._exact:
             raise ValueError(f"{path}: {why}")
         if why:
@@ -252,9 +253,9 @@ class Playback(Player):
                 " a checkpoint that is saved after it"
             )
 
-    def _why_only_near(self, about: dict[str, Any]) -> str:
+    def _why_only_near(self, about: dict[str, Any], options: dict[str, Any]) -> str:
         """In words, why replay of a file comes near the weights of training only; "" if exactly."""
-        mine = round_like(about, self._optimizer)
+        mine = round_like(about, self._optimizer, options)
         theirs = about.get("selftest") or mine
         odd = next((key for key in mine if theirs.get(key) != mine[key]), "")
         if odd:
@@ -278,6 +279,16 @@ class Playback(Player):
                 raise ValueError(
                     f"{path} was written with {key} {about.get(key)}, this run has {now}"
                 )
+
+
+def _first_options(path: Path) -> dict[str, Any]:
+    """Options of the first group at the first step of a file, with which training tested how it
+    rounds; a scheduler may change them before or after."""
+    for record in whole_records(path):
+        if record.kind in (STEP, SYNCHRONIZE):
+            first = [*record.table().get("groups", []), {}][0]
+            return {key: value for key, value in first.items() if not key.startswith("$")}
+    return {}
 
 
 def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) -> int:
@@ -429,7 +440,7 @@ def repeat_step(end: LogRecord, optimizer: Replicated) -> None:
         return
     groups = optimizer.param_groups
     for group, options in zip(groups, end.table().get("groups", [{}] * len(groups)), strict=True):
-        group |= {key: like_option(group.get(key), value) for key, value in options.items()}
+        take_recorded(group, options)
     if end.kind != STEP:
         optimizer.synchronize()
         return

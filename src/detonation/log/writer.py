@@ -16,6 +16,7 @@ from detonation.core.agreement.selftest import selftest
 from detonation.core.flat.padding_rows import used_rows
 from detonation.core.flat.tensors import digest
 from detonation.core.link.elastic_communicator import ElasticCommunicator
+from detonation.core.optim.base_step import hooks_of
 from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.replicator.padding import use_rows
@@ -283,13 +284,13 @@ def identity(optimizer: Replicated) -> dict[str, Any]:
     }
 
 
-def arithmetic(optimizer: Replicated) -> dict[str, str]:
+def arithmetic(optimizer: Replicated, options: Mapping[str, Any] | None = None) -> dict[str, str]:
     """Digests of a self-test with the scheme and the base optimizer, which depend on how this
-    process rounds."""
+    process rounds, and on its options, or on `options`."""
     ((_, scheme),) = optimizer.levels
     found: dict[str, str] = {}
     for replicator in optimizer.build()[:1]:
-        found |= selftest(scheme, replicator.channel.runtime, replicator.stepped)
+        found |= selftest(scheme, replicator.channel.runtime, replicator.stepped, options)
     return found
 
 
@@ -298,11 +299,15 @@ def rounding(optimizer: Replicated) -> dict[str, Any]:
     return {"rounds_singly": optimizer.base_step.rounds_singly, "selftest": arithmetic(optimizer)}
 
 
-def round_like(about: Mapping[str, Any], optimizer: Replicated) -> dict[str, str]:
+def round_like(
+    about: Mapping[str, Any],
+    optimizer: Replicated,
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, str]:
     """Makes `optimizer` round like the run that `about` describes, if it can; returns
     `arithmetic`."""
     optimizer.base_step.round_singly(about.get("rounds_singly", False))
-    return arithmetic(optimizer)
+    return arithmetic(optimizer, options)
 
 
 def padding_of(optimizer: Replicated) -> dict[str, Any]:
@@ -322,7 +327,10 @@ def use_padding_of(about: Mapping[str, Any], optimizer: Replicated) -> None:
 
 def _settings(optimizer: Replicated) -> dict[str, Any]:
     close = {"close": optimizer.closeness is not None}
-    return {**identity(optimizer), **close, **rounding(optimizer), **padding_of(optimizer)}
+    about = {**identity(optimizer), **close, **rounding(optimizer), **padding_of(optimizer)}
+    if hooks := hooks_of(optimizer.base):
+        about["hooks"] = hooks
+    return about
 
 
 def segments(directory: Path, rank: str) -> list[tuple[str, int, Path]]:

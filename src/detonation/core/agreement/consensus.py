@@ -18,6 +18,7 @@ from detonation.core.agreement.desync import (
     repaired,
 )
 from detonation.core.agreement.gates import StepGate
+from detonation.core.agreement.options import USUAL, use_python_numbers
 from detonation.core.agreement.safety import Safety
 from detonation.core.base_error import DetonationError
 from detonation.core.flat.tensors import Piece
@@ -117,6 +118,13 @@ class StopConsensus:
             raise HalfStep(
                 f"{self.half_step}; the other replicas may have taken it: load a checkpoint on all"
             )
+        for group in self._base.param_groups:  # no call of Python for usual options
+            kinds = {*map(type, group.values())}
+            for value in group.values():
+                if type(value) is tuple:
+                    kinds.update(map(type, value))
+            if not kinds <= USUAL:
+                use_python_numbers(group)
         options = "; ".join(map(self._numbers, self._base.param_groups)).encode()
         for counts in self.counts:
             counts.options = options

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from detonation.core.agreement.options import python_number
 from detonation.core.compute.checksum import checksum
 from detonation.core.integrity.header import hash63
 from detonation.core.link.link import Link
@@ -88,11 +89,12 @@ def options_of(optimizer: Optimizer) -> dict[str, str]:
     private = _private(optimizer)
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
+            value = python_number(value)
             if isinstance(value, Tensor) and value.device.type != "meta":
                 value = value.tolist()
             is_plain = value is None or isinstance(value, bool | int | float | str | tuple)
             if is_plain and key not in private:
-                found[f"{key} of group {number}"] = str(value)  # NumPy numbers give the same text
+                found[f"{key} of group {number}"] = str(value)
     return found
 
 
@@ -131,6 +133,7 @@ def _private(optimizer: Optimizer) -> set[str]:
 
 def _is_number(value: object) -> bool:
     """True for a number, or a tuple of numbers."""
+    value = python_number(value)
     if isinstance(value, tuple):
         return all(isinstance(each, int | float) for each in value)
     return isinstance(value, int | float)

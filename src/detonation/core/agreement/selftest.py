@@ -2,7 +2,7 @@
 processors and libraries round differently."""
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,12 @@ _PROBED = SGD, Adam, AdamW, Muon, SignSGD
 tested."""
 
 
-def selftest(scheme: Scheme, runtime: Runtime, base: BaseStep | None) -> dict[str, str]:
+def selftest(
+    scheme: Scheme,
+    runtime: Runtime,
+    base: BaseStep | None,
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, str]:
     """Hashes of two fixed messages, decoded as in training, and of steps of the optimizer with the
     settings in `base`.
 
@@ -43,6 +48,7 @@ def selftest(scheme: Scheme, runtime: Runtime, base: BaseStep | None) -> dict[st
     Args:
         base: Steps that must be equal; None if each replica steps by itself. Steps by signs are
             not tested, because all processors round them alike.
+        options: Options that replace those in `base`, as of another step.
     """
     with runtime.exact_arithmetic():
         layout = scheme.codec.layout({"selftest": _SHAPE})
@@ -66,7 +72,7 @@ def selftest(scheme: Scheme, runtime: Runtime, base: BaseStep | None) -> dict[st
                 if isinstance(base.optimizer, Muon):  # matrix products of all rows take long
                     before = before[:64]
                     gradient = gradient[:64]
-                steps = _steps([before], [gradient], base.optimizer)
+                steps = _steps([before], [gradient], base.optimizer, options)
                 found[STEP_SELFTEST] = digest(steps)[:16]
         return found
 
@@ -108,14 +114,18 @@ def rounds_by_place(base: Optimizer, dtype: torch.dtype, device: torch.device) -
 
 
 def _steps(
-    before: Sequence[Tensor], updates: Sequence[Tensor], base: Optimizer | None
+    before: Sequence[Tensor],
+    updates: Sequence[Tensor],
+    base: Optimizer | None,
+    options: Mapping[str, Any] | None = None,
 ) -> list[Tensor]:
     """Each tensor after two steps of an optimizer like `base`, or, for other optimizers, after the
     operations of which they consist."""
     kind: Any = type(base)
     if base is not None and kind in _PROBED:
         weights = [torch.nn.Parameter(each.clone()) for each in before]
-        made = kind([{**base.param_groups[0], "params": weights, "lr": 1e-3}])
+        given = {**base.param_groups[0], **(options or {})}
+        made = kind([{**given, "params": weights, "lr": 1e-3}])
         for scale in (1.0, 0.7):  # at the first step all state is zero
             for weight, update in zip(weights, updates, strict=True):
                 weight.grad = update * scale

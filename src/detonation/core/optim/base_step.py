@@ -104,6 +104,16 @@ def _hook_before(optimizer: Optimizer, step: BaseStep) -> Callable[[], object]:
     return finalize(step, optimizer.register_step_pre_hook(hold).remove)
 
 
+def hooks_of(optimizer: Optimizer) -> list[str]:
+    """Names of the hooks around steps of `optimizer` that others registered."""
+    hooks = [
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+    ]
+    others = [hook for hook in hooks if not str(hook.__module__).startswith("detonation.")]
+    return [getattr(hook, "__qualname__", type(hook).__name__) for hook in others]
+
+
 class _Lookout:
     """A hook after each step of an optimizer. It raises for a step outside of a `BaseStep`, which
     would change one replica alone.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from detonation.core.agreement.consensus import StopConsensus
+from detonation.core.agreement.options import recorded_options, take_recorded
 from detonation.core.exchange.two_stage import TwoStage
 from detonation.core.flat.owners import RowOwners
 from detonation.core.flat.tensors import largest_local_shape
@@ -253,30 +254,10 @@ def take_options(
     replicators: Sequence[Replicator], groups: Sequence[dict[str, Any]], newcomer: bool
 ) -> None:
     """Gives the parameter groups of a newcomer the options of the first replica. Collective."""
-    plain = [
-        {
-            key: value.tolist() if isinstance(value, Tensor) else value
-            for key, value in group.items()
-            if key != "params"
-        }
-        for group in groups
-    ]
-    plain = [
-        {k: v for k, v in group.items() if isinstance(v, int | float | str | tuple | list | None)}
-        for group in plain
-    ]
+    plain = [recorded_options(group) for group in groups]
     options = replicators[0].link.send_to_all(plain, replicators[0].channel.runtime.device)[0]
     for group, theirs in zip(groups, options, strict=True) if newcomer else ():
-        group |= {key: like_option(group.get(key), value) for key, value in theirs.items()}
-
-
-def like_option(current: object, value: Any) -> Any:
-    """An option as JSON has it, in the type that the group has."""
-    if isinstance(current, Tensor):
-        return current.fill_(value)
-    if isinstance(current, tuple):
-        return tuple(value)
-    return value
+        take_recorded(group, theirs)
 
 
 def hand_over_by_name(

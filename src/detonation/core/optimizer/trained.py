@@ -3,7 +3,9 @@ changed since the last layout."""
 
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from operator import attrgetter
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -15,6 +17,8 @@ _TRAINED = weakref.WeakKeyDictionary["TrainedParameters", None]()
 """Of all replicated optimizers of this process, as keys: another thread may make one while this one
 reads them."""
 
+_KIND = attrgetter("dtype", "shape")  # a step calls no function of Python for it
+
 
 class TrainedParameters:
     """The parameters of `base` that require a gradient, by their names in `model`."""
@@ -25,6 +29,8 @@ class TrainedParameters:
         self.laid_out: Mapping[str, Tensor] = {}
         """The parameters in the layouts of the levels, by name."""
         self._ids = set[int]()
+        # dtypes and shapes of the parameters in the layouts
+        self._kinds: list[tuple[torch.dtype, torch.Size]] = []
         self._units = shown_units(model)
         self._take_shards()
         _TRAINED[self] = None
@@ -106,6 +112,7 @@ class TrainedParameters:
         """Notes that the layouts hold `parameters` from now on."""
         self.laid_out = parameters
         mine = {id(p) for p in parameters.values()}
+        self._kinds = [*map(_KIND, parameters.values())]
         self._units = shown_units(self.model)
         self._ids = {id(p) for p in self.everyone if id(p) in mine}
         self._forget_frozen_gradients()
@@ -121,8 +128,18 @@ class TrainedParameters:
             if parameters.get(name) is not unit.shard:
                 reshard(self.model)
                 break
+        if [*map(_KIND, self.laid_out.values())] != self._kinds:
+            self._refuse_other_kinds()
         groups = self._base.param_groups
         return {id(p) for group in groups for p in group["params"] if p.requires_grad} != self._ids
+
+    def _refuse_other_kinds(self) -> None:
+        for (name, p), (dtype, shape) in zip(self.laid_out.items(), self._kinds, strict=True):
+            if (p.dtype, p.shape) != (dtype, shape):
+                raise ValueError(
+                    f"{name} is {p.shape} {p.dtype}, was {shape} {dtype} at the last step:"
+                    " keep dtype and shape, or make the optimizer anew"
+                )
 
     @property
     def changed(self) -> bool:

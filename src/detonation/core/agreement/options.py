@@ -1,0 +1,85 @@
+"""Options of parameter groups as numbers of Python, and as JSON that gives equal ones back."""
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_TENSORS = "$tensors"
+"""Key of the names and dtypes of options that are tensors."""
+USUAL = {bool, int, float, str, type(None), tuple, list, Tensor}
+"""Types of options that need no replacement, and of the numbers in tuples."""
+
+
+def use_python_numbers(group: dict[str, Any]) -> None:
+    """Replaces NumPy scalars in a parameter group by numbers of Python.
+
+    NumPy would compute with a `float32` lr in its own precision, and only some replicas or
+    followers may have it.
+    """
+    group.update({key: python_number(value) for key, value in group.items()})
+
+
+def python_number(value: Any) -> Any:
+    """The number of Python for a NumPy scalar, also in a tuple; any other value as it is."""
+    numpy = sys.modules.get("numpy")  # nobody has its numbers without it
+    if type(value) is tuple:
+        return tuple(map(python_number, value))
+    if numpy is None:
+        return value
+    if isinstance(value, numpy.generic) or (isinstance(value, numpy.ndarray) and not value.ndim):
+        return value.item()
+    return value
+
+
+def recorded_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a group that JSON can hold. A tensor of one element becomes a number, and its
+    dtype is recorded."""
+    found: dict[str, Any] = {}
+    kinds = {}
+    for key, option in group.items():
+        value = python_number(option)
+        if isinstance(value, Tensor) and value.numel() == 1:
+            kinds[key] = str(value.dtype).removeprefix("torch.")
+            value = float(value)
+        if key != "params" and _is_plain(value):
+            found[key] = value
+    found[_TENSORS] = kinds
+    return found
+
+
+def take_recorded(group: dict[str, Any], recorded: Mapping[str, Any]) -> None:
+    """Gives a group the options of `recorded_options`; an option becomes a tensor, or a number,
+    where it was one."""
+    options = dict(recorded)
+    kinds = options.pop(_TENSORS, None)
+    if isinstance(kinds, dict):  # older records have none
+        _take_kinds(group, kinds)
+    group.update({key: _like(group.get(key), value) for key, value in options.items()})
+
+
+def _take_kinds(group: dict[str, Any], kinds: Mapping[str, Any]) -> None:
+    for key in group.keys() - {"params"}:
+        value = group[key]
+        dtype = getattr(torch, str(kinds.get(key)), None)
+        if isinstance(dtype, torch.dtype) and isinstance(value, Tensor | int | float):
+            group[key] = torch.as_tensor(value, dtype=dtype)
+        elif isinstance(value, Tensor) and value.numel() == 1:
+            group[key] = value.item()
+
+
+def _like(current: object, value: Any) -> Any:
+    """An option as JSON has it, in the type that the group has."""
+    if isinstance(current, Tensor):
+        return current.fill_(value)
+    if isinstance(current, tuple):
+        return tuple(value)
+    return value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return isinstance(value, int | float | str | None) and value == value  # JSON has no NaN
