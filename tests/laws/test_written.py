@@ -385,10 +385,16 @@ def test_law_15_a_follower_comes_again_after_a_change_of_the_optimizers_state(ch
     with dt.follow(served, feed.address, token=TOKEN, wait=False) as follower:
         while not feed.followers:
             follower.update(wait_s=0.01)
-        *_, (trained, _, _) = phases
-        while follower.joins < 2:
-            advance(trained, optimizer, 0, [optimizer.step_count], lambda *_: None)
-            follower.update(wait_s=0.01)
+        trained, _, _ = next(phases)
+
+        def train_until_it_has_joined(times):
+            while follower.joins < times:
+                advance(trained, optimizer, 0, [optimizer.step_count], lambda *_: None)
+                follower.update(wait_s=0.01)
+
+        train_until_it_has_joined(1)  # before the change
+        next(phases)
+        train_until_it_has_joined(2)
         feed.close()
         while not follower.ended:
             follower.update(wait_s=1)

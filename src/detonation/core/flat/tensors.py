@@ -201,7 +201,9 @@ def local_gradients(parameters: Mapping[str, Tensor]) -> list[Tensor | None]:
         if gradient is None:
             found.append(None)
             continue
-        shard = _local_gradient(parameter, gradient)
+        shard = gradient
+        if isinstance(gradient, DTensor):
+            shard = _local_gradient(parameter, gradient)
         address = shard.data_ptr()  # 0 for an empty tensor, and on the meta device
         if address and (address in addresses or 0 in shard.stride()):
             shard = _separated(parameter)
@@ -210,10 +212,8 @@ def local_gradients(parameters: Mapping[str, Tensor]) -> list[Tensor | None]:
     return found
 
 
-def _local_gradient(parameter: Tensor, gradient: Tensor) -> Tensor:
+def _local_gradient(parameter: Tensor, gradient: DTensor) -> Tensor:
     """The shard of `gradient`, which is sharded like `parameter` afterwards."""
-    if not isinstance(gradient, DTensor):
-        return gradient
     if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
         parameter.grad = gradient

@@ -89,40 +89,37 @@ class SignSGD(Optimizer):
         loss = None
         if closure:
             loss = evaluated(closure)
-        moved = self._take_deferred()
+        moved: set[int] = set()
+        if self.deferred:
+            rates: dict[int, SignRate] = {}
+            for group in self.param_groups:
+                lr = float(group["lr"])
+                rate = (1 - lr * group["weight_decay"], lr)
+                rates |= {id(p): rate for p in group["params"]}
+            deferred = self.deferred
+            self.deferred = {}
+            for each in deferred.values():
+                each.move([rates[id(p)] for p in each.parameters])
+                if each.done:
+                    each.done()
+                moved |= {id(p) for p in each.parameters}
         for group in self.param_groups:
             rest = [
                 p
                 for p in group["params"]
                 if p.grad is not None and id(p) not in moved and local(p).numel()
             ]
-            if not rest:
-                continue
-            directions = [local(p.grad) for p in rest]
-            if group["momentum"]:
-                directions = self._momentum(rest, directions, group["momentum"])
-            weights = [local(p) for p in rest]
-            _sign_step(weights, directions, float(group["lr"]), group["weight_decay"])
+            if rest:
+                self._move(rest, group)
         return loss
 
-    def _take_deferred(self) -> set[int]:
-        """Moves parameters by the updates that came with messages; returns the ids of those."""
-        moved: set[int] = set()
-        if not self.deferred:
-            return moved
-        rates: dict[int, SignRate] = {}
-        for group in self.param_groups:
-            lr = float(group["lr"])
-            rate = (1 - lr * group["weight_decay"], lr)
-            rates |= {id(p): rate for p in group["params"]}
-        deferred = self.deferred
-        self.deferred = {}
-        for each in deferred.values():
-            each.move([rates[id(p)] for p in each.parameters])
-            if each.done:
-                each.done()
-            moved |= {id(p) for p in each.parameters}
-        return moved
+    def _move(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """Moves `parameters` by the signs of their gradients, or of their momentum."""
+        directions = [local(p.grad) for p in parameters if p.grad is not None]
+        if group["momentum"]:
+            directions = self._momentum(parameters, directions, group["momentum"])
+        weights = [local(p) for p in parameters]
+        _sign_step(weights, directions, float(group["lr"]), group["weight_decay"])
 
     def _momentum(
         self, parameters: list[Tensor], gradients: list[Tensor], momentum: float
