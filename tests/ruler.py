@@ -24,19 +24,19 @@ MOST_COLUMNS = 100
 MOST_COGNITIVE = 15
 
 CEILINGS: dict[str, float] = {
-    "tokens of src": 310_800,
-    "tokens of core": 88_200,
-    "tokens per line of code": 9.4,
-    "nodes per statement": 8.8,
-    "packed assignments per 1,000 statements": 22.0,
-    "conditional expressions per 1,000 statements": 40.6,
-    "lines over 100 columns": 178,
-    "cognitive complexity of src": 7_457,
+    "tokens of src": 315_700,
+    "tokens of core": 89_600,
+    "tokens per line of code": 9.1,
+    "nodes per statement": 7.9,
+    "packed assignments per 1,000 statements": 0.9,
+    "conditional expressions per 1,000 statements": 2.7,
+    "lines over 100 columns": 0,
+    "cognitive complexity of src": 7_650,
     "functions of core over cognitive 15": 0,
     "functions of src over cognitive 15, without kernels": 0,
     "own modules that one module imports, at most": 25,
     "modules that core names in strings": 0,
-    "hasattr and getattr in core": 15,
+    "hasattr and getattr in core": 17,
     "names of elastic in core": 17,
     "names of tape in core": 0,
     "names of balance in core": 14,
@@ -50,7 +50,9 @@ Moved up on 2026-11-28, for silent wrong weights and for runs on several machine
 written weights, agreements by turns, partitions, interfaces, one opener for files, exact `extra` (tokens,
 complexity; tape and trained, which carry what others wrote), for named steps (tokens), and for entry
 points, the declared axis, the test of a transport, and seams that say what
-attaches (tokens), and branches in place of conditional expressions (complexity)."""
+attaches (tokens), branches in place of conditional expressions (complexity), and, for weights that were
+wrong in silence, gradients with memory of their own, options of every kind, and the optimizer's state in
+logs (tokens, complexity; two questions to torch's own objects)."""
 
 FEATURES = {
     "elastic": ("link/elastic_communicator.py",),

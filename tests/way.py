@@ -75,9 +75,10 @@ SIZES = {
     "public names": 40,
     "verbs": 11,
     "recipe keys": 117,
-    "private names of core that the application imports": 20,  # `worker.py` became three files
+    "private names of core that the application imports": 21,  # `worker.py` became three files; bytes of
+    # full synchronisation among the replicas of each step
     "words of README": 880,  # the gain at every rate of a link, and that AdamW had one learning rate
-    "words of docs": 44_180,  # what holds in partitions, set-up, unused and written weights; an elastic
+    "words of docs": 44_330,  # what holds in partitions, set-up, unused and written weights; an elastic
     # tutorial; the specifications, which are code
 }
 """What users meet, and what the application takes of core past its faces: at most."""
