@@ -61,6 +61,11 @@ with suppress(
     settings.load_profile("repeatable")
 
 
+collect_ignore = ["package/outside"]
+"""A package that only its tests install: to look for doctests in it would register its scheme for
+all tests."""
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     for mark in item.iter_markers("long_cases"):
         if item.callspec.id in mark.args:  # type: ignore[attr-defined]
