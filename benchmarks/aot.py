@@ -143,7 +143,8 @@ def step(
     )
     gradients = [torch.empty_like(parameter) for parameter in model]
     with torch.no_grad():
-        channel.send(gradients, 0).receive().write(gradients)
+        update = channel.send(gradients, 0).receive()
+        update.engine.write(update.received, gradients)
         update = channel.send(gradients, 1).receive()
         if update.engine.can_apply_signs(update.received, gradients):
             update.engine.apply_signs(update.received, gradients, [(1.0, 1e-3)] * len(gradients))

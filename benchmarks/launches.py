@@ -131,7 +131,8 @@ def operations(
                         channel.send_bucket(transfer, pipeline, pipeline.bucket.cut(gradients))
                 else:
                     transfer = channel.send(gradients, step)
-                transfer.receive().write(gradients)
+                update = transfer.receive()
+                update.engine.write(update.received, gradients)
     found = [name for name in watch.names if name not in ALLOCATES | VIEWS]
     launches = [*found, *(name for name, count in launched.items() for _ in range(count))]
     return channel, launches, sum(name in ALLOCATES for name in watch.names)

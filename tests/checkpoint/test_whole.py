@@ -16,6 +16,7 @@ from test_exact import BASES, advance, everything, start
 import detonation as dt
 import worlds
 from covering import covered
+from detonation import whole_files
 from detonation.checkpoint import async_save
 from detonation.checkpoint.files import disk
 from detonation.checkpoint.files.manifest import MOST_BYTES
@@ -274,7 +275,10 @@ def beside_leftovers(mesh, folder):
 
 
 def test_leftovers_that_this_user_cannot_remove_disturb_no_save(tmp_path, monkeypatch):
-    probe, entry = tmp_path / f"{disk.PROBE}0-0", tmp_path / ".step-000100.gone" / "manifest.json"
+    probe, entry = (
+        tmp_path / f"{whole_files.PROBE}0-0",
+        tmp_path / ".step-000100.gone" / "manifest.json",
+    )
     probe.touch()
     entry.parent.mkdir()
     entry.touch()

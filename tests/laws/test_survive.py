@@ -43,6 +43,7 @@ from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
 from detonation.core.integrity.fault_counts import BadPeer, Desync
 from detonation.core.optimizer.trained import TrainedParameters
+from detonation.extend import Communicator
 from limits import LIMIT_S
 from steps import Died, Mortal, step_on, together, unsent
 from zoo import KINDS, TALKING, Plain, batch, built
@@ -226,16 +227,23 @@ def test_law_1_a_lost_owner_takes_along_what_is_in_its_rows_alone(countdown, und
         assert missing[others].abs().max() < 1e-4 < 1e-2 < missing[of_lost].abs().max()
 
 
-class Unaware:
+class Unaware(Communicator):
     """A communicator of somebody's own around an elastic axis: optimizers do not hear of losses."""
 
     def __init__(self, inner):
-        self.replica, self.size = inner.replica, inner.size
-        self.all_reduce, self.all_gather, self.all_to_all = (
-            inner.all_reduce,
-            inner.all_gather,
-            inner.all_to_all,
-        )
+        self.replica, self._inner = inner.replica, inner
+
+    def size(self):
+        return self._inner.size()
+
+    def all_reduce(self, values):
+        return self._inner.all_reduce(values)
+
+    def all_gather(self, mine):
+        return self._inner.all_gather(mine)
+
+    def all_to_all(self, mine):
+        return self._inner.all_to_all(mine)
 
 
 @pytest.mark.parametrize("name", ["full", "demo", "demo-owner", "diloco"])

@@ -107,6 +107,9 @@ def called(words: list[str], env: Mapping[str, str]) -> tuple[list[str], dict[st
         for program in ("torchrun", "srun", "scontrol", "detonation"):
             (folder / program).write_text(RECORDS)
             (folder / program).chmod(0o755)
+        # a scheduler runs the script once, so that all tasks have one secret
+        (folder / "openssl").write_text("#!/bin/sh\necho 0123456789abcdef0123456789abcdef\n")
+        (folder / "openssl").chmod(0o755)
         record = {"CALLED": str(folder / "called"), "PYTHON": sys.executable}
         path = f"{folder}:{os.environ['PATH']}"
         subprocess.run(words, env={**env, **record, "PATH": path}, check=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from detonation import whole_files
 from detonation.checkpoint.files import disk
 from detonation.cluster.processes.failure import WorldError
 from detonation.train.loop import session
@@ -30,7 +31,7 @@ def test_a_link_is_the_directory_it_leads_to_and_one_to_nowhere_is_refused(tmp_p
 
 
 def test_a_start_that_was_killed_while_it_looked_around_leaves_the_directory_free(tmp_path):
-    (tmp_path / f"{disk.PROBE}0123-7").touch()
+    (tmp_path / f"{whole_files.PROBE}0123-7").touch()
     check_free(tmp_path, resume=False)
 
 

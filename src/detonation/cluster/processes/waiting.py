@@ -163,7 +163,8 @@ class Awaited:
     `limit_s`.
 
     who: the waiting rank, in words. line_s: seconds until the first line. look: called at each
-    poll; it raises if waiting is useless.
+    poll; it raises if waiting is useless. ends: False for waits in training, where a request to
+    stop saves first.
     """
 
     def __init__(
@@ -172,8 +173,10 @@ class Awaited:
         limit_s: float,
         line_s: float | None = None,
         look: Callable[[], object] = lambda: None,
+        ends: bool = True,
     ) -> None:
         self._who = who
+        self._ends = ends
         self._limit_s = limit_s
         self._look = look
         self._began = time.monotonic()
@@ -186,7 +189,8 @@ class Awaited:
         Raises `TimeoutError` after the limit."""
         seconds = time.monotonic() - self._began
         self._look()
-        end_if_asked()
+        if self._ends:
+            end_if_asked()
         if seconds > self._limit_s:
             text = f"{self._who} has not met {_named(away())} within {self._limit_s:g} s"
             raise TimeoutError(text)

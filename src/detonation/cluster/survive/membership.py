@@ -494,8 +494,8 @@ class Membership:
         return self._seen.get(rank, (b"", 0.0))[0]
 
     def awaited(self) -> Awaited:
-        """A wait of the main thread for ranks that are alive, at most `patience_s`."""
-        return Awaited(f"rank {self.rank}", self.patience_s, WAIT_LINE_S)
+        """A wait in training for ranks that are alive, at most `patience_s`."""
+        return Awaited(f"rank {self.rank}", self.patience_s, WAIT_LINE_S, ends=False)
 
     def doubt(self) -> None:
         """Notes for the next report which replicas this rank cannot reach: no group was formed."""

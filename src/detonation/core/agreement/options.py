@@ -64,8 +64,10 @@ def _take_kinds(group: dict[str, Any], kinds: Mapping[str, Any]) -> None:
     for key in group.keys() - {"params"}:
         value = group[key]
         dtype = getattr(torch, str(kinds.get(key)), None)
-        if isinstance(dtype, torch.dtype) and isinstance(value, Tensor | int | float):
-            group[key] = torch.as_tensor(value, dtype=dtype)
+        if isinstance(dtype, torch.dtype) and isinstance(value, Tensor):
+            group[key] = value.to(dtype)
+        elif isinstance(dtype, torch.dtype) and isinstance(value, int | float):
+            group[key] = torch.tensor(value, dtype=dtype, device="cpu")
         elif isinstance(value, Tensor) and value.numel() == 1:
             group[key] = value.item()
 
