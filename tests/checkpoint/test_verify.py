@@ -399,7 +399,6 @@ def test_the_verb(whole, copy, capsys):
 LIES = {
     "an option of text": lambda rest: rest["groups"][0]["options"].update(lr="1"),
     "an option of another length": lambda rest: rest["groups"][0]["options"].update(betas=[0.9]),
-    "an option that nobody has": lambda rest: rest["groups"][0]["options"].update(run="rm -rf"),
     "options of a list": lambda rest: rest["groups"][0].update(options=[]),
     "a group of text": lambda rest: rest.update(groups=["x"]),
     "no groups": lambda rest: rest.update(groups=[]),
