@@ -215,7 +215,7 @@ def test_a_reason_to_stop_of_which_some_shards_hear_and_others_lose_the_replica_
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = dt.replicate(sgd, model, between, REMEMBERS(link="owner"))
         optimizer.set_up()
-        optimizer._consensus._shards = (Link(inside),)
+        optimizer._consensus.shards = (Link(inside),)
         optimizer._consensus.connect(optimizer.levels, optimizer.build())
         faulty(optimizer, rank)
         with pytest.raises((ReplicaLost, dt.errors.Desync)) as error:
