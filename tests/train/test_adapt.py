@@ -254,7 +254,7 @@ def test_a_run_over_a_link_that_slows_down_moves_writes_it_down_and_resumes_with
     monkeypatch.setattr(session, "ThrottledCommunicator", Slowing)
     monkeypatch.setattr(decide, "PROBE_S", 0.3)
     monkeypatch.setattr(adapt, "STEPS", 2)
-    monkeypatch.setattr(decide, "SCHEMES", {"demo": dt.demo})
+    monkeypatch.setattr(decide, "known_schemes", lambda: {"demo": dt.demo})
     monkeypatch.setattr(decide, "settings", lambda name: [{}])
     path, out = tmp_path / "tiny.toml", tmp_path / "run"
     path.write_text(tomli_w.dumps({**RECIPE, "scheme": {"name": "demo", "topk": 8, "chunk": 32}}))
@@ -292,7 +292,7 @@ def test_a_run_that_is_started_again_before_its_first_checkpoint_chooses_and_ada
     tmp_path, monkeypatch, capfd
 ):
     monkeypatch.setattr(decide, "PROBE_S", 0.3)
-    monkeypatch.setattr(decide, "SCHEMES", {"demo": dt.demo})
+    monkeypatch.setattr(decide, "known_schemes", lambda: {"demo": dt.demo})
     monkeypatch.setattr(decide, "settings", lambda name: [{}])
     path, out = tmp_path / "tiny.toml", tmp_path / "run"
     path.write_text(tomli_w.dumps(RECIPE))

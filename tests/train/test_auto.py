@@ -274,7 +274,7 @@ def test_a_run_whose_replicas_must_agree_is_not_offered_those_that_never_do(sett
 @pytest.mark.long  # no branch of its own
 def test_what_hides_a_message_is_the_last_micro_batch_of_the_run(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(buckets, "SMALLEST", 2**10)  # also in the ranks, which are forks
-    monkeypatch.setattr(decide, "SCHEMES", {"full": dt.full})
+    monkeypatch.setattr(decide, "known_schemes", lambda: {"full": dt.full})
     monkeypatch.setattr(decide, "settings", lambda name: [{}])
     sets = [
         "--set",
