@@ -242,7 +242,7 @@ class Library:
         # [..., n] integer -> [..., nbytes] uint8
         *lines, count = numbers.shape
         is_narrow = width <= 8
-        plain = numbers.to(_integer_type(is_narrow)).contiguous()
+        plain = numbers.to(torch.uint8 if is_narrow else torch.int64).contiguous()
         packed = torch.empty(*lines, nbytes, dtype=torch.uint8, device="cpu")
         self._library.detonation_pack(
             plain.data_ptr(), prod(lines), count, is_narrow, width, packed.data_ptr(), nbytes
@@ -255,7 +255,7 @@ class Library:
         lines = packed.unsqueeze(0).flatten(0, -2)
         is_narrow = width <= 8
         shape = (*packed.shape[:-1], count)
-        numbers = torch.empty(shape, dtype=_integer_type(is_narrow), device="cpu")
+        numbers = torch.empty(shape, dtype=torch.uint8 if is_narrow else torch.int64, device="cpu")
         at = lines.data_ptr(), len(lines), lines.stride(0)
         self._library.detonation_unpack(
             *at, lines.shape[1], count, is_narrow, width, numbers.data_ptr()
@@ -267,7 +267,7 @@ class Library:
         # [..., rows, k] integer -> [..., ceil(rows * chunk / 8)] uint8
         *lines, rows, k = indices.shape
         is_narrow = chunk <= 256
-        plain = indices.to(_integer_type(is_narrow)).contiguous()
+        plain = indices.to(torch.uint8 if is_narrow else torch.int64).contiguous()
         bitmap = torch.empty(*lines, (rows * chunk + 7) // 8, dtype=torch.uint8, device="cpu")
         self._library.detonation_mark(
             plain.data_ptr(), prod(lines), rows, k, chunk, is_narrow, bitmap.data_ptr()
@@ -280,7 +280,7 @@ class Library:
         lines = bitmap.unsqueeze(0).flatten(0, -2)
         is_narrow = chunk <= 256
         shape = (*bitmap.shape[:-1], rows, k)
-        indices = torch.empty(shape, dtype=_integer_type(is_narrow), device="cpu")
+        indices = torch.empty(shape, dtype=torch.uint8 if is_narrow else torch.int64, device="cpu")
         at = lines.data_ptr(), len(lines), lines.stride(0)
         self._library.detonation_marked(*at, rows, k, chunk, is_narrow, indices.data_ptr())
         return indices
@@ -366,10 +366,3 @@ def _identity(compiler: str) -> str:
         platform.machine().encode(),
     ]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-
-
-def _integer_type(is_narrow: bool) -> torch.dtype:
-    """Type of indices and packed numbers, by whether they fit into a byte."""
-    if is_narrow:
-        return torch.uint8
-    return torch.int64
