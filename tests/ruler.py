@@ -24,14 +24,14 @@ MOST_COLUMNS = 100
 MOST_COGNITIVE = 15
 
 CEILINGS: dict[str, float] = {
-    "tokens of src": 315_700,
+    "tokens of src": 315_750,
     "tokens of core": 89_600,
     "tokens per line of code": 9.1,
     "nodes per statement": 7.9,
     "packed assignments per 1,000 statements": 0.9,
     "conditional expressions per 1,000 statements": 2.9,
     "lines over 100 columns": 0,
-    "cognitive complexity of src": 7_650,
+    "cognitive complexity of src": 7_660,
     "functions of core over cognitive 15": 0,
     "functions of src over cognitive 15, without kernels": 0,
     "own modules that one module imports, at most": 25,
