@@ -18,11 +18,10 @@ from detonation.cluster.survive.agreement import ReplicaLeft, ReplicaLost
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
-from detonation.core.link.communicator import Communicator
 from detonation.core.link.elastic_communicator import AgreedCommunicator
 from detonation.core.link.link import Link
 from limits import LIMIT_S
-from steps import Died, Mortal, together
+from steps import Died, Mortal, Passing, together
 from zoo import Plain, batch, built
 
 RACKS, NODES, STEPS = 3, 2, 8
@@ -39,25 +38,6 @@ LEVELS = {
 }
 
 
-class Inside(Communicator):
-    """The axis inside a rack: it hears of no loss, because a rack is lost whole."""
-
-    def __init__(self, inner):
-        self.replica, self._inner = inner.replica, inner
-
-    def size(self):
-        return self._inner.size()
-
-    def all_reduce(self, values):
-        return self._inner.all_reduce(values)
-
-    def all_gather(self, mine):
-        return self._inner.all_gather(mine)
-
-    def all_to_all(self, mine):
-        return self._inner.all_to_all(mine)
-
-
 def membership(store, replica, replicas, shard=0, shards=1):
     return Membership(store, replica, replicas, shard, shards, 30.0, 1, print, confirm_s=30.0)
 
@@ -71,7 +51,7 @@ def racks(act):
         within = SurvivingCommunicator(membership(inner[rack], node, NODES), 30.0)
         between = Mortal(membership(store, rack, RACKS, node, NODES), 30.0)
         try:
-            ends[rank] = act(Inside(within), between, rank)
+            ends[rank] = act(Passing(within), between, rank)
         except Died:
             with between._changed:
                 between._closed = True
@@ -360,14 +340,14 @@ def test_inner_levels_lose_no_replica():
     model = nn.Linear(2, 1)
     adamw = torch.optim.AdamW(model.parameters())
     with pytest.raises(ValueError, match="only the outermost level may lose replicas"):
-        dt.replicate(adamw, model, levels=[(axis, dt.full()), (Inside(axis), dt.diloco())])
+        dt.replicate(adamw, model, levels=[(axis, dt.full()), (Passing(axis), dt.diloco())])
     axis.close()
 
 
 def test_nobody_comes_in_under_several_levels():
     axis = dt.elastic(replica=0, replicas=1, store=HashStore())
     model = nn.Linear(2, 1)
-    levels = [(Inside(axis), dt.full()), (axis, dt.diloco())]
+    levels = [(Passing(axis), dt.full()), (axis, dt.diloco())]
     optimizer = dt.replicate(torch.optim.AdamW(model.parameters()), model, levels=levels)
     with pytest.raises(ValueError, match="nobody comes in under several levels"):
         dt.Admission(model, optimizer)

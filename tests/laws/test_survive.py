@@ -43,9 +43,8 @@ from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
 from detonation.core.integrity.fault_counts import BadPeer, Desync
 from detonation.core.optimizer.trained import TrainedParameters
-from detonation.extend import Communicator
 from limits import LIMIT_S
-from steps import Died, Mortal, step_on, together, unsent
+from steps import Died, Mortal, Passing, step_on, together, unsent
 from zoo import KINDS, TALKING, Plain, batch, built
 
 REPLICAS, STEPS = 4, 8
@@ -227,25 +226,6 @@ def test_law_1_a_lost_owner_takes_along_what_is_in_its_rows_alone(countdown, und
         assert missing[others].abs().max() < 1e-4 < 1e-2 < missing[of_lost].abs().max()
 
 
-class Unaware(Communicator):
-    """A communicator of somebody's own around an elastic axis: optimizers do not hear of losses."""
-
-    def __init__(self, inner):
-        self.replica, self._inner = inner.replica, inner
-
-    def size(self):
-        return self._inner.size()
-
-    def all_reduce(self, values):
-        return self._inner.all_reduce(values)
-
-    def all_gather(self, mine):
-        return self._inner.all_gather(mine)
-
-    def all_to_all(self, mine):
-        return self._inner.all_to_all(mine)
-
-
 @pytest.mark.parametrize("name", ["full", "demo", "demo-owner", "diloco"])
 def test_an_optimizer_that_hears_of_no_loss_ends_with_an_error(name):
     """Else it would divide the sums of two replicas by three."""
@@ -253,7 +233,7 @@ def test_an_optimizer_that_hears_of_no_loss_ends_with_an_error(name):
     def act(communicator):
         model = copy.deepcopy(MODEL)
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = dt.replicate(sgd, model, Unaware(communicator), TALKING[name])
+        optimizer = dt.replicate(sgd, model, Passing(communicator), TALKING[name])
         for step in range(2 * STEPS):
             if (communicator.replica, step) == (1, 3):
                 raise Died

@@ -10,9 +10,8 @@ import worlds
 from covering import some
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest
-from detonation.core.link.communicator import Communicator
 from detonation.core.schemes.traffic import bytes_sent
-from steps import unsent
+from steps import Passing, unsent
 from worlds import caught
 from zoo import Plain, batch, built
 
@@ -192,23 +191,11 @@ def test_settings_may_change_before_the_first_step():
     assert worlds.run(before_the_first_step, 2, 1) == [True] * 2
 
 
-class BadPath(Communicator):
+class BadPath(Passing):
     """A path between two replicas that flips a bit of each message for an owner."""
 
-    def __init__(self, inner):
-        self.inner, self.replica = inner, inner.replica
-
-    def size(self):
-        return self.inner.size()
-
-    def all_reduce(self, values):
-        return self.inner.all_reduce(values)
-
-    def all_gather(self, mine):
-        return self.inner.all_gather(mine)
-
     def all_to_all(self, mine):
-        arriving = self.inner.all_to_all(mine)
+        arriving = super().all_to_all(mine)
 
         def wait():
             rows = arriving().clone()

@@ -16,8 +16,9 @@ import worlds
 from detonation.cluster.init import _set_timeout as set_timeout
 from detonation.core.flat.tensors import digest
 from detonation.core.integrity.fault_counts import Desync
-from detonation.core.link.communicator import Communicator, communicator_of
+from detonation.core.link.communicator import communicator_of
 from detonation.core.schemes import buckets
+from steps import Passing
 from zoo import KINDS, TALKING, batch, built
 
 STEPS = 5
@@ -147,25 +148,6 @@ def two_that_overlap(mesh, precision, passing=False):
 def test_two_that_overlap_on_one_axis_keep_their_gradients(precision):
     """A replica that has no gradient for the first starts the collectives of the second before those of the first."""
     assert worlds.run(two_that_overlap, 2, 1, precision) == [(("nothing", ""), [1.5], [200.0])] * 2
-
-
-class Passing(Communicator):
-    """A communicator of somebody's own, on which two optimizers meet."""
-
-    def __init__(self, inner):
-        self._inner, self.replica = inner, inner.replica
-
-    def size(self):
-        return self._inner.size()
-
-    def all_reduce(self, values):
-        return self._inner.all_reduce(values)
-
-    def all_gather(self, mine):
-        return self._inner.all_gather(mine)
-
-    def all_to_all(self, mine):
-        return self._inner.all_to_all(mine)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
