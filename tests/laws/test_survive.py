@@ -663,6 +663,7 @@ def test_arguments_out_of_range_are_refused(arguments, text):
 
 
 def test_the_frozen_parameters_are_found_while_another_thread_makes_an_optimizer(monkeypatch):
+    _known = TrainedParameters(MODEL, torch.optim.SGD(MODEL.parameters(), lr=0.1))
     mine = TrainedParameters(MODEL, torch.optim.SGD(MODEL.parameters(), lr=0.1))
     everyone, others = TrainedParameters.everyone, []
 

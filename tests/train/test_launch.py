@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore
 
 from commands import outliving
 from detonation.cluster import launch
@@ -165,6 +166,26 @@ def test_a_rank_ends_where_the_board_is_lost_while_it_looks_who_is_silent(monkey
     with pytest.raises(SystemExit):
         beats._watch()
     assert ended == [(Reason("rank 0 has lost the store: Connection reset by peer", 0),)]
+
+
+def test_a_reason_that_another_rank_with_another_token_writes_over_is_told_all_the_same():
+    store = HashStore()
+    mine, other = (
+        heartbeat.StoreBoard(store, rank, "rank 0", False, f"{rank}" * 16) for rank in (0, 1)
+    )
+
+    class Written:
+        where = mine.where
+
+        def post_notice(self, notice):
+            mine.post_notice(notice)
+            other.post_notice("1 0 its own")
+            return mine.read_notice()
+
+    beats = heartbeat.Heartbeat(mine, 0, 2, print)
+    beats.stop()
+    beats._board = Written()
+    assert beats.report("no token", bad_input=True) == Reason("no token", 0, bad_input=True)
 
 
 def test_no_process_outlives_the_call(tmp_path):

@@ -335,8 +335,14 @@ class Heartbeat:
         return [rank for rank in ranks if before[rank] == after[rank] and rank != self._rank]
 
     def _post(self, reason: Reason) -> Reason:
-        """Posts `reason`; returns the one that is then on the board."""
-        return Reason.parse(self._board.post_notice(str(reason)))
+        """Posts `reason`; returns the one that is then on the board.
+
+        A rank with another token may write over it at once; then there is none that this one knows.
+        """
+        notice = self._board.post_notice(str(reason))
+        if not notice:
+            return reason
+        return Reason.parse(notice)
 
     def _board_lost(self, why: str) -> Reason:
         self._cut_off = True
