@@ -1,4 +1,4 @@
-"""Functions by name: from a table, or as "package.module:function".
+"""Functions by name: from a table, or as "package.module:function"; names in messages.
 
 Pure Python; it imports no other module of the package.
 """
@@ -21,6 +21,15 @@ _PLAIN: dict[Any, str] = {
     str: "text",
 }
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def first_names(names: Iterable[str], most: int = 3) -> str:
+    """The first `most` names, and the number of further ones, for a message."""
+    listed = list(names)
+    text = ", ".join(listed[:most])
+    if len(listed) > most:
+        text += f" and {len(listed) - most} more"
+    return text
 
 
 def unknown(kind: str, name: str, valid: Iterable[str]) -> ValueError:

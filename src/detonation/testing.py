@@ -144,7 +144,7 @@ class _InTurns(Communicator):
 
 
 def _in_threads(act: Callable[[Communicator], T], ends: Sequence[Communicator]) -> list[T]:
-    """What `act` returns for each end; the first error of any of them is raised."""
+    """Results of `act` for each end; raises the first error of any of them."""
     done = SimpleQueue[tuple[int, Any, BaseException | None]]()
 
     def run(number: int) -> None:

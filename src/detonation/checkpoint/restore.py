@@ -22,8 +22,8 @@ from detonation.checkpoint.snapshot import (
     run_identity,
     weights,
 )
+from detonation.choices import first_names
 from detonation.core.flat.tensors import local
-from detonation.core.flat.written import first_names
 from detonation.core.link.coordinates import Coordinates
 from detonation.core.memory import require_same_keys
 from detonation.core.optimizer.gathered import local_parameters

@@ -20,8 +20,8 @@ from detonation.checkpoint.files.reader import Box, CheckpointReader, ShardReade
 from detonation.checkpoint.files.shard_file import CorruptCheckpoint, TensorFile, shard_fault
 from detonation.checkpoint.newest import Found
 from detonation.checkpoint.snapshot import entry_of, weights
+from detonation.choices import first_names
 from detonation.core.flat.tensors import local
-from detonation.core.flat.written import first_names
 from detonation.core.link.coordinates import Coordinates
 from detonation.gates.closeness import tolerance
 from detonation.whole_files import read_text

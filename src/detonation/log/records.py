@@ -16,10 +16,11 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from detonation.choices import first_names
 from detonation.core.agreement.options import recorded_options
 from detonation.core.base_error import DetonationError
 from detonation.core.flat.tensors import bare_name, digest, local, octets
-from detonation.core.flat.written import WrittenWeights, first_names, stamp, weight_places
+from detonation.core.flat.written import WrittenWeights, stamp, weight_places
 from detonation.core.integrity.observer import StepObserver
 from detonation.core.optim.base_step import hooks_of
 from detonation.core.optimizer.gathered import local_parameters, reshard
@@ -364,7 +365,7 @@ def agreed_digest(optimizer: Replicated) -> str:
 
 
 def _state_stamps(optimizer: Replicated) -> dict[Any, Any]:
-    """What is another after somebody wrote to the state of the base optimizer, or replaced it.
+    """Stamps that change if somebody writes to the state of the base optimizer, or replaces it.
 
     Under rounds this state is each replica's own, and no part of what is recorded.
     """

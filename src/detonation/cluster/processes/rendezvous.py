@@ -17,6 +17,7 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
+from detonation.choices import first_names
 from detonation.cluster.devices import device_name, require_own_devices
 from detonation.cluster.interface import (
     LOOPBACK,
@@ -31,7 +32,6 @@ from detonation.cluster.interface import (
 from detonation.cluster.position import LaunchPosition, joined_address, require_known_host
 from detonation.cluster.processes.failure import RunError
 from detonation.cluster.processes.waiting import Awaited, says_meanwhile
-from detonation.core.flat.written import first_names
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 INTERFACES = (GLOO_INTERFACE, "NCCL_SOCKET_IFNAME")

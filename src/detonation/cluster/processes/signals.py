@@ -41,7 +41,7 @@ class Stop:
             self.number = number
 
     def repeats(self, number: int) -> bool:
-        """Whether this signal is the first request again: `timeout` sends it to the command, and
+        """True if this signal repeats the first request: `timeout` sends it to the command, and
         then to the process group that the command is in."""
         return number == self.number and time.monotonic() - self._since <= SAME_REQUEST_S
 

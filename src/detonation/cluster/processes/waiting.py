@@ -18,9 +18,9 @@ from typing import NoReturn
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
+from detonation.choices import first_names
 from detonation.cluster.processes.failure import is_network_error
 from detonation.cluster.processes.signals import end_if_asked
-from detonation.core.flat.written import first_names
 from detonation.core.runtime import PROGRESS
 
 MEET_LINE_S = 5.0

@@ -102,10 +102,10 @@ def refuses(name: str) -> bool:
 
 
 class Presence:
-    """Whether the replicas of a run are still there, for one that waits for them as no member.
+    """Finds out if the replicas of a run are still there, for a process that is no member.
 
-    They are not where each has a rank that has left, that its launcher or its kernel knows to have
-    ended, or that has not beaten for `silence_s`. replicas, shards: As the run began.
+    A replica is gone if one of its ranks has left, has ended by its launcher or kernel, or has not
+    beaten for `silence_s`. replicas, shards: as the run began.
     """
 
     def __init__(self, store: Store, replicas: int, shards: int, silence_s: float) -> None:

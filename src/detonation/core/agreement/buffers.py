@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from detonation.choices import first_names
 from detonation.core.agreement.desync import differences, repaired
 from detonation.core.flat.tensors import bare_name, local
 from detonation.core.flat.weight_hooks import compared
-from detonation.core.flat.written import first_names
 from detonation.core.link.link import Link
 from detonation.core.replicator.base import Replicator
 

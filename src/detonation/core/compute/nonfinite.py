@@ -23,7 +23,7 @@ The norm of a million of them is `LIMIT`, so that their sender learns of it firs
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an inspection found in the signals of a message, or of a bucket of it.
+    """Finding of an inspection of the signals of a message, or of a bucket of it.
 
     bad: Whether these signals must not enter the memory. Where only the device knows, numbers of
     which one is not 0 then.

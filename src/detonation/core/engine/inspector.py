@@ -23,7 +23,7 @@ class SignalInspector:
     def look(
         self, pieces: Sequence[Tensor | None], numbers: Sequence[int], engine: Any
     ) -> bool | Tensor:
-        """Whether the signals of the next bucket are bad, as `Verdict.bad` has it.
+        """Finds out if the signals of the next bucket are bad, as `Verdict.bad` has it.
 
         Args:
             pieces: Of the parameters with these `numbers`.

@@ -76,12 +76,3 @@ def weight_places(model: nn.Module) -> dict[str, WeightPlace]:
         owner, _, own_name = name.rpartition(".")
         found[name] = (modules[owner]._parameters, own_name)
     return found
-
-
-def first_names(names: Iterable[str], most: int = 3) -> str:
-    """The first `most` names, and the number of further ones, for a message."""
-    listed = list(names)
-    text = ", ".join(listed[:most])
-    if len(listed) > most:
-        text += f" and {len(listed) - most} more"
-    return text

@@ -66,7 +66,7 @@ def with_said(received: int, says: int) -> int:
 
 
 def said_in(received: int) -> int:
-    """What the seventh word of a header says of missing gradients: see `NONE_MISSING`."""
+    """Statement of the seventh word of a header on missing gradients: see `NONE_MISSING`."""
     if received >= 0:
         return NONE_MISSING
     return 1 + (received >> RECEIVED_BITS & 15)

@@ -95,7 +95,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class AxisRules:
-    """What core asks of an axis beside its collectives; each answer here is that of a plain axis.
+    """Questions of core to an axis besides its collectives, with the answers of a plain axis.
 
     absent: The replicas without a part in the collective that was waited for last.
     """
@@ -180,7 +180,7 @@ _OF_A_MESH = AxisRules()
 
 
 def rules_of(axis: Axis) -> AxisRules:
-    """What `axis` says of itself; an axis of a device mesh is a plain one."""
+    """The answers of `axis`; an axis of a device mesh is a plain one."""
     return _OF_A_MESH if isinstance(axis, DeviceMesh) else axis
 
 

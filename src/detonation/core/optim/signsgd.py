@@ -19,7 +19,7 @@ SMALLEST_GROUP = 2**18
 
 
 class Deferred(NamedTuple):
-    """What moves parameters in the next step, in the place of their gradients.
+    """A movement of parameters in the next step, which replaces their gradients.
 
     For an optimizer without momentum, whose steps nobody hooks.
 

@@ -68,7 +68,7 @@ class OptimizerWrapper(Optimizer):
         return self.base.defaults
 
     def with_saving_hooks(self, made: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What `made` returns, between the hooks that were registered around `state_dict`."""
+        """Result of `made`, between the hooks that were registered around `state_dict`."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         found = made()

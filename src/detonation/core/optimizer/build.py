@@ -279,7 +279,7 @@ def compare_replicas(
     if not replicators:
         return ""
     bits = settings.safety.equal == "bits"
-    comparison = _Comparison(
+    comparison = _FirstComparison(
         settings, optimizer, joining, frozen, begun, close, replicators[0].channel.runtime.device
     )
     if not bits:
@@ -312,7 +312,7 @@ def compare_replicas(
 
 
 @dataclass
-class _Comparison:
+class _FirstComparison:
     """A comparison of replicas along one link after the other.
 
     The arguments of `compare_replicas` say what is compared.

@@ -22,7 +22,7 @@ class Replicator(ABC):
     acts_before = True
     """True where it acts in `before`; otherwise in `after`."""
     holds_padding = False
-    """Whether it keeps padding rows where they are, which its codec would move."""
+    """True if it keeps padding rows where they are, which its codec would move."""
     stepped: BaseStep | None = None
     """The optimizer whose steps all replicas must take alike; None where each steps by itself."""
 

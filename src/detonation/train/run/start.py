@@ -93,7 +93,7 @@ def _run(
 
 
 def _flags(request: Request, config: Config) -> dict[str, Any]:
-    """What else all ranks of a launcher must have alike, by the names of flags."""
+    """Flags, by name, that all ranks of a launcher must have alike besides the recipe."""
     return {
         "--resume": request.resume,
         "--stop-after": request.stop_after,
