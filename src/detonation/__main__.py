@@ -5,6 +5,8 @@ import sys
 
 from detonation.interrupts import end_at_once, let_kernel_end
 
+ENDED_BY_SIGNAL = 128
+"""A command that signal n ended has code 128 + n."""
 INTERRUPTED = 130
 
 
@@ -18,7 +20,8 @@ def main() -> int:
         code = INTERRUPTED
     finally:
         let_kernel_end()
-    if code == INTERRUPTED:  # the interpreter may hang at its end while libraries still compute
+    if code > ENDED_BY_SIGNAL:
+        # the interpreter takes a second to shut down, and may hang while libraries still compute
         print(end="", flush=True)
         os._exit(code)
     return code

@@ -101,13 +101,13 @@ def cases(folder: Path) -> Iterator[Cases]:
             case("compare", recipe, "--schemes", "full,demo", "--out", "OUT"),
             case("simulate", recipe, "--out", "OUT"),
             case("probe", recipe, "--out", f"{folder}/profile.json", ends=True),
-            case("plan", short, "--link", "100mbit", ends=True),
+            case("plan", short, "--link", "100mbit", "--step-time", "1", ends=True),
             case("plan", "--parameters", "1b", "--link", "100mbit", "--step-time", "1", ends=True),
             case("report", run, "--out", f"{folder}/report.html", ends=True),
             case("verify", run, ends=True),
             case("export", run, "--out", "OUT", ends=True),
             case("follow", run, ends=True),
-            case("follow", address, "--out", "OUT"),
+            case("follow", address, "--out", "OUT", ends=True),  # after some seconds
             case("meet", f"127.0.0.1:{free_port()}"),
             case("fetch", "sotu", env={"XDG_CACHE_HOME": f"{folder}/cache"}),
             case("--version", ends=True),
@@ -198,18 +198,22 @@ class Started:
         )
         told = f"code {code} after {seconds:.2f} s, {errors[-500:]!r}"
         lines = errors.splitlines()
-        told_once = [line.startswith("error: ") for line in lines].count(True) == 1
-        told_last = lines[-1] if told_once else ""
+        reasons = [line for line in lines if line.startswith("error: ")]
+        told_last = ""
+        if reasons == lines[-1:]:
+            told_last = reasons[0]
         if code == 128 + number and told_last.startswith(f"error: {says}"):
             return Outcome("at once", "", seconds)
         if self._compares and code == 128 + number and told_last.startswith(f"error: {SAVED}"):
             return Outcome("saved", "", seconds)
-        if code == 0 and not errors and number == signal.SIGTERM and SAVED in self.stdout:
+        # warnings and bars of libraries, but no error
+        quiet = not reasons and "Traceback" not in errors
+        if code == 0 and quiet and number == signal.SIGTERM and SAVED in self.stdout:
             return Outcome("saved", "", seconds)
         by_interpreter = code == -number or "KeyboardInterrupt" in errors
         if not begun and not loaded and not printed and by_interpreter:
             return Outcome("interpreter", "", seconds)
-        done = self._ends and printed and printed == self.stdout and not errors
+        done = self._ends and printed and printed == self.stdout and quiet
         if done and (code == 0 or (code == -number and not begun)):
             return Outcome("over", "", seconds)
         return Outcome("at once", told, seconds)
@@ -284,7 +288,9 @@ def main() -> int:
             finally:
                 command.close()
             late = outcome.how != "saved" and outcome.seconds > asked.within
-            problem = outcome.problem or ("too late" if late else "")
+            problem = outcome.problem
+            if late and not problem:
+                problem = f"{outcome.how}, too late: after {outcome.seconds:.2f} s"
             counts[outcome.how] += 1
             if outcome.how != "saved":
                 slowest = max(slowest, outcome.seconds)
