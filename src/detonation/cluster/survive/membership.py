@@ -40,9 +40,9 @@ from detonation.cluster.survive.port import Port, Ways, refuses
 from detonation.core.runtime import PROGRESS
 
 TICK_S = 0.05
-CONFIRM_S = 0.6
-"""Silence of a rank whose host does not answer: shorter, and a busy machine may lose replicas
-that are alive."""
+CONFIRM_S = 3.0
+"""Seconds of silence after which another rank is lost, too, once a loss is noticed. A busy machine
+or a long call under the interpreter's lock delays beats for a second or two."""
 STARTUP_S = 120.0
 """Least limit of silence until a rank has taken its first steps: kernels are built and
 libraries are loaded."""
@@ -72,7 +72,7 @@ class Membership:
         end: Called in another thread if this replica cannot go on and its main thread did not end.
         is_guest: This replica is no member yet: it only beats, until `join`.
         confirm_s: After a loss, a rank that neither reports nor beats for this long is lost, too.
-            None means `CONFIRM_S`.
+            None means `CONFIRM_S`, or `silence_s` if that is less.
         look: Called while this rank waits for the others; it raises if waiting is useless.
     """
 
@@ -112,9 +112,9 @@ class Membership:
         self.silence_s = silence_s
         self.least = min_replicas
         self.end = end
-        self._confirm_s = CONFIRM_S
-        if confirm_s is not None:
-            self._confirm_s = confirm_s
+        if confirm_s is None:
+            confirm_s = min(CONFIRM_S, silence_s)
+        self._confirm_s = confirm_s
         # one connection for each thread
         self.store: Store = store.clone()  # type: ignore[attr-defined]
         self._beats: Store = store.clone()  # type: ignore[attr-defined]
