@@ -202,7 +202,7 @@ def described(config: Any) -> dict[str, Any]:
 
 def called(config: Any) -> str:
     """A name for tables, such as "muloco(every=5, ...) with Muon"."""
-    from detonation.core.schemes.registry import scheme
+    from detonation.core.schemes.scheme import scheme
     from detonation.plan.cost import spelled
 
     found = described(config)
@@ -301,7 +301,7 @@ def steps_factor(
 
 def times(row: dict[str, Any], parameters: int) -> dict[str, tuple[float, float, bool]]:
     """By setting: the seconds of a step, seconds to the loss, and whether the loss was measured at that length."""
-    from detonation.core.schemes.registry import scheme
+    from detonation.core.schemes.scheme import scheme
     from detonation.plan.cost import spelled
 
     found: dict[str, tuple[float, float, bool]] = {}

@@ -287,7 +287,7 @@ def regrets(rows: list[dict[str, Any]], way: str) -> list[float]:
 
     Steps to the loss of the baseline after 1,000 are those that `plan` expects; of `diloco` as of rounds of 10 steps.
     """
-    from detonation.core.schemes.registry import scheme
+    from detonation.core.schemes.scheme import scheme
     from detonation.plan.losses import Goal, estimate
 
     links: dict[Case, list[tuple[float, float]]] = {}

@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from detonation.core.schemes.registry import SCHEMES
+from detonation.core.schemes.scheme import SCHEMES
 from detonation.data import TASKS
 from detonation.models import MODELS, model_function
 from detonation.train.recipe import schema

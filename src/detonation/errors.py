@@ -8,7 +8,7 @@ from detonation.core.agreement.consensus import HalfStep
 from detonation.core.base_error import DetonationError
 from detonation.core.integrity.fault_counts import BadPeer, Desync, NonFiniteGradient
 from detonation.core.link.elastic_communicator import PeerLost
-from detonation.core.link.handshake import Mismatch
+from detonation.core.link.link import Mismatch
 from detonation.core.replicator.overlap import OverlapError
 from detonation.core.schemes.traffic import LargerThanDense
 from detonation.feed.token import LostFeed

@@ -12,8 +12,15 @@ from detonation.core.memory import Feedback
 from detonation.core.round import Round
 from detonation.core.schemes.gradients import momentum
 from detonation.core.schemes.parameters import outer_sgd
-from detonation.core.schemes.registry import SCHEMES, known_schemes, register
-from detonation.core.schemes.scheme import GradientScheme, Outer, ParameterScheme, Scheme
+from detonation.core.schemes.scheme import (
+    SCHEMES,
+    GradientScheme,
+    Outer,
+    ParameterScheme,
+    Scheme,
+    known_schemes,
+    register,
+)
 
 __all__ = [
     "AGGREGATIONS",

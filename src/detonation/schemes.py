@@ -1,9 +1,23 @@
 """Public names of all schemes, each a function of its arguments. `detonation` has the main ones."""
 
-from detonation.core.schemes.compressed import muloco, sparseloco, sparta
-from detonation.core.schemes.gradients import decoupled_adamw, demo, full, loco, none
-from detonation.core.schemes.parameters import diloco, local_sgd, streaming_diloco
-from detonation.core.schemes.rotating import random, random_sign, striding
+from detonation.core.schemes.gradients import (
+    decoupled_adamw,
+    demo,
+    full,
+    loco,
+    none,
+    random,
+    random_sign,
+    striding,
+)
+from detonation.core.schemes.parameters import (
+    diloco,
+    local_sgd,
+    muloco,
+    sparseloco,
+    sparta,
+    streaming_diloco,
+)
 from detonation.core.schemes.scheme import Scheme
 
 __all__ = [

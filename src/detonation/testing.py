@@ -19,8 +19,8 @@ from detonation.core.link.communicator import Communicator
 from detonation.core.memory import Feedback, Memory
 from detonation.core.optimizer.replicate import replicate
 from detonation.core.runtime import decides_on_device
-from detonation.core.schemes.registry import scheme as scheme_named
 from detonation.core.schemes.scheme import Scheme
+from detonation.core.schemes.scheme import scheme as scheme_named
 from detonation.core.schemes.traffic import bytes_sent, dense_bytes, ring_bytes
 
 T = TypeVar("T")

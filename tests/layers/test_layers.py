@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import detonation
-from detonation.core.schemes.registry import SCHEMES
+from detonation.core.schemes.scheme import SCHEMES
 
 # A folder may import from the folders on its line, and from all that those may import in the same package.
 # It may not import upwards: a line names only folders above it. A file at the root of a package is a room of its own

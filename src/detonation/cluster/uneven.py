@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from detonation.core.agreement.selftest import rounds_by_place
 from detonation.core.flat.tensors import Piece, local
 from detonation.core.link.communicator import Axis, Communicator, communicator_of
-from detonation.core.link.handshake import require_same, send_to_all
+from detonation.core.link.link import require_same, send_to_all
 from detonation.core.schemes.scheme import GradientScheme, Scheme
 
 Pieces = dict[str, Tensor]

@@ -20,8 +20,7 @@ from detonation.core.optim.signsgd import SignSGD
 from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.replicate import replicate
 from detonation.core.optimizer.replicated import Replicated
-from detonation.core.schemes.registry import scheme
-from detonation.core.schemes.scheme import Scheme
+from detonation.core.schemes.scheme import Scheme, scheme
 from detonation.feed import shared_state
 from detonation.feed.stream import Joined, Stepped
 from detonation.log.records import MESSAGE, SYNCHRONIZE, WRITTEN, LogRecord

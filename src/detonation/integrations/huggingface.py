@@ -23,7 +23,7 @@ from detonation.checkpoint.async_save import save_checkpoint
 from detonation.checkpoint.gather import CheckpointsElsewhere
 from detonation.checkpoint.newest import load_checkpoint
 from detonation.cluster.init import watch_waiting
-from detonation.core.optim.wrapper import OptimizerWrapper
+from detonation.core.optim.base_step import OptimizerWrapper
 from detonation.core.optimizer.replicate import replicate
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.schemes.scheme import Scheme

@@ -19,7 +19,7 @@ from detonation.core.link.elastic_communicator import ElasticCommunicator
 from detonation.core.optim.base_step import hooks_of
 from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.replicated import Replicated
-from detonation.core.replicator.padding import use_rows
+from detonation.core.replicator.base import use_rows
 from detonation.log.records import LOG_VERSION, START, STEP, Copies, LogRecord, StepRecorder, noted
 from detonation.whole_files import replaced
 

@@ -11,7 +11,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from detonation.core.agreement.clipping import norms_of
 from detonation.core.codec.codec import Selected
-from detonation.core.engine.choice import engine_for
+from detonation.core.engine.reference import engine_for
 from detonation.core.flat.layout import Layout
 from detonation.core.flat.tensors import digest
 from detonation.core.memory import Memory

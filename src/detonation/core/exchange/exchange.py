@@ -14,8 +14,7 @@ from detonation.core.codec.message_rows import MessageRows, Workspace
 from detonation.core.codec.precision import Float
 from detonation.core.codec.received import Received, Sums
 from detonation.core.integrity.guard import Guard, Stage
-from detonation.core.integrity.header import DIGITS, HEADER_BYTES
-from detonation.core.integrity.message import Message
+from detonation.core.integrity.message import DIGITS, HEADER_BYTES, Message
 from detonation.core.integrity.observer import PlayedMessages
 from detonation.core.link.link import Link
 from detonation.core.schemes.buckets import aligned_rows

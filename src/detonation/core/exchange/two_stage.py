@@ -15,13 +15,10 @@ from detonation.core.engine import rows_at_once
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.engine.rows_at_once import Room, replied_at_once
 from detonation.core.exchange.exchange import AllGather, AllReduce, Exchange, negative_zeros, played
-from detonation.core.flat.kept import KeptRows
 from detonation.core.flat.layout import Layout
-from detonation.core.flat.owners import RowOwners
-from detonation.core.flat.rows import BUCKETS, SMALL_BUCKETS
+from detonation.core.flat.rows import BUCKETS, SMALL_BUCKETS, KeptRows, RowOwners
 from detonation.core.integrity.guard import Guard, Stage
-from detonation.core.integrity.header import HEADER_BYTES
-from detonation.core.integrity.message import Message
+from detonation.core.integrity.message import HEADER_BYTES, Message
 from detonation.core.integrity.observer import PlayedMessages
 from detonation.core.link.link import Link
 from detonation.core.schemes.buckets import rows_of_a_turn

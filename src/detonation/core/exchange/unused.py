@@ -8,7 +8,7 @@ from zlib import crc32
 
 import torch
 
-from detonation.core.integrity.missing import (
+from detonation.core.integrity.message import (
     FIRST_KNOWN,
     MOST_KNOWN,
     NEW_SET,

@@ -17,20 +17,18 @@ from detonation.core.codec.message_rows import MessageRows, SharedIndices, Works
 from detonation.core.codec.received import Arrived
 from detonation.core.compute.checksum import checksums
 from detonation.core.compute.nonfinite import LIMIT
-from detonation.core.integrity.header import (
+from detonation.core.integrity.message import (
     CHECKSUM_AT,
     HEADER_BYTES,
     IDENTITY,
     MAGIC,
-    VERSION,
-    Header,
-    hash63,
-)
-from detonation.core.integrity.message import Message
-from detonation.core.integrity.missing import (
     NONE_MISSING,
     RECEIVED_BITS,
+    VERSION,
+    Header,
+    Message,
     Missing,
+    hash63,
     said_in,
     with_said,
 )

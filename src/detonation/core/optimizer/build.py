@@ -35,9 +35,15 @@ from detonation.core.flat.tensors import (
 )
 from detonation.core.integrity.fault_counts import NEW_PARAMETER, OPTIONS, FaultCounts
 from detonation.core.link.communicator import Axis, divided, rules_of
-from detonation.core.link.handshake import SAME_START, Mismatch
 from detonation.core.link.hierarchical import split_by_sharding
-from detonation.core.link.link import Link, first_text, links_of_shards, mismatch_on_all
+from detonation.core.link.link import (
+    SAME_START,
+    Link,
+    Mismatch,
+    first_text,
+    links_of_shards,
+    mismatch_on_all,
+)
 from detonation.core.optim.base_step import BaseStep
 from detonation.core.optimizer.setup_checks import warn_of_second_momentum
 from detonation.core.replicator.base import Replicator

@@ -10,7 +10,7 @@ from torch import Tensor
 from detonation.core.agreement.consensus import StopConsensus
 from detonation.core.agreement.options import recorded_options, take_recorded
 from detonation.core.exchange.two_stage import TwoStage
-from detonation.core.flat.owners import RowOwners
+from detonation.core.flat.rows import RowOwners
 from detonation.core.flat.tensors import largest_local_shape
 from detonation.core.link.elastic_communicator import (
     ElasticCommunicator,

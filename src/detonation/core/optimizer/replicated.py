@@ -19,16 +19,14 @@ from detonation.core.base_error import DetonationError
 from detonation.core.integrity.observer import StepObserver
 from detonation.core.link.communicator import Communicator, rules_of
 from detonation.core.link.coordinates import Coordinates, coordinates_of
-from detonation.core.optim.base_step import BaseStep
-from detonation.core.optim.wrapper import OptimizerWrapper, evaluated
+from detonation.core.optim.base_step import BaseStep, OptimizerWrapper, evaluated
 from detonation.core.optimizer import reconfigure as changes
 from detonation.core.optimizer import state as states
 from detonation.core.optimizer.build import Level, Route, Settings, build_levels, compare_replicas
 from detonation.core.optimizer.setup_checks import check_layout, warn_of_rounding
 from detonation.core.optimizer.stats import Stats, dense_bytes_by_level, described
 from detonation.core.optimizer.trained import TrainedParameters
-from detonation.core.replicator.base import Replicator
-from detonation.core.replicator.padding import release_used_rows
+from detonation.core.replicator.base import Replicator, release_used_rows
 from detonation.core.runtime import PROGRESS
 from detonation.core.schemes.scheme import Scheme
 from detonation.plugins import plugin

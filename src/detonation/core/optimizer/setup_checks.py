@@ -20,8 +20,8 @@ from detonation.core.codec.codebooks import Sign
 from detonation.core.link.communicator import Axis, Communicator
 from detonation.core.link.coordinates import Coordinates
 from detonation.core.link.hierarchical import is_sharded_over, sharding_ranks
-from detonation.core.schemes.registry import scheme as scheme_named
 from detonation.core.schemes.scheme import GradientScheme, ParameterScheme, Scheme
+from detonation.core.schemes.scheme import scheme as scheme_named
 
 if TYPE_CHECKING:
     from detonation.core.optimizer.build import Level

@@ -11,9 +11,8 @@ from detonation.core.codec.codec import Selected
 from detonation.core.codec.message_rows import MessageRows
 from detonation.core.codec.received import Received
 from detonation.core.compute.nonfinite import FINE, Verdict
-from detonation.core.engine.choice import engine_for
 from detonation.core.engine.inspector import SignalInspector
-from detonation.core.engine.reference import ReferenceEngine
+from detonation.core.engine.reference import ReferenceEngine, engine_for
 from detonation.core.exchange.exchange import Exchange
 from detonation.core.exchange.two_stage import exchange_for, room_of
 from detonation.core.exchange.unused import Unused
@@ -22,8 +21,7 @@ from detonation.core.flat.rows import Bucket
 from detonation.core.flat.tensors import gradients_to_fill
 from detonation.core.integrity.fault_counts import Changed, FaultCounts
 from detonation.core.integrity.guard import Guard
-from detonation.core.integrity.message import Message
-from detonation.core.integrity.missing import Missing
+from detonation.core.integrity.message import Message, Missing
 from detonation.core.link.link import Link
 from detonation.core.memory import LocalState, Memory
 from detonation.core.optim.signsgd import Deferred, SignSGD

@@ -16,7 +16,7 @@ from detonation.core.codec.message_rows import SharedIndices
 from detonation.core.codec.precision import PRECISIONS
 from detonation.core.codec.received import Arrived, Received, Sums
 from detonation.core.codec.selection import Everything, Random, Striding, TopK
-from detonation.core.flat.owners import RowOwners
+from detonation.core.flat.rows import RowOwners
 from detonation.kernels.gpu.inspection import RowRun
 from detonation.kernels.gpu.launching import Coding, Places
 

@@ -24,7 +24,7 @@ from detonation.core.engine.inspector import SignalInspector
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.engine.rows_at_once import Room
 from detonation.core.flat.layout import Layout, copy
-from detonation.core.flat.owners import RowOwners
+from detonation.core.flat.rows import RowOwners
 from detonation.core.memory import Feedback, Memory
 from detonation.core.runtime import Runtime
 from detonation.engines.triton import note_engine

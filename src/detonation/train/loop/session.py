@@ -30,8 +30,7 @@ from detonation.core.link.communicator import Axis
 from detonation.core.optimizer.replicate import check_order, replicate
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.optimizer.setup_checks import check_balance
-from detonation.core.schemes.registry import known_schemes, scheme
-from detonation.core.schemes.scheme import Scheme
+from detonation.core.schemes.scheme import Scheme, known_schemes, scheme
 from detonation.core.schemes.traffic import require_below_dense
 from detonation.data import Data, Streamed, dataset_function, load_dataset
 from detonation.data.translation import TranslationPairs

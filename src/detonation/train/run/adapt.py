@@ -10,8 +10,7 @@ from typing import Any
 
 from detonation.cluster.network.measure import Everyone
 from detonation.cluster.network.profile import Operation, Step
-from detonation.core.schemes.registry import scheme
-from detonation.core.schemes.scheme import Scheme
+from detonation.core.schemes.scheme import Scheme, scheme
 from detonation.core.schemes.traffic import collective_for
 from detonation.plan.cost import Network, Work, cost, report_s, spelled
 from detonation.plan.search import check_budget, largest_within

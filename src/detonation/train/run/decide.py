@@ -19,8 +19,7 @@ from detonation.cluster.network.measure import Everyone, probe_axis
 from detonation.cluster.network.profile import Step
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.optimizer.replicate import replicate
-from detonation.core.schemes.registry import known_schemes
-from detonation.core.schemes.scheme import Scheme
+from detonation.core.schemes.scheme import Scheme, known_schemes
 from detonation.plan.auto import PROBE_S
 from detonation.plan.cost import Network, Work, spelled
 from detonation.plan.losses import Goal, task_of, trained_by

@@ -15,7 +15,7 @@ from detonation.cluster.mesh import init_mesh
 from detonation.cluster.network.measure import Everyone, probe_axis
 from detonation.cluster.network.profile import Compute, Profile
 from detonation.cluster.processes.rendezvous import use_interface
-from detonation.core.schemes.registry import known_schemes
+from detonation.core.schemes.scheme import known_schemes
 from detonation.train.loop.session import Session, check_config, slowed, start_session
 from detonation.train.output.directory import environment
 from detonation.train.recipe.resolve import (
