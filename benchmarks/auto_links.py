@@ -86,10 +86,10 @@ def measure(case: Case) -> dict[str, Any]:
 
     import detonation as dt
     from detonation.plan.cost import Work, cost
-    from detonation.train.loop.session import shard_shapes
+    from detonation.train.choice import decide
+    from detonation.train.choice.asked import Asked, Auto
+    from detonation.train.loop.checks import shard_shapes
     from detonation.train.recipe.resolve import Request
-    from detonation.train.run import decide
-    from detonation.train.run.decide import Asked, Auto
     from detonation.train.verbs.probe import _AXIS_S
 
     start, probe, probes = decide.start_session, decide.probe_axis, dict[str, Any]()
@@ -193,7 +193,7 @@ def shorter(layers: Any, config: Any) -> Any:
 
 def described(config: Any) -> dict[str, Any]:
     from detonation.plan.losses import trained_by
-    from detonation.train.run.decide import scheme_of
+    from detonation.train.choice.decide import scheme_of
 
     made = scheme_of(config.levels[-1])
     optimizer = trained_by(config.optimizer.name, config.optimizer.arguments)
@@ -320,7 +320,7 @@ def times(row: dict[str, Any], parameters: int) -> dict[str, tuple[float, float,
 
 
 def table(rows: list[dict[str, Any]]) -> None:
-    from detonation.train.loop.session import shard_shapes
+    from detonation.train.loop.checks import shard_shapes
     from detonation.train.recipe.resolve import Request
 
     layers = Request(Path(RECIPE), tuple(SETS), 2, 1).layers(None)

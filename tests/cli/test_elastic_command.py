@@ -12,7 +12,8 @@ from torch._C._distributed_c10d import TCPStore
 from commands import RECIPE, Command, free_port, outliving, write_recipe
 from covering import some
 from detonation.cluster.survive.agreement import latest_axis_store, note_gone
-from detonation.train.run import decide, worker
+from detonation.train.choice import decide
+from detonation.train.run import worker
 from limits import LIMIT_S
 
 pytestmark = pytest.mark.usefixtures("soon", "patient")

@@ -178,9 +178,9 @@ def _world(question: Question, profile: Profile | None) -> tuple[int | None, int
 
 def _of_recipe(question: Question, profile: Profile | None) -> _Training:
     # Only a recipe needs models and FSDP, whose import takes a second.
-    from detonation.train.loop.session import check_config, shard_shapes
+    from detonation.train.choice.asked import Asked, Auto, settings_in, standing, trained
+    from detonation.train.loop.checks import check_config, shard_shapes
     from detonation.train.recipe.resolve import read_layers
-    from detonation.train.run.decide import Asked, Auto, settings_in, standing, trained
 
     assert question.recipe is not None
     replicas, shards = _world(question, profile)

@@ -8,13 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from detonation.cluster.init import set_timeouts
 from detonation.cluster.network.measure import Everyone
 from detonation.cluster.network.profile import Operation, Step
 from detonation.core.schemes.scheme import Scheme, scheme
-from detonation.core.schemes.traffic import collective_for
+from detonation.core.schemes.traffic import collective_for, message_bytes
+from detonation.link_speed import LinkSpeed
 from detonation.plan.cost import Network, Work, cost, report_s, spelled
 from detonation.plan.search import check_budget, largest_within
-from detonation.train.loop.session import Session, scheme_of, shard_shapes
+from detonation.train.loop.checks import scheme_of, shard_shapes
+from detonation.train.loop.session import Session
 from detonation.train.output.metrics import Record
 from detonation.train.recipe.schema import Table
 
@@ -282,3 +285,16 @@ def _typical(waits: Sequence[float], every: int) -> float:
     starts = range(0, len(waits) - every + 1, every)
     rounds = [sum(waits[start : start + every]) for start in starts]
     return statistics.median(rounds) / every
+
+
+def set_message_timeouts(session: Session) -> None:
+    """Sets the timeouts of this rank from its largest message at the lowest rate."""
+    config = session.config
+    _, scheme = session.optimizer.levels[0]
+    layouts = [replicator.channel.layout for replicator in session.optimizer.build()]
+    sizes = [message_bytes(scheme, layout, config.mesh.replicas) for layout in layouts]
+    largest = max(sizes, default=0)
+    rate = config.peers.lowest_bits_per_s
+    if config.mesh.link:
+        rate = min(rate, LinkSpeed.parse(config.mesh.link).rate_bits_per_s)
+    set_timeouts(largest, config.mesh.shards, config.peers.silence_s, rate)
