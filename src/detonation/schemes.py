@@ -1,24 +1,22 @@
 """Public names of all schemes, each a function of its arguments. `detonation` has the main ones."""
 
-from detonation.core.schemes.gradients import (
+from detonation.core.schemes import (
+    Scheme,
     decoupled_adamw,
     demo,
+    diloco,
     full,
+    local_sgd,
     loco,
+    muloco,
     none,
     random,
     random_sign,
-    striding,
-)
-from detonation.core.schemes.parameters import (
-    diloco,
-    local_sgd,
-    muloco,
     sparseloco,
     sparta,
     streaming_diloco,
+    striding,
 )
-from detonation.core.schemes.scheme import Scheme
 
 __all__ = [
     "Scheme",

@@ -12,12 +12,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from detonation.core.agreement.consensus import StopConsensus
-from detonation.core.agreement.desync import Difference, differences
-from detonation.core.agreement.gates import StepGate
+from detonation.core.agreement import Difference, StepGate, StopConsensus, differences
 from detonation.core.flat import weight_hooks
-from detonation.core.link.link import Link
-from detonation.core.replicator.base import Replicator
+from detonation.core.link import Link
+from detonation.core.replicator import Replicator
 
 PERIOD = 1000
 """Steps in which every number of the agreed state is made equal once."""

@@ -12,14 +12,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from detonation.core.agreement.selftest import selftest
+from detonation.core.agreement import selftest
 from detonation.core.flat.padding_rows import used_rows
 from detonation.core.flat.tensors import digest
-from detonation.core.link.elastic_communicator import ElasticCommunicator
-from detonation.core.optim.base_step import hooks_of
-from detonation.core.optimizer.gathered import local_parameters
-from detonation.core.optimizer.replicated import Replicated
-from detonation.core.replicator.base import use_rows
+from detonation.core.link import ElasticCommunicator
+from detonation.core.optim import hooks_of
+from detonation.core.optimizer import Replicated, local_parameters
+from detonation.core.replicator import use_rows
 from detonation.log.records import LOG_VERSION, START, STEP, Copies, LogRecord, StepRecorder, noted
 from detonation.whole_files import replaced
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from detonation.core.integrity.message import resent
-from detonation.core.link.elastic_communicator import RenumberedCommunicator
+from detonation.core.link import RenumberedCommunicator
 
 
 class LoopbackCommunicator(RenumberedCommunicator):

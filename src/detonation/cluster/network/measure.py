@@ -20,9 +20,7 @@ from detonation.cluster.network.profile import (
     Operation,
     Sample,
 )
-from detonation.core.link.communicator import Axis
-from detonation.core.link.elastic_communicator import ElasticCommunicator
-from detonation.core.link.link import Link, mismatch_on_all
+from detonation.core.link import Axis, ElasticCommunicator, Link, mismatch_on_all
 
 Start = Callable[[int], Callable[[], object]]
 """Starts an exchange of so many bytes, and returns a function that waits for it."""

@@ -7,13 +7,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from detonation.core.codec.aggregate import Aggregation, Mean
-from detonation.core.codec.basis import Identity
-from detonation.core.codec.codec import Codec, Selected
-from detonation.core.codec.indices import narrow
-from detonation.core.codec.message_rows import MessageRows
-from detonation.core.codec.precision import FP32, Float
-from detonation.core.codec.received import DecodedMessages, Received
+from detonation.core.codec import (
+    FP32,
+    Aggregation,
+    Codec,
+    DecodedMessages,
+    Float,
+    Identity,
+    Mean,
+    MessageRows,
+    Received,
+    Selected,
+    narrow,
+)
 from detonation.core.compute.kernel_library import SignRate
 from detonation.core.compute.nonfinite import inspected
 from detonation.core.engine.inspector import SignalInspector, inspector_of

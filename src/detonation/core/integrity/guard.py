@@ -11,10 +11,15 @@ import torch
 from torch import Tensor
 
 from detonation.core import runtime
-from detonation.core.codec.aggregate import Aggregation
-from detonation.core.codec.codec import Codec
-from detonation.core.codec.message_rows import MessageRows, SharedIndices, Workspace, joined
-from detonation.core.codec.received import Arrived
+from detonation.core.codec import (
+    Aggregation,
+    Arrived,
+    Codec,
+    MessageRows,
+    SharedIndices,
+    Workspace,
+    joined,
+)
 from detonation.core.compute.checksum import checksums
 from detonation.core.compute.nonfinite import LIMIT
 from detonation.core.integrity.message import (

@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from detonation.core.codec.codec import Codec
-from detonation.core.codec.indices import Unpackable, narrow
-from detonation.core.codec.message_rows import MessageRows, SharedIndices, joined
+from detonation.core.codec import Codec, MessageRows, SharedIndices, Unpackable, joined, narrow
 from detonation.core.compute.checksum import LINE_BYTES, checksums
 from detonation.core.flat.rows import KeptRows
 

@@ -4,3 +4,66 @@ go through.
 The only room of a step that knows the network. Called by replicators, agreement, the planner and
 the trainer.
 """
+
+from detonation.core.link.communicator import (
+    Axis,
+    Communicator,
+    ProcessGroupCommunicator,
+    axis_named,
+    carries,
+    communicator_of,
+    divided,
+    require_device,
+    rules_of,
+)
+from detonation.core.link.coordinates import Coordinates, Level, alike, coordinates_of
+from detonation.core.link.elastic_communicator import (
+    ElasticCommunicator,
+    HandOver,
+    PeerLost,
+    RenumberedCommunicator,
+    TextExchange,
+)
+from detonation.core.link.hierarchical import is_sharded_over, sharding_ranks, split_by_sharding
+from detonation.core.link.link import (
+    SAME_START,
+    Link,
+    Mismatch,
+    first_text,
+    links_of_shards,
+    mismatch_on_all,
+    require_same,
+    send_to_all,
+)
+
+__all__ = [
+    "SAME_START",
+    "Axis",
+    "Communicator",
+    "Coordinates",
+    "ElasticCommunicator",
+    "HandOver",
+    "Level",
+    "Link",
+    "Mismatch",
+    "PeerLost",
+    "ProcessGroupCommunicator",
+    "RenumberedCommunicator",
+    "TextExchange",
+    "alike",
+    "axis_named",
+    "carries",
+    "communicator_of",
+    "coordinates_of",
+    "divided",
+    "first_text",
+    "is_sharded_over",
+    "links_of_shards",
+    "mismatch_on_all",
+    "require_device",
+    "require_same",
+    "rules_of",
+    "send_to_all",
+    "sharding_ranks",
+    "split_by_sharding",
+]

@@ -30,7 +30,7 @@ from detonation.core.link.elastic_communicator import (
     present_rows,
 )
 from detonation.core.link.hierarchical import HierarchicalCommunicator
-from detonation.core.schemes.traffic import bytes_per_rank, ring_bytes
+from detonation.core.schemes import bytes_per_rank, ring_bytes
 
 SAME_START = (
     "Start all with the same settings, versions and weights (detonation.same_weights(model, axis)"

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from detonation.core.flat.tensors import local
-from detonation.core.optim.base_step import evaluated
+from detonation.core.optim.wrapper import evaluated
 
 
 class Muon(Optimizer):

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from detonation.core.compute import kernel_library
 from detonation.core.compute.kernel_library import SignRate
 from detonation.core.flat.tensors import local
-from detonation.core.optim.base_step import evaluated
+from detonation.core.optim.wrapper import evaluated
 
 GROUPS = 4
 """The number of groups of coordinates; only the signs of one group are in memory at a time."""

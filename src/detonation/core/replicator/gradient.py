@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from detonation.core.exchange.unused import Unused
+from detonation.core.exchange import Unused
 from detonation.core.flat.layout import Layout, copy
 from detonation.core.flat.tensors import (
     gradients_to_fill,
@@ -20,13 +20,12 @@ from detonation.core.flat.tensors import (
 )
 from detonation.core.integrity.message import NO_PARAMETERS, Missing
 from detonation.core.memory import LocalState
-from detonation.core.optim.base_step import BaseStep
-from detonation.core.optim.signsgd import SignSGD
+from detonation.core.optim import BaseStep, SignSGD
 from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.channel import Channel, Transfer, Update
 from detonation.core.replicator.overlap import CommStream, Overlap, OverlapError, refuse_unequal
 from detonation.core.runtime import Readback
-from detonation.core.schemes.scheme import GradientScheme
+from detonation.core.schemes import GradientScheme
 
 Applies = Callable[["Update | Flat", Collection[int]], None]
 """Applies an update in the next step; the parameters with these numbers were not used."""

@@ -3,5 +3,90 @@
 Importing this package registers every scheme. A scheme knows no link.
 """
 
-from detonation.core.schemes import gradients as gradients
-from detonation.core.schemes import parameters as parameters
+from detonation.core.schemes.buckets import aligned_rows, codec_of, rows_of_a_turn
+from detonation.core.schemes.gradients import (
+    decoupled_adamw,
+    demo,
+    full,
+    loco,
+    momentum,
+    none,
+    random,
+    random_sign,
+    striding,
+)
+from detonation.core.schemes.parameters import (
+    diloco,
+    local_sgd,
+    muloco,
+    outer_sgd,
+    sparseloco,
+    sparta,
+    streaming_diloco,
+)
+from detonation.core.schemes.scheme import (
+    ALIGNMENT,
+    SCHEMES,
+    GradientScheme,
+    Outer,
+    ParameterScheme,
+    Scheme,
+    known_schemes,
+    register,
+    scheme,
+)
+from detonation.core.schemes.traffic import (
+    LargerThanDense,
+    arguments_text,
+    buckets_of,
+    bytes_per_rank,
+    bytes_sent,
+    collective_for,
+    dense_bytes,
+    mean_bytes,
+    message_bytes,
+    require_below_dense,
+    ring_bytes,
+)
+
+__all__ = [
+    "ALIGNMENT",
+    "SCHEMES",
+    "GradientScheme",
+    "LargerThanDense",
+    "Outer",
+    "ParameterScheme",
+    "Scheme",
+    "aligned_rows",
+    "arguments_text",
+    "buckets_of",
+    "bytes_per_rank",
+    "bytes_sent",
+    "codec_of",
+    "collective_for",
+    "decoupled_adamw",
+    "demo",
+    "dense_bytes",
+    "diloco",
+    "full",
+    "known_schemes",
+    "local_sgd",
+    "loco",
+    "mean_bytes",
+    "message_bytes",
+    "momentum",
+    "muloco",
+    "none",
+    "outer_sgd",
+    "random",
+    "random_sign",
+    "register",
+    "require_below_dense",
+    "ring_bytes",
+    "rows_of_a_turn",
+    "scheme",
+    "sparseloco",
+    "sparta",
+    "streaming_diloco",
+    "striding",
+]

@@ -1,8 +1,17 @@
 """Schemes that exchange at every step: gradients, or a momentum of them."""
 
-from detonation.core.codec.basis import DCT, Basis, Identity, TileDCT
-from detonation.core.codec.codec import Codec
-from detonation.core.codec.selection import Everything, Random, Selection, Striding, TopK
+from detonation.core.codec import (
+    DCT,
+    Basis,
+    Codec,
+    Everything,
+    Identity,
+    Random,
+    Selection,
+    Striding,
+    TileDCT,
+    TopK,
+)
 from detonation.core.memory import Feedback
 from detonation.core.round import Round
 from detonation.core.schemes.scheme import (

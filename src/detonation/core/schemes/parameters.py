@@ -2,9 +2,7 @@
 
 from dataclasses import replace
 
-from detonation.core.codec.basis import Basis, Identity
-from detonation.core.codec.codec import Codec
-from detonation.core.codec.selection import Everything, Random, Selection, TopK
+from detonation.core.codec import Basis, Codec, Everything, Identity, Random, Selection, TopK
 from detonation.core.flat.layout import FragmentUnit
 from detonation.core.memory import Feedback
 from detonation.core.round import Round

@@ -21,11 +21,18 @@ from typing import (
 )
 
 from detonation.choices import checks_keywords, find_function, make, plain_types
-from detonation.core.codec.aggregate import AGGREGATIONS, Aggregation, Mean
-from detonation.core.codec.basis import Identity
-from detonation.core.codec.codec import Codec
-from detonation.core.codec.precision import PRECISIONS, Precision
-from detonation.core.codec.selection import Everything, Selection, TopK
+from detonation.core.codec import (
+    AGGREGATIONS,
+    PRECISIONS,
+    Aggregation,
+    Codec,
+    Everything,
+    Identity,
+    Mean,
+    Precision,
+    Selection,
+    TopK,
+)
 from detonation.core.flat.layout import FragmentUnit, Layout
 from detonation.core.memory import Feedback
 from detonation.core.round import Round

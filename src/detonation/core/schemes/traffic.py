@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Literal
 
 from detonation.core.base_error import DetonationError
-from detonation.core.codec.codec import Codec
+from detonation.core.codec import Codec
 from detonation.core.flat.layout import Layout
 from detonation.core.flat.rows import Bucket
 from detonation.core.integrity.message import DIGITS, HEADER_BYTES

@@ -7,9 +7,14 @@ import torch
 from torch import Tensor
 
 from detonation.core import runtime
-from detonation.core.codec.aggregate import ClippedMean, WeightedMean
-from detonation.core.codec.message_rows import MessageRows, SharedIndices, Workspace
-from detonation.core.codec.received import Arrived
+from detonation.core.codec import (
+    Arrived,
+    ClippedMean,
+    MessageRows,
+    SharedIndices,
+    WeightedMean,
+    Workspace,
+)
 from detonation.core.compute.nonfinite import LIMIT
 from detonation.core.integrity.guard import FORGET, LOUDER, Expected, Guard, Stage
 from detonation.core.integrity.message import (

@@ -11,8 +11,7 @@ from typing import Any
 from detonation.cluster.init import set_timeouts
 from detonation.cluster.network.measure import Everyone
 from detonation.cluster.network.profile import Operation, Step
-from detonation.core.schemes.scheme import Scheme, scheme
-from detonation.core.schemes.traffic import collective_for, message_bytes
+from detonation.core.schemes import Scheme, collective_for, message_bytes, scheme
 from detonation.link_speed import LinkSpeed
 from detonation.plan.cost import Network, Work, cost, report_s, spelled
 from detonation.plan.search import check_budget, largest_within

@@ -7,7 +7,7 @@ from typing import Any
 
 from detonation.choices import make
 from detonation.cluster.network.measure import Everyone
-from detonation.core.schemes.scheme import Scheme, known_schemes
+from detonation.core.schemes import Scheme, known_schemes
 from detonation.plan.cost import Work, spelled
 from detonation.plan.losses import Goal, task_of, trained_by
 from detonation.plan.search import BUDGET, Candidate, check_budget, settings

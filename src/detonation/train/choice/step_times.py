@@ -11,7 +11,7 @@ import torch
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.measure import Everyone
 from detonation.cluster.network.profile import Step
-from detonation.core.optimizer.replicate import replicate
+from detonation.core.optimizer import replicate
 from detonation.train.loop.checks import scheme_of
 from detonation.train.loop.fit import backward
 from detonation.train.loop.session import Session

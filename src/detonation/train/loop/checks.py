@@ -17,10 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from detonation.checkpoint.files.reader import Box
 from detonation.choices import find_function, plain_types
 from detonation.cluster.mesh import layers_of
-from detonation.core.optimizer.replicate import check_order
-from detonation.core.optimizer.setup_checks import check_balance
-from detonation.core.schemes.scheme import Scheme, known_schemes, scheme
-from detonation.core.schemes.traffic import require_below_dense
+from detonation.core.optimizer import check_balance, check_order
+from detonation.core.schemes import Scheme, known_schemes, require_below_dense, scheme
 from detonation.data import Data, Streamed, dataset_function, load_dataset
 from detonation.data.translation import TranslationPairs
 from detonation.models import TASK_OF, build_model, image_arguments, model_function

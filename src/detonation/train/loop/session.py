@@ -15,10 +15,9 @@ from detonation.cluster.mesh import init_mesh, shard, slow_axis_backend
 from detonation.cluster.network.throttled import ThrottledCommunicator
 from detonation.cluster.survive.elastic_axis import elastic, place
 from detonation.cluster.survive.surviving import SurvivingCommunicator
-from detonation.core.agreement.safety import Safety
-from detonation.core.link.communicator import Axis
-from detonation.core.optimizer.replicate import replicate
-from detonation.core.optimizer.replicated import Replicated
+from detonation.core.agreement import Safety
+from detonation.core.link import Axis
+from detonation.core.optimizer import Replicated, replicate
 from detonation.data import Data
 from detonation.link_speed import LinkSpeed
 from detonation.models import build_model

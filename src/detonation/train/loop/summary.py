@@ -11,7 +11,7 @@ import torch
 
 from detonation.cluster.devices import peak_memory
 from detonation.core.flat.tensors import local
-from detonation.core.schemes.traffic import ring_bytes
+from detonation.core.schemes import ring_bytes
 from detonation.gates.closeness import Closeness
 from detonation.train.loop.session import Session
 from detonation.train.loop.world import ElasticRanks

@@ -10,7 +10,7 @@ from detonation.checkpoint.files.retention import saved_checkpoints
 from detonation.checkpoint.gather import Volumes, survey
 from detonation.checkpoint.newest import Loaded
 from detonation.cluster.network.measure import Everyone
-from detonation.core.link.elastic_communicator import PeerLost, TextExchange
+from detonation.core.link import PeerLost, TextExchange
 from detonation.log.repeat import replay_together
 from detonation.train.choice.adapt import set_message_timeouts
 from detonation.train.loop.checkpoints import compare_settings, resume

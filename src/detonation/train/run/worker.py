@@ -15,7 +15,7 @@ from detonation.cluster.init import (
 from detonation.cluster.network.measure import Everyone
 from detonation.cluster.processes.signals import Stop, stoppable
 from detonation.cluster.survive.elastic_axis import meet_replicas
-from detonation.core.link.elastic_communicator import PeerLost
+from detonation.core.link import PeerLost
 from detonation.train.choice.decide import chosen_config
 from detonation.train.loop.session import start_session
 from detonation.train.output.screen import Screen

@@ -11,7 +11,7 @@ from typing import Any
 
 from detonation.choices import unknown
 from detonation.cluster.network.profile import Compute, Profile, Step
-from detonation.core.schemes.scheme import Scheme, known_schemes, scheme
+from detonation.core.schemes import Scheme, known_schemes, scheme
 from detonation.link_speed import LinkSpeed
 from detonation.plan.cost import Network, Shapes, Work
 from detonation.plan.losses import GOAL_STEPS, TEXT, Goal, optimizers, task_of, trained_by

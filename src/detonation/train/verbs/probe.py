@@ -15,7 +15,7 @@ from detonation.cluster.mesh import init_mesh
 from detonation.cluster.network.measure import Everyone, probe_axis
 from detonation.cluster.network.profile import Compute, Profile
 from detonation.cluster.processes.rendezvous import use_interface
-from detonation.core.schemes.scheme import known_schemes
+from detonation.core.schemes import known_schemes
 from detonation.train.choice.asked import standing
 from detonation.train.choice.step_times import forward_backward, optimizer_step
 from detonation.train.loop.checks import check_config

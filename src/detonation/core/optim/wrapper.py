@@ -1,0 +1,107 @@
+"""OptimizerWrapper: an optimizer around another, whose groups and state it shares."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from detonation.core.flat.tensors import local
+
+
+class OptimizerWrapper(Optimizer):
+    """Passes on all that schedulers and tools ask of an optimizer to `base`; its subclasses take
+    the steps."""
+
+    # torch's GradScaler then calls `step` with its scale and its finding as attributes, whatever it
+    # found. Without this it would leave the step out where a gradient overflowed, and the other
+    # replicas would wait for this one.
+    _step_supports_amp_scaling = True
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+
+    def __init__(self, base: Optimizer) -> None:
+        self.base = base
+        super().__setstate__({})  # hooks and profiling, without a second list of parameters
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"optimizer.{name} does not exist; the optimizer inside is optimizer.base"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "this optimizer holds links of its process and cannot be copied or pickled: use"
+            " state_dict()"
+        )
+
+    def unscale(self) -> Tensor | None:
+        """Divides the gradients by the scale of a GradScaler, if one calls this step.
+
+        Shapes: -> `[]` fp32 of a GradScaler's finding, not 0 where a gradient overflowed; None
+        without a GradScaler.
+        """
+        if (scale := vars(self).get("grad_scale")) is not None:
+            gradients = [
+                local(p.grad)
+                for group in self.param_groups
+                for p in group["params"]
+                if p.grad is not None
+            ]
+            if gradients:
+                inverse = scale.to(gradients[0].device).double().reciprocal().float()
+                torch._foreach_mul_(gradients, inverse)
+        return vars(self).get("found_inf")
+
+    # the next three are the base optimizer's own, also after it replaced them in load_state_dict
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.base.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.base.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.base.defaults
+
+    def with_saving_hooks(self, made: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Result of `made`, between the hooks that were registered around `state_dict`."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        found = made()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, found)
+            if changed is not None:
+                found = changed
+        return found
+
+    def with_loading_hooks(
+        self, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """Calls `load`, between the hooks that were registered around `load_state_dict`."""
+        given = dict(state_dict)  # a hook may change it in place
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, given)
+            if changed is not None:
+                given = changed
+        load(given)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.base.add_param_group(param_group)
+
+
+def evaluated(closure: Callable[[], Any] | None) -> Any:
+    """Calls `closure` with gradients enabled, as torch's optimizers do in a step; None without a
+    closure."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
