@@ -181,11 +181,9 @@ def _require_collectives(end: Communicator, device: torch.device) -> None:
         ("all_gather", gathering(), rows),
         ("all_reduce", summing(), total),
     ):
-        _require(
-            torch.equal(arrived, expected),
-            f"the contract of {kind}",
-            f"replica {end.replica} got {arrived.tolist()}, expected {expected.tolist()}",
-        )
+        holds = torch.equal(arrived, expected)
+        seen = f"replica {end.replica} got {arrived.tolist()}, expected {expected.tolist()}"
+        _require(holds, f"the contract of {kind}", seen)
 
 
 def _require(holds: bool, law: str, seen: str) -> None:

@@ -172,6 +172,27 @@ def test_a_line_names_only_folders_above_it():
     )
 
 
+def test_a_room_of_core_with_a_face_is_imported_through_it():
+    """A face is an `__init__.py` that imports from its folder: others need not know the files in it."""
+    dotted = {
+        folder: f"detonation.{folder.replace('/', '.')}."
+        for folder in FOLDERS
+        if folder.startswith("core/")
+    }
+    faces = {
+        folder: within
+        for folder, within in dotted.items()
+        if any(name.startswith(within) for name in imports(f"{folder}/__init__.py"))
+    }
+    assert {"core/agreement", "core/codec", "core/link", "core/schemes"} <= faces.keys()
+    for path in INSIDE:
+        files = tuple(
+            within for folder, within in faces.items() if not path.startswith(f"{folder}/")
+        )
+        names = {name for name in imports(path) if ":" in name}
+        assert {name for name in names if name.startswith(files)} == set(), path
+
+
 def test_folders_import_downwards():
     for path in INSIDE:
         allowed = {*below(room(path)), *OPEN, FACE}

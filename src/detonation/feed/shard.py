@@ -104,15 +104,14 @@ class ShardFollower:
         base = base_optimizer(self._make, about, saved.groups, parameters)
         chosen = scheme_of_training(about)
         in_parts = about["shards"] > 1 and not self._sharded
+        axis = LoopbackCommunicator(about["replicas"])
+        clip = None
+        if not in_parts:
+            clip = about["clip"]
+        safety = Safety(about["non_finite"], verify_every=0)
+        options = {"seed": about["seed"], "kernels": about["kernels"]}
         self.optimizer = replicate(
-            base,
-            self.module,
-            LoopbackCommunicator(about["replicas"]),
-            chosen,
-            clip=None if in_parts else about["clip"],
-            seed=about["seed"],
-            kernels=about["kernels"],
-            safety=Safety(about["non_finite"], verify_every=0),
+            base, self.module, axis, chosen, clip=clip, safety=safety, **options
         )
         shared_state.load_shared_state(saved, self.optimizer, parameters, about["step"])
         use_padding_of(about, self.optimizer)

@@ -277,7 +277,9 @@ def _difference(
     norms = [distance(each, [0.0] * _SIGNS) for each in sums]
 
     def close(a: int, b: int) -> bool:  # false for numbers that are not finite, unless equal
-        most = tolerance(min(norms[a], norms[b]), max(rows[a][_SIGNS], rows[b][_SIGNS]), eps)
+        norm = min(norms[a], norms[b])
+        movement = max(rows[a][_SIGNS], rows[b][_SIGNS])
+        most = tolerance(norm, movement, eps)
         return repr(sums[a]) == repr(sums[b]) or distance(sums[a], sums[b]) <= most < math.inf
 
     if all(close(0, each) for each in range(1, len(rows))):

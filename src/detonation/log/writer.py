@@ -271,6 +271,7 @@ def identity(optimizer: Replicated) -> dict[str, Any]:
     layouts = [
         (slot.name, tuple(slot.shape)) for each in optimizer.build() for slot in each.layout.slots
     ]
+    digest_of_layouts = hashlib.sha256(repr(layouts).encode()).hexdigest()
     return {
         "replicas": axis.size(),
         "shards": rank.shards,
@@ -279,7 +280,7 @@ def identity(optimizer: Replicated) -> dict[str, Any]:
         "seed": optimizer.settings.seed,
         "clip": optimizer.settings.clip,
         "optimizer": type(optimizer.base).__name__,
-        "parameters": f"{len(layouts)}, {hashlib.sha256(repr(layouts).encode()).hexdigest()[:16]}",
+        "parameters": f"{len(layouts)}, {digest_of_layouts[:16]}",
     }
 
 

@@ -8,7 +8,7 @@ from detonation.core.agreement.buffers import BufferSync, persistent_buffers
 from detonation.core.agreement.clipping import Clip
 from detonation.core.agreement.consensus import HalfStep, StopConsensus
 from detonation.core.agreement.desync import Difference, differences, options_of
-from detonation.core.agreement.gates import ClosenessGate, StepGate
+from detonation.core.agreement.gates import StepGate
 from detonation.core.agreement.options import python_number, recorded_options, take_recorded
 from detonation.core.agreement.safety import Safety
 from detonation.core.agreement.selftest import (
@@ -21,28 +21,3 @@ from detonation.core.agreement.selftest import (
     selftest,
     selftest_conditions,
 )
-
-__all__ = [
-    "CLOSE",
-    "NORM_SELFTEST",
-    "STEP_SELFTEST",
-    "TESTS",
-    "BufferSync",
-    "Clip",
-    "ClosenessGate",
-    "Difference",
-    "HalfStep",
-    "Safety",
-    "StepGate",
-    "StopConsensus",
-    "differences",
-    "norm_selftest",
-    "options_of",
-    "persistent_buffers",
-    "python_number",
-    "recorded_options",
-    "rounds_by_place",
-    "selftest",
-    "selftest_conditions",
-    "take_recorded",
-]

@@ -8,11 +8,3 @@ and no link.
 from detonation.core.engine.inspector import SignalInspector
 from detonation.core.engine.reference import ReferenceEngine, engine_for
 from detonation.core.engine.rows_at_once import Room, replied_at_once
-
-__all__ = [
-    "ReferenceEngine",
-    "Room",
-    "SignalInspector",
-    "engine_for",
-    "replied_at_once",
-]

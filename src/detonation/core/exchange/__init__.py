@@ -9,11 +9,3 @@ header and one decision are enough for a step.
 from detonation.core.exchange.exchange import Exchange
 from detonation.core.exchange.two_stage import TwoStage, exchange_for, room_of
 from detonation.core.exchange.unused import Unused
-
-__all__ = [
-    "Exchange",
-    "TwoStage",
-    "Unused",
-    "exchange_for",
-    "room_of",
-]

@@ -7,13 +7,3 @@ from detonation.core.optim.base_step import BaseStep, hooks_of
 from detonation.core.optim.muon import Muon
 from detonation.core.optim.signsgd import Deferred, SignSGD
 from detonation.core.optim.wrapper import OptimizerWrapper, evaluated
-
-__all__ = [
-    "BaseStep",
-    "Deferred",
-    "Muon",
-    "OptimizerWrapper",
-    "SignSGD",
-    "evaluated",
-    "hooks_of",
-]

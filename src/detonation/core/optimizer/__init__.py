@@ -8,7 +8,7 @@ from detonation.core.optimizer.build import Settings
 from detonation.core.optimizer.gathered import local_parameters, reshard
 from detonation.core.optimizer.replicate import check_order, replicate
 from detonation.core.optimizer.replicated import Replicated
-from detonation.core.optimizer.setup_checks import check_arguments, check_balance, checked_levels
+from detonation.core.optimizer.setup_checks import check_arguments, checked_levels
 from detonation.core.optimizer.state import (
     fitting_state,
     load_replica_state,
@@ -17,21 +17,3 @@ from detonation.core.optimizer.state import (
     replica_state,
 )
 from detonation.core.optimizer.stats import Stats
-
-__all__ = [
-    "Replicated",
-    "Settings",
-    "Stats",
-    "check_arguments",
-    "check_balance",
-    "check_order",
-    "checked_levels",
-    "fitting_state",
-    "load_replica_state",
-    "local_parameters",
-    "local_state_of",
-    "parameters_of",
-    "replica_state",
-    "replicate",
-    "reshard",
-]

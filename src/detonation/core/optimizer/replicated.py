@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # as torch's optimizers: it imports no compiler
 from torch.optim import Optimizer
 
-from detonation.core.agreement import BufferSync, ClosenessGate, StopConsensus, options_of
+from detonation.core.agreement import BufferSync, StopConsensus, gates, options_of
 from detonation.core.base_error import DetonationError
 from detonation.core.integrity.observer import StepObserver
 from detonation.core.link import Communicator, Coordinates, Level, coordinates_of, rules_of
@@ -61,7 +61,8 @@ class Replicated(OptimizerWrapper):
         self._communicators = [axis for axis, _ in levels if isinstance(axis, Communicator)]
         self._renumbers = bool(changes.renumbered_axes(self.levels))
         self.observer: StepObserver | None = None
-        self.closeness: ClosenessGate | None = None  # None while the bits of replicas are equal
+        # None while the bits of replicas are equal
+        self.closeness: gates.ClosenessGate | None = None
         if settings.safety.equal == "close":
             self.closeness = plugin("gates", "closeness")()
         self.base_step = BaseStep(base)

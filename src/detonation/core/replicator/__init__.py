@@ -11,16 +11,3 @@ from detonation.core.replicator.gradient import GradientReplicator
 from detonation.core.replicator.overlap import CommStream, OverlapError
 from detonation.core.replicator.padding import release_used_rows, use_rows
 from detonation.core.replicator.parameter import HoldingReplicator, ParameterReplicator
-
-__all__ = [
-    "Channel",
-    "CommStream",
-    "GradientReplicator",
-    "HoldingReplicator",
-    "OverlapError",
-    "ParameterReplicator",
-    "Replicator",
-    "Transfer",
-    "release_used_rows",
-    "use_rows",
-]

@@ -81,18 +81,16 @@ class Followed:
                 for name, (latency, rate) in table["lines"].items()
             }
             network = Network(replicas, shards, operations, float(table.get("restart", 0.0)))
-            return cls(
-                check_budget(table["budget"]),
-                network,
-                float(table["compute_s"]),
-                Step(**table["step"]),
-                float(table.get("times", 1.0)),
-                float(table.get("later", 1.0)),
-            )
+            budget = check_budget(table["budget"])
+            compute_s = float(table["compute_s"])
+            step = Step(**table["step"])
+            times = float(table.get("times", 1.0))
+            later = float(table.get("later", 1.0))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"the adapter's state in the checkpoint is damaged: {error!r}"
             ) from error
+        return cls(budget, network, compute_s, step, times, later)
 
 
 class Adapter:
@@ -165,9 +163,9 @@ class Adapter:
         (w0, r0) = expected(1.0, 1.0)
         # If the waits fit the link of the start better, the link has returned to it. `_factors`
         # would stop at the first link that explains the waits, between the two.
-        returned = max(abs(w1 - w0), abs(r1 - r0)) > max(
-            certain, 2 * abs(w1 - waited), 2 * abs(r1 - reported)
-        )
+        apart = max(abs(w1 - w0), abs(r1 - r0))
+        unexplained = max(abs(w1 - waited), abs(r1 - reported))
+        returned = apart > max(certain, 2 * unexplained)
         if not returned:
             # A change of a latency below the noise cannot be measured.
             shows_latency = network.seconds("all-gather", 0) > certain

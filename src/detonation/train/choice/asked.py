@@ -1,4 +1,4 @@
-"""Scheme auto in a recipe: the candidates that it asks for, and the goal that they are ranked by."""
+"""Scheme auto in a recipe: the candidates that it asks for, and the goal that ranks them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Checks of a recipe before its first process starts: its parts are built, and must fit together."""
+"""Checks of a recipe before its first process starts: its parts are built and must fit together."""
 
 import functools
 import importlib.util
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from detonation.checkpoint.files.reader import Box
 from detonation.choices import find_function, plain_types
 from detonation.cluster.mesh import layers_of
-from detonation.core.optimizer import check_balance, check_order
+from detonation.core.optimizer import check_order, setup_checks
 from detonation.core.schemes import Scheme, known_schemes, require_below_dense, scheme
 from detonation.data import Data, Streamed, dataset_function, load_dataset
 from detonation.data.translation import TranslationPairs
@@ -252,11 +252,10 @@ def check_levels(levels: Sequence[LevelConfig], balance: bool = False) -> tuple[
     chosen = [scheme_of(level) for level in levels]
     check_order(chosen)
     if balance:
-        check_balance(chosen, None)
-    return tuple(
-        replace(level, scheme=Choice(each.name, dict(each.arguments)))
-        for level, each in zip(levels, chosen, strict=True)
-    )
+        setup_checks.check_balance(chosen, None)
+    whole = [Choice(each.name, dict(each.arguments)) for each in chosen]
+    pairs = zip(levels, whole, strict=True)
+    return tuple(replace(level, scheme=choice) for level, choice in pairs)
 
 
 def scheme_of(level: LevelConfig) -> Scheme:

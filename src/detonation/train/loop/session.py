@@ -81,13 +81,17 @@ def replicated_run(
     config: Config, base: torch.optim.Optimizer, model: nn.Module, joined: Sequence[Axis]
 ) -> Replicated:
     """`base` replicated along the axis of each level. Only its first step is collective."""
+    schemes = map(scheme_of, config.levels)
+    levels = list(zip(joined, schemes, strict=True))
+    clip = config.train.clip or None
+    balance = config.train.balance
     return replicate(
         base,
         model,
-        levels=list(zip(joined, map(scheme_of, config.levels), strict=True)),
+        levels=levels,
         safety=safety(config),
-        clip=config.train.clip or None,
-        balance=config.train.balance,
+        clip=clip,
+        balance=balance,
         seed=config.seed,
     )
 

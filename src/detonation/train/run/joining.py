@@ -41,7 +41,7 @@ def meeting_of(request: Request) -> str:
 def check_place(
     request: Request, config: Config, place: LaunchPosition | None, asked: Asked | None
 ) -> None:
-    """Raises `ValueError` if the elastic options of `request` conflict, or an address is invalid."""
+    """Raises `ValueError` if the elastic options of `request` conflict."""
     number = request.replica
     mesh = config.mesh
     last = config.levels[-1].replicas
@@ -65,9 +65,12 @@ def check_place(
     for flag, address in (("--meet", mesh.meet), ("--join", request.join)):
         if address:
             require_known_host(flag, address)
-    if config.train.publish:
-        host_and_port(config.train.publish)
-        read_token()
+
+
+def check_feed(address: str) -> None:
+    """Raises `ValueError` if a feed at `address` lacks a port, or the token of its followers."""
+    host_and_port(address)
+    read_token()
 
 
 def joined_session(

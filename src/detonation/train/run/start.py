@@ -21,7 +21,7 @@ from detonation.train.output import directory, screen, trackers
 from detonation.train.recipe.resolve import Request, from_plain, to_plain
 from detonation.train.recipe.schema import Config, MeshConfig, Table
 from detonation.train.run.elastic_run import SetUp
-from detonation.train.run.joining import RunTask, check_place, meeting_of
+from detonation.train.run.joining import RunTask, check_feed, check_place, meeting_of
 from detonation.train.run.worker import train_on_rank
 
 _W = TypeVar("_W")
@@ -149,6 +149,8 @@ def make_task(request: Request, place: LaunchPosition | None) -> RunTask:
             f"train.init_from is {source!r}, but must be the directory of a run or a model"
         )
     check_place(request, config, place, asked)
+    if config.train.publish:
+        check_feed(config.train.publish)
     if place is None or place.rank == 0:
         trackers.check_trackers(config.train.loggers)
     resume = request.resume or restarted(os.environ)

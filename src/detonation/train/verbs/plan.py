@@ -195,16 +195,20 @@ def _of_recipe(question: Question, profile: Profile | None) -> _Training:
     if chosen.name not in known_schemes():
         own = trained_by(config.optimizer.name, config.optimizer.arguments)
         tuned.append((scheme(chosen.name, chosen.arguments), own))
+    shapes = shard_shapes(config)
+    examples = train.batch_size * train.accumulate
+    losses_of = task_of(config.model.name)
+    settings = partial(settings_in, layers)
     return _Training(
         config.mesh.replicas,
         config.mesh.shards,
-        shard_shapes(config),
+        shapes,
         train.accumulate,
-        train.batch_size * train.accumulate,
+        examples,
         train.steps,
-        task_of(config.model.name),
+        losses_of,
         tuned,
-        partial(settings_in, layers),
+        settings,
     )
 
 
