@@ -193,7 +193,7 @@ def shorter(layers: Any, config: Any) -> Any:
 
 def described(config: Any) -> dict[str, Any]:
     from detonation.plan.losses import trained_by
-    from detonation.train.choice.decide import scheme_of
+    from detonation.train.loop.checks import scheme_of
 
     made = scheme_of(config.levels[-1])
     optimizer = trained_by(config.optimizer.name, config.optimizer.arguments)
