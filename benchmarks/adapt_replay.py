@@ -30,9 +30,9 @@ from detonation.link_speed import LinkSpeed
 from detonation.plan.cost import Cost, Network, Work, cost, report_s
 from detonation.plan.losses import Goal, estimate
 from detonation.plan.search import largest_within
-from detonation.train.loop.session import check_config, shard_shapes
+from detonation.train.choice.adapt import Adapter, Followed
+from detonation.train.loop.checks import check_config, shard_shapes
 from detonation.train.recipe.resolve import Request
-from detonation.train.run.adapt import Adapter, Followed
 
 ROUNDS = (5, 10, 20, 30, 50, 100, 200, 500)
 MEASURED = (5, 10, 30)

@@ -86,10 +86,10 @@ def measure(case: Case) -> dict[str, Any]:
 
     import detonation as dt
     from detonation.plan.cost import Work, cost
-    from detonation.train.loop.session import shard_shapes
+    from detonation.train.choice import decide
+    from detonation.train.choice.asked import Asked, Auto
+    from detonation.train.loop.checks import shard_shapes
     from detonation.train.recipe.resolve import Request
-    from detonation.train.run import decide
-    from detonation.train.run.decide import Asked, Auto
     from detonation.train.verbs.probe import _AXIS_S
 
     start, probe, probes = decide.start_session, decide.probe_axis, dict[str, Any]()
@@ -193,7 +193,7 @@ def shorter(layers: Any, config: Any) -> Any:
 
 def described(config: Any) -> dict[str, Any]:
     from detonation.plan.losses import trained_by
-    from detonation.train.run.decide import scheme_of
+    from detonation.train.loop.checks import scheme_of
 
     made = scheme_of(config.levels[-1])
     optimizer = trained_by(config.optimizer.name, config.optimizer.arguments)
@@ -202,7 +202,7 @@ def described(config: Any) -> dict[str, Any]:
 
 def called(config: Any) -> str:
     """A name for tables, such as "muloco(every=5, ...) with Muon"."""
-    from detonation.core.schemes.registry import scheme
+    from detonation.core.schemes.scheme import scheme
     from detonation.plan.cost import spelled
 
     found = described(config)
@@ -301,7 +301,7 @@ def steps_factor(
 
 def times(row: dict[str, Any], parameters: int) -> dict[str, tuple[float, float, bool]]:
     """By setting: the seconds of a step, seconds to the loss, and whether the loss was measured at that length."""
-    from detonation.core.schemes.registry import scheme
+    from detonation.core.schemes.scheme import scheme
     from detonation.plan.cost import spelled
 
     found: dict[str, tuple[float, float, bool]] = {}
@@ -320,7 +320,7 @@ def times(row: dict[str, Any], parameters: int) -> dict[str, tuple[float, float,
 
 
 def table(rows: list[dict[str, Any]]) -> None:
-    from detonation.train.loop.session import shard_shapes
+    from detonation.train.loop.checks import shard_shapes
     from detonation.train.recipe.resolve import Request
 
     layers = Request(Path(RECIPE), tuple(SETS), 2, 1).layers(None)

@@ -23,9 +23,9 @@ from detonation.cluster.processes.signals import Stop
 from detonation.core.optim.muon import _newton_schulz
 from detonation.core.optimizer.state import load_replica_state, replica_state
 from detonation.core.schemes.scheme import Scheme
+from detonation.train.loop.checks import scheme_of
 from detonation.train.loop.evaluate import validate
 from detonation.train.loop.fit import fit
-from detonation.train.loop.session import scheme_of
 from detonation.train.recipe.schema import Config
 from detonation.train.verbs.simulate import Simulation, configured, virtual
 

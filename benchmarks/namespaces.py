@@ -129,7 +129,8 @@ class Training:
         from detonation import models
         from detonation.cluster.network.throttled import ThrottledCommunicator
         from detonation.link_speed import LinkSpeed
-        from detonation.train.loop.session import Session, check_config, load_data
+        from detonation.train.loop.checks import check_config, load_data
+        from detonation.train.loop.session import Session
         from detonation.train.loop.world import Ranks
         from detonation.train.recipe import optimizers
         from detonation.train.recipe.resolve import Request

@@ -60,7 +60,7 @@ def measure_all(names: list[str], rates: list[int], results: Path) -> None:
     import torch
 
     from detonation.cluster.launch import run_local
-    from detonation.train.loop.session import load_data
+    from detonation.train.loop.checks import load_data
 
     torch.set_num_threads(1)
     for name in names:
@@ -75,7 +75,7 @@ def measure_all(names: list[str], rates: list[int], results: Path) -> None:
 
 def configured(name: str, scheme: str, rate: int) -> Any:
     """The checked configuration of a recipe under a scheme, over a throttled link of `rate` Mbit/s."""
-    from detonation.train.loop.session import check_config
+    from detonation.train.loop.checks import check_config
     from detonation.train.recipe.resolve import Request
 
     path, sets = RECIPES[name]
@@ -129,9 +129,9 @@ class Trained:
         """Predicts from measurements made now, then trains."""
         from detonation.cluster.processes.signals import Stop
         from detonation.plan.cost import Work, cost
+        from detonation.train.choice.step_times import forward_backward, optimizer_step
+        from detonation.train.loop.checks import shard_shapes
         from detonation.train.loop.fit import fit
-        from detonation.train.loop.session import shard_shapes
-        from detonation.train.run.decide import forward_backward, optimizer_step
 
         compute_s, _ = forward_backward(probed)
         steps = {self.scheme.name: optimizer_step(probed, self.config)}

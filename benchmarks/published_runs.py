@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from detonation.core.schemes.registry import scheme
+from detonation.core.schemes.scheme import scheme
 from detonation.link_speed import LinkSpeed
 from detonation.plan.cost import BACKWARD, Cost, Network, Work, cost
 

@@ -159,7 +159,7 @@ class Training:
     def row(self) -> dict[str, Any]:
         import torch.distributed as dist
 
-        from detonation.train.run.decide import forward_backward, optimizer_step
+        from detonation.train.choice.step_times import forward_backward, optimizer_step
 
         before = forward_backward(self._session)[0]
         step, steps = optimizer_step(self._session, self.config), self.train(STEPS)
@@ -189,7 +189,7 @@ class Training:
 
 def configured(sets: str) -> Any:
     """The checked configuration of the recipe under a scheme."""
-    from detonation.train.loop.session import check_config
+    from detonation.train.loop.checks import check_config
     from detonation.train.recipe.resolve import Request
 
     return check_config(
@@ -233,7 +233,7 @@ def predicted(row: dict[str, Any]) -> dict[str, float]:
     import detonation as dt
     from detonation.cluster.network.profile import Step, axis_profile
     from detonation.plan.cost import Network, Work, cost
-    from detonation.train.loop.session import shard_shapes
+    from detonation.train.loop.checks import shard_shapes
 
     config, probed = configured(SCHEMES[row["scheme"]]), axis_profile(row["probed"])
     scheme, shapes = dt.scheme(config.scheme.name, config.scheme.arguments), shard_shapes(config)
@@ -287,7 +287,7 @@ def regrets(rows: list[dict[str, Any]], way: str) -> list[float]:
 
     Steps to the loss of the baseline after 1,000 are those that `plan` expects; of `diloco` as of rounds of 10 steps.
     """
-    from detonation.core.schemes.registry import scheme
+    from detonation.core.schemes.scheme import scheme
     from detonation.plan.losses import Goal, estimate
 
     links: dict[Case, list[tuple[float, float]]] = {}

@@ -142,8 +142,9 @@ def _rank(
 
     import detonation as dt
     from detonation.cluster.processes.signals import Stop
+    from detonation.train.loop.checks import check_config
     from detonation.train.loop.fit import fit
-    from detonation.train.loop.session import check_config, start_session
+    from detonation.train.loop.session import start_session
     from detonation.train.recipe.resolve import Request
 
     sessions = {}

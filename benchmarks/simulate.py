@@ -37,7 +37,8 @@ from detonation.core.replicator.overlap import Overlap
 from detonation.data import batch
 from detonation.engines.native_engine import NativeEngine
 from detonation.train.loop import fit
-from detonation.train.loop.session import load_data, seeded_model
+from detonation.train.loop.checks import load_data
+from detonation.train.loop.session import seeded_model
 from detonation.train.recipe.schema import Config
 from detonation.train.verbs.simulate import Simulation, configured, train_virtual, virtual
 

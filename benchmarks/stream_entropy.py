@@ -21,7 +21,7 @@ import detonation as dt
 from detonation.cluster.network.simulated import SimulatedCommunicator, simulate_replicas
 from detonation.core.codec.indices import narrow
 from detonation.core.codec.received import Arrived
-from detonation.core.integrity.header import HEADER_BYTES
+from detonation.core.integrity.message import HEADER_BYTES
 from detonation.core.integrity.observer import StepObserver
 from detonation.models import build_model
 

@@ -16,8 +16,7 @@ from detonation.core.codec.precision import Float
 from detonation.core.codec.received import Received
 from detonation.core.integrity.fault_counts import FaultCounts
 from detonation.core.integrity.guard import Guard, Stage
-from detonation.core.integrity.header import HEADER_BYTES, Header, hash63
-from detonation.core.integrity.message import Message
+from detonation.core.integrity.message import HEADER_BYTES, Header, Message, hash63
 
 ROWS, REPLICAS, STEP, SEED, SCHEMA = 60, 3, 7, 1, "a schema"
 SCHEMES = {

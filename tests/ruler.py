@@ -24,9 +24,9 @@ MOST_COLUMNS = 100
 MOST_COGNITIVE = 15
 
 CEILINGS: dict[str, float] = {
-    "tokens of src": 315_750,
-    "tokens of core": 89_600,
-    "tokens per line of code": 9.1,
+    "tokens of src": 314_850,
+    "tokens of core": 88_950,
+    "tokens per line of code": 9.0,
     "nodes per statement": 7.9,
     "packed assignments per 1,000 statements": 0.9,
     "conditional expressions per 1,000 statements": 2.9,
@@ -34,13 +34,13 @@ CEILINGS: dict[str, float] = {
     "cognitive complexity of src": 7_660,
     "functions of core over cognitive 15": 0,
     "functions of src over cognitive 15, without kernels": 0,
-    "own modules that one module imports, at most": 25,
+    "own modules that one module imports, at most": 15,
     "modules that core names in strings": 0,
     "hasattr and getattr in core": 17,
     "names of elastic in core": 17,
     "names of tape in core": 0,
     "names of balance in core": 14,
-    "names of closeness in core": 13,
+    "names of closeness in core": 12,
     "names of trained in core": 30,
 }
 """Each measure, at most. A ceiling falls with the measure. It may move up when a message, a diagnostic

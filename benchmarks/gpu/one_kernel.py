@@ -27,10 +27,9 @@ from detonation.core.codec.message_rows import MessageRows
 from detonation.core.codec.received import Arrived
 from detonation.core.codec.selection import Random, Striding, random_start
 from detonation.core.compute.nonfinite import LIMIT, SIGNAL_LIMIT
-from detonation.core.engine.choice import engine_for
-from detonation.core.engine.reference import ReferenceEngine
+from detonation.core.engine.reference import ReferenceEngine, engine_for
 from detonation.core.integrity.guard import FORGET, LOUDER, Expected, decide_usable, unsealed
-from detonation.core.integrity.header import HEADER_BYTES, IDENTITY, Header
+from detonation.core.integrity.message import HEADER_BYTES, IDENTITY, Header
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
 from detonation.engines.triton.coding import coding_of, places_of, row_run

@@ -18,7 +18,7 @@ from benchmarks.gpu.children import stacks_at_the_end
 import detonation as dt
 from detonation.core.compute.nonfinite import LIMIT
 from detonation.core.integrity.guard import FORGET, LOUDER
-from detonation.core.integrity.header import HEADER_BYTES, IDENTITY, Header
+from detonation.core.integrity.message import HEADER_BYTES, IDENTITY, Header
 from detonation.engines.triton.coding import coding_of, places_of, row_run
 from detonation.kernels.gpu import inspection
 

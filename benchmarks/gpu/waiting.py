@@ -17,7 +17,7 @@ from detonation.core.codec.aggregate import Divided
 from detonation.core.codec.message_rows import MessageRows
 from detonation.core.codec.precision import Float, numbers
 from detonation.core.codec.received import Sums
-from detonation.core.engine.choice import engine_for
+from detonation.core.engine.reference import engine_for
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
 

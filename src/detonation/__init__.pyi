@@ -20,14 +20,14 @@ from detonation.core.optimizer.replicate import replicate as replicate
 from detonation.core.optimizer.replicated import Replicated as Replicated
 from detonation.core.optimizer.state import load_replica_state as load_replica_state
 from detonation.core.optimizer.state import replica_state as replica_state
-from detonation.core.schemes.compressed import muloco as muloco
 from detonation.core.schemes.gradients import demo as demo
 from detonation.core.schemes.gradients import full as full
 from detonation.core.schemes.gradients import loco as loco
 from detonation.core.schemes.gradients import none as none
+from detonation.core.schemes.gradients import random_sign as random_sign
 from detonation.core.schemes.parameters import diloco as diloco
-from detonation.core.schemes.registry import scheme as scheme
-from detonation.core.schemes.rotating import random_sign as random_sign
+from detonation.core.schemes.parameters import muloco as muloco
+from detonation.core.schemes.scheme import scheme as scheme
 from detonation.feed.admission import Admission as Admission
 from detonation.feed.admission import admitted as admitted
 from detonation.feed.follower import follow as follow

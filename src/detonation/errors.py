@@ -4,13 +4,12 @@ from detonation.checkpoint.files.shard_file import CorruptCheckpoint
 from detonation.checkpoint.newest import NoCheckpoint
 from detonation.checkpoint.shard_saver import NotSaved
 from detonation.cluster.survive.agreement import ReplicaLeft, ReplicaLost
-from detonation.core.agreement.consensus import HalfStep
+from detonation.core.agreement import HalfStep
 from detonation.core.base_error import DetonationError
 from detonation.core.integrity.fault_counts import BadPeer, Desync, NonFiniteGradient
-from detonation.core.link.elastic_communicator import PeerLost
-from detonation.core.link.handshake import Mismatch
-from detonation.core.replicator.overlap import OverlapError
-from detonation.core.schemes.traffic import LargerThanDense
+from detonation.core.link import Mismatch, PeerLost
+from detonation.core.replicator import OverlapError
+from detonation.core.schemes import LargerThanDense
 from detonation.feed.token import LostFeed
 from detonation.log.records import DamagedLog
 

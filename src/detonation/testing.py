@@ -12,16 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from detonation.cluster.network.simulated import simulate_replicas
-from detonation.core.codec.aggregate import Mean, aggregate
+from detonation.core.codec import Mean, aggregate
 from detonation.core.flat.layout import Layout
 from detonation.core.flat.tensors import digest
-from detonation.core.link.communicator import Communicator
+from detonation.core.link import Communicator
 from detonation.core.memory import Feedback, Memory
-from detonation.core.optimizer.replicate import replicate
+from detonation.core.optimizer import replicate
 from detonation.core.runtime import decides_on_device
-from detonation.core.schemes.registry import scheme as scheme_named
-from detonation.core.schemes.scheme import Scheme
-from detonation.core.schemes.traffic import bytes_sent, dense_bytes, ring_bytes
+from detonation.core.schemes import Scheme, bytes_sent, dense_bytes, ring_bytes
+from detonation.core.schemes import scheme as scheme_named
 
 T = TypeVar("T")
 _SHAPES = {"matrix": (40, 64), "scalar": (), "prime": (257,), "empty": (0, 3), "cube": (3, 3, 2, 5)}
@@ -182,11 +181,9 @@ def _require_collectives(end: Communicator, device: torch.device) -> None:
         ("all_gather", gathering(), rows),
         ("all_reduce", summing(), total),
     ):
-        _require(
-            torch.equal(arrived, expected),
-            f"the contract of {kind}",
-            f"replica {end.replica} got {arrived.tolist()}, expected {expected.tolist()}",
-        )
+        holds = torch.equal(arrived, expected)
+        seen = f"replica {end.replica} got {arrived.tolist()}, expected {expected.tolist()}"
+        _require(holds, f"the contract of {kind}", seen)
 
 
 def _require(holds: bool, law: str, seen: str) -> None:

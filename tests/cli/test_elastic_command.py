@@ -12,7 +12,8 @@ from torch._C._distributed_c10d import TCPStore
 from commands import RECIPE, Command, free_port, outliving, write_recipe
 from covering import some
 from detonation.cluster.survive.agreement import latest_axis_store, note_gone
-from detonation.train.run import decide, worker
+from detonation.train.choice import decide
+from detonation.train.run import joining, run_directory
 from limits import LIMIT_S
 
 pytestmark = pytest.mark.usefixtures("soon", "patient")
@@ -98,9 +99,11 @@ def test_the_others_finish_the_run_when_the_first_replica_is_lost(begun, tmp_pat
     )
 
 
-@pytest.mark.parametrize("where", ["surviving_axis", "resume"])
+@pytest.mark.parametrize(
+    ("module", "where"), [(joining, "surviving_axis"), (run_directory, "resume")]
+)
 def test_the_others_train_where_a_replica_ends_before_its_first_step(
-    begun, tmp_path, monkeypatch, where
+    begun, tmp_path, monkeypatch, module, where
 ):
     """Before all have met, or while they read a checkpoint."""
     more = ["--replicas", 3]
@@ -108,14 +111,14 @@ def test_the_others_train_where_a_replica_ends_before_its_first_step(
         earlier = begun(*more, "--stop-after", 10)
         assert earlier.wait() == 0, earlier.errors
         more.append("--resume")
-    went_on = getattr(worker, where)
+    went_on = getattr(module, where)
 
     def end(*arguments):
         if os.environ["RANK"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
         return went_on(*arguments)
 
-    monkeypatch.setattr(worker, where, end)
+    monkeypatch.setattr(module, where, end)
     command = begun(*more)
     assert command.wait() == 0, command.errors
     found = summary(tmp_path)

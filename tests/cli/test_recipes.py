@@ -9,7 +9,7 @@ import torch
 from detonation.cli.arguments import Train
 from detonation.cli.command import run_command
 from detonation.cli.verbs import requested
-from detonation.core.schemes.registry import SCHEMES
+from detonation.core.schemes.scheme import SCHEMES
 from detonation.link_speed import LinkSpeed
 from detonation.models import MODELS
 from detonation.train.output import directory

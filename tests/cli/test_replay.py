@@ -12,7 +12,7 @@ from detonation.log import continuity
 from detonation.log.continuity import log_files
 from detonation.log.records import STEP, whole_records
 from detonation.train.output import directory
-from detonation.train.run import recorder
+from detonation.train.run import run_directory
 from detonation.train.run.log_check import checked_log
 
 
@@ -192,7 +192,7 @@ def test_a_log_that_does_not_begin_with_the_checkpoint_is_of_another_training(
     tmp_path, monkeypatch
 ):
     """As where a run was resumed without one, and then with: its steps would be those of other weights."""
-    monkeypatch.setattr(recorder, "replay_together", lambda *_: pytest.fail("it was replayed"))
+    monkeypatch.setattr(run_directory, "replay_together", lambda *_: pytest.fail("it was replayed"))
     (tmp_path / "updates").mkdir()
     (tmp_path / "updates" / "replica0-shard0-3.updates").write_text("")
     texts = SimpleNamespace(broadcast=lambda text: text)
@@ -202,7 +202,7 @@ def test_a_log_that_does_not_begin_with_the_checkpoint_is_of_another_training(
         world=SimpleNamespace(texts=lambda: texts),
         config=config,
     )
-    assert recorder.replay_rest(session, tmp_path, directory.log_starts(tmp_path), False) == []
+    assert run_directory.replay_rest(session, tmp_path, directory.log_starts(tmp_path), False) == []
 
 
 def test_steps_that_are_not_there_are_said_in_one_line(run, tmp_path):

@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import worlds
 from detonation.cluster.processes.signals import Stop
+from detonation.train.loop.checks import check_config
 from detonation.train.loop.fit import fit
-from detonation.train.loop.session import check_config, start_session
+from detonation.train.loop.session import start_session
 from detonation.train.recipe.resolve import parse_sets, read_recipe, resolve
 from detonation.train.recipe.schema import Config
 

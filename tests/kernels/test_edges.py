@@ -24,8 +24,8 @@ from detonation.core.codec.codec import Codec  # noqa: E402
 from detonation.core.codec.message_rows import MessageRows  # noqa: E402
 from detonation.core.codec.precision import PRECISIONS  # noqa: E402
 from detonation.core.codec.selection import TopK  # noqa: E402
-from detonation.core.engine.choice import engine_for  # noqa: E402
-from detonation.core.flat.owners import RowOwners  # noqa: E402
+from detonation.core.engine.reference import engine_for  # noqa: E402
+from detonation.core.flat.rows import RowOwners  # noqa: E402
 from detonation.core.memory import Memory  # noqa: E402
 from detonation.core.runtime import Runtime  # noqa: E402
 from detonation.core.schemes import buckets  # noqa: E402

@@ -20,8 +20,7 @@ from detonation.core.codec.codec import Selected
 from detonation.core.codec.precision import PRECISIONS
 from detonation.core.codec.received import Received
 from detonation.core.compute.scatter_sum import most_summed
-from detonation.core.engine.choice import engine_for
-from detonation.core.engine.reference import ReferenceEngine
+from detonation.core.engine.reference import ReferenceEngine, engine_for
 from detonation.core.flat.tensors import digest
 from detonation.core.memory import Memory
 from detonation.core.replicator.outer import OuterSGD

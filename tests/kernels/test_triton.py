@@ -19,10 +19,9 @@ from detonation.core.codec.message_rows import MessageRows, SharedIndices, Works
 from detonation.core.codec.received import Arrived, Sums
 from detonation.core.codec.selection import Random, Rotation, Striding, TopK, random_start
 from detonation.core.compute.nonfinite import LIMIT, SIGNAL_LIMIT, first_nonfinite
-from detonation.core.engine.choice import engine_for
-from detonation.core.engine.reference import ReferenceEngine
+from detonation.core.engine.reference import ReferenceEngine, engine_for
 from detonation.core.integrity.guard import FORGET, LOUDER, Expected, decide_usable, unsealed
-from detonation.core.integrity.header import HEADER_BYTES, IDENTITY, Header
+from detonation.core.integrity.message import HEADER_BYTES, IDENTITY, Header
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
 from detonation.core.schemes import buckets

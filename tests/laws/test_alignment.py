@@ -14,7 +14,7 @@ from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest
 from detonation.core.flat.written import WrittenWeights
-from detonation.core.integrity.header import HEADER_BYTES, Header, resent
+from detonation.core.integrity.message import HEADER_BYTES, Header, resent
 from detonation.core.link.communicator import Communicator
 from detonation.core.link.link import Link
 from detonation.core.replicator.channel import Channel

@@ -15,7 +15,7 @@ from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest, local
 from detonation.core.link.link import Link
 from detonation.core.round import LocalSteps, Round
-from detonation.core.schemes.registry import SCHEMES as REGISTERED
+from detonation.core.schemes.scheme import SCHEMES as REGISTERED
 from detonation.gates import balance
 from zoo import SCHEMES, Plain, batch, built
 

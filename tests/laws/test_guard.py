@@ -20,7 +20,6 @@ from detonation.core.codec.received import Arrived
 from detonation.core.compute import checksum as summing
 from detonation.core.compute import kernel_library
 from detonation.core.compute.nonfinite import LIMIT, SIGNAL_LIMIT, first_nonfinite
-from detonation.core.integrity import header
 from detonation.core.integrity.fault_counts import (
     IN_A_ROW,
     STRIKES,
@@ -30,8 +29,7 @@ from detonation.core.integrity.fault_counts import (
     NonFiniteGradient,
 )
 from detonation.core.integrity.guard import Expected, Guard, decide_usable, explain_faults
-from detonation.core.integrity.header import hash63
-from detonation.core.integrity.message import Message
+from detonation.core.integrity.message import HEADER_BYTES, IDENTITY, Header, Message, hash63
 from detonation.core.runtime import Runtime
 from payloads import (
     CLASSES,
@@ -65,15 +63,14 @@ def test_a_guard_that_reports_late_uses_none_either_and_names_the_same_for_the_s
 def test_what_tensors_decide_on_messages_is_what_the_host_explains():
     """On tables of what is found in messages, of which any word may be one that is nearly right."""
     random = Random(0)
-    expected = Expected(header.Header(11, STEP, 5, 0), nbytes=100, parameters=3, signals=True)
+    expected = Expected(Header(11, STEP, 5, 0), nbytes=100, parameters=3, signals=True)
     outcomes = Counter()
     for _ in range(3000):
         norms = [
             random.choice([0.0, 1e-3, 1.0, 1001.0, LIMIT]) for _ in range(random.randint(1, 5))
         ]
         rows = [
-            [header.IDENTITY, 11, STEP, r << 32 | 5, 100, 0, 77, 9, 9, 0, n]
-            for r, n in enumerate(norms)
+            [IDENTITY, 11, STEP, r << 32 | 5, 100, 0, 77, 9, 9, 0, n] for r, n in enumerate(norms)
         ]
         for row in rows:
             if random.random() < 0.4:
@@ -243,7 +240,7 @@ def test_who_tells_nothing_counts_as_zeros_and_skips_are_counted():
     for time in range(IN_A_ROW + 1):
         assert ledger.fatal == 0
         messages = [said[r, STEP] for r in range(REPLICAS)]
-        stamp = header.Header(hash63("a schema"), STEP, 0, 2, status=1)
+        stamp = Header(hash63("a schema"), STEP, 0, 2, status=1)
         empty = codec.encode(codec.empty(ROWS, STEP, 0, torch.device("cpu")))
         messages[2] = sealed(stamp, parts_of(codec, empty))
         received = opened(
@@ -302,10 +299,10 @@ def test_three_strikes_stop_all_and_name_the_sender():
 
 
 def sealed_by(scheme, guard, content, step):
-    octets = joined([[line_of(content)[None]]], header.HEADER_BYTES)
-    run = MessageRows(scheme.codec, ROWS, lambda: octets, room=header.HEADER_BYTES)
+    octets = joined([[line_of(content)[None]]], HEADER_BYTES)
+    run = MessageRows(scheme.codec, ROWS, lambda: octets, room=HEADER_BYTES)
     guard.seal(Message(step, scheme.codec, waiting=run), 0)
-    return [octets[0, : header.HEADER_BYTES].clone().view(torch.int64), *content]
+    return [octets[0, :HEADER_BYTES].clone().view(torch.int64), *content]
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at-once", "late"])

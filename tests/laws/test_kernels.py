@@ -18,8 +18,7 @@ from detonation.core.codec.selection import TopK
 from detonation.core.compute import kernel_library
 from detonation.core.compute.scatter_sum import product_in_order
 from detonation.core.engine import reference
-from detonation.core.engine.choice import engine_for
-from detonation.core.engine.reference import ReferenceEngine
+from detonation.core.engine.reference import ReferenceEngine, engine_for
 from detonation.core.flat.layout import Layout
 from detonation.core.memory import Memory
 from detonation.core.optim.signsgd import Deferred

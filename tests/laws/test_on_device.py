@@ -10,7 +10,7 @@ from torch import nn
 import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
-from detonation.core.engine.choice import engine_for
+from detonation.core.engine.reference import engine_for
 from detonation.core.flat.tensors import digest
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime

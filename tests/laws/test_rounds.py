@@ -13,7 +13,7 @@ from detonation.core.flat.layout import Layout
 from detonation.core.round import Round
 from detonation.core.schemes import buckets
 from detonation.core.schemes.traffic import bytes_sent
-from detonation.train.loop.session import local_shapes
+from detonation.train.loop.checks import local_shapes
 from zoo import SCHEMES
 
 LLAMA = {

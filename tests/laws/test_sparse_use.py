@@ -12,7 +12,7 @@ from covering import some
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.integrity.fault_counts import FORGIVEN, STRIKES, FaultCounts
 from detonation.core.integrity.guard import FORGET, LOUDER, Expected, decide_usable
-from detonation.core.integrity.header import IDENTITY, Header
+from detonation.core.integrity.message import IDENTITY, Header
 from detonation.core.schemes import buckets
 from zoo import KINDS, SCHEMES, TALKING
 

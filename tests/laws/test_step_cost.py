@@ -12,7 +12,7 @@ from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.compute import kernel_library
 from detonation.core.compute.checksum import checksums
 from detonation.core.compute.nonfinite import first_nonfinite
-from detonation.core.engine.choice import engine_for
+from detonation.core.engine.reference import engine_for
 from detonation.core.flat.layout import Layout, copy
 from detonation.core.flat.rows import Bucket
 from detonation.core.memory import Memory

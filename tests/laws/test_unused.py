@@ -15,7 +15,7 @@ from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.exchange.two_stage import TwoStage
 from detonation.core.flat.tensors import digest
 from detonation.core.integrity.fault_counts import Desync
-from detonation.core.integrity.missing import MOST_KNOWN
+from detonation.core.integrity.message import MOST_KNOWN
 from detonation.core.schemes import buckets
 from detonation.core.schemes.traffic import ring_bytes
 from steps import unsent

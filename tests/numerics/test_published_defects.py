@@ -11,7 +11,7 @@ import detonation as dt
 import worlds
 from detonation.core.flat.layout import Layout
 from detonation.core.flat.tensors import local
-from detonation.core.integrity.header import HEADER_BYTES
+from detonation.core.integrity.message import HEADER_BYTES
 from detonation.core.memory import Feedback, Memory
 from detonation.core.schemes import traffic
 from zoo import GRADIENT, batch, decode, encode

@@ -12,7 +12,7 @@ import worlds
 from detonation import plugins
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.flat.tensors import digest
-from detonation.core.schemes.registry import SCHEMES, known_schemes
+from detonation.core.schemes.scheme import SCHEMES, known_schemes
 from detonation.extend import Communicator, axis_named
 from detonation.testing import LawBroken, check_axis, check_scheme
 

@@ -11,9 +11,9 @@ from detonation.plan.cost import Network, Work
 from detonation.plan.losses import Goal
 from detonation.plan.search import options, pairs
 from detonation.report.words import duration
-from detonation.train.loop.session import shard_shapes
+from detonation.train.choice.asked import Asked, Auto, goal_of, trained
+from detonation.train.loop.checks import shard_shapes
 from detonation.train.recipe.resolve import read_layers
-from detonation.train.run.decide import Asked, Auto, goal_of, trained
 from detonation.train.verbs.plan import Question, count, plan
 
 PAGE = Path(__file__).parents[2] / "docs/which-scheme.md"

@@ -21,8 +21,7 @@ from detonation.cluster.network.profile import (
     Step,
 )
 from detonation.core.schemes import buckets
-from detonation.core.schemes.registry import SCHEMES, register, scheme
-from detonation.core.schemes.scheme import GradientScheme
+from detonation.core.schemes.scheme import SCHEMES, GradientScheme, register, scheme
 from detonation.core.schemes.traffic import buckets_of, exchange_bytes
 from detonation.link_speed import LinkSpeed
 from detonation.plan.cost import Network, Work, cost

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from detonation.cluster.launch import run_local
-from detonation.train.loop.session import check_config
+from detonation.train.loop.checks import check_config
 from detonation.train.recipe.resolve import Request, parse_sets, resolve
-from detonation.train.run.worker import RunTask, train_on_rank
+from detonation.train.run.joining import RunTask
+from detonation.train.run.worker import train_on_rank
 from limits import LIMIT_S
 
 RECIPE = {

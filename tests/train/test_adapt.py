@@ -22,13 +22,14 @@ from detonation.core.schemes import buckets
 from detonation.core.schemes.traffic import LargerThanDense, overlapped_bytes
 from detonation.link_speed import LinkSpeed
 from detonation.plan.cost import Network, Work, cost, report_s
+from detonation.train.choice import adapt, decide
+from detonation.train.choice.adapt import Adapter, Followed, explained
 from detonation.train.loop import session
+from detonation.train.loop.checks import shard_shapes
 from detonation.train.loop.fit import fit
-from detonation.train.loop.session import shard_shapes, start_session
+from detonation.train.loop.session import start_session
 from detonation.train.output import metrics
 from detonation.train.output.trackers import values
-from detonation.train.run import adapt, decide
-from detonation.train.run.adapt import Adapter, Followed, explained
 from limits import LIMIT_S
 
 FAST, SLOW = LinkSpeed(1e8), LinkSpeed(2e5)
@@ -254,8 +255,8 @@ def test_a_run_over_a_link_that_slows_down_moves_writes_it_down_and_resumes_with
     monkeypatch.setattr(session, "ThrottledCommunicator", Slowing)
     monkeypatch.setattr(decide, "PROBE_S", 0.3)
     monkeypatch.setattr(adapt, "STEPS", 2)
-    monkeypatch.setattr(decide, "known_schemes", lambda: {"demo": dt.demo})
-    monkeypatch.setattr(decide, "settings", lambda name: [{}])
+    monkeypatch.setattr("detonation.train.choice.asked.known_schemes", lambda: {"demo": dt.demo})
+    monkeypatch.setattr("detonation.train.choice.asked.settings", lambda name: [{}])
     path, out = tmp_path / "tiny.toml", tmp_path / "run"
     path.write_text(tomli_w.dumps({**RECIPE, "scheme": {"name": "demo", "topk": 8, "chunk": 32}}))
     train = ["train", str(path), "--link", "1gbit", "--out", str(out)]
@@ -292,8 +293,8 @@ def test_a_run_that_is_started_again_before_its_first_checkpoint_chooses_and_ada
     tmp_path, monkeypatch, capfd
 ):
     monkeypatch.setattr(decide, "PROBE_S", 0.3)
-    monkeypatch.setattr(decide, "known_schemes", lambda: {"demo": dt.demo})
-    monkeypatch.setattr(decide, "settings", lambda name: [{}])
+    monkeypatch.setattr("detonation.train.choice.asked.known_schemes", lambda: {"demo": dt.demo})
+    monkeypatch.setattr("detonation.train.choice.asked.settings", lambda name: [{}])
     path, out = tmp_path / "tiny.toml", tmp_path / "run"
     path.write_text(tomli_w.dumps(RECIPE))
     sets = ["--set", "scheme.name=auto", "scheme.adapt=true"]

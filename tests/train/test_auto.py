@@ -25,10 +25,11 @@ from detonation.link_speed import LinkSpeed
 from detonation.plan.cost import Network, Work, cost, spelled
 from detonation.plan.losses import loss_table
 from detonation.plan.search import candidate_settings
-from detonation.train.loop.session import shard_shapes
+from detonation.train.choice import decide
+from detonation.train.choice.asked import Asked, Auto, again, settings_in
+from detonation.train.loop.checks import shard_shapes
 from detonation.train.recipe.resolve import Layers, parse_sets, resolve
 from detonation.train.recipe.tables import from_table
-from detonation.train.run import decide
 from limits import LIMIT_S
 
 SLOW = ("--link", "1mbit,1ms", "--set", "scheme.name=auto")
@@ -152,12 +153,12 @@ def test_what_cannot_be_chosen_is_one_line(recipe, tmp_path, capsys, arguments, 
 def test_a_configuration_that_cannot_be_read_chooses_nothing(tmp_path):
     alone, asked = (
         SimpleNamespace(send_to_all=lambda scheme: [scheme]),
-        decide.Asked(decide.Auto(), Layers(RECIPE, {})),
+        Asked(Auto(), Layers(RECIPE, {})),
     )
-    assert decide.again(asked, tmp_path / "nowhere", alone) is None
+    assert again(asked, tmp_path / "nowhere", alone) is None
     for text in ("[scheme", "scheme = 3", "[scheme]\ntopk = 4"):
         (tmp_path / "config.toml").write_text(text)
-        assert decide.again(asked, tmp_path, alone) is None
+        assert again(asked, tmp_path, alone) is None
 
 
 SIGNS = {
@@ -171,7 +172,7 @@ SIGNS = {
 
 
 def test_what_was_measured_is_considered_as_it_was_over_a_recipe_with_other_settings():
-    candidates = decide.Asked(decide.Auto(), Layers({**RECIPE, "scheme": SIGNS}, {})).candidates()
+    candidates = Asked(Auto(), Layers({**RECIPE, "scheme": SIGNS}, {})).candidates()
     measured = {
         spelled(dt.scheme(loss.scheme, loss.arguments))
         for loss in loss_table()
@@ -184,7 +185,7 @@ def test_the_settings_of_an_option_make_it_of_a_recipe_with_other_settings():
     tuned = {"muloco": {"scheme": {"every": 3, "precision": "sign"}}}
     layers = Layers({**RECIPE, "scheme": SIGNS, "tuned": tuned}, {})
     for option in candidate_settings():
-        config = layers.under(option.name, decide.settings_in(layers, option))
+        config = layers.under(option.name, settings_in(layers, option))
         assert made({"name": option.name, **config.scheme.arguments}).arguments == option.arguments
 
 
@@ -207,7 +208,7 @@ def searched(slow):
         tomllib.loads(Path("recipes/quick-lm.toml").read_text()),
         {"mesh": {"replicas": 2, "shards": 1}},
     )
-    asked, measured = decide.Asked(decide.Auto(), layers), itertools.count(1)
+    asked, measured = Asked(Auto(), layers), itertools.count(1)
     decide.optimizer_step = lambda session, everyone, config: Step(
         0.06, 0.03 * (1 + (next(measured) == slow))
     )
@@ -235,9 +236,9 @@ def test_what_others_log_is_heard_while_a_step_is_timed(monkeypatch, caplog):
             pool.submit(log.warning, "of another thread").result()
         raise ValueError
 
-    monkeypatch.setattr(decide, "replicate", refusing)
+    monkeypatch.setattr("detonation.train.choice.step_times.replicate", refusing)
     layers = Layers({**RECIPE, "scheme": {"name": "auto"}}, {})
-    config = next(iter(decide.Asked(decide.Auto(), layers).candidates().values()))
+    config = next(iter(Asked(Auto(), layers).candidates().values()))
     session = SimpleNamespace(model=torch.nn.Linear(2, 2), config=config)
     assert decide.optimizer_step(session, None, config) is None
     log.warning("afterwards")
@@ -246,7 +247,7 @@ def test_what_others_log_is_heard_while_a_step_is_timed(monkeypatch, caplog):
 
 def test_settings_that_do_not_go_with_the_recipes_own_are_left_out():
     tables = {**RECIPE, "scheme": {"name": "auto"}, "tuned": {"demo": {"scheme": {"chunk": 8}}}}
-    found = decide.Asked(decide.Auto(), Layers(tables, {})).candidates()
+    found = Asked(Auto(), Layers(tables, {})).candidates()
     demos = [config.scheme.arguments for name, config in found.items() if name.startswith("demo(")]
     assert {arguments["chunk"] for arguments in demos} == {
         8,
@@ -265,8 +266,8 @@ def test_settings_that_do_not_go_with_the_recipes_own_are_left_out():
 @pytest.mark.parametrize("setting", [{"log_updates": True}, {"publish": "127.0.0.1:0"}])
 def test_a_run_whose_replicas_must_agree_is_not_offered_those_that_never_do(setting):
     tables = {**RECIPE, "scheme": {"name": "auto"}, "train": {**RECIPE["train"], **setting}}
-    found = decide.Asked(decide.Auto(), Layers(tables, {}))
-    free = decide.Asked(decide.Auto(), Layers({**tables, "train": RECIPE["train"]}, {}))
+    found = Asked(Auto(), Layers(tables, {}))
+    free = Asked(Auto(), Layers({**tables, "train": RECIPE["train"]}, {}))
     assert free.candidates().keys() - found.candidates().keys() == {"none()"}
     assert found.check().scheme.name == "full"
 
@@ -274,8 +275,8 @@ def test_a_run_whose_replicas_must_agree_is_not_offered_those_that_never_do(sett
 @pytest.mark.long  # no branch of its own
 def test_what_hides_a_message_is_the_last_micro_batch_of_the_run(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(buckets, "SMALLEST", 2**10)  # also in the ranks, which are forks
-    monkeypatch.setattr(decide, "known_schemes", lambda: {"full": dt.full})
-    monkeypatch.setattr(decide, "settings", lambda name: [{}])
+    monkeypatch.setattr("detonation.train.choice.asked.known_schemes", lambda: {"full": dt.full})
+    monkeypatch.setattr("detonation.train.choice.asked.settings", lambda name: [{}])
     sets = [
         "--set",
         "scheme.name=auto",

@@ -5,8 +5,9 @@ import torch
 from sacrebleu.metrics.bleu import BLEU
 
 import worlds
+from detonation.train.loop.checks import load_data
 from detonation.train.loop.evaluate import greedy, translate
-from detonation.train.loop.session import load_data, start_session
+from detonation.train.loop.session import start_session
 
 PAIRS = "\n".join(
     f"the {i} birds sing\tdie {i} Voegel singen in {i % 7} Baeumen" for i in range(80)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from detonation.core.schemes.registry import SCHEMES
+from detonation.core.schemes.scheme import SCHEMES
 from detonation.train.recipe.resolve import Request, parse_sets, read_recipe, resolve
 from detonation.train.recipe.tables import from_table, to_table
 

@@ -3,12 +3,8 @@
 import pytest
 import torch
 
-from detonation.train.loop.session import (
-    check_config,
-    checkpoint_activations,
-    load_data,
-    seeded_model,
-)
+from detonation.train.loop.checks import check_config, checkpoint_activations, load_data
+from detonation.train.loop.session import seeded_model
 from detonation.train.recipe.optimizers import lr_factor
 from detonation.train.recipe.schema import ScheduleConfig
 from detonation.train.recipe.tables import from_table, to_table

@@ -11,7 +11,7 @@ import detonation as dt
 from detonation import data
 from detonation.cli.command import run_command
 from detonation.cluster.launch import run_local
-from detonation.train.loop.session import load_data
+from detonation.train.loop.checks import load_data
 
 
 def measured(folder, config):

@@ -9,7 +9,8 @@ from benchmarks.lab import NoNamespaces, namespace_cluster
 from detonation.cluster.launch import run_local
 from detonation.link_speed import LinkSpeed
 from detonation.train.recipe.resolve import Request
-from detonation.train.run.worker import RunTask, train_on_rank
+from detonation.train.run.joining import RunTask
+from detonation.train.run.worker import train_on_rank
 
 
 def test_training_in_namespaces_is_the_same_training(tiny, train, tmp_path):

@@ -11,7 +11,7 @@ import tomli_w
 import detonation as dt
 from detonation.cluster.init import LaunchPosition
 from detonation.core.schemes import traffic
-from detonation.train.loop.session import check_config
+from detonation.train.loop.checks import check_config
 from detonation.train.output import metrics
 from detonation.train.recipe.resolve import Request, parse_sets, resolve
 from detonation.train.recipe.tables import from_table, to_table

@@ -10,7 +10,7 @@ import pytest
 from detonation import whole_files
 from detonation.checkpoint.files import disk
 from detonation.cluster.processes.failure import WorldError
-from detonation.train.loop import session
+from detonation.train.loop import checks
 from detonation.train.output import metrics
 from detonation.train.output.directory import RunDirectory, Unwritable, check_free
 
@@ -146,7 +146,7 @@ def test_what_changed_since_the_checkpoint_is_told_in_a_line(train, tmp_path, ca
         (text * 2, "training examples, was "),
     ):
         source.write_text(changed)
-        session._load_data.cache_clear()
+        checks._load_data.cache_clear()
         train(
             "run",
             "optimizer.lr=0.001",

@@ -9,7 +9,7 @@ import tomli_w
 from detonation.cli.command import run_command
 from detonation.cluster.launch import run_local
 from detonation.cluster.network.profile import Profile
-from detonation.core.schemes.registry import SCHEMES
+from detonation.core.schemes.scheme import SCHEMES
 from detonation.train.recipe.resolve import Layers
 from detonation.train.verbs import probe
 from limits import LIMIT_S

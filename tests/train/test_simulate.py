@@ -13,8 +13,7 @@ import torch
 import detonation as dt
 from covering import some
 from detonation.cluster.network.simulated import simulate_replicas
-from detonation.core.link.handshake import Mismatch
-from detonation.core.link.link import Link
+from detonation.core.link.link import Link, Mismatch
 from detonation.train.loop.fit import NonFiniteLoss, Unsafe
 from detonation.train.output import metrics
 from detonation.train.verbs.simulate import (

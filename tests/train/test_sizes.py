@@ -5,7 +5,7 @@ import pytest
 import detonation as dt
 import worlds
 from detonation.core.flat.tensors import local
-from detonation.train.loop.session import local_shapes, misfits
+from detonation.train.loop.checks import local_shapes, misfits
 from zoo import Menagerie, built
 
 

@@ -18,7 +18,7 @@ WRITTEN = [directory.CONFIG, directory.ENVIRONMENT, directory.SUMMARY, directory
 
 
 def write_all(run):
-    directory.begin_run(run, {"a": 1}, {}, {"plan": 1})
+    directory.begin_run(run, {"a": 1}, {"plan": 1})
     directory.write_json(run / directory.SUMMARY, {"steps": 1})
     metrics.MetricsFile(run / directory.METRICS).close()
 

@@ -8,8 +8,7 @@ import tomli_w
 from safetensors.torch import load_model
 
 from detonation.cli.command import run_command
-from detonation.core.schemes.registry import SCHEMES, register
-from detonation.core.schemes.scheme import Scheme
+from detonation.core.schemes.scheme import SCHEMES, Scheme, register
 
 MODULE = '''
 """Parts of a run, as a user writes them."""

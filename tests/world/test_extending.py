@@ -12,10 +12,10 @@ from detonation.cli.command import run_command
 from detonation.core.codec.aggregate import AGGREGATIONS
 from detonation.core.codec.indices import narrow
 from detonation.core.codec.precision import PRECISIONS
-from detonation.core.engine.choice import engine_for
+from detonation.core.engine.reference import engine_for
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
-from detonation.core.schemes.registry import SCHEMES
+from detonation.core.schemes.scheme import SCHEMES
 from detonation.engines.triton.coding import why_not_triton
 from detonation.testing import check_scheme
 

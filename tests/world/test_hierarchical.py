@@ -13,8 +13,7 @@ import worlds
 from detonation.core.agreement.desync import differences, repaired
 from detonation.core.flat.tensors import digest, local
 from detonation.core.link import communicator
-from detonation.core.link.handshake import Mismatch
-from detonation.core.link.link import Link
+from detonation.core.link.link import Link, Mismatch
 from detonation.core.schemes import traffic
 from zoo import Menagerie, Plain, batch, built
 

@@ -13,7 +13,7 @@ from detonation.core.compute import kernel_library
 from detonation.core.flat.tensors import digest, local
 from detonation.core.integrity import fault_counts
 from detonation.core.integrity.fault_counts import NonFiniteGradient
-from detonation.core.integrity.header import HEADER_BYTES
+from detonation.core.integrity.message import HEADER_BYTES
 from detonation.core.replicator.overlap import OverlapError
 from detonation.core.schemes import buckets
 from worlds import caught

@@ -10,7 +10,7 @@ import detonation as dt
 from covering import some
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.codec.aggregate import Mean
-from detonation.core.flat.owners import RowOwners
+from detonation.core.flat.rows import RowOwners
 from detonation.core.flat.tensors import digest
 from detonation.core.link.link import Link
 from detonation.core.memory import Feedback

@@ -18,7 +18,7 @@ import worlds
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest, local
 from detonation.core.integrity.fault_counts import NonFiniteGradient
-from detonation.core.link.handshake import Mismatch
+from detonation.core.link.link import Mismatch
 from detonation.core.schemes.traffic import LargerThanDense
 from worlds import caught
 from zoo import KINDS, SCHEMES, Padded, Plain, batch, built

@@ -10,7 +10,7 @@ import worlds
 from detonation.core.agreement.desync import numbers_of
 from detonation.core.flat.tensors import digest, local
 from detonation.core.integrity.fault_counts import BadPeer, Desync, NonFiniteGradient
-from detonation.core.integrity.header import HEADER_BYTES
+from detonation.core.integrity.message import HEADER_BYTES
 from worlds import caught
 from zoo import KINDS, SCHEMES, TALKING, Plain, batch, built
 

@@ -22,7 +22,7 @@ from commands import free_port
 from covering import covered, some
 from detonation.checkpoint.newest import load_checkpoint
 from detonation.core import runtime
-from detonation.core.link.handshake import Mismatch
+from detonation.core.link.link import Mismatch
 from limits import LIMIT_S
 
 pytestmark = pytest.mark.usefixtures("lasting_worlds")

@@ -11,7 +11,7 @@ from covering import covered, some
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest, local
 from detonation.core.integrity.fault_counts import Desync
-from detonation.core.link.handshake import Mismatch
+from detonation.core.link.link import Mismatch
 from detonation.core.schemes import buckets
 from steps import step_on
 from worlds import caught

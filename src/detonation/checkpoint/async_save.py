@@ -15,7 +15,7 @@ from torch import nn
 from detonation.checkpoint.files.retention import checkpoint_name
 from detonation.checkpoint.gather import Texts, device_of, elastic_axis, texts_between
 from detonation.checkpoint.shard_saver import NotSaved, SaveJob, ShardSaver, make_save_job
-from detonation.core.optimizer.replicated import Replicated
+from detonation.core.optimizer import Replicated
 from detonation.core.runtime import PROGRESS
 
 _log = logging.getLogger("detonation.checkpoint")

@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 
 from detonation.checkpoint.files.reader import Box, CheckpointReader, TensorPart, assemble
 from detonation.core.flat.layout import Layout
-from detonation.core.flat.owners import RowOwners
-from detonation.core.link.coordinates import Coordinates
-from detonation.core.replicator.channel import Channel
-from detonation.core.schemes.buckets import rows_of_a_turn
+from detonation.core.flat.rows import RowOwners
+from detonation.core.link import Coordinates
+from detonation.core.replicator import Channel
+from detonation.core.schemes import rows_of_a_turn
 from detonation.wire.units import ShardUnit, load_shard_state, shard_units
 
 

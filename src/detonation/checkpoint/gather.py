@@ -18,8 +18,8 @@ from torch import nn
 
 from detonation.checkpoint.files import disk
 from detonation.core.flat.tensors import local
-from detonation.core.link.elastic_communicator import ElasticCommunicator, TextExchange
-from detonation.core.optimizer.replicated import Replicated
+from detonation.core.link import ElasticCommunicator, TextExchange
+from detonation.core.optimizer import Replicated
 from detonation.whole_files import PROBE
 
 

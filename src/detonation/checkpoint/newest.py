@@ -30,9 +30,8 @@ from detonation.checkpoint.gather import ranges, texts_between
 from detonation.checkpoint.restore import restore
 from detonation.checkpoint.snapshot import held_shards
 from detonation.core.base_error import DetonationError
-from detonation.core.link.coordinates import Coordinates
-from detonation.core.link.elastic_communicator import TextExchange
-from detonation.core.optimizer.replicated import Replicated
+from detonation.core.link import Coordinates, TextExchange
+from detonation.core.optimizer import Replicated
 
 
 @dataclass(frozen=True)

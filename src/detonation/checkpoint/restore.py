@@ -24,13 +24,10 @@ from detonation.checkpoint.snapshot import (
 )
 from detonation.choices import first_names
 from detonation.core.flat.tensors import local
-from detonation.core.link.coordinates import Coordinates
+from detonation.core.link import Coordinates
 from detonation.core.memory import require_same_keys
-from detonation.core.optimizer.gathered import local_parameters
-from detonation.core.optimizer.replicated import Replicated
-from detonation.core.optimizer.state import local_state_of, parameters_of
-from detonation.core.replicator.base import Replicator
-from detonation.core.replicator.channel import Channel
+from detonation.core.optimizer import Replicated, local_parameters, local_state_of, parameters_of
+from detonation.core.replicator import Channel, Replicator
 from detonation.gates.closeness import Closeness
 from detonation.wire.units import load_shard_state, shard_units
 

@@ -28,9 +28,8 @@ from detonation.checkpoint.snapshot import (
     take_snapshot,
 )
 from detonation.core.base_error import DetonationError
-from detonation.core.link.coordinates import Coordinates, alike
-from detonation.core.link.elastic_communicator import PeerLost, TextExchange
-from detonation.core.optimizer.replicated import Replicated
+from detonation.core.link import Coordinates, PeerLost, TextExchange, alike
+from detonation.core.optimizer import Replicated
 
 
 class NotSaved(DetonationError, OSError):

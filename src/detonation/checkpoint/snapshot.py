@@ -13,13 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from detonation.checkpoint.files.extra_values import encoded_number
 from detonation.checkpoint.files.reader import MOVED, Box
-from detonation.core.agreement.buffers import persistent_buffers
-from detonation.core.agreement.options import python_number
+from detonation.core.agreement import persistent_buffers, python_number
 from detonation.core.flat.tensors import Piece, local
-from detonation.core.link.coordinates import Coordinates
-from detonation.core.optimizer.gathered import local_parameters
-from detonation.core.optimizer.replicated import Replicated
-from detonation.core.replicator.base import Replicator
+from detonation.core.link import Coordinates
+from detonation.core.optimizer import Replicated, local_parameters
+from detonation.core.replicator import Replicator
 from detonation.gates.closeness import Closeness
 from detonation.wire.units import shard_state
 

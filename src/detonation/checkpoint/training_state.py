@@ -6,9 +6,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
-from detonation.core.link.coordinates import alike
-from detonation.core.optimizer.replicated import Replicated
-from detonation.core.optimizer.state import fitting_state, load_replica_state, replica_state
+from detonation.core.link import alike
+from detonation.core.optimizer import Replicated, fitting_state, load_replica_state, replica_state
 
 
 class TrainingState(Stateful):

@@ -22,7 +22,7 @@ from detonation.checkpoint.newest import Found
 from detonation.checkpoint.snapshot import entry_of, weights
 from detonation.choices import first_names
 from detonation.core.flat.tensors import local
-from detonation.core.link.coordinates import Coordinates
+from detonation.core.link import Coordinates
 from detonation.gates.closeness import tolerance
 from detonation.whole_files import read_text
 

@@ -207,10 +207,10 @@ def _compare(verb: of.Compare) -> dict[str, Any]:
     from detonation.report.page import try_write
     from detonation.report.terminal import show_all
     from detonation.train.recipe.resolve import Request
-    from detonation.train.verbs.compare import compare_runs
+    from detonation.train.verbs import compare
 
     schemes = [name.strip() for name in verb.schemes.split(",") if name.strip()]
-    summaries = compare_runs(requested(Request, verb), schemes, [*chain(*verb.vary)])
+    summaries = compare.compare_runs(requested(Request, verb), schemes, [*chain(*verb.vary)])
     page = Path(summaries[0]["directory"]).parent / "report.html"
     finished = [Path(summary["directory"]) for summary in summaries if "error" not in summary]
     notes = []
@@ -227,20 +227,20 @@ def _simulate(verb: of.Simulate) -> dict[str, Any]:
         raise ValueError("simulate needs a recipe: detonation train alone lists them")
     from detonation.report.page import try_write
     from detonation.report.terminal import show
-    from detonation.train.verbs.simulate import Simulation, simulate
+    from detonation.train.verbs import simulate
 
-    summary = simulate(requested(Simulation, verb))
+    summary = simulate.simulate(requested(simulate.Simulation, verb))
     show(summary, [try_write([Path(summary["directory"])])], _output(verb))
     return summary
 
 
 def _probe(verb: of.Probe) -> dict[str, Any] | None:
     from detonation.report.terminal import show_profile
-    from detonation.train.verbs.probe import ProbeRequest, probe
+    from detonation.train.verbs import probe
 
     if verb.out.is_dir() or not verb.out.parent.is_dir():
         raise ValueError(f"--out is {verb.out}, but must be a file in a directory that exists")
-    profile = probe(requested(ProbeRequest, verb), lambda error: explain(verb, error))
+    profile = probe.probe(requested(probe.ProbeRequest, verb), lambda error: explain(verb, error))
     if profile is None:
         return None
     table = profile.write(verb.out)
@@ -278,9 +278,9 @@ def _plan(verb: of.Plan) -> dict[str, Any]:
     # Without a recipe a plan does not use torch, whose import takes over a second.
     with _lazy_torch():
         from detonation.report.terminal import show_plan
-        from detonation.train.verbs.plan import Question, plan
+        from detonation.train.verbs import plan
 
-    found = plan(requested(Question, verb))
+    found = plan.plan(requested(plan.Question, verb))
     show_plan(found, _output(verb), verb.all)
     return found
 
@@ -316,9 +316,9 @@ def _verify(verb: of.Verify) -> dict[str, Any]:
 
 
 def _export(verb: of.Export) -> dict[str, Any]:
-    from detonation.train.verbs.export import export
+    from detonation.train.verbs import export
 
-    exported = export(verb.directory, verb.out, verb.trust_code)
+    exported = export.export(verb.directory, verb.out, verb.trust_code)
     for line in exported["rejected"]:
         say(verb, f"warning: {line}")
     mean = ""
@@ -338,9 +338,9 @@ def _export(verb: of.Export) -> dict[str, Any]:
 
 
 def _follow(verb: of.Follow) -> dict[str, Any]:
-    from detonation.train.verbs.follow import Following, follow_run
+    from detonation.train.verbs import follow
 
-    found = follow_run(requested(Following, verb))
+    found = follow.follow_run(requested(follow.Following, verb))
     steps = ""
     if "replayed" in found:
         steps = f", {found['replayed']} steps replayed"

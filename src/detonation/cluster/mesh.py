@@ -19,11 +19,10 @@ from detonation.cluster.init import GROUP_TIMEOUT_S, join_world, set_group_timeo
 from detonation.cluster.network.throttled import ThrottledCommunicator
 from detonation.cluster.position import LaunchPosition, launch_position
 from detonation.cluster.uneven import UnevenAxis, UnevenMesh, sizes_of_nodes
-from detonation.core.agreement.buffers import persistent_buffers
+from detonation.core.agreement import persistent_buffers
 from detonation.core.flat.tensors import digest, local
-from detonation.core.link.communicator import Axis, carries, require_device
-from detonation.core.link.link import Link
-from detonation.core.optimizer.gathered import local_parameters
+from detonation.core.link import Axis, Link, carries, require_device
+from detonation.core.optimizer import local_parameters
 from detonation.link_speed import SLOW_BACKENDS, LinkSpeed
 from detonation.wire.units import join_units, resync_weights
 from detonation.wire.wire import ShardWire

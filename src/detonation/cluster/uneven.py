@@ -12,11 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from detonation.core.agreement.selftest import rounds_by_place
+from detonation.core.agreement import rounds_by_place
 from detonation.core.flat.tensors import Piece, local
-from detonation.core.link.communicator import Axis, Communicator, communicator_of
-from detonation.core.link.handshake import require_same, send_to_all
-from detonation.core.schemes.scheme import GradientScheme, Scheme
+from detonation.core.link import Axis, Communicator, communicator_of, require_same, send_to_all
+from detonation.core.schemes import GradientScheme, Scheme
 
 Pieces = dict[str, Tensor]
 Owners = tuple[int, ...]

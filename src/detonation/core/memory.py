@@ -10,9 +10,8 @@ from weakref import WeakSet
 
 import torch
 
-from detonation.core.flat.kept import KeptRows
 from detonation.core.flat.layout import Layout
-from detonation.core.flat.rows import Bucket
+from detonation.core.flat.rows import Bucket, KeptRows
 
 if TYPE_CHECKING:
     from torch import Tensor

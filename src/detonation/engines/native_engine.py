@@ -6,19 +6,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from detonation.core.codec.aggregate import Mean, MeanNonzero
-from detonation.core.codec.basis import DCT, dct_waves
-from detonation.core.codec.codebooks import Sign
-from detonation.core.codec.codec import Codec, Selected
-from detonation.core.codec.indices import PackedIndices
-from detonation.core.codec.message_rows import MessageRows
-from detonation.core.codec.precision import FP32
-from detonation.core.codec.received import Arrived, Received
-from detonation.core.codec.selection import TopK
+from detonation.core.codec import (
+    DCT,
+    FP32,
+    Arrived,
+    Codec,
+    Mean,
+    MeanNonzero,
+    MessageRows,
+    PackedIndices,
+    Received,
+    Selected,
+    Sign,
+    TopK,
+    dct_waves,
+)
 from detonation.core.compute.kernel_library import KERNEL_CHUNKS, Library, SignRate, load_library
 from detonation.core.compute.scatter_sum import most_summed
-from detonation.core.engine.reference import ReferenceEngine
-from detonation.core.engine.rows_at_once import Room
+from detonation.core.engine import ReferenceEngine, Room
 from detonation.core.flat.layout import Layout, copy
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime

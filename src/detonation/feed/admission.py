@@ -16,8 +16,8 @@ from detonation.cluster.survive.agreement import ReplicaLost
 from detonation.cluster.survive.elastic_axis import Guest
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.cluster.survive.users import AxisUser
-from detonation.core.agreement.safety import Safety
-from detonation.core.optimizer.replicated import Replicated
+from detonation.core.agreement import Safety
+from detonation.core.optimizer import Replicated
 from detonation.feed.follower import Follower
 from detonation.feed.publisher import Feed
 from detonation.feed.shard import MakeOptimizer

@@ -13,11 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from detonation.cluster.position import host_and_port
-from detonation.core.agreement.safety import Safety
+from detonation.core.agreement import Safety
 from detonation.core.flat.tensors import digest, local
-from detonation.core.link.communicator import Axis
-from detonation.core.optimizer.gathered import local_parameters
-from detonation.core.optimizer.replicated import Replicated
+from detonation.core.link import Axis
+from detonation.core.optimizer import Replicated, local_parameters
 from detonation.feed.shard import (
     MakeOptimizer,
     Moment,

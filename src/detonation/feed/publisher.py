@@ -13,9 +13,9 @@ from torch import nn
 
 from detonation.checkpoint.snapshot import take_snapshot
 from detonation.cluster.position import joined_address
-from detonation.core.agreement.buffers import persistent_buffers
+from detonation.core.agreement import persistent_buffers
 from detonation.core.flat.tensors import local
-from detonation.core.optimizer.replicated import Replicated
+from detonation.core.optimizer import Replicated
 from detonation.core.runtime import Readback
 from detonation.feed.frames import (
     ABOUT,

@@ -9,19 +9,13 @@ from torch import Tensor, nn
 
 from detonation.checkpoint.files.reader import Box, ShardReader
 from detonation.cluster.network.loopback import LoopbackCommunicator
-from detonation.core.agreement.buffers import persistent_buffers
-from detonation.core.agreement.safety import Safety
+from detonation.core.agreement import Safety, persistent_buffers
 from detonation.core.flat.padding_rows import mark_used
 from detonation.core.flat.tensors import local
-from detonation.core.link.communicator import Axis
-from detonation.core.link.elastic_communicator import ElasticCommunicator
-from detonation.core.optim.muon import Muon
-from detonation.core.optim.signsgd import SignSGD
-from detonation.core.optimizer.gathered import local_parameters
-from detonation.core.optimizer.replicate import replicate
-from detonation.core.optimizer.replicated import Replicated
-from detonation.core.schemes.registry import scheme
-from detonation.core.schemes.scheme import Scheme
+from detonation.core.link import Axis, ElasticCommunicator
+from detonation.core.optim import Muon, SignSGD
+from detonation.core.optimizer import Replicated, local_parameters, replicate
+from detonation.core.schemes import Scheme, scheme
 from detonation.feed import shared_state
 from detonation.feed.stream import Joined, Stepped
 from detonation.log.records import MESSAGE, SYNCHRONIZE, WRITTEN, LogRecord
@@ -110,15 +104,14 @@ class ShardFollower:
         base = base_optimizer(self._make, about, saved.groups, parameters)
         chosen = scheme_of_training(about)
         in_parts = about["shards"] > 1 and not self._sharded
+        axis = LoopbackCommunicator(about["replicas"])
+        clip = None
+        if not in_parts:
+            clip = about["clip"]
+        safety = Safety(about["non_finite"], verify_every=0)
+        options = {"seed": about["seed"], "kernels": about["kernels"]}
         self.optimizer = replicate(
-            base,
-            self.module,
-            LoopbackCommunicator(about["replicas"]),
-            chosen,
-            clip=None if in_parts else about["clip"],
-            seed=about["seed"],
-            kernels=about["kernels"],
-            safety=Safety(about["non_finite"], verify_every=0),
+            base, self.module, axis, chosen, clip=clip, safety=safety, **options
         )
         shared_state.load_shared_state(saved, self.optimizer, parameters, about["step"])
         use_padding_of(about, self.optimizer)

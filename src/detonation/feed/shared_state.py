@@ -15,9 +15,8 @@ from detonation.checkpoint.restore import load_base_state
 from detonation.checkpoint.snapshot import Snapshot, weights
 from detonation.core.flat.padding_rows import note_padding
 from detonation.core.flat.tensors import local, padding_row
-from detonation.core.optimizer.gathered import local_parameters
-from detonation.core.optimizer.replicated import Replicated
-from detonation.core.schemes.traffic import collective_for
+from detonation.core.optimizer import Replicated, local_parameters
+from detonation.core.schemes import collective_for
 from detonation.feed.frames import encoded, table_of
 from detonation.log.writer import identity, padding_of, rounding
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from detonation.core.agreement.gates import StepGate
-from detonation.core.link.link import Link
+from detonation.core.agreement import StepGate
+from detonation.core.link import Link
 from detonation.core.round import LocalSteps
 
 _ODD = 4

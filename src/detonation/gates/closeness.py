@@ -12,12 +12,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from detonation.core.agreement.consensus import StopConsensus
-from detonation.core.agreement.desync import Difference, differences
-from detonation.core.agreement.gates import StepGate
+from detonation.core.agreement import Difference, StepGate, StopConsensus, differences
 from detonation.core.flat import weight_hooks
-from detonation.core.link.link import Link
-from detonation.core.replicator.base import Replicator
+from detonation.core.link import Link
+from detonation.core.replicator import Replicator
 
 PERIOD = 1000
 """Steps in which every number of the agreed state is made equal once."""
@@ -279,7 +277,9 @@ def _difference(
     norms = [distance(each, [0.0] * _SIGNS) for each in sums]
 
     def close(a: int, b: int) -> bool:  # false for numbers that are not finite, unless equal
-        most = tolerance(min(norms[a], norms[b]), max(rows[a][_SIGNS], rows[b][_SIGNS]), eps)
+        norm = min(norms[a], norms[b])
+        movement = max(rows[a][_SIGNS], rows[b][_SIGNS])
+        most = tolerance(norm, movement, eps)
         return repr(sums[a]) == repr(sums[b]) or distance(sums[a], sums[b]) <= most < math.inf
 
     if all(close(0, each) for each in range(1, len(rows))):

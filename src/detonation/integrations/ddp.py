@@ -12,13 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from detonation.choices import checks_keywords
-from detonation.core.agreement.safety import Safety
-from detonation.core.optimizer.build import Settings
-from detonation.core.optimizer.replicated import Replicated
-from detonation.core.optimizer.setup_checks import checked_levels
-from detonation.core.optimizer.state import replica_state
-from detonation.core.optimizer.stats import Stats
-from detonation.core.schemes.scheme import Scheme
+from detonation.core.agreement import Safety
+from detonation.core.optimizer import Replicated, Settings, Stats, checked_levels, replica_state
+from detonation.core.schemes import Scheme
 
 
 @checks_keywords("argument of comm_hook")

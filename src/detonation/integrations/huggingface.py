@@ -23,10 +23,9 @@ from detonation.checkpoint.async_save import save_checkpoint
 from detonation.checkpoint.gather import CheckpointsElsewhere
 from detonation.checkpoint.newest import load_checkpoint
 from detonation.cluster.init import watch_waiting
-from detonation.core.optim.wrapper import OptimizerWrapper
-from detonation.core.optimizer.replicate import replicate
-from detonation.core.optimizer.replicated import Replicated
-from detonation.core.schemes.scheme import Scheme
+from detonation.core.optim import OptimizerWrapper
+from detonation.core.optimizer import Replicated, replicate
+from detonation.core.schemes import Scheme
 from detonation.integrations.incomplete import skip_checkpoints, skip_folders
 
 try:

@@ -20,12 +20,10 @@ from detonation.checkpoint.newest import load_checkpoint
 from detonation.choices import checks_keywords
 from detonation.cluster.init import GROUP_TIMEOUT_S
 from detonation.cluster.mesh import init_mesh, shard
-from detonation.core.agreement.safety import Safety
-from detonation.core.link.communicator import Axis
-from detonation.core.link.link import Link
-from detonation.core.optimizer.replicate import replicate
-from detonation.core.optimizer.replicated import Replicated
-from detonation.core.schemes.scheme import Scheme
+from detonation.core.agreement import Safety
+from detonation.core.link import Axis, Link
+from detonation.core.optimizer import Replicated, replicate
+from detonation.core.schemes import Scheme
 
 try:
     from lightning.fabric.utilities.load import _METADATA_FILENAME

@@ -26,10 +26,9 @@ from detonation.checkpoint.async_save import save_checkpoint
 from detonation.checkpoint.gather import warn_unless_shared
 from detonation.checkpoint.newest import load_checkpoint
 from detonation.cluster.init import watch_waiting
-from detonation.core.optimizer.replicate import replicate
-from detonation.core.optimizer.replicated import Replicated
-from detonation.core.schemes.registry import scheme as scheme_named
-from detonation.core.schemes.scheme import Scheme
+from detonation.core.optimizer import Replicated, replicate
+from detonation.core.schemes import Scheme
+from detonation.core.schemes import scheme as scheme_named
 
 try:
     from torchtitan.components.checkpointer import DATALOADER, OPTIMIZER, CheckpointManager

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from detonation.choices import first_names
-from detonation.core.agreement.options import recorded_options
+from detonation.core.agreement import recorded_options
 from detonation.core.base_error import DetonationError
 from detonation.core.flat.tensors import bare_name, digest, local, octets
 from detonation.core.flat.written import WrittenWeights, stamp, weight_places
 from detonation.core.integrity.observer import StepObserver
-from detonation.core.optim.base_step import hooks_of
-from detonation.core.optimizer.gathered import local_parameters, reshard
-from detonation.core.optimizer.replicated import Replicated
+from detonation.core.optim import hooks_of
+from detonation.core.optimizer import Replicated, local_parameters, reshard
 from detonation.core.runtime import Readback
 from detonation.whole_files import reading
 

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from detonation.checkpoint.gather import texts_between
 from detonation.cluster.network.loopback import LoopbackCommunicator
-from detonation.core.agreement.options import take_recorded
+from detonation.core.agreement import take_recorded
 from detonation.core.flat.layout import copy
 from detonation.core.flat.tensors import digest, local, locals_of
 from detonation.core.integrity.observer import PlayedMessages
-from detonation.core.optimizer.gathered import local_parameters
-from detonation.core.optimizer.replicated import Replicated
+from detonation.core.optimizer import Replicated, local_parameters
 from detonation.log.records import (
     LOG_VERSION,
     MESSAGE,

@@ -12,14 +12,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from detonation.core.agreement.selftest import selftest
+from detonation.core.agreement import selftest
 from detonation.core.flat.padding_rows import used_rows
 from detonation.core.flat.tensors import digest
-from detonation.core.link.elastic_communicator import ElasticCommunicator
-from detonation.core.optim.base_step import hooks_of
-from detonation.core.optimizer.gathered import local_parameters
-from detonation.core.optimizer.replicated import Replicated
-from detonation.core.replicator.padding import use_rows
+from detonation.core.link import ElasticCommunicator
+from detonation.core.optim import hooks_of
+from detonation.core.optimizer import Replicated, local_parameters
+from detonation.core.replicator import use_rows
 from detonation.log.records import LOG_VERSION, START, STEP, Copies, LogRecord, StepRecorder, noted
 from detonation.whole_files import replaced
 
@@ -272,6 +271,7 @@ def identity(optimizer: Replicated) -> dict[str, Any]:
     layouts = [
         (slot.name, tuple(slot.shape)) for each in optimizer.build() for slot in each.layout.slots
     ]
+    digest_of_layouts = hashlib.sha256(repr(layouts).encode()).hexdigest()
     return {
         "replicas": axis.size(),
         "shards": rank.shards,
@@ -280,7 +280,7 @@ def identity(optimizer: Replicated) -> dict[str, Any]:
         "seed": optimizer.settings.seed,
         "clip": optimizer.settings.clip,
         "optimizer": type(optimizer.base).__name__,
-        "parameters": f"{len(layouts)}, {hashlib.sha256(repr(layouts).encode()).hexdigest()[:16]}",
+        "parameters": f"{len(layouts)}, {digest_of_layouts[:16]}",
     }
 
 

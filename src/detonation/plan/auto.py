@@ -12,12 +12,9 @@ from torch.optim import Optimizer
 from detonation.choices import unknown
 from detonation.cluster.network.measure import Everyone, probe_axis
 from detonation.core.flat.tensors import local
-from detonation.core.link.communicator import Axis
-from detonation.core.link.link import links_of_shards
-from detonation.core.optimizer.gathered import local_parameters
-from detonation.core.optimizer.setup_checks import check_arguments
-from detonation.core.schemes.registry import scheme
-from detonation.core.schemes.scheme import Scheme
+from detonation.core.link import Axis, links_of_shards
+from detonation.core.optimizer import check_arguments, local_parameters
+from detonation.core.schemes import Scheme, scheme
 from detonation.plan.cost import Network, Shapes, Work
 from detonation.plan.losses import GOAL_STEPS, TEXT, Goal, optimizers, recipes, trained_by
 from detonation.plan.search import BUDGET, check_budget, options, pairs, why

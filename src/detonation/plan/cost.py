@@ -7,9 +7,7 @@ from math import log2, prod
 
 from detonation.cluster.network.profile import SILENT_BYTES, SILENT_S, AxisProfile, Operation, Step
 from detonation.core.flat.layout import Layout
-from detonation.core.schemes import traffic
-from detonation.core.schemes.registry import scheme
-from detonation.core.schemes.scheme import GradientScheme, ParameterScheme, Scheme
+from detonation.core.schemes import GradientScheme, ParameterScheme, Scheme, scheme, traffic
 from detonation.link_speed import LinkSpeed, hops
 
 BACKWARD = 2 / 3

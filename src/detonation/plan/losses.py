@@ -9,7 +9,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from detonation.core.schemes.scheme import Scheme
+from detonation.core.schemes import Scheme
 
 TEXT = "quick-lm"
 """Recipe whose losses count for a model of unknown task."""

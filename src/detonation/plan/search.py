@@ -5,9 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from detonation.core.schemes.registry import known_schemes, scheme
-from detonation.core.schemes.scheme import Scheme
-from detonation.core.schemes.traffic import LargerThanDense
+from detonation.core.schemes import LargerThanDense, Scheme, known_schemes, scheme
 from detonation.link_speed import LinkSpeed
 from detonation.plan.cost import Cost, Network, Work, changed, close_bytes, cost, spelled
 from detonation.plan.losses import Estimate, Goal, estimate, loss_table, optimizers

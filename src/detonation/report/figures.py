@@ -130,16 +130,13 @@ class Chart:
 
 
 def keys(runs: Sequence[Run]) -> list[Key]:
-    many = len(COLOURS)
-    return [
-        Key(
-            shortened(run.name),
-            COLOURS[i % many],
-            _DASHES[i // many % len(_DASHES)],
-            _MARKERS[i % len(_MARKERS)],
-        )
-        for i, run in enumerate(runs)
-    ]
+    found = []
+    for number, run in enumerate(runs):
+        round_of_colours, colour = divmod(number, len(COLOURS))
+        dash = _DASHES[round_of_colours % len(_DASHES)]
+        marker = _MARKERS[number % len(_MARKERS)]
+        found.append(Key(shortened(run.name), COLOURS[colour], dash, marker))
+    return found
 
 
 def charts(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:

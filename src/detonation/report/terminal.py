@@ -400,17 +400,13 @@ def show_profile(profile: Mapping[str, Any], stream: IO[str]) -> None:
                 f"after a second of silence a message along {name} takes"
                 f" {duration(axis['silence_s'])} more"
             )
+        label = f"{name} ({axis['size']})"
         for operation, line in operations.items():
-            rows.append(
-                (
-                    f"{name} ({axis['size']})",
-                    operation,
-                    duration(line["latency_s"]),
-                    rate(line["rate_bits_per_s"]),
-                    rate(line["rate_bits_per_s"] * axis["per_node"]),
-                    f"{line['spread']:.0%}",
-                )
-            )
+            latency = duration(line["latency_s"])
+            per_rank = rate(line["rate_bits_per_s"])
+            per_node = rate(line["rate_bits_per_s"] * axis["per_node"])
+            misfit = f"{line['spread']:.0%}"
+            rows.append((label, operation, latency, per_rank, per_node, misfit))
         if axis["pairs"]:
             slowest.append(f"slowest pair of {name}: {_slowest_pair(axis['pairs'])}")
     console.table(("axis", "operation", "latency", "per rank", "per node", "misfit"), rows)

@@ -20,9 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from detonation.choices import first_names
 from detonation.core.compute.bitpack import pack, packed_bytes, unpack
 from detonation.core.flat.written import WrittenWeights
-from detonation.core.link.link import Link
+from detonation.core.link import Link
 from detonation.core.runtime import decides_on_device
-from detonation.core.schemes.scheme import ALIGNMENT
+from detonation.core.schemes import ALIGNMENT
 from detonation.wire.wire import BLOCK
 
 

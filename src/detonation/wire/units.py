@@ -14,8 +14,8 @@ from detonation.core.compute.checksum import checksum
 from detonation.core.flat.tensors import largest_local_shape, local
 from detonation.core.flat.weight_hooks import ON_COMPARISON, ON_MOVE
 from detonation.core.flat.written import WrittenWeights
-from detonation.core.link.link import Link
-from detonation.core.optimizer.gathered import local_parameters, reshard
+from detonation.core.link import Link
+from detonation.core.optimizer import local_parameters, reshard
 from detonation.wire.collectives import (
     WEIGHT_MOVES,
     BlockIntegers,

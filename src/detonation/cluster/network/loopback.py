@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from detonation.core.integrity.header import resent
-from detonation.core.link.elastic_communicator import RenumberedCommunicator
+from detonation.core.integrity.message import resent
+from detonation.core.link import RenumberedCommunicator
 
 
 class LoopbackCommunicator(RenumberedCommunicator):

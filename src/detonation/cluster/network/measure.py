@@ -20,9 +20,7 @@ from detonation.cluster.network.profile import (
     Operation,
     Sample,
 )
-from detonation.core.link.communicator import Axis
-from detonation.core.link.elastic_communicator import ElasticCommunicator
-from detonation.core.link.link import Link, mismatch_on_all
+from detonation.core.link import Axis, ElasticCommunicator, Link, mismatch_on_all
 
 Start = Callable[[int], Callable[[], object]]
 """Starts an exchange of so many bytes, and returns a function that waits for it."""
@@ -151,9 +149,8 @@ def fit_line(samples: Sequence[Sample]) -> Operation:
     # errors are relative to the line: relative to `y`, the shortest of noisy times count most
     for _ in range(4):
         weighted = torch.stack([1 / scale, x / scale], dim=1)
-        latency, slope = (
-            torch.linalg.lstsq(weighted, (y / scale).view(-1, 1)).solution.view(-1).tolist()
-        )
+        found = torch.linalg.lstsq(weighted, (y / scale).view(-1, 1))
+        latency, slope = found.solution.view(-1).tolist()
         if latency < 0 or slope <= 0:
             latency = max(0.0, float(y.min())) * (slope <= 0)
             slope = float((y / x).min())
@@ -291,9 +288,8 @@ def _rounds(size: int) -> list[list[tuple[int, int]]]:
     for _ in range(len(circle) - 1):
         half = len(circle) // 2
         pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
-        rounds.append(
-            sorted((min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None)
-        )
+        both = [(a, b) for a, b in pairs if a is not None and b is not None]
+        rounds.append(sorted((min(pair), max(pair)) for pair in both))
         circle = [circle[0], circle[-1], *circle[1:-1]]
     return rounds
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from detonation.core.link.communicator import Communicator
+from detonation.core.link import Communicator
 
 _T = TypeVar("_T")
 

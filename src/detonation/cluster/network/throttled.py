@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from detonation.core.link.communicator import Communicator, ProcessGroupCommunicator
-from detonation.core.schemes.traffic import ring_bytes
+from detonation.core.link import Communicator, ProcessGroupCommunicator
+from detonation.core.schemes import ring_bytes
 from detonation.link_speed import LinkSpeed, hops
 from detonation.whole_files import opened
 

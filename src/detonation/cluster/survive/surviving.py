@@ -33,9 +33,8 @@ from detonation.cluster.survive.groups import (
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.turns import AxisUsers, Departure, told_departures
 from detonation.cluster.survive.users import AxisEnd, AxisUser, Host
-from detonation.core.link.communicator import Axis
-from detonation.core.link.elastic_communicator import HandOver
-from detonation.core.schemes.scheme import Scheme
+from detonation.core.link import Axis, HandOver
+from detonation.core.schemes import Scheme
 
 MOST_TRIES = 5
 """Largest number of agreements in a row after which no group could be made."""

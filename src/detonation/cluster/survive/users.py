@@ -20,7 +20,7 @@ from detonation.cluster.survive.agreement import (
     turn_of,
 )
 from detonation.cluster.survive.membership import Membership
-from detonation.core.link.elastic_communicator import ElasticCommunicator, HandOver, PeerLost
+from detonation.core.link import ElasticCommunicator, HandOver, PeerLost
 
 _TEXT_POLL_S = 0.01
 _TEXT = b"+"

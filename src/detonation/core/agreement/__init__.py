@@ -3,3 +3,21 @@ alike.
 
 Its calls are collective. Only optimizer calls it, except for `Safety`, which users create.
 """
+
+from detonation.core.agreement.buffers import BufferSync, persistent_buffers
+from detonation.core.agreement.clipping import Clip
+from detonation.core.agreement.consensus import HalfStep, StopConsensus
+from detonation.core.agreement.desync import Difference, differences, options_of
+from detonation.core.agreement.gates import StepGate
+from detonation.core.agreement.options import python_number, recorded_options, take_recorded
+from detonation.core.agreement.safety import Safety
+from detonation.core.agreement.selftest import (
+    CLOSE,
+    NORM_SELFTEST,
+    STEP_SELFTEST,
+    TESTS,
+    norm_selftest,
+    rounds_by_place,
+    selftest,
+    selftest_conditions,
+)

@@ -10,8 +10,8 @@ from detonation.choices import first_names
 from detonation.core.agreement.desync import differences, repaired
 from detonation.core.flat.tensors import bare_name, local
 from detonation.core.flat.weight_hooks import compared
-from detonation.core.link.link import Link
-from detonation.core.replicator.base import Replicator
+from detonation.core.link import Link
+from detonation.core.replicator import Replicator
 
 _log = logging.getLogger("detonation")
 

@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 
 from detonation.core.compute.scatter_sum import added, square_root
 from detonation.core.flat.tensors import local_gradients
-from detonation.core.link.communicator import Axis, Communicator, communicator_of
-from detonation.core.optim.signsgd import SignSGD
+from detonation.core.link import Axis, Communicator, communicator_of
+from detonation.core.optim import SignSGD
 
 Normed = tuple[list[Communicator], dict[str, Tensor]]
 """Communicators between the ranks that hold different parts of parameters, and the local parts by

@@ -23,12 +23,9 @@ from detonation.core.agreement.safety import Safety
 from detonation.core.base_error import DetonationError
 from detonation.core.flat.tensors import Piece
 from detonation.core.integrity.fault_counts import NEW_PARAMETER, FaultCounts
-from detonation.core.link.communicator import Axis
-from detonation.core.link.link import Link, links_of_shards
-from detonation.core.replicator.base import Replicator
-from detonation.core.replicator.channel import Transfer
+from detonation.core.link import Level, Link, links_of_shards
+from detonation.core.replicator import Replicator, Transfer
 from detonation.core.runtime import Readback, Runtime
-from detonation.core.schemes.scheme import Scheme
 
 _log = logging.getLogger("detonation")
 
@@ -90,9 +87,7 @@ class StopConsensus:
         self.counts.append(counts)
         return counts
 
-    def connect(
-        self, levels: Sequence[tuple[Axis, Scheme]], replicators: Sequence[Replicator]
-    ) -> None:
+    def connect(self, levels: Sequence[Level], replicators: Sequence[Replicator]) -> None:
         """Adds the links that send a reason to the replicas of each level, if not every replica
         receives every message."""
         several = sum(scheme.signal != "nothing" for _, scheme in levels) > 1

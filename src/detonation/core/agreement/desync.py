@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from detonation.core.agreement.options import python_number
 from detonation.core.compute.checksum import checksum
-from detonation.core.integrity.header import hash63
-from detonation.core.link.link import Link
+from detonation.core.integrity.message import hash63
+from detonation.core.link import Link
 
 CHANGE = "a change of the trained parameters"
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from detonation.core.replicator.base import Replicator
+from detonation.core.replicator import Replicator
 
 
 class StepGate:

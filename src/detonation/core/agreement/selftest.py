@@ -10,16 +10,14 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from detonation.core.agreement.clipping import norms_of
-from detonation.core.codec.codec import Selected
-from detonation.core.engine.choice import engine_for
+from detonation.core.codec import Selected
+from detonation.core.engine import engine_for
 from detonation.core.flat.layout import Layout
 from detonation.core.flat.tensors import digest
 from detonation.core.memory import Memory
-from detonation.core.optim.base_step import BaseStep
-from detonation.core.optim.muon import Muon
-from detonation.core.optim.signsgd import SignSGD
+from detonation.core.optim import BaseStep, Muon, SignSGD
 from detonation.core.runtime import Runtime
-from detonation.core.schemes.scheme import Scheme
+from detonation.core.schemes import Scheme
 
 SELFTEST = "decode of a test vector"
 STEP_SELFTEST = "optimizer's steps on a test vector"

@@ -1,5 +1,36 @@
 """Codec: basis x selection x precision, and aggregation. Pure functions between a flat and a
 message.
 
-Each part is a frozen dataclass behind a Protocol, so users can write their own.
+Each part is a frozen dataclass behind a Protocol, so users can write their own. Other rooms import
+all of it from here.
 """
+
+from detonation.core.codec.aggregate import (
+    AGGREGATIONS,
+    Aggregation,
+    ClippedMean,
+    Coefficients,
+    Divided,
+    MajorityVote,
+    Mean,
+    MeanNonzero,
+    NormWeighing,
+    WeightedMean,
+    aggregate,
+)
+from detonation.core.codec.basis import DCT, Basis, Identity, TileDCT, dct_matrix, dct_waves
+from detonation.core.codec.codebooks import BlockCodebook, Sign
+from detonation.core.codec.codec import Codec, Selected
+from detonation.core.codec.indices import PackedIndices, Unpackable, narrow
+from detonation.core.codec.message_rows import MessageRows, SharedIndices, Workspace, joined
+from detonation.core.codec.precision import FP32, PRECISIONS, Float, Precision
+from detonation.core.codec.received import Arrived, Collected, DecodedMessages, Received, Sums
+from detonation.core.codec.selection import (
+    Everything,
+    Random,
+    Rotation,
+    Selection,
+    Striding,
+    TopK,
+    random_start,
+)

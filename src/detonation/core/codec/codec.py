@@ -20,7 +20,7 @@ from detonation.core.codec.received import Arrived, Received
 from detonation.core.codec.selection import Selection
 from detonation.core.compute.checksum import LINE_BYTES
 from detonation.core.flat.layout import Layout, copy
-from detonation.core.flat.owners import RowOwners
+from detonation.core.flat.rows import RowOwners
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from detonation.core.codec.codec import Codec
-    from detonation.core.flat.owners import RowOwners
+    from detonation.core.flat.rows import RowOwners
 
 NORM_BLOCKS = 4
 """Largest number of blocks of rows in which messages are read for their norms."""

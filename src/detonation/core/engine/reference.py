@@ -7,13 +7,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from detonation.core.codec.aggregate import Aggregation, Mean
-from detonation.core.codec.basis import Identity
-from detonation.core.codec.codec import Codec, Selected
-from detonation.core.codec.indices import narrow
-from detonation.core.codec.message_rows import MessageRows
-from detonation.core.codec.precision import FP32, Float
-from detonation.core.codec.received import DecodedMessages, Received
+from detonation.core.codec import (
+    FP32,
+    Aggregation,
+    Codec,
+    DecodedMessages,
+    Float,
+    Identity,
+    Mean,
+    MessageRows,
+    Received,
+    Selected,
+    narrow,
+)
 from detonation.core.compute.kernel_library import SignRate
 from detonation.core.compute.nonfinite import inspected
 from detonation.core.engine.inspector import SignalInspector, inspector_of
@@ -26,11 +32,11 @@ from detonation.core.engine.rows_at_once import (
 )
 from detonation.core.engine.rule import Rule
 from detonation.core.flat.layout import CACHE_BLOCK, Layout, copy
-from detonation.core.flat.owners import RowOwners
-from detonation.core.flat.rows import Bucket
+from detonation.core.flat.rows import Bucket, RowOwners
 from detonation.core.integrity.guard import Guard
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
+from detonation.plugins import plugins
 
 READS = 2
 """Number of parts in which the replies of owners are read if few launches count more than
@@ -386,3 +392,18 @@ def _move(weights: Sequence[Tensor], signs: Sequence[Tensor], rates: Sequence[Si
         if shrink != 1:
             torch._foreach_mul_(moved, shrink)
         torch._foreach_add_(moved, [signs[i] for i in same], alpha=-lr)
+
+
+def engine_for(
+    codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime, room: Room | None = None
+) -> ReferenceEngine:
+    """The first engine that can run `codec` with temporaries of at most `room`; ordinary torch
+    without kernels.
+
+    Engines of installed packages are asked first, then the built-in ones, the fastest first.
+    """
+    for make in plugins("engines"):  # imported no earlier than here
+        engine: ReferenceEngine | None = make(codec, layout, memory, runtime, room)
+        if engine:
+            return engine
+    return ReferenceEngine(codec, layout, memory, runtime, room)

@@ -6,20 +6,11 @@ kernel launches, most of all with owners and votes. With these a flat that is no
 in fewer blocks, which need up to two buckets.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from detonation.core.codec.basis import DCT, Identity
-from detonation.core.codec.codec import Codec
-from detonation.core.codec.precision import FP32, Float
-from detonation.core.codec.received import Arrived
+from detonation.core.codec import DCT, FP32, Arrived, Codec, Float, Identity, Received
 from detonation.core.compute.scatter_sum import ONE_PASS_CHUNK, most_summed
 from detonation.core.flat.rows import BUCKETS
-
-if TYPE_CHECKING:
-    from detonation.core.codec.received import Received
 
 UNIT = 64
 """Rows that are always processed together: a product of fewer rows may round differently."""

@@ -15,9 +15,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from detonation.core.codec.aggregate import Aggregation, Coefficients, Mean, aggregate
-from detonation.core.codec.basis import DCT
-from detonation.core.codec.codec import Codec, Selected
+from detonation.core.codec import DCT, Aggregation, Codec, Coefficients, Mean, Selected, aggregate
 from detonation.core.flat.layout import Layout
 from detonation.core.memory import Memory
 

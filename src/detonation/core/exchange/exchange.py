@@ -9,17 +9,20 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from detonation.core.codec.aggregate import Divided, MajorityVote
-from detonation.core.codec.message_rows import MessageRows, Workspace
-from detonation.core.codec.precision import Float
-from detonation.core.codec.received import Received, Sums
+from detonation.core.codec import (
+    Divided,
+    Float,
+    MajorityVote,
+    MessageRows,
+    Received,
+    Sums,
+    Workspace,
+)
 from detonation.core.integrity.guard import Guard, Stage
-from detonation.core.integrity.header import DIGITS, HEADER_BYTES
-from detonation.core.integrity.message import Message
+from detonation.core.integrity.message import DIGITS, HEADER_BYTES, Message
 from detonation.core.integrity.observer import PlayedMessages
-from detonation.core.link.link import Link
-from detonation.core.schemes.buckets import aligned_rows
-from detonation.core.schemes.scheme import Scheme
+from detonation.core.link import Link
+from detonation.core.schemes import Scheme, aligned_rows
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
 

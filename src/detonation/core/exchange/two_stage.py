@@ -6,27 +6,25 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from detonation.core.codec.aggregate import Coefficients, Mean, aggregate
-from detonation.core.codec.indices import narrow
-from detonation.core.codec.message_rows import MessageRows
-from detonation.core.codec.precision import Float
-from detonation.core.codec.received import Collected, Received
-from detonation.core.engine import rows_at_once
-from detonation.core.engine.reference import ReferenceEngine
-from detonation.core.engine.rows_at_once import Room, replied_at_once
+from detonation.core.codec import (
+    Coefficients,
+    Collected,
+    Float,
+    Mean,
+    MessageRows,
+    Received,
+    aggregate,
+    narrow,
+)
+from detonation.core.engine import ReferenceEngine, Room, replied_at_once, rows_at_once
 from detonation.core.exchange.exchange import AllGather, AllReduce, Exchange, negative_zeros, played
-from detonation.core.flat.kept import KeptRows
 from detonation.core.flat.layout import Layout
-from detonation.core.flat.owners import RowOwners
-from detonation.core.flat.rows import BUCKETS, SMALL_BUCKETS
+from detonation.core.flat.rows import BUCKETS, SMALL_BUCKETS, KeptRows, RowOwners
 from detonation.core.integrity.guard import Guard, Stage
-from detonation.core.integrity.header import HEADER_BYTES
-from detonation.core.integrity.message import Message
+from detonation.core.integrity.message import HEADER_BYTES, Message
 from detonation.core.integrity.observer import PlayedMessages
-from detonation.core.link.link import Link
-from detonation.core.schemes.buckets import rows_of_a_turn
-from detonation.core.schemes.scheme import Scheme
-from detonation.core.schemes.traffic import collective_for
+from detonation.core.link import Link
+from detonation.core.schemes import Scheme, collective_for, rows_of_a_turn
 
 
 class TwoStage(Exchange):

@@ -1,32 +1,27 @@
 """Unused parameters: those for which no replica had a gradient in a step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 from zlib import crc32
 
 import torch
 
-from detonation.core.integrity.missing import (
+from detonation.core.flat.layout import Layout
+from detonation.core.integrity.guard import Guard
+from detonation.core.integrity.message import (
     FIRST_KNOWN,
     MOST_KNOWN,
     NEW_SET,
     NO_PARAMETERS,
     NONE_MISSING,
     UNUSED_PLACE,
+    Message,
     Missing,
     MissingSets,
     in_all,
     packed,
 )
-
-if TYPE_CHECKING:
-    from detonation.core.flat.layout import Layout
-    from detonation.core.integrity.guard import Guard
-    from detonation.core.integrity.message import Message
-    from detonation.core.link.link import Link
-    from detonation.core.memory import Memory
+from detonation.core.link import Link
+from detonation.core.memory import Memory
 
 
 class Unused:

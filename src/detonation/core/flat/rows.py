@@ -1,18 +1,22 @@
-"""Buckets: consecutive rows of a flat, and the parts of parameters in them."""
+"""Rows of a flat: buckets of consecutive rows, the owners of rows, and copies of rows that undo a
+step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
-from detonation.core.flat.layout import Layout
+import torch
+
+from detonation.core.flat.layout import Layout, copy
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     T = TypeVar("T", Tensor, Tensor | None)
+
 
 BUCKETS = 4
 """Largest number of buckets of a flat. On an accelerator each bucket costs kernel launches."""
@@ -98,3 +102,168 @@ class Bucket:
                 tensor = tensor.reshape(-1)[piece.start : piece.stop]
             found.append(tensor)
         return found
+
+
+@dataclass(frozen=True)
+class RowOwners:
+    """Assigns `rows` rows to `replicas`: round robin in runs of `run` rows, and the remainder in
+    equal parts.
+
+    A bucket that begins and ends at full rounds therefore has the same owners alone as in the whole
+    flat.
+    """
+
+    rows: int
+    replicas: int
+    run: int
+
+    @cached_property
+    def owned(self) -> int:
+        """Number of rows that each replica owns. The last ones may be padding."""
+        return -(-self.rows // self.replicas)
+
+    @property
+    def in_turns(self) -> int:
+        """Number of rows of each replica that are assigned round robin."""
+        return self._turns * self.run
+
+    def of_bucket(self, rows: int) -> RowOwners:
+        """The owners of a bucket of `rows` rows that begins at a full round."""
+        if rows == self.rows:
+            return self
+        return RowOwners(rows, self.replicas, self.run)
+
+    @cached_property
+    def missing(self) -> int:
+        """Number of padding rows."""
+        return self.owned * self.replicas - self.rows
+
+    def deal(self, lines: Tensor, padding: Tensor | None = None) -> Tensor:
+        """The lines of each owner, in order.
+
+        Shapes: lines `[rows, n]`, padding `[n]` (None: zeros) -> `[replicas, owned, n]`.
+        """
+        return self.deal_each([(lines, padding)])[0]
+
+    def deal_each(self, lines: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
+        """`deal` for several matrices, each with its padding, in one operation.
+
+        Shapes: as in `deal`, for each.
+        """
+        matrices = [each for each, _ in lines]
+        found = [each.new_empty(self.replicas, self.owned, each.shape[1]) for each in matrices]
+        pairs = self._pairs(matrices, found)
+        if self.missing:
+            for (each, padding), parts in zip(lines, found, strict=True):
+                if padding is None:
+                    padding = each.new_zeros(each.shape[1])
+                pairs += [(free, padding.expand_as(free)) for free in self._free(parts)]
+        copy([target for target, _ in pairs], [source for _, source in pairs])
+        return found
+
+    def collect(self, parts: Tensor | Sequence[Tensor]) -> Tensor:
+        """The inverse of `deal`, without the padding.
+
+        Shapes: `[replicas, owned, n]`, or `[owned, n]` of each owner -> `[rows, n]`.
+        """
+        if not isinstance(parts, torch.Tensor):
+            parts = torch.stack(list(parts))
+        return self.collect_each([parts])[0]
+
+    def collect_each(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """`collect` for several matrices, in one operation.
+
+        Shapes: `[replicas, owned, n]` -> `[rows, n]`, for each.
+        """
+        found = [each.new_empty(self.rows, each.shape[2]) for each in parts]
+        pairs = self._pairs(found, parts)
+        copy([lines for _, lines in pairs], [part for part, _ in pairs])
+        return found
+
+    def _pairs(
+        self, matrices: Sequence[Tensor], dealt: Sequence[Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of views of `dealt` and `matrices` with the same shape and content: the rows that
+        are assigned round robin, then the remainders of the owners."""
+        pairs = []
+        own = self._turns * self.run
+        begin = self.replicas * own
+        rest = self.owned - own  # rows of each owner in the remainder
+        whole, left = self._remainder
+        end = begin + whole * rest
+        for lines, parts in zip(matrices, dealt, strict=True):
+            n = lines.shape[1]
+            turns = lines[:begin].view(self._turns, self.replicas, self.run, n).transpose(0, 1)
+            pairs.append((parts[:, :own].view(self.replicas, self._turns, self.run, n), turns))
+            pairs.append((parts[:whole, own:], lines[begin:end].view(whole, rest, n)))
+            if left:
+                pairs.append((parts[whole, own : own + left], lines[end:]))
+        return pairs
+
+    def _free(self, parts: Tensor) -> list[Tensor]:
+        """The padding of `parts`."""
+        own = self._turns * self.run
+        whole, left = self._remainder
+        return [parts[whole, own + left :], parts[whole + 1 :, own:]]
+
+    @cached_property
+    def _remainder(self) -> tuple[int, int]:
+        """Number of owners with a full part of the remainder, and the rows of the next one."""
+        own = self._turns * self.run
+        if own == self.owned:
+            return 0, 0
+        return divmod(self.rows - self.replicas * own, self.owned - own)
+
+    @cached_property
+    def _turns(self) -> int:
+        """Number of full rounds."""
+        return self.rows // (self.replicas * self.run)
+
+
+class KeptRows:
+    """A copy of rows of `memory`.
+
+    Args:
+        memory: `[rows, n]`.
+        numbers: Number of the parameter of each row, below 0 for a row that is not copied; `[rows]`
+            int64 on the host.
+    """
+
+    def __init__(self, memory: Tensor, numbers: Tensor) -> None:
+        self._memory = memory
+        self._rows = (numbers >= 0).nonzero().view(-1)
+        self._numbers = numbers[self._rows]
+        self._kept = memory[self._rows.to(memory.device)]
+        self._is_change = False
+
+    def become_change(self) -> None:
+        """Replaces the copy by the change since, if further steps change the rows before
+        `restore`."""
+        self._kept = self._kept - self._memory[self._rows.to(self._memory.device)]
+        self._is_change = True
+
+    def restore(self, parameters: Collection[int]) -> None:
+        """Undoes the change in the rows of `parameters`."""
+        if not parameters:
+            return
+        chosen = torch.isin(self._numbers, _on_host(parameters))
+        rows = self._rows[chosen].to(self._memory.device)
+        kept = self._kept[chosen.to(self._memory.device)]
+        if self._is_change:
+            self._memory.index_add_(0, rows, kept)
+        else:
+            self._memory.index_copy_(0, rows, kept)
+
+    def forget(self) -> None:
+        """Drops all rows."""
+        self._rows = self._rows[:0]
+        self._numbers = self._numbers[:0]
+        self._kept = self._kept[:0]
+
+
+def _on_host(numbers: Collection[int]) -> Tensor:
+    """The numbers in rising order.
+
+    Shapes: -> `[n]` int64 on the host.
+    """
+    return torch.tensor(sorted(numbers), dtype=torch.int64, device="cpu")

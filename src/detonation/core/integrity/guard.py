@@ -11,26 +11,29 @@ import torch
 from torch import Tensor
 
 from detonation.core import runtime
-from detonation.core.codec.aggregate import Aggregation
-from detonation.core.codec.codec import Codec
-from detonation.core.codec.message_rows import MessageRows, SharedIndices, Workspace, joined
-from detonation.core.codec.received import Arrived
+from detonation.core.codec import (
+    Aggregation,
+    Arrived,
+    Codec,
+    MessageRows,
+    SharedIndices,
+    Workspace,
+    joined,
+)
 from detonation.core.compute.checksum import checksums
 from detonation.core.compute.nonfinite import LIMIT
-from detonation.core.integrity.header import (
+from detonation.core.integrity.message import (
     CHECKSUM_AT,
     HEADER_BYTES,
     IDENTITY,
     MAGIC,
-    VERSION,
-    Header,
-    hash63,
-)
-from detonation.core.integrity.message import Message
-from detonation.core.integrity.missing import (
     NONE_MISSING,
     RECEIVED_BITS,
+    VERSION,
+    Header,
+    Message,
     Missing,
+    hash63,
     said_in,
     with_said,
 )

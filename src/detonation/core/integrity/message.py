@@ -1,19 +1,237 @@
-"""The message of one step: engines write it in runs of rows, collectives send the runs, and the
-receiver joins them."""
+"""The message of one step, with its header and what it says of missing gradients.
+
+Engines write a message in runs of rows, collectives send the runs, and the receiver joins them. A
+header of 64 bytes begins each gathered message.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from hashlib import sha256
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from detonation.core.codec.codec import Codec
-from detonation.core.codec.indices import Unpackable, narrow
-from detonation.core.codec.message_rows import MessageRows, SharedIndices, joined
-from detonation.core.integrity.header import HEADER_BYTES
-from detonation.core.integrity.missing import Missing
+from detonation.core.codec import Codec, MessageRows, SharedIndices, Unpackable, joined, narrow
+from detonation.core.compute.checksum import LINE_BYTES, checksums
+from detonation.core.flat.rows import KeptRows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+MAGIC = int.from_bytes(b"DeToNAT", "little")
+VERSION = 3
+"""Version of the format of header and messages. Messages of other versions are refused."""
+IDENTITY = MAGIC | VERSION << 56
+HEADER_BYTES = 64
+CHECKSUM_AT = 56
+DIGITS = 3
+"""Numbers below 256 that carry the status and the mark of a replica in an all-reduce; bf16
+represents them exactly."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """The content of a header. Each word is from 0 to below 2**63.
+
+    Args:
+        schema: Hash of all settings that sender and receiver must share to read the message.
+        place: Number of the message among its sender's messages of the step.
+        status: 0, or 1 + the number of the parameter because of which the message is empty; `[]`
+            int64 if only the device knows it.
+        received: A digest that must be the same on all replicas: of the messages that the sender
+            received earlier, and in the lower 32 bits of the options of its parameter groups.
+    """
+
+    schema: int
+    step: int
+    place: int
+    sender: int
+    status: int | Tensor = 0
+    received: int = 0
+
+    @property
+    def origin(self) -> int:
+        """The fourth word: sender and place."""
+        return self.sender << 32 | self.place
+
+    def seal(self, messages: Tensor, nbytes: int) -> None:
+        """Writes the header of each message before its `nbytes` bytes.
+
+        Numbers that change from step to step reach the device as arguments of a kernel launch. A
+        copied list would make the host wait.
+
+        Shapes: `[messages, 64 + nbytes + padding]` uint8, each aligned for int64, with zeros as
+        padding.
+        """
+        words = messages[:, :HEADER_BYTES].view(torch.int64)
+        origin = self.sender << 32 | self.place
+        device = messages.device
+        if device.type == "cpu" and not isinstance(self.status, torch.Tensor):
+            content = [
+                IDENTITY,
+                self.schema,
+                self.step,
+                origin,
+                nbytes,
+                self.status,
+                self.received,
+                0,
+            ]
+            words.copy_(torch.tensor(content, dtype=torch.int64, device="cpu"))
+        else:
+            constants = _constants((IDENTITY, self.schema, 0, origin, nbytes, 0, 0, 0), device)
+            torch.add(constants.expand_as(words), _unit(2, device), alpha=self.step, out=words)
+            if self.received:
+                words.add_(_unit(6, device), alpha=self.received)
+            if isinstance(self.status, torch.Tensor) or self.status:
+                put(words[:, 5], self.status)
+        checksums(messages, out=words[:, 7])
+
+
+def hash63(text: str) -> int:
+    """63 bits of the sha256 of `text`, as a number."""
+    return int.from_bytes(sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+@lru_cache(maxsize=64)
+def _constants(words: tuple[int, ...], device: torch.device) -> Tensor:
+    found = torch.empty(len(words), dtype=torch.int64, device=device)
+    for place, word in zip(found.unbind(), words, strict=True):
+        place.fill_(word)
+    return found
+
+
+@lru_cache(maxsize=16)
+def _unit(place: int, device: torch.device) -> Tensor:
+    return _constants(tuple(int(word == place) for word in range(8)), device)
+
+
+def constant(number: int, device: torch.device) -> Tensor:
+    """`number` on `device`, made once.
+
+    Shapes: -> `[]` int64.
+    """
+    return _constants((number,), device)[0]
+
+
+def resent(message: Tensor, sender: int) -> Tensor:
+    """Copies a sealed message with `sender` as its sender, without a wait for the device. Other
+    bytes are copied unchanged.
+
+    Shapes: `[bytes]` uint8 -> the same.
+    """
+    copy = message.clone()
+    if len(copy) < HEADER_BYTES:
+        return copy
+    words = copy[:HEADER_BYTES].view(torch.int64)
+    sealed = words[0] & ~(-1 << 56) == MAGIC
+    # the last line may end with padding of undefined content
+    last = copy[max(HEADER_BYTES, len(copy) - LINE_BYTES) :]
+    places = torch.arange(len(copy) - len(last), len(copy), dtype=torch.int64, device=copy.device)
+    last.masked_fill_(sealed & (places >= HEADER_BYTES + words[4]), 0)
+    words[3] = torch.where(sealed, sender << 32 | words[3] & 0xFFFFFFFF, words[3])
+    words[7] = torch.where(sealed, checksums(copy.unsqueeze(0), CHECKSUM_AT)[0], words[7])
+    return copy
+
+
+def put(place: Tensor, value: int | Tensor) -> None:
+    """Writes `value` to `place`.
+
+    The host does not wait: `fill_` passes a number as an argument of the kernel launch.
+    """
+    if isinstance(value, torch.Tensor):
+        place.copy_(value)
+    else:
+        place.fill_(value)
+
+
+UNUSED_PLACE = 1 << 30
+"""Added to a place of observed messages: the parameters that no replica used in a step."""
+NONE_MISSING, NEW_SET, FIRST_KNOWN = range(3)
+"""What a message says of missing gradients: none; a new set; the set that the sender exchanged in
+the first remembered exchange (and so on for the later ones)."""
+MOST_KNOWN = 14
+"""Number of exchanges of sets that all replicas remember, and that a message can name."""
+RECEIVED_BITS = 59
+"""Bits of the digest in the seventh word of a header that reports missing gradients."""
+NO_PARAMETERS: frozenset[int] = frozenset()
+
+MissingSets = Sequence[bytes]
+"""Set of missing gradients of each replica, one bit per parameter."""
+
+
+@dataclass(eq=False)
+class Missing:
+    """The parameters without a gradient on this replica, in one step of a scheme of gradients.
+
+    Args:
+        step: Step at which the message was sent.
+        octets: Set of the parameters, one bit each in the order of the layout.
+        says: What the message says of them: see `NONE_MISSING`.
+        known: Exchanges of sets that a message could name when this one was sent.
+        rows: Number of the parameter of each row of the flat, see `Layout.row_numbers`.
+        kept: Copies of rows of memories that the step changes.
+        said: Returns what the message of each replica says, once all have arrived; waits for the
+            device.
+        unused: Parameters that no replica used, once all agree.
+    """
+
+    step: int
+    octets: bytes
+    says: int
+    known: Sequence[MissingSets]
+    rows: Tensor
+    kept: list[KeptRows] = field(default_factory=list)
+    said: Callable[[], Mapping[int, int]] | None = None
+    unused: frozenset[int] | None = None
+
+
+def with_said(received: int, says: int) -> int:
+    """The seventh word of a header, negative if it reports missing gradients.
+
+    >>> with_said(7, NONE_MISSING), said_in(with_said(7, 3)), with_said(7, 3) & 7
+    (7, 3, 7)
+    """
+    if not says:
+        return received
+    return (received & (1 << RECEIVED_BITS) - 1) + (says - 1 << RECEIVED_BITS) - (1 << 63)
+
+
+def said_in(received: int) -> int:
+    """Statement of the seventh word of a header on missing gradients: see `NONE_MISSING`."""
+    if received >= 0:
+        return NONE_MISSING
+    return 1 + (received >> RECEIVED_BITS & 15)
+
+
+def packed(numbers: Collection[int], count: int) -> bytes:
+    """A set of numbers below `count`, one bit each.
+
+    >>> packed([0, 9], 12)
+    b'\\x01\\x02'
+    """
+    octets = bytearray(-(-count // 8))
+    for number in numbers:
+        octets[number >> 3] |= 1 << (number & 7)
+    return bytes(octets)
+
+
+def in_all(sets: Iterable[bytes]) -> frozenset[int]:
+    """The numbers that are in each of `sets`.
+
+    >>> sorted(in_all([packed([0, 9, 10], 12), packed([0, 3, 10], 12)]))
+    [0, 10]
+    """
+    octets = [functools.reduce(operator.and_, column) for column in zip(*sets, strict=True)]
+    return frozenset(
+        8 * at + bit for at, octet in enumerate(octets) for bit in range(8) if octet >> bit & 1
+    )
 
 
 @dataclass

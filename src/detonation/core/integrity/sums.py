@@ -10,8 +10,7 @@ from torch import Tensor
 from detonation.core import runtime
 from detonation.core.compute import kernel_library
 from detonation.core.integrity.fault_counts import FaultCounts
-from detonation.core.integrity.header import DIGITS, hash63, put
-from detonation.core.integrity.missing import FIRST_KNOWN, MOST_KNOWN, Missing
+from detonation.core.integrity.message import DIGITS, FIRST_KNOWN, MOST_KNOWN, Missing, hash63, put
 
 
 class SumGuard:

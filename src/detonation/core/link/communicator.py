@@ -22,7 +22,7 @@ from detonation.core.runtime import recorded
 from detonation.plugins import plugin
 
 if TYPE_CHECKING:
-    from detonation.core.schemes.scheme import Scheme
+    from detonation.core.schemes import Scheme
 
 AxisPart = tuple[int, "Axis", Mapping[str, Tensor]]
 """A part of the parameters that replicates by itself: its number, its axis, its tensors."""

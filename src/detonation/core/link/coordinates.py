@@ -9,7 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from detonation.core.link.communicator import Axis
-from detonation.core.schemes.scheme import Scheme
+from detonation.core.schemes import Scheme
+
+Level = tuple[Axis, Scheme]
+"""A level of replication: an axis, and the scheme along it."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Coordinates:
 
 
 def coordinates_of(
-    levels: Sequence[tuple[Axis, Scheme]],
+    levels: Sequence[Level],
     parameters: Iterable[Tensor],
     intra_node: DeviceMesh | None = None,
 ) -> Coordinates:
@@ -61,7 +64,7 @@ def _axis(axis: Axis) -> tuple[object, tuple[int, int]]:
     return ranks, (ranks.index(dist.get_rank()), len(ranks))
 
 
-def alike(levels: Sequence[tuple[Axis, Scheme]]) -> bool:
+def alike(levels: Sequence[Level]) -> bool:
     """True if replicas have the same weights and base optimizer state between any two steps: all
     levels exchange gradients."""
     return bool(levels) and all(scheme.signal == "gradients" for _, scheme in levels)

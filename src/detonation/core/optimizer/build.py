@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from detonation.core.agreement.clipping import Clip
-from detonation.core.agreement.consensus import StopConsensus
-from detonation.core.agreement.desync import options_of
-from detonation.core.agreement.safety import Safety
-from detonation.core.agreement.selftest import (
+from detonation.core.agreement import (
     CLOSE,
     NORM_SELFTEST,
     STEP_SELFTEST,
     TESTS,
+    Clip,
+    Safety,
+    StopConsensus,
     norm_selftest,
+    options_of,
     selftest,
     selftest_conditions,
 )
@@ -34,24 +34,34 @@ from detonation.core.flat.tensors import (
     whole_numel,
 )
 from detonation.core.integrity.fault_counts import NEW_PARAMETER, OPTIONS, FaultCounts
-from detonation.core.link.communicator import Axis, divided, rules_of
-from detonation.core.link.handshake import SAME_START, Mismatch
-from detonation.core.link.hierarchical import split_by_sharding
-from detonation.core.link.link import Link, first_text, links_of_shards, mismatch_on_all
-from detonation.core.optim.base_step import BaseStep
+from detonation.core.link import (
+    SAME_START,
+    Axis,
+    Level,
+    Link,
+    Mismatch,
+    divided,
+    first_text,
+    links_of_shards,
+    mismatch_on_all,
+    rules_of,
+    split_by_sharding,
+)
+from detonation.core.optim import BaseStep
 from detonation.core.optimizer.setup_checks import warn_of_second_momentum
-from detonation.core.replicator.base import Replicator
-from detonation.core.replicator.channel import Channel
-from detonation.core.replicator.gradient import GradientReplicator
-from detonation.core.replicator.parameter import HoldingReplicator, ParameterReplicator
+from detonation.core.replicator import (
+    Channel,
+    GradientReplicator,
+    HoldingReplicator,
+    ParameterReplicator,
+    Replicator,
+)
 from detonation.core.round import LocalSteps
 from detonation.core.runtime import Runtime, fp32_products
-from detonation.core.schemes.scheme import GradientScheme, ParameterScheme, Scheme
-from detonation.core.schemes.traffic import require_below_dense
+from detonation.core.schemes import GradientScheme, ParameterScheme, Scheme, require_below_dense
 from detonation.plugins import plugin
 from detonation.version import __version__
 
-Level = tuple[Axis, Scheme]
 Route = tuple[Link, FaultCounts]
 """The link of a level, and the counts of its faults. A level has two routes if the ranks of a node
 share some parameters and each hold others whole."""

@@ -7,24 +7,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from detonation.core.agreement.consensus import StopConsensus
-from detonation.core.agreement.options import recorded_options, take_recorded
-from detonation.core.exchange.two_stage import TwoStage
-from detonation.core.flat.owners import RowOwners
+from detonation.core.agreement import StopConsensus, recorded_options, take_recorded
+from detonation.core.exchange import TwoStage
+from detonation.core.flat.rows import RowOwners
 from detonation.core.flat.tensors import largest_local_shape
-from detonation.core.link.elastic_communicator import (
+from detonation.core.link import (
     ElasticCommunicator,
     HandOver,
+    Level,
+    Link,
     RenumberedCommunicator,
+    links_of_shards,
+    mismatch_on_all,
 )
-from detonation.core.link.link import Link, links_of_shards, mismatch_on_all
-from detonation.core.optim.base_step import BaseStep
-from detonation.core.optimizer.build import Level, Route, replicator_of
-from detonation.core.replicator.base import Replicator
-from detonation.core.replicator.channel import Channel
-from detonation.core.replicator.gradient import GradientReplicator
-from detonation.core.schemes.scheme import ParameterScheme, Scheme
-from detonation.core.schemes.traffic import require_below_dense
+from detonation.core.optim import BaseStep
+from detonation.core.optimizer.build import Route, replicator_of
+from detonation.core.replicator import Channel, GradientReplicator, Replicator
+from detonation.core.schemes import ParameterScheme, Scheme, require_below_dense
 
 
 def reconfigured(

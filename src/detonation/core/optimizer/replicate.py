@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from detonation.choices import checks_keywords
-from detonation.core.agreement.safety import Safety
-from detonation.core.link.communicator import Axis, rules_of
+from detonation.core.agreement import Safety
+from detonation.core.link import Axis, rules_of
 from detonation.core.optimizer.build import Settings
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.optimizer.setup_checks import (
@@ -20,7 +20,7 @@ from detonation.core.optimizer.setup_checks import (
     checked_levels,
     warn_of_losses,
 )
-from detonation.core.schemes.scheme import ParameterScheme, Scheme
+from detonation.core.schemes import ParameterScheme, Scheme
 
 
 @checks_keywords("argument of replicate")

@@ -11,26 +11,20 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # as torch's optimizers: it imports no compiler
 from torch.optim import Optimizer
 
-from detonation.core.agreement.buffers import BufferSync
-from detonation.core.agreement.consensus import StopConsensus
-from detonation.core.agreement.desync import options_of
-from detonation.core.agreement.gates import ClosenessGate
+from detonation.core.agreement import BufferSync, StopConsensus, gates, options_of
 from detonation.core.base_error import DetonationError
 from detonation.core.integrity.observer import StepObserver
-from detonation.core.link.communicator import Communicator, rules_of
-from detonation.core.link.coordinates import Coordinates, coordinates_of
-from detonation.core.optim.base_step import BaseStep
-from detonation.core.optim.wrapper import OptimizerWrapper, evaluated
+from detonation.core.link import Communicator, Coordinates, Level, coordinates_of, rules_of
+from detonation.core.optim import BaseStep, OptimizerWrapper, evaluated
 from detonation.core.optimizer import reconfigure as changes
 from detonation.core.optimizer import state as states
-from detonation.core.optimizer.build import Level, Route, Settings, build_levels, compare_replicas
+from detonation.core.optimizer.build import Route, Settings, build_levels, compare_replicas
 from detonation.core.optimizer.setup_checks import check_layout, warn_of_rounding
 from detonation.core.optimizer.stats import Stats, dense_bytes_by_level, described
 from detonation.core.optimizer.trained import TrainedParameters
-from detonation.core.replicator.base import Replicator
-from detonation.core.replicator.padding import release_used_rows
+from detonation.core.replicator import Replicator, release_used_rows
 from detonation.core.runtime import PROGRESS
-from detonation.core.schemes.scheme import Scheme
+from detonation.core.schemes import Scheme
 from detonation.plugins import plugin
 
 
@@ -67,7 +61,8 @@ class Replicated(OptimizerWrapper):
         self._communicators = [axis for axis, _ in levels if isinstance(axis, Communicator)]
         self._renumbers = bool(changes.renumbered_axes(self.levels))
         self.observer: StepObserver | None = None
-        self.closeness: ClosenessGate | None = None  # None while the bits of replicas are equal
+        # None while the bits of replicas are equal
+        self.closeness: gates.ClosenessGate | None = None
         if settings.safety.equal == "close":
             self.closeness = plugin("gates", "closeness")()
         self.base_step = BaseStep(base)

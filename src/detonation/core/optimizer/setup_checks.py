@@ -1,10 +1,8 @@
 """Mistakes in a set-up, each found once and answered in one line that names the remedy."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 import torch.distributed as dist
@@ -15,16 +13,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
-from detonation.core.agreement.safety import Safety
-from detonation.core.codec.codebooks import Sign
-from detonation.core.link.communicator import Axis, Communicator
-from detonation.core.link.coordinates import Coordinates
-from detonation.core.link.hierarchical import is_sharded_over, sharding_ranks
-from detonation.core.schemes.registry import scheme as scheme_named
-from detonation.core.schemes.scheme import GradientScheme, ParameterScheme, Scheme
-
-if TYPE_CHECKING:
-    from detonation.core.optimizer.build import Level
+from detonation.core.agreement import Safety
+from detonation.core.codec import Sign
+from detonation.core.link import (
+    Axis,
+    Communicator,
+    Coordinates,
+    Level,
+    is_sharded_over,
+    sharding_ranks,
+)
+from detonation.core.schemes import GradientScheme, ParameterScheme, Scheme
+from detonation.core.schemes import scheme as scheme_named
 
 _log = logging.getLogger("detonation")
 _INSIDE = 'fully_shard(model, mesh=mesh["shard"]) or detonation.shard(model, mesh)'

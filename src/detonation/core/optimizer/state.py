@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from detonation.core.link.coordinates import alike
+from detonation.core.link import alike
 from detonation.core.memory import require_same_keys
-from detonation.core.replicator.base import Replicator
+from detonation.core.replicator import Replicator
 
 if TYPE_CHECKING:
     from detonation.core.optimizer.replicated import Replicated

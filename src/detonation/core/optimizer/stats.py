@@ -6,16 +6,13 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from detonation.core.agreement.consensus import StopConsensus
+from detonation.core.agreement import StopConsensus
 from detonation.core.flat.tensors import local
-from detonation.core.link.communicator import Axis
-from detonation.core.link.hierarchical import split_by_sharding
-from detonation.core.link.link import Link
+from detonation.core.link import Level, Link, split_by_sharding
 from detonation.core.optimizer.trained import TrainedParameters
 from detonation.core.round import LocalSteps
 from detonation.core.runtime import decides_on_device
-from detonation.core.schemes.scheme import Scheme
-from detonation.core.schemes.traffic import arguments_text, collective_for, dense_bytes, mean_bytes
+from detonation.core.schemes import arguments_text, collective_for, dense_bytes, mean_bytes
 
 
 class Stats:
@@ -97,7 +94,7 @@ class Stats:
 
 def dense_bytes_by_level(
     parameters: Mapping[str, Tensor],
-    levels: Sequence[tuple[Axis, Scheme]],
+    levels: Sequence[Level],
     intra_node: DeviceMesh | None,
 ) -> list[int]:
     """Bytes that this rank would send in one step of full fp32 synchronisation, per level."""
@@ -109,7 +106,7 @@ def dense_bytes_by_level(
 
 
 def described(
-    trained: TrainedParameters, levels: Sequence[tuple[Axis, Scheme]], intra_node: DeviceMesh | None
+    trained: TrainedParameters, levels: Sequence[Level], intra_node: DeviceMesh | None
 ) -> str:
     """The exchange of a replicated optimizer in one line per level, by arithmetic, without a step.
 

@@ -4,3 +4,10 @@ parameters.
 The channel alone takes a signal through memory, engine and exchange. Called by agreement and
 optimizer.
 """
+
+from detonation.core.replicator.base import Replicator
+from detonation.core.replicator.channel import Channel, Transfer
+from detonation.core.replicator.gradient import GradientReplicator
+from detonation.core.replicator.overlap import CommStream, OverlapError
+from detonation.core.replicator.padding import release_used_rows, use_rows
+from detonation.core.replicator.parameter import HoldingReplicator, ParameterReplicator

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from detonation.core.flat.tensors import cut_like, local
 from detonation.core.memory import LocalState
-from detonation.core.optim.base_step import BaseStep
+from detonation.core.optim import BaseStep
 from detonation.core.replicator.channel import Channel, Transfer
 
 

@@ -7,30 +7,21 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from detonation.core.codec.codec import Selected
-from detonation.core.codec.message_rows import MessageRows
-from detonation.core.codec.received import Received
+from detonation.core.codec import MessageRows, Received, Selected
 from detonation.core.compute.nonfinite import FINE, Verdict
-from detonation.core.engine.choice import engine_for
-from detonation.core.engine.inspector import SignalInspector
-from detonation.core.engine.reference import ReferenceEngine
-from detonation.core.exchange.exchange import Exchange
-from detonation.core.exchange.two_stage import exchange_for, room_of
-from detonation.core.exchange.unused import Unused
+from detonation.core.engine import ReferenceEngine, SignalInspector, engine_for
+from detonation.core.exchange import Exchange, Unused, exchange_for, room_of
 from detonation.core.flat.layout import Layout
 from detonation.core.flat.rows import Bucket
 from detonation.core.flat.tensors import gradients_to_fill
 from detonation.core.integrity.fault_counts import Changed, FaultCounts
 from detonation.core.integrity.guard import Guard
-from detonation.core.integrity.message import Message
-from detonation.core.integrity.missing import Missing
-from detonation.core.link.link import Link
+from detonation.core.integrity.message import Message, Missing
+from detonation.core.link import Link
 from detonation.core.memory import LocalState, Memory
-from detonation.core.optim.signsgd import Deferred, SignSGD
+from detonation.core.optim import Deferred, SignSGD
 from detonation.core.runtime import Runtime
-from detonation.core.schemes.buckets import codec_of
-from detonation.core.schemes.scheme import Scheme
-from detonation.core.schemes.traffic import buckets_of
+from detonation.core.schemes import Scheme, buckets_of, codec_of
 
 
 @dataclass(frozen=True)

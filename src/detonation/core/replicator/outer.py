@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from detonation.core.schemes.scheme import Outer
+from detonation.core.schemes import Outer
 
 
 class OuterSGD:

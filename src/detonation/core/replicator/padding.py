@@ -7,8 +7,8 @@ import torch
 
 from detonation.core.flat.padding_rows import mark_used
 from detonation.core.flat.tensors import local_gradients, padding_row, whole_of
-from detonation.core.link.link import Link
-from detonation.core.optim.base_step import BaseStep
+from detonation.core.link import Link
+from detonation.core.optim import BaseStep
 from detonation.core.replicator.base import Replicator
 
 

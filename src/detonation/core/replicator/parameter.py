@@ -16,7 +16,7 @@ from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.channel import BucketPipeline, Channel, Transfer, Update
 from detonation.core.replicator.outer import OuterSGD
 from detonation.core.round import Round
-from detonation.core.schemes.scheme import ParameterScheme
+from detonation.core.schemes import ParameterScheme
 
 Unsent = Tensor | tuple[Update, float] | None
 """The part of a bucket's movement that was not sent, if the parameters keep it: as it is, or the

@@ -3,8 +3,48 @@
 Importing this package registers every scheme. A scheme knows no link.
 """
 
-# ruff: noqa: I001  the order of registration is the order in lists
-from detonation.core.schemes import gradients as gradients
-from detonation.core.schemes import rotating as rotating
-from detonation.core.schemes import parameters as parameters
-from detonation.core.schemes import compressed as compressed
+from detonation.core.schemes.buckets import aligned_rows, codec_of, rows_of_a_turn
+from detonation.core.schemes.gradients import (
+    decoupled_adamw,
+    demo,
+    full,
+    loco,
+    momentum,
+    none,
+    random,
+    random_sign,
+    striding,
+)
+from detonation.core.schemes.parameters import (
+    diloco,
+    local_sgd,
+    muloco,
+    outer_sgd,
+    sparseloco,
+    sparta,
+    streaming_diloco,
+)
+from detonation.core.schemes.scheme import (
+    ALIGNMENT,
+    SCHEMES,
+    GradientScheme,
+    Outer,
+    ParameterScheme,
+    Scheme,
+    known_schemes,
+    register,
+    scheme,
+)
+from detonation.core.schemes.traffic import (
+    LargerThanDense,
+    arguments_text,
+    buckets_of,
+    bytes_per_rank,
+    bytes_sent,
+    collective_for,
+    dense_bytes,
+    mean_bytes,
+    message_bytes,
+    require_below_dense,
+    ring_bytes,
+)

@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from detonation.core.codec.codec import Codec
+from detonation.core.codec import Codec
 from detonation.core.flat.layout import Layout
 from detonation.core.flat.rows import BUCKETS, SMALL_BUCKETS, Bucket
 from detonation.core.schemes.scheme import Scheme

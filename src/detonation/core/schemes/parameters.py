@@ -2,19 +2,17 @@
 
 from dataclasses import replace
 
-from detonation.core.codec.basis import Basis, Identity
-from detonation.core.codec.codec import Codec
-from detonation.core.codec.selection import Everything, Selection
+from detonation.core.codec import Basis, Codec, Everything, Identity, Random, Selection, TopK
 from detonation.core.flat.layout import FragmentUnit
 from detonation.core.memory import Feedback
 from detonation.core.round import Round
-from detonation.core.schemes.registry import register
 from detonation.core.schemes.scheme import (
     LinkKind,
     Outer,
     ParameterScheme,
     aggregation_named,
     precision_named,
+    register,
 )
 
 
@@ -166,3 +164,127 @@ def local_sgd(every: int = 16, precision: str = "fp32") -> ParameterScheme:
     Reference: Stich, arXiv 1805.09767.
     """
     return outer_sgd(every, outer_lr=1.0, precision=precision)
+
+
+ROW = 256
+"""Coefficients per row of `muloco` if rows matter: enough for a meaningful length, few enough for
+small parameters."""
+
+
+@register
+def muloco(
+    every: int = 30,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.6,
+    precision: str = "4bit",
+    decay: float = 1.0,
+    aggregate: str = "mean",
+    link: LinkKind = "auto",
+) -> ParameterScheme:
+    """`diloco` for Muon inside, in few bits with error feedback.
+
+    Orthogonal steps are equally long on all replicas, so their sum tolerates few bits and needs
+    less outer momentum. The scheme does not choose the inner optimizer: use it with `Muon`.
+
+    The replicas' movements differ, so their mean is shorter than each. `outer_lr` above 1 makes up
+    for it, or `aggregate="rescaled_mean"` with `outer_lr=1`, in which each row of 256 values gets
+    their mean length.
+
+    Args:
+        every, outer_lr, outer_momentum, precision: As in `diloco`.
+        decay: Of the rounding error of the precision, which is sent in the next round; from 0
+            (lost) to 1.
+        aggregate, link: As in `demo`.
+
+    Raises:
+        ValueError: A value is out of range.
+
+    Example:
+        >>> muloco(precision="2bit").feedback.decay
+        1.0
+
+    Reference: Thérien et al., MuLoCo, arXiv 2505.23725.
+    """
+    selection = Everything(ROW, ROW)
+    if aggregate == "mean":
+        selection = Everything()
+    return outer_sgd(
+        every,
+        outer_lr,
+        outer_momentum,
+        True,
+        precision,
+        None,
+        selection,
+        decay,
+        aggregate,
+        link=link,
+    )
+
+
+@register
+def sparta(rate: float = 1 / 200, precision: str = "fp32") -> ParameterScheme:
+    """Averages a random subset of the parameters themselves after every step, the same subset on
+    all replicas.
+
+    Any local optimizer works; between steps no two replicas are equal. An anchor holds the last
+    agreed value of each coordinate, bitwise equal on all replicas; `synchronize()` averages every
+    coordinate once, in one whole cycle of messages, after which all replicas are equal. In the
+    paper the mask is drawn at random and broadcast; here every replica knows it, and each
+    coordinate has its turn once in 1 / rate steps. As a level before `diloco` on the same axis it
+    holds replicas together over long rounds.
+
+    Args:
+        rate: The share of the parameters averaged per step, above 0 and at most 1, rounded down to
+            one over a whole number.
+        precision: As in `diloco`.
+
+    Raises:
+        ValueError: A value is out of range.
+
+    Example:
+        >>> sparta(rate=1 / 200).resume_from
+        'sent'
+
+    Reference: Beton et al., SPARTA, 2025 (openreview stFPf3gzq1).
+    """
+    return replace(
+        outer_sgd(1, 1.0, precision=precision, selection=Random(rate)), resume_from="sent"
+    )
+
+
+@register
+def sparseloco(
+    every: int = 15,
+    topk: int = 64,
+    chunk: int = 4096,
+    decay: float = 0.95,
+    outer_lr: float = 1.0,
+    precision: str = "2bit",
+    aggregate: str = "clipped_mean",
+    link: LinkKind = "auto",
+) -> ParameterScheme:
+    """`diloco` that sends only the largest coordinates of the movement, in two bits, and leaves the
+    rest in memory.
+
+    Top-k of each chunk without a transform, error feedback in the place of an outer momentum, every
+    replica clipped to the median norm. With the defaults about 0.002 bytes per parameter and step.
+
+    Args:
+        every, outer_lr, precision: As in `diloco`.
+        topk, chunk, aggregate, link: As in `demo`.
+        decay: Of the memory of the unsent part, from 0 to 1.
+
+    Raises:
+        ValueError: A value is out of range.
+
+    Example:
+        >>> sparseloco().codec.selection == TopK(topk=64, chunk=4096)
+        True
+
+    Reference: Sarfi et al., SparseLoCo, arXiv 2508.15706.
+    """
+    selection = TopK(topk, chunk)
+    return outer_sgd(
+        every, outer_lr, 0.0, True, precision, Identity(), selection, decay, aggregate, link=link
+    )

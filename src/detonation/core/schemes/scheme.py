@@ -3,19 +3,40 @@
 It knows codec and round, but no link.
 """
 
+import functools
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import (
+    Any,
+    ClassVar,
+    Literal,
+    ParamSpec,
+    Self,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-from detonation.core.codec.aggregate import AGGREGATIONS, Aggregation, Mean
-from detonation.core.codec.basis import Identity
-from detonation.core.codec.codec import Codec
-from detonation.core.codec.precision import PRECISIONS, Precision
-from detonation.core.codec.selection import Everything, Selection, TopK
+from detonation.choices import checks_keywords, find_function, make, plain_types
+from detonation.core.codec import (
+    AGGREGATIONS,
+    PRECISIONS,
+    Aggregation,
+    Codec,
+    Everything,
+    Identity,
+    Mean,
+    Precision,
+    Selection,
+    TopK,
+)
 from detonation.core.flat.layout import FragmentUnit, Layout
 from detonation.core.memory import Feedback
 from detonation.core.round import Round
+from detonation.plugins import plugin, plugin_names
 
 LinkKind = Literal["auto", "all-reduce", "all-gather", "owner"]
 LINKS: tuple[str, ...] = get_args(LinkKind)
@@ -258,3 +279,129 @@ def aggregation_named(name: str) -> Aggregation:
     if name not in AGGREGATIONS:
         raise ValueError(f"aggregate is {name!r}, must be one of {', '.join(AGGREGATIONS)}")
     return AGGREGATIONS[name]
+
+
+P = ParamSpec("P")
+S = TypeVar("S", bound=Scheme)
+
+SCHEMES: dict[str, Callable[..., Scheme]] = {}
+"""Every registered scheme, in the order of registration."""
+
+
+def known_schemes() -> Mapping[str, Callable[..., Scheme]]:
+    """`SCHEMES`, once the modules of installed packages that add a scheme are imported."""
+    for name in plugin_names("schemes"):
+        _import_installed(name)
+    return SCHEMES
+
+
+def _import_installed(name: str) -> None:
+    """Imports the scheme that an installed package adds as `name`; it registers itself.
+
+    Raises `ValueError` where the module registers no scheme of that name.
+    """
+    if name in SCHEMES:
+        return
+    function = plugin("schemes", name)
+    if name not in SCHEMES:
+        raise ValueError(
+            f"the entry point {name!r} of detonation.schemes is the function {function.__name__}:"
+            " put it under @register, and give both one name"
+        )
+
+
+def register(function: Callable[P, S]) -> Callable[P, S]:
+    """Registers the scheme that `function` makes, under the function's name.
+
+    Recipes, `--help`, `compare` and `plan` then know it, and `detonation.testing.check_scheme`
+    checks it against the laws. The decorator records name and arguments, defaults included, and
+    checks each argument's type.
+
+    Args:
+        function: Returns a `GradientScheme` or a `ParameterScheme`; every parameter is annotated
+            with `int`, `float`, `bool`, `str` or a `Literal`, and has a default.
+
+    Returns:
+        The function, which now raises `ValueError` for an argument of another type.
+
+    Raises:
+        ValueError: Another function has this name already.
+
+    Example:
+        >>> from detonation.extend import DCT, TopK, momentum, register
+        >>> @register
+        ... def half(chunk: int = 64) -> Scheme:
+        ...     return momentum(DCT(), TopK(chunk // 2, chunk), decay=0.9)
+        >>> half(chunk=8).arguments, scheme("half", {"chunk": 8}) == half(chunk=8)
+        ({'chunk': 8}, True)
+        >>> del SCHEMES["half"]
+    """
+    name = function.__name__
+    if name in SCHEMES and SCHEMES[name].__module__ != function.__module__:
+        raise ValueError(f"scheme {name} is registered already, by {SCHEMES[name].__module__}")
+    SCHEMES[name] = recorded = _recorded(function, name)
+    return recorded
+
+
+def _recorded(function: Callable[P, S], name: str) -> Callable[P, S]:
+    """Wraps `function`: checks its arguments, and records them and `name` in its scheme."""
+    signature = inspect.signature(function)
+    hints = get_type_hints(function)
+
+    @checks_keywords(f"argument of scheme {name}")
+    @functools.wraps(function)
+    def made(*args: P.args, **kwargs: P.kwargs) -> S:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        for argument, value in bound.arguments.items():
+            _require_type(argument, value, hints.get(argument))
+        found = function(*args, **kwargs)
+        if not isinstance(found, Scheme):
+            raise ValueError(
+                f"scheme {name} is {found!r}, must be made by momentum(...), outer_sgd(...) or the"
+                " like"
+            )
+        return replace(found, name=name, arguments=dict(bound.arguments))
+
+    return made
+
+
+def scheme(name: str, arguments: Mapping[str, Any] | None = None) -> Scheme:
+    """Makes a scheme by its name, as a recipe spells it.
+
+    Args:
+        name: A scheme that is registered or that an installed package adds, or
+            "package.module:function" for a function that returns one.
+        arguments: The function's own arguments; the rest take their defaults.
+
+    Raises:
+        ValueError: A name or an argument does not exist (the message lists the valid ones), or a
+            value is out of range.
+
+    Example:
+        >>> scheme("demo", {"topk": 2}).arguments["chunk"]
+        64
+    """
+    if name in plugin_names("schemes"):
+        _import_installed(name)
+    function = find_function("scheme", name, SCHEMES)
+    if name not in SCHEMES:
+        function = _recorded(function, name)
+    made: Scheme = make("scheme", {name: function}, name, arguments or {})
+    return made
+
+
+def _require_type(name: str, value: object, hint: Any) -> None:
+    """Raises `ValueError` unless `value` is one of a `Literal`, or has a plain type that `hint`
+    names."""
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise ValueError(
+                f"{name} is {value!r}, must be one of {', '.join(map(str, get_args(hint)))}"
+            )
+        return
+    if allowed := plain_types(value, hint):
+        text = f"{name} is {value!r}, must be {allowed}"
+        if hasattr(value, "item"):
+            text += f": pass its .item(), not a {type(value).__name__}"
+        raise ValueError(text)

@@ -6,10 +6,10 @@ from functools import lru_cache
 from typing import Literal
 
 from detonation.core.base_error import DetonationError
-from detonation.core.codec.codec import Codec
+from detonation.core.codec import Codec
 from detonation.core.flat.layout import Layout
 from detonation.core.flat.rows import Bucket
-from detonation.core.integrity.header import DIGITS, HEADER_BYTES
+from detonation.core.integrity.message import DIGITS, HEADER_BYTES
 from detonation.core.schemes.buckets import aligned_rows, cut_into_buckets, rows_of_a_turn
 from detonation.core.schemes.scheme import Scheme
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from detonation.core.runtime import Runtime, accelerator_is_played
 
 if TYPE_CHECKING:
-    from detonation.core.codec.codec import Codec
-    from detonation.core.engine.rows_at_once import Room
+    from detonation.core.codec import Codec
+    from detonation.core.engine import Room
     from detonation.core.flat.layout import Layout
     from detonation.core.memory import Memory
     from detonation.engines.triton.engine import TritonEngine

@@ -3,20 +3,26 @@ kernel."""
 
 from torch import Tensor
 
-from detonation.core.codec.aggregate import (
+from detonation.core.codec import (
+    DCT,
+    PRECISIONS,
     Aggregation,
+    Arrived,
+    Codec,
+    Everything,
+    Identity,
     MajorityVote,
     Mean,
     MeanNonzero,
+    Random,
+    Received,
+    SharedIndices,
+    Striding,
+    Sums,
+    TopK,
     WeightedMean,
 )
-from detonation.core.codec.basis import DCT, Identity
-from detonation.core.codec.codec import Codec
-from detonation.core.codec.message_rows import SharedIndices
-from detonation.core.codec.precision import PRECISIONS
-from detonation.core.codec.received import Arrived, Received, Sums
-from detonation.core.codec.selection import Everything, Random, Striding, TopK
-from detonation.core.flat.owners import RowOwners
+from detonation.core.flat.rows import RowOwners
 from detonation.kernels.gpu.inspection import RowRun
 from detonation.kernels.gpu.launching import Coding, Places
 

@@ -7,14 +7,25 @@ import torch
 from torch import Tensor
 
 from detonation.core import runtime
-from detonation.core.codec.aggregate import ClippedMean, WeightedMean
-from detonation.core.codec.message_rows import MessageRows, SharedIndices, Workspace
-from detonation.core.codec.received import Arrived
+from detonation.core.codec import (
+    Arrived,
+    ClippedMean,
+    MessageRows,
+    SharedIndices,
+    WeightedMean,
+    Workspace,
+)
 from detonation.core.compute.nonfinite import LIMIT
 from detonation.core.integrity.guard import FORGET, LOUDER, Expected, Guard, Stage
-from detonation.core.integrity.header import DIGITS, HEADER_BYTES, IDENTITY, Header, constant
-from detonation.core.integrity.message import Message
-from detonation.core.integrity.missing import Missing
+from detonation.core.integrity.message import (
+    DIGITS,
+    HEADER_BYTES,
+    IDENTITY,
+    Header,
+    Message,
+    Missing,
+    constant,
+)
 from detonation.core.integrity.observer import StepObserver
 from detonation.engines.triton.coding import coding_of, places_of, row_run
 from detonation.kernels.gpu import inspection

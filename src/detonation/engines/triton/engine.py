@@ -9,22 +9,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from detonation.core.codec.aggregate import Aggregation, Mean
-from detonation.core.codec.basis import DCT, Identity, dct_matrix, dct_waves
-from detonation.core.codec.codec import Codec, Selected
-from detonation.core.codec.indices import PackedIndices
-from detonation.core.codec.message_rows import MessageRows, SharedIndices
-from detonation.core.codec.precision import FP32, PRECISIONS
-from detonation.core.codec.received import Arrived, Collected, Received, Sums
-from detonation.core.codec.selection import Random, Rotation, random_start
+from detonation.core.codec import (
+    DCT,
+    FP32,
+    PRECISIONS,
+    Aggregation,
+    Arrived,
+    Codec,
+    Collected,
+    Identity,
+    Mean,
+    MessageRows,
+    PackedIndices,
+    Random,
+    Received,
+    Rotation,
+    Selected,
+    SharedIndices,
+    Sums,
+    dct_matrix,
+    dct_waves,
+    random_start,
+)
 from detonation.core.compute.kernel_library import SignRate
 from detonation.core.compute.nonfinite import SIGNAL_LIMIT, Verdict
 from detonation.core.compute.scatter_sum import most_summed
-from detonation.core.engine.inspector import SignalInspector
-from detonation.core.engine.reference import ReferenceEngine
-from detonation.core.engine.rows_at_once import Room
+from detonation.core.engine import ReferenceEngine, Room, SignalInspector
 from detonation.core.flat.layout import Layout, copy
-from detonation.core.flat.owners import RowOwners
+from detonation.core.flat.rows import RowOwners
 from detonation.core.memory import Feedback, Memory
 from detonation.core.runtime import Runtime
 from detonation.engines.triton import note_engine

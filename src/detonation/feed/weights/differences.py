@@ -141,7 +141,9 @@ def decode_difference(
 def _planes(numbers: Tensor) -> list[Tensor]:
     """Bytes of non-negative numbers, lowest first, as many as the largest number needs."""
     count = max(1, -(-int(numbers.max()).bit_length() // 8))
-    return list(numbers.view(torch.uint8).view(len(numbers), -1)[:, :count].t().contiguous().cpu())
+    octets = numbers.view(torch.uint8).view(len(numbers), -1)
+    planes = octets[:, :count].t().contiguous()
+    return list(planes.cpu())
 
 
 def _compressed(plane: Tensor) -> Tensor:

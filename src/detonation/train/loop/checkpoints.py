@@ -13,8 +13,8 @@ from detonation.checkpoint.files.retention import checkpoint_name
 from detonation.checkpoint.newest import Loaded, NoCheckpoint, find, load_found
 from detonation.checkpoint.shard_saver import NotSaved
 from detonation.core.flat.tensors import digest
-from detonation.core.link.elastic_communicator import PeerLost
-from detonation.core.schemes.registry import scheme
+from detonation.core.link import PeerLost
+from detonation.core.schemes import scheme
 from detonation.data import Data, Streamed
 from detonation.train.loop.session import Session
 from detonation.train.loop.summary import Counts, counted

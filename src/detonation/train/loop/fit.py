@@ -141,6 +141,7 @@ class _Meter:
             for before, after in zip(self._sent_before, self._sent, strict=True)
         ]
         axes = [level.axis for level in session.config.levels]
+        by_axis = dict(zip(axes, sent, strict=True))
         record = Record(
             step,
             outcome.loss,
@@ -149,7 +150,7 @@ class _Meter:
             sum(sent),
             self._waited,
             self._step_s,
-            dict(zip(axes, sent, strict=True)),
+            by_axis,
             taking=self._taking,
             **held_out,
         )

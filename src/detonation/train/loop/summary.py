@@ -11,7 +11,7 @@ import torch
 
 from detonation.cluster.devices import peak_memory
 from detonation.core.flat.tensors import local
-from detonation.core.schemes.traffic import ring_bytes
+from detonation.core.schemes import ring_bytes
 from detonation.gates.closeness import Closeness
 from detonation.train.loop.session import Session
 from detonation.train.loop.world import ElasticRanks
@@ -242,15 +242,17 @@ def _levels(
     for level, full in zip(levels, dense, strict=True):
         sent = sum(record.levels[level.axis] for record in records) / len(records)
         full_sync = full.per_step(records)
+        arguments = dict(level.scheme.arguments)
+        less = reduction(sent, full_sync)
         tiers.append(
             {
                 "axis": level.axis,
                 "replicas": level.replicas,
                 "scheme": level.scheme.name,
-                "scheme_arguments": dict(level.scheme.arguments),
+                "scheme_arguments": arguments,
                 "bytes_sent_per_step": sent,
                 "bytes_full_sync_per_step": full_sync,
-                "reduction": reduction(sent, full_sync),
+                "reduction": less,
             }
         )
     return {"levels": tiers}

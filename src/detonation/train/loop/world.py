@@ -17,9 +17,8 @@ from detonation.cluster.mesh import compared_digests, fingerprint, weights_diges
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core import runtime
-from detonation.core.link.communicator import Communicator
-from detonation.core.link.elastic_communicator import TextExchange
-from detonation.core.replicator.overlap import CommStream
+from detonation.core.link import Communicator, TextExchange
+from detonation.core.replicator import CommStream
 from detonation.train.recipe.schema import Config
 from detonation.train.recipe.tables import settings_of, to_table
 

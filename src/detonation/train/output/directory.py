@@ -387,13 +387,10 @@ def remedy_of(error: Exception) -> str:
     return "free some space or choose another --out"
 
 
-def begin_run(path: Path, config: dict[str, Any], environment: Any, plan: Any) -> None:
-    """Writes the files of a start, and removes the summary of an earlier one.
-
-    `plan` may be None.
-    """
+def begin_run(path: Path, config: dict[str, Any], plan: Any = None) -> None:
+    """Writes the files of a start, and removes the summary of an earlier one."""
     write_text(path / CONFIG, tomli_w.dumps(config))
-    write_json(path / ENVIRONMENT, environment)
+    write_json(path / ENVIRONMENT, environment())
     (path / SUMMARY).unlink(missing_ok=True)
     if plan is not None:
         write_json(path / PLAN, plan)

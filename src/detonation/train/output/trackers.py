@@ -115,8 +115,9 @@ class Web:
     def __init__(self, path: Path, config: Config, done: int, port: int = PORT) -> None:
         with listener_on(port) as listener:
             file = listener.fileno()
+            command = [sys.executable, "-m", "detonation.report.live", str(path), str(file)]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "detonation.report.live", str(path), str(file)],
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

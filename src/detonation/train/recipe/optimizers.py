@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from detonation.choices import find_function, make
-from detonation.core.optim.muon import Muon
-from detonation.core.optim.signsgd import SignSGD
+from detonation.core.optim import Muon, SignSGD
 from detonation.train.recipe.schema import OptimizerConfig, ScheduleConfig
 
 RATIO = "lr_ratio"

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from detonation.choices import did_you_mean, unknown
 from detonation.cluster.init import LaunchPosition
-from detonation.core.schemes.registry import known_schemes
+from detonation.core.schemes import known_schemes
 from detonation.models.pretrained import HUB_PREFIX
 from detonation.train.recipe.schema import Config, Table, require
 from detonation.train.recipe.tables import CHOSEN_BY, TABLES, from_table

@@ -54,17 +54,16 @@ def from_table(table: Mapping[str, Any]) -> Config:
         _require_kept(setting, value)
     mesh = _plain("mesh", MeshConfig, table)
     levels = _levels(table.get("scheme", {}), mesh, "replicas" in table.get("mesh", {}))
-    return Config(
-        model=_choice("model", table),
-        data=_choice("data", table),
-        levels=levels,
-        optimizer=_optimizer(table),
-        train=_plain("train", TrainConfig, table),
-        schedule=_plain("schedule", ScheduleConfig, table),
-        mesh=dataclasses.replace(mesh, replicas=math.prod(level.replicas for level in levels)),
-        peers=_plain("peers", PeersConfig, table),
-        seed=_typed(int, "seed", table.get("seed", 0)),
-    )
+    replicas = math.prod(level.replicas for level in levels)
+    model = _choice("model", table)
+    data = _choice("data", table)
+    optimizer = _optimizer(table)
+    train = _plain("train", TrainConfig, table)
+    schedule = _plain("schedule", ScheduleConfig, table)
+    mesh = dataclasses.replace(mesh, replicas=replicas)
+    peers = _plain("peers", PeersConfig, table)
+    seed = _typed(int, "seed", table.get("seed", 0))
+    return Config(model, data, levels, optimizer, train, schedule, mesh, peers, seed)
 
 
 def to_table(config: Config) -> Table:

@@ -4,30 +4,18 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
-
-from detonation.cluster.init import LaunchPosition
-from detonation.cluster.mesh import init_mesh, shard
-from detonation.cluster.position import host_and_port, require_known_host
+from detonation.cluster.position import host_and_port
 from detonation.cluster.processes.failure import describe, is_network_error
 from detonation.cluster.processes.refusal import Preparation, refuse_start
-from detonation.cluster.processes.rendezvous import reached_store
 from detonation.cluster.survive.agreement import ReplicaLost
-from detonation.cluster.survive.elastic_axis import Guest
 from detonation.cluster.survive.groups import SurvivedLoss
 from detonation.cluster.survive.surviving import SurvivingCommunicator
-from detonation.feed.admission import admitted
 from detonation.feed.shared_state import memory_norm
-from detonation.feed.token import read_token
-from detonation.train.loop.session import Session, load_data, safety, seeded_model
-from detonation.train.loop.world import ElasticRanks, require_same_settings, settings_of_run
+from detonation.train.loop.session import Session
+from detonation.train.loop.world import ElasticRanks
 from detonation.train.output import directory
-from detonation.train.recipe.resolve import Request
-from detonation.train.recipe.schema import Config, Table
-from detonation.train.run.decide import Asked
+from detonation.train.recipe.schema import Table
 from detonation.train.run.recorder import Recorder
-
-_WAIT_S = 300.0
 
 
 class SetUpError(ValueError):
@@ -80,85 +68,6 @@ class SetUp:
             self._start.refuse(reason)
         elif self._replica is not None and self._meet:
             refuse_start(*host_and_port(self._meet), self._replica, reason)
-
-
-def meeting_of(request: Request) -> str:
-    """Address at which the replicas of `request` meet; "" without one.
-
-    Other settings of the request may be invalid.
-    """
-    for each in reversed(request.overrides):
-        key, _, value = each.partition("=")
-        if key.strip() == "mesh.meet":
-            return value.strip().strip("\"'")
-    with contextlib.suppress(ValueError):
-        return request.layers(None).config().mesh.meet
-    return ""
-
-
-def check_place(
-    request: Request, config: Config, place: LaunchPosition | None, asked: Asked | None
-) -> None:
-    """Raises `ValueError` if the elastic options of `request` conflict."""
-    number = request.replica
-    mesh = config.mesh
-    last = config.levels[-1].replicas
-    if request.join and len(config.levels) > 1:
-        raise ValueError("nobody comes in under several levels: start all replicas with the run")
-    if (mesh.elastic or request.join) and asked and asked.auto.adapt:
-        raise ValueError(
-            "scheme.adapt watches the link of replicas that stay: leave it out in an elastic run"
-        )
-    if number is not None and not (mesh.elastic and mesh.meet and 0 <= number < last):
-        raise ValueError(
-            f"--replica {number} needs --elastic, --meet HOST:PORT and 0 <= replica < {last}"
-        )
-    if mesh.elastic and place is not None and number is None and not request.join:
-        raise ValueError(
-            "under a launcher an elastic run is one world for each replica: give --replica and"
-            " --meet"
-        )
-    if request.join and request.out is None:
-        raise ValueError("--join needs --out: the run directory, for checkpoints")
-    for flag, address in (("--meet", mesh.meet), ("--join", request.join)):
-        if address:
-            require_known_host(flag, address)
-
-
-def joined_session(
-    config: Config, asked: Asked | None, device: torch.device, address: str, out: Path
-) -> Session:
-    """Session of a replica that joins a run through the store at `address`. Collective.
-
-    Scheme "auto" becomes the scheme of the run. Weights, optimizer state and `step_count` are those
-    of the run.
-    """
-    read_token()  # check everything local before the others learn of this replica
-    directory.require_writable(out)
-    store = reached_store(*host_and_port(address))
-    mesh = init_mesh(1, config.mesh.shards, device.type)
-    model = seeded_model(config).to(device)
-    shard(model, mesh, wire=config.mesh.shard_wire)
-    guest = Guest(
-        store,
-        mesh,
-        link=config.mesh.link,
-        min_replicas=config.mesh.min_replicas,
-        silence_s=config.peers.silence_s,
-    )
-    if asked is not None:  # first of all: the run may still be choosing
-        settings = settings_of_run(guest.membership)
-        scheme = {
-            key.removeprefix("scheme."): value
-            for key, value in settings.items()
-            if key.startswith("scheme.")
-        }
-        config = asked.under(scheme)
-    require_same_settings(guest.membership, config)
-    optimizer, axis = admitted(model, guest, safety=safety(config), timeout_s=_WAIT_S)
-    world = ElasticRanks(mesh, axis)
-    data = load_data(config.data)
-    return Session(config, world, device, data, model, optimizer.base, optimizer)
 
 
 class Losses:

@@ -1,6 +1,5 @@
 """Records of a run: the record of each step, the update log, and the feed of weights."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +11,9 @@ from detonation.core.integrity.observer import StepObserver
 from detonation.feed.admission import Admission
 from detonation.feed.publisher import Feed
 from detonation.log.records import Tapes
-from detonation.log.repeat import replay_together
 from detonation.log.writer import UpdateLog
-from detonation.train.loop.checkpoints import compare_settings
-from detonation.train.loop.session import Session, misfits
+from detonation.train.loop.checks import misfits
+from detonation.train.loop.session import Session
 from detonation.train.loop.summary import (
     NOTHING,
     Counts,
@@ -243,39 +241,3 @@ class Recording:
             run=self._run,
         )
         self._tapes.append(self._feed)
-
-
-def replay_rest(session: Session, path: Path, log: list[int], may_start: bool) -> list[str]:
-    """Repeats the logged steps after the checkpoint or the start; returns the lines to print.
-
-    Collective. It never repeats the last step of the run, so that training ends as always.
-
-    Args:
-        log: Steps after which the log files begin.
-        may_start: Start from the beginning if the log does not belong to this run.
-
-    Raises:
-        ValueError: No checkpoint exists, the log belongs to another run, and not `may_start`.
-    """
-    step = session.optimizer.step_count
-    if step not in log:
-        return []
-    lines = []
-    if not step:
-        config = directory.config_in(path)
-        was = json.loads(session.world.texts().broadcast(json.dumps(config)))
-        if was:
-            lines = compare_settings(path / directory.CONFIG, was, session.config, "start")
-    most = max(step, session.config.train.steps - 1)
-    reached, why = replay_together(path / directory.UPDATES, session.optimizer, most)
-    if why and not reached and not may_start:
-        raise ValueError(
-            f"cannot go on from the log: {why}; resume as the run began, or choose another --out"
-        )
-    if reached == step:
-        return []
-    line = (
-        f"{reached - step} steps of the log follow: training goes on after step {reached}, with"
-        " empty memories"
-    )
-    return [*lines, line]

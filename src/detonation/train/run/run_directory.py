@@ -1,15 +1,23 @@
 """Directory of a run on each node, and the records of earlier starts in it."""
 
 import contextlib
+import json
 import platform
 from collections.abc import Iterator
 from pathlib import Path
 
+from detonation.checkpoint.files.retention import saved_checkpoints
 from detonation.checkpoint.gather import Volumes, survey
-from detonation.core.link.elastic_communicator import PeerLost, TextExchange
+from detonation.checkpoint.newest import Loaded
+from detonation.cluster.network.measure import Everyone
+from detonation.core.link import PeerLost, TextExchange
+from detonation.log.repeat import replay_together
+from detonation.train.choice.adapt import set_message_timeouts
+from detonation.train.loop.checkpoints import compare_settings, resume
 from detonation.train.loop.session import Session
 from detonation.train.output import directory, metrics
 from detonation.train.recipe.resolve import Request
+from detonation.train.run.joining import RunTask
 from detonation.whole_files import MOST_RECORDS, read_text
 
 
@@ -103,3 +111,71 @@ def kept_records(
             f"{file} has none of the {done} steps before: the summary will be of those that follow"
         ]
     return kept, said
+
+
+def earlier_state(task: RunTask, everyone: Everyone) -> tuple[bool, list[int]]:
+    """True if the run resumes and any rank sees a checkpoint; and the first steps of log files.
+
+    Collective. A log file begins after the step that is listed.
+    """
+    out = task.request.out
+    if not task.resume or out is None:
+        return False, []
+    starts = []
+    if task.config.train.log_updates:
+        starts = directory.log_starts(out)
+    found = everyone.send_to_all([bool(saved_checkpoints(out / directory.CHECKPOINTS)), starts])
+    return any(saved for saved, _ in found), found[0][1]
+
+
+def replay_rest(session: Session, path: Path, log: list[int], may_start: bool) -> list[str]:
+    """Repeats the logged steps after the checkpoint or the start; returns the lines to print.
+
+    Collective. It never repeats the last step of the run, so that training ends as always.
+
+    Args:
+        log: Steps after which the log files begin.
+        may_start: Start from the beginning if the log does not belong to this run.
+
+    Raises:
+        ValueError: No checkpoint exists, the log belongs to another run, and not `may_start`.
+    """
+    step = session.optimizer.step_count
+    if step not in log:
+        return []
+    lines = []
+    if not step:
+        config = directory.config_in(path)
+        was = json.loads(session.world.texts().broadcast(json.dumps(config)))
+        if was:
+            lines = compare_settings(path / directory.CONFIG, was, session.config, "start")
+    most = max(step, session.config.train.steps - 1)
+    reached, why = replay_together(path / directory.UPDATES, session.optimizer, most)
+    if why and not reached and not may_start:
+        raise ValueError(
+            f"cannot go on from the log: {why}; resume as the run began, or choose another --out"
+        )
+    if reached == step:
+        return []
+    line = (
+        f"{reached - step} steps of the log follow: training goes on after step {reached}, with"
+        " empty memories"
+    )
+    return [*lines, line]
+
+
+def resumed_state(
+    session: Session, task: RunTask, path: Path, log: list[int]
+) -> tuple[Loaded | None, list[str]]:
+    """Loads the newest checkpoint if the run resumes, and repeats the logged steps after it.
+
+    Returns the checkpoint, if there is one, and the lines to print. Collective.
+    """
+    loaded = None
+    lines: list[str] = []
+    if task.resume:
+        may_start = task.may_start or 0 in log
+        loaded, lines = resume(session, path / directory.CHECKPOINTS, may_start)
+    set_message_timeouts(session)
+    lines += replay_rest(session, path, log, task.may_start)
+    return loaded, lines

@@ -14,17 +14,15 @@ from detonation.cluster.init import LaunchPosition, gpus_for, launch_position, l
 from detonation.cluster.launch import run_local, run_under_launcher
 from detonation.cluster.processes.rendezvous import keep_to_loopback, use_interface
 from detonation.cluster.survive.elastic_axis import Survival
-from detonation.feed.frames import host_and_port
-from detonation.feed.token import read_token
-from detonation.train.loop.session import check_config, check_sizes
+from detonation.train.choice.asked import Asked, Auto
+from detonation.train.loop.checks import check_config, check_sizes
 from detonation.train.loop.world import require_same_command
-from detonation.train.output import directory, trackers
-from detonation.train.output.screen import clear
+from detonation.train.output import directory, screen, trackers
 from detonation.train.recipe.resolve import Request, from_plain, to_plain
 from detonation.train.recipe.schema import Config, MeshConfig, Table
-from detonation.train.run.decide import Asked, Auto
-from detonation.train.run.elastic_run import SetUp, check_place, meeting_of
-from detonation.train.run.worker import RunTask, train_on_rank
+from detonation.train.run.elastic_run import SetUp
+from detonation.train.run.joining import RunTask, check_feed, check_place, meeting_of
+from detonation.train.run.worker import train_on_rank
 
 _W = TypeVar("_W")
 
@@ -151,11 +149,10 @@ def make_task(request: Request, place: LaunchPosition | None) -> RunTask:
             f"train.init_from is {source!r}, but must be the directory of a run or a model"
         )
     check_place(request, config, place, asked)
+    if config.train.publish:
+        check_feed(config.train.publish)
     if place is None or place.rank == 0:
         trackers.check_trackers(config.train.loggers)
-    if config.train.publish:
-        host_and_port(config.train.publish)
-        read_token()
     resume = request.resume or restarted(os.environ)
     return RunTask(request, config, asked, resume, restartable(os.environ))
 
@@ -181,7 +178,7 @@ def run_task(task: RunTask, set_up: SetUp | None = None) -> Table:
         found = on_ranks(train_on_rank, task, train_afresh, plain, mesh, task.config.nodes_inside)
         return dict(next((each for each in found if "left" not in each), found[0]))
     finally:
-        clear(task.request.to_stderr)
+        screen.clear(task.request.to_stderr)
 
 
 def train_afresh(request: Table, may_start: bool) -> Table:

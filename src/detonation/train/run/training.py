@@ -4,58 +4,18 @@ import dataclasses
 from pathlib import Path
 
 from detonation.checkpoint.async_save import Checkpoints
-from detonation.checkpoint.newest import Loaded
-from detonation.cluster.init import set_timeouts
 from detonation.cluster.processes.signals import Stop
 from detonation.cluster.survive.agreement import ReplicaLeft
-from detonation.core.schemes.traffic import message_bytes
-from detonation.link_speed import LinkSpeed
 from detonation.plan.cost import spelled
+from detonation.train.choice.adapt import Adapter, set_message_timeouts
 from detonation.train.loop.checkpoints import save_async, save_now
 from detonation.train.loop.fit import NonFiniteLoss, Stopped, fit
 from detonation.train.loop.session import Session
 from detonation.train.loop.summary import summarise
 from detonation.train.output import directory, metrics
 from detonation.train.recipe.schema import Table
-from detonation.train.run.adapt import Adapter, Followed
-from detonation.train.run.decide import Asked, Chosen
 from detonation.train.run.elastic_run import Losses
 from detonation.train.run.recorder import Recorder, Recording
-
-
-def adapter_of(
-    session: Session, asked: Asked | None, chosen: Chosen | None, loaded: Loaded | None
-) -> tuple[Adapter | None, list[str]]:
-    """Adapter of a run with `scheme.adapt`, and the lines to print.
-
-    Its state comes from the measurements of the choice, or from a checkpoint.
-    """
-    if asked is None or not asked.auto.adapt:
-        return None, []
-    if session.device.type != "cpu":
-        return None, ["adapt: on accelerators the host cannot time an exchange; the setting stays"]
-    if chosen is not None:
-        return Adapter(session, chosen.followed), []
-    saved = None
-    if loaded:
-        saved = loaded.extra.get("followed")
-    if saved is None:
-        return None, ["adapt: this run began without scheme.adapt, and keeps its setting"]
-    mesh = session.config.mesh
-    return Adapter(session, Followed.of(saved, mesh.replicas, mesh.shards)), []
-
-
-def set_message_timeouts(session: Session) -> None:
-    """Sets the timeouts of this rank from its largest message at the lowest rate."""
-    config = session.config
-    _, scheme = session.optimizer.levels[0]
-    layouts = [replicator.channel.layout for replicator in session.optimizer.build()]
-    sizes = [message_bytes(scheme, layout, config.mesh.replicas) for layout in layouts]
-    largest = max(sizes, default=0)
-    rate = config.peers.lowest_bits_per_s
-    if config.mesh.link:
-        rate = min(rate, LinkSpeed.parse(config.mesh.link).rate_bits_per_s)
-    set_timeouts(largest, config.mesh.shards, config.peers.silence_s, rate)
 
 
 def train_until_end(

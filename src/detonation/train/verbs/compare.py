@@ -14,15 +14,15 @@ import tomli_w
 
 from detonation.cluster.init import launch_position
 from detonation.cluster.processes.failure import StopRequested, WorldError, describe
+from detonation.train.choice.asked import AUTO
 from detonation.train.loop.fit import NonFiniteLoss
 from detonation.train.output import directory
 from detonation.train.output.screen import Screen
 from detonation.train.recipe.resolve import Request, require_scheme
 from detonation.train.recipe.schema import Table
 from detonation.train.recipe.tables import to_table
-from detonation.train.run.decide import AUTO
+from detonation.train.run.joining import RunTask
 from detonation.train.run.start import compute_with_one_thread, make_task, run_task
-from detonation.train.run.worker import RunTask
 from detonation.whole_files import read_text
 
 _COMMA = re.compile(r",(?![^\[{]*[\]}])")

@@ -11,8 +11,7 @@ from typing import Any
 
 from detonation.choices import unknown
 from detonation.cluster.network.profile import Compute, Profile, Step
-from detonation.core.schemes.registry import known_schemes, scheme
-from detonation.core.schemes.scheme import Scheme
+from detonation.core.schemes import Scheme, known_schemes, scheme
 from detonation.link_speed import LinkSpeed
 from detonation.plan.cost import Network, Shapes, Work
 from detonation.plan.losses import GOAL_STEPS, TEXT, Goal, optimizers, task_of, trained_by
@@ -179,9 +178,9 @@ def _world(question: Question, profile: Profile | None) -> tuple[int | None, int
 
 def _of_recipe(question: Question, profile: Profile | None) -> _Training:
     # Only a recipe needs models and FSDP, whose import takes a second.
-    from detonation.train.loop.session import check_config, shard_shapes
+    from detonation.train.choice.asked import Asked, Auto, settings_in, standing, trained
+    from detonation.train.loop.checks import check_config, shard_shapes
     from detonation.train.recipe.resolve import read_layers
-    from detonation.train.run.decide import Asked, Auto, settings_in, standing, trained
 
     assert question.recipe is not None
     replicas, shards = _world(question, profile)
@@ -196,16 +195,20 @@ def _of_recipe(question: Question, profile: Profile | None) -> _Training:
     if chosen.name not in known_schemes():
         own = trained_by(config.optimizer.name, config.optimizer.arguments)
         tuned.append((scheme(chosen.name, chosen.arguments), own))
+    shapes = shard_shapes(config)
+    examples = train.batch_size * train.accumulate
+    losses_of = task_of(config.model.name)
+    settings = partial(settings_in, layers)
     return _Training(
         config.mesh.replicas,
         config.mesh.shards,
-        shard_shapes(config),
+        shapes,
         train.accumulate,
-        train.batch_size * train.accumulate,
+        examples,
         train.steps,
-        task_of(config.model.name),
+        losses_of,
         tuned,
-        partial(settings_in, layers),
+        settings,
     )
 
 

@@ -15,8 +15,11 @@ from detonation.cluster.mesh import init_mesh
 from detonation.cluster.network.measure import Everyone, probe_axis
 from detonation.cluster.network.profile import Compute, Profile
 from detonation.cluster.processes.rendezvous import use_interface
-from detonation.core.schemes.registry import known_schemes
-from detonation.train.loop.session import Session, check_config, slowed, start_session
+from detonation.core.schemes import known_schemes
+from detonation.train.choice.asked import standing
+from detonation.train.choice.step_times import forward_backward, optimizer_step
+from detonation.train.loop.checks import check_config
+from detonation.train.loop.session import Session, slowed, start_session
 from detonation.train.output.directory import environment
 from detonation.train.recipe.resolve import (
     Layers,
@@ -27,7 +30,6 @@ from detonation.train.recipe.resolve import (
     to_plain,
 )
 from detonation.train.recipe.schema import Config, MeshConfig, Table, require
-from detonation.train.run.decide import forward_backward, optimizer_step, standing
 from detonation.train.run.start import compute_with_one_thread, on_ranks
 
 _AXIS_S = 4.0

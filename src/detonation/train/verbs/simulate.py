@@ -7,30 +7,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import tomli_w
 import torch
 
 from detonation.checkpoint.verify import load_weights
 from detonation.cluster.network.simulated import SimulatedCommunicator, simulate_replicas
 from detonation.cluster.processes.signals import Stop
+from detonation.train.choice.asked import Auto
+from detonation.train.loop.checks import check_config, load_data
 from detonation.train.loop.fit import fit
-from detonation.train.loop.session import (
-    Session,
-    check_config,
-    load_data,
-    replicated_run,
-    seeded_model,
-)
+from detonation.train.loop.session import Session, replicated_run, seeded_model
 from detonation.train.loop.summary import summarise
 from detonation.train.loop.world import Alone
-from detonation.train.output import directory, metrics, trackers
-from detonation.train.output.directory import environment
-from detonation.train.output.screen import Screen
+from detonation.train.output import directory, metrics, screen, trackers
 from detonation.train.recipe import optimizers
 from detonation.train.recipe.resolve import parse_sets, read_layers
 from detonation.train.recipe.schema import Config, Table, require
 from detonation.train.recipe.tables import to_table
-from detonation.train.run.decide import Auto
 from detonation.train.run.recorder import Recorder
 
 _LEFT_OUT = {
@@ -67,7 +59,7 @@ def simulate(request: Simulation) -> Table:
     trackers.check_trackers(config.train.loggers)
     if request.out is not None:
         directory.check_free(request.out, resume=False)
-    screen = Screen(silent=False, to_stderr=request.to_stderr)
+    terminal = screen.Screen(silent=False, to_stderr=request.to_stderr)
     tables = to_table(config)
     left_out = [
         f"{table}.{key}"
@@ -76,12 +68,12 @@ def simulate(request: Simulation) -> Table:
         if tables[table].get(key)
     ]
     if left_out:
-        screen.line(f"not simulated: {', '.join(left_out)}")
+        terminal.line(f"not simulated: {', '.join(left_out)}")
 
     def act(communicator: SimulatedCommunicator) -> Table:
         show = None
         if communicator.replica == 0:
-            show = screen.line
+            show = terminal.line
         session = virtual(config, communicator, show)
         # Compare the schemes of the replicas and check sizes before anything is written.
         session.optimizer.set_up()
@@ -90,14 +82,13 @@ def simulate(request: Simulation) -> Table:
         name = f"{request.recipe.stem}-{config.scheme.name}-{config.mesh.replicas}"
         out = request.out or directory.fresh_directory(name)
         with contextlib.closing(directory.RunDirectory(out)):
-            directory.write_text(out / directory.CONFIG, tomli_w.dumps(to_table(session.config)))
-            directory.write_json(out / directory.ENVIRONMENT, environment())
-            with contextlib.closing(Recorder(session, out, screen, done=0)) as recorder:
+            directory.begin_run(out, to_table(session.config))
+            with contextlib.closing(Recorder(session, out, terminal, done=0)) as recorder:
                 summary = train_virtual(session, recorder)
                 directory.write_json(out / directory.SUMMARY, summary)
         return {**summary, "directory": str(out)}
 
-    with screen:
+    with terminal:
         return simulate_replicas(act, config.mesh.replicas)[0]
 
 

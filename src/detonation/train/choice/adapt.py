@@ -8,14 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from detonation.cluster.init import set_timeouts
 from detonation.cluster.network.measure import Everyone
 from detonation.cluster.network.profile import Operation, Step
-from detonation.core.schemes.registry import scheme
-from detonation.core.schemes.scheme import Scheme
-from detonation.core.schemes.traffic import collective_for
+from detonation.core.schemes import Scheme, collective_for, message_bytes, scheme
+from detonation.link_speed import LinkSpeed
 from detonation.plan.cost import Network, Work, cost, report_s, spelled
 from detonation.plan.search import check_budget, largest_within
-from detonation.train.loop.session import Session, scheme_of, shard_shapes
+from detonation.train.loop.checks import scheme_of, shard_shapes
+from detonation.train.loop.session import Session
 from detonation.train.output.metrics import Record
 from detonation.train.recipe.schema import Table
 
@@ -80,18 +81,16 @@ class Followed:
                 for name, (latency, rate) in table["lines"].items()
             }
             network = Network(replicas, shards, operations, float(table.get("restart", 0.0)))
-            return cls(
-                check_budget(table["budget"]),
-                network,
-                float(table["compute_s"]),
-                Step(**table["step"]),
-                float(table.get("times", 1.0)),
-                float(table.get("later", 1.0)),
-            )
+            budget = check_budget(table["budget"])
+            compute_s = float(table["compute_s"])
+            step = Step(**table["step"])
+            times = float(table.get("times", 1.0))
+            later = float(table.get("later", 1.0))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"the adapter's state in the checkpoint is damaged: {error!r}"
             ) from error
+        return cls(budget, network, compute_s, step, times, later)
 
 
 class Adapter:
@@ -164,9 +163,9 @@ class Adapter:
         (w0, r0) = expected(1.0, 1.0)
         # If the waits fit the link of the start better, the link has returned to it. `_factors`
         # would stop at the first link that explains the waits, between the two.
-        returned = max(abs(w1 - w0), abs(r1 - r0)) > max(
-            certain, 2 * abs(w1 - waited), 2 * abs(r1 - reported)
-        )
+        apart = max(abs(w1 - w0), abs(r1 - r0))
+        unexplained = max(abs(w1 - waited), abs(r1 - reported))
+        returned = apart > max(certain, 2 * unexplained)
         if not returned:
             # A change of a latency below the noise cannot be measured.
             shows_latency = network.seconds("all-gather", 0) > certain
@@ -283,3 +282,16 @@ def _typical(waits: Sequence[float], every: int) -> float:
     starts = range(0, len(waits) - every + 1, every)
     rounds = [sum(waits[start : start + every]) for start in starts]
     return statistics.median(rounds) / every
+
+
+def set_message_timeouts(session: Session) -> None:
+    """Sets the timeouts of this rank from its largest message at the lowest rate."""
+    config = session.config
+    _, scheme = session.optimizer.levels[0]
+    layouts = [replicator.channel.layout for replicator in session.optimizer.build()]
+    sizes = [message_bytes(scheme, layout, config.mesh.replicas) for layout in layouts]
+    largest = max(sizes, default=0)
+    rate = config.peers.lowest_bits_per_s
+    if config.mesh.link:
+        rate = min(rate, LinkSpeed.parse(config.mesh.link).rate_bits_per_s)
+    set_timeouts(largest, config.mesh.shards, config.peers.silence_s, rate)

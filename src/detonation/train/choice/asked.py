@@ -1,0 +1,148 @@
+"""Scheme auto in a recipe: the candidates that it asks for, and the goal that ranks them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from detonation.choices import make
+from detonation.cluster.network.measure import Everyone
+from detonation.core.schemes import Scheme, known_schemes
+from detonation.plan.cost import Work, spelled
+from detonation.plan.losses import Goal, task_of, trained_by
+from detonation.plan.search import BUDGET, Candidate, check_budget, settings
+from detonation.train.loop.checks import check_config, check_levels, scheme_of
+from detonation.train.output import directory
+from detonation.train.recipe import optimizers
+from detonation.train.recipe.resolve import Layers
+from detonation.train.recipe.schema import Config, require
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Arguments of scheme "auto" in a recipe.
+
+    Args:
+        budget: Part of a step, between 0 and 1, that full synchronisation or the adapted setting
+            may spend waiting for the network.
+        adapt: Change the setting of the chosen scheme when the link changes during the run.
+
+    Raises:
+        ValueError: A value is out of range.
+    """
+
+    budget: float = BUDGET
+    adapt: bool = False
+
+    def __post_init__(self) -> None:
+        check_budget(self.budget)
+        require(isinstance(self.adapt, bool), "scheme.adapt", self.adapt, "true or false")
+
+    @classmethod
+    def of(cls, config: Config) -> "Auto | None":
+        """Arguments in `config`; None for another scheme. Raises `ValueError` for bad arguments."""
+        names = [level.scheme.name for level in config.levels]
+        if AUTO not in names:
+            return None
+        if len(names) > 1:
+            raise ValueError(
+                "scheme auto is for a recipe of one [scheme]: name the scheme of each [[scheme]]"
+            )
+        return make("scheme", {AUTO: cls}, AUTO, config.scheme.arguments)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A run whose scheme is not chosen yet.
+
+    Args:
+        auto: Rules of the choice.
+        layers: The recipe, its overrides and its defaults for each scheme.
+    """
+
+    auto: Auto
+    layers: Layers
+
+    def candidates(self) -> dict[str, Config]:
+        """The recipe with every scheme: with the recipe's own arguments, and with other settings.
+
+        Leaves `none` out if the recipe requires equal replicas.
+        """
+        found: dict[str, Config] = {}
+        full = self.layers.under("full", {})
+        equal = full.train.log_updates or full.train.publish or full.mesh.elastic
+        for name in known_schemes():
+            if name == "none" and equal:
+                continue
+            for arguments in settings(name):
+                config = self.layers.under(name, arguments)
+                try:
+                    found.setdefault(spelled(scheme_of(config.levels[-1])), config)
+                except ValueError:
+                    if not arguments:  # the recipe itself is invalid
+                        raise
+        return found
+
+    def under(self, scheme: Mapping[str, Any]) -> Config:
+        """The recipe with the scheme of a table."""
+        arguments = {key: value for key, value in scheme.items() if key != "name"}
+        return check_config(self.layers.under(scheme["name"], arguments))
+
+    def check(self) -> Config:
+        """The recipe with full synchronisation.
+
+        Raises `ValueError` for anything that would fail with one of the schemes.
+        """
+        for config in self.candidates().values():
+            check_levels(config.levels)
+            optimizers.check_optimizer(config.optimizer)
+        return check_config(self.layers.under("full", {}))
+
+
+def trained(candidates: Mapping[str, Config]) -> dict[str, Candidate]:
+    """Candidate schemes, each with the optimizer that the recipe uses for it."""
+    found = {}
+    for name, config in candidates.items():
+        optimizer = trained_by(config.optimizer.name, config.optimizer.arguments)
+        found[name] = (scheme_of(config.levels[-1]), optimizer)
+    return found
+
+
+def goal_of(config: Config, work: Work) -> Goal:
+    """Goal of a recipe, for estimates of its loss."""
+    return Goal(
+        config.mesh.replicas,
+        sum(work.sizes.values()),
+        config.train.steps,
+        task_of(config.model.name),
+    )
+
+
+def settings_in(layers: Layers, chosen: Scheme) -> dict[str, object]:
+    """Arguments of `chosen` that differ from those that the recipe gives this scheme."""
+    own = scheme_of(layers.under(chosen.name, {}).levels[-1]).arguments
+    return {key: value for key, value in chosen.arguments.items() if value != own[key]}
+
+
+def standing(layers: Layers) -> Config:
+    """The configuration; a scheme that is not chosen yet becomes full synchronisation."""
+    config = layers.config()
+    if Auto.of(config) is None:
+        return config
+    return layers.under("full", {})
+
+
+def again(asked: Asked, path: Path, everyone: Everyone) -> Config | None:
+    """Configuration that the run in `path` chose before; None if rank 0 cannot read it. Collective.
+
+    The other ranks need not see the directory.
+    """
+    scheme = directory.config_in(path).get("scheme")
+    if not isinstance(scheme, dict) or "name" not in scheme:
+        scheme = None
+    found = everyone.send_to_all(scheme)[0]
+    if found is None:
+        return None
+    return asked.under(found)

@@ -1,0 +1,161 @@
+"""`[scheme] name = "auto"`: measures the link, and chooses one scheme on all ranks."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from detonation.checkpoint.newest import Loaded
+from detonation.cluster.network.loopback import LoopbackCommunicator
+from detonation.cluster.network.measure import Everyone, probe_axis
+from detonation.cluster.network.profile import Step
+from detonation.cluster.survive.surviving import SurvivingCommunicator
+from detonation.plan.auto import PROBE_S
+from detonation.plan.cost import Network, Work, spelled
+from detonation.plan.search import Candidate, Option, advise, options, row, why
+from detonation.train.choice.adapt import Adapter, Followed
+from detonation.train.choice.asked import Asked, again, goal_of, settings_in, trained
+from detonation.train.choice.step_times import forward_backward, optimizer_step
+from detonation.train.loop.checks import check_config, shard_shapes
+from detonation.train.loop.session import Session, start_session
+from detonation.train.recipe.schema import Config, Table
+from detonation.train.recipe.tables import to_table
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The choice.
+
+    Args:
+        config: Configuration with the chosen scheme.
+        line: Reason, as a line to print.
+        plan: Contents of `plan.json` in the run directory.
+        followed: First state of an adapter.
+    """
+
+    config: Config
+    line: str
+    plan: Table
+    followed: Followed
+
+
+def decide(asked: Asked, everyone: Everyone, axis: SurvivingCommunicator | None = None) -> Chosen:
+    """Measures the link and the compute of a step, and chooses one scheme for all. Collective.
+
+    Args:
+        axis: Axis of an elastic run. Steps are measured on a loopback instead, because a second
+            optimizer on this axis would keep guests out.
+    """
+    candidates = asked.candidates()
+    device = everyone.device
+    config = asked.check()
+    # This session only measures: the run builds another with its own weights.
+    session = start_session(config, device, axis and LoopbackCommunicator(config.mesh.replicas))
+    measured = probe_axis(axis or session.optimizer.levels[0][0], device, PROBE_S, everyone)
+    network = Network.of_axis(measured, session.config.mesh.shards)
+    compute_s, _ = forward_backward(session, everyone)
+    accumulate = session.config.train.accumulate
+    on_device = device.type != "cpu"
+    work = Work(shard_shapes(session.config), compute_s, {}, True, accumulate, True, on_device)
+    best, found, work = _search(asked.auto.budget, candidates, session, everyone, network, work)
+    goal = goal_of(session.config, work)
+    line = why(found, network, goal, asked.auto.budget)
+    name = spelled(best.cost.scheme)
+    config = check_config(candidates[name])
+    plan = {
+        "chosen": row(best, goal),
+        "why": line,
+        "link": asdict(measured),
+        "compute_s": compute_s,
+        "steps": {name: asdict(step) for name, step in work.steps.items()},
+        **advise(found, work, network, goal, asked.auto.budget, partial(settings_in, asked.layers)),
+    }
+    followed = Followed(asked.auto.budget, network, compute_s, work.steps[name])
+    return Chosen(config, f"auto: {line}", plan, followed)
+
+
+def _search(
+    budget: float,
+    candidates: Mapping[str, Config],
+    session: Session,
+    everyone: Everyone,
+    network: Network,
+    work: Work,
+) -> tuple[Option, list[Option], Work]:
+    """Returns the choice, all options, and the work with the measured optimizer steps.
+
+    It measures the step of a scheme only if that scheme would be chosen: the time of the step
+    changes the share of waiting. Steps without an exchange are the same at every setting of a
+    scheme, so the fastest measurement counts for all.
+    """
+    pairs = trained(candidates)
+    goal = goal_of(session.config, work)
+    steps: dict[str, Step] = {}
+    while True:
+        work = replace(work, steps=dict(steps))
+        found = options(pairs.values(), work, network, goal, budget)
+        name = everyone.send_to_all(spelled(found[0].cost.scheme))[0]  # the first rank decides
+        if name in steps:
+            best = next(option for option in found if spelled(option.cost.scheme) == name)
+            text = json.dumps(to_table(candidates[name]), sort_keys=True)
+            everyone.require_same({"chosen": text}, {})  # raises `Mismatch` on all ranks
+            return best, found, work
+        step = optimizer_step(session, everyone, candidates[name])
+        if step is None:
+            del pairs[name]
+        else:
+            steps[name] = step
+            _share_local_time(steps, pairs, name)
+
+
+def _share_local_time(
+    steps: dict[str, Step], pairs: Mapping[str, Candidate], measured: str
+) -> None:
+    """Sets the time of a step without an exchange to the least of all settings of one scheme."""
+
+    def kind(name: str) -> tuple[str, object]:
+        scheme, optimizer = pairs[name]
+        return scheme.name, optimizer
+
+    settings = [name for name in steps if kind(name) == kind(measured) and steps[name].local_s]
+    local_s = min((steps[name].local_s for name in settings), default=0.0)
+    for name in settings:
+        steps[name] = replace(steps[name], local_s=local_s)
+
+
+def adapter_of(
+    session: Session, asked: Asked | None, chosen: Chosen | None, loaded: Loaded | None
+) -> tuple[Adapter | None, list[str]]:
+    """Adapter of a run with `scheme.adapt`, and the lines to print.
+
+    Its state comes from the measurements of the choice, or from a checkpoint.
+    """
+    if asked is None or not asked.auto.adapt:
+        return None, []
+    if session.device.type != "cpu":
+        return None, ["adapt: on accelerators the host cannot time an exchange; the setting stays"]
+    if chosen is not None:
+        return Adapter(session, chosen.followed), []
+    saved = None
+    if loaded:
+        saved = loaded.extra.get("followed")
+    if saved is None:
+        return None, ["adapt: this run began without scheme.adapt, and keeps its setting"]
+    mesh = session.config.mesh
+    return Adapter(session, Followed.of(saved, mesh.replicas, mesh.shards)), []
+
+
+def chosen_config(
+    asked: Asked, begun: Path | None, everyone: Everyone, axis: SurvivingCommunicator | None
+) -> tuple[Config, Chosen | None]:
+    """Configuration of the run, and the choice of its scheme if it is made now. Collective.
+
+    begun: Directory of a run that has begun. It keeps the scheme that its directory names.
+    """
+    if begun is not None:
+        before = again(asked, begun, everyone)
+        if before is not None:
+            return before, None
+    chosen = decide(asked, everyone, axis)
+    return chosen.config, chosen

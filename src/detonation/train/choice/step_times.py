@@ -1,0 +1,85 @@
+"""Times of a session on this machine: forward and backward, and the step of an optimizer."""
+
+import logging
+import statistics
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from detonation.cluster.network.loopback import LoopbackCommunicator
+from detonation.cluster.network.measure import Everyone
+from detonation.cluster.network.profile import Step
+from detonation.core.optimizer import replicate
+from detonation.train.loop.checks import scheme_of
+from detonation.train.loop.fit import backward
+from detonation.train.loop.session import Session
+from detonation.train.recipe import optimizers
+from detonation.train.recipe.schema import Config
+
+_REPEATS = 5
+"""Repetitions of each measurement on this machine."""
+
+
+def forward_backward(session: Session, everyone: Everyone) -> tuple[float, float]:
+    """Median seconds of forward and backward of a step, and their spread (IQR / median).
+
+    Collective.
+    """
+    backward(session, 0)
+    low, median, high = statistics.quantiles(_times(lambda: backward(session, 0), everyone), n=4)
+    return median, (high - low) / median
+
+
+def optimizer_step(session: Session, everyone: Everyone, config: Config) -> Step | None:
+    """Seconds of the optimizer's step of `config` on the model of `session`, over a loopback.
+
+    Collective. None if the optimizer refuses the scheme, such as one that sends more than dense.
+    """
+    scheme = scheme_of(config.levels[-1])
+    base = optimizers.build_optimizer(config.optimizer, session.model)
+    log = logging.getLogger("detonation")
+    mine = threading.get_ident()
+
+    def of_others(record: logging.LogRecord) -> bool:
+        return record.thread != mine
+
+    log.addFilter(of_others)  # hides warnings about the loss: this optimizer does not train
+    try:
+        communicator = LoopbackCommunicator(session.config.mesh.replicas)
+        optimizer = replicate(
+            base, session.model, communicator, scheme, clip=config.train.clip or None
+        )
+        optimizer.step()
+    except ValueError:
+        return None
+    finally:
+        log.removeFilter(of_others)
+
+    def at(step: int) -> float:
+        def again() -> None:
+            optimizer.step_count = step
+            optimizer.step()
+
+        return min(_times(again, everyone))  # disturbances only lengthen a step
+
+    last = scheme.round.every - 1
+    exchange_s = at(last)
+    local_s = 0.0
+    if last:
+        local_s = at(last - 1)
+    return Step(exchange_s, local_s)
+
+
+def _times(function: Callable[[], object], everyone: Everyone) -> list[float]:
+    """Seconds of several calls of `function`. Ranks start together; the slowest rank counts."""
+    times = []
+    for _ in range(_REPEATS):
+        everyone.barrier()
+        began = time.perf_counter()
+        function()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return everyone.over(times)

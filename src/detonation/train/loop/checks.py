@@ -1,0 +1,301 @@
+"""Checks of a recipe before its first process starts: its parts are built and must fit together."""
+
+import functools
+import importlib.util
+import inspect
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, get_type_hints
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from detonation.checkpoint.files.reader import Box
+from detonation.choices import find_function, plain_types
+from detonation.cluster.mesh import layers_of
+from detonation.core.optimizer import check_order, setup_checks
+from detonation.core.schemes import Scheme, known_schemes, require_below_dense, scheme
+from detonation.data import Data, Streamed, dataset_function, load_dataset
+from detonation.data.translation import TranslationPairs
+from detonation.models import TASK_OF, build_model, image_arguments, model_function
+from detonation.train.recipe import optimizers
+from detonation.train.recipe.schema import (
+    Choice,
+    Config,
+    LevelConfig,
+    TrainConfig,
+    described_mesh,
+    require,
+)
+from detonation.train.recipe.tables import REPLICATE
+
+
+def check_config(config: Config) -> Config:
+    """`config` with the defaults of its scheme, and with the sizes of the model that the data set.
+
+    Needs no processes and writes nothing.
+
+    Raises:
+        ValueError: Whatever would fail later: names, arguments, ranges, missing data, sizes that do
+            not fit.
+    """
+    check_types("model", model_function(config.model.name), config.model.arguments)
+    check_types("data", dataset_function(config.data.name), config.data.arguments)
+    if config.data.name == "images":
+        form = image_arguments(config.model.name, config.model.arguments)
+        config = replace(config, data=Choice("images", {**form, **config.data.arguments}))
+    levels = check_levels(config.levels, config.train.balance)
+    optimizers.check_optimizer(config.optimizer)
+    loaded = _checked_data(config)
+    model = Choice(config.model.name, _agreeing(config.model, loaded))
+    built = _checked_model(model, loaded)
+    _with_layers(built, config.train)
+    _require_one_batch(config, loaded)
+    if config.train.bleu_sentences:
+        check_translates(built, loaded)
+    return replace(config, model=model, levels=levels, train=_with_steps(config, loaded))
+
+
+def _checked_data(config: Config) -> Data:
+    """Loads the data. Raises `ValueError` if validation or the model cannot use them."""
+    loaded = load_data(config.data)
+    if not isinstance(loaded, Data):
+        raise ValueError(
+            f"data {config.data.name} makes a {type(loaded).__name__}, must make a"
+            " detonation.data.Data"
+        )
+    if not len(loaded.validation):
+        raise ValueError(f"data {config.data.name} holds no example out: validation needs one")
+    task = TASK_OF.get(config.model.name, loaded.kind)
+    if task != loaded.kind:
+        fitting = " or ".join(name for name, kind in TASK_OF.items() if kind == loaded.kind)
+        raise ValueError(
+            f"model {config.model.name} is for {task}, but the data {loaded.name} are"
+            f" {loaded.kind}: take {fitting}, or other data"
+        )
+    return loaded
+
+
+def _checked_model(model: Choice, loaded: Data) -> nn.Module:
+    """Builds the model without memory. Raises `ValueError` if it cannot take the data's batches."""
+    with torch.device("meta"):
+        built = build_model(model.name, model.arguments)
+    try:
+        inspect.signature(built.forward).bind(**loaded.validation[torch.tensor([0])])
+    except TypeError as error:
+        raise ValueError(
+            f"model {model.name} cannot take the batches of the data {loaded.name}: {error}"
+        ) from error
+    return built
+
+
+def _require_one_batch(config: Config, loaded: Data) -> None:
+    """Raises `ValueError` if the data are fewer than one batch of all ranks."""
+    if isinstance(loaded.train, Streamed):
+        return
+    needed = config.train.batch_size * sum(config.mesh.sizes)
+    available = len(loaded.train)
+    if needed > available:
+        sizes = f"{config.train.batch_size} x {described_mesh(config.mesh)}"
+        raise ValueError(
+            f"train.batch_size {sizes} are {needed} examples, but there are {available}: take fewer"
+        )
+
+
+def check_translates(model: Any, data: Data) -> None:
+    if not isinstance(data.validation, TranslationPairs):
+        raise ValueError(
+            f"train.bleu_sentences is for translations, but the data {data.name} are {data.kind}"
+        )
+    if getattr(getattr(model, "config", None), "decoder_start_token_id", None) is None:
+        raise ValueError(
+            "train.bleu_sentences needs a model with config.decoder_start_token_id, as"
+            " transformers' have"
+        )
+    if not importlib.util.find_spec("sacrebleu"):
+        raise ValueError(
+            "train.bleu_sentences needs sacrebleu: pip install '.[metrics]' in a clone"
+        )
+
+
+def _with_steps(config: Config, loaded: Data) -> TrainConfig:
+    """[train] with its epochs converted to steps; unchanged if it sets steps."""
+    train = config.train
+    if train.steps:
+        return train
+    if isinstance(loaded.train, Streamed):
+        raise ValueError(
+            "train.epochs of a stream are unknown, because its length is: set train.steps"
+        )
+    examples = train.batch_size * train.accumulate * sum(config.mesh.sizes)
+    return replace(train, steps=max(1, math.ceil(train.epochs * len(loaded.train) / examples)))
+
+
+def check_sizes(config: Config) -> None:
+    """Raises `LargerThanDense` if a level would send more than full synchronisation.
+
+    The first step would raise the same error.
+    """
+    shards = shard_shapes(config)
+    for level in config.levels:
+        chosen = scheme_of(level)
+        if chosen.signal == "nothing":
+            continue
+        for shapes in shards:
+            require_below_dense(chosen, chosen.codec.layout(shapes), level.replicas)
+
+
+def shard_shapes(config: Config) -> list[dict[str, tuple[int, ...]]]:
+    """Shapes of the trained parameters on each rank of a node; builds no model in memory."""
+    with torch.device("meta"):
+        model = build_model(config.model.name, config.model.arguments)
+    return [local_shapes(model, shard, config.mesh.shards) for shard in range(config.mesh.shards)]
+
+
+def local_shapes(model: nn.Module, shard: int, shards: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the trained parameters on one shard, by name."""
+    shapes = {}
+    for name, parameter in model.named_parameters():
+        remedy = "(1,) or larger: FSDP2 shards no scalar"
+        require(parameter.dim() > 0, f"the shape of {name}", (), remedy)
+        if parameter.requires_grad:
+            shapes[name] = Box.of_shard(parameter, shard, shards).shape
+    return shapes
+
+
+def misfits(config: Config) -> list[str]:
+    """Settings of `config` that conflict: one line each, with the remedy."""
+    steps = config.train.steps
+    warmup = config.schedule.warmup
+    optimizer = config.optimizer
+    found = []
+    if warmup >= steps:
+        found.append(
+            f"schedule.warmup is {warmup}, all of the {steps} steps: the learning rate only rises"
+        )
+    signs_alone = optimizer.name == "SignSGD" and not optimizer.arguments.get("momentum")
+    if config.train.clip and signs_alone:
+        found.append(
+            "train.clip changes nothing for SignSGD without momentum, which moves by signs: leave"
+            " it out"
+        )
+    for level in config.levels:
+        chosen = scheme_of(level)
+        every = chosen.round.every
+        if every > steps:
+            found.append(
+                f"{chosen.name} exchanges every {every} steps, but there are {steps}: replicas meet"
+                " at the end alone; choose a smaller every"
+            )
+    return found
+
+
+def _with_layers(model: nn.Module, train: TrainConfig) -> nn.Module:
+    if train.compile:
+        compile_layers(model, train.compile)
+    if train.checkpoint_activations:
+        checkpoint_activations(model)
+    return model
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Keeps only the inputs of each layer for backward, which recomputes the rest.
+
+    Changes the model in place; names stay. Call it after `compile_layers` and before `shard`, whose
+    hooks gather a layer's weights for both computations. Raises `ValueError` if the model has no
+    layers.
+    """
+    for layer in _some_layers(model, "train.checkpoint_activations"):
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def compile_layers(model: nn.Module, backend: str) -> None:
+    """Compiles each layer separately; layers of equal shape compile once.
+
+    Changes the model in place; names stay. The hooks of `shard` stay outside the compiled code.
+    Raises `ValueError` if the model has no layers, or torch has no such backend.
+    """
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        raise ValueError(
+            f"train.compile is {backend!r}, but must be one of {', '.join(sorted(known))}"
+        )
+    for layer in _some_layers(model, "train.compile"):
+        layer.forward = torch.compile(layer.forward, backend=backend)
+
+
+def _some_layers(model: nn.Module, setting: str) -> list[nn.Module]:
+    layers = list(layers_of(model))
+    if not layers:
+        raise ValueError(
+            f"{setting} works on layers, the elements of an nn.ModuleList, and the model has none"
+        )
+    return layers
+
+
+def check_levels(levels: Sequence[LevelConfig], balance: bool = False) -> tuple[LevelConfig, ...]:
+    """`levels` with the defaults of their schemes.
+
+    Raises `ValueError` for a wrong name, argument or order, and for a scheme that does not support
+    `balance`.
+    """
+    for level in levels:
+        key = "scheme"
+        if level.axis != REPLICATE:
+            key = f"scheme.{level.axis}"
+        function = find_function("scheme", level.scheme.name, known_schemes())
+        check_types(key, function, level.scheme.arguments)
+    chosen = [scheme_of(level) for level in levels]
+    check_order(chosen)
+    if balance:
+        setup_checks.check_balance(chosen, None)
+    whole = [Choice(each.name, dict(each.arguments)) for each in chosen]
+    pairs = zip(levels, whole, strict=True)
+    return tuple(replace(level, scheme=choice) for level, choice in pairs)
+
+
+def scheme_of(level: LevelConfig) -> Scheme:
+    return scheme(level.scheme.name, level.scheme.arguments)
+
+
+def check_types(key: str, function: Callable[..., object], arguments: Mapping[str, object]) -> None:
+    """Raises `ValueError` if an argument contradicts a plain annotation of `function`."""
+    if inspect.isclass(function):
+        function = function.__init__
+    try:
+        hints = get_type_hints(function)
+    except NameError:  # only a type checker can resolve the annotations of that package
+        return
+    for name, value in arguments.items():
+        if allowed := plain_types(value, hints.get(name)):
+            require(False, f"{key}.{name}", value, allowed)
+
+
+def load_data(chosen: Choice) -> Data:
+    """Data set, loaded once per process and shared with forked processes."""
+    return _load_data(chosen.name, json.dumps(chosen.arguments, sort_keys=True))
+
+
+@functools.cache
+def _load_data(task: str, arguments: str) -> Data:
+    return load_dataset(task, json.loads(arguments))
+
+
+def _agreeing(model: Choice, loaded: Data) -> dict[str, object]:
+    """Arguments of the model with the sizes of the data; only a larger vocabulary may differ."""
+    parameters = inspect.signature(model_function(model.name)).parameters
+    needed: dict[str, Any] = {"task": loaded.kind, **loaded.model}
+    needed = {key: value for key, value in needed.items() if key in parameters}
+    for key, value in needed.items():
+        given = model.arguments.get(key, value)
+        larger_vocab = key == "vocab" and isinstance(given, int) and given > value
+        if given != value and not larger_vocab:
+            raise ValueError(
+                f"model.{key} is {given!r}, but the data {loaded.name} has {key} {value}: leave"
+                " it out"
+            )
+    return {**needed, **model.arguments}

@@ -1,0 +1,98 @@
+"""Repeats a run from its update log, without the data and the other replicas."""
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from detonation.checkpoint.async_save import save_checkpoint
+from detonation.checkpoint.verify import load_weights
+from detonation.cluster.init import local_device
+from detonation.cluster.launch import run_local
+from detonation.cluster.network.loopback import LoopbackCommunicator
+from detonation.log.repeat import replay
+from detonation.train.loop.checkpoints import as_json, resume
+from detonation.train.loop.checks import check_config
+from detonation.train.loop.session import Session, replicated_run, start_session
+from detonation.train.output import directory, metrics
+from detonation.train.recipe.resolve import require_trust
+from detonation.train.recipe.schema import Config, Table
+from detonation.train.recipe.tables import from_table, to_table
+from detonation.whole_files import read_text
+
+
+def saved_run(out: Path, model: nn.Module, optimizer: Any, config: Config, keep: int = 3) -> Path:
+    """Saves a checkpoint of one replica with empty memories."""
+    ((_, scheme),) = optimizer.levels
+    extra = {"config": to_table(config), "setting": dict(scheme.arguments), "followed": None}
+    return save_checkpoint(out / directory.CHECKPOINTS, model, optimizer, as_json(extra), keep)
+
+
+def replay_run(run: Path, out: Path | None, to: int | None, trust_code: bool) -> Table:
+    """Replays a log in one process per shard; returns step, fingerprint and, with `out`, its path.
+
+    Begins with the newest checkpoint before `to`, or with the initial weights. Raises `ValueError`
+    for a run without a log, and `DamagedLog` if the log ends before `to`.
+    """
+    config = _config_of(run)
+    require_trust(trust_code, config, "the run", "follow", "model", "data", "optimizer", "scheme")
+    if not (run / directory.UPDATES).is_dir():
+        raise ValueError(f"{run} has no log of updates: train with --log")
+    if out is not None and out.exists() and any(out.iterdir()):
+        raise ValueError(f"{out} is not empty: choose another --out")
+    arguments = [str(run), to, out and str(out)]
+    found: Sequence[Table] = run_local(replay_on_rank, config.mesh.shards, arguments)
+    if out is not None and (run / directory.METRICS).exists():
+        records = metrics.read_metrics(run / directory.METRICS)
+        kept = [record.line() for record in records if record.step <= found[0]["step"]]
+        directory.write_text(out / directory.METRICS, "".join(kept))  # for --resume
+    return found[0]
+
+
+def replay_on_rank(run: str, to: int | None, out: str | None) -> Table:
+    """Replays one shard of the run in the directory `run`, and saves it in `out`. Collective."""
+    config = check_config(_config_of(Path(run)))
+    axis = LoopbackCommunicator(config.mesh.replicas)
+    session = start_session(_alone(config), local_device(), axis)
+    found, _ = resume(session, Path(run) / directory.CHECKPOINTS, may_start=True, most=to)
+    if found is None and config.train.init_from:
+        load_weights(Path(config.train.init_from), session.model)
+    begun = session.optimizer.step_count
+    steps = replay(Path(run) / directory.UPDATES, session.optimizer, to)
+    fingerprint, _ = session.world.fingerprint(session.model)
+    saved = {}
+    if out is not None:
+        saved = {"checkpoint": str(_agreed(session, Path(out)))}
+    return {"step": steps, "replayed": steps - begun, "fingerprint": fingerprint, **saved}
+
+
+def _config_of(run: Path) -> Config:
+    try:
+        return from_table(tomllib.loads(read_text(run / directory.CONFIG)))
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{run} holds no run: {directory.CONFIG}: {error}; give the --out of one that trained"
+            " with --log"
+        ) from error
+
+
+def _alone(config: Config) -> Config:
+    """`config` with one replica, without comparisons between replicas."""
+    levels = tuple(replace(level, replicas=1) for level in config.levels)
+    train = replace(config.train, verify_every=0, on_desync="stop", log_updates=False)
+    mesh = replace(config.mesh, replicas=1, link="", elastic=False, min_replicas=1, meet="")
+    return replace(config, levels=levels, mesh=mesh, train=train)
+
+
+def _agreed(session: Session, out: Path) -> Path:
+    """Saves the agreed state of all replicas as a checkpoint of one, with empty memories."""
+    replayed = session.optimizer
+    axes = [LoopbackCommunicator()]
+    optimizer = replicated_run(session.config, session.base, session.model, axes)
+    for mine, agreed in zip(optimizer.set_up(), replayed.build(), strict=True):
+        mine.repair(agreed.replicated())
+    optimizer.resume_at(replayed.step_count)
+    return saved_run(out, session.model, optimizer, session.config)
