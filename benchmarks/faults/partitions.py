@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.faults.forks import Fork
 from benchmarks.lab import INTERFACE, NamespaceCluster, namespace_cluster
 
 from detonation.cli.command import run_command
@@ -62,13 +63,12 @@ class Outcome:
     ends: dict[int, Ending] = field(default_factory=dict)
 
 
-class Command:
+class Command(Fork):
     """A command line in a node, as a fork of this process, which has imported it."""
 
     def __init__(
         self, cluster: NamespaceCluster, node: int, output: Path, arguments: Sequence[str]
     ) -> None:
-        self._code: int | None = None
         self.pid = os.fork()
         if self.pid:
             return
@@ -88,19 +88,6 @@ class Command:
         finally:
             sys.stderr.flush()
             os._exit(code)
-
-    def poll(self) -> int | None:
-        """The exit code; None while it runs."""
-        if self._code is None:
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
-            self._code = os.waitstatus_to_exitcode(status) if ended else None
-        return self._code
-
-    def kill(self) -> None:
-        """Ends it at once, and its rank with it."""
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
-            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 class Run:

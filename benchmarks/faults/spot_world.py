@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from benchmarks.faults.forks import Fork
 
 import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
@@ -269,13 +270,13 @@ def memory_law(folder: Path, lossless: bool) -> tuple[int, list[str]]:
     return checked, forgotten
 
 
-class Machine:
+class Machine(Fork):
     """One process that trains."""
 
     def __init__(self, name: str, folder: Path, act: Callable[[], None]) -> None:
         self.name, self.file, self.lines = name, folder / f"{name}.steps", list[Line]()
         self._error, self._read = folder / f"{name}.error", 0
-        self.began, self.code = time.monotonic(), None
+        self.began = time.monotonic()
         self.pid = forked(act, self._error)
 
     def look(self) -> list[Line]:
@@ -292,16 +293,7 @@ class Machine:
         return self.lines
 
     def has_ended(self) -> bool:
-        if self.code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.code = os.waitstatus_to_exitcode(status) if pid else None
-        return self.code is not None
-
-    def kill(self) -> None:
-        if not self.has_ended():
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-            self.code = -signal.SIGKILL
+        return self.poll() is not None
 
     def error(self) -> str:
         return self._error.read_text() if self._error.exists() else f"code {self.code}"
