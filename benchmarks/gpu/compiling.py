@@ -1,6 +1,6 @@
 """Compiles the kernels of the tests and parts that follow, in several processes, before the clock of a part starts.
 
-    PYTHONPATH=src:tests:.:benchmarks python -m benchmarks.gpu.compiling [--target 90] [--schemes NAME ...]
+    PYTHONPATH=src:tests:. python -m benchmarks.gpu.compiling [--target 90] [--schemes NAME ...]
 
 The device `meta` plays the steps, and each launch is compiled instead (see aot.py), as Triton's JIT specialises it: a
 step that runs later finds the kernel in Triton's cache, unless an address of its own is aligned otherwise. `--target`
@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.children import ROOT, environment, how_it_ended, ran
+from benchmarks.gpu.children import environment, how_it_ended, ran
 
 MOST_S = 240
 
@@ -27,7 +27,6 @@ def compile_all(
     """Compiles in as many processes as there are cores, at most 16; says how many kernels, and how long it took."""
     began, count = time.monotonic(), processes or min(16, len(os.sched_getaffinity(0)))
     env = environment(device)
-    env["PYTHONPATH"] += os.pathsep + str(ROOT / "benchmarks")
     logs = [out / f"compiling.{share}.txt" for share in range(count)]
 
     def one(share: int) -> int | None:
@@ -75,8 +74,10 @@ def main() -> int:
     )
     parser.add_argument("--kernels", nargs="+", default=[], help="all of them when left out")
     args = parser.parse_args()
-    import aot  # lets `meta` play an accelerator, and a driver that launches nothing stand in for the GPU's
     import torch
+
+    # aot lets `meta` play an accelerator, and a driver that launches nothing stand in for the GPU's
+    from benchmarks.accelerator import aot
     from benchmarks.gpu.common import SIZES
     from benchmarks.gpu.fast import PREDICTED, SCHEMES, cells
 

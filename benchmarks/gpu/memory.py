@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from benchmarks.accelerator.memory import Watch
 from benchmarks.gpu.common import SIZES, Job, Stepper, numel, stepper
-from benchmarks.memory import Watch
 
 import detonation as dt
 

@@ -14,20 +14,18 @@ directories: each takes a run that nobody else trains.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
+from benchmarks.compare import queue
 from benchmarks.size_law import laws, power
 from benchmarks.size_law.grid import methods
 from benchmarks.size_law.run import rows, run_cell
 from benchmarks.size_law.table import table
 from benchmarks.size_law.text import fetch_text
-from frontier_grid import Cell
-from long_rounds import in_a_process, run_missing, status
 
 from detonation.data.packages import cache_dir
 
@@ -36,40 +34,20 @@ MODULE = "benchmarks.size_law"
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--limit", type=int, default=10**9, help="stop after so many runs")
-    parser.add_argument(
-        "--only", default="", help="runs whose study, method, settings or R=number; hold all words"
-    )
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument(
-        "--scratch",
-        type=Path,
-        default=cache_dir() / "size-law" / "unfinished",
-        help="states of unfinished runs, and locks",
-    )
-    for name in ("fetch", "fit", "power", "status", "table"):
+    parser = queue.parser(__doc__, RESULTS, cache_dir() / "size-law" / "unfinished")
+    for name in ("fetch", "fit", "power"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument(
         "--figure", type=Path, help="with --fit: draws the law of diloco, .svg and .png"
     )
-    parser.add_argument("--cell", type=json.loads, help=argparse.SUPPRESS)  # of `in_a_process`
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parsed(arguments)
-
-    def wanted(cell: Cell) -> bool:
-        text = f"{cell.study} {cell.method} {' '.join(cell.sets)} R={cell.replicas};"
-        return all(word in text for word in args.only.split())
-
     if args.cell:
         torch.set_num_threads(1)
-        cell = Cell(**{**args.cell, "sets": tuple(args.cell["sets"])})
-        run_cell(cell, args.results, args.scratch)
+        run_cell(args.cell, args.results, args.scratch)
     elif args.fetch:
         print(fetch_text())
     elif args.fit:
@@ -79,12 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif args.power:
         print(power.table())
     elif args.status:
-        print(status(methods, args.results, rows))
+        print(queue.status(methods, args.results, rows))
     elif args.table:
         print(table(rows(args.results)))
     else:
-        run = partial(in_a_process, module=MODULE)
-        run_missing(methods, args.results, args.scratch, args.limit, wanted, run, rows)
+        run = partial(queue.in_a_process, MODULE)
+        wanted = partial(queue.named, only=args.only)
+        queue.run_missing(methods, args.results, args.scratch, run, args.limit, wanted, rows)
 
 
 if __name__ == "__main__":

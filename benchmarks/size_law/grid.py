@@ -10,9 +10,9 @@ on judge each size at the rate of the rule.
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from benchmarks.compare.tuning import Method, Rows
 from benchmarks.size_law.rule import rule
 from benchmarks.size_law.sizes import LARGEST, SIZES, Size
-from tuning import Method, Rows
 
 RECIPE = "benchmarks/size_law/recipe.toml"
 SMALL, TUNED, MIDDLE = SIZES[:3]

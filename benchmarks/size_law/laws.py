@@ -3,6 +3,9 @@
 import math
 from pathlib import Path
 
+from benchmarks.compare.drawing import drawn
+from benchmarks.compare.rows import Row
+from benchmarks.compare.tuning import Rows, losses
 from benchmarks.size_law.fit import (
     DRAWS,
     Law,
@@ -19,9 +22,6 @@ from benchmarks.size_law.grid import DILOCO, FULL, FULL_MUON, SIZES, Scheme
 from benchmarks.size_law.power import PUBLISHED
 from benchmarks.size_law.sizes import LARGEST, Size
 from benchmarks.size_law.table import EVERY, runs_of
-from drawing import drawn
-from frontier import Row
-from tuning import Rows, losses
 
 AT = 30e6, 125e6
 """Parameters of the models that are predicted."""

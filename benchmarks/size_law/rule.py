@@ -4,8 +4,8 @@ import math
 import statistics
 from collections.abc import Mapping
 
+from benchmarks.compare.tuning import Method, Rows, loss
 from benchmarks.size_law.sizes import Size
-from tuning import Method, Rows, loss
 
 Tries = Mapping[Size, Method]
 """By size, a method with the rates that were tried."""

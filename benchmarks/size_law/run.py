@@ -9,13 +9,12 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from benchmarks.compare.queue import file_name, made_by
+from benchmarks.compare.rows import Cell, Row, by_key
+from benchmarks.compare.tuning import Rows
+from benchmarks.long_rounds.run import train
 from benchmarks.size_law.sizes import CONTEXT, WINDOW
 from benchmarks.size_law.text import SHA256
-from frontier import Row
-from frontier_grid import Cell
-from long_rounds import file_name, made_by
-from long_rounds_run import train
-from tuning import Rows
 
 
 def run_cell(cell: Cell, results: Path, scratch: Path) -> None:
@@ -64,7 +63,4 @@ def rows(results: Path) -> Rows:
         for line in path.read_text().rpartition("\n")[0].splitlines()
     ]
     found = [json.loads(line) for line in lines]
-    return {
-        (r["recipe"], tuple(sorted(r["sets"])), r["replicas"], r["total"], r["seed"]): r
-        for r in found
-    }
+    return by_key(found)

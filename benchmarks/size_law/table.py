@@ -3,6 +3,8 @@
 import statistics
 from collections.abc import Iterator
 
+from benchmarks.compare.rows import per_parameter
+from benchmarks.compare.tuning import Rows, against, losses
 from benchmarks.size_law.grid import (
     FIRST,
     FOURTH,
@@ -17,8 +19,6 @@ from benchmarks.size_law.grid import (
 )
 from benchmarks.size_law.rule import best_rate, exponent
 from benchmarks.size_law.sizes import LARGEST, Size
-from frontier import per_parameter
-from tuning import Rows, against, losses
 
 EVERY = *FIRST, *SECOND, *THIRD, *FOURTH
 HEADER = (

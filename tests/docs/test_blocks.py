@@ -168,6 +168,7 @@ SETUPS = {
     "docs/networks.md": MODEL
     + "dt.shard(model, mesh)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n",
     "docs/tutorials/hsdp.md": MODEL,
+    "docs/tutorials/from-detonation-0.5.md": MODEL,
     "docs/integrations/ddp.md": MODEL,
 }
 """The names that a page has from its reader; the other pages begin without any."""

@@ -1,4 +1,4 @@
-"""The clock of benchmarks/strangers.py: it reads the pages that it names, and starts what they say."""
+"""The clock of benchmarks/door/strangers.py: it reads the pages that it names, and starts what they say."""
 
 import sys
 
@@ -7,7 +7,7 @@ from pages import ROOT
 
 sys.path.append(str(ROOT))
 
-from benchmarks import strangers
+from benchmarks.door import strangers
 
 
 @pytest.mark.parametrize("task", strangers.TASKS)

@@ -2,23 +2,20 @@
 
 import json
 import re
-import sys
 
 import pytest
+from benchmarks.bytes import shard_wire
+from benchmarks.compare import queue
+from benchmarks.finetune import experiment as finetune
+from benchmarks.frontier import paired
+from benchmarks.long_rounds import experiment as long_rounds
+from benchmarks.long_rounds import grid as long_rounds_grid
+from benchmarks.long_rounds import table as long_rounds_table
+from benchmarks.paper import claims as paper_claims
+from benchmarks.paper import experiment as paper
+from benchmarks.second_round import corrected
+from benchmarks.second_round import experiment as second_round
 from pages import ROOT
-
-sys.path.append(str(ROOT / "benchmarks"))
-
-import corrected
-import finetune
-import long_rounds
-import long_rounds_grid
-import long_rounds_table
-import paired
-import paper
-import paper_claims
-import second_round
-import shard_wire
 
 from detonation.train.verbs.plan import Question, plan
 
@@ -43,11 +40,9 @@ def printed():
         *(second_round.table(done, study) for study in second_round.REFERENCES),
     ]
     text += [claim(paper.rows(ROOT / paper.LOSSES)) for claim in paper_claims.CLAIMS]
-    text.append(finetune.table(long_rounds.rows(ROOT / finetune.RESULTS)))
+    text.append(finetune.table(queue.rows(ROOT / finetune.RESULTS)))
     text.append(
-        long_rounds_table.table(
-            long_rounds_grid.methods, long_rounds.rows(ROOT / long_rounds.RESULTS)
-        )
+        long_rounds_table.table(long_rounds_grid.methods, queue.rows(ROOT / long_rounds.RESULTS))
     )
     text += paired.table(paired.rows([ROOT / path for path in paired.RESULTS]))
     text += shard_wire.table([json.loads(line) for line in shards])
@@ -63,10 +58,10 @@ def test_the_tables_are_those_that_the_rows_make():
     anew = second_round.page(page, second_round.rows(ROOT / second_round.RESULTS))
     tables = page.split(second_round.HEADING)[1]
     assert all(
-        f"`python benchmarks/second_round.py table {study}`" in tables
+        f"`python -m benchmarks.second_round table {study}`" in tables
         for study in second_round.REFERENCES
     )
-    assert page == anew, "run: python benchmarks/second_round.py page"
+    assert page == anew, "run: python -m benchmarks.second_round page"
 
 
 def test_what_is_left_among_all_differences_is_on_the_page():

@@ -1,4 +1,4 @@
-"""The Triton kernels compile for a GPU that is not here: `benchmarks/aot.py` prints the table for all of them."""
+"""Triton kernels compile for a GPU that is not here: benchmarks/accelerator/aot.py prints them all."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
 
 
 def compiled(*command, **changed):
@@ -17,7 +17,7 @@ def compiled(*command, **changed):
     environment = {
         name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
     } | changed
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert not done.returncode, done.stderr[-2000:]
     return done.stdout
 
@@ -31,7 +31,7 @@ def test_kernels_compile_ahead_of_time_and_nothing_spills():
         "inspect_sum_kernel",
         "seal_sum_kernel",
     ]
-    command = [sys.executable, BENCHMARKS / "aot.py", "--targets", "90"]
+    command = [sys.executable, "-m", "benchmarks.accelerator.aot", "--targets", "90"]
     command += ["--configurations", "random_sign 1/8", "random 1/16 bf16"]
     table = compiled(*command, "--kernels", *kernels)
     rows = [
@@ -63,7 +63,14 @@ def test_nothing_is_fused_or_approximated_but_what_the_rules_say(target, configu
     What every receiver computes, it adds up in an order of the source, never in one of the layout that the compiler
     chooses for a target: on all GPUs the norm of a message has the same bits, and with it the decision to refuse it.
     """
-    command = [sys.executable, BENCHMARKS / "aot.py", "--arithmetic", "--targets", target]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.accelerator.aot",
+        "--arithmetic",
+        "--targets",
+        target,
+    ]
     found, added = {}, set()
     command += ["--configurations", *configurations] if configurations else []
     cache = {
@@ -91,5 +98,5 @@ def test_nothing_is_fused_or_approximated_but_what_the_rules_say(target, configu
 
 
 def test_a_second_launch_starts_what_the_jit_would_and_does_without_it():
-    first, second = compiled(sys.executable, BENCHMARKS / "direct_launches.py").split()
+    first, second = compiled(sys.executable, "-m", "benchmarks.accelerator.direct_launches").split()
     assert int(first) > 20 and int(second) == 0

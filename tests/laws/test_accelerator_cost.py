@@ -1,20 +1,14 @@
 """What a step costs an accelerator, on the device `meta`: launches to which neither replicas nor tensors add, and
-memory of a block beside messages and state. `benchmarks/launches.py` and `memory.py` print the figures."""
+memory of a block beside messages and state. `benchmarks/accelerator/launches.py` and `memory.py` print the figures."""
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
+from benchmarks.accelerator import launches, memory
 
 from covering import some
 from detonation.core.engine import rows_at_once
 from detonation.core.exchange.two_stage import TwoStage
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-import launches
-import memory
 
 MOST, THROUGH_OWNERS, OF_SIGNS = 300, 360, 420
 """Operations of a step with overlap; through owners, which inspect, encode and decode twice; and where they send signs
@@ -26,7 +20,10 @@ BUCKET = 1 / 4
 SPARE = 1.05
 """What small things may take beside a bucket."""
 SHAPES = [(4096, 4096)] * 16
-"""Those of `benchmarks/memory.py`: a large flat, because blocks end where messages can be cut, and without padding."""
+"""Those of `benchmarks/accelerator/memory.py`: a large flat without padding.
+
+Blocks end where messages can be cut.
+"""
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,8 @@
 """Messages padded as on an accelerator: each begins at a multiple of 16 bytes, and says what it says without."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from benchmarks.accelerator import launches
 from torch import nn
 
 import detonation as dt
@@ -30,10 +28,6 @@ from detonation.wire.collectives import (
     ErrorFeedbackReduce,
 )
 from zoo import KINDS, TALKING, Plain, batch, built
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-import launches
 
 STEPS = 4
 SHAPES = {"weight": (37, 65), "bias": (70,), "none": (0,)}

@@ -1,8 +1,8 @@
 """`plan` against published runs: utilisation and bytes from sizes, steps and links."""
 
 import pytest
-from benchmarks import published_runs as published
-from benchmarks.published_runs import COVENANT, HIDES, INTELLECT, NEAR, NEAR_BYTES, is_near
+from benchmarks.plan import published_runs as published
+from benchmarks.plan.published_runs import COVENANT, HIDES, INTELLECT, NEAR, NEAR_BYTES, is_near
 
 SIMULATED = list(published.simulated())
 

@@ -9,7 +9,7 @@ import shutil
 import pytest
 import tomli_w
 import torch
-from benchmarks import adapt_replay
+from benchmarks.plan import adapt_replay
 
 import detonation as dt
 from commands import RECIPE

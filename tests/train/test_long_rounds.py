@@ -1,4 +1,4 @@
-"""benchmarks/long_rounds.py: an interrupted run equals one that was not, and what has run does not run again."""
+"""benchmarks/long_rounds: an interrupted run equals one that was not, and what has run does not run again."""
 
 import dataclasses
 import json
@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarks import long_rounds
-from benchmarks import long_rounds_run as one_run
-from benchmarks import long_rounds_table as tables
-from benchmarks.long_rounds import Cell, Method
+from benchmarks.compare import queue
+from benchmarks.compare.rows import Cell
+from benchmarks.compare.tuning import Method, missing
+from benchmarks.long_rounds import run as one_run
+from benchmarks.long_rounds import table as tables
 
 from covering import some
 
@@ -121,12 +122,10 @@ def test_a_second_call_runs_the_next_and_skips_what_is_there(tmp_path):
 
     def run(one, *where):
         count.append(one)
-        long_rounds.run_cell(one, *where)
+        one_run.run_cell(one, *where)
 
-    first = long_rounds.run_missing(grid, results, scratch, limit=1, run=run)
-    assert [path.stem for path in results.iterdir()] == [
-        long_rounds.file_name(each) for each in first
-    ]
+    first = queue.run_missing(grid, results, scratch, limit=1, run=run)
+    assert [path.stem for path in results.iterdir()] == [queue.file_name(each) for each in first]
     row = json.loads(next(results.iterdir()).read_text())
     assert {
         "val_loss",
@@ -137,26 +136,27 @@ def test_a_second_call_runs_the_next_and_skips_what_is_there(tmp_path):
         "processor",
         "commit",
     } <= row.keys()
-    rest = long_rounds.run_missing(grid, results, scratch, run=run)
+    rest = queue.run_missing(grid, results, scratch, run=run)
     assert [each.seed for each in (*first, *rest)] == [0, 0, 0, 1], (
         "three tries of tuning, and a judging seed"
     )
-    assert long_rounds.run_missing(grid, results, scratch, run=run) == []
+    assert queue.run_missing(grid, results, scratch, run=run) == []
     assert len(count) == len(set(count)) == 4
     assert not [path for path in scratch.iterdir() if path.is_dir()], (
         "states of finished runs are gone"
     )
-    assert "4 runs" in long_rounds.status(grid, results)
+    assert "4 runs" in queue.status(grid, results)
 
 
 def test_a_run_that_another_process_trains_is_left_to_it(tmp_path):
     only = Method(
         "test", "sparse", "recipes/quick-lm.toml", f"{TRAIN} {SCHEMES['sparse']}", (0.01,), 4, 2, 1
     )
-    with long_rounds._claimed(tmp_path, long_rounds.file_name(only.judging({})[1])) as mine:
+    with queue._claimed(tmp_path, queue.file_name(only.judging({})[1])) as mine:
         assert mine
         assert (
-            long_rounds.run_missing(lambda done: iter([only]), tmp_path / "results", tmp_path) == []
+            queue.run_missing(lambda done: iter([only]), tmp_path / "results", tmp_path, run=None)
+            == []
         )
 
 
@@ -164,7 +164,7 @@ def test_a_single_setting_is_judged_without_a_try():
     only = Method(
         "test", "sparse", "recipes/quick-lm.toml", f"{TRAIN} {SCHEMES['sparse']}", (0.01,), 4, 2
     )
-    assert [each.seed for each in long_rounds.missing([only], {})] == [1, 2, 3]
+    assert [each.seed for each in missing([only], {})] == [1, 2, 3]
 
 
 RATES = 0.005, 0.01, 0.02

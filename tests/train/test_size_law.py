@@ -7,14 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benchmarks import size_law  # noqa: F401  (finds the older benchmarks)
+from benchmarks.compare.rows import Cell
+from benchmarks.compare.tuning import missing
 from benchmarks.size_law import fit as laws
 from benchmarks.size_law import grid, optimizers, power, run, table
 from benchmarks.size_law.fit import Law, Point
 from benchmarks.size_law.laws import figure, points
 from benchmarks.size_law.laws import table as law_table
-from frontier_grid import Cell
-from tuning import missing
 
 PUBLISHED = Law(1.0923, 0.2342)
 SIZES = {float(size.parameters): size.seeds for size in grid.SIZES}

@@ -210,7 +210,7 @@ def learned(communicator, scheme):
 
 @pytest.mark.long  # no branch of its own
 def test_owners_cost_no_loss():
-    """An answer of one message's size cost 8 % here, and up to a third in benchmarks/links.py."""
+    """An answer of one message's size cost 8 % here, and up to a third in benchmarks/bytes/links.py."""
     scheme = dt.demo(topk=1, decay=0.95, precision="sign", error_feedback=False)
     gathered, owner = (
         simulate_replicas(lambda c, link=link: learned(c, replace(scheme, link=link)), 4)

@@ -1,8 +1,8 @@
 """Partitions between namespaces: who goes on, and with which words the others end
-(benchmarks/partitions.py)."""
+(benchmarks/faults/partitions.py)."""
 
 import pytest
-from benchmarks import partitions
+from benchmarks.faults import partitions
 from benchmarks.lab import NoNamespaces, namespace_cluster
 
 from detonation.cluster.survive import partition

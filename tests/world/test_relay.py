@@ -1,4 +1,4 @@
-"""benchmarks/relay.py: a path follows its seed, nothing arrives early, and every byte arrives."""
+"""benchmarks/lab/relay.py: a path follows its seed, nothing arrives early, and every byte arrives."""
 
 import socket
 import threading
@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks.relay import Conditions, LinkPath, TcpRelay
-from benchmarks.relayed_nodes import NoNamespaces, relayed_cluster
+from benchmarks.lab.relay import Conditions, LinkPath, TcpRelay
+from benchmarks.lab.relayed_nodes import NoNamespaces, relayed_cluster
 
 import detonation as dt
 from detonation.cluster.launch import run_local

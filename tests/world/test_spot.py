@@ -1,11 +1,11 @@
-"""benchmarks/spot.py: machines come and go by a trace, nothing is lost that need not be, and the sums are right."""
+"""benchmarks/faults/spot.py: machines come and go by a trace, and nothing is lost without need."""
 
 import json
 import random
 
 import pytest
-from benchmarks import spot
-from benchmarks.spot_world import Conductor, Event, ordinary
+from benchmarks.faults import spot
+from benchmarks.faults.spot_world import Conductor, Event, ordinary
 
 from limits import LIMIT_S
 
