@@ -11,10 +11,10 @@ import torch
 import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.feed import publisher
-from detonation.feed.frames import ABOUT, STATE, FrameSocket, encoded
+from detonation.feed.frames import ABOUT, STATE, FrameSocket, Listener, encoded
 from detonation.feed.shard import ShardFollower
 from detonation.feed.stream import Stream
-from detonation.feed.token import prove_to_follower
+from detonation.feed.token import Refused, prove_to_follower
 from limits import LIMIT_S, Clock
 from steps import advance, started
 from zoo import Plain, built
@@ -39,6 +39,24 @@ def served(frames):
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     return listener.getsockname()[1], thread
+
+
+@pytest.mark.parametrize("other", [TOKEN[:-1], TOKEN + b"x", TOKEN[::-1]])
+def test_another_token_is_refused_for_good_and_both_ends_know_why(other):
+    """A follower does not come again with it: the feed has answered, and not vanished."""
+    told = []
+    listener = Listener("127.0.0.1:0", TOKEN, lambda *_: told.append("admitted"))
+    listener._refuse = lambda connection, peer, why: (told.append(why), connection.close())
+    changed = threading.Condition()
+    stream = Stream("127.0.0.1", listener.port, other, 2000, 4, changed)
+    with changed:
+        assert changed.wait_for(lambda: stream.refusal or stream.failures > 1, LIMIT_S)
+    stream.close()
+    stream._thread.join(LIMIT_S)
+    listener.close()
+    assert isinstance(stream.refusal, Refused)
+    assert "the feed has refused the token" in str(stream.refusal)
+    assert told == ["it does not know the token"] and stream.failures == 1
 
 
 @pytest.mark.parametrize("excess", [0, 1, 1000])
