@@ -30,10 +30,10 @@ def test_law_11_signs_of_zeros_cancel_over_replicas_and_over_two_sendings(replic
     """Of an even number of replicas at once; or so that one sign has the majority, and takes turns."""
     pairs = []
     for sending in range(0, SENDINGS, 2):
-        for given in ({}, {"cancel": False}):
+        for options in ({}, {"cancel": False}):
             one, other = (
                 [
-                    1 - 2 * zeros_are_negative(at, each, replicas, **given)
+                    1 - 2 * zeros_are_negative(at, each, replicas, **options)
                     for each in range(replicas)
                 ]
                 for at in (sending, sending + 1)
@@ -42,7 +42,7 @@ def test_law_11_signs_of_zeros_cancel_over_replicas_and_over_two_sendings(replic
             if replicas % 2:
                 assert abs(sum(one)) == 1
             else:
-                assert abs(sum(one)) == 2 * len(given)
+                assert abs(sum(one)) == 2 * len(options)
         assert one[0] == 1 - 2 * zeros_are_negative(sending)
         pairs.append(one[0])
     assert abs(sum(pairs)) <= 2  # neither order within a pair is the usual one
