@@ -6,8 +6,8 @@ python tests/mutants.py [--count 320] [--seed 0] [--out FILE] [--map FILE] [--ag
 that take the branch with the fault, by a map of `tests/branches.py --map` (made where there is
 none): one of each function before a second, short ones first, up to the first that fails. A test
 that finds a fault has to pass without it. `--out` has each result as soon as it is known, and a
-second call goes on from there; `--again` runs those that survived once more. The score is printed
-at the end, `--score` prints it alone.
+second call goes on from there; `--again` runs those once more that no law found and no reason
+explains. The score is printed at the end, `--score` prints it alone.
 """
 
 import argparse
@@ -64,6 +64,10 @@ class Result:
     @property
     def found(self) -> bool:
         return self.group != ""
+
+    @property
+    def by_law(self) -> bool:
+        return self.group in ("laws", "other laws")
 
 
 def grouped(rows: list[Row]) -> dict[str, list[Row]]:
@@ -212,7 +216,7 @@ def read_reasons(path: Path) -> dict[str, str]:
 def score(results: list[Result], reasons: dict[str, str]) -> str:
     """The share that the laws find, by room and by kind, and the survivors without a reason."""
     alone = [result.group == "laws" for result in results]
-    laws = [result.group in ("laws", "other laws") for result in results]
+    laws = [result.by_law for result in results]
     lines = [
         f"{len(results)} faults, {sum(result.seconds for result in results):.0f} processor-seconds",
         f"found by tests/laws alone: {_share(alone)}",
@@ -259,15 +263,20 @@ def main() -> int:
     parser.add_argument(
         "--budget", type=float, default=40, help="seconds of tests of each group, by the map"
     )
-    parser.add_argument("--again", action="store_true", help="run survivors once more")
+    parser.add_argument(
+        "--again", action="store_true", help="run those once more that no law found"
+    )
     parser.add_argument("--score", action="store_true", help="run nothing")
     given = parser.parse_args()
     results = read_results(given.out)
+    reasons = read_reasons(SURVIVORS)
     chosen = drawn(ROOT, given.count, given.seed)
 
     def waits(fault: Fault) -> bool:
         known = results.get(fault.name)
-        return known is None or (given.again and not known.found)
+        if known is None:
+            return True
+        return given.again and not known.by_law and fault.name not in reasons
 
     waiting = [] if given.score else [fault for fault in chosen if waits(fault)]
     if waiting:
@@ -283,7 +292,7 @@ def main() -> int:
             Run(tree, rows, given.out.absolute(), given.budget).all_of(waiting)
         results = read_results(given.out)
     of_chosen = [results[fault.name] for fault in chosen if fault.name in results]
-    print(score(of_chosen, read_reasons(SURVIVORS)))
+    print(score(of_chosen, reasons))
     return 0
 
 

@@ -1,7 +1,9 @@
 """Small faults that code can have, found in its syntax tree, and a draw among them.
 
 A fault is an operator, a comparison, a number, an axis, a count of bytes, a call or a write that is
-changed. None is in an annotation, a decorator, a docstring, an assertion or the text of an error.
+changed. None is in an annotation, a decorator, a docstring, an assertion, the text of an error or a
+line of the log. Nor is one drawn that no program can show: a pause that is left out, a strict
+comparison with a clock that is not strict, twice a size where only its truth counts.
 """
 
 import ast
@@ -108,7 +110,7 @@ def _changes(node: ast.AST, source: str) -> Iterator[Change]:
     match node:
         case ast.BinOp(left=left, op=op, right=right) if not (_text(left) or _text(right)):
             yield from _between(left, right, op, source)
-        case ast.Compare(left=left, ops=[op], comparators=[right]):
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if not _by_clock(node):
             yield from _between(left, right, op, source)
         case ast.BoolOp(op=op, values=[left, right, *_]):
             yield from _between(left, right, op, source)
@@ -173,13 +175,13 @@ def _called(node: ast.Attribute, source: str) -> bool:
 
 def _code(node: ast.AST) -> Iterator[ast.AST]:
     """The nodes below this one that decide what runs."""
-    if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr):
+    if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr) or _told(node):
         return
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list"):
             continue
         for child in value if isinstance(value, list) else [value]:
-            if not isinstance(child, ast.AST) or _never_false(child):
+            if not isinstance(child, ast.AST) or _never_false(child) or _unseen(node, child):
                 continue
             yield child
             if not (isinstance(child, ast.keyword) and child.arg in AXES):  # its number is an axis
@@ -191,6 +193,28 @@ def _never_false(node: ast.AST) -> bool:
     if isinstance(node, ast.keyword):
         return node.arg == "strict"
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+
+
+def _told(node: ast.AST) -> bool:
+    """True for a line of the log, and for a pause."""
+    match node:
+        case ast.Expr(ast.Call(ast.Attribute(ast.Name("_log")))):
+            return True
+        case ast.Expr(ast.Call(ast.Attribute(ast.Name("time"), "sleep"))):
+            return True
+    return False
+
+
+def _unseen(node: ast.AST, child: ast.AST) -> bool:
+    """True for a child with a fault that no program can show."""
+    if isinstance(node, ast.If) and child is node.test:
+        return isinstance(child, ast.Attribute) and child.attr in BYTES
+    return _told(child)
+
+
+def _by_clock(node: ast.Compare) -> bool:
+    """True for a comparison of moments, which are never equal."""
+    return "monotonic" in ast.dump(node)
 
 
 def _replaced(line: bytes, start: int, end: int, new: str) -> bytes:

@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 import detonation as dt
 import worlds
 from detonation.checkpoint.files import manifest
-from detonation.checkpoint.files.reader import ShardReader
+from detonation.checkpoint.files.reader import CheckpointReader, ShardReader
 from detonation.checkpoint.files.shard_file import CorruptCheckpoint, shard_fault, write_shard
-from detonation.checkpoint.verify import checkpoints, load_weights, verify
+from detonation.checkpoint.verify import _Comparison, checkpoints, load_weights, verify
 from detonation.cli.command import run_command as main
 from zoo import SCHEMES, Plain, built
 
@@ -134,6 +134,19 @@ def test_replicas_that_differ_are_named(copy):
     sign(copy, described, name)
     report = verify(copy)
     assert report.differences == [f"{key} on replica 1, shard 0 (compared with replica 0)"]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "here", "is_compared"),
+    [(3, [0, 2], True), (3, [1], False), (1, [0], True), (3, [0, 1, 2], True)],
+)
+def test_as_many_replicas_as_are_here_are_compared(tmp_path, replicas, here, is_compared):
+    """Of several at least two; one alone is equal to itself."""
+    worlds.run(saved, replicas, 1, tmp_path, "demo")
+    path = tmp_path / "step-000002"
+    found = _Comparison(CheckpointReader(path, manifest.read_manifest(path)))
+    found.compare_shards([manifest.file_name(replica, 0) for replica in here])
+    assert bool(found.compared) is is_compared and not found.differences
 
 
 def test_a_key_that_no_version_writes_breaks_nothing(copy):

@@ -10,9 +10,11 @@ from test_exact import BASES, advance, everything, start
 import detonation as dt
 import worlds
 from covering import some
-from detonation.checkpoint.files import disk
+from detonation.checkpoint import newest
+from detonation.checkpoint.files import disk, manifest
 from detonation.checkpoint.gather import Texts, Volumes, device_of, survey
 from detonation.checkpoint.verify import load_weights, verify
+from detonation.core.link.coordinates import Coordinates
 from zoo import Plain, built
 
 pytestmark = pytest.mark.usefixtures("lasting_worlds")
@@ -239,6 +241,39 @@ def test_what_is_where_is_told_and_files_that_were_brought_there_load(tmp_path):
         )
         assert re.search(other, wide)
         assert merged.startswith("from 2 replicas x 2 shards to 4 x 1: ")
+
+
+SECOND, FIRST = "replica 1 is needed on ", "replica 0 is needed on "
+VIEWS = {
+    "all have all": ([], [0, 1], [], [0, 1], ""),
+    "each has its own": ([], [0], [], [1], ""),
+    "nobody has one": ([1], [0], [1], [0], f"{SECOND}a, b (ranks 0-1), and is on no node"),
+    "one lacks it": ([], [0, 1], [1], [0], f"{SECOND}b (rank 1), and is only on a (rank 0)"),
+    "exchanged": ([0], [1], [1], [0], f"{FIRST}a (rank 0), and is only on b (rank 1); {SECOND}b"),
+}
+"""What each of two hosts lacks and has, and what is told."""
+
+
+@pytest.mark.parametrize("volumes", [False, True])
+@pytest.mark.parametrize("kind", VIEWS)
+def test_a_replica_that_a_node_needs_and_lacks_is_named_with_who_has_it(kind, volumes):
+    """Unless all ranks see one directory, in which it is missing: that is a fault of the files."""
+    *of_two, told = VIEWS[kind]
+    views = [
+        newest.View(host, "", "", "", lacks, has)
+        for host, lacks, has in zip("ab", of_two[::2], of_two[1::2], strict=True)
+    ]
+    files = {manifest.file_name(replica, 0): manifest.ShardSummary(1, "") for replica in (0, 1)}
+    described = manifest.Manifest(
+        1, 2, 1, 0, "SGD", True, [], files, {}, {}, [0, 1] if volumes else []
+    )
+    found = newest._absence(views, described, Coordinates(0, 2, 0, 1))
+    one_directory = not volumes and of_two[1] == of_two[3]
+    if not told or one_directory:
+        assert found == ""
+    else:
+        assert found.startswith(told)
+        assert "start the nodes in the order that saved it, or copy its files" in found
 
 
 def test_a_node_loads_weights_from_the_replica_whose_files_it_has(tmp_path):

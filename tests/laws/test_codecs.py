@@ -329,6 +329,16 @@ def test_law_5_never_larger_than_dense(scheme, replicas):
             traffic.require_below_dense(scheme, layout, replicas)
 
 
+@pytest.mark.parametrize("replicas", [2, 3, 8, 32])
+@pytest.mark.parametrize("scheme", TALKING.values(), ids=TALKING)
+def test_law_5_an_owner_answers_with_no_more_coefficients_than_came(scheme, replicas):
+    """Nor with fewer than each replica sent."""
+    sent = scheme.codec.selection
+    answered = scheme.reply_codec(replicas).selection
+    assert answered.chunk == sent.chunk
+    assert sent.k <= answered.k <= min(sent.chunk, sent.k * replicas)
+
+
 def test_law_5_refuses_what_grows_with_the_replicas():
     layout = Layout.of({"w": (640, 64)}, 64)
     traffic.require_below_dense(dt.demo(topk=4, chunk=64), layout, 16)

@@ -16,6 +16,7 @@ from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
 from detonation.core.optimizer import reconfigure
+from detonation.core.optimizer.replicated import Replicated
 from limits import LIMIT_S
 from steps import together, unsent
 from zoo import TALKING, Plain, batch, built
@@ -274,3 +275,11 @@ def test_nobody_leaves_where_too_few_would_be_left():
         return axis.size()
 
     assert threads_of(act, min_replicas=3) == {0: 3, 1: 3, 2: 3}
+
+
+def test_where_a_replica_only_leaves_nobody_is_welcomed(monkeypatch):
+    """The options of the groups are told again to newcomers alone."""
+    welcomed = []
+    monkeypatch.setattr(Replicated, "welcome", lambda *_, **__: welcomed.append(True))
+    ends = threads_of(lambda axis, replica: trained(axis, replica, TALKING["demo"], 1, memories))
+    assert ends[0][2] == ends[2][2] and welcomed == []

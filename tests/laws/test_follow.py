@@ -399,6 +399,8 @@ def became_close(communicator):
     while feed and "close replicas" not in follower.trouble:
         follower.update(wait_s=0.01)
     if feed:
+        # training goes on, and its next start may be one that can be followed
+        assert not follower.ended
         feed.close()
         follower.close()
     return feed and (follower.step, follower.joins, follower.trouble)

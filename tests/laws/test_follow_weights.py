@@ -300,6 +300,21 @@ def test_the_end_is_told(tmp_path):
         follower.update(to=4)
 
 
+@pytest.mark.parametrize("removes", [False, True])
+def test_an_end_is_none_once_training_begins_anew(tmp_path, removes, monkeypatch):
+    """In the same directory, whether the files of the training before are gone already or not."""
+    if not removes:
+        monkeypatch.setattr(LocalFolder, "remove", lambda *_: None)
+    Loop(tmp_path).step(3).feed.close()
+    follower = reader(tmp_path)
+    assert follower.ended
+    again = Loop(tmp_path).step()
+    assert not follower.ended and follower.update() == 1
+    assert held(follower.model) == again.hashes[1]
+    again.feed.close()
+    assert follower.ended
+
+
 def test_a_reader_waits_for_the_first_base(tmp_path):
     with pytest.raises(dt.errors.LostFeed, match="no weights came"):
         reader(tmp_path / "nothing", timeout_s=0.01)

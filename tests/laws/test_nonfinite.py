@@ -15,7 +15,7 @@ from detonation.core.compute import kernel_library
 from detonation.core.compute.nonfinite import SIGNAL_LIMIT, first_nonfinite
 from detonation.core.runtime import Runtime
 from worlds import caught
-from zoo import Plain, batch, built
+from zoo import TALKING, Plain, batch, built
 
 SCHEMES = {"full": dt.full(), "demo": dt.demo(topk=4, chunk=16), "late": dt.demo(delay=1)}
 NAMES = [name for name, _ in Plain().named_parameters()]
@@ -82,3 +82,44 @@ def test_the_first_signal_that_is_not_finite_is_found_in_every_type(each, seed):
     assert first_nonfinite(signals, runtime) == expected
     with patch.object(kernel_library, "load_library", lambda: None):
         assert first_nonfinite(signals, runtime) == expected
+
+
+POISONED_AT = {"loco": 3, "random-late": 3, "diloco": 2, "streaming": 4}
+"""A step whose message has what is not finite, by scheme; that of two may arrive later."""
+
+
+def told(communicator, scheme, poisoned, changed):
+    """The error of a gradient or weight that is not finite from step `poisoned` on, and its step.
+
+    changed: the step at which all replicas freeze another parameter.
+    """
+    model = built(Plain)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = dt.replicate(sgd, model, communicator, scheme)
+    for step in range(poisoned + 5):
+        model.layers[0].bias.requires_grad_(step < changed)
+        model(batch(communicator.replica, step, 32)).mean().backward()
+        if step == poisoned and communicator.replica == 1:
+            weight = model.layers[1].weight
+            (weight.grad if scheme.signal == "gradients" else weight.detach())[0, 0] = torch.nan
+        try:
+            optimizer.step()
+        except dt.errors.NonFiniteGradient as error:
+            return optimizer.step_count, str(error)
+        optimizer.zero_grad()
+    return None
+
+
+@pytest.mark.parametrize("name", POISONED_AT)
+def test_law_2_a_change_of_what_is_trained_delays_no_reason_to_stop(name):
+    """All replicas hear of it at the step at which its message arrives, and with the same words."""
+    scheme, poisoned = TALKING[name], POISONED_AT[name]
+
+    def ends(changed):
+        one, other = simulate_replicas(lambda c: told(c, scheme, poisoned, changed), 2)
+        assert one == other is not None
+        return one
+
+    usual = ends(changed=100)
+    assert usual[0] >= poisoned
+    assert [ends(changed) for changed in range(usual[0], usual[0] + 2)] == [usual] * 2

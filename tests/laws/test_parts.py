@@ -5,7 +5,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from zoo import TALKING
+from detonation.core.codec.message_rows import MessageRows, joined
+from zoo import TALKING, values_of
 
 
 @pytest.mark.parametrize("name", TALKING)
@@ -29,3 +30,29 @@ def test_some_rows_of_messages_are_read_as_those_rows_of_all(name):
         assert torch.equal(some.values, whole.values[:, first:end])
         if isinstance(whole.indices, torch.Tensor):
             assert torch.equal(some.indices, whole.indices[..., first:end, :])
+
+
+@pytest.mark.parametrize("name", TALKING)
+@pytest.mark.parametrize(("room", "tail"), [(0, 0), (24, 40)])
+def test_law_4_rows_are_the_bytes_of_their_message_wherever_they_begin(name, room, tail):
+    """After a header and before what follows, as a whole, as a copy, and as rows that are joined."""
+    codec = TALKING[name].codec
+    rows = 2 * codec.unit + 5
+    flat = torch.randn(rows, codec.selection.chunk, generator=torch.Generator().manual_seed(1))
+    selected = codec.select(flat, 0, 3)
+    message = codec.encode(selected)
+    assert len(message) == codec.nbytes(rows)
+    memory = torch.full((1, room + len(message) + tail), 255, dtype=torch.uint8)
+    run = MessageRows(codec, rows, lambda: memory, room=room)
+    codec.write(selected, run)
+    assert torch.equal(run.body[0], message)
+    assert torch.equal(run.copy().octets[0], message)
+    assert torch.equal(torch.cat([*run.parts], 1)[0], message)
+    assert torch.equal(codec.written(run), values_of(codec, message, rows))
+    assert memory[:, :room].eq(255).all() and memory[:, room + len(message) :].eq(255).all()
+    cuts = [run.of_rows(0, codec.unit), run.of_rows(codec.unit, rows - codec.unit)]
+    header = torch.arange(room, dtype=torch.uint8).view(1, room)
+    (whole,) = joined([each.parts for each in cuts], room, header)
+    assert torch.equal(whole[:room], header[0])
+    assert torch.equal(whole[room : room + len(message)], message)
+    assert not whole[room + len(message) :].any()

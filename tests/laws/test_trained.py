@@ -12,6 +12,7 @@ import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest
+from detonation.core.schemes import buckets
 from zoo import KINDS, SCHEMES, TALKING, Plain, batch, built
 
 FROZEN = {
@@ -116,6 +117,22 @@ def test_law_10_what_is_trained_may_change(base, name):
                 step,
                 frozen_as_at,
             )
+
+
+@pytest.mark.parametrize(
+    "name", ["full", "demo", "demo-alpha", "decoupled-adamw", "diloco", "streaming"]
+)
+def test_buckets_change_no_bit_where_what_is_trained_changes(name, monkeypatch):
+    scheme = SCHEMES[name]
+
+    def ends():
+        return simulate_replicas(lambda axis: changing(axis, scheme, BASES["AdamW"], ()), 2)
+
+    whole = ends()
+    monkeypatch.setattr(buckets, "SMALLEST", 2**10)
+    layout = scheme.codec.layout({n: p.shape for n, p in built(Plain).named_parameters()})
+    assert len(buckets.cut_into_buckets(layout, scheme, 64)) > 1
+    assert ends() == whole
 
 
 def test_law_1_what_stays_keeps_its_memory_when_another_parameter_leaves():

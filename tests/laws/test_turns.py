@@ -406,3 +406,20 @@ def test_an_optimizer_that_the_axis_does_not_use_any_more_is_let_go():
     gc.collect()
     assert gone() is None and not axis.users.present
     axis.close()
+
+
+def test_an_optimizer_that_a_report_names_stays_until_all_have_acted_on_it():
+    """Whoever drops it between its report and the departure still hands over what it has not sent."""
+    axis = dt.elastic(replica=0, replicas=1, store=HashStore())
+    model = nn.Linear(4, 4)
+    optimizer = optimizer_of(axis, dt.full(), model)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    named = axis.users.hold()
+    del optimizer
+    gc.collect()
+    assert [user.number for user in axis.users.present] == named == [0]
+    axis.users.let_go()
+    gc.collect()
+    assert not axis.users.present
+    axis.close()

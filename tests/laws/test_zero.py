@@ -25,6 +25,29 @@ ROWS, WIDTH = 16, 64  # every second row has no signal
 EXACT = {"fp32", "bf16", "int8", "4bit"}  # precisions with a code for zero
 
 
+@pytest.mark.parametrize("replicas", range(1, 9))
+def test_law_11_signs_of_zeros_cancel_over_replicas_and_over_two_sendings(replicas):
+    """Of an even number of replicas at once; or so that one sign has the majority, and takes turns."""
+    pairs = []
+    for sending in range(0, SENDINGS, 2):
+        for options in ({}, {"cancel": False}):
+            one, other = (
+                [
+                    1 - 2 * zeros_are_negative(at, each, replicas, **options)
+                    for each in range(replicas)
+                ]
+                for at in (sending, sending + 1)
+            )
+            assert one == [-sign for sign in other]
+            if replicas % 2:
+                assert abs(sum(one)) == 1
+            else:
+                assert abs(sum(one)) == 2 * len(options)
+        assert one[0] == 1 - 2 * zeros_are_negative(sending)
+        pairs.append(one[0])
+    assert abs(sum(pairs)) <= 2  # neither order within a pair is the usual one
+
+
 def gradient_schemes(precision, error_feedback):
     common = {
         "precision": precision,

@@ -38,6 +38,23 @@ def test_every_kind_of_fault_changes_what_runs():
     assert len(found("number")) == 4  # neither the axis nor the text of the error
 
 
+QUIET = """\
+def f(tensor, deadline):
+    if tensor.nbytes:
+        _log.info("%d bytes", tensor.nbytes - 1)
+    if time.monotonic() < deadline:
+        time.sleep(1)
+"""
+
+
+def test_no_fault_is_one_that_no_program_can_show():
+    """Of the log, of a pause, of two moments that are never equal, of the truth of a size."""
+    assert mutations.faults("src/detonation/core/x.py", QUIET) == []
+    loud = QUIET.replace("if tensor.nbytes", "if f(tensor.nbytes)").replace("_log", "store")
+    faults = mutations.faults("src/detonation/core/x.py", loud)
+    assert {fault.kind for fault in faults} == {"bytes", "dropped call", "sign", "number"}
+
+
 def test_a_draw_stays_where_the_code_above_it_changes():
     above = "x = 1\n" + SOURCE
     names = {fault.name for fault in mutations.faults("src/detonation/core/x.py", SOURCE)}

@@ -334,6 +334,17 @@ LINKS = {
 """The collective that each specification has by default."""
 
 
+@pytest.mark.parametrize("scheme", OURS)
+def test_the_product_has_the_defaults_of_its_specification(scheme):
+    """Of each option of both but the link, which the product chooses by bytes."""
+    product = inspect.signature(SCHEMES[scheme]).parameters
+    page = inspect.signature(SPECIFICATIONS[scheme]).parameters
+    shared = (product.keys() & page.keys()) - {"link"}
+    assert {name: product[name].default for name in shared} == {
+        name: page[name].default for name in shared
+    }
+
+
 def differences(case: Case, found: list[dict[str, Tensor]]) -> list[str]:
     expected = specified(case)
     return [
