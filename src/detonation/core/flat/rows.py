@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 BUCKETS = 4
 """Largest number of buckets of a flat. On an accelerator each bucket costs kernel launches."""
 SMALL_BUCKETS = 8
-"""Largest number of buckets if the network adds up the messages, or at the end of a round. A sum
-needs fewer launches per bucket, and rounds are rare; smaller buckets take less memory."""
+"""Largest number of buckets if the network adds messages, or at the end of a round. A sum needs
+fewer launches per bucket, and rounds are rare; smaller buckets need less memory.
+"""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Rows of a layout from row `first` on, with a layout of the parts of parameters in them."""
+    """Rows of a layout from row `first` on, with the layout of the parts of parameters in these
+    rows.
+    """
 
     first: int
     layout: Layout
@@ -68,7 +71,8 @@ class Bucket:
     @classmethod
     def strips(cls, layout: Layout, rows: int) -> list[Bucket]:
         """The buckets of `layout` parameter by parameter; a parameter in tiles is cut into strips
-        of about `rows` tiles, see `Slot.strips`."""
+        of about `rows` tiles; see `Slot.strips`.
+        """
         found = []
         for index, slot in enumerate(layout.slots):
             for first, strip, start in slot.strips(rows):
@@ -106,11 +110,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class RowOwners:
-    """Assigns `rows` rows to `replicas`: round robin in runs of `run` rows, and the remainder in
-    equal parts.
+    """Assigns `rows` rows to `replicas`: runs of `run` rows round robin, and the remainder in equal
+    parts.
 
-    A bucket that begins and ends at full rounds therefore has the same owners alone as in the whole
-    flat.
+    A bucket that begins and ends at full rounds therefore has the same owners as its rows have in
+    the whole flat.
     """
 
     rows: int
@@ -139,14 +143,14 @@ class RowOwners:
         return self.owned * self.replicas - self.rows
 
     def deal(self, lines: Tensor, padding: Tensor | None = None) -> Tensor:
-        """The lines of each owner, in order.
+        """The rows of `lines` grouped by owner, in order.
 
         Shapes: lines `[rows, n]`, padding `[n]` (None: zeros) -> `[replicas, owned, n]`.
         """
         return self.deal_each([(lines, padding)])[0]
 
     def deal_each(self, lines: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
-        """`deal` for several matrices, each with its padding, in one operation.
+        """`deal` for several matrices, each with its own padding, in one operation.
 
         Shapes: as in `deal`, for each.
         """
@@ -183,8 +187,9 @@ class RowOwners:
     def _pairs(
         self, matrices: Sequence[Tensor], dealt: Sequence[Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of views of `dealt` and `matrices` with the same shape and content: the rows that
-        are assigned round robin, then the remainders of the owners."""
+        """Pairs of views of `dealt` and `matrices` with the same shape and content: the rows
+        assigned round robin, followed by the owners' remainders.
+        """
         pairs = []
         own = self._turns * self.run
         begin = self.replicas * own
@@ -208,7 +213,9 @@ class RowOwners:
 
     @cached_property
     def _remainder(self) -> tuple[int, int]:
-        """Number of owners with a full part of the remainder, and the rows of the next one."""
+        """Number of owners with a full part of the remainder, and number of rows of the next
+        owner.
+        """
         own = self._turns * self.run
         if own == self.owned:
             return 0, 0
@@ -237,8 +244,9 @@ class KeptRows:
         self._is_change = False
 
     def become_change(self) -> None:
-        """Replaces the copy by the change since, if further steps change the rows before
-        `restore`."""
+        """Replaces the copy by the change since it was made, for the case that further steps change
+        the rows before `restore`.
+        """
         self._kept = self._kept - self._memory[self._rows.to(self._memory.device)]
         self._is_change = True
 

@@ -1,4 +1,4 @@
-"""The message of one step, with its header and what it says of missing gradients.
+"""The message of one step, its header, and how a replica reports parameters without a gradient.
 
 Engines write a message in runs of rows, collectives send the runs, and the receiver joins them. A
 header of 64 bytes begins each gathered message.
@@ -31,8 +31,9 @@ IDENTITY = MAGIC | VERSION << 56
 HEADER_BYTES = 64
 CHECKSUM_AT = 56
 DIGITS = 3
-"""Numbers below 256 that carry the status and the mark of a replica in an all-reduce; bf16
-represents them exactly."""
+"""Number of values below 256 that contain the status and mark of a replica in an all-reduce; bf16
+represents them exactly.
+"""
 
 
 @dataclass(frozen=True)
@@ -57,14 +58,14 @@ class Header:
 
     @property
     def origin(self) -> int:
-        """The fourth word: sender and place."""
+        """The fourth word: sender and position of the message."""
         return self.sender << 32 | self.place
 
     def seal(self, messages: Tensor, nbytes: int) -> None:
         """Writes the header of each message before its `nbytes` bytes.
 
-        Numbers that change from step to step reach the device as arguments of a kernel launch. A
-        copied list would make the host wait.
+        Numbers that change at each step reach the device as arguments of a kernel launch. Copying a
+        list would block the host.
 
         Shapes: `[messages, 64 + nbytes + padding]` uint8, each aligned for int64, with zeros as
         padding.
@@ -113,7 +114,7 @@ def _unit(place: int, device: torch.device) -> Tensor:
 
 
 def constant(number: int, device: torch.device) -> Tensor:
-    """`number` on `device`, made once.
+    """`number` as a tensor on `device`, cached.
 
     Shapes: -> `[]` int64.
     """
@@ -121,8 +122,8 @@ def constant(number: int, device: torch.device) -> Tensor:
 
 
 def resent(message: Tensor, sender: int) -> Tensor:
-    """Copies a sealed message with `sender` as its sender, without a wait for the device. Other
-    bytes are copied unchanged.
+    """Copies a sealed message with `sender` as its new sender, without waiting for the device.
+    Other bytes are copied unchanged.
 
     Shapes: `[bytes]` uint8 -> the same.
     """
@@ -131,7 +132,7 @@ def resent(message: Tensor, sender: int) -> Tensor:
         return copy
     words = copy[:HEADER_BYTES].view(torch.int64)
     sealed = words[0] & ~(-1 << 56) == MAGIC
-    # the last line may end with padding of undefined content
+    # the last checksum line may end with undefined padding
     last = copy[max(HEADER_BYTES, len(copy) - LINE_BYTES) :]
     places = torch.arange(len(copy) - len(last), len(copy), dtype=torch.int64, device=copy.device)
     last.masked_fill_(sealed & (places >= HEADER_BYTES + words[4]), 0)
@@ -152,12 +153,15 @@ def put(place: Tensor, value: int | Tensor) -> None:
 
 
 UNUSED_PLACE = 1 << 30
-"""Added to a place of observed messages: the parameters that no replica used in a step."""
+"""Added to the position of observed messages: marks the record of parameters that no replica used
+in a step.
+"""
 NONE_MISSING, NEW_SET, FIRST_KNOWN = range(3)
-"""What a message says of missing gradients: none; a new set; the set that the sender exchanged in
-the first remembered exchange (and so on for the later ones)."""
+"""A message's report on missing gradients: none are missing; a new set; or a set exchanged earlier,
+as `FIRST_KNOWN` plus its number among the remembered ones.
+"""
 MOST_KNOWN = 14
-"""Number of exchanges of sets that all replicas remember, and that a message can name."""
+"""Number of exchanged sets that all replicas remember, and that a message can name."""
 RECEIVED_BITS = 59
 """Bits of the digest in the seventh word of a header that reports missing gradients."""
 NO_PARAMETERS: frozenset[int] = frozenset()
@@ -204,14 +208,14 @@ def with_said(received: int, says: int) -> int:
 
 
 def said_in(received: int) -> int:
-    """Statement of the seventh word of a header on missing gradients: see `NONE_MISSING`."""
+    """The report on missing gradients in the seventh word of a header; see `NONE_MISSING`."""
     if received >= 0:
         return NONE_MISSING
     return 1 + (received >> RECEIVED_BITS & 15)
 
 
 def packed(numbers: Collection[int], count: int) -> bytes:
-    """A set of numbers below `count`, one bit each.
+    """A set of numbers below `count` as one bit each.
 
     >>> packed([0, 9], 12)
     b'\\x01\\x02'
@@ -223,7 +227,7 @@ def packed(numbers: Collection[int], count: int) -> bytes:
 
 
 def in_all(sets: Iterable[bytes]) -> frozenset[int]:
-    """The numbers that are in each of `sets`.
+    """The numbers contained in each of `sets`.
 
     >>> sorted(in_all([packed([0, 9, 10], 12), packed([0, 3, 10], 12)]))
     [0, 10]
@@ -270,7 +274,7 @@ class Message:
     played: bool = False
 
     def know(self, first: int, indices: Tensor | Unpackable | None) -> None:
-        """Stores the indices of the rows of the flat from `first` on."""
+        """Stores the indices of rows from row `first` of the flat on."""
         if isinstance(indices, SharedIndices):
             self.shared[first] = indices
         elif indices is not None:
@@ -291,7 +295,7 @@ class Message:
         return torch.cat([narrow(each) for each in found])
 
     def whole(self, end: int) -> Tensor:
-        """Joins the bytes that have arrived: `end` bytes per message, then zeros as padding.
+        """Joins the received bytes: `end` bytes per message, followed by zero padding.
 
         Shapes: -> `[messages of all replicas, end + padding]` uint8.
         """

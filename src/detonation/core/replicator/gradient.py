@@ -1,5 +1,7 @@
-"""GradientReplicator: every step's gradients, replaced by the update that the replicas agreed on,
-before the local step; with a delay, by an update that waited."""
+"""GradientReplicator: replaces gradients by the agreed update before the local step.
+
+With a delay updates are applied a number of steps after their messages were sent.
+"""
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -28,16 +30,17 @@ from detonation.core.runtime import Readback
 from detonation.core.schemes import GradientScheme
 
 Applies = Callable[["Update | Flat", Collection[int]], None]
-"""Applies an update in the next step; the parameters with these numbers were not used."""
+"""Applies an update in the next step; the given parameter numbers were not used."""
 
 
 @dataclass(frozen=True)
 class Flat:
-    """An update in memory, `[rows, chunk]` fp32: zeros before the first message, or of a
-    checkpoint.
+    """An update as a tensor, `[rows, chunk]` fp32: zeros before the first message, or the update of
+    a checkpoint.
 
-    Once all agree on the parameters that nobody used, the rows of these are infinite, which no
-    other update is. So they are saved, and move to other layouts with the rest.
+    Once all replicas agree on the parameters that nobody used, their rows are set to infinity,
+    which no other update contains. So this information is saved, and moves to other layouts with
+    the update.
     """
 
     layout: Layout
@@ -57,7 +60,7 @@ class Flat:
         signs: object = None,
         weights: object = (),
     ) -> None:
-        """Puts the update in the place of the gradients; see `Update.apply`."""
+        """Replaces the gradients by the update; see `Update.apply`."""
         copy(gradients_to_fill(parameters, unused), self.layout.parts(self.of_rows))
 
     def settle(self, unused: Unused) -> None:
@@ -68,7 +71,10 @@ class Flat:
             self.of_rows[rows.to(self.of_rows.device)] = torch.inf
 
     def look(self, unused: Unused) -> "Flat":
-        """The same update after `of_rows` was loaded. Waits for the device."""
+        """This update, with its unused parameters read from the loaded `of_rows`.
+
+        Waits for the device.
+        """
         parts = self.layout.parts(self.of_rows)
         infinite = torch.stack([part.isinf().any() for part in parts]).tolist()
         numbers = [number for number, found in enumerate(infinite) if found]
@@ -76,10 +82,10 @@ class Flat:
 
 
 class Pending:
-    """The updates of the last `delay` steps, oldest first, as their messages.
+    """The updates of the last `delay` steps, oldest first, as messages.
 
-    Before the first ones arrive, and after `step_on`, blanks are there, of which no message is in
-    flight: zeros with a minus, so that a saved state tells them from an update of zeros.
+    Before the first update arrives, and after `step_on`, the list holds blanks without a message:
+    tensors of negative zeros, which a saved state distinguishes from an update of zeros.
     """
 
     def __init__(self, layout: Layout, delay: int, device: torch.device) -> None:
@@ -88,15 +94,15 @@ class Pending:
         self._updates: deque[Transfer | Flat] = deque(self._blank() for _ in range(delay))
 
     def exchange(self, update: Transfer) -> Transfer | Flat:
-        """Puts in an update, and takes out the one that is due."""
+        """Appends an update, and removes the one that is due."""
         self._updates.append(update)
         due = self._updates.popleft()
         if isinstance(due, Flat):
-            due.of_rows.add_(0.0)  # which takes the minus from zeros
+            due.of_rows.add_(0.0)  # adding 0.0 turns negative zeros into zeros
         return due
 
     def wait(self, index: int) -> Tensor:
-        """Waits for update `index`, counted from the oldest; from now on it lies in memory.
+        """Waits for update `index`, counted from the oldest, and keeps it in memory from then on.
 
         Shapes: -> `[rows, chunk]` fp32.
         """
@@ -112,22 +118,22 @@ class Pending:
         settled.settle(unused)
 
     def look(self, unused: Unused) -> None:
-        """Takes in all updates after they were loaded."""
+        """Reads the unused parameters of all updates after they were loaded."""
         self._updates = deque(
             each.look(unused) if isinstance(each, Flat) else each for each in self._updates
         )
 
     def arrived(self) -> list[Tensor]:
-        """All updates, after waiting for the ones in flight.
+        """All updates; waits for those in flight.
 
         Shapes: `[rows, chunk]` each.
         """
         return [self.wait(index) for index in range(len(self._updates))]
 
     def step_on(self, base: BaseStep, applies: Applies, unused: Unused, step: int) -> None:
-        """Lets `base` step on each update but blanks, and leaves blanks.
+        """Steps `base` on each update except blanks, and replaces them by blanks.
 
-        The gradients do not change, because a backward pass may come next and add to them.
+        Gradients are unchanged, because a following backward pass may add to them.
 
         Args:
             step: Of the oldest update.
@@ -154,7 +160,7 @@ class Pending:
         return Flat(self._layout, self._layout.zeros(self._device).fill_(-0.0))
 
     def _is_blank(self, update: Transfer | Flat) -> bool:
-        """True where no message is in flight. Waits for the device."""
+        """True if this entry has no message. Waits for the device."""
         if not isinstance(update, Flat):
             return False
         parts = self._layout.parts(update.of_rows)
@@ -162,17 +168,15 @@ class Pending:
 
 
 class GradientReplicator(Replicator):
-    """Replaces each gradient by the update that all replicas agreed on, before the base optimizer
-    sees it.
+    """Replaces each gradient by the agreed update before the base optimizer reads it.
 
     With a delay it is the update of an earlier step. A missing gradient counts as zero if another
-    replica has one. A parameter that no replica used has none afterwards, so that the base
-    optimizer leaves it alone.
+    replica has one. A parameter that no replica used gets no gradient, so the base optimizer skips
+    it.
 
-    Args:
-        last: Whether no later level exchanges gradients. SignSGD then takes the update straight
-            from the messages where it can, and gradients stay this replica's own: storing the
-            update and reading it costs more than decoding.
+    Args: last: Whether no later level exchanges gradients. SignSGD then reads the update directly
+        from the messages if it can, and gradients remain this replica's own: storing the update and
+        reading it costs more than decoding.
     """
 
     def __init__(
@@ -193,7 +197,7 @@ class GradientReplicator(Replicator):
         self._delayed = delay > 0
         self._updates = Pending(channel.layout, delay, channel.runtime.device)
         self._overlap: Overlap | None = None
-        # whether gradients stayed as they were sent in the last overlapped step
+        # readback: are gradients still those sent by the last overlapped step?
         self._equal: Readback | None = None
         self._stream: CommStream | None = None
         self.stepped = base
@@ -229,7 +233,8 @@ class GradientReplicator(Replicator):
 
     def drain(self) -> None:
         for index in range(self.scheme.round.delay):
-            if not self.counts.changed_apart:  # its sender takes part in no later message
+            # the replica that announced a change skips all later messages
+            if not self.counts.changed_apart:
                 self._updates.wait(index)
 
     def make_portable(self, step: int) -> None:
@@ -246,7 +251,9 @@ class GradientReplicator(Replicator):
 
     @contextmanager
     def overlap(self, step: int) -> Iterator[None]:
-        """Context in which backward sends the gradients of `step`; `before` then sends the rest."""
+        """Context manager in which backward sends the gradients of `step`; `before` then sends the
+        rest.
+        """
         self.refuse_overlap()
         device = self.channel.runtime.device
         if self._stream is None and device.type != "cpu":
@@ -258,14 +265,15 @@ class GradientReplicator(Replicator):
             with overlap.listening():
                 yield
         except BaseException:
-            if not overlap.began:  # then nothing has happened
+            if not overlap.began:  # then nothing was sent
                 self._overlap = None
                 self.overlapping = False
             raise
 
     def refuse_overlap(self) -> None:
-        """Raises `OverlapError` between `overlap` and its step, or where gradients changed after
-        they were sent."""
+        """Raises `OverlapError` between `overlap` and its step, or if gradients changed after they
+        were sent.
+        """
         self._refuse_unequal()
         if self._overlap:
             raise OverlapError(

@@ -1,4 +1,6 @@
-"""Schemes that exchange once per round: how far parameters moved since the last common weights."""
+"""Schemes that exchange once per round how far the parameters moved from the last agreed
+weights.
+"""
 
 from dataclasses import replace
 
@@ -31,7 +33,7 @@ def outer_sgd(
 ) -> ParameterScheme:
     """A scheme whose signal is the movement of the parameters in a round.
 
-    It is the common part of the DiLoCo family, and the base for new schemes.
+    The DiLoCo family is built on it; use it as the base of new schemes.
 
     Args:
         every: Local steps per round, at least 1.
@@ -78,9 +80,9 @@ def diloco(
     """Local steps with any optimizer; every `every` steps the replicas average the movement of
     their parameters.
 
-    The mean of anchor - parameters is the gradient of an outer SGD that moves the anchor, from
-    which all replicas start the next round, bitwise equal. The inner optimizer's state stays
-    private. With outer_lr 1 and outer_momentum 0 this is plain averaging.
+    The mean of anchor - parameters is the gradient of an outer SGD, which moves the anchor; all
+    replicas start the next round from the anchor, bitwise equal. The state of the inner optimizer
+    stays local. With outer_lr 1 and outer_momentum 0 this is plain averaging.
 
     Args:
         every: Local steps per round, at least 1.
@@ -115,12 +117,12 @@ def streaming_diloco(
     unit: FragmentUnit = "parameter",
     link: LinkKind = "auto",
 ) -> ParameterScheme:
-    """`diloco` in fragments that take turns, so that the load on the network is even.
+    """`diloco` in fragments that are sent at different steps, so that the network load is even.
 
-    The fragments are equally large, as nearly as their units allow. Fragment number f (from 1)
-    follows its anchor after f * every / fragments steps and then every `every` steps, except for
-    the share `keep` of its own movement; its message leaves `delay` steps before. So does torchft.
-    The anchors are bitwise equal on all replicas; the parameters are after `synchronize()`.
+    Fragments are as equal in size as their units allow. Fragment f (from 1) moves to its anchor
+    after f * every / fragments steps and then every `every` steps, except for the share `keep` of
+    its own movement; its message is sent `delay` steps earlier. torchft does the same. Anchors are
+    bitwise equal on all replicas; parameters are equal only after `synchronize()`.
 
     Args:
         every, outer_lr, outer_momentum, precision: As in `diloco`.
@@ -167,8 +169,9 @@ def local_sgd(every: int = 16, precision: str = "fp32") -> ParameterScheme:
 
 
 ROW = 256
-"""Coefficients per row of `muloco` if rows matter: enough for a meaningful length, few enough for
-small parameters."""
+"""Coefficients per row of `muloco` if the aggregation works by rows: enough for a meaningful norm,
+few enough for small parameters.
+"""
 
 
 @register
@@ -181,14 +184,14 @@ def muloco(
     aggregate: str = "mean",
     link: LinkKind = "auto",
 ) -> ParameterScheme:
-    """`diloco` for Muon inside, in few bits with error feedback.
+    """`diloco` for Muon as inner optimizer, in few bits with error feedback.
 
-    Orthogonal steps are equally long on all replicas, so their sum tolerates few bits and needs
-    less outer momentum. The scheme does not choose the inner optimizer: use it with `Muon`.
+    Orthogonalised steps have the same norm on all replicas, so their sum tolerates few bits and
+    needs less outer momentum. The scheme does not choose the inner optimizer: use it with `Muon`.
 
-    The replicas' movements differ, so their mean is shorter than each. `outer_lr` above 1 makes up
-    for it, or `aggregate="rescaled_mean"` with `outer_lr=1`, in which each row of 256 values gets
-    their mean length.
+    The replicas' movements point in different directions, so their mean has a smaller norm than
+    each. Compensate with `outer_lr` above 1, or with `aggregate="rescaled_mean"` and `outer_lr=1`,
+    which rescales each row of 256 values to the mean norm.
 
     Args:
         every, outer_lr, outer_momentum, precision: As in `diloco`.
@@ -227,12 +230,12 @@ def sparta(rate: float = 1 / 200, precision: str = "fp32") -> ParameterScheme:
     """Averages a random subset of the parameters themselves after every step, the same subset on
     all replicas.
 
-    Any local optimizer works; between steps no two replicas are equal. An anchor holds the last
-    agreed value of each coordinate, bitwise equal on all replicas; `synchronize()` averages every
-    coordinate once, in one whole cycle of messages, after which all replicas are equal. In the
-    paper the mask is drawn at random and broadcast; here every replica knows it, and each
-    coordinate has its turn once in 1 / rate steps. As a level before `diloco` on the same axis it
-    holds replicas together over long rounds.
+    Any local optimizer works; between two steps replicas differ. An anchor holds the last agreed
+    value of each coordinate, bitwise equal on all replicas; `synchronize()` averages every
+    coordinate once, in one whole cycle of messages, and so makes all replicas equal. The paper
+    draws and broadcasts a random mask; here every replica computes it, and each coordinate is sent
+    once in 1 / rate steps. Chained before `diloco` on the same axis, it keeps replicas close to
+    each other in long rounds.
 
     Args:
         rate: The share of the parameters averaged per step, above 0 and at most 1, rounded down to
@@ -264,11 +267,12 @@ def sparseloco(
     aggregate: str = "clipped_mean",
     link: LinkKind = "auto",
 ) -> ParameterScheme:
-    """`diloco` that sends only the largest coordinates of the movement, in two bits, and leaves the
+    """`diloco` that sends only the largest coordinates of the movement in two bits, and keeps the
     rest in memory.
 
-    Top-k of each chunk without a transform, error feedback in the place of an outer momentum, every
-    replica clipped to the median norm. With the defaults about 0.002 bytes per parameter and step.
+    It selects the top-k of each chunk without a transform, uses error feedback instead of an outer
+    momentum, and clips every replica to the median norm. The defaults send about 0.002 bytes per
+    parameter and step.
 
     Args:
         every, outer_lr, precision: As in `diloco`.

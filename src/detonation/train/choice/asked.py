@@ -55,7 +55,7 @@ class Auto:
 
 @dataclass(frozen=True)
 class Asked:
-    """A run whose scheme is not chosen yet.
+    """A run whose scheme is still to be chosen.
 
     Args:
         auto: Rules of the choice.
@@ -66,9 +66,9 @@ class Asked:
     layers: Layers
 
     def candidates(self) -> dict[str, Config]:
-        """The recipe with every scheme: with the recipe's own arguments, and with other settings.
+        """The recipe with every scheme, with the recipe's own arguments and with other settings.
 
-        Leaves `none` out if the recipe requires equal replicas.
+        Omits `none` if the recipe requires equal replicas.
         """
         found: dict[str, Config] = {}
         full = self.layers.under("full", {})
@@ -81,7 +81,7 @@ class Asked:
                 try:
                     found.setdefault(spelled(scheme_of(config.levels[-1])), config)
                 except ValueError:
-                    if not arguments:  # the recipe itself is invalid
+                    if not arguments:  # the error is in the recipe itself
                         raise
         return found
 
@@ -102,7 +102,7 @@ class Asked:
 
 
 def trained(candidates: Mapping[str, Config]) -> dict[str, Candidate]:
-    """Candidate schemes, each with the optimizer that the recipe uses for it."""
+    """Candidate schemes, each with the recipe's optimizer for it."""
     found = {}
     for name, config in candidates.items():
         optimizer = trained_by(config.optimizer.name, config.optimizer.arguments)
@@ -111,7 +111,7 @@ def trained(candidates: Mapping[str, Config]) -> dict[str, Candidate]:
 
 
 def goal_of(config: Config, work: Work) -> Goal:
-    """Goal of a recipe, for estimates of its loss."""
+    """The goal of a recipe, for which losses are estimated."""
     return Goal(
         config.mesh.replicas,
         sum(work.sizes.values()),
@@ -121,13 +121,13 @@ def goal_of(config: Config, work: Work) -> Goal:
 
 
 def settings_in(layers: Layers, chosen: Scheme) -> dict[str, object]:
-    """Arguments of `chosen` that differ from those that the recipe gives this scheme."""
+    """Arguments of `chosen` that differ from those that the recipe sets for this scheme."""
     own = scheme_of(layers.under(chosen.name, {}).levels[-1]).arguments
     return {key: value for key, value in chosen.arguments.items() if value != own[key]}
 
 
 def standing(layers: Layers) -> Config:
-    """The configuration; a scheme that is not chosen yet becomes full synchronisation."""
+    """The configuration; an unchosen scheme is replaced by full synchronisation."""
     config = layers.config()
     if Auto.of(config) is None:
         return config
@@ -135,7 +135,8 @@ def standing(layers: Layers) -> Config:
 
 
 def again(asked: Asked, path: Path, everyone: Everyone) -> Config | None:
-    """Configuration that the run in `path` chose before; None if rank 0 cannot read it. Collective.
+    """The configuration that the run in `path` chose earlier; None if rank 0 cannot read it.
+    Collective.
 
     The other ranks need not see the directory.
     """

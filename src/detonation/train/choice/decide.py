@@ -50,7 +50,7 @@ def decide(asked: Asked, everyone: Everyone, axis: SurvivingCommunicator | None 
     candidates = asked.candidates()
     device = everyone.device
     config = asked.check()
-    # This session only measures: the run builds another with its own weights.
+    # This session only measures: the run builds another one with its own weights.
     session = start_session(config, device, axis and LoopbackCommunicator(config.mesh.replicas))
     measured = probe_axis(axis or session.optimizer.levels[0][0], device, PROBE_S, everyone)
     network = Network.of_axis(measured, session.config.mesh.shards)
@@ -85,9 +85,9 @@ def _search(
 ) -> tuple[Option, list[Option], Work]:
     """Returns the choice, all options, and the work with the measured optimizer steps.
 
-    It measures the step of a scheme only if that scheme would be chosen: the time of the step
-    changes the share of waiting. Steps without an exchange are the same at every setting of a
-    scheme, so the fastest measurement counts for all.
+    A scheme's step is measured only if the scheme would be chosen, because that time changes its
+    share of waiting. Steps without an exchange are equal for all settings of a scheme, so the
+    fastest measurement is used for all.
     """
     pairs = trained(candidates)
     goal = goal_of(session.config, work)
@@ -99,7 +99,8 @@ def _search(
         if name in steps:
             best = next(option for option in found if spelled(option.cost.scheme) == name)
             text = json.dumps(to_table(candidates[name]), sort_keys=True)
-            everyone.require_same({"chosen": text}, {})  # raises `Mismatch` on all ranks
+            # require_same raises `Mismatch` on all ranks
+            everyone.require_same({"chosen": text}, {})
             return best, found, work
         step = optimizer_step(session, everyone, candidates[name])
         if step is None:
@@ -112,7 +113,9 @@ def _search(
 def _share_local_time(
     steps: dict[str, Step], pairs: Mapping[str, Candidate], measured: str
 ) -> None:
-    """Sets the time of a step without an exchange to the least of all settings of one scheme."""
+    """Sets the time of a step without an exchange to the minimum over all settings of one
+    scheme.
+    """
 
     def kind(name: str) -> tuple[str, object]:
         scheme, optimizer = pairs[name]
@@ -129,7 +132,7 @@ def adapter_of(
 ) -> tuple[Adapter | None, list[str]]:
     """Adapter of a run with `scheme.adapt`, and the lines to print.
 
-    Its state comes from the measurements of the choice, or from a checkpoint.
+    Its state is loaded from a checkpoint, or comes from the measurements of the choice.
     """
     if asked is None or not asked.auto.adapt:
         return None, []
@@ -149,9 +152,9 @@ def adapter_of(
 def chosen_config(
     asked: Asked, begun: Path | None, everyone: Everyone, axis: SurvivingCommunicator | None
 ) -> tuple[Config, Chosen | None]:
-    """Configuration of the run, and the choice of its scheme if it is made now. Collective.
+    """The configuration of the run, and the choice of its scheme if it is made now. Collective.
 
-    begun: Directory of a run that has begun. It keeps the scheme that its directory names.
+    begun: Directory of a run that has begun. It keeps the scheme stored in its directory.
     """
     if begun is not None:
         before = again(asked, begun, everyone)

@@ -19,7 +19,7 @@ from detonation.train.recipe import optimizers
 from detonation.train.recipe.schema import Config
 
 _REPEATS = 5
-"""Repetitions of each measurement on this machine."""
+"""Number of repetitions of each measurement on this machine."""
 
 
 def forward_backward(session: Session, everyone: Everyone) -> tuple[float, float]:
@@ -33,9 +33,11 @@ def forward_backward(session: Session, everyone: Everyone) -> tuple[float, float
 
 
 def optimizer_step(session: Session, everyone: Everyone, config: Config) -> Step | None:
-    """Seconds of the optimizer's step of `config` on the model of `session`, over a loopback.
+    """Seconds of the optimizer step of `config` on the model of `session`, over a loopback
+    communicator.
 
-    Collective. None if the optimizer refuses the scheme, such as one that sends more than dense.
+    Collective. None if the optimizer refuses the scheme, for example because it sends more than
+    full synchronisation.
     """
     scheme = scheme_of(config.levels[-1])
     base = optimizers.build_optimizer(config.optimizer, session.model)
@@ -45,7 +47,7 @@ def optimizer_step(session: Session, everyone: Everyone, config: Config) -> Step
     def of_others(record: logging.LogRecord) -> bool:
         return record.thread != mine
 
-    log.addFilter(of_others)  # hides warnings about the loss: this optimizer does not train
+    log.addFilter(of_others)  # hides warnings about the loss, because this optimizer does not train
     try:
         communicator = LoopbackCommunicator(session.config.mesh.replicas)
         optimizer = replicate(
@@ -73,7 +75,9 @@ def optimizer_step(session: Session, everyone: Everyone, config: Config) -> Step
 
 
 def _times(function: Callable[[], object], everyone: Everyone) -> list[float]:
-    """Seconds of several calls of `function`. Ranks start together; the slowest rank counts."""
+    """Seconds of each of several calls of `function`. Ranks start together, and the slowest rank's
+    time counts.
+    """
     times = []
     for _ in range(_REPEATS):
         everyone.barrier()

@@ -1,6 +1,6 @@
 """Session of one rank: model, optimizer and data, built from the configuration.
 
-All ranks build them in the same order.
+All ranks build these in the same order.
 """
 
 from collections.abc import Sequence
@@ -80,7 +80,7 @@ def start_session(config: Config, device: torch.device, axis: Axis | None = None
 def replicated_run(
     config: Config, base: torch.optim.Optimizer, model: nn.Module, joined: Sequence[Axis]
 ) -> Replicated:
-    """`base` replicated along the axis of each level. Only its first step is collective."""
+    """`base`, replicated along the axis of each level. Only its first step is collective."""
     schemes = map(scheme_of, config.levels)
     levels = list(zip(joined, schemes, strict=True))
     clip = config.train.clip or None
@@ -97,7 +97,9 @@ def replicated_run(
 
 
 def surviving_axis(config: Config, mesh: DeviceMesh) -> SurvivingCommunicator:
-    """Axis between replicas that may be lost; `mesh` holds the ranks of this one. Collective."""
+    """The axis between replicas that may be lost; `mesh` contains the ranks of this replica.
+    Collective.
+    """
     here = place()
     if here is None:
         raise ValueError("mesh.elastic needs the address of a store: give --meet and --replica")
@@ -113,13 +115,14 @@ def surviving_axis(config: Config, mesh: DeviceMesh) -> SurvivingCommunicator:
 
 
 def seeded_model(config: Config) -> nn.Module:
-    """Model of `config` with its initial weights; [train] sets how its layers run."""
+    """The model of `config` with its initial weights; [train] configures how its layers run."""
     torch.manual_seed(config.seed)
     return _with_layers(build_model(config.model.name, config.model.arguments), config.train)
 
 
 def axes(config: Config, mesh: DeviceMesh, between: Axis | None = None) -> list[Axis]:
-    """Axis of each level, innermost first; an emulated link slows the outermost. Collective.
+    """The axis of each level, innermost first; an emulated link slows down the outermost.
+    Collective.
 
     Args:
         mesh: Mesh of all levels; without the outermost level if `between` is given.

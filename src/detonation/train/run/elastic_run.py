@@ -23,10 +23,10 @@ class SetUpError(ValueError):
 
 
 class SetUp:
-    """Set-up of this replica of an elastic run. Only a fault during the set-up ends all replicas.
+    """Set-up of this replica of an elastic run. Only a failure during set-up ends all replicas.
 
-    The others read the fault in the store of their axis. Before that store exists, they read it at
-    the meeting address; see `refusal`.
+    The others read the failure in the store of their axis. Before that store exists, they read it
+    at the meeting address; see `refusal`.
     """
 
     def __init__(self, task_meet: str, replica: int | None) -> None:
@@ -36,21 +36,22 @@ class SetUp:
         self._done = False
 
     def met(self, axis: SurvivingCommunicator) -> None:
-        """Notes that all replicas have met on `axis`."""
+        """Records that all replicas have met on `axis`."""
         self._start = axis.host.membership.start
         self._start.begin()
 
     def done(self) -> None:
-        """Notes that this replica is ready to train."""
+        """Records that this replica is ready to train."""
         if self._start is not None:
             self._start.prepared()
         self._done = True
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Reports faults of this replica to the others until `done`, and raises `SetUpError`.
+        """Context manager that reports failures of this replica to the others until `done`, and
+        raises `SetUpError`.
 
-        Faults that other replicas cause pass through, and so does a `ValueError`.
+        Failures caused by other replicas pass through, and so does a `ValueError`.
         """
         try:
             yield
@@ -91,7 +92,8 @@ class Losses:
         if self._world is None:
             return []
         if recorder.take_over():
-            with contextlib.suppress(directory.InUse):  # a lost replica may hang and hold the lock
+            # a lost replica may hang while holding the lock
+            with contextlib.suppress(directory.InUse):
                 self._lock = directory.RunDirectory(path)
         new = self._world.losses[self._told :]
         self._told = len(self._world.losses)
@@ -132,7 +134,7 @@ class Losses:
         }
 
     def close(self, has_left: bool) -> None:
-        """Leaves together with the remaining replicas, unless this one `has_left` before them."""
+        """Leaves together with the remaining replicas, unless this one `has_left` earlier."""
         if self._world is not None and not has_left:
             self._world.close()
         if self._lock is not None:

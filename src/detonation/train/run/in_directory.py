@@ -57,7 +57,7 @@ def train_in_directory(
         kept, damage = kept_records(session, path / directory.METRICS, done, volumes)
         if task.resume and session.config.train.log_updates and session.rank == 0:
             damage += checked_log(path, saved_step)[1]
-        # This is the first write: a refused run leaves the directory unchanged.
+        # this is the first write, so a refused run leaves the directory unchanged
         if volumes.leads(session.rank):
             plan = None
             if chosen is not None and session.rank == 0:
@@ -82,7 +82,7 @@ def _require_steps(steps: int, done: int) -> None:
 def _name_of_run(session: Session) -> str:
     """Random name for the feeds of this start, equal on all ranks; "" if no rank publishes.
 
-    In an elastic run one replica may publish without the others, so all join the broadcast.
+    In an elastic run a single replica may publish, so all join the broadcast.
     """
     if session.config.train.publish or session.config.mesh.elastic:
         return session.world.texts().broadcast(secrets.token_hex(8))
@@ -90,7 +90,7 @@ def _name_of_run(session: Session) -> str:
 
 
 def train_with_others(task: RunTask, session: Session, stop: Stop, set_up: SetUp) -> Table:
-    """Trains after joining the others, which write the run directory.
+    """Trains after joining other replicas, which write the run directory.
 
     Returns the result of `train_on_rank`.
     """

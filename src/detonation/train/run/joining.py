@@ -25,7 +25,7 @@ from detonation.train.recipe.schema import Config
 
 
 def meeting_of(request: Request) -> str:
-    """Address at which the replicas of `request` meet; "" without one.
+    """The address at which the replicas of `request` meet; "" if there is none.
 
     Other settings of the request may be invalid.
     """
@@ -78,10 +78,10 @@ def joined_session(
 ) -> Session:
     """Session of a replica that joins a run through the store at `address`. Collective.
 
-    Scheme "auto" becomes the scheme of the run. Weights, optimizer state and `step_count` are those
-    of the run.
+    Scheme "auto" becomes the scheme of the run. Weights, optimizer state and `step_count` are
+    copied from the run.
     """
-    read_token()  # check everything local before the others learn of this replica
+    read_token()  # check everything local before other replicas know this one
     directory.require_writable(out)
     store = reached_store(*host_and_port(address))
     mesh = init_mesh(1, config.mesh.shards, device.type)
@@ -94,7 +94,8 @@ def joined_session(
         min_replicas=config.mesh.min_replicas,
         silence_s=config.peers.silence_s,
     )
-    if asked is not None:  # first of all: the run may still be choosing
+    # ask for the settings first, because the run may still be choosing its scheme
+    if asked is not None:
         settings = settings_of_run(guest.membership)
         scheme = {
             key.removeprefix("scheme."): value

@@ -1,4 +1,4 @@
-"""Directory of a run on each node, and the records of earlier starts in it."""
+"""The run directory on each node, and the records of earlier starts in it."""
 
 import contextlib
 import json
@@ -67,7 +67,7 @@ def _surveyed(path: Path, texts: TextExchange) -> Volumes:
 
 
 def _hold_on_node(held: contextlib.ExitStack, path: Path, resume: bool) -> str:
-    """Creates and locks the directory of a node without rank 0; returns the error, or ""."""
+    """Creates and locks the directory of a node without rank 0; returns an error message or ""."""
     try:
         # may_start: the checkpoints may be on another node
         directory.check_free(path, resume, may_start=True)
@@ -91,7 +91,7 @@ def kept_records(
     if reads:
         text = read_text(file, errors="replace", most=MOST_RECORDS)
     if volumes.shared:
-        session.world.texts().gather("")  # all have read before rank 0 writes
+        session.world.texts().gather("")  # all ranks have read before rank 0 writes
     else:
         text = session.world.texts().broadcast(text)
     found, damaged = metrics.parse_metrics(text)
@@ -116,7 +116,7 @@ def kept_records(
 def earlier_state(task: RunTask, everyone: Everyone) -> tuple[bool, list[int]]:
     """True if the run resumes and any rank sees a checkpoint; and the first steps of log files.
 
-    Collective. A log file begins after the step that is listed.
+    Collective. A log file begins after the listed step.
     """
     out = task.request.out
     if not task.resume or out is None:
@@ -131,7 +131,7 @@ def earlier_state(task: RunTask, everyone: Everyone) -> tuple[bool, list[int]]:
 def replay_rest(session: Session, path: Path, log: list[int], may_start: bool) -> list[str]:
     """Repeats the logged steps after the checkpoint or the start; returns the lines to print.
 
-    Collective. It never repeats the last step of the run, so that training ends as always.
+    Collective. It never repeats the last step of the run, so that training ends in the same way.
 
     Args:
         log: Steps after which the log files begin.

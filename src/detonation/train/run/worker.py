@@ -1,4 +1,4 @@
-"""Work of each rank, from its session to the summary. Rank 0 also writes the run directory."""
+"""The work of each rank, from its session to the summary. Rank 0 also writes the run directory."""
 
 from pathlib import Path
 
@@ -59,17 +59,17 @@ def train_on_rank(task: RunTask) -> Table:
         session = start_session(config, device, axis)
         losses = Losses(session, set_up)
         begin = ""
-        # before `set_up`, which copies the weights as the anchor of a round
+        # load weights before `set_up`, which copies them as the anchor of a round
         if config.train.init_from and not saved:
             begin = load_weights(Path(config.train.init_from), session.model)
-        # Compare the schemes of the replicas and check sizes before anything is written.
+        # compare the replicas' schemes and check sizes before writing anything
         session.optimizer.set_up()
         set_group_timeouts(GROUP_TIMEOUT_S)  # a node may read its checkpoint from a slow disk
         result = None
         while result is None:
             try:
                 result = train_in_directory(session, task, chosen, begin, log, stop, losses)
-            # Lost before the first step: the others read the directory and the checkpoint again.
+            # a replica was lost before the first step: the others reread directory and checkpoint
             except PeerLost:
                 session.optimizer.synchronize()
         losses.close("left" in result)

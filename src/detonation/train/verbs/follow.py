@@ -1,4 +1,4 @@
-"""`detonation follow`: repeats a run from its updates, which a live feed or a log holds."""
+"""`detonation follow`: repeats a run from its updates, read from a live feed or a log."""
 
 import contextlib
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from detonation.train.verbs.replay_run import replay_run, saved_run
 
 @dataclass(frozen=True)
 class Following:
-    """A run to follow; the fields have the names of the flags of `detonation follow`.
+    """A run to follow; its fields are named after the flags of `detonation follow`.
 
     Args:
         source: Address of the feed of a live run; or directory of a run with an update log.
@@ -87,7 +87,9 @@ def follow_run(request: Following) -> Table:
 
 
 def _about(address: str) -> Table:
-    """Description of the run that `address` feeds; raises `RunError` if it does not answer."""
+    """The description of the run that `address` publishes; raises `RunError` if it does not
+    answer.
+    """
     token = read_token()
     try:
         return read_about(address, token)

@@ -34,8 +34,8 @@ def saved_run(out: Path, model: nn.Module, optimizer: Any, config: Config, keep:
 def replay_run(run: Path, out: Path | None, to: int | None, trust_code: bool) -> Table:
     """Replays a log in one process per shard; returns step, fingerprint and, with `out`, its path.
 
-    Begins with the newest checkpoint before `to`, or with the initial weights. Raises `ValueError`
-    for a run without a log, and `DamagedLog` if the log ends before `to`.
+    It begins with the newest checkpoint before `to`, or with the initial weights. Raises
+    `ValueError` for a run without a log, and `DamagedLog` if the log ends before `to`.
     """
     config = _config_of(run)
     require_trust(trust_code, config, "the run", "follow", "model", "data", "optimizer", "scheme")
@@ -88,7 +88,9 @@ def _alone(config: Config) -> Config:
 
 
 def _agreed(session: Session, out: Path) -> Path:
-    """Saves the agreed state of all replicas as a checkpoint of one, with empty memories."""
+    """Saves the agreed state of all replicas as a checkpoint of one replica, with empty
+    memories.
+    """
     replayed = session.optimizer
     axes = [LoopbackCommunicator()]
     optimizer = replicated_run(session.config, session.base, session.model, axes)
