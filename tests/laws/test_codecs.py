@@ -329,14 +329,14 @@ def test_law_5_never_larger_than_dense(scheme, replicas):
             traffic.require_below_dense(scheme, layout, replicas)
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 8, 32])
 @pytest.mark.parametrize("scheme", TALKING.values(), ids=TALKING)
-def test_law_5_an_owner_answers_with_no_more_coefficients_than_came(scheme, replicas):
+def test_law_5_an_owner_answers_with_no_more_coefficients_than_came(scheme):
     """Nor with fewer than each replica sent."""
     sent = scheme.codec.selection
-    answered = scheme.reply_codec(replicas).selection
-    assert answered.chunk == sent.chunk
-    assert sent.k <= answered.k <= min(sent.chunk, sent.k * replicas)
+    for replicas in (2, 3, 8, 32):
+        answered = scheme.reply_codec(replicas).selection
+        assert answered.chunk == sent.chunk
+        assert sent.k <= answered.k <= min(sent.chunk, sent.k * replicas)
 
 
 def test_law_5_refuses_what_grows_with_the_replicas():

@@ -88,16 +88,17 @@ POISONED_AT = {"loco": 3, "random-late": 3, "diloco": 2, "streaming": 4}
 """A step whose message has what is not finite, by scheme; that of two may arrive later."""
 
 
-def told(communicator, scheme, poisoned, changed):
+def told(communicator, scheme, poisoned, changed, alone=False):
     """The error of a gradient or weight that is not finite from step `poisoned` on, and its step.
 
-    changed: the step at which all replicas freeze another parameter.
+    changed: the step at which all replicas freeze another parameter; or the first one alone.
     """
     model = built(Plain)
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)
     optimizer = dt.replicate(sgd, model, communicator, scheme)
     for step in range(poisoned + 5):
-        model.layers[0].bias.requires_grad_(step < changed)
+        freezes = step >= changed and not (alone and communicator.replica)
+        model.layers[0].bias.requires_grad_(not freezes)
         model(batch(communicator.replica, step, 32)).mean().backward()
         if step == poisoned and communicator.replica == 1:
             weight = model.layers[1].weight
@@ -115,11 +116,14 @@ def test_law_2_a_change_of_what_is_trained_delays_no_reason_to_stop(name):
     """All replicas hear of it at the step at which its message arrives, and with the same words."""
     scheme, poisoned = TALKING[name], POISONED_AT[name]
 
-    def ends(changed):
-        one, other = simulate_replicas(lambda c: told(c, scheme, poisoned, changed), 2)
+    def ends(changed, alone=False):
+        one, other = simulate_replicas(lambda c: told(c, scheme, poisoned, changed, alone), 2)
         assert one == other is not None
         return one
 
     usual = ends(changed=100)
     assert usual[0] >= poisoned
     assert [ends(changed) for changed in range(usual[0], usual[0] + 2)] == [usual] * 2
+    if scheme.signal == "parameters" and scheme.round.delay:
+        # a message that arrives at the step at which one replica announces a change alone
+        assert ends(usual[0], alone=True) == usual
