@@ -28,7 +28,7 @@ from detonation.core.optimizer.setup_checks import check_layout, warn_of_roundin
 from detonation.core.optimizer.stats import Stats, dense_bytes_by_level, described
 from detonation.core.optimizer.trained import TrainedParameters
 from detonation.core.replicator.base import Replicator
-from detonation.core.replicator.padding import release_used_rows
+from detonation.core.replicator.padding import PaddingRows
 from detonation.core.runtime import PROGRESS
 from detonation.core.schemes.scheme import Scheme
 from detonation.plugins import plugin
@@ -77,7 +77,7 @@ class Replicated(OptimizerWrapper):
         # whether a loaded state dict had no replica state; until a step it may still be loaded
         self.memory_lost = False
         self._routes: dict[tuple[int, int], Route] = {}
-        self._asks_padding = False  # whether the next step asks for gradients of padding rows
+        self._padding: PaddingRows | None = None  # None where no padding row is held
         # whether gradients did not leave in `overlap`, because the trained parameters changed
         self._held_back = False
         self._consensus: StopConsensus | None = None
@@ -160,9 +160,14 @@ class Replicated(OptimizerWrapper):
                 consensus, first, last = self._enter(overlapping, arithmetic)
                 halfway = step = self.step_count
                 signals = [scheme.signal for _, scheme in self.levels]
+                if self.base_step.overflow is not None and bool(self.base_step.overflow):
+                    for replicator in self._by_level[0]:
+                        replicator.overflowed = True
                 # 2. Exchange gradients.
                 for replicator in first:
                     replicator.before(step)
+                if self._padding and self._padding.asks:
+                    self._release_padding()
                 # 3. Agree that no rank stops, before the weights move.
                 if "gradients" in signals:
                     # the agreed update has replaced gradients that overflowed
@@ -232,9 +237,8 @@ class Replicated(OptimizerWrapper):
             if changed:
                 self._change_trained(in_buckets=held_back)
         replicators = self._replicators or []
-        if self._asks_padding:
-            self._asks_padding = False
-            release_used_rows(replicators, self.base_step)
+        if self._padding:
+            self._padding.look()
         first = [replicator for replicator in replicators if replicator.acts_before]
         last = [replicator for replicator in replicators if not replicator.acts_before]
         return self._consensus, first, last
@@ -291,6 +295,8 @@ class Replicated(OptimizerWrapper):
         """
         if self._consensus is not None:
             self._trained.by_name()  # raises where others replaced a trained parameter of the model
+            if self._padding:
+                self._release_padding()
             options = options_of(self.base)
             self._consensus.verify(self.build(), self.step_count, options, self.frozen)
             self._buffers(self.build())
@@ -339,6 +345,9 @@ class Replicated(OptimizerWrapper):
         if observer:
             rules_of(self.levels[0][0]).refuse_log()
         self.observer = observer
+        self.base_step.look = None
+        if observer:
+            self.base_step.look = partial(observer.moved, self)
         for link, _ in self._routes.values():
             link.observe(observer)
         if observer and self.is_built and not self.step_count:
@@ -462,6 +471,12 @@ class Replicated(OptimizerWrapper):
         for replicator in self._replicators or []:
             replicator.refuse_overlap()
 
+    def _release_padding(self) -> None:
+        """Lets the padding rows move of which a replica has had a gradient. Collective."""
+        assert self._padding and self._replicators is not None
+        if self._padding.agree():
+            self._replicators = [*self._replicators]  # so that an observer begins anew
+
     def _complete(self, consensus: StopConsensus) -> None:
         changes.complete(self.build(), consensus, self._buffers, self.step_count)
         if self.observer:
@@ -531,7 +546,9 @@ class Replicated(OptimizerWrapper):
         self._trained.lay_out(parameters)
         for axis in changes.renumbered_axes(self.levels):
             axis.trains(parameters.values())
-        self._asks_padding = any(each.holds_padding for each in self._replicators)
+        self._padding = None
+        if any(each.holds_padding for each in self._replicators):
+            self._padding = PaddingRows(self._replicators, self.base_step)
         self.record(self.observer)
         if self.closeness:
             self.closeness.attach(self._consensus, self._replicators, self.step_count)

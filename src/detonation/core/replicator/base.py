@@ -23,6 +23,9 @@ class Replicator(ABC):
     """True where it acts in `before`; otherwise in `after`."""
     holds_padding = False
     """True if it keeps padding rows where they are, which its codec would move."""
+    overflowed = False
+    """True from a GradScaler's finding that gradients of this replica overflowed until they are
+    sent."""
     stepped: BaseStep | None = None
     """The optimizer whose steps all replicas must take alike; None where each steps by itself."""
 

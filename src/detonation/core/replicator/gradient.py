@@ -69,7 +69,9 @@ class GradientReplicator(Replicator):
         else:
             if self._equal:
                 self._refuse_unequal()
-            transfer = self.channel.send(local_gradients(self.parameters), step)
+            gradients = local_gradients(self.parameters)
+            transfer = self.channel.send(gradients, step, lost=self.overflowed)
+            self.overflowed = False
         due: Transfer | Flat = transfer
         if self._delayed:
             due = self._updates.exchange(transfer)
