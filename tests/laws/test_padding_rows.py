@@ -31,7 +31,7 @@ class Words(nn.Module):
         hidden = hidden + self.words(torch.tensor([1, 2]))
         if use == "words":
             return hidden.square().mean()
-        return nn.functional.linear(hidden, self.words.weight).square().mean()
+        return nn.functional.linear(hidden, self.words.weight).exp().mean()
 
 
 MODEL = Words()
