@@ -190,7 +190,7 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
             else:
                 total.add_(self._codec.decode(rows[node], count, places))
         self.unused = set()
-        if self.lacks and places is not None:
+        if self.lacks and places is not None and unused is not None:
             others = torch.cat([rows[:here], rows[here + 1 :]])
             everywhere = self._codec.marked(others, count, places).all(0) & unused
             self._leave(everywhere.tolist(), before, total)
@@ -212,7 +212,7 @@ class ErrorFeedbackReduce(DefaultAllocMixin, ReduceScatter):
         # [nodes, local * n] -> [parameters] int64
         sizes = dict(self._sizes())
         local = self._local.size() if self._local is not None else 1
-        if not sizes or sum(sizes.values()) * local != parts.shape[1]:
+        if not all(sizes.values()) or sum(sizes.values()) * local != parts.shape[1]:
             return None
         known, places = self._places
         if places is None or known != sizes or places.device != parts.device:

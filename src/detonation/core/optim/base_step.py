@@ -162,5 +162,6 @@ def _lookout_of(optimizer: Optimizer) -> _Lookout:
             return hook
     lookout = _Lookout()
     handle = optimizer.register_step_post_hook(lookout)
-    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
+    hooks: Any = optimizer._optimizer_step_post_hooks  # an ordered dict, typed as a dict
+    hooks.move_to_end(handle.id, last=False)
     return lookout
