@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from detonation.core.flat.tensors import local, padding_row
+from detonation.core.optim.wrapper import names_of
 from detonation.plugins import plugin
 
 
@@ -28,6 +29,8 @@ class BaseStep:
         clip: Called before each step, if set; see `Clip`.
         overflow: A GradScaler's finding about gradients that no agreed update replaces. If it is
             not 0, the step is skipped.
+        lost: Whether a GradScaler found that gradients of this replica overflowed, whatever
+            replaces them.
         rounding: Context of each step.
         look: Called, if set, once a step has moved the weights and before hooks of others run.
 
@@ -39,6 +42,7 @@ class BaseStep:
         self.optimizer = optimizer
         self.clip: Clipping | None = None
         self.overflow: Tensor | None = None
+        self.lost = False
         self.rounding: AbstractContextManager[object] = nullcontext()
         self.look: Callable[[], object] | None = None
         self._held: dict[int, tuple[Tensor, int]] = {}
@@ -58,6 +62,11 @@ class BaseStep:
                 self.optimizer.step()
         finally:
             self._lookout.stepping = None
+
+    @property
+    def overflows(self) -> bool:
+        """True if `overflow` is not 0. Waits for the device."""
+        return self.overflow is not None and bool(self.overflow)
 
     @property
     def rounds_singly(self) -> bool:
@@ -126,7 +135,7 @@ def hooks_after(optimizer: Optimizer) -> list[str]:
 
 def _of_others(hooks: Iterable[Callable[..., object]]) -> list[str]:
     others = [hook for hook in hooks if not str(hook.__module__).startswith("detonation.")]
-    return [getattr(hook, "__qualname__", type(hook).__name__) for hook in others]
+    return names_of(others)
 
 
 class _Lookout:

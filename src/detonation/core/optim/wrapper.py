@@ -120,8 +120,12 @@ class OptimizerWrapper(Optimizer):
         self.base.add_param_group(param_group)
 
 
+def names_of(hooks: Iterable[Callable[..., object]]) -> list[str]:
+    return [getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks]
+
+
 def _refuse_hooks(hooks: Iterable[Callable[..., object]], does: str) -> None:
-    names = [getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks]
+    names = names_of(hooks)
     if names:
         raise ValueError(
             f"a checkpoint {does} no state dict, so this hook cannot change it: {names[0]}; remove"

@@ -149,8 +149,10 @@ class Replicated(OptimizerWrapper):
             self.base_step(clips=False)
             return loss
         self.base_step.overflow = None
+        self.base_step.lost = False
         if "grad_scale" in vars(self):
             self.base_step.overflow = self.unscale()
+            self.base_step.lost = self.base_step.overflows
         PROGRESS.steps += 1
         PROGRESS.where = "inside"
         halfway: int | None = None  # the step, from its first message until the weights have moved
@@ -160,14 +162,9 @@ class Replicated(OptimizerWrapper):
                 consensus, first, last = self._enter(overlapping, arithmetic)
                 halfway = step = self.step_count
                 signals = [scheme.signal for _, scheme in self.levels]
-                if self.base_step.overflow is not None and bool(self.base_step.overflow):
-                    for replicator in self._by_level[0]:
-                        replicator.overflowed = True
                 # 2. Exchange gradients.
                 for replicator in first:
                     replicator.before(step)
-                if self._padding and self._padding.asks:
-                    self._release_padding()
                 # 3. Agree that no rank stops, before the weights move.
                 if "gradients" in signals:
                     # the agreed update has replaced gradients that overflowed
@@ -204,7 +201,7 @@ class Replicated(OptimizerWrapper):
 
     def _enter(
         self, overlapping: bool, arithmetic: ExitStack
-    ) -> tuple[StopConsensus, list[Replicator], list[Replicator]]:
+    ) -> tuple[StopConsensus, list[Replicator | PaddingRows], list[Replicator]]:
         """Enters a step: builds the levels before the first one, and makes the changes that waited
         for a step.
 
@@ -215,8 +212,8 @@ class Replicated(OptimizerWrapper):
             overlapping: Whether `overlap` has sent gradients of this step.
             arithmetic: Receives the context in which the rest of the step computes.
 
-        Returns: the consensus, the replicators that act before the weights move, and those that
-        act afterwards.
+        Returns: the consensus, the replicators that act before the weights move, with padding rows
+        last, and the replicators that act afterwards.
         """
         if self.memory_lost:
             states.warn_of_lost_memory(self)
@@ -237,9 +234,10 @@ class Replicated(OptimizerWrapper):
             if changed:
                 self._change_trained(in_buckets=held_back)
         replicators = self._replicators or []
+        first: list[Replicator | PaddingRows] = [each for each in replicators if each.acts_before]
         if self._padding:
             self._padding.look()
-        first = [replicator for replicator in replicators if replicator.acts_before]
+            first.append(self._padding)
         last = [replicator for replicator in replicators if not replicator.acts_before]
         return self._consensus, first, last
 
@@ -296,7 +294,7 @@ class Replicated(OptimizerWrapper):
         if self._consensus is not None:
             self._trained.by_name()  # raises where others replaced a trained parameter of the model
             if self._padding:
-                self._release_padding()
+                self._padding.agree()
             options = options_of(self.base)
             self._consensus.verify(self.build(), self.step_count, options, self.frozen)
             self._buffers(self.build())
@@ -329,10 +327,10 @@ class Replicated(OptimizerWrapper):
         """
         self.set_up()
         self.synchronize()
-        self.levels, self._by_level = changes.with_scheme(
+        self.levels, by_level = changes.with_scheme(
             self.levels, self._by_level, level, scheme, self.base_step, self._consensus
         )
-        self._replicators = [replicator for made in self._by_level for replicator in made]
+        self._take(by_level)
         self._compare()
 
     def record(self, observer: StepObserver | None) -> None:
@@ -444,6 +442,7 @@ class Replicated(OptimizerWrapper):
         replicators = self._replicators
         parameters = self._trained.laid_out
         clip = self.base_step.clip
+        padding = self._padding
         try:
             yield
         except BaseException:
@@ -451,6 +450,7 @@ class Replicated(OptimizerWrapper):
                 self._by_level = by_level
                 self._consensus = consensus
                 self._replicators = replicators
+                self._padding = padding
                 self._trained.lay_out(parameters)
                 self.base_step.clip = clip
             raise
@@ -471,11 +471,10 @@ class Replicated(OptimizerWrapper):
         for replicator in self._replicators or []:
             replicator.refuse_overlap()
 
-    def _release_padding(self) -> None:
-        """Lets the padding rows move of which a replica has had a gradient. Collective."""
-        assert self._padding and self._replicators is not None
-        if self._padding.agree():
-            self._replicators = [*self._replicators]  # so that an observer begins anew
+    def _begin_anew(self) -> None:
+        """Shows observers that levels changed: their records do not have the padding rows that
+        move."""
+        self._replicators = [*self.build()]
 
     def _complete(self, consensus: StopConsensus) -> None:
         changes.complete(self.build(), consensus, self._buffers, self.step_count)
@@ -534,7 +533,7 @@ class Replicated(OptimizerWrapper):
     def _lay_out(self, parameters: Mapping[str, Tensor]) -> list[Replicator]:
         """Builds the levels anew for `parameters`, with the links and fault counts of before."""
         check_layout(self._trained.model, parameters, self.levels, self.settings.intra_node)
-        self._by_level, self._consensus = build_levels(
+        by_level, self._consensus = build_levels(
             parameters,
             self._trained.names,
             self.base_step,
@@ -542,17 +541,25 @@ class Replicated(OptimizerWrapper):
             self.settings,
             self._routes,
         )
-        self._replicators = [each for level in self._by_level for each in level]
+        replicators = self._take(by_level)
         self._trained.lay_out(parameters)
         for axis in changes.renumbered_axes(self.levels):
             axis.trains(parameters.values())
-        self._padding = None
-        if any(each.holds_padding for each in self._replicators):
-            self._padding = PaddingRows(self._replicators, self.base_step)
         self.record(self.observer)
         if self.closeness:
-            self.closeness.attach(self._consensus, self._replicators, self.step_count)
-        return self._replicators
+            self.closeness.attach(self._consensus, replicators, self.step_count)
+        return replicators
+
+    def _take(self, by_level: list[list[Replicator]]) -> list[Replicator]:
+        """Continues with the replicators `by_level`; returns them in one list."""
+        self._by_level = by_level
+        self._replicators = replicators = [each for level in by_level for each in level]
+        for each in by_level[0]:
+            each.innermost = True
+        self._padding = None
+        if any(each.holds_padding for each in replicators):
+            self._padding = PaddingRows(replicators, self.base_step, self._begin_anew)
+        return replicators
 
     def _compare(
         self, joining: Collection[str] | None = None, frozen: Mapping[str, Tensor] | None = None

@@ -70,8 +70,8 @@ class GradientReplicator(Replicator):
             if self._equal:
                 self._refuse_unequal()
             gradients = local_gradients(self.parameters)
-            transfer = self.channel.send(gradients, step, lost=self.overflowed)
-            self.overflowed = False
+            lost = self.innermost and self._base.lost
+            transfer = self.channel.send(gradients, step, lost=lost)
         due: Transfer | Flat = transfer
         if self._delayed:
             due = self._updates.exchange(transfer)

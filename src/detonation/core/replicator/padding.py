@@ -1,6 +1,6 @@
 """Padding rows that move after all, because a replica has a gradient of them."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -19,12 +19,15 @@ class PaddingRows:
     as no replica has had a gradient of the whole parameter. Later gradients of a row wait for the
     next comparison of the replicas, which asks, too.
 
-    Attributes:
-        asks: Whether the replicas ask in the next step.
+    Args:
+        released: Called after rows were let move.
     """
 
-    def __init__(self, replicators: Sequence[Replicator], base: BaseStep) -> None:
+    def __init__(
+        self, replicators: Sequence[Replicator], base: BaseStep, released: Callable[[], object]
+    ) -> None:
         self._base = base
+        self._released = released
         self._rows: dict[Link, list[tuple[Replicator, str]]] = {}
         for each in (each for each in replicators if each.holds_padding):
             for name, parameter in each.parameters.items():
@@ -37,7 +40,7 @@ class PaddingRows:
             )
             for link, rows in self._rows.items()
         }
-        self.asks = bool(self._rows)
+        self._asks = bool(self._rows)
 
     def look(self) -> None:
         """Notes the gradients of this replica, before an update takes their place."""
@@ -49,21 +52,24 @@ class PaddingRows:
                     seen[0] = 1
                     seen[1] |= gradient[padding_row(parameter)].any().to(torch.int64)
 
-    def agree(self) -> bool:
-        """Lets the rows move of which any replica has had a gradient. Collective.
+    def before(self, step: int) -> None:
+        """Asks, where a parameter has had no gradient before, once the gradients have left."""
+        if self._asks:
+            self.agree()
 
-        Returns whether there were any.
-        """
+    def agree(self) -> None:
+        """Lets the rows move of which any replica has had a gradient. Collective."""
         released = False
-        self.asks = False
+        self._asks = False
         for link, rows in self._rows.items():
             anywhere = link.collect(self._seen[link].view(-1)).any(0).view(-1, 2).tolist()
             for (replicator, name), (has_gradient, moves) in zip(rows, anywhere, strict=True):
-                self.asks |= not has_gradient
+                self._asks |= not has_gradient
                 if moves and padding_row(replicator.parameters[name]) is not None:
                     _use(replicator, name, self._base)
                     released = True
-        return released
+        if released:
+            self._released()
 
 
 def use_rows(names: Collection[str], replicators: Sequence[Replicator], base: BaseStep) -> None:
